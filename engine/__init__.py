@@ -1,3 +1,58 @@
-"""Step Engine: asynchronous RL post-training of language models as explicit, recorded steps."""
+"""Step Engine: asynchronous RL post-training of language models as explicit, recorded steps.
+
+The public names are imported at their first use, so that `import engine` needs no optional package and stays fast.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.api import TrainedRun, resume, train
+    from engine.errors import ConfigError, RunFailed
+    from engine.runtime.local import IllegalFact, Session, answer
+    from engine.states.limits import Limits
+    from engine.states.timeouts import Timeouts
+    from engine.trajectory import Prompt, Trajectory
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "ConfigError",
+    "IllegalFact",
+    "Limits",
+    "Prompt",
+    "RunFailed",
+    "Session",
+    "Timeouts",
+    "TrainedRun",
+    "Trajectory",
+    "__version__",
+    "answer",
+    "resume",
+    "train",
+]
+
+_MODULES = {
+    "ConfigError": "engine.errors",
+    "IllegalFact": "engine.runtime.local",
+    "Limits": "engine.states.limits",
+    "Prompt": "engine.trajectory",
+    "RunFailed": "engine.errors",
+    "Session": "engine.runtime.local",
+    "Timeouts": "engine.states.timeouts",
+    "TrainedRun": "engine.api",
+    "Trajectory": "engine.trajectory",
+    "answer": "engine.runtime.local",
+    "resume": "engine.api",
+    "train": "engine.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

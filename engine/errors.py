@@ -98,7 +98,7 @@ def _sentence(field: str, shown: str | None, law: str) -> str:
 
 
 def suggestion(name: str, known: Iterable[str], otherwise: str = "", *, prefix: str = "") -> str:
-    """The fix for an unknown name: "did you mean X?" with the nearest known name, else `otherwise`. `prefix`: goes
+    """The fix for an unknown name: "did you mean X?" with the nearest known name, else `otherwise`. `prefix`: text
     before the name, such as its section or directory."""
     near = get_close_matches(shortened(name), list(known), n=1)
     return f"did you mean {prefix}{near[0]}?" if near else otherwise
@@ -110,6 +110,10 @@ class RunFinished(ConfigError):
 
 class DataFailure(EngineError):
     """A prompt, its data or its reward failed. The group is retried within its `data` budget."""
+
+
+class RewardFailure(DataFailure):
+    """A reward failed in a process of its own. The message is a predicate: "raised KeyError: ..."."""
 
 
 class RecordError(EngineError):
@@ -135,8 +139,8 @@ class RecordNotBegun(RecordError):
 
 
 class TrainerSpoiled(EngineError):
-    """Raised by a trainer whose weights are no longer those after a whole train step. Its process is replaced: the next
-    one continues from the newest checkpoint and trains the steps since then again."""
+    """Raised by a trainer whose weights are no longer the result of a whole train step. Its process is replaced: the
+    next one loads the newest checkpoint and trains the steps since then again."""
 
 
 class StorageFull(EngineError):

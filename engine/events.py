@@ -110,7 +110,9 @@ class ProcessUp(Event):
     index: int
     incarnation: Incarnation
     slots: int = 0
-    """Replica only: number of groups that it can generate at once."""
+    """Replica only: number of whole groups that it can generate at once."""
+    samples: int = 1
+    """Replica only: trajectories of a group. It can generate `slots * samples` trajectories at once."""
     version: Version = 0
     """Replica only: the weights version that it has."""
 
@@ -275,14 +277,22 @@ class PrefixStored(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupProgressed(Event):
-    """A running group has come further since the last report: it sampled tokens that are not in the store yet, an agent
-    took a turn, or rewards came in. The clock of its time limit restarts."""
+    """A running group has come further since the last report: it sampled tokens that are not in the store yet, some of
+    its trajectories ended, an agent took a turn, or rewards came in. The clock of its time limit restarts."""
 
     tag: ClassVar[int] = 52
     group: GroupId
     attempt: int
     replica: ReplicaId
     incarnation: Incarnation
+    finished: int = 0
+    """Trajectories of the group that have ended: the replica may generate others in their place."""
+
+
+RIGHT = 1.0
+"""A response with at least this reward counts as right, as in the trainer's own accuracy."""
+NO_ANSWER = 0
+"""Stands for the answer of a response from which none could be extracted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +312,11 @@ class RowsMeasured(Event):
     """Number of these rows with a reward of at least 1."""
     reward: float
     """Sum of the rewards of these rows."""
+    rows: tuple[int, ...] = ()
+    """These rows, with the reward and the answer of each; empty if the replica reports only their sums."""
+    rewards: tuple[float, ...] = ()
+    answers: tuple[int, ...] = ()
+    """A hash of the answer that was extracted from each response, for majority votes; `NO_ANSWER`: it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ other failures (budget `infrastructure`, 5 by default). Each uses one attempt of
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from engine.ids import GroupId, StepId, Version
 from engine.trajectory import Prompt, TrajectoryGroup
@@ -37,8 +37,13 @@ class GroupWork:
     progress: Callable[[], None] = lambda: None
     """Call it on progress, as often as you like (optional): more tokens, an agent's turn, a reward. It restarts the
     group's time limit, as a saved prefix does."""
+    finished: Callable[[int], None] = lambda count: None
+    """Call it when trajectories have ended, with the number of the group's that have so far (optional). The replica
+    then gets the next group before the last sibling ends."""
     held_out: bool = False
     """A validation prompt: one response, measured by its reward and never trained on. Its group is below 0."""
+    validation_set: str = ""
+    """The name of its validation set; empty: it is trained on."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,7 +61,7 @@ class Generated:
 
 class Generator(Protocol):
     """One rollout replica. `generate` runs concurrently for up to `slots` groups on one event loop; it must not block
-    it."""
+    it. With `GroupWork.finished`, more groups run, but their unfinished trajectories are at most `slots * samples`."""
 
     async def generate(self, work: GroupWork) -> Generated:
         """Sample `work.samples` trajectories with behavior log-probs, versions and rewards."""
@@ -168,12 +173,29 @@ class Restorable(Protocol):
         """Restore the state that `save` wrote into this directory. Called before any other method."""
 
 
+class RolloutFigures(NamedTuple):
+    """Figures of one rollout in the batch that was trained last; None: unknown."""
+
+    advantage: float | None = None
+    logprob_gap: float | None = None
+    """Largest |log-prob under the trainer's weights - behavior log-prob| of a trained token."""
+
+
+@runtime_checkable
+class Explainable(Protocol):
+    """A trainer that knows figures of single rollouts, which are kept with the samples of a run."""
+
+    def rollout_figures(self) -> Awaitable[Sequence[Sequence[RolloutFigures]]] | Sequence[Sequence[RolloutFigures]]:
+        """For each group of the batch trained last, the figures of each of its rollouts (`TrajectoryGroup.rollouts`).
+        Called after `train`."""
+
+
 @runtime_checkable
 class Closable(Protocol):
-    """A trainer that holds more than memory, such as processes of its own."""
+    """A trainer, or the work of an added state, that holds more than memory, such as processes of its own."""
 
     def close(self) -> None:
-        """Give it back. Called once, from any thread, when the trainer's process ends or is replaced; a call that is
+        """Give it back. Called once, from any thread, when its process ends or is replaced; a call that is
         still running may raise."""
 
 

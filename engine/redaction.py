@@ -29,7 +29,7 @@ _PASSES = {"db", "database", "user", "admin", "proxy", "smtp", "ftp", "mysql", "
 _SPECIAL_TOKENS = {"bos", "eos", "pad", "unk", "stop", "start", "end", "mask", "sep", "cls", "image", "video", "audio"}
 _SPECIAL_TOKENS |= {"special", "think", "reasoning", "per", "each", "next", "first", "last", "max", "min", "a", "the"}
 """Words before `token` that make it a model's token, not an account's."""
-_UNSHOWN_FIELDS = ("rollout.api_key_env",)
+_UNSHOWN_FIELDS = (".api_key_env",)
 """Fields into which a user may put the secret by mistake."""
 _ADDRESS_FIELDS = {"uri", "url", "urls", "proxy", "proxies", "address", "endpoint", "dsn"}
 
@@ -143,7 +143,7 @@ def described(field: str, value: Any) -> str:
 def _hides(field: str, value: Any) -> bool:
     if value is None or isinstance(value, bool):
         return False
-    return field in _UNSHOWN_FIELDS or is_secret_name(field.rpartition(".")[2])
+    return field.endswith(_UNSHOWN_FIELDS) or is_secret_name(field.rpartition(".")[2])
 
 
 def _shown_text(field: str, text: str) -> str:

@@ -19,6 +19,18 @@ class Span(NamedTuple):
     version: Version
 
 
+SOURCES = "sources"
+"""The key of a train step's figures by data source, among its metrics."""
+
+
+class StepReward(NamedTuple):
+    """A part of a response's reward that belongs to one of its tokens. It is earned with that token."""
+
+    position: int
+    """Index into the response's tokens."""
+    reward: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One row of a data set: the text given to the model and whatever its reward needs."""
@@ -26,6 +38,12 @@ class Prompt:
     row: int
     text: str
     fields: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
+    """The name of its data source in the configuration; empty if there is only one, without a name."""
+
+
+MAX_TURNS = "max_turns"
+"""The finish reason of an episode that reached its limit of turns."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,8 +63,16 @@ class Trajectory:
     spans: list[Span] = field(default_factory=list)
     text: str = ""
     finish_reason: str = ""
-    """`stop`, `length` (token budget spent), `truncated` (cut by the deadline policy) or empty while unfinished."""
+    """`stop`, `length` (token budget spent), `max_turns`, `truncated` (cut by the deadline policy) or empty while
+    unfinished."""
     reward: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """The value of each of several reward functions by its name, without its weight; empty with a single function."""
+    step_rewards: list[StepReward] = field(default_factory=list)
+    """The share of `reward` that belongs to single tokens, in the order of their positions; the rest is the outcome's.
+    Of several segments, only the last has any."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Figures of a multi-turn rollout by name, such as `turns` and `tool_errors`; the same in all its segments."""
     continues: bool = False
     """Whether it continues the previous trajectory of its group as another segment of the same rollout. It has the same
     reward and does not count in the group's mean and spread."""
@@ -64,6 +90,9 @@ class Trajectory:
             logprobs=list(self.logprobs),
             loss_mask=list(self.loss_mask),
             spans=list(self.spans),
+            reward_parts=dict(self.reward_parts),
+            step_rewards=list(self.step_rewards),
+            figures=dict(self.figures),
         )
 
     def extend(

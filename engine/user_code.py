@@ -46,6 +46,6 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def stack_of(thread: Thread) -> str:
-    """Where a thread is, as in a traceback: for the log, when user code does not return."""
+    """The stack of a thread, as in a traceback: for the log, when user code does not return."""
     frame = sys._current_frames().get(thread.ident or 0)
     return "it has ended" if frame is None else "".join(traceback.format_stack(frame)).rstrip()

@@ -1,12 +1,12 @@
-"""A policy of one's own: a curriculum for admission, which begins with few groups at once and widens as they do better.
+"""A custom policy: a curriculum for admission. It starts with few groups at once, and allows more as rewards rise.
 
     python examples/custom_policy.py                       # in one process, without Ray or torch: about a second
     engine check examples/custom_policy.yaml               # tests it in 24 small simulated runs
-    engine run   examples/custom_policy.yaml               # trains the quickstart's model under it
+    engine run   examples/custom_policy.yaml               # trains the quickstart's model with it
 
-Few groups at once keep the data fresh while the model changes fastest; more of them keep every slot busy once it is
-steady. The policy sees figures alone and says how many groups start; what it remembers is the scheduler's, which
-hashes it, records nothing of it, and has it again after a replay or a resume.
+Few groups at once keep the data fresh while the model changes fastest. Later, more groups keep every slot busy. The
+policy sees only figures, and says how many groups start. Its memory belongs to the scheduler: it is part of the state
+hash, and a replay or a resume rebuilds it.
 """
 
 from typing import Any
@@ -15,12 +15,12 @@ from engine import policies
 from engine.states.view import View
 
 WIDER = 0.05
-"""The reward must rise by so much for one more group to be open at once."""
+"""Rise of the reward that allows one more open group."""
 
 
 @policies.register("admission", "curriculum", api=1)
 class Curriculum:
-    """One batch of groups open at first, and one more for every 0.05 that the best step's reward has risen."""
+    """One batch of open groups at first, and one more group each time the best step's reward rises by 0.05."""
 
     memory: dict[str, Any]
 

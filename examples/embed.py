@@ -1,6 +1,6 @@
 """Schedule your own generator and trainer with the engine: one process, plain Python, no Ray, no torch.
 
-The "model" is one number, the chance of answering 1. A group is four answers to a question; an answer is right when
+The "model" is one number: the probability of the answer 1. A group is four answers to a question. An answer is right if
 it is 1.
 """
 
@@ -15,7 +15,7 @@ from engine.trajectory import Trajectory
 
 
 class Guesser(SimpleGenerator):
-    """Answers with 1 as often as the weights say; long questions take longer."""
+    """Answers 1 with the probability given by the weights. Long questions take longer."""
 
     async def sample(self, work: GroupWork, weights: float | None, version: int) -> list[Trajectory]:
         chance = 0.2 if weights is None else weights
@@ -26,7 +26,7 @@ class Guesser(SimpleGenerator):
 
 
 class Learner(SimpleTrainer):
-    """Moves the chance towards answers that did better than their group's mean."""
+    """Raises the probability of answers that are better than the mean of their group."""
 
     def __init__(self) -> None:
         self.chance = 0.2

@@ -1,9 +1,9 @@
-"""A state of one's own: a slow judge, asked about four groups at once and never more, between rollout and training.
+"""A custom state: a slow judge between rollout and training, which is asked about at most four groups at once.
 
     python examples/judge_state.py
 
-Groups leave their replica as soon as their last token is there, so slots do not wait for the judge; they keep their
-place under the staleness bound, and no step takes one that was not judged.
+Groups leave their replica after their last token, so slots do not wait for the judge. They keep their place under the
+staleness bound, and no step takes a group that is not judged.
 """
 
 import asyncio
@@ -21,20 +21,21 @@ AT_ONCE = 4
 
 
 class Judge:
-    """Stands for a model that is asked over the network: slow, and to be spared more than a few questions at once."""
+    """Stands for a model that is called over the network: it is slow, and takes only a few requests at once."""
 
     asked = busiest = 0
 
     def enters(self, view: Any, group: Any) -> bool:
-        """Every group is judged; another rule may look at what the view says of it."""
+        """Every group is judged. Another rule may use the view and the group."""
         return True
 
     async def work(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        """May change rewards, never tokens; `DataFailure` would fail the prompt, anything else is tried again."""
+        """May change rewards, never tokens. An exception retries the group: `DataFailure` from its `data` budget, any
+        other from its `infrastructure` budget."""
         Judge.asked += 1
         Judge.busiest = max(Judge.busiest, Judge.asked)
         try:
-            await asyncio.sleep(0.01)  # the judge thinks
+            await asyncio.sleep(0.01)  # the time of the judge
             for trajectory in group.trajectories:
                 trajectory.reward = 1.0 if trajectory.token_ids[-1] % 2 == 0 else 0.0
             return group
@@ -49,7 +50,7 @@ policies.add_state(
 
 
 class Dice(SimpleGenerator):
-    """Answers with one number each; only the judge knows which are right."""
+    """Each answer is one number. Only the judge knows which answers are right."""
 
     async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
         await asyncio.sleep(0)
@@ -57,7 +58,7 @@ class Dice(SimpleGenerator):
 
 
 class Book(SimpleTrainer):
-    """Trains nothing, and writes down what the judge said of what it is given."""
+    """Trains nothing, and records the rewards that the judge gave."""
 
     def __init__(self) -> None:
         self.rewards: list[float] = []
@@ -71,7 +72,7 @@ class Book(SimpleTrainer):
 
 
 def judged_run(trainer: Book) -> RunResult:
-    """Ten steps of four groups, each of which the judge has seen."""
+    """A run of ten steps with four judged groups each."""
     limits = Limits(
         train_batch_size=4, max_staleness_steps=3, max_concurrent_groups=16, max_steps=10,
         added_states=added_states(("judging",)),
@@ -86,4 +87,4 @@ if __name__ == "__main__":
     book = Book()
     result = judged_run(book)
     print(f"{result.outcome} after {result.steps} steps; {sum(book.rewards):.0f} of {len(book.rewards)} answers right")
-    print(f"the judge was asked about {Judge.busiest} groups at once, of {AT_ONCE} at most")
+    print(f"the judge was asked about {Judge.busiest} groups at once; the maximum is {AT_ONCE}")

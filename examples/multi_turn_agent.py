@@ -1,11 +1,11 @@
-"""Train an agent that was written against OpenAI's API: it adds two numbers with a calculator, over two calls.
+"""Train an agent that uses OpenAI's API: it adds two numbers with a calculator, in two calls.
 
     python examples/multi_turn_agent.py            # minutes on two cores; needs the package `openai`
     python examples/multi_turn_agent.py --set run.seed=3
 
-`run` is the agent. It knows a base URL, a key and the `openai` client, and nothing of the engine. The rest makes a
-small model on the spot, which has learned to call the tool and more often than not gives it a wrong number, and
-starts the run of `multi_turn_agent.yaml`.
+`run` is the agent. It knows a base URL, a key and the `openai` client, but not the engine. The rest makes a small model
+and starts the run of `multi_turn_agent.yaml`. The model has learned to call the tool, but mostly gives it a wrong
+number.
 """
 
 import json
@@ -20,7 +20,7 @@ from openai import AsyncOpenAI
 
 HERE = Path(__file__).resolve().parent
 MADE = Path("runs/.made/calculator")
-CLIENT = AsyncOpenAI(base_url="http://none", api_key="none")  # its connections are shared by all agents
+CLIENT = AsyncOpenAI(base_url="http://none", api_key="none")  # all agents share its connections
 ADD = {
     "type": "function",
     "function": {
@@ -32,11 +32,11 @@ ADD = {
 
 
 async def run(base_url: str, api_key: str, prompt: Any) -> float:
-    """Ask, use the tool as often as the model wants to, and say whether the last answer was right."""
+    """Ask, run the tool calls of the model, and return whether the last answer is right."""
     messages: list[Any] = [{"role": "user", "content": prompt.text}]
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     for _ in range(3):
-        done = await client.chat.completions.create(model="calculator", messages=messages, tools=[ADD])
+        done = await client.chat.completions.create(model="model", messages=messages, tools=[ADD])
         message = done.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         if not message.tool_calls:
@@ -47,15 +47,15 @@ async def run(base_url: str, api_key: str, prompt: Any) -> float:
 
 
 def add(arguments: str) -> str:
-    """The tool. A model may ask for anything."""
+    """The tool. The arguments come from a model, so they may be anything."""
     try:
-        given = json.loads(arguments)
-        return str(int(given["a"]) + int(given["b"]))
+        numbers = json.loads(arguments)
+        return str(int(numbers["a"]) + int(numbers["b"]))
     except (ValueError, KeyError, TypeError):
         return "error"
 
 
-# -- the model, made on the spot ---------------------------------------------------------------------------------------
+# -- the model ---------------------------------------------------------------------------------------------------------
 
 CALL = ('<tool_call>{"name": "add", "arguments": {"a": "', '", "b": "', '"}}</tool_call>')
 ROLES = ("<user>", "<tool>", "<assistant>")
@@ -67,7 +67,7 @@ TEMPLATE = (
 
 
 def make(directory: Path, prompts: int = 2000) -> None:
-    """Model, tokenizer and questions, complete or not at all."""
+    """Make model, tokenizer and questions. The directory appears only when it is complete."""
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
@@ -96,14 +96,14 @@ def make(directory: Path, prompts: int = 2000) -> None:
         WarmUp(steps=500, examples_per_step=48, learning_rate=5e-3),
         Material(short=examples, whole=examples),
         seed=0,
-        progress=lambda share, told: print(f"  {told}", end="\r", flush=True),
+        progress=lambda share, message: print(f"  {message}", end="\r", flush=True),
     )
     print()
     made.rename(directory)
 
 
 def transcripts(chance: random.Random) -> Iterator[tuple[str, str]]:
-    """What the model learns first, by turns: to call the tool, mostly with a slip; to repeat what it said."""
+    """Examples for the warm-up, in turns: a call of the tool, mostly with a wrong number; an answer with its result."""
     while True:
         a, b = chance.randint(10, 99), chance.randint(10, 99)
         slip = chance.randint(10, 99) if chance.random() < 0.7 else b
@@ -113,13 +113,13 @@ def transcripts(chance: random.Random) -> Iterator[tuple[str, str]]:
 
 
 def main(overrides: list[str]) -> int:
-    """Make the model, then what `engine run examples/multi_turn_agent.yaml --set model.path=...` does."""
+    """Make the model, then run `engine run examples/multi_turn_agent.yaml --set model.path=...`."""
     from engine.cli import main as engine
 
     make(MADE)
     inputs = {"model.path": "model", "data.path": "train.jsonl", "data.validation_path": "held_out.jsonl"}
-    given = [f"{field}={MADE / name}" for field, name in inputs.items()]
-    arguments = [word for override in given for word in ("--set", override)]
+    settings = [f"{field}={MADE / name}" for field, name in inputs.items()]
+    arguments = [word for override in settings for word in ("--set", override)]
     return engine(["run", str(HERE / "multi_turn_agent.yaml"), *arguments, *overrides])
 
 

@@ -121,7 +121,10 @@ class Clockwork:
                 names = ("validation", "chunk", "attempt", "replica", "incarnation", "version")
                 place = {name: getattr(command, name) for name in names}
                 right = min(command.count, command.version)
+                rows = tuple(range(command.first, command.first + command.count))
+                rewards = tuple(float(place < right) for place in range(command.count))
                 said = {"measured": command.count, "right": right, "reward": float(right)}
+                said |= {"rows": rows, "rewards": rewards, "answers": (0,) * command.count}
                 self.after(self.measure_s, fact.RowsMeasured(**place, **said))
             case order.TrainStep(step=step, attempt=attempt):
                 if self.reports:

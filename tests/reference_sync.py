@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.lora import adapter_tensors, add_adapter
 from engine.rollout.torch.causal_model import FIXED_ROWS, CausalModel
 from engine.training.advantages import ADVANTAGES
 from engine.training.batch import samples_of
@@ -59,14 +60,18 @@ def run_reference(task: Task, most_steps: int | None = None) -> Outcome:
     """The whole loop. Torch must be told to use one thread."""
     assert torch.get_num_threads() == 1
     trained: Any = AutoModelForCausalLM.from_pretrained(task.model_path, dtype=torch.float32).eval()
-    sampled = CausalModel(
-        task.model_path, rows=task.samples, context=task.context, device="cpu", dtype=None, fixed_shapes=True
-    )
     s = task.settings
+    sampled = CausalModel(
+        task.model_path, rows=task.samples, context=task.context, device="cpu", dtype=None, fixed_shapes=True,
+        lora=s.lora,
+    )  # fmt: skip
+    if s.lora is not None:
+        add_adapter(trained, s.lora, s.seed)
     policy = Policy(trained, s, torch.device("cpu"), False)
     optimizer = torch.optim.AdamW(
-        trained.parameters(), lr=s.learning_rate, betas=s.betas, eps=s.adam_eps, weight_decay=s.weight_decay, fused=True
-    )
+        [one for one in trained.parameters() if one.requires_grad],
+        lr=s.learning_rate, betas=s.betas, eps=s.adam_eps, weight_decay=s.weight_decay, fused=True,
+    )  # fmt: skip
     outcome, drawn = Outcome(), 0
     while drawn < len(task.prompts) and len(outcome.steps) != most_steps:
         groups: list[TrajectoryGroup] = []
@@ -80,7 +85,7 @@ def run_reference(task: Task, most_steps: int | None = None) -> Outcome:
             outcome.steps.append(seen(groups))
             rewards = [t.reward or 0.0 for group in groups for t in group.trajectories]
             outcome.rewards.append(sum(rewards) / len(rewards))
-    outcome.weights = digest(trained.state_dict())
+    outcome.weights = digest(adapter_tensors(trained) if s.lora is not None else trained.state_dict())
     return outcome
 
 

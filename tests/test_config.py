@@ -61,8 +61,9 @@ def test_an_empty_section_is_one_with_defaults(tmp_path: Path) -> None:
 
 RELATIVE = {
     "run": {"dir": "out", "code_dir": "src"},
-    "model": {"path": "./model", "warm_start": {"path": "answers.jsonl"}},
+    "model": {"path": "./model", "checkpoint_path": "step-000001", "warm_start": {"path": "answers.jsonl"}},
     "data": {"path": "train.jsonl", "validation_path": "../held_out.jsonl"},
+    "validation": {"sets": [{"name": "a"}, {"name": "b", "path": "sets/b.jsonl"}]},
     "reward": {"function": "mine:score"},
     "rollout": {"weights_dir": "weights"},
     "trainer": {"reference_path": "a/b/c", "kl_loss_coef": 0.1},
@@ -71,22 +72,27 @@ RELATIVE = {
 }
 
 
+SINGLE = [field for field in PATHS if field != "data.sources.path"]
+"""Fields with a path that are not in a list; those of the list have tests of their own."""
+
+
 def paths_of(config: Config) -> dict[str, Any]:
     tree, found = config.model_dump(mode="json"), {}
-    for field in PATHS:
+    for field in SINGLE:
         inner: Any = tree
         for key in field.split("."):
-            inner = inner[key]
+            inner = [one[key] for one in inner] if isinstance(inner, list) else inner[key]
         found[field] = inner
     return found
 
 
 def under(base: Path) -> dict[str, str | list[str]]:
     """What the paths of `RELATIVE` are under a directory."""
-    names = ["out", "src", "model", "answers.jsonl", "train.jsonl", "", "weights", "a/b/c", "boards", "mlruns"]
-    names += ["code", ""]
-    return dict(zip(PATHS, [str(base / name) for name in names], strict=True)) | {
+    names = ["out", "src", "model", "step-000001", "answers.jsonl", "train.jsonl", "", "", "weights", "a/b/c"]
+    names += ["boards", "mlruns", "code", ""]
+    return dict(zip(SINGLE, [str(base / name) for name in names], strict=True)) | {
         "data.validation_path": str(base.parent / "held_out.jsonl"),
+        "validation.sets.path": [None, str(base / "sets" / "b.jsonl")],
         "cluster.runtime_env.py_modules": [str(base / "lib"), "gcs://lib.zip"],
     }
 
@@ -137,7 +143,7 @@ def test_home_hub_names_and_addresses_are_told_from_paths(elsewhere: Path, tmp_p
 
 def test_every_field_with_a_path_is_known_as_one() -> None:
     names = {path for path, _ in fields() if path.rpartition(".")[2].endswith(("path", "dir", "uri", "file"))}
-    assert names == {path for path in PATHS if not path.startswith("cluster.runtime_env.")}
+    assert names == {path for path in SINGLE if not path.startswith(("cluster.runtime_env.", "validation.sets."))}
 
 
 def test_overrides_are_yaml_and_reach_sections_the_file_lacks(tmp_path: Path) -> None:
@@ -174,6 +180,8 @@ def test_the_dump_holds_every_field() -> None:
     for path, _ in fields():
         inner = tree
         for key in path.split("."):
+            if inner is None:
+                break  # a section that is left out, and may be
             inner = inner[key]
 
 
@@ -338,6 +346,29 @@ def test_every_other_mistake_is_named_too(tmp_path: Path) -> None:
         assert path in str(error)
 
 
+GOOD = {"name": "correct", "function": "mine:score"}
+
+
+@pytest.mark.parametrize(
+    ("reward", "field", "says"),
+    [
+        ({"functions": [GOOD], "function": "mine:score"}, "reward.function", "together with reward.functions"),
+        ({"functions": [GOOD, GOOD | {"weight": 2}]}, "reward.functions.1.name", "must be unique"),
+        ({"functions": [GOOD | {"name": "mean"}]}, "reward.functions.0.name", "reward_mean is a metric"),
+        ({"functions": [GOOD | {"name": "Two words"}]}, "reward.functions.0.name", "text"),
+        ({"functions": [GOOD | {"weight": 0}]}, "reward.functions.0.weight", "must not be 0"),
+        ({"functions": [GOOD | {"weight": float("nan")}]}, "reward.functions.0.weight", "a number"),
+        ({"functions": [GOOD | {"function": "mine"}]}, "reward.functions.0.function", "module:function"),
+        ({"functions": [GOOD | {"wieght": 1}]}, "reward.functions.0.wieght", "weight"),
+        ({"functions": []}, "reward.function", "required with model.path"),
+    ],
+)
+def test_a_wrong_list_of_rewards_is_refused_by_its_field(reward: dict[str, Any], field: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"model": {"path": "some/model"}, "data": {"path": "p.jsonl"}, "reward": reward})
+    assert caught.value.details["field"] == field and says in str(caught.value)
+
+
 @pytest.mark.parametrize("missing", ["data.path", "reward.function"])
 def test_a_model_of_ones_own_needs_data_and_a_reward(missing: str) -> None:
     given_ones = {"data.path": {"data": {"path": "p.jsonl"}}, "reward.function": {"reward": {"function": "mine:score"}}}
@@ -377,7 +408,8 @@ def test_the_trainer_section_is_the_trainers_settings() -> None:
     ours = {name: info.default for name, info in TrainerSection.model_fields.items()}
     theirs = {f.name: f.default for f in dataclasses.fields(TrainerSettings) if f.name not in shared}
     assert {name: ours.get(name) for name in theirs} == theirs
-    elsewhere = {"checkpoint_every", "keep_checkpoints", "keep_checkpoints_every", "device_memory_gb", "gpus_per_rank"}
+    elsewhere = {"checkpoint_every", "keep_checkpoints", "keep_checkpoints_every", "keep_best"}
+    elsewhere |= {"device_memory_gb", "gpus_per_rank"}
     assert set(ours) - set(theirs) == elsewhere
 
 
@@ -573,7 +605,15 @@ def test_no_value_anywhere_is_answered_with_anything_but_a_config_error(path: st
             {"scheduler": {"train_batch_size": 40}},
             "16 slots are fewer than B = 40 groups: a step needs at least 3 rounds",
         ),
-        ({"scheduler": {"train_batch_size": 12}}, "K = 24 cannot be reached with 16 slots"),
+        (
+            {"scheduler": {"train_batch_size": 12, "samples_per_prompt": 1}, "trainer": {"advantage": "reinforce_pp"}},
+            "K = 24 cannot be reached with 16 slots",
+        ),
+        (
+            {"scheduler": {"train_batch_size": 8, "max_concurrent_groups": 16, "max_staleness_steps": 3}},
+            "K = 16 is the number of slots: room that ended trajectories leave stays empty until their groups end; "
+            "max_concurrent_groups may be up to 32",
+        ),
         ({"rollout": {"slots": 20}}, "K = 16 leaves 24 of 40 slots empty"),
         ({"scheduler": {"max_staleness_steps": 0}}, "S = 0 is synchronous"),
         ({"scheduler": {"policies": {"deadline": "drop"}, "sync_every": 2}}, "after max_drops = 4 a step waits"),
@@ -693,6 +733,16 @@ def test_a_check_says_what_to_install_where_vllm_is_missing(monkeypatch: pytest.
         check_config(config)
 
 
+def test_a_check_says_what_to_install_for_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_config(MADE)
+    assert not any("pyarrow" in line for line in check_config(config))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (note,) = [line for line in check_config(config) if "pyarrow" in line]
+    assert note.startswith("note: ") and "step-engine[train]" in note
+    off = parse_config({**MADE, "samples": {"per_step": 0, "validation": 0}})
+    assert not any("pyarrow" in line for line in check_config(off))
+
+
 # -- servers by URL ----------------------------------------------------------------------------------------------------
 
 SERVED = {"backend": "openai", "urls": ["http://a:1", "http://b:1/v1"], "weights_dir": "/shared"}
@@ -741,3 +791,25 @@ def test_distillation_needs_a_teacher_and_reads_no_reward(field: str, changes: d
     whole["scheduler"] |= changes.get("scheduler", {})
     with pytest.raises(ConfigError, match=re.escape(field)):
         parse_config(whole)
+
+
+@pytest.mark.parametrize(
+    ("section", "tree", "said"),
+    [
+        (
+            "data",
+            {"path": []},
+            r"^data\.path is \[\], but must be text.* or a list of at least 1, each text.*a list of these\.\)$",
+        ),
+        ("data", {"sources": [{"name": "A b", "path": "a"}]}, r"name is 'A b', but must be text, that matches \^\["),
+        (
+            "data",
+            {"curriculum": {"stages": [{"weights": {"a": float("nan")}}]}},
+            r"stages\.0\.weights\.a is nan, but must be a number, at least 0",
+        ),
+        ("data", {"curriculum": {"stages": []}}, r"stages is \[\], but must be a list of at least 1, each a section"),
+    ],
+)
+def test_a_value_is_refused_with_its_whole_law(section: str, tree: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_config({"model": {"path": "m"}, "reward": {"function": "mine:score"}, section: tree})

@@ -13,6 +13,7 @@ from engine.config.inputs import check_inputs
 from engine.config.loading import parse_config
 from engine.config.memory import Model, host_memory, replica_memory, trainer_memory
 from engine.errors import ConfigError
+from engine.tasks.tokenizer import save_character_tokenizer
 
 MODEL = Model(
     parameters=1_000_000, layers=10, hidden=64, intermediate=128, heads_width=64, kv_width=32, vocabulary=1000,
@@ -53,13 +54,27 @@ def test_ranks_share_what_they_hold_and_gather_a_layer_at_a_time() -> None:
     [
         ("trainer.ranks", {"trainer": {"ranks": 2}, "rollout": {"deterministic": True}}),
         ("trainer.ranks", {"trainer": {"ranks": 20}, "scheduler": {"train_batch_size": 4, "samples_per_prompt": 4}}),
-        ("trainer.cpu_offload", {"trainer": {"cpu_offload": True}}),
+        ("trainer.cpu_offload", {"trainer": {"cpu_offload": True, "bf16": "off"}}),
         ("trainer.device", {"trainer": {"ranks": 2, "device": "cuda:1"}}),
     ],
 )
 def test_ranks_that_cannot_work_are_refused(field: str, sections: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=re.escape(field)):
         config(**sections)
+
+
+def test_bfloat16_weights_are_halves_beside_float32_masters() -> None:
+    parts = trainer_memory(MODEL, config(trainer={"bf16": "on", "kl_loss_coef": 0.1}))
+    expected = {"bfloat16 weights": 2e6, "float32 masters": 4e6, "gradients": 4e6, "moments": 8e6, "reference": 2e6}
+    assert {name: parts[name] for name in expected} == expected and "weights" not in parts
+    offloaded = config(trainer={"bf16": "on", "cpu_offload": True})
+    assert trainer_memory(MODEL, offloaded).keys() == {"bfloat16 weights", "activations", "logits"}
+    assert host_memory(MODEL, offloaded)["masters, gradients and moments"] == 16e6
+    gathered = [
+        trainer_memory(MODEL, config(trainer={"ranks": 4, "bf16": bf16}))["gathered parameters"]
+        for bf16 in ("on", "off")
+    ]
+    assert 2 * gathered[0] == gathered[1]
 
 
 def test_the_copy_that_undoes_a_step_is_counted_where_it_is_made() -> None:
@@ -85,7 +100,7 @@ def directory(tmp_path: Path) -> Path:
         "max_position_embeddings": 64,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(plain))
-    (tmp_path / "tokenizer.json").write_text("{}")
+    save_character_tokenizer(tmp_path, "1+ ")
     save_file({"w": torch.zeros(1000, 1000)}, tmp_path / "model.safetensors")
     (tmp_path / "judge_for_memory.py").write_text("def score(prompt, trajectory): return 0.0\n")
     (tmp_path / "data.jsonl").write_text('{"prompt": "1 + 1"}\n')

@@ -191,7 +191,7 @@ def test_replicas_that_keep_their_memory_while_others_have_the_pool_are_noted(
         (
             [pool("rollout"), pool("train"), pool("reward")],
             {"model": {"path": "m"}, "data": {"path": "d"}, "agent": {"rollout": "agents:play"}},
-            r"pools\.2\.tasks.*the agents compute the reward",
+            r"pools\.2\.tasks.*the agents or the environment compute the reward",
         ),
         ([pool("rollout", size=2), pool("train")], {}, r"pools\.0\.size.*unknown key"),
         ([{"share": 1.0}], {}, r"pools\.0\.tasks.*required"),

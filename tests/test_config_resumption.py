@@ -59,7 +59,13 @@ def test_live_settings_are_told_in_an_order_that_holds(
 
 
 def test_free_fields_change_and_only_those_that_a_run_has_set_are_told(begun: tuple[Path, dict[str, Any]]) -> None:
-    overrides = ["rollout.replicas=5", "control.enabled=false", "run.silence_s=9", "durability.drain_s=30"]
+    overrides = [
+        "rollout.replicas=5",
+        "control.enabled=false",
+        "run.silence_s=9",
+        "durability.drain_s=30",
+        "samples.per_step=3",
+    ]
     config, settings = resumed(*begun, overrides)
     assert settings == (("durability.drain_s", "30.0"), ("rollout.replicas", "5"))
     assert (config.rollout.replicas, config.control.enabled, config.durability.drain_s) == (5, False, 30.0)
@@ -112,7 +118,7 @@ def test_a_line_of_the_metrics_that_is_no_row_is_told_and_left_out(tmp_path: Pat
     whole = [rows[0], b'{"step": 1, "lo', b"\xff\xfe", b"[1, 2]", b'{"step": "x"}', b"", rows[2], rows[3]]
     path.write_bytes(b"\n".join(whole) + b"\n" + b'{"step": 4')
     assert [row["step"] for row in cut_rows(path, 3, complain=told.append)] == [0, 2]
-    assert [said.partition(" is no row")[0] for said in told] == [
+    assert [said.partition(" is not a row")[0] for said in told] == [
         f"{path}: line {number}" for number in (2, 3, 4, 5, 6)
     ]
     assert path.read_bytes() == rows[0] + b"\n" + rows[2] + b"\n"

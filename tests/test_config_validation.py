@@ -1,13 +1,16 @@
 """The validation section: what it makes of itself for the scheduler, and what it refuses."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.config.check import check_config
-from engine.config.loading import parse_config
+from engine.config.inputs import check_inputs
+from engine.config.loading import load_config, parse_config
+from engine.config.validation import validation_sets
 from engine.errors import ConfigError
-from engine.states.limits import ValidationLimits
+from engine.states.limits import ValidationLimits, ValidationSet
 
 OWN_MODEL: dict[str, Any] = {
     "model": {"path": "somewhere"},
@@ -65,3 +68,99 @@ def test_a_check_says_that_one_replica_is_kept_from_new_weights() -> None:
     assert any("validation.conflict hold" in line for line in check_config(alone))
     assert not any("validation.conflict" in line for line in check_config(config(validation={"every": 2})))
     assert not any("validation.conflict" in line for line in check_config(config(rollout={"replicas": 1})))
+
+
+SETS = [{"name": "a"}, {"name": "b", "path": "b.jsonl", "samples_per_prompt": 4, "k": [1, 4], "prompts": 9}]
+
+
+def test_sets_become_rows_one_for_each_response() -> None:
+    limits = config(validation={"sets": SETS, "prompts": 5}).limits().validation
+    assert limits == ValidationLimits(
+        rows=5 + 9 * 4,
+        rows_per_slot=8,
+        sets=(
+            ValidationSet(name="a", prompts=5),
+            ValidationSet(name="b", prompts=9, samples=4, k=(1, 4), majority=True),
+        ),
+    )
+    only = {**OWN_MODEL, "data": {"path": "rows.jsonl"}, "validation": {"sets": [SETS[1]]}}
+    assert parse_config(only).limits().validation is not None
+
+
+def test_a_set_takes_what_it_does_not_say_from_the_run() -> None:
+    made = config(
+        rollout={"replicas": 3, "temperature": 0.7, "top_p": 0.9, "max_tokens": 99},
+        validation={"sets": [*SETS, {"name": "c", "temperature": 0.2, "max_tokens": 7, "answer": "none", "k": [1]}]},
+    )
+    ways = {one.name: one.way for one in validation_sets(made.validation, made.rollout)}
+    assert ways == {"a": (0.0, 1.0, 99, None), "b": (0.7, 0.9, 99, None), "c": (0.2, 0.9, 7, None)}
+    assert [one.majority for one in made.limits().validation.parts] == [False, True, False]
+
+
+def test_paths_of_sets_are_relative_to_the_file(tmp_path: Path) -> None:
+    text = "model: {make: arithmetic}\nvalidation: {sets: [{name: b, path: b.jsonl}]}\n"
+    (tmp_path / "run.yaml").write_text(text)
+    assert load_config(tmp_path / "run.yaml").validation.sets[0].path == str(tmp_path / "b.jsonl")
+
+
+KEEPS = {"checkpoint_every": 5, "keep_best": {"metric": "b/pass@4"}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "field", "fix"),
+    [
+        ({"validation": {"sets": [{"name": "a"}, {"name": "a"}]}}, "validation.sets.1.name", "another name"),
+        ({"validation": {"sets": [{"name": "accuracy"}]}}, "validation.sets.0.name", "another name"),
+        ({"validation": {"sets": [{"name": "A/B"}]}}, "validation.sets.0.name", ""),
+        ({"validation": {"sets": [{"name": "a", "k": [2]}]}}, "validation.sets.0.k", "use at most 1"),
+        (
+            {"validation": {"sets": [{"name": "a", "samples_per_prompt": 3, "k": [2, 2]}]}},
+            "validation.sets.0.k", "name each once",
+        ),
+        (
+            {"validation": {"sets": [{"name": "a", "samples_per_prompt": 3, "temperature": 0.0}]}},
+            "validation.sets.0.temperature", "use 1.0",
+        ),
+        (
+            {"rollout": {"context": 300}, "validation": {"sets": [{"name": "a", "max_tokens": 300}]}},
+            "validation.sets.0.max_tokens", "use at most 299",
+        ),
+        ({"validation": {"sets": [{"name": "a", "answer": "numbre"}]}}, "validation.sets.0.answer", ""),
+        (
+            {**OWN_MODEL, "data": {"path": "rows.jsonl"}, "validation": {"sets": SETS}},
+            "validation.sets.0.path", "set it to a file",
+        ),
+        (
+            {"trainer": KEEPS | {"keep_best": {"metric": "b/pass@3"}}, "validation": {"every": 5, "sets": SETS}},
+            "trainer.keep_best.metric", "did you mean b/pass@4?",
+        ),
+        ({"trainer": {"keep_best": {"metric": "x"}, "checkpoint_every": 0}}, "trainer.keep_best.metric", "above"),
+        ({"trainer": KEEPS, "validation": {"sets": SETS}}, "validation.every", "use 5"),
+        ({"trainer": KEEPS, "validation": {"every": 7, "sets": SETS}}, "validation.every", "use 5"),
+        (
+            {
+                "agent": {"function": "my:agent"},
+                "rollout": {"backend": "vllm"},
+                "validation": {"sets": SETS},
+            },
+            "validation.sets", "the same sampling",
+        ),
+    ],
+)  # fmt: skip
+def test_sets_and_best_checkpoints_that_cannot_be_are_refused(sections: dict[str, Any], field: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(**sections)
+    assert field in str(caught.value), caught.value
+    assert fix in str(caught.value)
+
+
+def test_the_files_and_functions_of_sets_are_checked(tmp_path: Path) -> None:
+    def check(**one: Any) -> None:
+        list(check_inputs(config(validation={"sets": [{"name": "b", "samples_per_prompt": 2, **one}]})))
+
+    with pytest.raises(ConfigError, match=r"validation\.sets\.0\.path .*does not exist"):
+        check(path=str(tmp_path / "none.jsonl"))
+    with pytest.raises(ConfigError, match=r"validation\.sets\.0\.reward .*no module named"):
+        check(reward="no_such_module:score")
+    with pytest.raises(ConfigError, match=r"validation\.sets\.0\.answer .*no module named"):
+        check(answer="no_such_module:extract")

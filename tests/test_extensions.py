@@ -133,7 +133,7 @@ def test_the_state_in_which_groups_are_rewarded_comes_with_its_pool_alone(config
         (
             a_policy("filter", "keep(self, view, outcome)", "calls[0] += 1; return calls[0] % 7 > 1"),
             "filter",
-            "law 8: replayed, it decides otherwise",
+            "law 8: it decides differently on replay",
         ),
     ],
 )
@@ -193,7 +193,7 @@ def test_a_replay_says_that_the_extensions_of_its_run_are_not_imported(
     for name, own in (("own", written), ("plain", {})):
         header = Header(run=name, limits=limits, policies={"admission": "mine"}, config=own)
         Recorder(tmp_path / name / "schedule", header).close()
-    says = "engine: the run's config names extensions: they are imported with --extensions"
+    says = "engine: the run's configuration names extensions: use --extensions to import them"
     assert main(["replay", str(tmp_path / "own")]) == 2
     assert says in capsys.readouterr().err
     assert main(["replay", str(tmp_path / "plain")]) == 2

@@ -17,6 +17,7 @@ from engine.record.files import RecordLock, make_run_private
 from engine.storage import run_directory
 from engine.storage.checkpoints import save_checkpoint
 from engine.storage.durable_trajectories import DurableStore
+from engine.storage.samples import SampleFiles
 
 UMASKS = [0o000, 0o022, 0o277, 0o777]
 
@@ -48,6 +49,7 @@ def fill(run: Path) -> None:
     keep_rows(run / "metrics.jsonl", lambda row: True)
     saving: Any = Saving()
     save_checkpoint(saving, run / "checkpoints", 1)
+    SampleFiles(run / "samples").write_step(0, [])
     note_launch(run, "launch")
     announce([run / FILE], "127.0.0.1:1", "a")
 

@@ -98,7 +98,7 @@ def test_plain_lines_are_one_per_step_in_order_and_none_twice() -> None:
     assert [int(re.match(r"step=(\d+) ", line)[1]) for line in lines] == [0, 1, 2, 3, 4]  # type: ignore[index]
     pattern = re.compile(
         r"step=\d+ done=\d+/\d+ version=\d+ reward=[\d.]+ accuracy=- loss=[\d.e-]+ staleness=\d/[\d.]+/\d tokens=\d+ "
-        r"tokens_s=\d+ busy=\d/4 elapsed_s=[\d.]+ eta_s=(\d+|-)"
+        r"tokens_s=\d+ busy=\d/4 data_failures=0 groups_failed=0 elapsed_s=[\d.]+ eta_s=(\d+|-)"
     )
     for line in lines:
         assert pattern.fullmatch(line), line
@@ -136,7 +136,8 @@ def test_failures_are_counted_and_the_last_one_is_told() -> None:
     status = replace(
         middle(), failures={"group_data": 3, "replica_lost": 1}, last_failure="group 7: my_rewards:[score]"
     )
-    assert any("4 attempts; the last: group 7: my_rewards:[score]" in line for line in drawn(status))
+    said = "4 attempts, 3 on prompts or rewards; the last: group 7: my_rewards:[score]"
+    assert any(said[:60] in line for line in drawn(status))
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(summary(status, where="runs/here"))
     text = " ".join(re.sub("[│]", " ", console.export_text()).split())
@@ -144,8 +145,34 @@ def test_failures_are_counted_and_the_last_one_is_told() -> None:
     assert not any("attempts" in line for line in drawn(middle()))
 
 
+def test_groups_that_failed_on_their_rewards_are_told_beside_the_reward() -> None:
+    """The groups that are left may all have the reward 1."""
+    ended = {**middle().groups_ended, "consumed": 7, "failed": 3}
+    failing = replace(
+        middle(),
+        reward=1.0,
+        failures={"group_data": 6},
+        groups_ended=ended,
+        last_failure="reward a.b raised KeyError: 3",
+    )
+    assert any("reward" in line and "1.000" in line and "without 3 failed" in line for line in drawn(failing))
+    line = step_line({"step": 3, "reward_mean": 1.0}, failing)
+    assert "reward=1.0000 " in line and " data_failures=6 groups_failed=3 " in line
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(summary(failing, where="runs/here"))
+    text = " ".join(re.sub("[│]", " ", console.export_text()).split())
+    assert f"3 of {sum(ended.values())} groups failed: they are in no reward above" in text
+    stream = io.StringIO()
+    with PlainView(stream) as view:
+        view.show(middle())
+        assert "failed;" not in stream.getvalue()
+        view.show(failing)
+        view.show(failing)
+    assert stream.getvalue().count("a prompt or reward failed") == stream.getvalue().count("KeyError: 3") == 1
+
+
 def test_a_silence_is_noted_once_and_shown_while_it_lasts() -> None:
-    told = "nothing has changed for 300 s; waited for is the trainer: trains step 3 on 4 groups for 312 s"
+    told = "nothing has changed for 300 s; the run waits for the trainer: trains step 3 on 4 groups for 312 s"
     silent = replace(middle(), silence=told)
     assert any("waiting" in line and "nothing has changed for 300 s" in line for line in drawn(silent))
     assert not any("waiting " in line for line in drawn(middle()))

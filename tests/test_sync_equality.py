@@ -117,7 +117,8 @@ class Pieces:
         return run_reference(task)
 
     def generator(self, slots: int) -> ModelGenerator:
-        backend = TorchBackend(self.model, rows=slots * SAMPLES, deterministic=True)
+        lora = self.config.trainer_settings().lora
+        backend = TorchBackend(self.model, rows=slots * SAMPLES, deterministic=True, lora=lora)
         params = SamplingParams(
             temperature=self.config.rollout.temperature, max_tokens=MAX_TOKENS, stop_ids=self.stop_ids
         )
@@ -160,8 +161,9 @@ def test_the_reference_has_something_to_get_wrong(made: Prepared, tmp_path: Path
         {},
         {"scheduler": {"policy_mini_batch_size": 2}, "rollout": {"temperature": 0.9, "sync_order": "rolling"}},
         {"scheduler": {"policies": {"filter": "zero-variance"}}, "rollout": {"sync_mode": "abort"}},
+        {"trainer": {"lora": {"rank": 8}}, "scheduler": {"policy_mini_batch_size": 2}},
     ],
-    ids=["plain", "minibatches", "filtered"],
+    ids=["plain", "minibatches", "filtered", "lora"],
 )
 def test_one_process_equals_the_loop_to_the_bit(made: Prepared, tmp_path: Path, sections: dict[str, Any]) -> None:
     pieces = Pieces(configured(made, tmp_path, **sections), tmp_path)

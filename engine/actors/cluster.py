@@ -1,7 +1,7 @@
-"""Joins an existing Ray cluster: finds it, refuses other versions by name, and sends the user's code to its nodes.
+"""Joins an existing Ray cluster: finds it, refuses nodes with other versions, and sends the user's code to its nodes.
 
-The command line and `launch.launch` call it before they make anything of a run. It never changes a setting of the
-cluster. Leaving is `ray.shutdown()`, or the end of the process; neither ends the cluster.
+The command line and `launch.launch` call it before they create anything for a run. It must never change a setting of
+the cluster. `ray.shutdown()`, or the end of the process, disconnects and does not end the cluster.
 """
 
 import json
@@ -29,10 +29,10 @@ from engine.errors import ConfigError
 ANSWER_S = 10.0
 """Seconds within which a cluster must answer."""
 NODE_S = 120.0
-"""Seconds within which each node must run a first task; it unpacks the runtime environment before."""
-RETRIES_ARE_NEWS = "RAY_enable_output_error_log_if_still_retry"
+"""Seconds within which each node must run a first task. This includes setting up the runtime environment."""
+PRINT_RETRIED_ERRORS = "RAY_enable_output_error_log_if_still_retry"
 """Ray's setting that controls whether retried calls are printed on the terminal of the launching process."""
-LEFT_OUT = [".git", ".venv", "__pycache__"]
+EXCLUDES = [".git", ".venv", "__pycache__"]
 PROBE = """
 import sys
 from ray._private import services
@@ -121,7 +121,7 @@ def refuse_versions(field: str, given: str, seen: Mapping[str, Mapping[str, str]
 
 
 def _versions() -> Callable[[], dict[str, str]]:
-    def versions() -> dict[str, str]:  # a local function is sent by value: a node may lack the engine
+    def versions() -> dict[str, str]:  # a local function is sent by value, so it runs on a node without the engine
         import platform
 
         import ray
@@ -196,13 +196,13 @@ def runtime_env(config: Config) -> dict[str, Any]:
         absolute = filter(os.path.isabs, paths_in(config.model_dump(mode="json")))
         paths = [os.path.relpath(path, code_dir) for path in absolute]
         inputs = [f"/{path}" for path in paths if path != os.curdir and not path.startswith(os.pardir)]
-        default = {"working_dir": code_dir, "excludes": [*LEFT_OUT, *inputs]}
+        default = {"working_dir": code_dir, "excludes": [*EXCLUDES, *inputs]}
     return {name: value for name, value in {**default, **given}.items() if value is not None}
 
 
 def initialize_ray(**options: Any) -> None:
     """`ray.init` for the launching process, with its own handler of SIGTERM and without Ray's messages."""
-    os.environ.setdefault(RETRIES_ARE_NEWS, "0")
+    os.environ.setdefault(PRINT_RETRIED_ERRORS, "0")
     before = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)

@@ -40,10 +40,10 @@ class PackedPlan:
     data: bytes
     launch: str
     """Prefix of the names of this launch's actors, unique to it."""
-    lasts: bool
-    """Whether the other actors survive the scheduler's process: a restarted scheduler recovers from the record."""
+    detached: bool
+    """Whether the other actors survive the scheduler's process, so that a restarted scheduler can take them over."""
     orphan_s: float
-    """Seconds that they survive if the scheduler is not restarted."""
+    """Seconds after which they end if the scheduler is not restarted."""
     run_dir: Path | None
     """Absolute path, for actors that do not unpack the plan."""
 
@@ -52,8 +52,8 @@ class PackedPlan:
         path = tuple(os.path.abspath(place) for place in sys.path)
         launch = f"{plan.run_dir.name if plan.run_dir is not None else 'run'}-{uuid4().hex}"
         run_dir = None if plan.run_dir is None else plan.run_dir.absolute()
-        data, lasts = cloudpickle.dumps(plan), plan.run_dir is not None
-        return cls(os.getcwd(), path, data, launch, lasts, plan.orphan_s, run_dir)
+        data, detached = cloudpickle.dumps(plan), plan.run_dir is not None
+        return cls(os.getcwd(), path, data, launch, detached, plan.orphan_s, run_dir)
 
     def register_stacks(self, name: str) -> None:
         """Register the file for the stacks, in an actor that does not call `prepare_process`."""
@@ -131,16 +131,16 @@ LAUNCH = "launch.txt"
 """File in the run's directory with the prefix of the newest launch's actor names, and the directory's inode."""
 
 
-def lasting(packed: PackedPlan, source: str, incarnation: Incarnation = 1) -> dict[str, Any]:
+def detached_options(packed: PackedPlan, source: str, incarnation: Incarnation = 1) -> dict[str, Any]:
     """Ray options of an actor that survives its parent under a name; none if the run has no record."""
-    if not packed.lasts:
+    if not packed.detached:
         return {}
     name = f"{packed.launch}/{source}/{incarnation}"
     return {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Living:
+class RunningActors:
     """The actors of a launch that a restarted scheduler finds."""
 
     actors: Mapping[tuple[str, Incarnation], Any]
@@ -155,7 +155,7 @@ class Living:
         return (max(lives), self.actors[source, max(lives)]) if lives else None
 
 
-def find_living(launch: str) -> dict[tuple[str, Incarnation], Any]:
+def find_actors(launch: str) -> dict[tuple[str, Incarnation], Any]:
     """Find the actors of a launch, by source and incarnation. Blocks."""
     found = {}
     for entry in ray.util.list_named_actors(all_namespaces=True):
@@ -169,19 +169,19 @@ def find_living(launch: str) -> dict[tuple[str, Incarnation], Any]:
     return found
 
 
-def end_living(launch: str) -> None:
+def end_actors(launch: str) -> None:
     """Kill all remaining actors of a launch, and free their placement groups. Blocks."""
-    for actor in find_living(launch).values():
+    for actor in find_actors(launch).values():
         ray.kill(actor)
     free_places(launch)
 
 
 def end_earlier(run_dir: Path) -> None:
-    """Kill the actors of an earlier launch of the same run in this cluster that have not noticed yet that their
-    scheduler is gone, because they would still write. The caller must hold the run's record. Blocks."""
+    """Kill the actors of an earlier launch of the same run in this cluster. They could still write files until they
+    notice that their scheduler has ended. The caller must hold the lock on the run's record. Blocks."""
     earlier = noted_launch(run_dir)
     if earlier is not None:
-        end_living(earlier)
+        end_actors(earlier)
 
 
 def noted_launch(run_dir: Path) -> str | None:
@@ -212,20 +212,20 @@ def end_when_orphaned(packed: PackedPlan, scheduler: Any) -> None:
     It calls `SchedulerActor.here`, which returns only at the end of the run; Ray repeats the call after each restart of
     the scheduler. The call waits on a separate thread, so a blocked event loop cannot keep the actor alive.
     """
-    if packed.lasts:
+    if packed.detached:
         me = ray.get_runtime_context().current_actor
-        threading.Thread(target=_outlive, args=(me, scheduler, packed), name="orphan", daemon=True).start()
+        threading.Thread(target=_end_after_scheduler, args=(me, scheduler, packed), name="orphan", daemon=True).start()
 
 
-def _outlive(me: Any, scheduler: Any, packed: PackedPlan) -> None:
-    reason = "it has taken the run down"
+def _end_after_scheduler(me: Any, scheduler: Any, packed: PackedPlan) -> None:
+    reason = "it has ended the run"
     try:
         ray.get(scheduler.here.remote())
     except RayError as error:
         reason = failure_reason(error)
-    log.warning("the scheduler is gone, so this process ends in %g s: %s", packed.orphan_s, reason)
+    log.warning("the scheduler has ended, so this process ends in %g s: %s", packed.orphan_s, reason)
     threading.Event().wait(packed.orphan_s)
     try:
-        free_places(packed.launch)  # they are detached, too, so nothing else frees them
+        free_places(packed.launch)  # the placement groups are also detached, so nothing else removes them
     finally:
         ray.kill(me)

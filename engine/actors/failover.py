@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from engine.actors.detached_actors import Living, find_living
+from engine.actors.detached_actors import RunningActors, find_actors
 from engine.actors.failures import Pulse, failure_reason
 from engine.errors import EngineError, RunFailed
 from engine.ids import Incarnation
@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Survived:
-    """`lock`: holds the record for the recorder that continues it."""
+class RunRecovery:
+    """A run as its record describes it. `lock` holds the record for the recorder that continues it."""
 
     recovered: Recovered
     lock: RecordLock
@@ -58,17 +58,17 @@ class Survived:
         return self.failure is not None or self.recovered.scheduler.state.outcome is not None
 
 
-def survived_of(run_dir: Path, transitions: Transitions) -> Survived:
-    """Read the record of a run and take it over. Raises: `RecordError`."""
+def recovery_of(run_dir: Path, transitions: Transitions) -> RunRecovery:
+    """Read the record of a run and take it over. Raises: `RecordError`; `RunFailed` if the record has no event."""
     record = read(run_dir / "schedule")
     lock = RecordLock(run_dir / "schedule")
     try:
-        under_way = ReplayedRows(transitions)
+        unfinished = ReplayedRows(transitions)
         recovered = recover(
             record,
             transitions,
             transitions,
-            replayed=lambda frame, state: under_way.watch(frame.event, frame.commands, state),
+            replayed=lambda frame, state: unfinished.watch(frame.event, frame.commands, state),
         )
         if not recovered.events:
             raise RunFailed("the scheduler's process ended before the run began")
@@ -77,21 +77,21 @@ def survived_of(run_dir: Path, transitions: Transitions) -> Survived:
     except BaseException:
         lock.release()
         raise
-    return Survived(recovered, lock, under_way.rows)
+    return RunRecovery(recovered, lock, unfinished.rows)
 
 
 def status_at_end(run_dir: Path) -> Status:
     """The status of a finished run, from its record. Raises: `RecordError`."""
     transitions = Transitions()
-    survived = survived_of(run_dir, transitions)
-    survived.lock.release()
-    return metrics_at_end(survived, transitions).status()
+    recovery = recovery_of(run_dir, transitions)
+    recovery.lock.release()
+    return metrics_at_end(recovery, transitions).status()
 
 
-def metrics_at_end(survived: Survived, transitions: Transitions) -> RunMetrics:
+def metrics_at_end(recovery: RunRecovery, transitions: Transitions) -> RunMetrics:
     """The metrics of a run that has ended, from its record."""
-    metrics = RunMetrics(survived.recovered.scheduler, transitions)
-    metrics.at = survived.recovered.at
+    metrics = RunMetrics(recovery.recovered.scheduler, transitions)
+    metrics.at = recovery.recovered.at
     return metrics
 
 
@@ -103,33 +103,36 @@ def _recorded(row: dict[str, Any], state: State) -> bool:
     return bool(row["step"] < state.steps_trained and row["step"] not in state.steps)
 
 
-async def take_hold(launch: str, plan: Plan, survived: Survived, epoch: int) -> Living:
+async def take_over(launch: str, plan: Plan, recovery: RunRecovery, epoch: int) -> RunningActors:
     """Find the actors of a launch and make them take orders from this process.
 
     Raises: `EngineError` if an actor that cannot be replaced is gone.
     """
-    actors = await asyncio.to_thread(find_living, launch)
-    known = Living(actors=actors, epoch=epoch)
+    actors = await asyncio.to_thread(find_actors, launch)
+    known = RunningActors(actors=actors, epoch=epoch)
     for needed in (*STORES, *(("gateway",) if plan.make_gateway is not None else ())):
         if known.newest(needed) is None:
             raise EngineError(f"the actor of {needed} has ended, and its data is lost")
-    state = survived.recovered.scheduler.state
+    state = recovery.recovered.scheduler.state
     processes = [*state.processes.values(), *(replica.process for replica in state.fleet.replicas.values())]
     listed = {
         (source_of(one.kind, one.index), one.incarnation): one.state == "up"
         for one in processes
         if one.state != "gone" and one.kind not in KEPT
     }
-    silent = await let_take_over(known, listed, Pulse.of(plan).patience_s)
+    silent = await attach_actors(known, listed, Pulse.of(plan).patience_s)
     log.info("took over %s; lost: %s", sorted({source for source, _ in actors}), silent or "none")
     return replace(known, silent=silent)
 
 
-async def let_take_over(
-    known: Living, listed: Mapping[tuple[str, Incarnation], bool], patience_s: float
+async def attach_actors(
+    known: RunningActors, listed: Mapping[tuple[str, Incarnation], bool], patience_s: float
 ) -> dict[str, str]:
-    """Make the listed actors refuse the orders of earlier schedulers. Returns why one does not answer, by its source.
-    `listed`: whether each incarnation is up. It does not wait for one that is starting, which may wait for room."""
+    """Make the listed actors refuse the orders of earlier schedulers. Returns, by source, why an actor does not answer.
+
+    `listed`: whether each incarnation is up. Incarnations that are starting are not awaited, because they may wait for
+    room in the cluster.
+    """
     silent: dict[str, str] = {}
 
     async def attach(life: tuple[str, Incarnation], is_up: bool) -> None:

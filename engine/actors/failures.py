@@ -66,7 +66,7 @@ class Pulse:
 
 
 async def sign_of(actor: Any) -> Sign | None:
-    """Return once the actor answers; None: it is dead."""
+    """Wait for the actor's answer to a heartbeat. Returns None if the actor is dead."""
     with contextlib.suppress(RayError):
         sign: Sign = await actor.beat.remote()
         return sign
@@ -75,7 +75,7 @@ async def sign_of(actor: Any) -> Sign | None:
 
 async def _ended(actor: Any) -> Ended:
     try:
-        return Ended(await actor.alive.remote(), told=True)
+        return Ended(await actor.alive.remote(), self_reported=True)
     except Exception as error:
         return Ended(failure_reason(error))
 
@@ -87,7 +87,7 @@ WAITS = Waits()
 """The open calls of this process, which is one actor."""
 
 
-class Watched:
+class HeartbeatActor:
     """Base class of actors that answer heartbeats."""
 
     async def beat(self) -> Sign:

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from engine.actors.detached_actors import PackedPlan, end_when_orphaned, prepare_process
-from engine.actors.failures import Watched, raised
+from engine.actors.failures import HeartbeatActor, raised
 from engine.errors import EngineError
 from engine.gateway.agents import Agents
 from engine.gateway.server import GatewayServer
@@ -25,7 +25,7 @@ from engine.trajectory import Prompt
 log = logging.getLogger(__name__)
 
 
-class GatewayActor(Watched):
+class GatewayActor(HeartbeatActor):
     """After `open`, replicas call `open_group` and `cut`, and the scheduler `discard`, until `close`."""
 
     def __init__(self, plan: PackedPlan, scheduler: Any) -> None:
@@ -34,11 +34,15 @@ class GatewayActor(Watched):
         self._url = ""
 
     async def open(self) -> str:
-        """Listen; returns the base URL. Raises: `OSError` if the port is in use, and what the user's code raises."""
+        """Start listening. Returns the base URL for agents.
+
+        Raises: `OSError` if the port is in use, `EngineError` if the run has no agents. The exceptions of
+        the user's code.
+        """
         plan = self._plan
         prepare_process("gateway", plan.run_dir)
         if plan.make_gateway is None:
-            raise EngineError("this run has no agents")
+            raise EngineError("the gateway cannot start: this run has no agents")
         parts = self._parts = await asyncio.to_thread(plan.make_gateway)
         self._agents = Agents(parts.bounds, self._run)
         self._server = GatewayServer(

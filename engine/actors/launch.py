@@ -1,8 +1,9 @@
-"""Starts a run over Ray, watches it without polling, and ends it with everything that it started.
+"""Starts a run on Ray, watches it without polling, and ends it with all processes that it started.
 
-The command line calls it, and users with a custom plan. The scheduler actor is a child of this process and ends with
-it; the other actors end soon after. If the scheduler asks for it, or has ended for good, this process resumes the run
-from its record; in the second case the next scheduler decides whether it continues (`scheduling/issued_commands.py`).
+The command line and users with a custom plan call it. The scheduler actor is a child of this process and ends with it;
+the other actors end soon after. If the scheduler requests a new launch or cannot be restarted by Ray, this process
+resumes the run from its record. In the second case the new scheduler decides whether the run continues
+(`scheduling/issued_commands.py`).
 """
 
 import dataclasses
@@ -19,11 +20,11 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from engine.actors.cluster import initialize_ray, join_cluster, require_shared_files
 from engine.actors.configured_plan import Progress, plan_of
-from engine.actors.detached_actors import PackedPlan, end_living
+from engine.actors.detached_actors import PackedPlan, end_actors
 from engine.actors.failover import status_at_end
 from engine.actors.failures import Pulse, raised, unwrapped
-from engine.actors.launcher_watch import RayNode, SchedulerWatch, sessions_of_their_own
-from engine.actors.placement import beside_the_run, with_gpus
+from engine.actors.launcher_watch import RayNode, SchedulerWatch, separate_sessions
+from engine.actors.placement import on_this_node, with_gpus
 from engine.actors.scheduler_actor import SchedulerActor
 from engine.config import Config
 from engine.config.inputs import LEAST_STORE_BYTES
@@ -32,21 +33,23 @@ from engine.errors import EngineError, RunFailed, RunFinished, clean
 from engine.events import RunInterrupted
 from engine.hardware import object_store_limit
 from engine.metrics.status import Status
-from engine.runtime.metrics_endpoint import leave_no_word
+from engine.runtime.metrics_endpoint import withdraw_addresses
 from engine.runtime.plan import Plan
-from engine.runtime.updates import BeginAgain, Traffic, Update
+from engine.runtime.updates import RelaunchNeeded, Traffic, Update
+from engine.states.waits import counted
+from engine.tasks.rewards import Reward
 
 log = logging.getLogger(__name__)
 
 NICENESS = "RAY_worker_niceness"
-"""A setting of Ray, 15 by default: beside other programs, actors would hardly run and miss heartbeats."""
+"""A setting of Ray, 15 by default. With other programs on the machine, actors would hardly run and miss heartbeats."""
 OBJECT_STORE_BYTES = 256 << 20
-"""Of a cluster of this process' own, where nothing says what it must hold."""
-GOODBYE_S = 10.0
+"""Object store of a local cluster that `connect` starts without a given size."""
+CLOSE_TIMEOUT_S = 10.0
 """Seconds that actors get to end by themselves."""
-RESPITE_S = 5.0
-"""Seconds between two launches of a run that begins again: memory of ended processes is freed some time after Ray
-reports their end."""
+RELAUNCH_DELAY_S = 5.0
+"""Seconds between two relaunches of a run, because the memory of a process is freed some time after Ray reports its
+end."""
 
 
 def launch(
@@ -57,33 +60,40 @@ def launch(
     resume: bool = False,
     force_from: str | None = None,
     settings: Sequence[tuple[str, str]] = (),
+    reward: Reward | None = None,
 ) -> "RunHandle":
-    """Start the run of a configuration, in a directory that `storage.run_directory.create` has made; `resume`: continue
-    the one it holds, from the checkpoint `force_from` if that is given, under `settings` of the scheduler as (path,
-    value).
+    """Start the run of a configuration, in a directory that `storage.run_directory.create` has made.
 
-    It joins the cluster that the configuration or `RAY_ADDRESS` names, and stays connected after the run.
-    `progress(share, text)` is told while model and data are being made. Returns when every actor is up and the first
-    prompts are drawn.
-    Raises: `ConfigError` for what cannot run, before any actor starts where it can be known then.
+    `resume` continues the run in the directory: from the checkpoint `force_from` if given, with `settings` of the
+    scheduler as (path, value). `reward` replaces the function that the configuration names. If the configuration or
+    `RAY_ADDRESS` names a cluster, it is joined, and the process stays connected after the run. `progress(share, text)`
+    is called as each stage of the start begins and goes on; `share` is from 0 to 1. Returns when every actor is up and
+    the first prompts are drawn.
+
+    Raises: `ConfigError` if the configuration cannot run, before any actor starts if possible.
     """
     join_cluster(config, log.info)
-    plan = plan_of(config, Path(run_dir), progress)
+    plan = plan_of(config, Path(run_dir), progress, reward)
     if ray.is_initialized():
         require_shared_files(config, str(plan.run_dir))
-    return start(dataclasses.replace(plan, resume=resume, force_from=force_from, settings=tuple(settings)))
+    plan = dataclasses.replace(plan, resume=resume, force_from=force_from, settings=tuple(settings))
+    return start(plan, progress)
 
 
-def start(plan: Plan) -> "RunHandle":
-    """Start the run of a plan. In a process without Ray a local cluster is started, and ended with the run."""
+def start(plan: Plan, progress: Progress | None = None) -> "RunHandle":
+    """Start the run of a plan. If Ray is not initialized, starts a local cluster, which ends with the run.
+    `progress(share, text)` is called as each stage of the start begins."""
+    show = progress or (lambda share, text: None)
     plan.require_scorers()
-    if plan.run_dir is None:  # there is no record to begin again from
+    if plan.run_dir is None:  # without a record, the run cannot be relaunched
         plan = dataclasses.replace(plan, limits=dataclasses.replace(plan.limits, run_restarts=0))
     own = not ray.is_initialized()
     node = None
     try:
         if own:
+            show(0.0, "starting Ray on this machine")
             connect(plan.object_store_bytes)
+        show(0.0, f"starting {counted(plan.replicas, 'replica')} and the trainer, which load the model")
         node = RayNode.joined(own, plan.run_dir)
         plan = with_gpus(plan)
         return RunHandle(plan, Launched.of(plan, node), node)
@@ -107,11 +117,11 @@ class Launched:
 
     @classmethod
     def of(cls, plan: Plan, node: RayNode) -> "Launched":
-        """Start every actor of a plan. If that fails, no actor remains."""
+        """Start every actor of a plan. After an error, no actor remains."""
         packed = PackedPlan.of(plan)
-        restarts = plan.scheduler_restarts if packed.lasts else 0
+        restarts = plan.scheduler_restarts if packed.detached else 0
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100_000, "enable_task_events": False}
-        options |= {"max_restarts": restarts, **beside_the_run()}
+        options |= {"max_restarts": restarts, **on_this_node()}
         actor = ray.remote(SchedulerActor).options(**options).remote(packed)
         try:
             url = node.answer(actor.open.remote())
@@ -120,24 +130,24 @@ class Launched:
         except BaseException as error:
             if node.takes_orders:
                 ray.kill(actor)
-                end_living(packed.launch)
+                end_actors(packed.launch)
             if isinstance(error, RayError):
                 raise raised(error) from None
             raise
         return cls(actor, packed.launch, url, process)
 
     def end(self) -> None:
-        """End every process of it."""
+        """Kill every actor of the run."""
         ray.kill(self.actor)
-        end_living(self.launch)
+        end_actors(self.launch)
 
 
 def connect(object_store_bytes: int | None = OBJECT_STORE_BYTES) -> None:
-    """A local cluster of this process' own. Actors ask for no CPU, so that any plan fits; Ray starts as many processes
-    at once as there are. The object store gets what is asked for, or as much as may be."""
+    """Start a local cluster for this process. Actors request no CPU, so that any plan fits; Ray starts one process per
+    core at a time. The object store gets the given size or, with None or too large a size, the largest one allowed."""
     limit = max(LEAST_STORE_BYTES, object_store_limit())
     os.environ.setdefault(NICENESS, "0")
-    with sessions_of_their_own():
+    with separate_sessions():
         initialize_ray(
             address="local",
             num_cpus=os.cpu_count(),
@@ -147,13 +157,13 @@ def connect(object_store_bytes: int | None = OBJECT_STORE_BYTES) -> None:
 
 
 class RunHandle:
-    """A run in other processes."""
+    """A run on Ray, as seen by the launching process."""
 
     def __init__(self, plan: Plan, launched: Launched, node: RayNode) -> None:
         self.note: Callable[[str], None] = log.warning
-        """Receives one line when the run begins again from its record, or a hung scheduler was killed; the latter on
-        another thread."""
-        self.told = False
+        """Called with one line when the run restarts from its record, and, on another thread, when a hung scheduler was
+        killed."""
+        self.end_requested = False
         """Whether this process, or a user through `updates`, asked the run to end."""
         self._plan = plan
         self._launched = launched
@@ -161,7 +171,7 @@ class RunHandle:
         self._seen = 0
         self._last: Status | None = None
         self._found: Status | None = None
-        """The end of a run that was to begin again and did not."""
+        """The final status of a run that was to be relaunched but had finished."""
         self._closed = False
         self._watch = self._begin_watch()
 
@@ -179,7 +189,7 @@ class RunHandle:
         return self._launched.metrics_url
 
     def updates(self) -> Iterator[Status]:
-        """The status of the run after each change, at most a few times a second; the last one is the final status.
+        """The status of the run after each change, at most a few times per second. The last one is the final status.
 
         Raises: the defect that ended the run: `PolicyError`, `InvariantViolated`, `RecordError`, …; `RayProcessEnded`
         as soon as Ray ends on this node.
@@ -189,13 +199,13 @@ class RunHandle:
                 update = self._next_update()
             except RayError as error:
                 story = self._story(error)
-                lost = isinstance(error, RayActorError) or isinstance(story, BeginAgain)
-                if not lost or not self._begin_again(str(story), recorded=False):
+                lost = isinstance(error, RayActorError) or isinstance(story, RelaunchNeeded)
+                if not lost or not self._relaunch_run(str(story), recorded=False):
                     raise story from unwrapped(error)
                 continue
             self._seen = update.number
-            self.told |= update.told
-            if update.last and update.relaunch and self._begin_again(update.relaunch, recorded=True):
+            self.end_requested |= update.end_requested
+            if update.last and update.relaunch and self._relaunch_run(update.relaunch, recorded=True):
                 continue
             if update.last:
                 self._last = update.status
@@ -210,42 +220,42 @@ class RunHandle:
         return update
 
     def _story(self, error: RayError) -> EngineError:
-        """The error to report; for a scheduler that was killed because it hung, that reason."""
+        """The error to report. If the scheduler was killed because it hung, this is the reason."""
         killed = self._watch.killed if isinstance(error, RayActorError) else ""
         return RunFailed(killed) if killed else raised(error)
 
-    def _begin_again(self, reason: str, *, recorded: bool) -> bool:
-        """Resume the run from its record, unless a user asked it to end or there is no record. `recorded`: the record
-        says why. If the scheduler decides otherwise, or the run had finished, `_found` is how it ended.
+    def _relaunch_run(self, reason: str, *, recorded: bool) -> bool:
+        """Relaunch the run from its record. Returns False if there is no record or a user asked the run to end.
 
-        Raises: the reason why it cannot be launched.
+        `recorded`: whether the record has the reason. If the run has finished, `_found` is its final status.
+        Raises: the reason why the run cannot be relaunched.
         """
-        if self._plan.run_dir is None or self.told:
+        if self._plan.run_dir is None or self.end_requested:
             return False
         interrupted = None if recorded else RunInterrupted(reason=clean(reason))
         self._node.require_ray()
         self._watch.stop()
         self._launched.end()
         while True:
-            self.note(f"{reason}; the run begins again from its record")
+            self.note(f"{reason}; the run restarts from its record")
             try:
-                self._start_again(self._plan.run_dir, interrupted)
+                self._launch_again(self._plan.run_dir, interrupted)
                 return True
-            except BeginAgain as error:
-                reason = f"it could not begin again: {error}"
+            except RelaunchNeeded as error:
+                reason = f"the run could not restart: {error}"
                 interrupted = RunInterrupted(reason=clean(reason), launch=True)
-            threading.Event().wait(RESPITE_S)
-            if self.told:
+            threading.Event().wait(RELAUNCH_DELAY_S)
+            if self.end_requested:
                 raise RunFailed(reason)
 
-    def _start_again(self, run_dir: Path, interrupted: RunInterrupted | None) -> None:
+    def _launch_again(self, run_dir: Path, interrupted: RunInterrupted | None) -> None:
         again = dataclasses.replace(
             self._plan, resume=True, again=True, interrupted=interrupted, force_from=None, settings=()
         )
         try:
             self._launched = Launched.of(again, self._node)
         except RunFinished:
-            leave_no_word(self._plan)
+            withdraw_addresses(self._plan)
             self._found = status_at_end(run_dir)
         else:
             self._watch = self._begin_watch()
@@ -268,16 +278,16 @@ class RunHandle:
         self._tell(Stop(reason=reason))
 
     def _tell(self, asked: Operation) -> None:
-        self.told = True  # known here, too: the scheduler may be gone before its next update says so
+        self.end_requested = True  # also set here, because the scheduler may end before its next update
         try:
             self._node.answer(self._launched.actor.tell.remote(asked))
         except RayError as error:
             raise raised(error) from unwrapped(error)
 
-    def past(self) -> str:
-        """What a resumed run continues from, in words; empty for a new run."""
-        told: str = self._node.answer(self._launched.actor.past.remote())
-        return told
+    def history(self) -> str:
+        """A description of what a resumed run continues from; empty for a new run."""
+        text: str = self._node.answer(self._launched.actor.history.remote())
+        return text
 
     def traffic(self) -> Traffic:
         """Number of calls between the actors so far."""
@@ -285,7 +295,7 @@ class RunHandle:
         return traffic
 
     def close(self) -> None:
-        """End every process of the run, in any state."""
+        """End every process of the run, in any state. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -293,9 +303,9 @@ class RunHandle:
         if self._node.takes_orders:
             if self._last is None:
                 try:
-                    ray.get(self._launched.actor.close.remote(), timeout=GOODBYE_S)
+                    ray.get(self._launched.actor.close.remote(), timeout=CLOSE_TIMEOUT_S)
                 except (RayError, GetTimeoutError):
-                    log.warning("the run did not close in time and is killed")
+                    log.warning("the run did not close within %g s and is killed", CLOSE_TIMEOUT_S)
             self._launched.end()
         self._node.close()
 

@@ -36,7 +36,7 @@ _starting_ray = threading.local()
 
 
 @contextmanager
-def sessions_of_their_own() -> Iterator[None]:
+def separate_sessions() -> Iterator[None]:
     """Start each Ray process of this thread in a separate session. A signal to the launcher's process group (Ctrl-C,
     `timeout`) then reaches only the launcher. Ray's processes still end when the launcher dies."""
     _starting_ray.now = True
@@ -256,8 +256,8 @@ class SchedulerWatch:
             self._thread.join(STOP_S)
 
     def check(self) -> bool:
-        """Send one heartbeat; whether a scheduler answered. One that does not is killed, and Ray sends the same call to
-        its successor. Blocks until the answer, or the end of the watch."""
+        """Send one heartbeat. Returns whether a scheduler answered. A scheduler that does not answer is killed, and Ray
+        sends the same call to its successor. Blocks until the answer, or until the watch is stopped."""
         woken = self._woken = threading.Event()
         if self._stopped.is_set():
             return False
@@ -267,11 +267,11 @@ class SchedulerWatch:
             log.info("no heartbeat can be sent to the scheduler: %s", error)
             return False
         beat.add_done_callback(lambda _: woken.set())
-        while not self._comes(woken):
+        while not self._answers_in_time(woken):
             self._end_silent(beat)
         return beat.done() and self._answered(beat)
 
-    def _comes(self, woken: threading.Event) -> bool:
+    def _answers_in_time(self, woken: threading.Event) -> bool:
         """Whether the answer arrives within the limit, or the watch is stopped. It waits in several parts: if this
         process itself was stopped, a single wait would be over when it continues."""
         return any(woken.wait(self._pulse.every_s) for _ in range(self._pulse.missed))
@@ -279,7 +279,7 @@ class SchedulerWatch:
     def _answered(self, beat: "Future[int]") -> bool:
         try:
             pid = beat.result()
-        except RayError:  # it is gone for good
+        except RayError:  # Ray will not restart it
             return False
         self.killed, self._ordered = "", False
         self._know(pid)
@@ -307,13 +307,13 @@ class SchedulerWatch:
         if beat.done() or self._stopped.is_set():
             return
         silent = f"the scheduler (process {pid}) gave no sign of life for {self._pulse.limit_s:g} s"
-        told, self.killed = self.killed, f"{silent} and was killed{where}"
+        before, self.killed = self.killed, f"{silent} and was killed{where}"
         if process is None:
             self._ordered = True
             ray.kill(self._actor, no_restart=False)
         elif not process.kill(GONE_S):
             self.killed = f"{silent}, was killed and has not ended{where}"
-        if self.killed != told:  # report a process that the kernel does not end only once
+        if self.killed != before:  # report a process that the kernel does not end only once
             self._note(self.killed)
 
     def _announced(self) -> int:
@@ -327,7 +327,7 @@ class SchedulerWatch:
             return 0
 
     def _story_of(self, process: "LocalProcess | None") -> str:
-        """Where the stacks of a silent process are, or else its state, as the end of a sentence."""
+        """The end of a sentence that says where the stacks of a silent process are, or its state."""
         if process is None:
             return ""
         if self._run_dir is None:

@@ -1,8 +1,8 @@
-"""Where actors with GPUs run: shares of what the cluster has, and placement groups for replicas of several GPUs.
+"""Assigns GPUs to actors: shares of the cluster's GPUs, and placement groups for replicas with several GPUs.
 
-Called by `launch.start`, before any actor is, and by `ray_processes.py`, which owns a replica's group for one life of
-it. Nothing here waits for a group: an actor that is created in one waits by itself. A group also ends with the actor
-that made it.
+`launch.start` calls it before it creates actors. `ray_processes.py` also calls it, and owns the placement group of each
+replica incarnation. No function here waits for a placement group; the actor that is created in one waits. Without a
+name, a group ends with the actor that created it.
 """
 
 import dataclasses
@@ -27,26 +27,26 @@ from engine.runtime.plan import Plan
 
 log = logging.getLogger(__name__)
 
-ROUNDED_UP = 1 + 1e-5
-"""Shares are given with so many digits: 0.333333 of three GPUs is one."""
+ROUNDING = 1 + 1e-5
+"""Tolerance for rounded shares: three shares of 0.333333 GPUs count as one GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a rollout actor is created with, and the placement group behind it if there is one."""
+    """The Ray options of a rollout actor, and its placement group if it has one."""
 
     options: dict[str, Any]
     group: Any = field(default=None)
 
     def free(self) -> None:
-        """Give the GPUs back. Whoever still runs there is killed."""
+        """Remove the placement group, which frees its GPUs. Ray kills the actors that still run in it."""
         if self.group is not None:
             remove_placement_group(self.group)
 
 
 def place(plan: Plan, name: str | None = None) -> Place:
-    """For one life of a replica. Returns at once: the actor's creation waits for the GPUs. `name`: of what lies set
-    aside, which then outlives the process that set it aside, for `found_place`."""
+    """The place of one replica incarnation. Returns at once; the creation of the actor waits for the GPUs. With `name`,
+    the placement group is detached, so it survives this process and `found_place` finds it."""
     if plan.rollout_gpus <= 1:
         return Place({"num_gpus": plan.rollout_gpus, "scheduling_strategy": "SPREAD"})
     gpus = int(plan.rollout_gpus)
@@ -61,7 +61,8 @@ def place(plan: Plan, name: str | None = None) -> Place:
 
 
 def found_place(name: str) -> Place:
-    """What `place` set aside under a name in an earlier process."""
+    """The placement group that `place` created with this name in an earlier process; without a group if there is
+    none."""
     try:
         return Place({}, get_placement_group(name))
     except ValueError:
@@ -69,21 +70,21 @@ def found_place(name: str) -> Place:
 
 
 def free_places(launch: str) -> None:
-    """Give back whatever is set aside under the names of a launch. Whoever still runs there is killed. Blocks."""
+    """Remove all placement groups of a launch. Ray kills the actors that still run in them. Blocks."""
     for entry in placement_group_table().values():
         if entry["name"].startswith(f"{launch}/") and entry["state"] != "REMOVED":
             found_place(entry["name"]).free()
 
 
-def beside_the_run(gpus: float = 0.0) -> dict[str, Any]:
-    """Options of an actor that is to be on this process' node, where the run's directory is. One that needs GPUs may
-    be elsewhere, should they be there."""
+def on_this_node(gpus: float = 0.0) -> dict[str, Any]:
+    """Ray options of an actor on this process's node, where the run's directory is. An actor with GPUs may run on
+    another node if this one has none."""
     here = ray.get_runtime_context().get_node_id()
     return {"num_gpus": gpus, "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=gpus > 0)}
 
 
 def shortfall(plan: Plan, replicas: int) -> str:
-    """Why the cluster, were nothing else in it, could not hold so many replicas; nothing if it could."""
+    """Why this number of replicas does not fit into the empty cluster; an empty string if it does."""
     if not plan.rollout_gpus:
         return ""
     nodes = node_gpus()
@@ -93,32 +94,32 @@ def shortfall(plan: Plan, replicas: int) -> str:
     have = ", ".join(f"{gpus:g}" for gpus in nodes) or "none"
     where = "" if plan.rollout_spread else " on one node"
     return (
-        f"each needs {plan.rollout_gpus:g} GPUs{where}, {replicas * plan.rollout_gpus:g} in all; "
+        f"each needs {plan.rollout_gpus:g} GPUs{where}, {replicas * plan.rollout_gpus:g} in total; "
         f"the nodes have {have}: room for {room} of {replicas}"
     )
 
 
 def node_gpus() -> list[float]:
-    """GPUs of each node that has some, the largest first."""
+    """The numbers of GPUs of the nodes with GPUs, largest first."""
     nodes = [float(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
     return sorted((gpus for gpus in nodes if gpus), reverse=True)
 
 
 def room_now(plan: Plan) -> int:
-    """How many replicas the cluster, were nothing else in it, could hold, all of them where they need no GPUs."""
+    """The number of replicas that fit into the empty cluster; all of them if they need no GPUs."""
     return _room(plan, node_gpus()) if plan.rollout_gpus else len(plan.lives())
 
 
 def _room(plan: Plan, nodes: list[float]) -> int:
     each = plan.rollout_gpus
-    return int(sum(nodes) // each) if plan.rollout_spread else sum(int(gpus * ROUNDED_UP // each) for gpus in nodes)
+    return int(sum(nodes) // each) if plan.rollout_spread else sum(int(gpus * ROUNDING // each) for gpus in nodes)
 
 
 def with_gpus(plan: Plan) -> Plan:
-    """Share the cluster's GPUs out, evenly and at most one to an actor; a plan that says otherwise stands.
+    """Divide the cluster's GPUs evenly among the actors, at most one per actor, unless the plan assigns them.
 
-    Replicas of several GPUs come first, then the weights store; the trainer has one of what is left.
-    Raises: `ConfigError` where the transport, or replicas of several GPUs, need more than there are.
+    Replicas with several GPUs come first, then the weights store. The trainer gets at most one of the others.
+    Raises: `ConfigError` if the transport, the trainer's ranks, or replicas with several GPUs need more than exist.
     """
     nodes, replicas = node_gpus(), len(plan.lives())
     store, gpus = transport_of(plan).store_gpus, sum(nodes)
@@ -139,7 +140,7 @@ def with_gpus(plan: Plan) -> Plan:
     if several and not plan.trainer_gpus:
         left = part_of(int(gpus - replicas * several), 1 + scorers)
         if not left:
-            log.warning("the replicas take all GPUs: the trainer has none")
+            log.warning("the replicas use all GPUs, so the trainer has none")
         return dataclasses.replace(plan, trainer_gpus=left, scorer_gpus=left if scorers else 0.0)
     if not gpus or plan.rollout_gpus or plan.trainer_gpus:
         return plan
@@ -150,7 +151,7 @@ def with_gpus(plan: Plan) -> Plan:
 
 
 def _with_ranks(plan: Plan, nodes: list[float], store: float, scorers: int) -> Plan:
-    """The ranks of a trainer have their GPUs on one node; replicas and scorers share what is left."""
+    """Give the trainer's ranks GPUs on one node. Replicas and scorers share the other GPUs."""
     trainer = plan.trainer_gpus or float(plan.trainer_ranks)
     if trainer > max(nodes):
         law = f"its ranks need {trainer:g} GPUs on one node; the largest node has {max(nodes):g}"
@@ -158,7 +159,7 @@ def _with_ranks(plan: Plan, nodes: list[float], store: float, scorers: int) -> P
     replicas = len(plan.lives())
     left = sum(nodes) - store - trainer - replicas * plan.rollout_gpus
     if left < 0:
-        law = f"its ranks leave {left + replicas * plan.rollout_gpus:g} GPUs to {replicas} replicas"
+        law = f"its ranks leave {left + replicas * plan.rollout_gpus:g} GPUs for {replicas} replicas"
         raise ConfigError("trainer.ranks", plan.trainer_ranks, law, "use fewer ranks, or fewer replicas")
     sharing = scorers + (0 if plan.rollout_gpus else replicas)
     share = part_of(left, sharing) if sharing else 0.0
@@ -168,14 +169,14 @@ def _with_ranks(plan: Plan, nodes: list[float], store: float, scorers: int) -> P
 
 
 def part_of(gpus: float, actors: int) -> float:
-    """GPUs of each of so many actors: 1, 1/2, 1/4, …, or 0 where there are none. Other parts would not fill whole GPUs:
-    2/3 fits into each of two once, and the third actor would wait forever."""
-    return 2.0 ** min(0, floor(log2(gpus / actors * ROUNDED_UP))) if gpus > 0 else 0.0
+    """GPUs per actor: 1, 1/2, 1/4, …, or 0 if there are no GPUs. Other parts would not fill whole GPUs: with 2/3 each,
+    two GPUs have room for one actor each, and a third actor would never start."""
+    return 2.0 ** min(0, floor(log2(gpus / actors * ROUNDING))) if gpus > 0 else 0.0
 
 
 def _by_pool(plan: Plan, gpus: float) -> dict[str, Any]:
-    """GPUs of each kind of actor, by the shares of the pools they stand in; actors of one pool have equal parts of it,
-    and the smallest part is that of all of their kind. (Tested with nodes that say that they have GPUs.)"""
+    """GPUs per actor of each kind, from the shares of the pools. The actors of a pool have equal parts of its share.
+    All actors of a kind get the smallest part of that kind."""
     parts: dict[str, list[float]] = {"rollout_gpus": [], "trainer_gpus": [], "scorer_gpus": []}
     limits = plan.limits
     for pool, share in zip(limits.pools, plan.pool_shares, strict=False):

@@ -11,9 +11,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from engine.actors.detached_actors import Living, PackedPlan, lasting
+from engine.actors.detached_actors import PackedPlan, RunningActors, detached_options
 from engine.actors.failures import Pulse, raised, sign_of
-from engine.actors.placement import Place, beside_the_run, found_place, place, room_now, shortfall
+from engine.actors.placement import Place, found_place, on_this_node, place, room_now, shortfall
 from engine.actors.worker_actor import ACTORS
 from engine.errors import clean
 from engine.ids import NO_VERSION, GroupId, Incarnation, StepId, Version
@@ -28,7 +28,7 @@ from engine.trajectory import Prompt
 STORE_PATIENCE = 4
 """Factor on the heartbeat limit of the stores. The weights store copies whole models on the event loop that answers
 heartbeats."""
-GOODBYE_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 """Seconds that a generator, the gateway or the trajectory store gets to close."""
 
 
@@ -117,20 +117,20 @@ class RayProcesses:
         self._epoch = epoch
         self._pulse = Pulse.of(plan)
         self._patient = Pulse(plan.heartbeat_s, plan.missed_beats * STORE_PATIENCE)
-        self.goodbye_s = GOODBYE_S
+        self.goodbye_s = CLOSE_TIMEOUT_S
         self.look_again_s = self._pulse.every_s or None
 
     def make(self, kind: str, index: int, incarnation: Incarnation) -> RayProcess:
         source, placed = source_of(kind, index), Place({})
         if kind == REPLICA:
-            placed = place(self._plan, self._name(source, incarnation) if self._packed.lasts else None)
+            placed = place(self._plan, self._name(source, incarnation) if self._packed.detached else None)
         options: dict[str, Any] = {
             REPLICA: {"max_concurrency": 100_000, **placed.options},
-            TRAINER: beside_the_run(self._plan.trainer_gpus),
+            TRAINER: on_this_node(self._plan.trainer_gpus),
             SCORER: {"num_gpus": self._plan.scorer_gpus},
             ADDED_STATES: {"max_concurrency": 100_000},
         }[kind]
-        named = lasting(self._packed, source, incarnation)
+        named = detached_options(self._packed, source, incarnation)
         try:
             made = ray.remote(ACTORS[kind]).options(num_cpus=0, enable_task_events=False, **options, **named)
             actor = made.remote(self._packed, index, incarnation, *self._given, self._kept[GATEWAY])
@@ -163,7 +163,7 @@ class RayProcesses:
         except (RayError, TimeoutError):
             return NO_VERSION
 
-    def found(self, living: Living) -> Found:
+    def found(self, living: RunningActors) -> Found:
         """The processes that a restarted scheduler has taken over, with their placement groups."""
         several = self._plan.rollout_gpus > 1
         known = {}

@@ -16,21 +16,21 @@ from typing import Any
 import ray
 
 from engine.actors.detached_actors import (
-    Living,
     PackedPlan,
+    RunningActors,
     collect_rarely,
+    detached_options,
+    end_actors,
     end_earlier,
-    end_living,
-    lasting,
     note_launch,
     prepare_process,
 )
-from engine.actors.failover import STORES, Survived, metrics_at_end, survived_of, take_hold
+from engine.actors.failover import STORES, RunRecovery, metrics_at_end, recovery_of, take_over
 from engine.actors.failures import named, raised
 from engine.actors.gateway_actor import GatewayActor
 from engine.actors.launcher_watch import announce_process
-from engine.actors.placement import beside_the_run
-from engine.actors.ray_processes import GOODBYE_S, RayProcesses, RayStores
+from engine.actors.placement import on_this_node
+from engine.actors.ray_processes import CLOSE_TIMEOUT_S, RayProcesses, RayStores
 from engine.actors.store_actors import TrajectoryStoreActor, WeightsStoreActor
 from engine.actors.transports import transport_of
 from engine.actors.worker_actor import Inbox
@@ -41,10 +41,10 @@ from engine.events import SchedulerRecovered
 from engine.ids import Incarnation, StepId
 from engine.metrics.status import Status
 from engine.metrics.transitions import Transitions
-from engine.runtime.metrics_endpoint import leave_no_word
-from engine.runtime.recovery import Past, past_of
-from engine.runtime.session import Session, Watchers, recorder_of
-from engine.runtime.updates import BeginAgain, Traffic, Update
+from engine.runtime.metrics_endpoint import withdraw_addresses
+from engine.runtime.recovery import RunHistory, history_of
+from engine.runtime.run_loop import RunLoop, Watchers, recorder_of
+from engine.runtime.updates import RelaunchNeeded, Traffic, Update
 from engine.runtime.wire import unpack_events
 from engine.workers.threads import contained
 
@@ -54,14 +54,14 @@ SLICE = 64
 """Number of events of a report to handle before their commands are sent, so that a large report delays none."""
 
 
-LASTING = (ConfigError, RecordError, StorageFull)
-"""Failures that every further launch would repeat until a user acts: the record cannot be read or written, or the plan
-cannot start. The scheduler does not decide on these. The run can still be resumed."""
+PERMANENT = (ConfigError, RecordError, StorageFull)
+"""Failures that would repeat at every relaunch until a user acts: the record cannot be read or written, or the plan
+cannot start. They end the launch. The user can resume the run."""
 
 
 class SchedulerActor:
     """After `open` and `begin`, the other actors call `report` and the launching process `next_update`, until `close`.
-    If its process ends, Ray restarts it and `_there` recovers the run."""
+    If its process ends, Ray restarts it and `_ensure_recovered` recovers the run."""
 
     def __init__(self, plan: PackedPlan) -> None:
         self._packed = plan
@@ -74,12 +74,12 @@ class SchedulerActor:
         self._ended = False
         self._leaving = asyncio.Event()
         """Set once the run has been shut down."""
-        self._session: Session | None = None
+        self._loop: RunLoop | None = None
         self._gateway: Any = None
-        self._past: Past | None = None
+        self._history: RunHistory | None = None
         self._transitions = Transitions()
         self._relaunch = ""
-        """Why the run must be launched again from its record; empty if it need not."""
+        """Why the run must be relaunched from its record; empty if it need not be."""
         self._last: Status | None = None
         """The final status of a run that had ended before this process was restarted."""
         context = ray.get_runtime_context()
@@ -92,34 +92,34 @@ class SchedulerActor:
     async def open(self) -> str | None:
         """Start every actor. Returns the URL of the metrics endpoint, if there is one.
 
-        Raises what is wrong with the plan, before any prompt is drawn. Raises `BeginAgain` if another launch may
-        succeed; that launch's scheduler decides whether the run continues.
+        Raises: the error in the plan, before any prompt is drawn. `RelaunchNeeded` if another launch may succeed; the
+        scheduler of that launch decides whether the run continues.
         """
         try:
             return await self._open()
-        except LASTING:
+        except PERMANENT:
             raise
         except Exception as error:
-            if self._past is None or not self._plan.again:
+            if self._history is None or not self._plan.again:
                 raise
-            raise BeginAgain(str(raised(error))) from error
+            raise RelaunchNeeded(str(raised(error))) from error
 
     async def _open(self) -> str | None:
         plan = self._plan
         prepare_process("scheduler", plan.run_dir, private=True)
         await self._load()
         if plan.resume and plan.run_dir is not None:
-            self._past = await asyncio.to_thread(contained, past_of, plan, self._transitions, end_earlier)
-        past = self._past
+            self._history = await asyncio.to_thread(contained, history_of, plan, self._transitions, end_earlier)
+        history = self._history
         if plan.run_dir is not None:
             note_launch(plan.run_dir, self._packed.launch)
-        session = self._make(past)
-        session.take_settings()
+        loop = self._make(history)
+        loop.take_settings()
         self._start_stores()
-        self._connect(session)
-        await session.control.open()
-        await asyncio.gather(session.supervisor.open(None if past is None else past.restore), self._open_gateway())
-        return session.endpoint.url if session.endpoint else None
+        self._connect(loop)
+        await loop.control.open()
+        await asyncio.gather(loop.supervisor.open(None if history is None else history.restore), self._open_gateway())
+        return loop.endpoint.url if loop.endpoint else None
 
     async def _load(self) -> None:
         """Load the user's prompts and extensions, which may be slow."""
@@ -133,7 +133,7 @@ class SchedulerActor:
         light: dict[str, Any] = {"num_cpus": 0, "enable_task_events": False}
 
         def begin(kind: type[Any], source: str, *given: Any, gpus: float = 0.0, **options: Any) -> Any:
-            named = {**light, **lasting(packed, source), **beside_the_run(gpus), **options}
+            named = {**light, **detached_options(packed, source), **on_this_node(gpus), **options}
             return ray.remote(kind).options(**named).remote(packed, self._self, *given)
 
         transport = transport_of(plan)
@@ -143,33 +143,33 @@ class SchedulerActor:
         if plan.make_gateway is not None:
             self._gateway = begin(GatewayActor, "gateway", max_concurrency=100_000)
 
-    def _make(self, earlier: Past | Survived | None) -> Session:
-        """Make the session. Opening the record gives it a new epoch."""
+    def _make(self, earlier: RunHistory | RunRecovery | None) -> RunLoop:
+        """Make the run loop. Opening the record gives it a new epoch."""
         recorder = recorder_of(self._plan, earlier)
-        session = self._session = Session(self._plan, recorder, self._transitions, self._watchers, earlier)
-        return session
+        loop = self._loop = RunLoop(self._plan, recorder, self._transitions, self._watchers, earlier)
+        return loop
 
-    def _running(self) -> Session:
-        assert self._session is not None  # nobody calls before it is open
-        return self._session
+    def _running(self) -> RunLoop:
+        assert self._loop is not None  # set by `open`, which is called first
+        return self._loop
 
-    def _connect(self, session: Session, living: Living | None = None) -> None:
+    def _connect(self, loop: RunLoop, living: RunningActors | None = None) -> None:
         kept = (self._trajectories, self._weights, self._gateway)
-        processes = RayProcesses(self._plan, self._packed, self._self, *kept, epoch=session.recorder.epoch)
+        processes = RayProcesses(self._plan, self._packed, self._self, *kept, epoch=loop.recorder.epoch)
         found = None if living is None else processes.found(living)
-        session.connect(self._prompts, processes, RayStores(*kept), self._trajectories.stats.remote, found)
+        loop.connect(self._prompts, processes, RayStores(*kept), self._trajectories.stats.remote, found)
 
     @ray.method(max_task_retries=-1)
     async def beat(self) -> int:
-        """Answer a heartbeat with the process id, at once, also while the record is replayed."""
+        """Answer a heartbeat with the process id. Answers at once, even while the record is replayed."""
         return os.getpid()
 
     # recovery after a restart of this process
 
-    async def _there(self) -> None:
+    async def _ensure_recovered(self) -> None:
         """Recover the run from its record, if this process was restarted. Every call awaits it first.
 
-        Raises: `BeginAgain` with the reason if it cannot.
+        Raises: `RelaunchNeeded` with the reason if it cannot.
         """
         if self._restarted:
             if self._revival is None:
@@ -182,64 +182,64 @@ class SchedulerActor:
             log.warning("the scheduler's process has ended and was restarted")
             await self._load()
             assert self._plan.run_dir is not None
-            survived = await asyncio.to_thread(contained, survived_of, self._plan.run_dir, self._transitions)
-            if survived.ended:
-                await self._stay_ended(survived)
+            recovery = await asyncio.to_thread(contained, recovery_of, self._plan.run_dir, self._transitions)
+            if recovery.ended:
+                await self._report_end(recovery)
             else:
-                await self._go_on(survived)
+                await self._continue_run(recovery)
         except Exception as error:
             log.exception("the scheduler cannot recover its state from the record")
-            await asyncio.to_thread(end_living, self._packed.launch)
+            await asyncio.to_thread(end_actors, self._packed.launch)
             story = f"the scheduler's process ended, and the restarted one could not recover: {raised(error)}"
-            self._failure, self._ended = BeginAgain(story), True
+            self._failure, self._ended = RelaunchNeeded(story), True
             raise self._failure from None
         finally:
             self._restarted = self._failure is not None and self._restarted
             self._watchers.changed()
 
-    async def _stay_ended(self, survived: Survived) -> None:
-        """The run had ended already: end the remaining actors and report its final status."""
-        survived.lock.release()
-        await asyncio.to_thread(end_living, self._packed.launch)
-        leave_no_word(self._plan)
-        self._last = metrics_at_end(survived, self._transitions).status(None)
-        self._failure, self._ended = survived.failure, True
-        outcome = survived.recovered.scheduler.state.outcome
+    async def _report_end(self, recovery: RunRecovery) -> None:
+        """End the remaining actors of a run that had already ended, and report its final status."""
+        recovery.lock.release()
+        await asyncio.to_thread(end_actors, self._packed.launch)
+        withdraw_addresses(self._plan)
+        self._last = metrics_at_end(recovery, self._transitions).status(None)
+        self._failure, self._ended = recovery.failure, True
+        outcome = recovery.recovered.scheduler.state.outcome
         self._relaunch = outcome.reason if outcome is not None and outcome.again else ""
         self._leaving.set()
 
-    async def _go_on(self, survived: Survived) -> None:
+    async def _continue_run(self, recovery: RunRecovery) -> None:
         """Take over the actors, and reissue the open orders."""
         plan, packed = self._plan, self._packed
-        session = self._make(survived)
+        loop = self._make(recovery)
         try:
-            living = await take_hold(packed.launch, plan, survived, session.recorder.epoch)
+            living = await take_over(packed.launch, plan, recovery, loop.recorder.epoch)
             self._trajectories, self._weights = (living.actors[store, 1] for store in STORES)
             self._gateway = living.actors.get(("gateway", 1))
-            self._connect(session, living)
-            await session.control.open()
+            self._connect(loop, living)
+            await loop.control.open()
         except BaseException:
-            session.recorder.close()
+            loop.recorder.close()
             raise
-        session.metrics.go_on()
-        session.supervisor.take_up()
-        session.deliver(SchedulerRecovered())
-        session.executor.execute(session.scheduler.state.orders.reissued(survived.recovered.at))
-        session.executor.flush()
-        session.supervisor.recover()
-        session.announce()
-        self._main = asyncio.get_running_loop().create_task(self._until_over())
+        loop.metrics.finish_replay()
+        loop.supervisor.take_up()
+        loop.deliver(SchedulerRecovered())
+        loop.executor.execute(loop.scheduler.state.orders.reissued(recovery.recovered.at))
+        loop.executor.flush()
+        loop.supervisor.recover()
+        loop.announce()
+        self._main = asyncio.get_running_loop().create_task(self._close_at_end())
 
     @ray.method(max_task_retries=-1)
     async def here(self) -> None:
         """Return once the run has been shut down. If the scheduler ends for good, Ray fails the call."""
-        await self._there()
+        await self._ensure_recovered()
         await self._leaving.wait()
 
     async def begin(self) -> None:
         """Start the run; returns at once."""
-        self._running().begin(self._past)
-        self._main = asyncio.get_running_loop().create_task(self._until_over())
+        self._running().begin(self._history)
+        self._main = asyncio.get_running_loop().create_task(self._close_at_end())
 
     @ray.method(max_task_retries=-1)
     async def report(
@@ -252,34 +252,34 @@ class SchedulerActor:
     ) -> int:
         """Handle a batch of events; returns its sequence number once they are recorded and their commands sent."""
         if self._restarted:
-            await self._there()
+            await self._ensure_recovered()
         if not self._inbox.takes(source, incarnation, sequence):
             return sequence
         self._reports += 1
-        session, arrived = self._running(), time.perf_counter()
+        loop, arrived = self._running(), time.perf_counter()
         for step, said in figures:
-            session.metrics.report(step, said)
+            loop.metrics.report(step, said)
         batch = unpack_events(events)
         for first in range(0, len(batch), SLICE):
-            session.deliver(*batch[first : first + SLICE])
+            loop.deliver(*batch[first : first + SLICE])
             took = time.perf_counter() - arrived
             self._decisions_s.append(took)
-            session.metrics.decision_s.observe(took)
+            loop.metrics.decision_s.observe(took)
         return sequence
 
     @ray.method(max_task_retries=-1)
     async def tell(self, asked: Operation) -> None:
         """Execute an operation from the launching process; does nothing once the run has ended."""
-        await self._there()
-        session = self._session
-        if session is not None and session.scheduler.state.outcome is None:
-            session.control.carry_out(asked)
+        await self._ensure_recovered()
+        loop = self._loop
+        if loop is not None and loop.scheduler.state.outcome is None:
+            loop.control.carry_out(asked)
 
     @ray.method(max_task_retries=-1)
     async def hand_over(self, steps: StepId) -> None:
         """Called by a scorer: make the trainer hand over the weights after `steps` train steps, if it still owes
         them."""
-        await self._there()
+        await self._ensure_recovered()
         with named():
             await self._running().supervisor.hand_over(steps)
 
@@ -287,24 +287,26 @@ class SchedulerActor:
     async def next_update(self, since: int) -> Update:
         """Return the newest status once it is newer than number `since`. Raises the failure that ended the run, if any.
         A restarted process counts from 1 again."""
-        await self._there()
+        await self._ensure_recovered()
         since = min(since, self._watchers.number)
         while self._watchers.number <= since and not self._ended:
             await self._watchers.wait()
         if self._ended and self._failure is not None:
             raise self._failure
         status = self._last or self._running().metrics.status(None if self._ended else self._running().now())
-        told = self._session is not None and self._session.control.told
-        return Update(number=self._watchers.number, status=status, last=self._ended, relaunch=self._relaunch, told=told)
+        asked = self._loop is not None and self._loop.control.end_requested
+        return Update(
+            number=self._watchers.number, status=status, last=self._ended, relaunch=self._relaunch, end_requested=asked
+        )
 
     @ray.method(max_task_retries=-1)
-    async def past(self) -> str:
-        """What a resumed run continued from, in words; empty for a new run."""
-        return "" if self._past is None else str(self._past)
+    async def history(self) -> str:
+        """A description of what a resumed run continued from; empty for a new run."""
+        return "" if self._history is None else str(self._history)
 
     @ray.method(max_task_retries=-1)
     async def traffic(self) -> Traffic:
-        await self._there()
+        await self._ensure_recovered()
         return Traffic(
             reports=self._reports,
             calls=self._running().executor.calls,
@@ -314,21 +316,21 @@ class SchedulerActor:
 
     async def close(self) -> None:
         """End every actor of the run and close the record, in any state of the run."""
-        await self._there()
+        await self._ensure_recovered()
         if self._ended:
             return
-        session = self._running()
-        session.stop()
-        await session.control.close()
+        loop = self._running()
+        loop.stop()
+        await loop.control.close()
         gateway, self._gateway = self._gateway, None
         if gateway is not None:
-            await asyncio.wait([asyncio.ensure_future(gateway.close.remote())], timeout=GOODBYE_S)
+            await asyncio.wait([asyncio.ensure_future(gateway.close.remote())], timeout=CLOSE_TIMEOUT_S)
             ray.kill(gateway)
-        await session.supervisor.close()
-        await asyncio.wait([asyncio.ensure_future(self._trajectories.close.remote())], timeout=GOODBYE_S)
+        await loop.supervisor.close()
+        await asyncio.wait([asyncio.ensure_future(self._trajectories.close.remote())], timeout=CLOSE_TIMEOUT_S)
         for store in (self._trajectories, self._weights):
             ray.kill(store)
-        session.close()
+        loop.close()
         self._leaving.set()
 
     # the run
@@ -338,14 +340,14 @@ class SchedulerActor:
             with named():
                 await self._gateway.open.remote()
 
-    async def _until_over(self) -> None:
+    async def _close_at_end(self) -> None:
         """Wait until the run ends, close everything, and wake the watchers."""
         try:
             finish = await self._running().over
             self._relaunch = finish.reason if finish.again else ""
         except Exception as error:
             self._failure = error if isinstance(error, EngineError) else EngineError(reason_of(error))
-        if not isinstance(self._failure, RecordHeld):  # else a scheduler of a higher epoch owns the actors
+        if not isinstance(self._failure, RecordHeld):  # otherwise a scheduler of a higher epoch owns the actors
             with contextlib.suppress(Exception):
                 await self.close()
         self._ended = True

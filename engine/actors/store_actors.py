@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from engine.actors.detached_actors import PackedPlan, end_when_orphaned
-from engine.actors.failures import Watched, awaited
+from engine.actors.failures import HeartbeatActor, awaited
 from engine.actors.transports import Senders, Transport, Wire
 from engine.ids import ReplicaId, Version
 from engine.rollout.sent_weights import Call, Turn
@@ -35,7 +35,7 @@ class Remote:
         return getattr(self._actor, name).remote
 
 
-class TrajectoryStoreActor(Watched, TrajectoryService):
+class TrajectoryStoreActor(HeartbeatActor, TrajectoryService):
     """A trajectory store in its own process."""
 
     def __init__(
@@ -56,7 +56,7 @@ def remote_trajectories(store: Any) -> PackedTrajectories:
     return PackedTrajectories(Remote(store), awaited)
 
 
-class WeightsStoreActor(Watched):
+class WeightsStoreActor(HeartbeatActor):
     """Holds published versions for the replicas, and the newest trained weights for scorers."""
 
     def __init__(self, plan: PackedPlan, scheduler: Any, transport: Transport) -> None:
@@ -88,7 +88,7 @@ class WeightsStoreActor(Watched):
         self._store.retire(version)
 
     async def newest(self) -> Version:
-        """The newest version so far; 0 before the first."""
+        """The newest published version; 0 if there is none."""
         return self._store.newest
 
 

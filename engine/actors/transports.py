@@ -1,8 +1,8 @@
 """Moves published weights from the trainer to the weights store, and from there to the replicas.
 
-Used by the weights clients and the store actor in `store_actors.py`; a plan chooses one transport for its whole run.
-Weights that are not a mapping of tensors travel in the actors' answers with any transport. Must not import torch before
-weights pass: some of these processes set their thread counts first, some never need it.
+The weights clients and the store actor in `store_actors.py` use it; a plan chooses one transport for its whole run.
+With every transport, weights that are not a mapping of tensors are sent in the actors' answers. It must not import
+torch before weights arrive, because some of these processes set their thread counts first and some never need torch.
 """
 
 import asyncio
@@ -19,14 +19,15 @@ import ray
 from engine.actors.failures import awaited
 from engine.errors import EngineError, reason_of
 from engine.ids import ReplicaId, Version
-from engine.rollout.sent_weights import Answer, Call, Join, Manifest, Offer, Turn
+from engine.rollout.sent_weights import Answer, Call, Join, Offer, Turn
 from engine.runtime.plan import Plan
+from engine.shared_weights import Manifest, PublishedTensors, publication_of
 from engine.states.process import WEIGHTS_STORE
 
 # -- from the weights store to an inference engine ---------------------------------------------------------------------
 
 
-GIVEN_UP = "the group was given up"
+GIVEN_UP = "the process group of this transfer was closed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +119,7 @@ class Conversation:
         return await self._next()
 
     def close(self) -> None:
-        """Give up the group: waiting calls fail, and no new ones start."""
+        """Close the group: waiting calls fail, and no new ones start."""
         waiting = [] if self._asked is None else [self._asked]
         while not self._calls.empty():
             waiting.append(self._calls.get_nowait()[1])
@@ -130,7 +131,7 @@ class Conversation:
 
     async def _begin(self, work: Callable[[], None]) -> Call | None:
         if self._work is not None and not self._work.done():
-            raise EngineError("the last transfer to this replica has not ended")
+            raise EngineError("the previous transfer to this replica has not ended")
         self._work = self._loop.create_future()
         threading.Thread(target=self._do, args=(work, self._work), name=f"send-{self.group}", daemon=True).start()
         return await self._next()
@@ -163,7 +164,7 @@ class Conversation:
         try:
             wrong = asked.result(self._wire.limit_s)
         except TimeoutError:
-            wrong = f"no answer to {call.name} in {self._wire.limit_s:g} s"
+            wrong = f"the engine did not answer {call.name} within {self._wire.limit_s:g} s"
         if wrong:
             raise EngineError(wrong)
 
@@ -198,6 +199,7 @@ class PackedTensors:
 
     arrays: dict[str, Any]
     types: dict[str, str]
+    publication: str
 
 
 def pack_tensors(weights: Any) -> Any:
@@ -220,7 +222,7 @@ def pack_tensors(weights: Any) -> Any:
                 seen[id(tensor)] = plain.numpy()
         arrays[name] = seen[id(tensor)]
         types[name] = str(tensor.dtype).removeprefix("torch.")
-    return PackedTensors(arrays, types)
+    return PackedTensors(arrays, types, publication_of(weights))
 
 
 def unpack_tensors(packed: Any) -> Any:
@@ -238,7 +240,7 @@ def unpack_tensors(packed: Any) -> Any:
                 tensor = torch.from_numpy(np.asarray(array))
                 wanted = getattr(torch, packed.types[name])
                 seen[id(array)] = tensor if tensor.dtype == wanted else tensor.view(wanted)
-    return {name: seen[id(array)] for name, array in packed.arrays.items()}
+    return PublishedTensors({name: seen[id(array)] for name, array in packed.arrays.items()}, packed.publication)
 
 
 # -- the transports ----------------------------------------------------------------------------------------------------
@@ -252,13 +254,14 @@ class Transport(Protocol):
         """GPUs of the store actor. If it has any, every actor that sends or receives needs one, too."""
 
     def pack(self, weights: Any) -> Any:
-        """In the trainer, on a thread: prepare what is kept until the store has it."""
+        """In the trainer, on a thread: the weights in the form that is kept until the store has them."""
 
     def hand_out(self, packed: Any) -> Any:
         """In the trainer: the answer to the store."""
 
     async def keep(self, answer: Any) -> Any:
-        """In the store: what is kept, from the trainer's answer. Does not need the trainer after it returns."""
+        """In the store: the weights in the form that is kept, from the trainer's answer. When it returns, the trainer
+        is no longer needed."""
 
     def give(self, kept: Any, reader: ReplicaId | None) -> Any:
         """In the store: the answer to a replica or, with None, to a restored trainer, which needs complete weights."""
@@ -316,7 +319,8 @@ class DistributedTransport:
         return {"gloo": 0.0, "nccl": 1.0}[self.backend]
 
     def pack(self, weights: Any) -> Any:
-        return weights
+        """Named, so that the processes of one machine know that they have the same."""
+        return PublishedTensors(weights, publication_of(weights)) if _tensors(weights) else weights
 
     def hand_out(self, packed: Any) -> Any:
         if not _tensors(packed):
@@ -363,6 +367,7 @@ class VllmTransport:
         return self.inward.store_gpus
 
     def pack(self, weights: Any) -> Any:
+        """See `Transport.pack`. Raises: `EngineError` if the weights are not a mapping of tensors."""
         if not _tensors(weights):
             raise EngineError(f"vLLM's weight transfer takes tensors by name, not {type(weights).__name__}")
         return self.inward.pack(weights)

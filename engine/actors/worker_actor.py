@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from engine.actors.detached_actors import PackedPlan, end_when_orphaned, prepare_process
-from engine.actors.failures import Watched, awaited, failure_reason
+from engine.actors.failures import HeartbeatActor, awaited, failure_reason
 from engine.actors.store_actors import RemoteWeights, remote_trajectories
 from engine.actors.transports import transport_of
 from engine.errors import EngineError
@@ -43,19 +43,19 @@ class GatewayLink:
         self._replica = ray.get_runtime_context().current_actor
 
     async def open(self, work: OpenGroup) -> GroupOutcome:
-        outcome: GroupOutcome = await _answered(self._gateway.open_group.remote(work, self._replica))
+        outcome: GroupOutcome = await _await_gateway(self._gateway.open_group.remote(work, self._replica))
         return outcome
 
     async def cut(self, group: GroupId, attempt: int, how: str) -> None:
-        await _answered(self._gateway.cut.remote(group, attempt, how))
+        await _await_gateway(self._gateway.cut.remote(group, attempt, how))
 
 
-async def _answered(call: Any) -> Any:
+async def _await_gateway(call: Any) -> Any:
     with awaited(GATEWAY):
         try:
             return await call
         except RayActorError:
-            log.warning("the gateway has died: waiting for the end of the run")
+            log.warning("the gateway has died; this call waits for the end of the run")
             return await asyncio.Event().wait()
 
 
@@ -122,7 +122,7 @@ class Inbox:
 # -- the actors --------------------------------------------------------------------------------------------------------
 
 
-class WorkerActor(Watched):
+class WorkerActor(HeartbeatActor):
     """Call `bring_up`, then `carry_out`; earlier orders wait. `alive` returns only once the worker has failed."""
 
     kind: str
@@ -194,19 +194,19 @@ class WorkerActor(Watched):
 
     async def alive(self) -> str:
         """Returns only on a failure, with the reason. If the actor dies, Ray fails the same call."""
-        return await asyncio.shield(self._brokenness())
+        return await asyncio.shield(self._failure())
 
     async def close(self) -> None:
         """Cancel everything, and close the worker."""
         await self.worker.close()
 
-    def _brokenness(self) -> "asyncio.Future[str]":
+    def _failure(self) -> "asyncio.Future[str]":
         if self._broken is None:
             self._broken = asyncio.get_running_loop().create_future()
         return self._broken
 
     def _break(self, reason: str) -> None:
-        broken = self._brokenness()
+        broken = self._failure()
         if not broken.done():
             broken.set_result(reason)
 
@@ -233,11 +233,12 @@ class RolloutActor(WorkerActor):
         self.worker.join()
 
     async def sample(self, call: AgentCall) -> SampleResult:
-        """Answer an agent's call, from the gateway. Held-out prompts have negative groups."""
+        """Answer an agent's call, from the gateway. Held-out prompts have negative groups. Raises: `EngineError` if the
+        replica runs no agents, and the exceptions of `AgentGenerator.sample`."""
         rollout = self.worker.rollout
         agents = None if rollout is None else rollout.evaluator if call.group < 0 else rollout.generator
         if not isinstance(agents, AgentGenerator):
-            raise EngineError(f"{self._source} has no agents")
+            raise EngineError(f"{self._source} cannot sample for an agent, because its generator has no agents")
         return await agents.sample(call)
 
 

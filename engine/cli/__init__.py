@@ -1,6 +1,6 @@
 """`engine`: the command line. Parses the arguments, runs the command and prints its result.
 
-Exit codes: 0 done; 1 the run failed or the replay differs; 2 bad input, with the field or file, its value and what
+Exit codes: 0 success; 1 the run failed or the replay differs; 2 bad input, with the field or file, its value and what
 to do; 130 interrupted. Ray and torch are imported only inside the commands that need them, so that the others
 start fast.
 """
@@ -12,12 +12,13 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine import __version__
+from engine.cli import evaluate, project, samples
 from engine.cli import run as running
 from engine.cli.control_commands import add_commands
-from engine.cli.interrupts import INTERRUPTED, complain, in_its_letters, notes_of, to_nowhere
+from engine.cli.interrupts import INTERRUPTED, complain, discard_output, notes_of, use_plain_letters
 from engine.errors import ConfigError, EngineError, RecordError
 
 if TYPE_CHECKING:
@@ -27,9 +28,9 @@ DONE, FAILED, BAD_INPUT = 0, 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code. Never raises, and never lets a traceback be the only message."""
+    """Run one command and return its exit code. Never raises. A traceback is never the only message."""
     arguments = _parser().parse_args(argv)
-    in_its_letters(sys.stdout)
+    use_plain_letters(sys.stdout)
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()
@@ -37,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError as error:
         if arguments.run in (running.run, running.resume):
             return _explain(error)
-        # The reader left; what is still buffered must not be complained about at exit.
-        to_nowhere(sys.stdout)
+        # The reader closed the pipe. Discard the buffered output, because Python reports an error for it at exit.
+        discard_output(sys.stdout)
         return DONE
     except KeyboardInterrupt as error:
         complain("; ".join(["interrupted", *notes_of(error)]))
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _explain(error: Exception) -> int:
-    """Say what went wrong, and whose fault it is by the exit code."""
+    """Print an error. Returns the exit code, which tells bad input from a failure."""
     own = _own_error(error)
     if own is not None:
         bad_input = isinstance(own, ConfigError | RecordError)
@@ -68,26 +69,28 @@ def _explain(error: Exception) -> int:
 
 EXTRAS = {
     "ray": "ray",
-    **dict.fromkeys(("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "numpy"), "train"),
+    **dict.fromkeys(
+        ("torch", "transformers", "tokenizers", "safetensors", "jinja2", "pyarrow", "numpy", "peft"), "train"
+    ),
 }
-"""The extra of the distribution that brings each optional package."""
+"""The extra of the distribution that installs each optional package."""
 
 
 def extra_for(error: BaseException | None) -> str | None:
-    """What to install if a package of an extra is missing, in one line; None if it is another error."""
+    """A line that says what to install if a package of an extra is missing; None for any other error."""
     while error is not None and not isinstance(error, ModuleNotFoundError):
         error = error.__cause__
     package = "" if error is None or error.name is None else error.name.partition(".")[0]
     if package not in EXTRAS:
         return None
-    needed = "ray,train" if sys.argv[1:2] in (["run"], ["resume"]) else EXTRAS[package]
+    needed = "ray,train" if sys.argv[1:2] in (["init"], ["run"], ["resume"]) else EXTRAS[package]
     return (
         f"this command needs the package {package}, which is not installed; run `pip install 'step-engine[{needed}]'`"
     )
 
 
 def _own_error(error: BaseException | None) -> EngineError | None:
-    """The engine's error in a chain of causes; errors that crossed Ray are wrapped in its own."""
+    """The engine's error in a chain of causes; None if there is none. Ray wraps errors in its own."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         if isinstance(error, EngineError):
@@ -108,6 +111,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"step-engine {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
+    project.add_command(commands)
+
     run = commands.add_parser("run", help="train a model")
     _takes_config(run)
     run.add_argument(
@@ -118,8 +123,9 @@ def _parser() -> argparse.ArgumentParser:
         choices=("auto",),
         help="continue the newest unfinished run of this configuration, if any",
     )
+    _takes_checkpoint(run)
     _takes_address(run)
-    run.add_argument("--plain", action="store_true", help="print a line for each train step instead of the live view")
+    _takes_plain(run)
     run.set_defaults(run=running.run, force_from=None)
 
     resume = commands.add_parser("resume", help="continue an unfinished run")
@@ -133,19 +139,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CHECKPOINT",
         help="continue from this checkpoint (step-000020) or from the `initial` weights; later data is set aside",
     )
-    resume.add_argument(
-        "--plain", action="store_true", help="print a line for each train step instead of the live view"
-    )
+    _takes_plain(resume)
     resume.set_defaults(run=running.resume)
 
-    export = commands.add_parser("export", help="write the model of a checkpoint for transformers")
-    export.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
-    export.add_argument("--to", required=True, metavar="D", help="directory of the model; must be new or empty")
-    export.add_argument("--step", type=_number, metavar="N", help="train steps of the checkpoint (default: newest)")
-    export.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="default: float32, as trained"
-    )
-    export.set_defaults(run=_export)
+    _add_export(commands)
+    evaluate.add_command(commands)
 
     replay = commands.add_parser("replay", help="replay a recorded schedule, or show its state at an event")
     replay.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
@@ -160,6 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     top.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
     top.set_defaults(run=_top)
 
+    samples.add_command(commands)
     add_commands(commands)
 
     check = commands.add_parser("check", help="check whether a configuration can run")
@@ -171,6 +170,23 @@ def _parser() -> argparse.ArgumentParser:
     states.add_argument("--format", choices=("mermaid", "table", "both"), default="both", help="default: both")
     states.set_defaults(run=_states)
     return parser
+
+
+def _add_export(commands: Any) -> None:
+    export = commands.add_parser("export", help="write the model of a checkpoint for transformers")
+    export.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="RUN (its newest), RUN@step-20, or RUN@best (by trainer.keep_best)",
+    )
+    export.add_argument("--to", required=True, metavar="D", help="directory of the model; must be new or empty")
+    export.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="default: float32, as trained"
+    )
+    export.add_argument(
+        "--adapter", action="store_true", help="with trainer.lora: write only the adapter (default: merge it)"
+    )
+    export.set_defaults(run=_export)
 
 
 def _takes_config(parser: argparse.ArgumentParser) -> None:
@@ -190,9 +206,41 @@ def _takes_address(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _takes_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--from",
+        dest="set",
+        action="append",
+        type=_from_checkpoint,
+        metavar="CHECKPOINT",
+        help="begin with the weights of another run's checkpoint: RUN (its newest), RUN@step-20, or RUN@best",
+    )
+    parser.add_argument(
+        "--from-optimizer",
+        dest="set",
+        action="append_const",
+        const="model.checkpoint_optimizer=true",
+        help="with --from: also begin with its optimizer state",
+    )
+
+
+def _from_checkpoint(name: str) -> str:
+    from engine.cli.checkpoint_names import find_checkpoint
+
+    try:
+        return f"model.checkpoint_path={json.dumps(str(find_checkpoint(name, '--from').path))}"
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _takes_plain(parser: argparse.ArgumentParser) -> None:
+    text = "print a line for each train step instead of the live view"
+    parser.add_argument("--plain", action="store_true", help=text)
+
+
 def _number(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number: use 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
 
 
@@ -203,13 +251,16 @@ def _check(arguments: argparse.Namespace) -> int:
     from engine.config.inputs import check_inputs
 
     config, lines = running.read_config(arguments)
-    for line in (*lines, *_proof(config), *check_inputs(config)):
+    for line in (*lines, *_proof(config)):
         print(line)
+    for line in check_inputs(config, rehearse=True):
+        print(line, flush=True)
     return DONE
 
 
 def _proof(config: "Config") -> list[str]:
-    """What small worlds say of policies and states that are not the engine's own. Raises: `ConfigError`."""
+    """Simulate runs with the user's policies and states. Returns the lines to print. Raises: `ConfigError` if a law is
+    broken."""
     from engine.simulation.proof import prove
 
     policies = config.policies()
@@ -223,21 +274,13 @@ def _proof(config: "Config") -> list[str]:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from engine.storage.checkpoints import checkpoint_path, list_checkpoints, verify_checkpoint
-    from engine.storage.run_directory import open_run
+    from engine.cli.checkpoint_names import find_checkpoint
     from engine.training.model_checkpoint import export_model
 
-    directory = open_run(arguments.directory).path / "checkpoints"
-    steps = [step for step, _ in list_checkpoints(directory)]
-    if not steps:
-        raise ConfigError("RUN", arguments.directory, "has no checkpoint", "set trainer.checkpoint_every")
-    step = steps[-1] if arguments.step is None else arguments.step
-    if step not in steps:
-        raise ConfigError("--step", step, "has no checkpoint", f"use one of {', '.join(map(str, steps))}")
-    checkpoint = checkpoint_path(directory, step)
-    verify_checkpoint(checkpoint)
-    export_model(checkpoint, Path(arguments.to), arguments.dtype)
-    print(f"the model after {step} train steps is in {arguments.to} ({arguments.dtype})")
+    found = find_checkpoint(arguments.checkpoint)
+    export_model(found.path, Path(arguments.to), arguments.dtype, adapter=arguments.adapter)
+    what = "adapter" if arguments.adapter else "model"
+    print(f"the {what} after {found.steps} train steps is in {arguments.to} ({arguments.dtype})")
     return DONE
 
 
@@ -260,17 +303,17 @@ def _replay(arguments: argparse.Namespace) -> int:
             return DONE
         text, code = replay_text(directory)
     except RecordError as error:
-        unknown = isinstance(error.__cause__, ConfigError)  # a name that nobody has registered here
+        unknown = isinstance(error.__cause__, ConfigError)  # a name that is not registered in this process
         if unknown and not arguments.extensions and running.names_extensions(directory):
-            error.add_note("the run's config names extensions: they are imported with --extensions")
+            error.add_note("the run's configuration names extensions: use --extensions to import them")
         raise
     print(text)
     return code
 
 
 def _load_recorded_extensions(directory: Path, *, named: bool) -> None:
-    """The extensions of installed packages; those that a record names only where its reader wishes, since an import
-    runs code and a record is data."""
+    """Load the extensions of installed packages. With `named`, also import those that the record names. This is not the
+    default, because an import runs code."""
     from engine.config import load_extensions, load_extensions_of
 
     load_extensions()

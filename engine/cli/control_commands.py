@@ -1,12 +1,13 @@
 """`engine scale`, `set`, `drain`, `stop` and `waits`: control a running run, and ask what it waits for.
 
-Called by the CLI. They need the run's directory, for the token in it, and neither Ray nor torch.
+Called by the CLI. The commands read the token in the run's directory. They must not import Ray or torch.
 """
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RecordError
 
 if TYPE_CHECKING:
     from engine.control.requests import Operation
@@ -23,12 +24,12 @@ def add_commands(commands: Any) -> None:
     change = _command(commands, "set", "change settings of a running run: all of them, or none")
     change.add_argument("settings", nargs="+", metavar="PATH=VALUE", help="for example scheduler.max_drops=2")
     change.set_defaults(run=_set)
-    drain = _command(commands, "drain", "let a run come to rest and end resumably, or one replica go")
+    drain = _command(commands, "drain", "train the current batch, save a checkpoint and stop; or remove one replica")
     drain.add_argument("--replica", type=int, metavar="R", help="drain only this replica")
     drain.set_defaults(run=_drain)
-    stop = _command(commands, "stop", "end a run resumably, at once")
+    stop = _command(commands, "stop", "stop a run at once; it can be resumed")
     stop.set_defaults(run=_stop)
-    waits = _command(commands, "waits", "say what a run waits for, by whom and since when")
+    waits = _command(commands, "waits", "list what a run waits for, from which process and since when")
     waits.set_defaults(run=_waits)
 
 
@@ -43,7 +44,10 @@ def _scale(arguments: argparse.Namespace) -> int:
 
     if not 1 <= arguments.replicas <= MOST_REPLICAS:
         raise ConfigError(
-            "--replicas", arguments.replicas, f"must be from 1 to {MOST_REPLICAS}", "use `engine drain` to stop the run"
+            "--replicas",
+            arguments.replicas,
+            f"must be from 1 to {MOST_REPLICAS}",
+            "to stop the run, use `engine drain`",
         )
     return _tell(arguments, Scale(replicas=arguments.replicas))
 
@@ -77,8 +81,25 @@ def _stop(arguments: argparse.Namespace) -> int:
 
 def _waits(arguments: argparse.Namespace) -> int:
     from engine.control.requests import Look
+    from engine.inspect import waits_text
+    from engine.storage.run_directory import open_run
 
+    directory = open_run(arguments.directory).path
+    if _has_no_control(directory):
+        print(waits_text(directory))
+        return 0
     return _tell(arguments, Look(), shown=1000)
+
+
+def _has_no_control(directory: Path) -> bool:
+    """Whether a user's own loop wrote the record: it accepts no requests, but its record says what it waits for."""
+    from engine.control.address_file import FILE
+    from engine.inspect import open_record
+
+    try:
+        return not (directory / FILE).exists() and not open_record(directory).header.config
+    except RecordError:
+        return False
 
 
 def _tell(arguments: argparse.Namespace, asked: "Operation", shown: int = SHOWN) -> int:

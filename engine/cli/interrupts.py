@@ -1,6 +1,6 @@
-"""What a run in a terminal must bear: requests to end, from anywhere and at any time, and a reader that leaves.
+"""Handles signals and closed output during a run in a terminal.
 
-Used by the command line alone.
+Only the command line uses it.
 """
 
 import codecs
@@ -17,9 +17,9 @@ from typing import Any, Self, TextIO
 INTERRUPTED = 130
 """Exit code of a command that was interrupted or ended on request."""
 PLAIN = dict(zip("▁▂▃▄▅▆▇█░…×━", "_.-=+*%#.~x-", strict=True))
-"""What stands for the letters of the views where they cannot be written."""
+"""ASCII replacements for the symbols of the views, for outputs that cannot encode them."""
 SENT_TWICE_S = 0.1
-"""The same signal again within this time is the same request: `timeout` signals its child, then the child's group."""
+"""A repeat of a signal within this many seconds is ignored: `timeout` signals its child, then the child's group."""
 
 
 def notes_of(error: BaseException) -> list[str]:
@@ -27,19 +27,19 @@ def notes_of(error: BaseException) -> list[str]:
 
 
 def complain(text: str) -> None:
-    with suppress(OSError):  # Nobody may be left to read it.
+    with suppress(OSError):  # the reader may have closed it
         print(f"engine: {text}", file=sys.stderr, flush=True)
 
 
-def to_nowhere(stream: TextIO) -> None:
-    """What the stream still holds, and gets, goes nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+def discard_output(stream: TextIO) -> None:
+    """Discard the buffered and all further output of a stream."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
-def in_its_letters(stream: TextIO) -> None:
-    """A terminal or file that cannot take bars and boxes gets plain letters for them, in place of an error."""
+def use_plain_letters(stream: TextIO) -> None:
+    """Make a stream whose encoding is not UTF write ASCII replacements for symbols, instead of raising."""
     if isinstance(stream, TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
         codecs.register_error("plain letters", _plain)
         stream.reconfigure(errors="plain letters")
@@ -68,7 +68,7 @@ class Output:
         try:
             action()
         except OSError as error:
-            to_nowhere(self._stream)
+            discard_output(self._stream)
             complain(f"the output was closed ({error.strerror}); the run continues without it")
 
     def __getattr__(self, name: str) -> Any:
@@ -76,19 +76,19 @@ class Output:
 
 
 class Interrupts:
-    """Requests to end, from a terminal or from outside, over the whole of a run. To be used in a `with` statement.
+    """Handles SIGINT, SIGTERM and SIGHUP during a run. A context manager.
 
-    The first raises KeyboardInterrupt, wherever the run is: one that is up then drains, what is only being made ends.
-    The second raises again only where a run that drains is waited for, which then stops: anything else is being cleaned
-    up by then, or will not hear. The third ends the process, and Ray's processes end with it. Nothing of that takes
-    from a run what it can be resumed from.
+    The first signal raises `KeyboardInterrupt`: a run that is up drains, and preparations end. The second raises it
+    again only while the caller waits for a draining run, which then stops; otherwise cleanup is already in progress.
+    The third ends this process, and Ray's processes end with it. In every case the run can be resumed.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.closing = False
-        """Everything is being taken down: nothing is raised any more."""
+        """Cleanup is in progress, so signals raise nothing."""
         self.waiting = False
+        """The caller waits for a draining run, so the second signal raises."""
         self._before: dict[signal.Signals, Any] = {}
         self._last = 0
         self._last_at = 0.0
@@ -100,7 +100,7 @@ class Interrupts:
         self._last, self._last_at = number, now
         self.count += 1
         if self.count > 2:
-            complain("interrupted; ended at once")
+            complain("interrupted three times; this process ends at once")
             os._exit(INTERRUPTED)
         if not self.closing and (self.count == 1 or self.waiting):
             raise KeyboardInterrupt
@@ -114,7 +114,8 @@ class Interrupts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Whatever an interrupted run raises is the interrupt. Its process ends now, under these handlers."""
+        """After an interrupt, raise `KeyboardInterrupt` in place of any other exception, and keep these handlers until
+        the process ends. Otherwise restore the earlier handlers."""
         if not self.count:
             for number, before in self._before.items():
                 signal.signal(number, before)

@@ -1,6 +1,6 @@
-"""`engine run` and `engine resume`: from a configuration, or a run that ended before its time, to the table at the end.
+"""`engine run` and `engine resume`: start or resume a run, show it, and print a summary at the end.
 
-Called by the CLI. Ray is imported late, so that what is wrong with a configuration is said at once.
+Called by the CLI and by `engine.train`. Ray is imported late, so that errors in a configuration are reported at once.
 """
 
 import argparse
@@ -27,20 +27,23 @@ if TYPE_CHECKING:
     from engine.config import Config
     from engine.metrics.status import Status
     from engine.storage.run_directory import RunDirectory
+    from engine.tasks.rewards import Reward
 
 DONE, FAILED = 0, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """How a run is shown, and whether and how it is resumed."""
+class Mode:
+    """How a run is shown and resumed."""
 
     plain: bool
     resume: bool = False
     settings: Sequence[tuple[str, str]] = ()
-    """Of the scheduler, that a resumed run is to have from now on."""
+    """New scheduler settings of a resumed run, as (path, value)."""
     force_from: str | None = None
-    """The checkpoint that it goes back to."""
+    """The checkpoint from which to resume; None: the newest state."""
+    reward: "Reward | None" = None
+    """The reward, if it cannot be imported under the name in the configuration."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -60,18 +63,25 @@ def run(arguments: argparse.Namespace) -> int:
             before = _newest_unfinished(config, name, arguments.run_dir)
             if before is not None:
                 print(f"resume: the newest unfinished run of this configuration is {before.shown}")
-                return _go_on(before, Path(arguments.config), arguments, interrupts)
+                return _resume(before, Path(arguments.config), arguments, interrupts)
             print("resume: no unfinished run of this configuration; starting a new one")
         check_address(config.metrics.host, config.metrics.port)
-        _require_packages()
-        _join(config)
+        check_start(config)
+        join(config)
         directory = run_directory.create(config.run.dir, name, config_yaml=config.dump_yaml(), chosen=arguments.run_dir)
-        return _train(config, directory, interrupts, Way(plain=arguments.plain))
+        return _train(config, directory, interrupts, Mode(plain=arguments.plain))
 
 
-def _require_packages() -> None:
-    """Raises: `ModuleNotFoundError` for what a run of a configuration needs besides the engine, before it makes
-    anything."""
+def check_start(config: "Config", reward: "Reward | None" = None) -> None:
+    """Check all that a new run needs, before it has a directory. Raises: `ConfigError`, `ModuleNotFoundError`."""
+    require_packages()
+    from engine.actors.configured_plan import check_plan  # imports optional packages
+
+    check_plan(config, reward)
+
+
+def require_packages() -> None:
+    """Check that a run's optional packages are installed, before it creates files. Raises: `ModuleNotFoundError`."""
     for package in ("ray", "torch", "transformers"):
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
@@ -84,11 +94,11 @@ def resume(arguments: argparse.Namespace) -> int:
     output = cast(TextIO, Output(sys.stdout))
     with redirect_stdout(output), Interrupts() as interrupts:
         directory = run_directory.open_run(arguments.directory)
-        return _go_on(directory, directory.config, arguments, interrupts)
+        return _resume(directory, directory.config, arguments, interrupts)
 
 
 def read_config(arguments: argparse.Namespace) -> tuple["Config", list[str]]:
-    """The configuration, and what `engine check` says of it. Raises: `ConfigError`."""
+    """The configuration, and the lines that `engine check` prints about it. Raises: `ConfigError`."""
     from engine.config import check_config, load_config
     from engine.metrics.sinks import check_sinks
 
@@ -98,27 +108,37 @@ def read_config(arguments: argparse.Namespace) -> tuple["Config", list[str]]:
 
 
 def names_extensions(directory: Path) -> bool:
-    """Whether the recorded configuration of a run names modules of the user's."""
+    """Whether the recorded configuration of a run names the user's extensions."""
     from engine.record import read
 
     return bool(read(directory / "schedule").header.config.get("run", {}).get("extensions"))
 
 
-def _go_on(directory: "RunDirectory", path: Path, arguments: argparse.Namespace, interrupts: Interrupts) -> int:
-    """Resume a run by the configuration that `path` says now."""
+def _resume(directory: "RunDirectory", path: Path, arguments: argparse.Namespace, interrupts: Interrupts) -> int:
+    """Resume a run with the present configuration in `path`."""
+    config, settings = resumption_of(directory, path, arguments.set, arguments.force_from)
+    join(config)
+    mode = Mode(plain=arguments.plain, resume=True, settings=settings, force_from=arguments.force_from)
+    return _train(config, directory, interrupts, mode)
+
+
+def resumption_of(
+    directory: "RunDirectory", path: Path, overrides: Sequence[str], force_from: str | None = None
+) -> tuple["Config", Sequence[tuple[str, str]]]:
+    """The configuration with which a run resumes, and the new settings of its scheduler. `path`: the configuration.
+
+    Raises: `ConfigError` for a change that a resume cannot make, `RecordError` for a record that cannot be read or that
+    another process writes.
+    """
     from engine.config.resumption import resumed
     from engine.record import read
     from engine.record.files import RecordLock
 
-    RecordLock(directory.schedule).release()  # one that another process writes is refused before Ray starts
-    forced: str | None = arguments.force_from
-    config, settings = resumed(path, read(directory.schedule, missing_end=bool(forced)).header.config, arguments.set)
-    _join(config)
-    way = Way(plain=arguments.plain, resume=True, settings=settings, force_from=forced)
-    return _train(config, directory, interrupts, way)
+    RecordLock(directory.schedule).release()  # raises before Ray starts if another process writes the record
+    return resumed(path, read(directory.schedule, missing_end=bool(force_from)).header.config, overrides)
 
 
-def _join(config: "Config") -> None:
+def join(config: "Config") -> None:
     """Join the cluster that the configuration or `RAY_ADDRESS` names, if any. Raises: `ConfigError`."""
     if config.cluster.joined() is not None:
         from engine.actors.cluster import join_cluster
@@ -127,8 +147,8 @@ def _join(config: "Config") -> None:
 
 
 def _newest_unfinished(config: "Config", name: str, chosen: str | None) -> "RunDirectory | None":
-    """The newest run of a name that has begun and not finished, or the one in the chosen place. Raises: `RecordError`
-    for a record that cannot be read."""
+    """The newest run of this name that has begun and not finished; with `chosen`, the run in that directory. Raises:
+    `RecordError` if a record cannot be read."""
     from engine.storage import run_directory
 
     if chosen is None:
@@ -139,7 +159,7 @@ def _newest_unfinished(config: "Config", name: str, chosen: str | None) -> "RunD
 
 
 def _began(directory: "RunDirectory") -> bool:
-    """Whether there is anything to continue with: a run may have ended before its record began."""
+    """Whether a run has a record to resume from. A run may have ended before its record began."""
     from engine.errors import RecordNotBegun
     from engine.record import read
     from engine.record.log import INDEX, SUFFIX
@@ -165,14 +185,14 @@ def _finished(directory: "RunDirectory") -> bool:
 
 
 def _run_name(config: "Config", path: str) -> str:
-    """`run.name` where it is given, else the name of the configuration file."""
+    """`run.name` if it is set, else the name of the configuration file."""
     if "name" in config.run.model_fields_set:
         return config.run.name
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).strip("-.") or config.run.name
 
 
-def _train(config: "Config", directory: "RunDirectory", interrupts: Interrupts, way: Way) -> int:
-    """Carry a run out and show it, from making its model to the table at its end."""
+def _train(config: "Config", directory: "RunDirectory", interrupts: Interrupts, mode: Mode) -> int:
+    """Execute a run and show it, from the preparation of its model to the summary."""
     from rich.console import Console
 
     from engine.cli.run_view import summary
@@ -182,9 +202,9 @@ def _train(config: "Config", directory: "RunDirectory", interrupts: Interrupts, 
     where = directory.shown
     print(f"run: {where}", flush=True)
     try:
-        status, told = _watch(config, directory, console, interrupts, way)
+        status, asked = watch(config, directory, console, interrupts, mode)
     except BaseException as error:
-        error.add_note(f"what there is of the run is in {where}")
+        error.add_note(f"the files of the run are in {where}")
         raise
     if status is not None:
         console.print(summary(status, where=where, wall_s=time.monotonic() - began))
@@ -194,8 +214,8 @@ def _train(config: "Config", directory: "RunDirectory", interrupts: Interrupts, 
         complain(f"interrupted; the run is in {where}")
         return INTERRUPTED
     if status is None or status.outcome != "finished":
-        reason = "it ended without a word" if status is None else f"{status.outcome}: {status.reason}"
-        if told:
+        reason = "it ended without a status" if status is None else f"{status.outcome}: {status.reason}"
+        if asked:
             complain(f"the run ended on request, {reason.rstrip('.')}; it is in {where}")
             return INTERRUPTED
         complain(f"the run did not finish, {reason.rstrip('.')}; its directory is {where}")
@@ -203,42 +223,44 @@ def _train(config: "Config", directory: "RunDirectory", interrupts: Interrupts, 
     return DONE
 
 
-def _watch(
-    config: "Config", directory: "RunDirectory", console: "Console", interrupts: Interrupts, way: Way
+def watch(
+    config: "Config", directory: "RunDirectory", console: "Console", interrupts: Interrupts, mode: Mode
 ) -> tuple["Status | None", bool]:
-    """Launch a run and show it to its end: the last status, and whether it was asked to end."""
+    """Launch a run and show it until it ends. Returns its last status, and whether a user asked it to end."""
     from engine.actors.launch import launch
-    from engine.cli.run_view import Preparing, view_for
+    from engine.cli.run_view import PreparationView, view_for
 
-    with Preparing(console, plain=way.plain) as preparing:
+    with PreparationView(console, plain=mode.plain) as preparing:
         handle = launch(
             config,
             directory.path,
             progress=preparing.show,
-            resume=way.resume,
-            settings=way.settings,
-            force_from=way.force_from,
+            resume=mode.resume,
+            settings=mode.settings,
+            force_from=mode.force_from,
+            reward=mode.reward,
         )
     try:
-        with view_for(console, title=f"Step Engine  {directory.shown}", plain=way.plain) as view:
+        with view_for(console, title=f"Step Engine  {directory.shown}", plain=mode.plain) as view:
             handle.note = view.note
             if handle.metrics_url is not None:
                 view.note(f"metrics: {handle.metrics_url}")
-            if way.resume:
-                view.note(handle.past())
+            if mode.resume:
+                view.note(handle.history())
             status = _follow(handle, view, interrupts)
     finally:
         interrupts.closing = True
         handle.close()
-    return status, handle.told
+    return status, handle.end_requested
 
 
 def _follow(handle: "RunHandle", view: "View", interrupts: Interrupts) -> "Status | None":
-    """Show a run to its end. The first interrupt drains it, the second one stops it; the third ends the process."""
+    """Show a run until it ends. The first interrupt drains it, the second stops it, the third ends this process."""
     status: Status | None = None
+    draining = "draining: the current batch is trained and a checkpoint is written"
     orders = [
-        (handle.drain, "draining: nothing starts any more, a checkpoint is written; interrupt again to stop now"),
-        (handle.stop, "stopping now; interrupt again to end at once"),
+        (handle.drain, f"{draining}; interrupt again to stop now"),
+        (handle.stop, "stopping now; interrupt again to end this process at once"),
     ]
     order = None
     while True:
@@ -254,7 +276,7 @@ def _follow(handle: "RunHandle", view: "View", interrupts: Interrupts) -> "Statu
             if not orders:
                 raise
             order = orders.pop(0)
-            interrupts.waiting = True  # last: what comes from here on is to be caught above
+            interrupts.waiting = True  # last, because a further interrupt must be raised inside the `try` above
 
 
 def _next_commands(directory: "RunDirectory", *, finished: bool) -> Iterator[str]:
@@ -264,6 +286,8 @@ def _next_commands(directory: "RunDirectory", *, finished: bool) -> Iterator[str
     yield "next:"
     if not finished:
         yield f"  engine resume {place}"
+    if directory.samples.is_dir():
+        yield f"  engine samples {place}"
     record = read(directory.schedule)
     named = " --extensions" if names_extensions(directory.path) else ""
     yield f"  engine replay {place}{named}"

@@ -1,11 +1,11 @@
-"""What a run looks like: a live view on a terminal, a line per train step anywhere else, one table at the end.
+"""Shows a run: a live view on a terminal, else one line per train step, and a summary at the end.
 
-Used by the CLI. It draws `Status` snapshots and knows nothing of where they come from. Everything fits 80 columns.
+Used by the CLI. It draws `Status` snapshots from any source. Everything fits into 80 columns.
 """
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import IO, Any, Protocol, Self
 
@@ -16,17 +16,20 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from engine.metrics.set_figures import metrics_in
 from engine.metrics.status import Status
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 24
 VERSIONS_SHOWN = 8
+DATA = "group_data"
+"""The cause of failures of prompts and rewards."""
 PLAIN_SHARE = 0.25
-"""Plain lines while something is being made come at least so far apart."""
+"""Minimum progress, as a share from 0 to 1, between two plain lines during the preparation."""
 
 
 class View(Protocol):
-    """Something that shows a run. To be used in a `with` statement; `show` once for each snapshot."""
+    """Shows a run. A context manager; call `show` for each snapshot."""
 
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -34,18 +37,18 @@ class View(Protocol):
     ) -> None: ...
     def show(self, status: Status) -> None: ...
     def note(self, text: str) -> None:
-        """Say something that stays on the screen."""
+        """Print a line that stays on the screen."""
 
 
 def view_for(console: Console, *, title: str, plain: bool = False) -> View:
-    """The live view on a terminal, plain lines anywhere else or where `plain` asks for them."""
+    """The live view if `console` is a terminal and not `plain`, else plain lines."""
     if plain or not console.is_terminal:
         return PlainView(console.file)
     return LiveView(console, title)
 
 
-class Preparing:
-    """Shows that something is being made before a run: a spinner on a terminal, now and then a line anywhere else."""
+class PreparationView:
+    """Shows the preparation of a run: a spinner on a terminal, else a line from time to time."""
 
     def __init__(self, console: Console, *, plain: bool = False) -> None:
         self.console = console
@@ -64,10 +67,12 @@ class Preparing:
             self._spinner.stop()
 
     def show(self, share: float, text: str) -> None:
-        """What is being done, and how much of it is done: from 0 to 1."""
+        """Show what is being done. `share`: how much of it is done, from 0 to 1. A share of 0 begins another stage."""
         done = share >= 1.0
+        if share <= 0.0:
+            self._next_share = 0.0
         if self._spinner is not None:
-            self._spinner.update(Text("starting replicas and trainer" if done else text, overflow="ellipsis"))
+            self._spinner.update(Text(text, overflow="ellipsis"))
         if done or (self._spinner is None and share >= self._next_share):
             self._next_share = share + PLAIN_SHARE
             self.console.print(Text(text), soft_wrap=True)
@@ -102,12 +107,13 @@ class LiveView:
 
 
 class PlainView:
-    """One line of `key=value` fields per train step, in order, none twice: made to be grepped."""
+    """Prints each train step once, in order, as one line of `key=value` fields, which is easy to search."""
 
     def __init__(self, stream: IO[str] | None = None) -> None:
         self.stream = stream if stream is not None else sys.stdout
         self._shown = self._validation_shown = -1
         self._silence = ""
+        self._failed = False
 
     def __enter__(self) -> Self:
         return self
@@ -126,6 +132,9 @@ class PlainView:
             if row["validation"] > self._validation_shown:
                 self._validation_shown = row["validation"]
                 self.note(validation_line(row))
+        if DATA in status.failures and not self._failed:
+            self._failed = True
+            self.note(f"a prompt or reward failed; groups that fail for good are not trained: {status.last_failure}")
         if status.silence and status.silence != self._silence:
             self.note(status.silence)
         self._silence = status.silence
@@ -136,7 +145,7 @@ class PlainView:
 
 
 def step_line(row: Mapping[str, Any], status: Status) -> str:
-    """The plain line of a train step; a figure that does not exist is `-`."""
+    """The plain line of a train step. A missing figure is `-`."""
     total = status.max_steps if status.max_steps is not None else "-"
     stale = "/".join(figure(row.get(f"staleness_{key}"), ".3g") for key in ("min", "mean", "max"))
     fields = {
@@ -150,6 +159,8 @@ def step_line(row: Mapping[str, Any], status: Status) -> str:
         "tokens": row.get("tokens", "-"),
         "tokens_s": figure(status.tokens_per_s, ".0f"),
         "busy": f"{status.slots_busy}/{status.slots}",
+        "data_failures": status.failures.get(DATA, 0),
+        "groups_failed": status.groups_ended.get("failed", 0),
         "elapsed_s": figure(row.get("elapsed_s"), ".1f"),
         "eta_s": figure(status.eta_s, ".0f"),
     }
@@ -165,6 +176,7 @@ def validation_line(row: Mapping[str, Any]) -> str:
         "outcome": row["outcome"],
         "accuracy": figure(row["accuracy"], ".4f"),
         "reward": figure(row["reward_mean"], ".4f"),
+        **set_fields(row),
         "rows": f"{row['measured']}/{row['rows']}",
         "elapsed_s": figure(row["elapsed_s"], ".1f"),
     }
@@ -172,8 +184,32 @@ def validation_line(row: Mapping[str, Any]) -> str:
     return said + (f" reason={row['reason']!r}" if row["reason"] else "")
 
 
+def set_fields(row: Mapping[str, Any]) -> dict[str, str]:
+    """The figures of the validation sets, without rewards, as `SET/METRIC`: value and confidence interval."""
+    return {
+        f"{name}/{metric}": f"{figure(value, '.4f')}[{figure(low, '.3f')},{figure(high, '.3f')}]"
+        for name, figures in row.get("sets", {}).items()
+        for metric, value, low, high in metrics_in(figures)
+        if metric != "reward_mean"
+    }
+
+
+def set_rows(validations: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Lines of a table: each figure of the sets, in the first and in the newest reported validation."""
+    reported = [row for row in validations if row["outcome"] == "reported"]
+    if not reported:
+        return
+    first, newest = reported[0], reported[-1]
+    for name, figures in newest["sets"].items():
+        for metric, value, low, high in metrics_in(figures):
+            before = first["sets"].get(name, {}).get(metric) if first is not newest else None
+            earlier = "" if before is None else f"{figure(before, '.3f')} / "
+            cell = f"{earlier}{figure(value, '.3f')}  (95 %: {figure(low, '.3f')} to {figure(high, '.3f')})"
+            yield f"{name} {metric}", cell
+
+
 def panel(status: Status, title: str, *, replicas: bool = True) -> RenderableType:
-    """The whole live view. `replicas`: with their line, for those that show them nowhere else."""
+    """The whole live view. `replicas`: include the line of the replicas, if the caller does not show them elsewhere."""
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(style="bold", no_wrap=True, width=9)
     grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
@@ -220,8 +256,21 @@ def _reward(status: Status) -> Text:
     text.append(sparkline(status.rewards, SPARK_WIDTH), style="cyan")
     text.append(f" first {figure(status.reward_first, '.3f')}")
     if status.accuracy is not None:
-        text.append(f"  validation {figure(status.accuracy, '.3f')}")
+        text.append(f"  validation {_validation_figures(status)}")
+    failed = status.groups_ended.get("failed", 0)
+    if failed:
+        text.append(f"  without {failed} failed", style="yellow")
     return text
+
+
+def _validation_figures(status: Status) -> str:
+    """The accuracy of one set. For several sets, the last figure of each before the reward, such as its pass@k."""
+    reported = [row for row in status.validations if row["outcome"] == "reported"]
+    sets = reported[-1]["sets"] if reported else {}
+    if len(sets) < 2:
+        return figure(status.accuracy, ".3f")
+    shown = {name: [m for m in metrics_in(figures) if m[0] != "reward_mean"][-1] for name, figures in sets.items()}
+    return ", ".join(f"{name} {metric} {figure(value, '.3f')}" for name, (metric, value, *_) in shown.items())
 
 
 def _staleness(status: Status) -> str:
@@ -239,8 +288,10 @@ def _rollout(status: Status) -> str:
 
 
 def _failures(status: Status) -> str:
-    """How many attempts failed, and what the last one was."""
-    return f"{sum(status.failures.values())} attempts; the last: {status.last_failure}"
+    """How many attempts failed, how many of them on a prompt or reward, and what the last one was."""
+    own = status.failures.get(DATA, 0)
+    told = f", {own} on prompts or rewards" if own else ""
+    return f"{sum(status.failures.values())} attempts{told}; the last: {status.last_failure}"
 
 
 def _replicas(status: Status) -> str:
@@ -254,7 +305,7 @@ def _replicas(status: Status) -> str:
 
 
 def summary(status: Status, *, where: str, wall_s: float | None = None) -> Table:
-    """What is shown when a run has ended."""
+    """The table that is shown after a run has ended. `wall_s`: seconds since the command began."""
     table = Table(
         show_header=False, title=f"run {status.outcome or 'interrupted'}", title_justify="left", title_style="bold"
     )
@@ -268,11 +319,17 @@ def summary(status: Status, *, where: str, wall_s: float | None = None) -> Table
     table.add_row("reward first / last", f"{figure(status.reward_first, '.3f')} / {figure(status.reward, '.3f')}")
     accuracy = f"{figure(status.accuracy_first, '.3f')} / {figure(status.accuracy_last, '.3f')}"
     table.add_row("validation accuracy before / after", accuracy)
+    for name, cell in set_rows(status.validations):
+        table.add_row(f"  {name}", cell)
     table.add_row(
         "staleness min / mean / max",
         " / ".join(figure(value, ".3g") for value in stale) + f"  (bound {status.max_staleness_steps})",
     )
     table.add_row("groups", ", ".join(f"{count} {end}" for end, count in status.groups_ended.items()))
+    failed = status.groups_ended.get("failed", 0)
+    if failed:
+        share = f"{failed} of {sum(status.groups_ended.values())} groups failed: they are in no reward above"
+        table.add_row("not trained", Text(share, style="yellow"))
     if status.failures:
         counts = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in status.failures.items())
         table.add_row("failed attempts", Text(f"{counts}; the last: {status.last_failure}"))
@@ -292,7 +349,7 @@ def _main_cause(seconds: Mapping[str, float]) -> str:
 
 
 def sparkline(values: tuple[float | None, ...], width: int) -> str:
-    """The newest values as bars from the smallest to the largest of them."""
+    """The newest values as a line of bars, scaled from the smallest to the largest of them."""
     newest = [value for value in values if value is not None and math.isfinite(value)][-width:]
     if not newest:
         return ""
@@ -302,7 +359,7 @@ def sparkline(values: tuple[float | None, ...], width: int) -> str:
 
 
 def figure(value: float | None, form: str) -> str:
-    """A number, or `-` for one that does not exist."""
+    """A formatted number; `-` for None, NaN and infinity."""
     return "-" if value is None or not math.isfinite(value) else format(value, form)
 
 
@@ -311,7 +368,7 @@ def percent(share: float) -> str:
 
 
 def clock(seconds: float | None) -> str:
-    """`m:ss`, or `h:mm:ss` from an hour on."""
+    """Seconds as `m:ss`, from one hour on as `h:mm:ss`."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     minutes, rest = divmod(round(seconds), 60)

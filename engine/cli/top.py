@@ -1,7 +1,7 @@
 """`engine top`: watch a running run from another terminal.
 
-Called by the CLI. It asks the run's own endpoint for a `Status` once a second and draws it; it knows nothing of Ray,
-and nothing it does can disturb the run. Everything fits 80 columns.
+Called by the CLI. It requests a `Status` from the run's metrics endpoint once per second and draws it. It does not use
+Ray and must never disturb the run. Everything fits into 80 columns.
 """
 
 import http.client
@@ -31,9 +31,9 @@ from engine.storage.run_directory import RunDirectory, open_run
 
 EVERY_S = 1.0
 PATIENCE_S = 5.0
-"""How long the endpoint may take to answer."""
+"""Seconds that the endpoint may take to answer."""
 GONE_S = 30.0
-"""How long a run that was seen may be without an answer: a scheduler that died comes back, at another address."""
+"""Seconds that a run may not answer after its first answer. A restarted scheduler answers at another address."""
 LARGEST_ANSWER_BYTES = 16 << 20
 LEAVES = "qQ\x1b\x03"
 REPLICAS_SHOWN = 16
@@ -44,14 +44,13 @@ SILENCE_S = 5.0
 """Shorter silence is not shown; the run itself reports a long one."""
 HELD, FREE = "█", "░"
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""What a proxy answers is no run."""
+"""Without proxies: their answers do not come from a run."""
 
 
 def watch(run: str, console: Console) -> str:
-    """Show a run until its end, or until the user leaves; one picture of it where there is no terminal. The closing
-    line.
+    """Show a run until it ends or the user presses q; without a terminal, show it once. Returns the last line to print.
 
-    Raises: ConfigError for a run that is not there, has ended, or does not answer (any more, for `GONE_S`).
+    Raises: `ConfigError` if the run does not exist, has ended, or does not answer (later: for `GONE_S` seconds).
     """
     directory = open_run(run)
     address = address_of(directory.path, directory.shown)
@@ -80,7 +79,7 @@ def watch(run: str, console: Console) -> str:
 
 
 def ask(address: str, shown: str) -> Status:
-    """What a run is doing now. Raises: ConfigError where nothing answers, or not a run."""
+    """Request the status of a run. Raises: `ConfigError` if there is no answer, or it is not from a run."""
     try:
         with _OPENER.open(f"http://{address}/status", timeout=PATIENCE_S) as answer:
             body = answer.read(LARGEST_ANSWER_BYTES + 1)
@@ -104,8 +103,8 @@ def _no_run(address: str, shown: str, error: Exception) -> ConfigError:
 
 
 def screen(status: Status, title: str, *, height: int = 50) -> RenderableType:
-    """The whole picture: the live view of the run, and its machines below."""
-    further = (status.failures, status.silence, status.validation_now, *_going_on(status))
+    """The whole screen: the live view of the run, its state machines and its replicas."""
+    further = (status.failures, status.silence, status.validation_now, *_progress_rows(status))
     room = height - ROWS_ALWAYS - sum(map(bool, further))
     upper = panel(status, title, replicas=False)
     return Group(upper, _machines(status), _replicas(status, max(1, min(REPLICAS_SHOWN, room))))
@@ -123,17 +122,17 @@ def _machines(status: Status) -> RenderableType:
     limit = status.admission_limit.replace("_", " ")
     running = f"{status.running} of K = {status.max_concurrent_groups} groups run; what limits the next: "
     grid.add_row("admission", Text(running).append(limit, style="cyan"))
-    for name, said in _going_on(status).items():
+    for name, said in _progress_rows(status).items():
         grid.add_row(name, said)
     return Panel(grid, title="machines", title_align="left", padding=(0, 1))
 
 
-def _going_on(status: Status) -> dict[str, Text]:
-    """What a resume would continue from; if there is any: a drain, how long nothing was heard, what was changed."""
+def _progress_rows(status: Status) -> dict[str, Text]:
+    """Rows by name: the state from which a resume would continue and, if any, a drain, a silence, and changes."""
     rows: dict[str, Text] = {}
     if status.checkpoint_every:
         behind = status.step - status.checkpoint_steps
-        said = f"nothing yet; a checkpoint is written every {status.checkpoint_every} steps"
+        said = f"no checkpoint yet; one is written every {status.checkpoint_every} steps"
         if status.checkpoint_steps:
             age = clock(status.checkpoint_age_s)
             said = f"a checkpoint of {status.checkpoint_steps} steps, {behind} fewer than trained; {age} old"
@@ -141,7 +140,7 @@ def _going_on(status: Status) -> dict[str, Text]:
     if status.draining:
         rows["rest"] = Text(f"the run has been draining for {clock(status.draining_s)}", style="yellow")
     if status.silent_s >= SILENCE_S and not status.silence:
-        rows["silence"] = Text(f"nothing has been heard for {clock(status.silent_s)}")
+        rows["silence"] = Text(f"no event for {clock(status.silent_s)}")
     changes = [f"{how} {times}×" for how, times in status.recoveries.items()]
     changes += [f"{name.rpartition('.')[2]} = {value}" for name, value in status.settings.items()]
     if changes:
@@ -150,7 +149,7 @@ def _going_on(status: Status) -> dict[str, Text]:
 
 
 def _counts(counts: dict[str, int]) -> Text:
-    """Those above 0, so that they fit."""
+    """The counts above 0."""
     text = Text()
     for state, count in counts.items():
         if count:
@@ -181,11 +180,11 @@ def _replicas(status: Status, shown: int) -> RenderableType:
 
 
 def _ended(directory: RunDirectory, status: Status) -> str:
-    return f"the run has {status.outcome or 'ended'}; `engine replay {directory.shown}` looks into it"
+    return f"the run has {status.outcome or 'ended'}; use `engine replay {directory.shown}` to read its record"
 
 
 class _Pressed:
-    """Whether the user wants to leave. A call waits for a key, no longer than it is told."""
+    """Whether the user wants to leave. A call waits for a key, at most the given number of seconds."""
 
     def __init__(self, keys: int | None) -> None:
         self._keys = keys
@@ -201,7 +200,7 @@ class _Pressed:
 
 @contextmanager
 def _keys() -> Iterator[_Pressed]:
-    """Single keys from the terminal, without an echo; none where the input is no terminal."""
+    """Read single keys from the terminal, without echo. Without a terminal there are no keys."""
     if not sys.stdin.isatty():
         yield _Pressed(None)
         return

@@ -1,6 +1,6 @@
 """The configuration of multi-turn rollouts: whose code runs them, and what bounds it. Part of `schema.Config`."""
 
-from typing import Literal, Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -9,6 +9,12 @@ from engine.errors import ConfigError
 
 NAMED = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
 """module:function"""
+TOOL_PARSER: Any = Field(
+    "hermes",
+    pattern=rf"^(hermes|json|none|{NAMED[1:-1]})$",
+    description="How the model writes tool calls: hermes, json, none, or your parser as module:function.",
+)
+"""A parser of `rollout.agents.tool_calls`, or the user's own."""
 
 
 class AgentSection(Section):
@@ -23,10 +29,13 @@ class AgentSection(Section):
     rollout: str | None = Field(
         None, pattern=NAMED, description="Rollout in Python, without HTTP: async module:function(client, prompt)."
     )
+    served_model_name: str | None = Field(
+        None, min_length=1, max_length=256, description="Name of the model on the gateway; null: model.path."
+    )
     host: str = Field("127.0.0.1", min_length=1, description="Listen address of the gateway.")
     port: int = Field(0, ge=0, le=65_535, description="Its port; 0: any free one.")
     timeout_s: float = Field(600.0, gt=0, le=86_400, description="Maximum seconds of a group's agents while it runs.")
-    tool_parser: Literal["hermes", "json", "none"] = Field("hermes", description="How the model writes tool calls.")
+    tool_parser: str = TOOL_PARSER
     max_body_mb: int = Field(16, ge=1, le=1024, description="Maximum size of a request to the gateway, in MiB.")
 
     @model_validator(mode="after")
@@ -38,6 +47,12 @@ class AgentSection(Section):
                 f"agent.{given[1]}", named[given[1]], f"agent.{given[0]} is set too", "remove one of them"
             )
         return self
+
+    @property
+    def given(self) -> str | None:
+        """The field that names the agent; None if there is none."""
+        named = {"agent.function": self.function, "agent.command": self.command, "agent.rollout": self.rollout}
+        return next((name for name, value in named.items() if value is not None), None)
 
     @property
     def on_gateway(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from engine.config.deterministic import remarks
 from engine.config.pools import layout, surprises
+from engine.config.samples import missing_package
 from engine.config.schema import Config
 from engine.errors import ConfigError
 from engine.hardware import gpu_count, gpus_of_their_own
@@ -81,10 +82,16 @@ def _surprises(config: Config, slots: int) -> Iterator[str]:
     if slots < batch:
         rounds = -(-batch // slots)
         yield f"{slots} slots are fewer than B = {batch} groups: a step needs at least {rounds} rounds"
-    if workers > slots:
+    most = s.most_groups()
+    if workers > slots and s.samples_per_prompt == 1:
         yield f"K = {workers} cannot be reached with {slots} slots"
     if workers < slots:
         yield f"K = {workers} leaves {slots - workers} of {slots} slots empty: raise max_concurrent_groups"
+    elif workers == slots < most and s.samples_per_prompt > 1:
+        yield (
+            f"K = {workers} is the number of slots: room that ended trajectories leave stays empty until their groups "
+            f"end; max_concurrent_groups may be up to {most}"
+        )
     if stale == 0:
         yield "S = 0 is synchronous: rollout and training take turns"
     if s.policies.deadline != "wait" and stale == s.sync_every - 1:
@@ -93,7 +100,7 @@ def _surprises(config: Config, slots: int) -> Iterator[str]:
         yield f"top_p = {r.top_p:g} biases the importance ratio: only the behavior log-probs are truncated; use 1"
     if r.sync_mode == "wait" and r.sync_order == "together":
         yield "sync_mode wait idles every replica until its slowest group ends, at each install"
-    if config.model.path is not None and config.data.validation_path is None:
+    if not config.held_out:
         yield "no data.validation_path: the run does not validate"
     v = config.validation
     if v.every and v.placement == "shared" and v.replicas == r.replicas:
@@ -102,11 +109,12 @@ def _surprises(config: Config, slots: int) -> Iterator[str]:
             "cancel": "is cancelled by new weights",
         }
         yield f"validation.conflict {v.conflict}: a measurement {outcome[v.conflict]}"
-    if config.model.make is not None:
+    if config.model.make == "arithmetic":
         longest = config.model.arithmetic.family().most_tokens
         if r.max_tokens < longest:
             yield f"rollout.max_tokens = {r.max_tokens} is less than the {longest} tokens of the longest correct answer"
     yield from surprises(config)
     yield from remarks(config)
+    yield from missing_package(config.samples)
     if config.trainer.checkpoint_every == 0:
         yield "trainer.checkpoint_every 0: no checkpoints, so a resume after a crash starts over"

@@ -1,62 +1,175 @@
-"""What a configuration names outside itself: the model's directory, prompts, reward; and the room there is for them.
+"""Checks what a configuration refers to: the model's directory, prompts and reward; and the memory for them.
 
-Called by `engine check`, and by a run before anything starts. Reads files; never imports torch, transformers or Ray.
+Called by `engine check`, and by a run before anything starts. Reads files, and the tokenizer if transformers
+is installed; never loads weights.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.config.adapter import Shapes, adapter_line, adapter_numbers, refuse_adapter_as_model
 from engine.config.memory import Model, memory_lines
+from engine.config.packing import packing_line
+from engine.config.reward_functions import reward_of_section, reward_of_set
 from engine.config.schema import Config
 from engine.errors import ConfigError
 from engine.hardware import object_store_limit
-from engine.tasks.rewards import load_reward
+from engine.lora import WEIGHTS_FILE
+from engine.tasks.answers import answer_of
+from engine.tasks.rewards import Reward
 from engine.tasks.tokenizer import END, PAD, UNKNOWN
 
 if TYPE_CHECKING:
+    from engine.tasks.dataset import Dataset
+    from engine.tasks.source_files import LoadedSource
     from engine.tasks.warm_start import WarmStart  # it needs the extra `train`
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 WEIGHTS = ("*.safetensors", "*.bin")
 VERSIONS_HELD = 3
-"""Weights versions that there is room for: the one in use, the newest, the one being published."""
+"""Weights versions that must fit: the one in use, the newest, and the one being published."""
 LEAST_STORE_BYTES = 256 << 20
 
 
-def check_inputs(config: Config) -> Iterator[str]:
-    """Lines like those of `check_config`. Raises: ConfigError for a file that is missing or cannot be used."""
+def check_inputs(config: Config, *, rehearse: bool = False, reward: Reward | None = None) -> Iterator[str]:
+    """Lines like those of `check_config`; `rehearse`: with those of `dry_run`, which calls the reward. `reward`: the
+    function itself, if it cannot be imported.
+
+    Raises: ConfigError for a file that is missing or cannot be used.
+    """
     directory = model_directory(config)
     if directory is not None:
         check_model(directory)
         yield f"ok: model.path {config.model.path} has a model and a tokenizer"
-        held = weights_bytes(directory)
-        model = None if held is None else Model.of(directory, held // 4)
+        shapes, lora = tensor_shapes(directory), config.trainer_settings().lora
+        parameters = numbers_in(shapes)
+        if lora is not None:
+            yield from adapter_line(lora, shapes, parameters)
+        adapter = 0 if lora is None else adapter_numbers(lora, shapes)
+        model = Model.of(directory, parameters, adapter) if parameters else None
         if model is not None:
             yield from memory_lines(model, config)
+        yield packing_line(config, directory)
         _check_reference(config, directory)
-    elif config.model.path is not None:
+        if config.model.checkpoint_path is not None:
+            check_checkpoint(Path(config.model.checkpoint_path), directory)
+            yield f"ok: model.checkpoint_path {config.model.checkpoint_path} has weights of this model"
+    elif config.model.path is not None and not _has_transformers():
         yield f"note: model.path {config.model.path} is a hub name: no such directory was found (./ before it: a path)"
+    elif config.model.path is not None:
+        from engine.config.prompts import find_model
+
+        find_model(config.model.path)
+        yield f"ok: model.path {config.model.path} is a model of the hub"
     yield from _check_stop(config, directory)
     yield from _check_store(config, directory)
-    if config.model.make is None:
-        files = {"data.path": config.data.path, "data.validation_path": config.data.validation_path}
-        for field, file in files.items():
-            if file is not None:
-                from engine.tasks.dataset import Dataset  # late: it needs the extra `train`
+    sources = [files.load() for files in config.data.source_files()]
+    files = {loaded.files.field: loaded.data for loaded in sources}
+    files |= _data_sets(config)
+    yield from _check_sets(config)
+    for field, data in files.items():
+        yield f"ok: {field} has {len(data)} {'answers' if field == WARM_START else 'prompts'}"
+    yield from _source_lines(config, sources)
+    if reward is None:
+        reward_of_section(config.reward, config.run.code_dir)
+    for field, spec in config.reward.specs.items() if reward is None else ():
+        yield f"ok: {field} {spec} can be imported"
+    if config.model.make is None and files and _has_transformers():
+        yield from _check_prompts(config, files, rehearse)
+    if config.environment.class_name is not None:
+        from engine.config.episodes import check_environment, load_environment
 
-                data = Dataset.load(file, prompt_field=config.data.prompt_field, config_field=field)
-                yield f"ok: {field} has {len(data)} prompts"
-        if config.model.warm_start.path is not None:
-            from engine.tasks.warm_start import load_answers
+        if sources and config.model.path is not None and _has_transformers():
+            yield from check_environment(config, config.model.path, sources[0].data)
+        else:
+            load_environment(config)
+            yield f"ok: environment.class_name {config.environment.class_name} can be imported"
 
-            _, answers = load_answers(warm_start_of(config), config.data.prompt_field)
-            yield f"ok: model.warm_start.path has {len(answers)} answers"
-    if config.reward.function is not None:
-        load_reward(config.reward.function, config.run.code_dir)
-        yield f"ok: reward.function {config.reward.function} can be imported"
+
+def _check_sets(config: Config) -> Iterator[str]:
+    """Raises: ConfigError for a reward or an answer of a validation set that cannot be imported."""
+    for index, one in enumerate(config.validation.sets):
+        field = f"validation.sets.{index}"
+        if one.reward is not None:
+            reward_of_set(one.reward, config.reward, config.run.code_dir, f"{field}.reward")
+            yield f"ok: {field}.reward {one.reward} can be imported"
+        if ":" in one.answer:
+            answer_of(one.answer, None, config.run.code_dir, config_field=f"{field}.answer")
+            yield f"ok: {field}.answer {one.answer} can be imported"
+
+
+WARM_START = "model.warm_start.path"
+
+
+def _has_transformers() -> bool:
+    return find_spec("transformers") is not None
+
+
+def _check_prompts(config: Config, files: dict[str, "Dataset"], rehearse: bool) -> Iterator[str]:
+    """Raises: ConfigError for prompts that the model cannot read."""
+    from engine.config.dry_run import dry_run
+    from engine.config.prompts import check_prompts, has_agents, load_tokenizer
+
+    model = config.model.path
+    assert model is not None
+    answered = {field: data for field, data in files.items() if field == WARM_START}
+    prompts = {field: data for field, data in files.items() if field != WARM_START}
+    if not rehearse:
+        check_prompts(config, load_tokenizer(model), model, answered if has_agents(config) else files)
+        return
+    if answered:
+        check_prompts(config, load_tokenizer(model), model, answered)
+    yield from dry_run(config, model, prompts)
+
+
+def _source_lines(config: Config, sources: Sequence["LoadedSource"]) -> Iterator[str]:
+    """Rows, weight and expected share of each named source."""
+    if not config.data.sources:
+        return
+    curriculum = config.data.chosen_curriculum()
+    rows = [len(loaded.data) for loaded in sources]
+    weights = [
+        count if loaded.files.weight is None else loaded.files.weight
+        for count, loaded in zip(rows, sources, strict=True)
+    ]
+    stages = [tuple(weights)] if curriculum is None else [stage.weights for stage in curriculum.stages]
+    for index, loaded in enumerate(sources):
+        percent = " -> ".join(f"{stage[index] / sum(stage):.1%}" for stage in stages)
+        weight = "in the stages of data.curriculum" if curriculum is not None else f"{weights[index]:g}"
+        left = f", {loaded.dropped} left out by {loaded.files.pass_rate}" if loaded.dropped else ""
+        yield f"ok: source {loaded.files.name}: {rows[index]} rows{left}, weight {weight}, expected share {percent}"
+    if curriculum is None and config.run.epochs is not None:
+        draws = config.run.epochs * sum(rows)
+        for index, loaded in enumerate(sources):
+            passes = draws * weights[index] / sum(weights) / rows[index]
+            if passes < 0.995 * config.run.epochs or passes > 1.005 * config.run.epochs:
+                yield (
+                    f"note: source {loaded.files.name} is read {passes:.2g} times in {draws} draws "
+                    f"(run.epochs = {config.run.epochs} times the rows of all sources)"
+                )
+
+
+def _data_sets(config: Config) -> dict[str, "Dataset"]:
+    """By the field that names them. Raises: ConfigError for prompts and answers that cannot be read."""
+    column = config.data.prompt_field
+    named = [("data.validation_path", config.data.validation_path, column)]
+    for index, one in enumerate(config.validation.sets):
+        named.append((f"validation.sets.{index}.path", one.path, one.prompt_field or column))
+    files = {}
+    for field, path, prompt_field in named:
+        if path is not None:
+            from engine.tasks.dataset import Dataset  # late: it needs the extra `train`
+
+            files[field] = Dataset.load(path, prompt_field=prompt_field, config_field=field)
+    if config.model.warm_start.path is not None:
+        from engine.tasks.warm_start import load_answers
+
+        files[WARM_START], _ = load_answers(warm_start_of(config), config.data.prompt_field)
+    return files
 
 
 def warm_start_of(config: Config) -> "WarmStart":
@@ -71,7 +184,7 @@ def warm_start_of(config: Config) -> "WarmStart":
 def model_directory(config: Config) -> Path | None:
     """The directory that `model.path` names; None for a hub name, and for a model that is made.
 
-    Raises: ConfigError for a path that leads nowhere.
+    Raises: ConfigError for a path that does not exist.
     """
     path = config.model.path
     if path is None:
@@ -115,6 +228,7 @@ def _vocabulary(directory: Path) -> dict[str, int] | None:
 
 def check_model(directory: Path) -> None:
     """Raises: ConfigError where configuration, tokenizer or weights are missing."""
+    refuse_adapter_as_model(directory)
     fix = "give a directory into which save_pretrained wrote both the model and its tokenizer"
     if not (directory / "config.json").is_file():
         raise ConfigError("model.path", str(directory), "has no config.json", fix)
@@ -124,27 +238,61 @@ def check_model(directory: Path) -> None:
         raise ConfigError("model.path", str(directory), "has no weights, such as model.safetensors", fix)
 
 
-def weights_bytes(directory: Path) -> int | None:
-    """Bytes of a published version, float32 without what is tied; None where the files do not say it."""
-    files = sorted(directory.glob("*.safetensors"))
+def check_checkpoint(checkpoint: Path, model: Path) -> None:
+    """Raises: ConfigError unless the checkpoint has the same tensors as the model. The tensors of a hub name are not
+    known yet."""
+    if not checkpoint.is_dir():
+        law, fix = "is not a directory", "give the directory of a checkpoint, or use --from RUN@step-N"
+        raise ConfigError("model.checkpoint_path", str(checkpoint), law, fix)
+    if (checkpoint / WEIGHTS_FILE).is_file():
+        law, fix = (
+            "has an adapter, not a whole model",
+            "merge it with `engine export`, and use the result as model.path",
+        )
+        raise ConfigError("model.checkpoint_path", str(checkpoint), law, fix)
+    ours = tensor_shapes(model) if model.is_dir() else {}
+    theirs = tensor_shapes(checkpoint)
+    for name in sorted({*ours, *theirs}) if ours else ():
+        found, expected = (list(shapes[name]) if name in shapes else None for shapes in (theirs, ours))
+        in_a_layer = any(part.isdigit() for part in name.split("."))  # others may be left out, because they are tied
+        if found != expected and (in_a_layer or None not in (found, expected)):
+            law = f"is of another model than model.path: {name} has shape {found}, but {expected} in model.path"
+            raise ConfigError("model.checkpoint_path", str(checkpoint), law, "use a checkpoint of this model")
+
+
+def version_bytes(config: Config, directory: Path) -> int | None:
+    """Bytes of a published version, float32 without what is tied; None where the model's files do not say it."""
+    shapes, lora = tensor_shapes(directory), config.trainer_settings().lora
+    return 4 * (numbers_in(shapes) if lora is None else adapter_numbers(lora, shapes)) or None
+
+
+def tensor_shapes(directory: Path) -> Shapes:
+    """Of each tensor in the model's safetensors files, by its name; empty where the files do not say it."""
+    shapes: dict[str, tuple[int, ...]] = {}
     try:
-        return sum(4 * _numbers_in(file) for file in files) or None
+        for file in sorted(directory.glob("*.safetensors")):
+            shapes |= _shapes_in(file)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+        return {}
+    return shapes
 
 
-def _numbers_in(file: Path) -> int:
-    """How many numbers a safetensors file holds, by its header: 8 bytes of length, then JSON."""
+def numbers_in(shapes: Shapes) -> int:
+    return sum(map(prod, shapes.values()))
+
+
+def _shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
+    """The header of a safetensors file: 8 bytes of length, then JSON."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if length > file.stat().st_size:
             raise ValueError("not a safetensors file")
         header = json.loads(opened.read(length))
-    return sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return {name: tuple(map(int, tensor["shape"])) for name, tensor in header.items() if name != "__metadata__"}
 
 
 def versions_held(config: Config) -> int:
-    """Versions of the weights that may be there at once; one being validated and one that waits for it are kept."""
+    """Weights versions that may exist at once, with the one being validated and the one that waits for validation."""
     return VERSIONS_HELD + 2 * (config.validation.every > 0 and config.held_out)
 
 
@@ -152,7 +300,7 @@ def object_store_bytes(config: Config, directory: Path | None) -> int | None:
     """What the object store should hold; None where the model's size is not known before it is loaded."""
     if config.rollout.transport != "object_store" or config.model.make is not None:
         return LEAST_STORE_BYTES
-    version = None if directory is None else weights_bytes(directory)
+    version = None if directory is None else version_bytes(config, directory)
     return None if version is None else max(LEAST_STORE_BYTES, versions_held(config) * version)
 
 
@@ -170,7 +318,7 @@ def _check_stop(config: Config, directory: Path | None) -> Iterator[str]:
     stop = config.rollout.stop
     if not stop:
         return
-    if config.model.make is not None:
+    if config.model.make == "arithmetic":
         lengths = {text: 1 if text in (END, PAD, UNKNOWN) else len(text) for text in stop}
     elif directory is not None and (directory / "tokenizer.json").is_file():
         lengths = _lengths(directory, stop)

@@ -6,9 +6,10 @@ rewards import is found out by those who use them. A pydantic error never leaves
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -120,8 +121,11 @@ SHOWN = 8
 """Further fields that a complaint names, at most."""
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file, write `path=value` overrides over it, and check everything.
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), change: Callable[[dict[str, Any]], None] = lambda tree: None
+) -> Config:
+    """Read a YAML file, write `path=value` overrides over it, and check everything. `change` edits the plain data
+    before it is checked.
 
     Paths in the file are relative to its directory, those in overrides to the working directory.
     Raises: ConfigError, for a missing or malformed file too.
@@ -130,6 +134,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     tree = absolute_paths(_read(Path(path)), directory)
     for override in overrides:
         _override(tree, override)
+    change(tree)
     return _checked(tree, directory)
 
 
@@ -173,8 +178,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _nearest_file(path: Path) -> str:
-    there = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-    return suggestion(path.name, there, prefix=str(path).removesuffix(path.name))
+    names = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+    return suggestion(path.name, names, prefix=str(path).removesuffix(path.name))
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
@@ -197,27 +202,46 @@ def _override(tree: dict[str, Any], override: str) -> None:
 def _first_of(error: ValidationError) -> ConfigError:
     """The first error, as a ConfigError that also names the paths of the others."""
     first, *others = error.errors(include_url=False, include_context=False)
-    path = ".".join(str(part) for part in first["loc"]) or "config"
+    path = _path_of(first["loc"]) or "config"
     if first["type"] == "extra_forbidden":
         law, fix = "unknown key", _nearest_key(path)
     elif first["type"] == "missing":
         law, fix = "required", f"set it to {expected(path)}"
     else:
         law, fix = f"must be {expected(path)}", _example(path)
-        law += f" ({info.description})" if (info := dict(fields()).get(path)) is not None else ""
-    wrong = sorted({".".join(str(part) for part in e["loc"]) for e in others} - {path})
+        law += f" ({info.description})" if (info := dict(fields()).get(path) or _item_field(path)) is not None else ""
+    wrong = sorted({_path_of(other["loc"]) for other in others} - {path})
     rest = ", ".join(shortened(other) for other in wrong[:SHOWN])
     rest += f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
     value = None if law == "required" else first["input"]
     return ConfigError(path, value, law, fix + (f" (also wrong: {rest})" if rest else ""))
 
 
+def _path_of(parts: tuple[int | str, ...]) -> str:
+    """The dotted path, without pydantic's names of the types that a field may have, such as list[constrained-str]."""
+    return ".".join(str(part) for part in parts if not re.search(r"[\[\]-]", str(part)))
+
+
+def _item_field(path: str) -> Any:
+    """The pydantic field of a section in a list, such as `reward.functions.0.name`; None for other paths."""
+    model: Any = Config
+    info: Any = None
+    for part in path.split("."):
+        if not part.isdigit():
+            info = model.model_fields.get(part)
+            inner = () if info is None else get_args(info.annotation) or (info.annotation,)
+            model = next((kind for kind in inner if isinstance(kind, type) and issubclass(kind, BaseModel)), BaseModel)
+    return info
+
+
 def fields(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every key, sections included, as (dotted path, pydantic field)."""
     for name, info in model.model_fields.items():
         yield f"{prefix}{name}", info
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from fields(info.annotation, f"{prefix}{name}.")
+        either = get_args(info.annotation) if get_origin(info.annotation) is UnionType else (info.annotation,)
+        for kind in either:
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from fields(kind, f"{prefix}{name}.")
 
 
 def _nearest_key(path: str) -> str:
@@ -247,6 +271,7 @@ _BOUNDS = {
     "maximum": "at most {}",
     "exclusiveMaximum": "below {}",
     "multipleOf": "a multiple of {}",
+    "pattern": "that matches {}",
     "minLength": "at least {} long",
     "maxItems": "at most {} of them",
 }
@@ -257,11 +282,12 @@ def expected(path: str) -> str:
     schema = Config.model_json_schema()
     node = schema
     for key in path.split("."):
-        node = node.get("properties", {}).get(key) or node.get("items") or {}
-        node = _resolved(node, schema)
+        options = [_resolved(option, schema) for option in node.get("anyOf", [node])]
+        inside = [option["properties"][key] for option in options if key in option.get("properties", {})]
+        node = _resolved(inside[0] if inside else node.get("items") or node.get("additionalProperties") or {}, schema)
     if "items" in node:
         node = {**node, "items": _resolved(node["items"], schema)}
-    return " or ".join(_in_words(option) for option in node.get("anyOf", [node]))
+    return " or ".join(_in_words(_resolved(option, schema)) for option in node.get("anyOf", [node]))
 
 
 def _resolved(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
@@ -277,7 +303,10 @@ def _in_words(node: Mapping[str, Any]) -> str:
         return " or ".join(str(value) for value in node.get("enum", [node.get("const")]))
     if node.get("type") == "array":
         inner = node.get("prefixItems") or [node.get("items", {})]
-        return f"a list of {len(inner)} numbers" if "prefixItems" in node else f"a list, each {_in_words(inner[0])}"
+        if "prefixItems" in node:
+            return f"a list of {len(inner)} numbers"
+        least = f" of at least {node['minItems']}" if "minItems" in node else ""
+        return f"a list{least}, each {_in_words(inner[0])}"
     bounds = [words.format(node[key]) for key, words in _BOUNDS.items() if key in node]
     return ", ".join([_KINDS.get(node.get("type", ""), "a value"), *bounds])
 

@@ -33,11 +33,13 @@ class Model:
     """Width of its keys, and of its values."""
     vocabulary: int
     context: int
+    adapter: int = 0
+    """Parameters of the adapter that is trained (`trainer.lora`); 0: the model itself is trained."""
     bytes: int = 4
     """Of a number in the model's files, which samplers load and the trainer publishes."""
 
     @classmethod
-    def of(cls, directory: Path, parameters: int) -> "Model | None":
+    def of(cls, directory: Path, parameters: int, adapter: int = 0) -> "Model | None":
         """From `config.json`; None if that does not say the sizes under their usual names."""
         try:
             plain: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -45,7 +47,7 @@ class Model:
             heads, hidden = plain["num_attention_heads"], plain["hidden_size"]
             size = plain.get("head_dim") or hidden // heads
             return cls(
-                parameters=parameters, layers=plain["num_hidden_layers"], hidden=hidden,
+                parameters=parameters, adapter=adapter, layers=plain["num_hidden_layers"], hidden=hidden,
                 intermediate=plain["intermediate_size"], heads_width=heads * size,
                 kv_width=(plain.get("num_key_value_heads") or heads) * size, vocabulary=plain["vocab_size"],
                 context=plain["max_position_embeddings"],
@@ -55,9 +57,14 @@ class Model:
             return None
 
     @property
+    def trained(self) -> int:
+        """Parameters that have gradients and moments, and that a version consists of."""
+        return self.adapter or self.parameters
+
+    @property
     def kept_by_a_layer(self) -> int:
-        """Numbers that a layer keeps of each token for the backward pass: residuals and norms, queries, keys, values,
-        what attention gives, and the three products of a gated MLP."""
+        """Numbers that a layer stores for each token for the backward pass: residuals and norms, queries, keys, values,
+        the output of attention, and the three products of a gated MLP."""
         return 6 * self.hidden + 2 * self.heads_width + 2 * self.kv_width + 4 * self.intermediate
 
 
@@ -65,34 +72,49 @@ def trainer_memory(model: Model, config: Config) -> dict[str, float]:
     """Bytes of each rank of the trainer on its device, by what they are."""
     t = config.trainer
     tokens = t.micro_batch_tokens
-    kept = model.layers * model.kept_by_a_layer
+    activations = model.layers * model.kept_by_a_layer
     if t.activation_checkpointing:
-        kept = model.layers * model.hidden + model.kept_by_a_layer
+        activations = model.layers * model.hidden + model.kept_by_a_layer
     logits = min(4 * tokens * model.vocabulary, LOGIT_BYTES) * LOGIT_COPIES
-    share = model.parameters / t.ranks
-    parts = {"weights": 4.0 * share, "gradients": 4.0 * share, "moments": 8.0 * share}
+    share, trained = (model.parameters + model.adapter) / t.ranks, model.trained / t.ranks
+    bf16 = runs_in_bf16(config)
+    parts = {"weights": 4.0 * share}
+    if halved := bf16 and t.ranks == 1:
+        parts = {"bfloat16 weights": 2.0 * share, "float32 masters": 4.0 * trained}
+    parts |= {"gradients": 4.0 * trained, "moments": 8.0 * trained}
     if t.ranks > 1:  # FSDP2 gathers the parameters of no layer, and of a layer while the next one is on its way
         outside = 2 * model.vocabulary * model.hidden
-        parts["gathered parameters"] = 4.0 * (outside + 2 * max(0, model.parameters - outside) / model.layers)
-    if t.cpu_offload:
-        parts = {"gathered parameters": parts["gathered parameters"]}
-    if config.trainer_settings().needs_reference and "ref_logprobs" not in config.limits().scored_apart:
-        parts["reference"] = 4.0 * share
-    return {**parts, "activations": 4.0 * tokens * kept, "logits": float(logits)}
+        layers = 2 * max(0, model.parameters - outside) / model.layers
+        parts["gathered parameters"] = (2.0 if bf16 else 4.0) * (outside + layers)
+    if t.cpu_offload and (halved or t.ranks > 1):
+        parts = {name: parts[name] for name in ("bfloat16 weights", "gathered parameters") if name in parts}
+    settings = config.trainer_settings()
+    adapted = settings.lora is not None and settings.reference_path is None  # then it is the model without its adapter
+    if settings.needs_reference and not adapted and "ref_logprobs" not in config.limits().scored_apart:
+        parts["reference"] = (2.0 if halved else 4.0) * model.parameters / t.ranks
+    return {**parts, "activations": 4.0 * tokens * activations, "logits": float(logits)}
+
+
+def runs_in_bf16(config: Config) -> bool:
+    """Whether the trainer computes in bfloat16, as far as the configuration says; `auto` does where there is a GPU."""
+    t = config.trainer
+    return t.bf16 == "on" or (t.bf16 == "auto" and t.device.startswith("cuda"))
 
 
 def host_memory(model: Model, config: Config) -> dict[str, float]:
     """Bytes of the trainer's process in host memory, beside those of its device."""
     published = {"auto": model.bytes, "float32": 4}.get(config.trainer_settings().publish_dtype, 2)
-    parts = {"a version being published": float(published * model.parameters)}
-    if config.trainer.cpu_offload:
-        parts["shards of every rank"] = 16.0 * model.parameters
+    parts = {"a version being published": float(published * model.trained)}
+    if config.trainer.cpu_offload and config.trainer.ranks == 1 and runs_in_bf16(config):
+        parts["masters, gradients and moments"] = 16.0 * model.trained
+    elif config.trainer.cpu_offload and config.trainer.ranks > 1:
+        parts["shards of every rank"] = 4.0 * (model.parameters + model.adapter) + 12.0 * model.trained
     if (
         config.trainer.ranks == 1
         and config.trainer.rollback
         and config.trainer_settings().optimizer_steps(config.scheduler.train_batch_size) > 1
     ):
-        parts["the copy that undoes a failed step"] = 12.0 * model.parameters
+        parts["the copy that undoes a failed step"] = 12.0 * model.trained
     return parts
 
 
@@ -101,8 +123,8 @@ def replica_memory(model: Model, config: Config) -> dict[str, float]:
     rows = config.rollout.slots * config.scheduler.samples_per_prompt
     columns = config.rollout.context or model.context
     cache = 2.0 * model.bytes * model.layers * rows * columns * model.kv_width
-    weights = float(model.bytes * model.parameters)
-    return {"weights": weights, "a version being installed": weights, "KV cache": cache}
+    weights = float(model.bytes * (model.parameters + model.adapter))
+    return {"weights": weights, "a version being installed": float(model.bytes * model.trained), "KV cache": cache}
 
 
 def memory_lines(model: Model, config: Config) -> Iterator[str]:

@@ -12,9 +12,12 @@ PATHS = {
     "run.dir": "path",
     "run.code_dir": "path",
     "model.path": "path or hub name",
+    "model.checkpoint_path": "path",
     "model.warm_start.path": "path",
     "data.path": "path",
+    "data.sources.path": "path",
     "data.validation_path": "path",
+    "validation.sets.path": "path",
     "rollout.weights_dir": "path",
     "trainer.reference_path": "path or hub name",
     "metrics.sinks.tensorboard.dir": "path",
@@ -32,7 +35,7 @@ def absolute_paths(value: Any, base: str, field: str = "") -> Any:
     if isinstance(value, dict):
         above = f"{field}." if field else ""
         return {key: absolute_paths(inner, base, f"{above}{key}") for key, inner in value.items()}
-    if isinstance(value, list) and field in PATHS:
+    if isinstance(value, list):
         return [absolute_paths(inner, base, field) for inner in value]
     if field not in PATHS or not isinstance(value, str) or not value:
         return value
@@ -49,8 +52,11 @@ def paths_in(value: Any, field: str = "") -> Iterator[str]:
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from paths_in(inner, f"{field}.{key}" if field else key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from paths_in(inner, field)
     elif field in PATHS:
-        yield from value if isinstance(value, list) else [value] if value else []
+        yield from [value] if value else []
 
 
 def _may_be_hub_name(value: str) -> bool:

@@ -59,8 +59,8 @@ def check_pools(config: "Config") -> None:
         if pool.slots is not None and pool.tasks != ["reward"]:
             law = "only a pool with reward alone has slots"
             raise ConfigError(f"{place}.slots", pool.slots, law, "remove it")
-        if pool.tasks == ["reward"] and config.reward.function is None and config.model.make is None:
-            law = "the agents compute the reward, so this pool would do nothing"
+        if pool.tasks == ["reward"] and not config.reward.assigned and config.model.make != "arithmetic":
+            law = "the agents or the environment compute the reward, so this pool would do nothing"
             raise ConfigError(
                 f"{place}.tasks", pool.tasks, law, "set reward.function, or move reward to a pool with rollout"
             )
@@ -151,15 +151,15 @@ def layout(config: "Config") -> Iterator[str]:
     shares = [pool.share for pool in config.pools]
     for number, pool in enumerate(limit_pools(config)):
         share = shares[number] if number < len(shares) else None
-        said = [f"{share:.0%} of the threads" if share is not None else ""]
-        said += [f"replicas {pool.replicas[0]} to {pool.replicas[-1]}" if pool.replicas else ""]
+        parts = [f"{share:.0%} of the threads" if share is not None else ""]
+        parts += [f"replicas {pool.replicas[0]} to {pool.replicas[-1]}" if pool.replicas else ""]
         if pool.tasks == ("reward",):
-            said.append(f"{config.pools[number].slots or config.rollout.slots} groups at once")
+            parts.append(f"{config.pools[number].slots or config.rollout.slots} groups at once")
         turns = "take turns, the replicas asleep meanwhile" if pool.shared else ""
         named = config.pools[number].tasks if number < len(config.pools) else []
         idle = [task for task in pool.tasks if task in named and task in TRAINER_TASKS and task not in needed]
-        said += [turns, f"nothing asks for {' and '.join(idle)}" if idle else ""]
-        yield "; ".join([f"pool {number}: {', '.join(pool.tasks)}", *filter(None, said)])
+        parts += [turns, f"nothing asks for {' and '.join(idle)}" if idle else ""]
+        yield "; ".join([f"pool {number}: {', '.join(pool.tasks)}", *filter(None, parts)])
 
 
 def surprises(config: "Config") -> Iterator[str]:

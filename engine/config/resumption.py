@@ -29,23 +29,27 @@ FREE = (
     "trainer.gpus_per_rank",
     "trainer.cpu_offload",
     "durability",
+    "samples",
 )
 """Fields and sections on which nothing that was recorded depends."""
-FREE_FORM = ("rollout.engine_args", "cluster.runtime_env")
-"""Mappings with any keys, compared as wholes."""
+FREE_FORM = (
+    "data.chat_template_kwargs", "data.curriculum", "rollout.engine_args", "cluster.runtime_env", "trainer.lora",
+    "trainer.keep_best",
+)  # fmt: skip
+"""Mappings with any keys, or that may be missing, compared as wholes."""
 REPLICAS = "rollout.replicas"
 SHOWN = 8
-"""Differences that are told, at most."""
+"""Maximum number of differences in a message."""
 
 Settings = tuple[tuple[str, str], ...]
-"""(path, value) of the scheduler's, and the number of replicas where it was said anew."""
+"""(path, value) of the scheduler's settings, and of the number of replicas if it was given again."""
 
 
 def resumed(path: Path, recorded: Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[Config, Settings]:
-    """What `path` says now, with the overrides, held against what the run began with; and what of it the scheduler is
-    to be told.
+    """Compare the configuration in `path`, with the overrides, with the one that the run began with. Returns it,
+    and the settings that the scheduler must change.
 
-    Raises: `ConfigError` naming every field that may not be another, with what it was and is.
+    Raises: `ConfigError` that names every field that must not change, with its old and new value.
     """
     if not recorded:
         raise ConfigError(
@@ -71,9 +75,9 @@ def resumed(path: Path, recorded: Mapping[str, Any], overrides: Sequence[str] = 
     ]
     if other:
         more = f" and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
-        told = "; ".join(f"{field} was {was[field]!r}, is {now[field]!r}" for field in other[1:SHOWN])
+        others = "; ".join(f"{field} was {was[field]!r}, is {now[field]!r}" for field in other[1:SHOWN])
         law = f"the run began with {was[other[0]]!r}, and its record depends on it"
-        law += f" (also: {told}{more})" if told else ""
+        law += f" (also: {others}{more})" if others else ""
         fix = f"use {was[other[0]]!r}; a resume can change {', '.join((*free, *live))}"
         raise ConfigError(other[0], now[other[0]], law, fix)
     given = {override.partition("=")[0].strip() for override in overrides}

@@ -51,7 +51,12 @@ class RolloutSection(Section):
         description="Sampler: embedded torch, vLLM in the replica's process, or OpenAI-compatible servers.",
     )
     replicas: int = Field(2, ge=1, le=4096, description="Rollout engines; with the openai backend, one for each URL.")
-    slots: int = Field(8, ge=1, le=65_536, description="Prompt groups a replica runs at once.")
+    slots: int = Field(
+        8,
+        ge=1,
+        le=65_536,
+        description="Whole prompt groups a replica runs at once. It samples slots * samples_per_prompt trajectories.",
+    )
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of a replica; 0: from its pool's share, or 1.")
     deterministic: bool = Field(
         False,
@@ -110,7 +115,7 @@ class RolloutSection(Section):
         0.0,
         ge=0,
         le=100_000,
-        description="Memory of its device; `engine check` refuses what cannot fit (torch backend); 0: not said.",
+        description="Memory of its device; `engine check` refuses what cannot fit (torch backend); 0: unknown.",
     )
     gpus: float = Field(
         0.0, ge=0, le=64, description="GPUs that Ray reserves for a replica; 0: a share, or one for each vLLM worker."

@@ -110,13 +110,13 @@ class SchedulerSection(Section):
         batch = self.train_batch_size
         # The object is still being made: a 0 stands for a figure that follows from others, which is what is kept.
         object.__setattr__(self, "policy_mini_batch_size", self.policy_mini_batch_size or batch)
-        object.__setattr__(self, "max_concurrent_groups", self.max_concurrent_groups or self._most())
+        object.__setattr__(self, "max_concurrent_groups", self.max_concurrent_groups or self.most_groups())
         if batch % self.policy_mini_batch_size:
             mini, law = self.policy_mini_batch_size, f"must divide scheduler.train_batch_size = {batch}"
             raise ConfigError("scheduler.policy_mini_batch_size", mini, law, f"use {divisor(batch, mini)}")
         return self
 
-    def _most(self) -> int:
+    def most_groups(self) -> int:
         """The largest lawful K."""
         ahead = self.max_staleness_steps if self.async_ratio is None else self.async_ratio
         return sum(floor(share * self.train_batch_size + ROUNDING) for share in (1 + ahead, self.over_sample))

@@ -11,12 +11,18 @@ from typing import Literal, Self
 import yaml
 from pydantic import Field, model_validator
 
-from engine.config.agent import NAMED, AgentSection
+from engine.config.adapter import refuse_adapter
+from engine.config.agent import AgentSection
 from engine.config.cluster import ClusterSection
+from engine.config.data import DataSection
 from engine.config.deterministic import settled
+from engine.config.environment import EnvironmentSection
+from engine.config.lookup import LookupSection
 from engine.config.paths import RUNS
 from engine.config.pools import PoolSection, check_pools, limit_pools, rewarding, settled_by_pools
+from engine.config.reward import RewardSection, refuse_rewards
 from engine.config.rollout import RolloutSection
+from engine.config.samples import SamplesSection
 from engine.config.scheduler import SchedulerSection, divisor
 from engine.config.secrets import refuse_secrets
 from engine.config.section import HostName, Section
@@ -168,7 +174,10 @@ class WarmStartSection(Section):
     """Supervised training on written answers before the run begins."""
 
     path: str | None = Field(
-        None, min_length=1, description="JSONL or Parquet file of prompts with answers; null: no warm start."
+        None,
+        min_length=1,
+        description="Prompts with answers: a file, a directory of datasets, or a glob, as in data.path; null: no warm "
+        "start.",
     )
     answer_field: str = Field("answer", min_length=1, description="Column with the answer.")
     epochs: int = Field(1, ge=1, le=1000, description="Passes over the file.")
@@ -182,12 +191,21 @@ class ModelSection(Section):
     path: str | None = Field(
         None, min_length=1, description="Directory of a model in Hugging Face format, or a hub name."
     )
-    make: Literal["arithmetic"] | None = Field(
+    make: Literal["arithmetic", "lookup"] | None = Field(
         None, description="Build a small model and its data instead of loading them."
     )
-    arithmetic: ArithmeticSection = Field(default_factory=ArithmeticSection, description="Sizes of what `make` builds.")
+    arithmetic: ArithmeticSection = Field(
+        default_factory=ArithmeticSection, description="Sizes of what `make: arithmetic` builds."
+    )
+    lookup: LookupSection = Field(default_factory=LookupSection, description="Sizes of what `make: lookup` builds.")
     warm_start: WarmStartSection = Field(
         default_factory=WarmStartSection, description="Supervised training before the run begins."
+    )
+    checkpoint_path: str | None = Field(
+        None, min_length=1, description="Directory of a run's checkpoint whose weights the run begins with."
+    )
+    checkpoint_optimizer: bool = Field(
+        False, description="Whether the trainer also begins with the optimizer state of model.checkpoint_path."
     )
 
     @model_validator(mode="after")
@@ -200,25 +218,10 @@ class ModelSection(Section):
         if self.make is not None and self.warm_start.path is not None:
             law = "a model that the engine makes has had its warm start"
             raise ConfigError("model.warm_start.path", self.warm_start.path, law, "remove it, or use model.path")
+        if self.checkpoint_optimizer and self.checkpoint_path is None:
+            law = "needs model.checkpoint_path, whose optimizer state it takes"
+            raise ConfigError("model.checkpoint_optimizer", True, law, "set model.checkpoint_path, or run with --from")
         return self
-
-
-class DataSection(Section):
-    """The prompts. Not needed with `model.make`, which builds its own."""
-
-    path: str | None = Field(None, min_length=1, description="JSONL or Parquet file of training prompts.")
-    validation_path: str | None = Field(None, min_length=1, description="JSONL or Parquet file of validation prompts.")
-    prompt_field: str = Field(
-        "prompt", min_length=1, description="Column with the prompt; the reward gets all columns."
-    )
-    shuffle: bool = Field(True, description="Shuffle each epoch, by run.seed.")
-
-
-class RewardSection(Section):
-    """How a response is judged. Not needed with `model.make`."""
-
-    function: str | None = Field(None, pattern=NAMED, description="Reward function, as module:function.")
-    timeout_s: float = Field(30.0, gt=0, le=86_400, description="Seconds after which one reward call counts as failed.")
 
 
 class DurabilitySection(Section):
@@ -278,6 +281,9 @@ class Config(Section):
     data: DataSection = Field(default_factory=DataSection, description="The prompts.")
     reward: RewardSection = Field(default_factory=RewardSection, description="The reward of a response.")
     agent: AgentSection = Field(default_factory=AgentSection, description="Multi-turn rollouts.")
+    environment: EnvironmentSection = Field(
+        default_factory=EnvironmentSection, description="Episodes of an environment with tools."
+    )
     scheduler: SchedulerSection = Field(
         default_factory=SchedulerSection, description="Batches, concurrency, staleness."
     )
@@ -296,6 +302,7 @@ class Config(Section):
         default_factory=DurabilitySection, description="What is stored against failures."
     )
     metrics: MetricsSection = Field(default_factory=MetricsSection, description="The Prometheus endpoint.")
+    samples: SamplesSection = Field(default_factory=SamplesSection, description="Responses kept for you to read.")
     control: ControlSection = Field(default_factory=ControlSection, description="Requests to a running run.")
     cluster: ClusterSection = Field(default_factory=ClusterSection, description="The Ray cluster of the run.")
 
@@ -320,14 +327,47 @@ class Config(Section):
         if self.trainer.ranks > each:
             law = f"an optimizer step has {each} trajectories, and each rank needs one"
             raise ConfigError("trainer.ranks", self.trainer.ranks, law, f"use at most {each}")
-        reward = self.reward.function or self.agent.function or self.agent.rollout  # these may return their own
-        for field, value in {"data.path": self.data.path, "reward.function": reward}.items():
+        refuse_rewards(self.reward)
+        reward = (
+            self.reward.specs or self.agent.function or self.agent.rollout or self.environment.class_name
+        )  # may return one
+        for field, value in {"data.path": self.data.given, "reward.function": reward or None}.items():
             if value is None and self.model.make is None:
                 fix = "set it, or use model.make to build model, data and reward"
                 raise ConfigError(field, value, "required with model.path", fix)
-        require_time_for_rewards(self.limits().timeouts, self.reward.timeout_s)
-        refuse_validation(self.validation, self.held_out, self.rollout)
+        refuse_adapter(self)
+        self._refuse_two_players()
+        self._refuse_beside_a_made_model()
+        require_time_for_rewards(self.limits().timeouts, self.reward.longest_s)
+        refuse_validation(self, self.held_out)
         return self
+
+    def _refuse_two_players(self) -> None:
+        """Raises: ConfigError for an environment beside an agent, and for a made model without its environment."""
+        path, made = self.environment.class_name, self.model.make == "lookup"
+        if path is not None and self.agent.given is not None:
+            raise ConfigError("environment.class_name", path, f"{self.agent.given} is set too", "remove one of them")
+        if made and path is None and self.agent.given is None:
+            law = "model.make lookup builds a model and rows, but no reward: an environment gives it"
+            raise ConfigError(
+                "environment.class_name", path, law, "set environment.class_name: engine.environments.lookup:Lookup"
+            )
+
+    def _refuse_beside_a_made_model(self) -> None:
+        """Raises: ConfigError for what `model.make` builds itself, and for settings of a template that it has not."""
+        ignored = {
+            "data.path": self.data.path,
+            "data.sources": [source.name for source in self.data.sources] or None,
+            "data.validation_path": self.data.validation_path,
+            "data.system_prompt": self.data.system_prompt,
+            "data.chat_template_kwargs": self.data.chat_template_kwargs or None,
+            "reward.function": self.reward.function,
+            "reward.functions": [part.name for part in self.reward.functions] or None,
+        }
+        for field, value in ignored.items():
+            if value is not None and self.model.make is not None:
+                law = f"model.make {self.model.make} builds its own model, data and reward, without a chat template"
+                raise ConfigError(field, value, law, "remove it, or use model.path instead of model.make")
 
     def limits(self) -> Limits:
         """The figures the scheduler is bound by. Raises: ConfigError where they break a law of DESIGN 4."""
@@ -343,12 +383,19 @@ class Config(Section):
             deadline_timeout_s=s.deadline_timeout_s,
             max_drops=s.max_drops,
             max_filtered_in_a_row=s.max_filtered_in_a_row,
+            max_failure_share=self.reward.max_failure_share,
             infrastructure_attempts=s.infrastructure_attempts,
             data_attempts=s.data_attempts,
             checkpoint_every=self.trainer.checkpoint_every,
             keep_checkpoints=self.trainer.keep_checkpoints,
             keep_checkpoints_every=self.trainer.keep_checkpoints_every,
-            validation=validation_limits(self.validation, s.samples_per_prompt, r.replicas) if self.held_out else None,
+            keep_best="" if self.trainer.keep_best is None else self.trainer.keep_best.metric,
+            keep_best_mode="max" if self.trainer.keep_best is None else self.trainer.keep_best.mode,
+            validation=(
+                validation_limits(self.validation, r, s.samples_per_prompt, replicas=r.replicas)
+                if self.held_out
+                else None
+            ),
             pools=limit_pools(self),
             train_after_sync=s.train_after_sync,
             async_ratio=s.async_ratio,
@@ -356,7 +403,7 @@ class Config(Section):
             added_states=(*rewarding(self), *added_states(s.states)),
             keeps_batches=self.trainer.checkpoint_every > 0,
             timeouts=self.timeouts.limits(
-                group=self.reward.timeout_s,
+                group=self.reward.longest_s,
                 stage=s.state_timeout_s,
                 sync=max(r.transport_timeout_s, r.install_timeout_s),
             ),
@@ -368,7 +415,13 @@ class Config(Section):
     @property
     def held_out(self) -> bool:
         """Whether there are held-out prompts."""
-        return self.model.make is not None or self.data.validation_path is not None
+        own = any(one.path is not None for one in self.validation.sets)
+        return own or self.model.make is not None or self.data.validation_path is not None
+
+    @property
+    def several_turns(self) -> bool:
+        """Whether agents or an environment make rollouts of several answers, and messages of their own."""
+        return self.agent.given is not None or self.environment.class_name is not None
 
     def policies(self) -> PolicySet:
         """Who decides. Raises: ConfigError for a name that is not registered (yet: users register their own)."""
@@ -383,9 +436,8 @@ class Config(Section):
     def trainer_settings(self) -> TrainerSettings:
         """The trainer's settings, with what it must share with the rollout. Raises: ConfigError."""
         # Over several turns `max_tokens` limits each answer, and only the context limits the whole response.
-        several_turns = self.agent.on_gateway or self.agent.rollout is not None
         return self.trainer.settings(
-            response_tokens=self.rollout.longest if several_turns else self.rollout.max_tokens,
+            response_tokens=self.rollout.longest if self.several_turns else self.rollout.max_tokens,
             samplers="float32" if self._scores_old_log_probs_apart() else self.rollout.sampler_dtype,
             policy_mini_batch_size=self.scheduler.policy_mini_batch_size,
             temperature=self.rollout.temperature,

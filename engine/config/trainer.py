@@ -3,9 +3,10 @@ means."""
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from engine.config.section import DEVICE, Section
+from engine.lora import ALL_LINEAR, Lora
 from engine.states.limits import BOUNDS
 from engine.training.trainer_settings import Mask, TrainerSettings
 
@@ -20,6 +21,37 @@ class MaskSection(Section):
     low: float | None = Field(None, ge=-1000, le=1000, description="Lower bound; null: none.")
     high: float | None = Field(None, ge=-1000, le=1000, description="Upper bound; null: none.")
     negative_only: bool = Field(False, description="Keep tokens whose advantage is not negative.")
+
+
+class KeepBestSection(Section):
+    """Which checkpoint is kept as the best one."""
+
+    metric: str = Field(
+        min_length=1, description="Figure of a validation: accuracy, reward_mean or SET/METRIC, such as math/pass@4."
+    )
+    mode: Literal["max", "min"] = Field("max", description="Whether the largest or the smallest value is best.")
+
+
+class LoraSection(Section):
+    """A low-rank adapter: `engine.lora.Lora` says what each field means, and checks it."""
+
+    rank: int = Field(16, ge=1, le=4096, description="Rank of the adapter's matrices.")
+    alpha: float = Field(32.0, gt=0, le=1_000_000, description="Their product is scaled by alpha / rank.")
+    target_modules: list[str] = Field(
+        default_factory=lambda: [ALL_LINEAR],
+        max_length=64,
+        description="Linear layers to adapt: all-linear, or names such as q_proj.",
+    )
+    dropout: float = Field(0.0, ge=0, le=0, description="Must be 0: with dropout, the sampler's log-probs differ.")
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _one_name_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    def settings(self) -> Lora:
+        """As trainer and samplers take them. Raises: ConfigError."""
+        return Lora(rank=self.rank, alpha=self.alpha, target_modules=tuple(self.target_modules), dropout=self.dropout)
 
 
 class TrainerSection(Section):
@@ -95,9 +127,17 @@ class TrainerSection(Section):
         description="Copy weights and moments before several optimizer steps, so that a failed step can be undone.",
     )
     epochs_per_batch: int = Field(1, ge=1, le=1000, description="Passes over each batch.")
-    micro_batch_tokens: int = Field(16_384, ge=1, le=MOST_TOKENS, description="Padded tokens of one forward pass.")
+    micro_batch_tokens: int = Field(
+        16_384, ge=1, le=MOST_TOKENS, description="Tokens of one forward pass, padding included."
+    )
+    packing: Literal["auto", "on", "off"] = Field(
+        "auto", description="Trajectories end to end, without padding; auto: where the model's attention supports it."
+    )
+    shared_prompts: Literal["auto", "on", "off"] = Field(
+        "auto", description="Compute a prompt once for its trajectories; auto: if it saves 15 % of their tokens."
+    )
     bf16: Literal["auto", "on", "off"] = Field(
-        "auto", description="bfloat16 autocast; auto: on CUDA devices that support it."
+        "auto", description="Passes with bfloat16 weights, rounded from float32; auto: on CUDA devices that support it."
     )
     publish_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Type of published weights; auto: that of the samplers."
@@ -106,16 +146,21 @@ class TrainerSection(Section):
     activation_checkpointing: bool = Field(
         False, description="Keep only the inputs of layers for the backward pass: less memory, a third more time."
     )
+    lora: LoraSection | None = Field(
+        None, description="Train a low-rank adapter instead of the whole model; null: the whole model."
+    )
     ranks: int = Field(
         1, ge=1, le=64, description="Processes on one machine that shard the trained model (FSDP2); 1: not sharded."
     )
     gpus_per_rank: int = Field(
         0, ge=0, le=8, description="GPUs that Ray reserves for each rank; 0: one where the cluster has any."
     )
-    cpu_offload: bool = Field(False, description="With several ranks on GPUs: keep the shards in host memory.")
+    cpu_offload: bool = Field(
+        False, description="On GPUs: keep the shards of several ranks, or the optimizer of one, in host memory."
+    )
     device: str = Field("auto", pattern=DEVICE, description="auto, cpu, cuda or cuda:N.")
     device_memory_gb: float = Field(
-        0.0, ge=0, le=100_000, description="Memory of its device; `engine check` refuses what cannot fit; 0: not said."
+        0.0, ge=0, le=100_000, description="Memory of its device; `engine check` refuses what cannot fit; 0: unknown."
     )
     threads: int = Field(
         0, ge=0, le=1024, description="CPU threads of the trainer; 0: from its pool's share, or torch's default."
@@ -134,6 +179,10 @@ class TrainerSection(Section):
         description="Keep one checkpoint of every so many train steps permanently; 0: none.",
     )
 
+    keep_best: KeepBestSection | None = Field(
+        None, description="Also keep the best checkpoint by a figure of a validation; null: only the newest ones."
+    )
+
     def settings(self, *, response_tokens: int, samplers: str, **shared: Any) -> TrainerSettings:
         """As the trainer takes them, with what it `shared` with other sections. `samplers`: the type of the samplers'
         weights, for `publish_dtype`. Raises: ConfigError."""
@@ -141,11 +190,13 @@ class TrainerSection(Section):
             "checkpoint_every",
             "keep_checkpoints",
             "keep_checkpoints_every",
+            "keep_best",
             "device_memory_gb",
             "gpus_per_rank",
         }
         own = self.model_dump(exclude=elsewhere)
         own["masks"] = tuple(Mask(**mask) for mask in own["masks"])
+        own["lora"] = None if self.lora is None else self.lora.settings()
         for field in ("aggregation_tokens", "overlong_max_tokens"):
             own[field] = own[field] or response_tokens
         if self.publish_dtype == "auto":

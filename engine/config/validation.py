@@ -1,13 +1,67 @@
 """The validation section of a configuration: what is measured on held-out prompts, when, and where."""
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import Field
 
+from engine.config.agent import NAMED as FUNCTION
+from engine.config.data import Paths
 from engine.config.rollout import RolloutSection
 from engine.config.section import Section
-from engine.errors import ConfigError
-from engine.states.limits import ValidationLimits
+from engine.errors import ConfigError, suggestion
+from engine.states.estimators import metric_names
+from engine.states.limits import HELD_OUT, ValidationLimits, ValidationSet
+from engine.tasks.answers import NAMED as ANSWER
+from engine.tasks.answers import NONE
+
+if TYPE_CHECKING:
+    from engine.config.schema import Config
+
+
+RESERVED = ("accuracy", "reward_mean", "rows", "measured", "version", "steps", "seconds", "elapsed_s", "outcome")
+"""Names that a set cannot have: its metrics are `validation/NAME/...`, and these are metrics `validation/...`."""
+
+
+class ValidationSetSection(Section):
+    """One of several validation sets. Two sets may have the same prompts and sample them differently."""
+
+    name: str = Field(
+        pattern=r"^[a-z][a-z0-9_]*$", max_length=40, description="Name of the set in metrics, samples and tables."
+    )
+    path: Paths | None = Field(None, description="Files of prompts, as in data.path; null: data.validation_path.")
+    prompt_field: str | None = Field(None, min_length=1, description="Column with the prompt; null: data.prompt_field.")
+    prompts: int | None = Field(
+        None, ge=1, le=1_000_000, description="Maximum number of prompts; null: validation.prompts."
+    )
+    samples_per_prompt: int = Field(1, ge=1, le=1024, description="Responses to each prompt.")
+    k: list[int] | None = Field(
+        None,
+        max_length=16,
+        description="Numbers of responses for pass@k and maj@k; null: samples_per_prompt, if it is above 1.",
+    )
+    temperature: float | None = Field(
+        None,
+        ge=0,
+        le=100,
+        description="Sampling temperature; 0: greedy; null: rollout.temperature, but greedy for single responses if "
+        "validation.greedy.",
+    )
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="Probability mass of nucleus sampling; null: rollout.top_p."
+    )
+    max_tokens: int | None = Field(
+        None, ge=1, le=10_000_000, description="Maximum tokens of a response; null: rollout.max_tokens."
+    )
+    reward: str | None = Field(
+        None, pattern=FUNCTION, description="Reward function, as module:function; null: that of the run."
+    )
+    answer: str = Field(
+        "auto",
+        pattern=ANSWER,
+        description="Answer that maj@k votes on: number, boxed, choice, text, boxed_or_number, module:function, none; "
+        "auto: the one that the reward compares.",
+    )
 
 
 class ValidationSection(Section):
@@ -16,7 +70,12 @@ class ValidationSection(Section):
     at_start: bool = Field(True, description="Validate the initial weights while training starts.")
     every: int = Field(0, ge=0, le=1_000_000, description="Train steps between validations; 0: none.")
     at_end: bool = Field(True, description="Validate the final weights before the run ends.")
-    prompts: int = Field(128, ge=1, le=1_000_000, description="Maximum number of validation prompts.")
+    prompts: int = Field(128, ge=1, le=1_000_000, description="Maximum number of prompts of a validation set.")
+    sets: list[ValidationSetSection] = Field(
+        [],
+        max_length=32,
+        description="Several sets; empty: data.validation_path, with one response to each prompt.",
+    )
     placement: Literal["shared", "own"] = Field(
         "shared", description="On rollout replicas (shared), or on additional replicas (own)."
     )
@@ -24,18 +83,85 @@ class ValidationSection(Section):
     conflict: Literal["hold", "cancel"] = Field(
         "hold", description="If validation keeps all replicas from newer weights: hold the weights, or cancel it."
     )
-    greedy: bool = Field(True, description="Take the likeliest token instead of sampling.")
+    greedy: bool = Field(True, description="Take the likeliest token where a prompt gets one response.")
+
+    def needs_default_path(self) -> bool:
+        """Whether a set has the prompts of `data.validation_path`."""
+        return not self.sets or any(one.path is None for one in self.sets)
 
 
-def validation_limits(section: ValidationSection, samples: int, replicas: int) -> ValidationLimits | None:
-    """What the scheduler is told, with as many rows as there may be; None where nothing is ever to be measured.
+class SetSettings(NamedTuple):
+    """A validation set with the defaults of its sections filled in."""
 
-    `samples`: trajectories of a group, which is what a slot holds at once; `replicas`: those that generate.
+    field: str
+    """Path of its section, for errors; empty for the default set."""
+    name: str
+    path: str | list[str] | None
+    """None: the validation prompts of the run."""
+    prompt_field: str | None
+    prompts: int
+    samples: int
+    k: tuple[int, ...]
+    temperature: float
+    top_p: float
+    max_tokens: int
+    reward: str | None
+    """None: the reward of the run."""
+    answer: str
+
+    def limited(self, prompts: int) -> ValidationSet:
+        """The part that the scheduler needs, with this number of prompts."""
+        majority = bool(self.k) and self.answer != NONE
+        return ValidationSet(name=self.name, prompts=prompts, samples=self.samples, k=self.k, majority=majority)
+
+    @property
+    def way(self) -> tuple[float, float, int, str | None]:
+        """How it is sampled and judged. Sets with the same way share a generator."""
+        return self.temperature, self.top_p, self.max_tokens, self.reward
+
+
+def validation_sets(section: ValidationSection, rollout: RolloutSection) -> list[SetSettings]:
+    """The sets, in order; the default one where none is named."""
+    given = section.sets or [ValidationSetSection(name=HELD_OUT)]
+    return [_settings(one, index, section, rollout) for index, one in enumerate(given)]
+
+
+def _settings(one: ValidationSetSection, index: int, section: ValidationSection, r: RolloutSection) -> SetSettings:
+    samples = one.samples_per_prompt
+    greedy = section.greedy and samples == 1
+    temperature = one.temperature if one.temperature is not None else 0.0 if greedy else r.temperature
+    k = one.k if one.k is not None else [samples] if samples > 1 else []
+    return SetSettings(
+        field=f"validation.sets.{index}" if section.sets else "",
+        name=one.name,
+        path=one.path,
+        prompt_field=one.prompt_field,
+        prompts=one.prompts or section.prompts,
+        samples=samples,
+        k=tuple(k),
+        temperature=temperature,
+        top_p=1.0 if temperature == 0.0 else r.top_p if one.top_p is None else one.top_p,
+        max_tokens=one.max_tokens or r.max_tokens,
+        reward=one.reward,
+        answer=one.answer,
+    )
+
+
+def validation_limits(
+    section: ValidationSection, rollout: RolloutSection, samples: int, *, replicas: int
+) -> ValidationLimits | None:
+    """The limits for the scheduler, with the maximum number of rows; None if nothing is ever measured.
+
+    `samples`: trajectories of a group, which a slot holds at once; `replicas`: the number that generate.
+    Raises: `ConfigError` for sets that cannot be measured.
     """
+    refuse_sets(section, rollout)
     if not (section.at_start or section.every or section.at_end):
         return None
+    sets = [one.limited(one.prompts) for one in validation_sets(section, rollout)]
     return ValidationLimits(
-        rows=section.prompts,
+        rows=sum(one.prompts * one.samples for one in sets),
+        sets=tuple(sets) if section.sets else (),
         rows_per_slot=samples,
         at_start=section.at_start,
         every=section.every,
@@ -46,8 +172,37 @@ def validation_limits(section: ValidationSection, samples: int, replicas: int) -
     )
 
 
-def refuse_validation(section: ValidationSection, held_out: bool, rollout: RolloutSection) -> None:
-    """Raises: `ConfigError` for what cannot be measured."""
+def refuse_sets(section: ValidationSection, rollout: RolloutSection) -> None:
+    """Raises: `ConfigError` for a repeated name, a k above the number of responses, or impossible sampling."""
+    names: list[str] = []
+    for given, one in zip(section.sets, validation_sets(section, rollout), strict=False):
+        if one.name in names:
+            law = "must be unique: an earlier set has this name"
+            raise ConfigError(f"{one.field}.name", one.name, law, "use another name")
+        if one.name in RESERVED:
+            law = f"must not be one of {', '.join(RESERVED)}: these are figures of all sets together"
+            raise ConfigError(f"{one.field}.name", one.name, law, "use another name")
+        names.append(one.name)
+        for k in one.k:
+            if not 1 <= k <= one.samples:
+                law = f"must be from 1 to samples_per_prompt = {one.samples}"
+                raise ConfigError(f"{one.field}.k", list(one.k), law, f"use at most {one.samples}, or more responses")
+        if len(set(one.k)) < len(one.k):
+            raise ConfigError(f"{one.field}.k", list(one.k), "names a number twice", "name each once")
+        if one.temperature == 0.0 and one.samples > 1:
+            law = f"must be above 0: greedy responses are equal, and samples_per_prompt is {one.samples}"
+            raise ConfigError(f"{one.field}.temperature", given.temperature, law, "use 1.0, or samples_per_prompt: 1")
+        if rollout.context is not None and one.max_tokens >= rollout.context:
+            law = f"must be below rollout.context = {rollout.context}, which holds the prompt too"
+            raise ConfigError(f"{one.field}.max_tokens", one.max_tokens, law, f"use at most {rollout.context - 1}")
+
+
+def refuse_validation(config: "Config", held_out: bool) -> None:
+    """Raises: `ConfigError` for sets that cannot be measured, and for a best checkpoint that is never measured."""
+    section, rollout = config.validation, config.rollout
+    for one in validation_sets(section, rollout) if section.sets else ():
+        if one.path is None and config.data.validation_path is None and config.model.make is None:
+            raise ConfigError(f"{one.field}.path", None, "required without data.validation_path", "set it to a file")
     if section.every and not held_out:
         law = "there are no validation prompts"
         raise ConfigError("validation.every", section.every, law, "set data.validation_path: <file>, or use 0")
@@ -57,3 +212,35 @@ def refuse_validation(section: ValidationSection, held_out: bool, rollout: Rollo
     if section.placement == "shared" and section.replicas > rollout.replicas:
         law = f"must be at most rollout.replicas = {rollout.replicas}"
         raise ConfigError("validation.replicas", section.replicas, law, f"use {rollout.replicas}")
+    if config.agent.on_gateway and len({one.way for one in validation_sets(section, rollout)}) > 1:
+        law = "must all have the same sampling and reward: agents on the gateway use one for every set"
+        raise ConfigError(
+            "validation.sets", [one.name for one in section.sets], law, "remove the fields in which the sets differ"
+        )
+    _refuse_best(config)
+
+
+def _refuse_best(config: "Config") -> None:
+    best, limits = config.trainer.keep_best, config.limits().validation
+    if best is None or limits is None:  # `Limits` has refused a best checkpoint without validation
+        return
+    known = metric_names(limits.parts)
+    if best.metric not in known:
+        fix = suggestion(best.metric, known, f"use one of {', '.join(known)}")
+        raise ConfigError("trainer.keep_best.metric", best.metric, "is not a figure of the validation", fix)
+    every = config.validation.every
+    for field, step in _rhythms(config):
+        if not every or every % step:
+            law = (
+                f"must be a multiple of {field} = {step} with trainer.keep_best: only measured checkpoints can be best"
+            )
+            raise ConfigError("validation.every", every, law, f"use {max(step, every - every % step)}")
+
+
+def _rhythms(config: "Config") -> Sequence[tuple[str, int]]:
+    """Train steps from one checkpoint to the next, and from one version to the next."""
+    trainer, scheduler = config.trainer, config.scheduler
+    return (
+        ("trainer.checkpoint_every", trainer.checkpoint_every),
+        ("scheduler.sync_every", scheduler.sync_every),
+    )

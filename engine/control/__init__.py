@@ -1,1 +1,1 @@
-"""Requests to a running run: drain, stop, scale, set, and what it waits for."""
+"""Requests to a running run: drain, stop, scale, change settings, and show what it waits for."""

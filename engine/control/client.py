@@ -16,8 +16,8 @@ from engine.control.address_file import place_of
 from engine.control.requests import MAX_ANSWER_BYTES, Operation
 from engine.errors import ConfigError
 
-PATIENCE_S = 30.0
-"""How long the run may take to answer."""
+ANSWER_TIMEOUT_S = 30.0
+"""Time limit for the answer of the run."""
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -32,20 +32,20 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
 
 
-def tell(run_dir: Path, shown: str, asked: Operation) -> dict[str, Any]:
+def tell(run_dir: Path, shown: str, operation: Operation) -> dict[str, Any]:
     """Send an operation to the run of a directory and return its answer.
 
-    Raises: `ConfigError` if the run is not running, does not answer, or refuses (with the broken rule).
+    Raises: `ConfigError` if the run is not running, does not answer, or rejects the operation (with the broken rule).
     """
     place = place_of(run_dir, shown)
     request = urllib.request.Request(
         f"{place.url}/control",
-        data=asked.model_dump_json().encode(),
+        data=operation.model_dump_json().encode(),
         headers={"Authorization": f"Bearer {place.token}", "Content-Type": "application/json"},
         method="POST",
     )
     try:
-        with _OPENER.open(request, timeout=PATIENCE_S) as answer:
+        with _OPENER.open(request, timeout=ANSWER_TIMEOUT_S) as answer:
             return _plain(answer.read(MAX_ANSWER_BYTES + 1))
     except urllib.error.HTTPError as error:
         raise _refused(shown, error) from None

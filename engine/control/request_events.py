@@ -1,6 +1,6 @@
 """Checks an operation and converts it into events. An operation that breaks a law never becomes an event.
 
-The run's session calls it between two events, so the state that is checked is the state that the events meet.
+The run loop calls it between two events, so the state that is checked is the state that the events meet.
 """
 
 from collections.abc import Sequence
@@ -21,34 +21,34 @@ from engine.scheduling.settings import (
 from engine.states.limits import Limits
 
 REPLICAS = "rollout.replicas"
-"""Setting that states a new number of replicas at a resume."""
+"""Setting that changes the number of replicas at a resume."""
 
 
 def decide(
-    asked: Operation, scheduler: Scheduler, most_replicas: int, reward_timeout_s: float = 0.0
+    operation: Operation, scheduler: Scheduler, max_replicas: int, reward_timeout_s: float = 0.0
 ) -> tuple[Event, ...]:
     """The events that carry out an operation. `reward_timeout_s`: time limit of one reward call.
 
     Raises: `ConfigError` that names the law that the operation breaks, or if the run has ended.
     """
     outcome = scheduler.state.outcome
-    if isinstance(asked, Look):
+    if isinstance(operation, Look):
         return ()
     if outcome is not None:
         raise ConfigError(
             "RUN", outcome.outcome, f"the run has ended: {outcome.reason}", "resume it with `engine resume`"
         )
-    if isinstance(asked, Stop):
-        return (StopRequested(reason=asked.reason),)
-    if isinstance(asked, Scale):
-        check_replicas(asked.replicas, scheduler.state.limits, most_replicas)
-        return (ReplicasWanted(replicas=asked.replicas),)
-    if isinstance(asked, Set):
-        settings = [(one.setting, one.value) for one in asked.settings]
+    if isinstance(operation, Stop):
+        return (StopRequested(reason=operation.reason),)
+    if isinstance(operation, Scale):
+        check_replicas(operation.replicas, scheduler.state.limits, max_replicas)
+        return (ReplicasWanted(replicas=operation.replicas),)
+    if isinstance(operation, Set):
+        settings = [(one.setting, one.value) for one in operation.settings]
         return changes(settings, scheduler.state.limits, scheduler.policies, reward_timeout_s)
-    if asked.replica is None:
-        return (DrainRequested(reason=asked.reason),)
-    return (_leaves(asked, asked.replica, scheduler),)
+    if operation.replica is None:
+        return (DrainRequested(reason=operation.reason),)
+    return (_leave_event(operation, operation.replica, scheduler),)
 
 
 def changes(
@@ -67,8 +67,8 @@ def changes(
 
 
 def after_resuming(scheduler: Scheduler, settings: Sequence[tuple[str, str]], replicas: int) -> tuple[Event, ...]:
-    """The events after the `RunResumed` of a run with `replicas` replicas: its settings, then the last wanted number
-    of replicas unless `settings` has a new one. Call it before that event. Raises like `changes`."""
+    """The events that follow the `RunResumed` of a run with `replicas` replicas: its settings, then the number of
+    replicas that was wanted last, unless `settings` has a new one. Call it before that event. Raises: as `changes`."""
     state = scheduler.state
     wanted = sum(replica.process.wanted for replica in state.fleet.rollouts())
     changed = changes([one for one in settings if one[0] != REPLICAS], state.limits, scheduler.policies)
@@ -77,7 +77,7 @@ def after_resuming(scheduler: Scheduler, settings: Sequence[tuple[str, str]], re
     return (*changed, ReplicasWanted(replicas=wanted))
 
 
-def check_replicas(replicas: int, limits: Limits, most: int) -> None:
+def check_replicas(replicas: int, limits: Limits, maximum: int) -> None:
     """Raises: `ConfigError` if the run cannot have this number of generating replicas."""
     fixed = [id for pool in limits.pools for id in pool.replicas]
     if fixed:
@@ -87,17 +87,17 @@ def check_replicas(replicas: int, limits: Limits, most: int) -> None:
     if own and replicas > own.start:
         law = f"must be at most {own.start}: the other replicas are reserved for validation"
         raise ConfigError("replicas", replicas, law, f"use a number from 1 to {own.start}")
-    if not 1 <= replicas <= most:
-        law = f"must be from 1 to {most}"
-        raise ConfigError("replicas", replicas, law, f"use a number from 1 to {most}")
+    if not 1 <= replicas <= maximum:
+        law = f"must be from 1 to {maximum}"
+        raise ConfigError("replicas", replicas, law, f"use a number from 1 to {maximum}")
 
 
-def _leaves(asked: Drain, id: ReplicaId, scheduler: Scheduler) -> ReplicaLeaves:
+def _leave_event(operation: Drain, id: ReplicaId, scheduler: Scheduler) -> ReplicaLeaves:
     replica = scheduler.state.fleet.replicas.get(id)
     if replica is None or replica.state == "down":
-        there = [r.id for r in scheduler.state.fleet.replicas.values() if r.state != "down"]
+        up = [r.id for r in scheduler.state.fleet.replicas.values() if r.state != "down"]
         law = (
             "does not exist" if replica is None else f"is {replica.condition}: only a replica that is up can be drained"
         )
-        raise ConfigError("--replica", id, law, f"use one of {there}")
-    return ReplicaLeaves(replica=id, incarnation=replica.incarnation, reason=asked.reason)
+        raise ConfigError("--replica", id, law, f"use one of {up}")
+    return ReplicaLeaves(replica=id, incarnation=replica.incarnation, reason=operation.reason)

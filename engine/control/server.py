@@ -1,6 +1,6 @@
 """The control endpoint: one route, bearer tokens, known hosts, and bounded bodies, connections and waits.
 
-It runs on the event loop of the run's session, and calls `carry_out` for each operation. It answers requests without
+It runs on the event loop of the run, and calls `carry_out` for each operation. It answers requests without
 the token only with an error. No answer and no log line contains the token or any other header.
 """
 
@@ -61,11 +61,11 @@ class ControlServer:
                 else Refused(404, f"unknown path {request.path}; use POST /control")
             )
         try:
-            asked = parse(await self._listener.body(request))
+            operation = parse(await self._listener.body(request))
         except ValueError as error:
             raise Refused(400, str(error)) from None
         try:
-            return web.json_response(self._carry_out(asked))
+            return web.json_response(self._carry_out(operation))
         except ConfigError as error:
             raise Refused(409, str(error)) from None
         except EngineError as error:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.gateway.runners import Runner
-from engine.gateway.sessions import AgentGroup, Bounds, Line, Sampler, Session
-from engine.gateway.tool_calls import Parser
+from engine.gateway.sessions import AgentGroup, Bounds, ReplicaLink, Sampler, Session
 from engine.ids import GroupId
 from engine.rollout.agents.agent_generator import GroupOutcome, OpenGroup
 from engine.rollout.agents.conversation import Chat
+from engine.rollout.agents.tool_calls import Parser
 from engine.trajectory import Prompt
 
 # -- the parts of a gateway, without its HTTP server -------------------------------------------------------------------
@@ -73,7 +73,7 @@ class Agents:
             if work.truncate:
                 return GroupOutcome(missing=True)
             group = self._begin(work)
-        outcome = group.open(Line(sampler, work.attempt))
+        outcome = group.open(ReplicaLink(sampler, work.attempt))
         attempt, how = self._early.pop(work.group, (0, ""))
         if work.truncate or attempt >= work.attempt:
             group.cut(work.attempt, "truncate" if work.truncate else how)

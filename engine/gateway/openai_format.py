@@ -1,24 +1,35 @@
 """Parses and checks agents' requests in OpenAI's format; faults become OpenAI error objects.
 
-Called by `server.py`. Unknown and unused fields are ignored, as other servers do. Temperature, top-p and seed are
-always those of the run, because tokens of another distribution would make the log-probs wrong.
+Called by `server.py`. `request_fields.py` says which fields are honored, and refuses those that cannot be. Fields that
+it does not know are ignored, as other servers do.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
-from engine.gateway.tool_calls import ToolCall
+from engine.gateway.request_fields import CHAT, COMPLETIONS, Rule, refusal_of
+from engine.rollout.agents.tool_calls import ParsedCall
 
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class TokenFigures:
+    """The log-prob of a token, and the likeliest tokens at its place with theirs, the likeliest first."""
+
+    text: str
+    logprob: float
+    top: Sequence[tuple[str, float]] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One answered call. `logprobs`: (token text, log-prob) of each sampled token, if requested."""
+    """One answered call."""
 
     id: str
     created: int
@@ -27,8 +38,9 @@ class Answer:
     finish_reason: str
     prompt_tokens: int
     completion_tokens: int
-    tool_calls: list[ToolCall] = field(default_factory=list)
-    logprobs: list[tuple[str, float]] | None = None
+    tool_calls: list[ParsedCall] = field(default_factory=list)
+    logprobs: list["TokenFigures"] | None = None
+    """Of each sampled token, if requested."""
 
     @property
     def usage(self) -> dict[str, int]:
@@ -119,25 +131,32 @@ def _chat_logprobs(answer: Answer) -> dict[str, Any] | None:
     if answer.logprobs is None:
         return None
     content = [
-        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-        for token, logprob in answer.logprobs
+        {**_chat_token(token.text, token.logprob), "top_logprobs": [_chat_token(*other) for other in token.top]}
+        for token in answer.logprobs
     ]
     return {"content": content, "refusal": None}
+
+
+def _chat_token(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 def _text_logprobs(answer: Answer) -> dict[str, Any] | None:
     if answer.logprobs is None:
         return None
-    tokens = [token for token, _ in answer.logprobs]
+    tops = [dict(token.top) for token in answer.logprobs]
     return {
-        "tokens": tokens,
-        "token_logprobs": [value for _, value in answer.logprobs],
+        "tokens": [token.text for token in answer.logprobs],
+        "token_logprobs": [token.logprob for token in answer.logprobs],
         "text_offset": [],
-        "top_logprobs": None,
+        "top_logprobs": tops if any(tops) else None,
     }
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
+
+
+MOST_TOP_LOGPROBS = 20
 
 
 class RequestError(Exception):
@@ -151,22 +170,26 @@ class RequestError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-class Asking(BaseModel):
+class AgentRequest(BaseModel):
     """Fields that both endpoints accept."""
 
     model_config = ConfigDict(extra="ignore")
 
+    RULES: ClassVar[Mapping[str, Rule]] = {}
+
+    model: str | None = None
     stop: str | list[str] | None = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
-    n: int | None = 1
     max_tokens: int | None = Field(None, ge=1)
 
-    @model_validator(mode="after")
-    def _one_answer(self) -> "Asking":
-        if self.n not in (None, 1):
-            raise ValueError("n must be 1: a rollout has one answer to each call")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, said: Any) -> Any:
+        refused = refusal_of(cls.RULES, said) if isinstance(said, dict) else None
+        if refused is not None:
+            raise PydanticCustomError("refused", "{law}", {"field": refused[0], "law": refused[1]})
+        return said
 
     @property
     def stops(self) -> list[str]:
@@ -194,7 +217,7 @@ class Function(BaseModel):
     arguments: str | dict[str, Any] = "{}"
 
 
-class Called(BaseModel):
+class MessageToolCall(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     function: Function
@@ -205,17 +228,32 @@ class ChatMessage(BaseModel):
 
     role: str
     content: str | list[Part] | None = None
-    tool_calls: list[Called] | None = None
+    tool_calls: list[MessageToolCall] | None = None
 
 
-class ChatAsking(Asking):
+class ChatRequest(AgentRequest):
     """A request to `/v1/chat/completions`."""
+
+    RULES = CHAT
 
     messages: list[ChatMessage] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _logprobs_of_top(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            law = f"top_logprobs is {self.top_logprobs}, but needs logprobs: true"
+            raise PydanticCustomError("refused", "{law}", {"field": "top_logprobs", "law": law})
+        return self
+
+    @property
+    def figures(self) -> int | None:
+        """How many of the likeliest tokens to return with each token's log-prob; None: no log-probs."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def plain_messages(self) -> list[dict[str, Any]]:
@@ -230,18 +268,25 @@ class ChatAsking(Asking):
         return bool(self.tools) and self.tool_choice != "none"
 
 
-class TextAsking(Asking):
+class CompletionRequest(AgentRequest):
     """A request to `/v1/completions`: a text, or token ids."""
 
+    RULES = COMPLETIONS
+
     prompt: str | Annotated[list[int], Field(min_length=1)]
-    logprobs: int | None = None
+    logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+
+    @property
+    def figures(self) -> int | None:
+        """As `ChatRequest.figures`."""
+        return self.logprobs
 
     @property
     def limit(self) -> int | None:
         return self.max_tokens
 
 
-Kind = TypeVar("Kind", bound=Asking)
+Kind = TypeVar("Kind", bound=AgentRequest)
 
 
 def parse(kind: type[Kind], body: bytes) -> Kind:
@@ -250,9 +295,11 @@ def parse(kind: type[Kind], body: bytes) -> Kind:
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors()[0]
-        place = _path(first["loc"])
-        told = first["msg"].removeprefix("Value error, ")
-        raise RequestError(400, f"{place}: {told}" if place else told, param=place or None) from None
+        place = _path(first["loc"]) or str(first.get("ctx", {}).get("field", ""))
+        if first["type"] == "refused":
+            raise RequestError(400, first["msg"], code="unsupported_value", param=place) from None
+        problem = first["msg"].removeprefix("Value error, ")
+        raise RequestError(400, f"{place}: {problem}" if place else problem, param=place or None) from None
 
 
 def _path(parts: Sequence[int | str]) -> str:

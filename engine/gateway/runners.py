@@ -24,7 +24,7 @@ from engine.user_code import awaited, stack_of
 
 log = logging.getLogger(__name__)
 
-TOLD = 2000
+QUOTED = 2000
 """Number of characters of a program's standard error that a failure quotes."""
 ANSWER_S = 5.0
 """Time limit for the agents' event loop to answer after an agent is cancelled. Past it, the thread is blocked."""
@@ -35,6 +35,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Runner(Protocol):
+    """Runs agents, one `run` call per agent."""
+
     async def run(self, base_url: str, key: str, prompt: Prompt) -> float | None:
         """Run one agent to its end. Returns its reward, or None. Raises: `DataFailure` if the agent fails. When
         cancelled, it returns once every process of the agent has ended."""
@@ -151,14 +153,14 @@ class CommandRunner:
         except OSError as error:
             raise EngineError(f"agent {self._command[0]} cannot be started in {self._directory}: {error}") from error
         try:
-            told = await _tail(process.stderr)
+            output = await _tail(process.stderr)
             code = await process.wait()
         finally:
             await _end(process)
         if code == 0:
             return None
         story = f"agent {self._command[0]} on prompt row {prompt.row}"
-        last = f": {told.strip()}" if told.strip() else ""
+        last = f": {output.strip()}" if output.strip() else ""
         if code < 0:
             raise EngineError(f"{story} was killed by {signal.Signals(-code).name}{last}", row=prompt.row)
         raise DataFailure(f"{story} ended with exit code {code}{last}", row=prompt.row)
@@ -175,11 +177,11 @@ def _die_with_parent() -> None:
 
 
 async def _tail(stream: asyncio.StreamReader | None) -> str:
-    """The last output of a program that has ended."""
+    """The last `QUOTED` characters of a program's output. Returns when the program closes it."""
     kept: deque[bytes] = deque(maxlen=2)
-    while stream is not None and (piece := await stream.read(2 * TOLD)):
+    while stream is not None and (piece := await stream.read(2 * QUOTED)):
         kept.append(piece)
-    return b"".join(kept).decode(errors="replace")[-TOLD:]
+    return b"".join(kept).decode(errors="replace")[-QUOTED:]
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

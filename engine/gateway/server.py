@@ -7,7 +7,7 @@ OpenAI's objects, errors included. It must never read a body beyond the size lim
 import logging
 import resource
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -15,11 +15,12 @@ from aiohttp import web
 from engine.errors import DataFailure
 from engine.gateway.agents import Agents
 from engine.gateway.openai_format import (
+    AgentRequest,
     Answer,
-    Asking,
-    ChatAsking,
+    ChatRequest,
+    CompletionRequest,
     RequestError,
-    TextAsking,
+    TokenFigures,
     chat_body,
     chat_events,
     parse,
@@ -27,9 +28,9 @@ from engine.gateway.openai_format import (
     text_events,
 )
 from engine.gateway.sessions import ContextSpent, Session, SessionOver
-from engine.gateway.tool_calls import Parser, none
 from engine.http_listener import ConnectionBounds, Listener, Refused
-from engine.rollout.agents.conversation import Asked, Call, Chat, chat, ids, key_of, text
+from engine.rollout.agents.conversation import Call, CallHistory, Chat, chat, ids, key_of, text
+from engine.rollout.agents.tool_calls import Parser, none
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ CONNECTIONS = 16_384
 HEAD_S = 75.0
 """Seconds that an agent may keep a connection between two calls."""
 BODY_S = 120.0
+ANY_MODEL = "model"
+"""A name that always means the run's model."""
 
 
 class GatewayServer:
@@ -88,35 +91,44 @@ class GatewayServer:
 
     async def _chat_completions(self, request: web.BaseRequest) -> web.StreamResponse:
         session = self._session(request)
-        said = parse(ChatAsking, await self._listener.body(request))
+        said = parse(ChatRequest, await self._listener.body(request))
+        self._check_model(said)
         tools = said.tools if said.offers_tools else None
         asked = chat(
             said.plain_messages, lambda messages: self._chat.template(messages, tools), self._chat.encode_rendered
         )
         parser = self._parser if said.offers_tools else none
-        answer = await self._answer(session, asked, said, parser, with_logprobs=bool(said.logprobs))
+        answer = await self._answer(session, asked, said, parser)
         return await self._send(request, said, chat_body(answer), chat_events(answer, said.usage_in_stream))
 
     async def _completions(self, request: web.BaseRequest) -> web.StreamResponse:
         session = self._session(request)
-        said = parse(TextAsking, await self._listener.body(request))
+        said = parse(CompletionRequest, await self._listener.body(request))
+        self._check_model(said)
         if isinstance(said.prompt, str):
             asked = text(said.prompt, self._chat.encode)
         else:
             asked = ids(said.prompt, self._chat.encode)
-        answer = await self._answer(session, asked, said, none, with_logprobs=said.logprobs is not None)
+        answer = await self._answer(session, asked, said, none)
         return await self._send(request, said, text_body(answer), text_events(answer, said.usage_in_stream))
 
     # inside
 
     async def _answer(
-        self, session: Session, asked: Asked, said: ChatAsking | TextAsking, parser: Parser, with_logprobs: bool
+        self,
+        session: Session,
+        asked: CallHistory,
+        said: ChatRequest | CompletionRequest,
+        parser: Parser,
     ) -> Answer:
+        top = said.figures or 0
+        if top > session.group.bounds.top_logprobs:
+            law = f"top_logprobs is {top}, but must be 0: rollout.backend openai returns only the sampled tokens"
+            raise RequestError(400, law, code="unsupported_value", param="top_logprobs")
         call = session.begin(asked)
-        await session.sample(call, said.limit)
+        await session.sample(call, said.limit, top)
         shown, hidden = self._ending(call, said.stops)
         left, calls = parser(shown)
-        pairs = zip(call.token_ids, call.logprobs, strict=True)
         self._answered += 1
         answer = Answer(
             id=f"call-{self._answered}",
@@ -127,10 +139,28 @@ class GatewayServer:
             prompt_tokens=len(call.prompt_ids),
             completion_tokens=len(call.token_ids),
             tool_calls=calls,
-            logprobs=[(self._chat.full([token]), value) for token, value in pairs] if with_logprobs else None,
+            logprobs=None if said.figures is None else self._figures(call),
         )
+        session.conversation.add_figure("tool_calls", len(calls))
         session.conversation.commit(call, shown=shown, hidden=hidden, key=key_of(answer.message))
         return answer
+
+    def _figures(self, call: Call) -> list[TokenFigures]:
+        """Of each token, its text, its log-prob, and those of the likeliest tokens at its place, if requested."""
+
+        def named(likeliest: Sequence[tuple[int, float]]) -> list[tuple[str, float]]:
+            return [(self._chat.full([id]), value) for id, value in likeliest]
+
+        tops = call.top or [[] for _ in call.token_ids]
+        tokens = zip(call.token_ids, call.logprobs, tops, strict=True)
+        return [TokenFigures(self._chat.full([token]), value, named(top)) for token, value, top in tokens]
+
+    def _check_model(self, said: AgentRequest) -> None:
+        """Raises: `RequestError` 404 for a name that is not the model's."""
+        if said.model is not None and said.model not in (self._model, ANY_MODEL):
+            law = f"the model {said.model!r:.80} does not exist; this run serves {self._model!r}"
+            known = "" if self._model == ANY_MODEL else f", also under the name {ANY_MODEL!r}"
+            raise RequestError(404, law + known, code="model_not_found", param="model")
 
     def _ending(self, call: Call, stops: list[str]) -> tuple[str, str]:
         """The text of an answer, cut at a stop string of the agent, and the hidden text behind it."""
@@ -143,7 +173,7 @@ class GatewayServer:
         return shown, self._chat.shown(call.token_ids)[len(shown) :]
 
     async def _send(
-        self, request: web.BaseRequest, said: Asking, body: dict[str, Any], events: Iterator[bytes]
+        self, request: web.BaseRequest, said: AgentRequest, body: dict[str, Any], events: Iterator[bytes]
     ) -> web.StreamResponse:
         if not said.stream:
             return web.json_response(body)
@@ -182,7 +212,7 @@ class GatewayServer:
         except DataFailure as error:
             failure = RequestError(400, str(error))
         except SessionOver:
-            failure = RequestError(401, "the agent's session is over", code="invalid_api_key")
+            failure = RequestError(401, "the agent's session has ended", code="invalid_api_key")
         except Exception as error:
             log.exception("a call failed in the gateway")
             failure = RequestError(500, f"the gateway failed: {type(error).__name__}: {error}")

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from engine.errors import DataFailure, EngineError
 from engine.ids import Version
 from engine.rollout.agents.agent_generator import AgentCall, GroupOutcome, OpenGroup, RolloutOutcome
-from engine.rollout.agents.conversation import Asked, Call, Conversation
+from engine.rollout.agents.conversation import Call, CallHistory, Conversation
 from engine.rollout.backend import SampleResult
 
 log = logging.getLogger(__name__)
@@ -38,21 +38,23 @@ class ContextSpent(DataFailure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Limits of every agent. `context` is in tokens; None if only the sampling side knows it."""
+    """Limits of every agent. `context` is in tokens; None if only the sampling side knows it. `top_logprobs`: of the
+    likeliest tokens that the backend can return beside each sampled one."""
 
     max_tokens: int
     context: int | None
     timeout_s: float
+    top_logprobs: int = 20
 
 
 @dataclass(slots=True, eq=False)
-class Line:
+class ReplicaLink:
     """The connection to the replica on which an attempt runs."""
 
     sampler: Sampler
     attempt: int
     replaced: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the group is open on another replica; calls that still run on this one are lost."""
+    """Set when the group is opened on another replica. Calls that still run on this one are repeated there."""
 
 
 class Session:
@@ -69,24 +71,27 @@ class Session:
         self.agent: asyncio.Task[None] | None = None
         self._sampling: dict[asyncio.Task[None], None] = {}
 
-    def begin(self, asked: Asked) -> Call:
-        """Accept the history of a call. Raises: `ContextSpent`."""
+    def begin(self, asked: CallHistory) -> Call:
+        """Start a call with a history. Raises: `ContextSpent` if it leaves no room for an answer."""
         call = self.conversation.begin(asked)
         self.calls_begun += 1
         tokens, context = len(call.prompt_ids), self.group.bounds.context
         if context is not None and tokens >= context:
             self.drop(call)
-            self._spent(f"the conversation has {tokens} tokens; the model's context is {context} tokens")
+            self._spent(f"the conversation has {tokens} tokens, but the model's context is {context} tokens")
         return call
 
-    async def sample(self, call: Call, limit: int | None) -> None:
-        """Sample an answer of at most `limit` tokens, on several replicas in turn if necessary.
+    async def sample(self, call: Call, limit: int | None, top_logprobs: int = 0) -> None:
+        """Sample an answer of at most `limit` tokens, on several replicas in turn if necessary, with the log-probs of
+        the `top_logprobs` likeliest tokens at each place.
 
         Raises: `SessionOver`, `ContextSpent`, `DataFailure`; the call is then dropped.
         """
         bounds = self.group.bounds
         most = min(bounds.max_tokens, limit or bounds.max_tokens)
-        task = asyncio.get_running_loop().create_task(self.group.sample(self, call, most, self.calls_begun))
+        task = asyncio.get_running_loop().create_task(
+            self.group.sample(self, call, most, self.calls_begun, top_logprobs)
+        )
         self._sampling[task] = None
         try:
             await asyncio.wait([task])
@@ -138,30 +143,30 @@ class AgentGroup:
         self.sessions: list[Session] = []
         self.failure: Exception | None = None
         self.over = False
-        self._line: Line | None = None
+        self._link: ReplicaLink | None = None
         self._gate = asyncio.Event()
         self._outcome: asyncio.Future[GroupOutcome] | None = None
-        self._flying = 0
-        self._landed = asyncio.Event()
-        self._landed.set()
+        self._open_calls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._left_s = bounds.timeout_s
         self._timer: asyncio.TimerHandle | None = None
         self._cuts: list[asyncio.Task[None]] = []
 
-    # what the scheduler wants
+    # orders of the scheduler
 
     @property
     def attempt(self) -> int:
         """The newest attempt."""
-        return self._line.attempt if self._line is not None else 0
+        return self._link.attempt if self._link is not None else 0
 
-    def open(self, line: Line) -> "asyncio.Future[GroupOutcome]":
+    def open(self, link: ReplicaLink) -> "asyncio.Future[GroupOutcome]":
         """Let calls sample on a replica. The future is done when every agent has ended, or, with the partial result,
         when the replica is taken away."""
         self._resolve(self._story(aborted=True))
-        if self._line is not None:
-            self._line.replaced.set()
-        self._line = line
+        if self._link is not None:
+            self._link.replaced.set()
+        self._link = link
         self._outcome = asyncio.get_running_loop().create_future()
         self._gate.set()
         if self._timer is None:
@@ -171,16 +176,16 @@ class AgentGroup:
         return self._outcome
 
     def cut(self, attempt: int, how: str) -> None:
-        """Block further calls to the replica of an attempt. Once the running ones return, its `open` is
-        answered: `park`: with what is there, agents kept; `truncate`: as finished."""
-        if self._line is not None and self._line.attempt == attempt:
+        """Block further calls to the replica of an attempt, and answer its `open` once the running calls return. `park`
+        answers with the partial result, and the agents stay; `truncate` answers with a finished group."""
+        if self._link is not None and self._link.attempt == attempt:
             self._shut()
-            task = asyncio.get_running_loop().create_task(self._answer_cut(self._line, how))
+            task = asyncio.get_running_loop().create_task(self._answer_cut(self._link, how))
             self._cuts.append(task)
 
-    async def _answer_cut(self, line: Line, how: str) -> None:
-        await self._landed.wait()
-        if self._line is not line or self.over:
+    async def _answer_cut(self, link: ReplicaLink, how: str) -> None:
+        await self._idle.wait()
+        if self._link is not link or self.over:
             return
         if how == "truncate":
             self.over = True
@@ -193,58 +198,60 @@ class AgentGroup:
         seen = [session.conversation.newest_version for session in self.sessions]
         return any(newest is not None and newest > version for newest in seen)
 
-    # what the agents do
+    # calls of the agents
 
-    async def sample(self, session: Session, call: Call, most: int, number: int) -> None:
+    async def sample(self, session: Session, call: Call, most: int, number: int, top_logprobs: int) -> None:
         """Sample for a call until it has its answer, on the replica where the group is open at the time."""
         while True:
             await self._gate.wait()
-            line = self._line
-            assert line is not None
+            link = self._link
+            assert link is not None
             asked = AgentCall(
-                id=f"{self.id}.{session.index}.{line.attempt}.{number}",
+                id=f"{self.id}.{session.index}.{link.attempt}.{number}",
                 group=self.id,
-                attempt=line.attempt,
+                attempt=link.attempt,
                 prompt_ids=call.prompt_ids,
                 prefix_ids=list(call.token_ids),
                 max_tokens=most,
+                top_logprobs=top_logprobs,
                 place=(session.index, call.segment.number, call.segment.calls),
+                ended=sum(one.ended for one in self.sessions),
             )
             try:
-                result = await self._fly(line, asked)
+                result = await self._call_replica(link, asked)
             except DataFailure:
                 raise
             except Exception as error:
-                self._broken(line, error)
+                self._broken(link, error)
                 continue
             if result is None:
                 continue
             call.take(result)
             if result.finish_reason != "abort":
                 return
-            if self._line is line:
+            if self._link is link:
                 self._gate.clear()  # the next order says how the group continues
 
-    async def _fly(self, line: Line, asked: AgentCall) -> SampleResult | None:
+    async def _call_replica(self, link: ReplicaLink, asked: AgentCall) -> SampleResult | None:
         """The answer of a replica to a call; None if another replica has replaced it meanwhile."""
-        self._flying += 1
-        self._landed.clear()
+        self._open_calls += 1
+        self._idle.clear()
         loop = asyncio.get_running_loop()
-        flight, replaced = loop.create_task(line.sampler.sample(asked)), loop.create_task(line.replaced.wait())
+        call, replaced = loop.create_task(link.sampler.sample(asked)), loop.create_task(link.replaced.wait())
         try:
-            await asyncio.wait([flight, replaced], return_when=asyncio.FIRST_COMPLETED)
-            return flight.result() if flight.done() else None
+            await asyncio.wait([call, replaced], return_when=asyncio.FIRST_COMPLETED)
+            return call.result() if call.done() else None
         finally:
-            flight.cancel()
+            call.cancel()
             replaced.cancel()
-            self._flying -= 1
-            if not self._flying:
-                self._landed.set()
+            self._open_calls -= 1
+            if not self._open_calls:
+                self._idle.set()
 
-    def _broken(self, line: Line, error: Exception) -> None:
+    def _broken(self, link: ReplicaLink, error: Exception) -> None:
         """A replica failed a call: the attempt ends, and the agents wait for another replica."""
-        log.warning("group %d cannot sample in attempt %d: %s", self.id, line.attempt, error)
-        if self._line is line:
+        log.warning("group %d cannot sample in attempt %d: %s", self.id, link.attempt, error)
+        if self._link is link:
             self._shut()
             if self._outcome is not None and not self._outcome.done():
                 failure = error if isinstance(error, EngineError) else EngineError(f"sampling failed: {error!r}")

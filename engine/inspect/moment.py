@@ -13,9 +13,10 @@ from engine.events import Event
 from engine.ids import EventId, GroupId
 from engine.inspect.story import Story
 from engine.inspect.summary import SHOWN, stamped, summarize, summary_lines, worded
-from engine.record import Handled, Header, Record, Rejected, ReplayReport, read, replay
+from engine.record import Handled, Header, Record, Rejected, ReplayReport, read, recover, replay
 from engine.record.replayer import build_scheduler
 from engine.scheduling.scheduler import Scheduler
+from engine.states.waits import waits
 
 # -- the whole record --------------------------------------------------------------------------------------------------
 
@@ -42,6 +43,18 @@ def replay_text(run: str | Path) -> tuple[str, int]:
     return str(report), 0 if report.identical else 1
 
 
+def waits_text(run: str | Path) -> str:
+    """What a run waited for after the last event of its record. Raises: as `open_record`, `RecordError` if this engine
+    decides differently."""
+    recovered = recover(open_record(run))
+    state = recovered.scheduler.state
+    if state.outcome is not None:
+        return f"the run has {state.outcome.outcome}: {state.outcome.reason}"
+    found = [wait.sentence(recovered.at) for wait in waits(state)] or ["nothing: no order is open"]
+    lines = [f"after event {recovered.events - 1}, at {recovered.at:.3f} s, according to the record"]
+    return "\n".join([*lines, *(f"  waits for {wait}" for wait in found)])
+
+
 # -- one event ---------------------------------------------------------------------------------------------------------
 
 
@@ -50,7 +63,7 @@ SHOWN_COMMANDS = 5 * SHOWN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What a run knew right after one event."""
+    """The state of a run right after one event, and how it came about."""
 
     event: Event
     commands: tuple[Command, ...]
@@ -100,7 +113,7 @@ def state_at(record: Record, n: EventId, group: GroupId | None = None) -> Moment
 
 
 class _Watcher:
-    """Observes a replay and keeps what a `Moment` shows."""
+    """Observes a replay and collects the contents of a `Moment`."""
 
     def __init__(self, n: EventId, group: GroupId | None) -> None:
         self.n = n

@@ -38,7 +38,7 @@ class Chapter:
     answers: tuple[EventId, str] | None
     """The event that caused the order which this event answers or reports on, and the order's name."""
     stale: bool
-    """Whether the event is a stale echo, and changed nothing."""
+    """Whether the event is a stale echo: it answers an order that is no longer open, and changed nothing."""
     changes: tuple[str, ...]
     """Changes of the group's state."""
     commands: tuple[tuple[Command, str], ...]
@@ -47,13 +47,13 @@ class Chapter:
     def lines(self, group: GroupId) -> list[str]:
         back = f"  <- {self.answers[1]} of #{self.answers[0]}" if self.answers else ""
         echo = "  (stale echo: changes nothing)" if self.stale else ""
-        said = [f"{stamped(self.event)}{back}{echo}"]
-        said += [f"      {change}" for change in self.changes]
+        lines = [f"{stamped(self.event)}{back}{echo}"]
+        lines += [f"      {change}" for change in self.changes]
         for command, note in self.commands:
             without = tuple(name for name in ("groups", "staleness") if hasattr(command, name))
             words = worded(command, without=("group", *without))
-            said.append(f"      -> #{command.cause} {words}{f': {note}' if note else ''}")
-        return said
+            lines.append(f"      -> #{command.cause} {words}{f': {note}' if note else ''}")
+        return lines
 
 
 class Story:

@@ -20,8 +20,8 @@ SHOWN = 8
 def worded(item: Event | Command, without: tuple[str, ...] = ()) -> str:
     """`StartGroup(group=3, attempt=1, ...)`, without id, time and cause. Long tuples are cut."""
     left_out = (*(("id", "at") if isinstance(item, Event) else ("cause",)), *without)
-    said = [f"{f.name}={_value(getattr(item, f.name))}" for f in fields(item) if f.name not in left_out]
-    return f"{type(item).__name__}({', '.join(said)})"
+    parts = [f"{f.name}={_value(getattr(item, f.name))}" for f in fields(item) if f.name not in left_out]
+    return f"{type(item).__name__}({', '.join(parts)})"
 
 
 def stamped(event: Event) -> str:
@@ -81,8 +81,8 @@ def summarize(state: State) -> dict[str, Any]:
         "replicas": [
             {
                 "replica": r.id, "state": r.condition, "incarnation": r.process.incarnation, "version": r.version,
-                "staging": r.staging, "staged": r.staged, "slots": r.slots, "groups": list(r.groups),
-                "chunks": len(r.chunks), "validator": r.validator,
+                "staging": r.staging, "staged": r.staged, "slots": r.slots, "occupied": r.occupied,
+                "groups": list(r.groups), "chunks": len(r.chunks), "validator": r.validator,
                 "waits": r.process.room,
             }
             for r in state.fleet.replicas.values()
@@ -107,9 +107,9 @@ def summarize(state: State) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def summary_lines(said: dict[str, Any]) -> list[str]:
+def summary_lines(summary: dict[str, Any]) -> list[str]:
     """The text of a summary."""
-    prompts, places, concurrent, steps = said["prompts"], said["places"], said["concurrent"], said["steps"]
+    prompts, places, concurrent, steps = summary["prompts"], summary["places"], summary["concurrent"], summary["steps"]
     counted = " + ".join(f"{count} {phase}" for phase, count in prompts["phases"].items())
     source = "the data source is exhausted" if prompts["exhausted"] else f"{prompts['asked']} requested"
     lines = [
@@ -117,8 +117,8 @@ def summary_lines(said: dict[str, Any]) -> list[str]:
         f"places    {places['held']} of {places['all']} held at version {places['version']}; "
         f"{concurrent['running']} of {concurrent['most']} groups running",
     ]
-    if said["deadlines"]:
-        deadlines = [f"by step {d['step']}: {d['started']} ({d['ready']} ready)" for d in said["deadlines"]]
+    if summary["deadlines"]:
+        deadlines = [f"by step {d['step']}: {d['started']} ({d['ready']} ready)" for d in summary["deadlines"]]
         lines.append(f"deadlines {'; '.join(deadlines)}")
     lines.append(f"steps     {steps['batched']} batched, {steps['trained']} trained")
     for step in steps["live"]:
@@ -126,29 +126,29 @@ def summary_lines(said: dict[str, Any]) -> list[str]:
         batch = f", groups {few(step['groups'])}" if step["groups"] else ""
         scoring = "".join(f", {task} running" for task in step["scoring"])
         lines.append(f"  step {step['step']}: {step['state']}, attempt {step['attempt']}{scoring}{timer}{batch}")
-    for pool in said["pools"]:
+    for pool in summary["pools"]:
         of = f" of step {pool['step']}" if pool["step"] >= 0 else ""
         wanted = ", wanted by the trainer" if pool["wanted"] else ""
         lines.append(f"pool      {' + '.join(pool['tasks'])}: {pool['task'] or 'free'}{of}{wanted}")
-    if said["processes"]:
-        lines.append("processes " + "; ".join(_process(p) for p in said["processes"]))
-    lines.append("replicas" if said["replicas"] else "replicas  none has joined")
-    for r in said["replicas"]:
+    if summary["processes"]:
+        lines.append("processes " + "; ".join(_process(p) for p in summary["processes"]))
+    lines.append("replicas" if summary["replicas"] else "replicas  none has joined")
+    for r in summary["replicas"]:
         coming = "".join(f", {word} {r[word]}" for word in ("staging", "staged") if r[word] is not None)
         lines.append(
             f"  replica {r['replica']}: {r['state']}, incarnation {r['incarnation']}, version {r['version']}{coming}; "
-            f"{len(r['groups'])} of {r['slots']} slots: {few(r['groups'])}{_validating(r)}{_room(r)}"
+            f"{r['occupied']} of {r['slots']} slots: {few(r['groups'])}{_validating(r)}{_room(r)}"
         )
-    publishing = "; one is being published" if said["publishing"] else ""
-    lines.append(f"versions  {_versions(said['versions'])}{publishing}")
-    for v in said["validations"]:
+    publishing = "; one is being published" if summary["publishing"] else ""
+    lines.append(f"versions  {_versions(summary['versions'])}{publishing}")
+    for v in summary["validations"]:
         chunks = f"{v['out']} chunks running, {v['waiting']} waiting; holds replicas {few(v['replicas'])}"
         rows = f"version {v['version']}, {v['measured']} of {v['rows']} rows"
         lines.append(f"  validation {v['validation']}: {v['state']}, {rows}; {chunks}")
-    checkpoint = "a checkpoint is being written; " if said["checkpoint_pending"] else ""
-    lines.append(f"other     {checkpoint}{said['stale_echoes']} stale echoes; state hash {said['hash']:016x}")
-    if said["outcome"] is not None:
-        lines.append(f"outcome   {said['outcome']}")
+    checkpoint = "a checkpoint is being written; " if summary["checkpoint_pending"] else ""
+    lines.append(f"other     {checkpoint}{summary['stale_echoes']} stale echoes; state hash {summary['hash']:016x}")
+    if summary["outcome"] is not None:
+        lines.append(f"outcome   {summary['outcome']}")
     return lines
 
 

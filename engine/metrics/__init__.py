@@ -1,4 +1,4 @@
-"""What a run reports to the outside: Prometheus metrics, `metrics.jsonl`, and the status for the live view.
+"""The reports of a run: Prometheus metrics, `metrics.jsonl`, and the status for the live view.
 
-Everything here reads the scheduler and never changes it. `collector.RunMetrics` counts; the other modules show.
+All modules read the scheduler and never change it. `collector.RunMetrics` counts; the other modules publish.
 """

@@ -47,7 +47,7 @@ def announce(places: Sequence[Path], address: str, run: str) -> ExitStack:
             file.flush()
             if shared:  # Prometheus may be another user's, and an address is no secret
                 temporary.chmod(0o644)
-            with suppress(OSError):  # some file systems have no locks; there, nobody gets one to delete the file either
+            with suppress(OSError):  # some file systems have no locks; there, `remove_dead` deletes nothing
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.replace(temporary, place)
         return files.pop_all()
@@ -90,8 +90,8 @@ def address_of(directory: Path, shown: str) -> str:
     """`host:port` of the run in a directory. Raises: ConfigError if the run has ended or never had an endpoint."""
     try:
         with (directory / FILE).open("rb") as file:
-            told = json.loads(file.read(MAX_BYTES))
-        return str(told[0]["targets"][0])
+            groups = json.loads(file.read(MAX_BYTES))
+        return str(groups[0]["targets"][0])
     except FileNotFoundError:
         law = "is not running: it is still starting, has ended, or was started without metrics"
         raise ConfigError("RUN", shown, law, f"read the record of an ended run with `engine replay {shown}`") from None

@@ -37,7 +37,7 @@ from engine.events import (
     WeightsStaged,
 )
 from engine.ids import StepId
-from engine.metrics.counts import BATCH, GeneratedGroups, GoingOn, GroupCounts, Histogram, Replicas
+from engine.metrics.counts import BATCH, GeneratedGroups, GroupCounts, Histogram, Replicas, RunProgress
 from engine.metrics.idle import IdleTime, only_syncs
 from engine.metrics.names import (
     DECISION_BUCKETS,
@@ -50,14 +50,20 @@ from engine.metrics.names import (
     STEP_PHASES,
     VALIDATION_BUCKETS,
 )
+from engine.metrics.set_figures import bounds_in, sets_of
 from engine.metrics.status import Status, describe
 from engine.metrics.step_rows import Row, StepRows
 from engine.metrics.transitions import Transitions
 from engine.states.process import KINDS, REPLICA
 from engine.states.state import State
 from engine.states.validation import VALIDATION
+from engine.trajectory import SOURCES
 
 __all__ = ["HasState", "RunMetrics", "TakesRows", "Transitions"]
+
+
+NO_GROUPS: Mapping[str, float] = {"groups": 0, "share": 0.0}
+"""Of a data source that a batch has nothing of."""
 
 
 class HasState(Protocol):
@@ -67,8 +73,15 @@ class HasState(Protocol):
     def state(self) -> State: ...
 
 
+class SourceFigures(Protocol):
+    """The prompts of a run, if they come from several data sources."""
+
+    def figures(self) -> Mapping[str, Mapping[str, float]]:
+        """By data source: `drawn`, `dropped`, `rested`. Called on any thread."""
+
+
 class TakesRows(Protocol):
-    """Receives one row for each train step: the journal, alone or with sinks."""
+    """Receives one row for each train step and validation: the journal, alone or with sinks."""
 
     def write(self, row: Row) -> None: ...
     def close(self) -> None: ...
@@ -99,6 +112,10 @@ class RunMetrics:
         self.decision_s = Histogram(DECISION_BUCKETS)
         self.figures: dict[str, float] = {}
         """The trainer's metrics for the newest step that it reported."""
+        self.sources: dict[str, Mapping[str, float]] = {}
+        """Figures of the newest reported step by data source."""
+        self.mixed: SourceFigures | None = None
+        """The prompts of the run, if they come from several data sources."""
         self.finished_at = 0.0
         """When the last train step finished, or the run was resumed."""
         self.step_staleness: tuple[int, ...] = ()
@@ -117,10 +134,10 @@ class RunMetrics:
         """A row for each validation that ended, in that order, as in `metrics.jsonl`."""
         self.validation_s = Histogram(VALIDATION_BUCKETS)
         self.rows_measured = 0
-        self.going_on = GoingOn(self.state, transitions)
+        self.progress = RunProgress(self.state, transitions)
         self.steps = StepRows(self._emit, transitions.group_counts()) if rows is None else rows.written_to(self._emit)
         self._journal: TakesRows | None = None
-        self._validations_ended()  # of a record that was replayed: known from here on, written and shown already
+        self._validations_ended()  # those of a replayed record, which were written and shown before
         self.validations_before = len(self.validations)
         transitions.steps.clear()
         transitions.replicas.clear()
@@ -149,15 +166,15 @@ class RunMetrics:
             RowsFailed: lambda event: self._retry("validation", f"validation {event.validation}: {event.reason}"),
             CheckpointFailed: lambda event: self._retry("checkpoint", f"checkpoint {event.steps}: {event.reason}"),
             DrawFailed: lambda event: self._retry("draw", f"the data source: {event.reason}"),
-            CheckpointSaved: self.going_on.checkpoint_saved,
-            DrainRequested: self.transitions.heard,
+            CheckpointSaved: self.progress.checkpoint_saved,
+            DrainRequested: self.transitions.note_event,
             RunResumed: self._run_resumed,
-            SchedulerRecovered: self.transitions.heard,
+            SchedulerRecovered: self.transitions.note_event,
         }
 
-    def go_on(self) -> None:
+    def finish_replay(self) -> None:
         """Call it when a replay has reached the present. From then on, open orders and waits are known."""
-        self.finished_at = self.going_on.checkpoint_at = self.state.now
+        self.finished_at = self.progress.checkpoint_at = self.state.now
         for step in self.state.steps.values():
             if step.groups or step.state == "collecting":
                 self.steps.changed(step.id, step.state, self.state.now)
@@ -165,7 +182,7 @@ class RunMetrics:
                 groups = [self.state.groups[id] for id in step.groups if id in self.state.groups]
                 self.steps.formed(step.id, groups, step.staleness)
 
-    # what is fed in
+    # input
 
     def observe(self, event: Event, commands: Sequence[Command]) -> None:
         """Count an event that the scheduler has handled, and its commands."""
@@ -181,7 +198,7 @@ class RunMetrics:
         if self.state.stale_echoes != self._stale_before:
             self._observe_all(event, commands)
             return
-        self._group_generated(event)  # nearly every event: one group is there, others start
+        self._group_generated(event)  # nearly every event: one group is generated, others start
         idle.group_changed()
 
     def _observe_all(self, event: Event, commands: Sequence[Command]) -> None:
@@ -193,7 +210,7 @@ class RunMetrics:
         if stale or kind is not GroupGenerated:
             self._events[kind] += 1
             if kind in REQUESTS:
-                self.going_on.requested(kind)
+                self.progress.requested(kind)
         if counted is not None and not stale:
             counted(event)
         transitions.released = None
@@ -207,7 +224,7 @@ class RunMetrics:
             if type(command) is TrainStep:
                 self._batch_ordered(command)
             elif type(command) is ParkGroup:
-                self.going_on.park_ordered(command)
+                self.progress.park_ordered(command)
             elif type(command) is not StartGroup:
                 self.replicas.ordered(command, event.at)
         if transitions.replicas:
@@ -222,6 +239,13 @@ class RunMetrics:
 
     def report(self, step: StepId, metrics: Mapping[str, Any]) -> None:
         """Take the trainer's metrics for a step. Their names become keys of its row in `metrics.jsonl`."""
+        if SOURCES in metrics:
+            drawn = {} if self.mixed is None else self.mixed.figures()
+            self.sources = {
+                name: {**drawn.get(name, {}), **metrics[SOURCES].get(name, NO_GROUPS)}
+                for name in sorted({*drawn, *metrics[SOURCES]})
+            }
+            metrics = {**metrics, SOURCES: self.sources}
         self.steps.report(step, metrics)
         for name, value in metrics.items():
             if isinstance(value, int | float) and (name in self.figures or len(self.figures) < FIGURES_KEPT):
@@ -232,13 +256,13 @@ class RunMetrics:
         self.accuracies.append((steps, accuracy))
 
     def close(self) -> None:
-        """Write the rows that still wait."""
+        """Write the rows of finished steps that the trainer never reported, and close the journal."""
         self.steps.flush()
         if self._journal is not None:
             self._journal.close()
             self._journal = None
 
-    # what is read out
+    # output
 
     def catch_up(self) -> None:
         """Count the groups that were only noted. Call it before reading figures; safe on any thread."""
@@ -304,7 +328,7 @@ class RunMetrics:
     # counting
 
     def _run_resumed(self, event: RunResumed) -> None:
-        self.going_on.resumed(event)
+        self.progress.resumed(event)
         self.groups.resumed(event)
         self.finished_at = event.at
 
@@ -333,7 +357,7 @@ class RunMetrics:
         process = self.state.find_process(event.kind, event.index)
         if event.kind == REPLICA:
             self.replicas.lost(event)
-        if process is not None and process.wanted:  # else it was let go, as the user wished
+        if process is not None and process.wanted:  # otherwise the user removed it
             self.deaths[event.kind] += 1
             self._retry("replica_lost" if event.kind == REPLICA else "process_lost", f"{process.id}: {event.reason}")
 
@@ -350,7 +374,7 @@ class RunMetrics:
             row: Row = {
                 "validation": run.id, "version": run.version, "steps": run.steps, "outcome": run.state,
                 "accuracy": run.accuracy, "reward_mean": run.reward_mean, "rows": run.rows, "measured": run.measured,
-                "reason": run.reason, "elapsed_s": run.ended_at,
+                "sets": sets_of(run.estimates), "reason": run.reason, "elapsed_s": run.ended_at,
                 "seconds": {"queued": began - run.queued_at, "running": run.ended_at - began},
             }  # fmt: skip
             self.validations.append(row)
@@ -360,6 +384,15 @@ class RunMetrics:
             if self._journal is not None:
                 self._journal.write(row)
         self.transitions.validations.clear()
+
+    def set_figures(self) -> list[tuple[tuple[str, str, str], float]]:
+        """The figures of the newest validation, by set, metric and estimate (`value`, `low`, `high`)."""
+        return [
+            ((name, metric, bound), value)
+            for row in self.reported()[-1:]
+            for name, figures in row["sets"].items()
+            for metric, bound, value in bounds_in(figures)
+        ]
 
     def _retry(self, cause: str, story: str) -> None:
         self.retries[cause] += 1

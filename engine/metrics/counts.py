@@ -1,6 +1,6 @@
-"""What `collector.RunMetrics` counts: groups by state, figures of replicas and of generated groups, recoveries.
+"""The counters of `collector.RunMetrics`: groups by state, figures of replicas and of generated groups, recoveries.
 
-`collector` updates all of it in O(1) for each event, and `export` reads it at each scrape. Nothing here reads a clock.
+`collector` updates them in O(1) for each event, and `export` reads them at each scrape. They must not read a clock.
 """
 
 import threading
@@ -139,8 +139,8 @@ class Replicas:
         if type(command) is ResumeGroup:
             self._figures(command.replica).resumed += 1
         elif type(command) is ResumeReplica:
-            self._pausing.pop(command.replica, None)  # it was paused for something else than weights
-        elif type(command) is PauseReplica and command.mode != "sleep":  # the time asleep is in the idle slots' books
+            self._pausing.pop(command.replica, None)  # the pause was not for new weights
+        elif type(command) is PauseReplica and command.mode != "sleep":  # time asleep counts as idle slot time
             self._pausing[command.replica] = (at, command.mode)
 
     def installed(self, event: WeightsInstalled) -> None:
@@ -241,7 +241,7 @@ class GeneratedGroups:
 # -- recoveries, requests, drains, parked groups and checkpoints -------------------------------------------------------
 
 
-class GoingOn:
+class RunProgress:
     """Counts since this process started or resumed the run. `state` and `transitions` have counts of the whole run."""
 
     def __init__(self, state: State, transitions: Transitions) -> None:
@@ -262,7 +262,7 @@ class GoingOn:
         self.requests[REQUESTS[kind]] += 1
 
     def resumed(self, event: RunResumed) -> None:
-        self._transitions.heard(event)
+        self._transitions.note_event(event)
         self.checkpoint_at = event.at
 
     def checkpoint_saved(self, event: CheckpointSaved) -> None:
@@ -354,7 +354,7 @@ AT_ONCE = 20_000
 
 class OldestGroup:
     """Finds the oldest started group that is not in a batch, nearly always exactly. A search continues where the last
-    one ended, because a group that was taken or has ended stays so until the run branches."""
+    one ended, because until the run branches, a group that is in a batch or has ended never returns."""
 
     def __init__(self, state: State) -> None:
         self._state = state

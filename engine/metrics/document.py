@@ -75,7 +75,11 @@ null. Lines of train steps have a `step`:
 | `tokens` | response tokens of the groups |
 | `elapsed_s` | seconds from the start of the run to the end of the step |
 | `seconds` | seconds by phase: `collecting`, `scoring`, `training`, `publishing`, and their `total` |
-| `groups_aborted`, `groups_resumed`, `groups_filtered` | number of groups since the previous line |
+| `groups_aborted`, `groups_resumed`, `groups_filtered`, `groups_failed` | number of groups since the previous line |
+| `truncated_share`, `empty_share`, `repeated_share` | responses cut off, without text, equal to another of the group |
+| `reward_min`, `reward_p25`, `reward_p50`, `reward_p75`, `reward_max` | quantiles of rewards |
+| `reward_NAME` | mean value of the part NAME of `reward.functions`, without its weight ([REWARDS.md](REWARDS.md)) |
+| `agent_NAME` | turns, tool calls, tokens by role and so on ([ENVIRONMENTS.md](ENVIRONMENTS.md#figures)) |
 | others | metrics of the trainer ([OBJECTIVES.md](OBJECTIVES.md)); its own timings under `trainer_seconds` |
 
 Lines of validations have a `validation` instead:
@@ -86,7 +90,8 @@ Lines of validations have a `validation` instead:
 | `version`, `steps` | the weights version that was measured, and the train steps in it |
 | `outcome` | `reported`, `cancelled` or `failed`; `reason` says why it failed or was cancelled |
 | `accuracy`, `reward_mean` | of the measured rows: share with a reward of at least 1, and mean reward |
-| `rows`, `measured` | number of held-out rows, and of those that could be measured |
+| `rows`, `measured` | number of held-out rows (responses), and of those that could be measured |
+| `sets` | by set: `prompts` and [figures](EVALUATION.md); `X_low` and `X_high` are the interval of `X` |
 | `elapsed_s` | seconds from the start of the run to the end of the validation |
 | `seconds` | seconds in the states `queued` and `running` |
 """

@@ -9,6 +9,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -32,7 +33,7 @@ TRIES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Around:
+class ExternalFigures:
     """Figures that the scheduler does not have, read at each scrape; None if the run does not have the source.
 
     The functions must not block.
@@ -52,16 +53,16 @@ class Around:
 class Exporter(Collector):
     """Creates the Prometheus metric families of one run."""
 
-    def __init__(self, metrics: RunMetrics, around: Around | None = None) -> None:
+    def __init__(self, metrics: RunMetrics, around: ExternalFigures | None = None) -> None:
         self._metrics = metrics
-        self._around = around or Around()
+        self._around = around or ExternalFigures()
         self._oldest = OldestGroup(metrics.state)
         self._read = (
             self._of_the_scheduler()
-            | self._of_going_on()
+            | self._of_progress()
             | self._of_replicas()
             | self._of_processes()
-            | self._of_its_surroundings()
+            | self._of_environment()
         )
 
     def collect(self) -> Iterator[Family]:
@@ -111,7 +112,7 @@ class Exporter(Collector):
         labelled = {names.SYNC_SECONDS.name: m.replicas.sync_s, names.STEP_SECONDS.name: m.phase_s}
         return [((label,), histogram) for label, histogram in labelled[metric.name].items()]
 
-    # what is read, by name
+    # the functions that read each metric, by its name
 
     def _of_the_scheduler(self) -> dict[str, Read]:
         m, state, idle = self._metrics, self._metrics.state, self._metrics.idle
@@ -139,6 +140,16 @@ class Exporter(Collector):
             names.TRAINER_BUSY.name: lambda: _labelled(idle.trainer_busy_s),
             names.TRAINER_IDLE.name: lambda: _labelled(idle.trainer_idle_s),
             names.TRAINER_FIGURE.name: lambda: _labelled(m.figures),
+            names.SOURCE_REWARD.name: lambda: _by_source(m.sources, "reward_mean"),
+            names.SOURCE_SHARE.name: lambda: _by_source(m.sources, "share"),
+            **{
+                metric.name: partial(self._of_sources, figure)
+                for metric, figure in (
+                    (names.SOURCE_DRAWN, "drawn"),
+                    (names.SOURCE_DROPPED, "dropped"),
+                    (names.SOURCE_RESTED, "rested"),
+                )
+            },
             names.RETRIES.name: lambda: _labelled(m.retries),
             names.BUDGET.name: lambda: _labelled(
                 {"infrastructure": state.limits.infrastructure_attempts, "data": state.limits.data_attempts}
@@ -147,6 +158,7 @@ class Exporter(Collector):
             names.EVENTS.name: lambda: _labelled(m.events),
             names.REWARD.name: lambda: [((), value) for value in m.rewards[-1:] if value is not None],
             names.ACCURACY.name: lambda: [((), value) for _, value in m.accuracies[-1:]],
+            names.VALIDATION_FIGURE.name: lambda: list(m.set_figures()),
             names.ACCURACY_STEPS.name: lambda: [((), steps) for steps, _ in m.accuracies[-1:]],
             names.VALIDATION_VERSION.name: lambda: [((), row["version"]) for row in m.reported()[-1:]],
             names.VALIDATIONS.name: lambda: _labelled(m.validations_by_state()),
@@ -157,8 +169,8 @@ class Exporter(Collector):
             names.UPTIME.name: lambda: _one(self._now()),
         }
 
-    def _of_going_on(self) -> dict[str, Read]:
-        m, state, live = self._metrics, self._metrics.state, self._metrics.going_on
+    def _of_progress(self) -> dict[str, Read]:
+        m, state, live = self._metrics, self._metrics.state, self._metrics.progress
         return {
             names.SILENCE.name: lambda: _one(max(0.0, self._now() - m.at)),
             names.RECOVERIES.name: lambda: _labelled(live.recoveries),
@@ -180,7 +192,7 @@ class Exporter(Collector):
         def alive() -> list[tuple[str, int, int, int]]:
             """(replica, version, slots in use, slots) of the replicas that are up."""
             living = [r for r in list(fleet.replicas.values()) if r.state != "down"]
-            return [(str(r.id), r.version, len(r.groups), r.slots) for r in living]
+            return [(str(r.id), r.version, r.occupied, r.slots) for r in living]
 
         def known() -> list[Replica]:
             return [r for r in list(fleet.replicas.values()) if not r.process.dismissed]
@@ -230,7 +242,11 @@ class Exporter(Collector):
             names.PROCESS_DEATHS.name: lambda: _labelled(metrics.deaths),
         }
 
-    def _of_its_surroundings(self) -> dict[str, Read]:
+    def _of_sources(self, figure: str) -> Samples:
+        mixed = self._metrics.mixed
+        return [] if mixed is None else _by_source(mixed.figures(), figure)
+
+    def _of_environment(self) -> dict[str, Read]:
         around, read = self._around, dict[str, Read]()
         if around.events_waiting is not None:
             waiting = around.events_waiting
@@ -258,11 +274,11 @@ class Exporter(Collector):
         return [((), max(0, deadline - state.steps_batched)) for deadline in list(state.deadlines.by_deadline())[:1]]
 
     def _oldest_group_age(self) -> Samples:
-        started_at = self._oldest.started_at(self._metrics.going_on.recoveries["branched"])
+        started_at = self._oldest.started_at(self._metrics.progress.recoveries["branched"])
         return _one(0.0 if started_at is None else max(0.0, self._now() - started_at))
 
 
-def registry(metrics: RunMetrics, around: Around | None = None) -> CollectorRegistry:
+def registry(metrics: RunMetrics, around: ExternalFigures | None = None) -> CollectorRegistry:
     """A registry that exports one run and nothing else."""
     own = CollectorRegistry(auto_describe=False)
     own.register(Exporter(metrics, around))
@@ -270,7 +286,7 @@ def registry(metrics: RunMetrics, around: Around | None = None) -> CollectorRegi
 
 
 def steady(read: Callable[[], list[tuple[tuple[str, ...], float]]]) -> list[tuple[tuple[str, ...], float]]:
-    """The result of reading the state, retried if the state changes meanwhile; nothing if every try failed."""
+    """The result of `read`, retried if another thread changes the state during the read; empty if every try failed."""
     for _ in range(TRIES):
         try:
             return read()
@@ -285,6 +301,10 @@ def _one(value: float) -> Samples:
 
 def _one_hot(values: tuple[str, ...], now: str) -> Samples:
     return [((value,), value == now) for value in values]
+
+
+def _by_source(sources: Mapping[str, Mapping[str, float]], figure: str) -> Samples:
+    return [((name,), figures[figure]) for name, figures in list(sources.items()) if figure in figures]
 
 
 def _labelled(values: Mapping[str, float]) -> Samples:

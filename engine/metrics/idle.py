@@ -19,7 +19,7 @@ from engine.states.state import State
 
 FROZEN_STATES = ("installing",)
 """States in which a replica samples nothing."""
-NOT_THERE = ("down",)
+DOWN_STATES = ("down",)
 RUNNING, PARKED, READY = int(Phase.RUNNING), int(Phase.PARKED), int(Phase.READY)
 NEVER = 1 << 62
 """More groups than any run has."""
@@ -124,7 +124,7 @@ class IdleTime:
         if self._not_ready.pop(replica.id, None) is not None:
             self._count_away(replica, 0)
         self._ready.pop(replica.id, None)
-        if replica.state in NOT_THERE:
+        if replica.state in DOWN_STATES:
             return
         self._slots_of[replica.id] = replica.slots
         self.slots += replica.slots
@@ -132,10 +132,11 @@ class IdleTime:
             self._ready[replica.id] = replica.version
         else:
             self._not_ready[replica.id] = replica
-            self._count_away(replica, len(replica.groups))
+            self._count_away(replica, replica.occupied)
 
     def _count_away(self, replica: Replica, held: int) -> None:
-        """What the slots of a replica that is not ready do; nothing if it is ready or down."""
+        """Count the slots of a replica that is not ready by what they do. Does not count a replica that is ready or
+        down."""
         before = self._counted.pop(replica.id, NONE)
         now = NONE
         if replica.id in self._not_ready:
@@ -170,7 +171,7 @@ class IdleTime:
             self.measure()
             return
         since, before, seconds = self._now
-        busy = running + self._measuring
+        busy = running - state.fleet.freed + self._measuring
         if busy != before:
             at = self.at
             self._now = (at, busy, seconds + before * (at - since))
@@ -196,8 +197,8 @@ class IdleTime:
         self._measuring = state.validations.out if beside else 0
         if groups and self._not_ready:
             for replica in self._not_ready.values():
-                self._count_away(replica, len(replica.groups))
-        busy = state.ledger.running + self._measuring - self.frozen
+                self._count_away(replica, replica.occupied)
+        busy = state.ledger.running - state.fleet.freed + self._measuring - self.frozen
         self._most = self.slots - self._swapping - self._asleep - self._leaving
         if busy < self._most:
             self.rollout_cause = self._why_slots_are_free()
@@ -208,7 +209,7 @@ class IdleTime:
         """Cache figures that changes of groups alone do not change."""
         limits, steps = state.limits, state.steps_batched
         self._full = state.ledger.ready >= limits.train_batch_size
-        known = (limits, steps, self._newest_there())
+        known = (limits, steps, self._newest_installed())
         if known == self._known:
             return
         self._known = known
@@ -264,9 +265,9 @@ class IdleTime:
         """Groups that may still start: under K, and under the staleness bound at the newest installed version."""
         state = self._state
         workers = state.limits.max_concurrent_groups - state.ledger.running
-        return max(0, workers), max(0, state.places(self._newest_there()) - state.held)
+        return max(0, workers), max(0, state.places(self._newest_installed()) - state.held)
 
-    def _newest_there(self) -> Version:
+    def _newest_installed(self) -> Version:
         """The newest version on a replica that can start groups; if there is none, on any replica that is up."""
         if self._ready:
             return max(self._ready.values())

@@ -43,7 +43,7 @@ class Journal:
 
 @contextmanager
 def room_for(path: Path) -> Iterator[None]:
-    """Raises: `StorageFull` if a write there finds no space."""
+    """Context manager around writes to `path`. Raises: `StorageFull` if the disk is full."""
     try:
         yield
     except OSError as error:
@@ -59,16 +59,16 @@ def keep_rows(
     aside: Path | None = None,
     again: Callable[[dict[str, Any]], bool] = lambda row: False,
 ) -> list[dict[str, Any]]:
-    """Keep the rows that `keep` says, and give them back. The file is replaced at once, or not at all. A line that is
-    no row is reported with its file and number, and left out: nothing depends on it.
+    """Remove the rows for which `keep` is false, and return the others. The file is replaced atomically. A line that is
+    not a row is removed, and `complain` gets its file and number.
 
-    `aside`: where the file is copied as it was, if a line is left out that is not written `again`.
+    `aside`: path for a copy of the old file, if a line is removed that will not be written `again`.
     """
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")
     kept, loses = [], False
-    for number, line in enumerate(lines[:-1], start=1):  # what stands behind the last line end is torn
+    for number, line in enumerate(lines[:-1], start=1):  # text after the last line end is incomplete
         try:
             row = json.loads(line)
             stays = keep(row)
@@ -76,7 +76,7 @@ def keep_rows(
             loses |= not stays and not again(row)
         except (ValueError, AttributeError, TypeError, RecursionError) as error:
             loses = True
-            complain(f"{path}: line {number} is no row of it and is left out: {error}")
+            complain(f"{path}: line {number} is not a row of metrics and is removed: {error}")
     temporary = path.with_name(path.name + ".tmp")
     with room_for(path), open(temporary, "w", encoding="utf-8", opener=private_opener) as file:
         if aside is not None and loses:

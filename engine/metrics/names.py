@@ -299,8 +299,44 @@ TRAINER_IDLE = _counter(
 TRAINER_FIGURE = _gauge(
     "engine_trainer_figure",
     "as reported",
-    f"Metrics that the trainer reported for its newest step, by name. At most {FIGURES_KEPT} names are exported.",
+    "Metrics that the trainer reported for its newest step, and those of its responses, by name. At most "
+    f"{FIGURES_KEPT} names are exported.",
     {"figure": ()},
+)
+SOURCE_REWARD = _gauge(
+    "engine_source_reward_mean",
+    "reward",
+    "Mean reward of the responses of the newest trained step, by data source.",
+    {"source": ()},
+    where="data.sources",
+)
+SOURCE_SHARE = _gauge(
+    "engine_source_share",
+    "ratio",
+    "Share of the groups of the newest trained step, by data source.",
+    {"source": ()},
+    where="data.sources",
+)
+SOURCE_DRAWN = _counter(
+    "engine_source_drawn_total",
+    "groups",
+    "Groups whose prompt was chosen, by data source.",
+    {"source": ()},
+    where="data.sources",
+)
+SOURCE_DROPPED = _gauge(
+    "engine_source_dropped_rows",
+    "rows",
+    "Rows that `pass_rate` or `data.overlong` left out before the run, by data source.",
+    {"source": ()},
+    where="data.sources",
+)
+SOURCE_RESTED = _counter(
+    "engine_source_rested_rows_total",
+    "rows",
+    "Rows passed over because their newest reward is outside of `pass_rate`, by data source.",
+    {"source": ()},
+    where="data.sources",
 )
 PROCESSES = _gauge(
     "engine_processes",
@@ -364,7 +400,13 @@ DISK_FREE = _gauge(
 )
 DISK_SIZE = _gauge("engine_disk_size_bytes", "bytes", "Size of the disk of the run's directory.", where="run directory")
 REWARD = _gauge("engine_reward_mean", "reward", "Mean reward of the groups of the newest trained step.")
-ACCURACY = _gauge("engine_validation_accuracy", "ratio", "Accuracy of the newest validation, 0 to 1.")
+ACCURACY = _gauge("engine_validation_accuracy", "ratio", "Accuracy of the newest validation over all its sets, 0 to 1.")
+VALIDATION_FIGURE = _gauge(
+    "engine_validation_figure",
+    "ratio or reward",
+    "Figure of a set in the newest validation, such as pass@4, with the ends of its 95 % confidence interval.",
+    {"set": (), "figure": (), "estimate": ("value", "low", "high")},
+)
 ACCURACY_STEPS = _gauge(
     "engine_validation_steps", "train steps", "Train steps in the weights of the newest validation."
 )
@@ -455,10 +497,12 @@ METRICS: tuple[Metric, ...] = (
     STALENESS, STEP_STALENESS, DEADLINE_ROOM, OLDEST_GROUP_AGE, STEPS, STEP_AGE, STEP_SECONDS, TOKENS_GENERATED,
     TOKENS_TRAINED, RESPONSE_TOKENS, GROUP_SECONDS, TRANSITIONS, REPLICAS, WEIGHTS_VERSION, REPLICA_WEIGHTS_VERSION,
     REPLICA_STATE, REPLICA_SLOTS, REPLICA_TOKENS, REPLICA_GROUPS, REPLICA_RESUMED, REPLICA_PAUSE, SYNC_SECONDS,
-    ROLLOUT_BUSY, ROLLOUT_IDLE, TRAINER_BUSY, TRAINER_IDLE, TRAINER_FIGURE, PROCESSES, PROCESS_DEATHS, RETRIES, BUDGET,
+    ROLLOUT_BUSY, ROLLOUT_IDLE, TRAINER_BUSY, TRAINER_IDLE, TRAINER_FIGURE, SOURCE_REWARD,
+    SOURCE_SHARE, SOURCE_DRAWN, SOURCE_DROPPED, SOURCE_RESTED, PROCESSES, PROCESS_DEATHS, RETRIES, BUDGET,
     STALE_ECHOES, EVENTS, EVENTS_WAITING, DECISION_SECONDS, STORE_GROUPS, STORE_BYTES,
     STORE_DISK_BYTES, RECORD_BYTES, RECORD_LAG, DISK_FREE, DISK_SIZE, REWARD,
-    ACCURACY, ACCURACY_STEPS, VALIDATION_VERSION, VALIDATIONS, VALIDATIONS_ENDED, VALIDATION_ROWS, VALIDATION_SECONDS,
+    ACCURACY, VALIDATION_FIGURE, ACCURACY_STEPS, VALIDATION_VERSION, VALIDATIONS, VALIDATIONS_ENDED, VALIDATION_ROWS,
+    VALIDATION_SECONDS,
     SILENCE, RECOVERIES, REQUESTS_TAKEN, DRAINING, PARKED, POLICY_ERRORS, REPLICAS_WANTED, REPLICA_SLOW, BATCHES_KEPT,
     CHECKPOINT_AGE, CHECKPOINT_STEPS, CHECKPOINT_EVERY, UPTIME,
 )  # fmt: skip

@@ -102,18 +102,18 @@ class MetricsServer:
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.method not in ("GET", "HEAD"):
-            raise Refused(405, "the metrics are read only: GET /metrics or GET /status")
+            raise Refused(405, "the metrics are read-only; use GET /metrics or GET /status")
         if request.path == "/status" and self._describe is not None:
             body = json.dumps(self._describe(), allow_nan=False).encode()
             return web.Response(body=body, content_type="application/json")
         return self._scrape(request)
 
     def _scrape(self, request: web.BaseRequest) -> web.Response:
-        """What Prometheus' own client library answers, by its WSGI application."""
-        told: list[tuple[int, list[tuple[str, str]]]] = []
+        """The answer of the WSGI application of Prometheus' client library."""
+        sent: list[tuple[int, list[tuple[str, str]]]] = []
 
         def start_response(status: str, headers: list[tuple[str, str]]) -> None:
-            told.append((int(status.split()[0]), headers))
+            sent.append((int(status.split()[0]), headers))
 
         environ = {
             "REQUEST_METHOD": request.method,
@@ -123,7 +123,7 @@ class MetricsServer:
             "HTTP_ACCEPT_ENCODING": request.headers.get("Accept-Encoding", ""),
         }
         body = b"".join(self._metrics(environ, start_response))
-        status, headers = told[0]
+        status, headers = sent[0]
         return web.Response(body=body, status=status, headers=headers)
 
 

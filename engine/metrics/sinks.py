@@ -1,4 +1,4 @@
-"""Sends the rows of `metrics.jsonl` to TensorBoard, Weights & Biases and MLflow, through their own clients.
+"""Sends the rows of `metrics.jsonl` and samples to TensorBoard, Weights & Biases and MLflow, by their own clients.
 
 The sinks are opened together with the journal. Each works on its own thread behind a bounded queue. A slow, missing or
 broken sink loses rows and logs it. It must never delay or fail the run, or lose a line of `metrics.jsonl`.
@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,19 +25,24 @@ log = logging.getLogger(__name__)
 
 QUEUED_ROWS = 1000
 """Maximum number of rows that wait for a slow sink; it loses further rows."""
-GOODBYE_S = 8.0
+CLOSE_TIMEOUT_S = 8.0
 """Seconds that all sinks together get at the end of a run to write the rows that wait."""
 
 MLFLOW_RUN = "mlflow_run.txt"
 """File in the run's directory with the id of the MLflow run."""
 
 Row = Mapping[str, Any]
+Samples = Callable[[Row], Sequence[Row]]
+"""The samples to send along with a row of metrics; may raise anything."""
 
 
 class Client(Protocol):
     """Writes rows to one sink. Used only on the sink's thread; may raise anything."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None: ...
+    def show(self, step: int, name: str, samples: Sequence[Row]) -> None:
+        """Show samples of a train step (`name`: `train`) or a validation (`validation`)."""
+
     def close(self) -> None: ...
 
 
@@ -46,15 +52,31 @@ class TensorBoard:
     def __init__(self, run: str, directory: Path, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         from tensorboard.summary import Writer
 
-        self._writer = Writer(str(Path(options.get("dir") or directory / "tensorboard")))
+        self._directory = Path(options.get("dir") or directory / "tensorboard")
+        self._writer = Writer(str(self._directory))
+        self._texts: Any = None
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
+    def show(self, step: int, name: str, samples: Sequence[Row]) -> None:
+        """As texts of a run `samples`: of two files in one directory TensorBoard would follow the newer only."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.plugins.text.summary_v2 import text_pb
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        if self._texts is None:
+            self._texts = EventFileWriter(str(self._directory / "samples"))
+        summary = text_pb(f"samples/{name}", as_markdown(samples))
+        self._texts.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        self._texts.flush()
+
     def close(self) -> None:
         self._writer.close()
+        if self._texts is not None:
+            self._texts.close()
 
 
 class WeightsAndBiases:
@@ -64,6 +86,7 @@ class WeightsAndBiases:
         import wandb
 
         self._end = wandb.teardown
+        self._table = wandb.Table
         self._step = 0
         self._run = wandb.init(
             project=options.get("project") or "step-engine",
@@ -78,12 +101,18 @@ class WeightsAndBiases:
         )
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        self._step = max(self._step, step)  # it takes no step before the newest: a validation may be of older weights
+        self._step = max(self._step, step)  # its steps must not decrease, and a validation may be of older weights
         self._run.log(dict(figures), step=self._step)
+
+    def show(self, step: int, name: str, samples: Sequence[Row]) -> None:
+        self._step = max(self._step, step)
+        columns: list[Any] = list(samples[0])
+        rows = [[_cell(sample[column]) for column in columns] for sample in samples]
+        self._run.log({f"samples/{name}": self._table(columns=columns, data=rows)}, step=self._step)
 
     def close(self) -> None:
         self._run.finish()
-        self._end()  # else the last of it reaches the disk some time later, if nothing ends its process before
+        self._end()  # otherwise its process may end before the last rows are on disk
 
 
 class MLflow:
@@ -92,7 +121,7 @@ class MLflow:
     def __init__(self, run: str, directory: Path, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         uri = options.get("uri") or (directory.resolve().parent / "mlruns").as_uri()
         if "://" not in uri or uri.startswith("file:"):
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else newer versions take databases only
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise new versions accept only databases
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
@@ -102,13 +131,13 @@ class MLflow:
         known = self._client.get_experiment_by_name(name)
         experiment = known.experiment_id if known is not None else self._client.create_experiment(name)
         noted = directory / MLFLOW_RUN
-        self._id, known_params = self._go_on_with(noted) or self._begin(noted, experiment, run)
+        self._id, known_params = self._continue_run(noted) or self._begin(noted, experiment, run)
         given = {key: str(value)[:500] for key, value in leaves(config).items()}
         params = [Param(key, value) for key, value in given.items() if key not in known_params]  # they never change
         for first in range(0, len(params), 100):
             self._client.log_batch(self._id, params=params[first : first + 100])
 
-    def _go_on_with(self, noted: Path) -> tuple[str, Container[str]] | None:
+    def _continue_run(self, noted: Path) -> tuple[str, Container[str]] | None:
         """The MLflow run of an earlier process and its parameters; None if there is none or it was deleted."""
         from mlflow.exceptions import MlflowException
 
@@ -118,7 +147,7 @@ class MLflow:
             earlier = self._client.get_run(noted.read_text(encoding="utf-8").strip())
             self._client.update_run(earlier.info.run_id, status="RUNNING")
         except MlflowException as error:
-            log.warning("MLflow no longer has the earlier run and starts a new one: %s", error)
+            log.warning("MLflow no longer has the earlier run, so a new one is started: %s", error)
             return None
         return earlier.info.run_id, earlier.data.params
 
@@ -129,7 +158,11 @@ class MLflow:
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         now = round(time.time() * 1000)
-        self._client.log_batch(self._id, [self._metric(name, value, now, step) for name, value in figures.items()])
+        named = {name.replace("@", "_at_"): value for name, value in figures.items()}  # MLflow refuses an @
+        self._client.log_batch(self._id, [self._metric(name, value, now, step) for name, value in named.items()])
+
+    def show(self, step: int, name: str, samples: Sequence[Row]) -> None:
+        self._client.log_text(self._id, as_markdown(samples), f"samples/{name}-{step:06d}.md")
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
@@ -148,7 +181,7 @@ def check_sinks(names: Sequence[str]) -> None:
     for name in names:
         module, _ = CLIENTS[name]
         found = importlib.util.find_spec(module)
-        if found is None or found.origin is None:  # a folder of that name is no package: wandb leaves one behind
+        if found is None or found.origin is None:  # a plain folder is not the package; wandb creates one named wandb
             law = f"the package {module} is not installed"
             raise ConfigError(f"metrics.sinks.{name}", name, law, f"run `pip install 'step-engine[{name}]'`")
 
@@ -156,8 +189,10 @@ def check_sinks(names: Sequence[str]) -> None:
 class Sink:
     """One sink on its thread. `make` opens the client there, because that may take seconds or need the network."""
 
-    def __init__(self, name: str, make: Callable[[], Client]) -> None:
+    def __init__(self, name: str, make: Callable[[], Client], samples: Samples = lambda row: ()) -> None:
         self.name = name
+        self._samples = samples
+        self._shows = True
         self.lost = 0
         """Number of rows that this sink lost."""
         self._queue: queue.Queue[Row | None] = queue.Queue(QUEUED_ROWS)
@@ -171,7 +206,7 @@ class Sink:
         except queue.Full:
             self.lost += 1
             if self.lost == 1:
-                log.warning("%s is too slow: rows are lost", self.name)
+                log.warning("%s is too slow, so it loses rows; metrics.jsonl has all of them", self.name)
 
     def end(self) -> None:
         """End the sink after the queued rows. If the queue is full, its oldest row is dropped."""
@@ -188,10 +223,10 @@ class Sink:
         """Wait until everything is written, at most this long."""
         self._thread.join(seconds)
         if self._thread.is_alive():
-            log.warning("%s did not end in time", self.name)
+            log.warning("%s did not end in time, so its last rows may be missing", self.name)
 
     def _work(self, make: Callable[[], Client]) -> None:
-        """Write queued rows. A row that cannot be written is lost; without a client all are."""
+        """Write queued rows. A row that cannot be written is lost. If the client cannot be opened, all rows are."""
         try:
             client = make()
         except BaseException:
@@ -205,17 +240,29 @@ class Sink:
                 self.lost += 1
                 if self.lost == 1:
                     log.exception("%s did not accept a row; the run continues", self.name)
+            self._show(client, row)
         try:
             client.close()
         except Exception:
             log.exception("%s could not be closed", self.name)
+
+    def _show(self, client: Client, row: Row) -> None:
+        """Send the samples of a row along. A failure is reported once."""
+        try:
+            samples = self._samples(row)
+            if samples:
+                client.show(figures_at(row)[0], "validation" if "validation" in row else "train", samples)
+        except Exception:
+            if self._shows:
+                self._shows = False
+                log.exception("%s did not accept samples; the run continues", self.name)
 
     def _drain(self) -> None:
         for _ in iter(self._queue.get, None):
             self.lost += 1
 
 
-class Books:
+class RowWriter:
     """Writes each row to `metrics.jsonl` first, then to the sinks."""
 
     def __init__(self, journal: Journal, sinks: Sequence[Sink]) -> None:
@@ -232,26 +279,60 @@ class Books:
         self._journal.close()
         for sink in self.sinks:
             sink.end()
-        last = time.monotonic() + GOODBYE_S
+        last = time.monotonic() + CLOSE_TIMEOUT_S
         for sink in self.sinks:
             sink.wait(max(0.0, last - time.monotonic()))
 
 
-def open_books(directory: Path, config: Mapping[str, Any], chosen: Mapping[str, Mapping[str, Any]]) -> Books:
+def open_row_writer(
+    directory: Path,
+    config: Mapping[str, Any],
+    chosen: Mapping[str, Mapping[str, Any]],
+    samples: Samples = lambda row: (),
+) -> RowWriter:
     """Open the journal and the sinks of a run in its directory. `chosen`: options of each sink by name."""
     journal = Journal(directory / "metrics.jsonl")
     sinks = [
-        Sink(name, lambda name=name, options=options: CLIENTS[name][1](directory.name, directory, config, options))  # type: ignore[misc]
+        Sink(name, partial(CLIENTS[name][1], directory.name, directory, config, options), samples)
         for name, options in chosen.items()
     ]
-    return Books(journal, sinks)
+    return RowWriter(journal, sinks)
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
+
+
+TEXTS = ("prompt", "response")
+
+
+def as_markdown(samples: Sequence[Row]) -> str:
+    """Samples as text. Prompts and responses are code blocks, so nothing in them is markup."""
+    return "\n\n".join(_as_markdown(sample) for sample in samples)
+
+
+def _as_markdown(sample: Row) -> str:
+    known = {name: value for name, value in sample.items() if name not in TEXTS and value is not None}
+    parts = [", ".join(f"{name}: {_cell(value)}" for name, value in known.items())]
+    for name in TEXTS:
+        lines = str(sample[name]).splitlines() or [""]
+        parts += [f"**{name}**", "\n".join(f"    {line}" for line in lines)]
+    return "\n\n".join(parts)
+
+
+def _cell(value: Any) -> Any:
+    """A value of one column; lists as text."""
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
+# -- figures of a row --------------------------------------------------------------------------------------------------
 
 
 def figures_at(row: Row) -> tuple[int, dict[str, float]]:
-    """The step and the figures of a row. Figures of a validation are under `validation/`, at the train steps of its
-    weights."""
+    """The step and the figures of a row. Figures of a validation are under `validation/`, those of its sets under
+    `validation/SET/`, at the train steps of its weights."""
     if "validation" in row:
-        return int(row["steps"]), figures_of({"validation": {k: v for k, v in row.items() if k != "validation"}})
+        own = {name: value for name, value in row.items() if name not in ("validation", "sets")}
+        return int(row["steps"]), figures_of({"validation": {**own, **row.get("sets", {})}})
     return int(row["step"]), figures_of(row)
 
 

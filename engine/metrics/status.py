@@ -140,7 +140,7 @@ def describe(metrics: RunMetrics, now: float) -> Status:
     state, idle, staleness = metrics.state, metrics.idle, metrics.staleness
     fleet = sorted((r for r in state.fleet.replicas.values() if not r.process.dismissed), key=lambda r: r.id)
     replicas = [replica for replica in fleet if replica.state != "down"]
-    rewards, limits, live = metrics.rewards, state.limits, metrics.going_on
+    rewards, limits, live = metrics.rewards, state.limits, metrics.progress
     return Status(
         outcome=state.outcome.outcome if state.outcome else None,
         reason=state.outcome.reason if state.outcome else "",
@@ -166,7 +166,7 @@ def describe(metrics: RunMetrics, now: float) -> Status:
         version=state.latest_version,
         replica_versions={r.id: r.version for r in replicas},
         replica_states={r.id: r.condition for r in fleet},
-        replica_slots={r.id: (len(r.groups), r.slots) for r in replicas},
+        replica_slots={r.id: (r.occupied, r.slots) for r in replicas},
         replicas_lost=sum(r.lost for r in fleet),
         groups_live=metrics.groups.by_state(),
         step_phase=next((s.state for s in list(state.steps.values()) if s.state != "finished"), "finished"),
@@ -205,7 +205,8 @@ def describe(metrics: RunMetrics, now: float) -> Status:
 
 
 def plain_status(metrics: RunMetrics, now: float) -> dict[str, Any]:
-    """The snapshot as plain JSON data. Safe on any thread: it retries if the state changes meanwhile."""
+    """The snapshot as plain JSON data. Safe on any thread: it retries if the state changes during the read. Raises:
+    `EngineError` if all `TRIES` attempts failed."""
     for _ in range(TRIES):
         try:
             return dict(plain(asdict(describe(metrics, now))))
@@ -290,7 +291,7 @@ def _rollout_now(metrics: RunMetrics) -> str:
         "waiting_for_weights": "groups that could resume need newer weights",
         "starting": "the run is starting",
         "draining": "the run is draining",
-        "other": "the policies hold them",
+        "other": "the policies start no group",
     }[idle.rollout_cause]
     return f"{free} of {idle.slots} slots free: {why}"
 
@@ -303,7 +304,7 @@ def _validation_now(state: State) -> str:
     said = f"version {run.version}: {done} of {run.rows} rows"
     replicas = [state.fleet.replicas[id] for id in run.replicas]
     if not replicas:
-        said += ", waits for a replica that can have it"
+        said += ", waits for a replica that can install it"
     elif run.out:
         said += f", {run.out} slots measuring"
     elif all(replica.version != run.version for replica in replicas):

@@ -101,7 +101,7 @@ class StepRows:
         return (entry.groups, entry.staleness, entry.fields.get("tokens", 0)) if entry is not None else ((), (), 0)
 
     def finished(self, step: StepId, version: int, at: float, counts: Mapping[str, int]) -> None:
-        """Note that a step finished. `counts`: groups aborted, resumed and filtered since the run began."""
+        """Note that a step finished. `counts`: groups aborted, resumed, filtered and failed since the run began."""
         entry = self._open.get(step)
         if entry is None:
             return
@@ -145,7 +145,7 @@ class StepTransitions(Protocol):
 
     steps: list[tuple[StepId, str]]
 
-    def heard(self, event: Event) -> None: ...
+    def note_event(self, event: Event) -> None: ...
 
     def group_counts(self) -> dict[str, int]: ...
 
@@ -162,12 +162,12 @@ class ReplayedRows:
         """Call it for every replayed event, in order."""
         if not self._begun:
             self._begin()
-        self.transitions.heard(event)
+        self.transitions.note_event(event)
         for step, entered in self.transitions.steps:
             self.rows.changed(step, entered, event.at)
             if entered == "finished":
                 self.rows.finished(step, state.latest_version, event.at, self.transitions.group_counts())
-                self.rows.flush()  # it is written already
+                self.rows.flush()  # an earlier process has written this row
         self.transitions.steps.clear()
         if isinstance(event, RunResumed) and not event.kept:
             self._begin()

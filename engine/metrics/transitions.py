@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from engine.events import DrainRequested, Event, RunResumed, SchedulerRecovered
 from engine.ids import GroupId, ReplicaId, StepId
 from engine.metrics.names import RECOVERY_KINDS
+from engine.states.estimators import Estimate
 from engine.states.group import GROUP
 from engine.states.replica import Replica
 from engine.states.validation import VALIDATION
@@ -18,7 +19,7 @@ RELEASED = tuple(state for state in GROUP.terminal if state != "consumed")
 
 
 class EndedValidation(NamedTuple):
-    """What is kept of a validation that ended."""
+    """The figures of a validation that ended."""
 
     id: int
     version: int
@@ -32,6 +33,7 @@ class EndedValidation(NamedTuple):
     queued_at: float
     started_at: float
     ended_at: float
+    estimates: tuple[Estimate, ...] = ()
 
 
 class Transitions:
@@ -98,7 +100,7 @@ class Transitions:
             self.undone[before] += 1
         self.released[group] = state
 
-    def heard(self, event: Event) -> None:
+    def note_event(self, event: Event) -> None:
         """Call it once for every event, when it is replayed or happens."""
         if isinstance(event, RunResumed):
             self.recoveries["resumed" if event.kept else "branched"] += 1
@@ -110,11 +112,12 @@ class Transitions:
 
     def to_plain(self) -> Any:
         counts = [(*key, n) for key, n in self.count.items()]
-        return [counts, [tuple(ended) for ended in self.ended], [*self.recoveries.items()], self.draining_since]
+        ended = [(*ended[:-1], tuple(map(tuple, ended.estimates))) for ended in self.ended]
+        return [counts, ended, [*self.recoveries.items()], self.draining_since]
 
     def take(self, plain: Any) -> None:
-        counts, ended, *heard = plain
-        recoveries, draining_since = heard or ([], None)  # those before this was counted do not say it
+        counts, ended, *later = plain
+        recoveries, draining_since = later or ([], None)  # older snapshots do not have these counts
         recoveries = {str(kind): int(n) for kind, n in recoveries}
         draining_since = None if draining_since is None else float(draining_since)
         self._groups, self._others = {}, {}
@@ -123,7 +126,8 @@ class Transitions:
                 self._groups.setdefault(source, {})[target] = int(n)
             else:
                 self._others[machine, source, target] = int(n)
-        self.ended = [EndedValidation(*fields) for fields in ended]
+        told = ([*fields, tuple(Estimate(*one) for one in estimates)] for *fields, estimates in ended)
+        self.ended = [EndedValidation._make(fields) for fields in told]
         self.validations = [*self.ended]
         self.recoveries = dict.fromkeys(RECOVERY_KINDS, 0) | recoveries
         self.draining_since = draining_since
@@ -143,8 +147,8 @@ class Transitions:
         return sum(n for (name, _, target), n in self.count.items() if name == machine and target == state)
 
     def group_counts(self) -> dict[str, int]:
-        """Number of groups aborted, resumed and filtered so far, for the row of a step."""
-        return {f"groups_{name}": self.entered("group", name) for name in ("aborted", "resumed", "filtered")}
+        """Number of groups aborted, resumed, filtered and failed so far, for the row of a step."""
+        return {f"groups_{name}": self.entered("group", name) for name in ("aborted", "resumed", "filtered", "failed")}
 
     def net(self, machine: str, state: str) -> int:
         """Records that entered a state, minus those that left it."""

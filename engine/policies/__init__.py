@@ -1,4 +1,4 @@
-"""What may vary in a run: protocols, the registry and the built-in policies, one file per decision."""
+"""Decisions that users can replace: their protocols, the registry and the built-in policies, one file per decision."""
 
 from engine.policies import admission, batching, deadline, dispatch, filter, resume, retry, sync, validation
 from engine.policies.custom_states import add_state, added_states, state_names

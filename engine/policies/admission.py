@@ -6,7 +6,7 @@ from engine.states.view import View
 
 @register("admission", "bounds")
 class Bounds:
-    """As many as the laws allow: slots are kept busy, staleness is kept by the bound alone."""
+    """Start as many groups as the laws allow: slots stay busy, and only the bound limits staleness."""
 
     def admit(self, view: View, legal: int) -> int:
         return legal
@@ -14,7 +14,7 @@ class Bounds:
 
 @register("admission", "whole-batches")
 class WholeBatches:
-    """Batch by batch: a new one is begun only where all of it may start, and is then filled as slots come free."""
+    """Start whole batches: a new batch begins only if all its groups may start. It then fills as slots become free."""
 
     def admit(self, view: View, legal: int) -> int:
         batch = view.limits.train_batch_size

@@ -1,7 +1,7 @@
 """Batching: which ready groups a train step takes.
 
-The rule is derived in docs/STALENESS.md: step t must take, for every deadline d, at least U(d) − (d −
-t)·B groups with deadline ≤ d. Within that, `deadline-first` is a matter of order only.
+docs/STALENESS.md derives the rule: for every deadline d, step t must take at least U(d) − (d − t)·B groups with
+deadline ≤ d. The policies differ only in the order in which they take groups within this rule.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,11 +15,11 @@ from engine.states.view import View
 def select_in_order(
     candidates: Iterable[tuple[GroupId, StepId]], requirements: Sequence[tuple[StepId, int, int]], size: int
 ) -> list[GroupId] | None:
-    """Take candidates (group, deadline) in order, passing one over only when its place is needed for an earlier
-    deadline.
+    """Take candidates (group, deadline) in order. Skip one only if its place is needed for an earlier deadline.
 
-    `outstanding[d]` is what deadline d must still get; the groups still needed are never fewer than the largest of
-    them, since requirements are cumulative. None when a deadline lacks ready groups.
+    `outstanding[d]` is the number of groups that deadline d still needs. Requirements are cumulative, so the places
+    that are still needed are the largest of these numbers. Returns None if a deadline does not have enough ready
+    groups.
     """
     if any(must > ready for _, must, ready in requirements):
         return None
@@ -41,7 +41,7 @@ def select_in_order(
 
 @register("batching", "deadline-first")
 class DeadlineFirst:
-    """First ready first, as long as every deadline keeps enough places behind it."""
+    """Take groups in the order in which they became ready, as long as every deadline can still be met."""
 
     def select(self, view: View, size: int) -> Sequence[GroupId] | None:
         requirements = view.requirements()
@@ -52,22 +52,22 @@ class DeadlineFirst:
 
 @register("batching", "freshest")
 class Freshest:
-    """Latest deadline first: the least stale batch the laws allow; older groups wait until their deadline binds."""
+    """Latest deadline first: the least stale batch that the laws allow. Older groups wait until a deadline binds."""
 
     def select(self, view: View, size: int) -> Sequence[GroupId] | None:
         requirements = view.requirements()
         if any(must > ready for _, must, ready in requirements):
-            return None  # before the sort, since every event asks again
+            return None  # check before sorting: this is called after every event
         return select_in_order(sorted(view.ready_deadlines(), key=lambda c: -c[1]), requirements, size)
 
 
 TAKEN_OR_WAITING = ("queued", "generated", "batched")
-"""States of a live group for which strict order does not wait; in all others it is in progress."""
+"""States of a group for which strict order does not wait. In all other live states the group is in progress."""
 
 
 @register("batching", "strict-order")
 class StrictOrder:
-    """In the order drawn: a step waits until no group drawn before its batch is unfinished."""
+    """In the order drawn: a step waits until every group drawn before the newest group of its batch is finished."""
 
     def select(self, view: View, size: int) -> Sequence[GroupId] | None:
         candidates = sorted(view.ready_deadlines())

@@ -1,11 +1,11 @@
-"""States of the user's own between a group's last token and `generated`, by name.
+"""Registry of custom states: states that users add between a group's last token and `generated`.
 
     policies.add_state(
         machine="group", state="judging", phase="parked", between=("generated", "batched"), policy=Judge, concurrency=4
     )
 
-What is added is checked here, against the laws that every state must keep; a run says in `scheduler.states` which of
-them it uses. Used by the config layer and by the scheduler's builder.
+`add_state` checks a new state against the laws that every state must keep. A run lists the states that it uses in
+`scheduler.states`. Used by the config layer and by the scheduler's builder.
 """
 
 import re
@@ -23,9 +23,9 @@ from engine.states.machine import Phase, Table
 FIELD = "policies.add_state"
 NAME = re.compile(r"[a-z][a-z0-9_-]*")
 WHY_NOT = {
-    "waiting": "a waiting group has no tokens, so law 4 would not count this one's staleness",
-    "running": "a running group has a slot, so law 2 would count a slot that this one has left",
-    "ready": "a train step may take a ready group, before this state is finished",
+    "waiting": "a waiting group has no tokens, so law 4 would not count the staleness of this group",
+    "running": "a running group has a slot, so law 2 would count a slot that this group no longer has",
+    "ready": "a train step may take a ready group before the work of this state is finished",
     "batched": "a batched group already belongs to a train step",
     "consumed": "a consumed group has ended",
     "released": "a released group has ended",
@@ -45,10 +45,10 @@ def add_state(
     *, machine: str, state: str, phase: str, between: tuple[str, str], policy: Any, concurrency: int,
     api: int = API_VERSION,
 ) -> None:  # fmt: skip
-    """Offer a state that groups pass through before a step may take them.
+    """Register a state that groups pass through before a step may take them.
 
-    Args: `policy` is a class, built without arguments for each run, whose `enters(view, group)` says which groups do;
-    `concurrency` bounds the groups worked on at once, unless a run says otherwise.
+    Args: `policy` is a class that is created without arguments for each run; its `enters(view, group)` says which
+    groups enter the state. `concurrency` is the maximum number of groups in the state at once; a run may set another.
     Raises: `ConfigError`, which names the law that the state would break.
     """
     require_api(api, f"state {state!r}")
@@ -76,7 +76,7 @@ def add_state(
 
 
 def check_table(table: Table) -> None:
-    """Every state is reached from the first and leads to an end; the ledger knows each one's phase.
+    """Check that every state can be reached, leads to a terminal state and has a phase.
 
     Raises: `ConfigError`.
     """
@@ -107,14 +107,14 @@ def registered() -> list[type]:
 
 
 def forget(classes: Collection[type]) -> None:
-    """Take states back whose module could not be imported to its end."""
+    """Remove the states of these classes, because the import of their module failed."""
     for name in [name for name, added in _ADDED.items() if added.policy in classes]:
         del _ADDED[name]
 
 
 def added_states(names: tuple[str, ...]) -> tuple[AddedState, ...]:
-    """The named states with the concurrency they were added with. Raises: `ConfigError` for one that nobody added, and
-    for the built-in one, which a pool brings with it."""
+    """The named states, with the concurrency given to `add_state`. Raises: `ConfigError` for a state that is not
+    registered, and for the built-in state, which only a pool adds."""
     if REWARDING in names:
         law = "is added by a pool with the task reward alone"
         raise ConfigError("scheduler.states", REWARDING, law, "remove it, or add such a pool")
@@ -122,14 +122,16 @@ def added_states(names: tuple[str, ...]) -> tuple[AddedState, ...]:
 
 
 def build_state(name: str) -> StatePolicy:
-    """The policy of a state, for one run. Raises: `ConfigError` for one that nobody added."""
+    """A new policy of a state, for one run. Raises: `ConfigError` for a state that is not registered."""
     policy: StatePolicy = _find(name).policy()
     return policy
 
 
 def work_of(name: str) -> Any:
-    """What is done on a group in a state, `async def work(group)` of its policy, of an instance of its own; None where
-    the policy has none. Raises: `ConfigError` for a state that nobody added."""
+    """The method `async def work(group)` of a new instance of a state's policy; None if the policy has none.
+
+    Raises: `ConfigError` for a state that is not registered.
+    """
     return getattr(build_state(name), "work", None)
 
 
@@ -143,7 +145,7 @@ def _find(name: str) -> _Added:
 
 
 class Rewarding:
-    """Every group: its reward is worked out once its tokens are there."""
+    """Every group enters: its reward is computed after its last token."""
 
     def enters(self, view: Any, group: Any) -> bool:
         return True

@@ -1,7 +1,7 @@
-"""Deadline: what becomes of stragglers that alone keep a step from forming.
+"""Deadline: what to do with stragglers when a step waits only for them.
 
-All but `wait` bias the data against long or hard prompts; what they did is counted (`groups_dropped`,
-`groups_truncated`).
+Every policy except `wait` biases the data against long or hard prompts. The metrics `groups_dropped` and
+`groups_truncated` count the groups concerned.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ DECISIONS = ("wait", "truncate", "drop", "shrink")
 
 
 class _Always:
-    """One decision, whatever the stragglers."""
+    """The same decision for all stragglers."""
 
     acts = True
     decision = "wait"
@@ -31,7 +31,7 @@ class Wait(_Always):
 
 @register("deadline", "truncate")
 class Truncate(_Always):
-    """Finish them with the tokens they have."""
+    """Finish them with the tokens that they have."""
 
     decision = "truncate"
 

@@ -7,7 +7,8 @@ from engine.states.view import View
 
 @register("dispatch", "least-loaded")
 class LeastLoaded:
-    """The replica with the smallest share of busy slots, if possible not the one it failed on, then the smallest id."""
+    """The replica with the smallest share of busy slots, then the smallest id. Avoids the replica that the group failed
+    on, if possible."""
 
     def choose(self, view: View, oldest: Version, group: GroupId) -> ReplicaId | None:
         return view.least_loaded(oldest, avoid=view.failed_on(group))
@@ -15,7 +16,8 @@ class LeastLoaded:
 
 @register("dispatch", "newest-weights")
 class NewestWeights:
-    """The replica with the newest weights, then the least loaded: fresher tokens, uneven load during a rolling sync."""
+    """The replica with the newest weights, then the least loaded. Tokens are fresher, but the load is uneven during a
+    rolling sync."""
 
     def choose(self, view: View, oldest: Version, group: GroupId) -> ReplicaId | None:
         return view.newest_weights(oldest, avoid=view.failed_on(group))

@@ -1,17 +1,16 @@
-"""Filter: whether a generated group is worth training on. A filtered group gives its place back, so another one is
-admitted."""
+"""Filter: whether a generated group is used for training. A filtered group frees its place, so another one starts."""
 
 from engine.events import GroupGenerated
 from engine.policies.registry import register
 from engine.states.view import View
 
 SPREAD = 1e-6
-"""Rewards closer together than this are equal."""
+"""Rewards that differ by less than this count as equal."""
 
 
 @register("filter", "none")
 class KeepAll:
-    """Every group is trained on."""
+    """Use every group for training."""
 
     def keep(self, view: View, outcome: GroupGenerated) -> bool:
         return True
@@ -19,7 +18,7 @@ class KeepAll:
 
 @register("filter", "zero-variance")
 class ZeroVariance:
-    """Drops groups of several live trajectories with equal rewards: their group-relative advantages are all zero."""
+    """Drop groups of several live trajectories with equal rewards: all their group-relative advantages are zero."""
 
     def keep(self, view: View, outcome: GroupGenerated) -> bool:
         return outcome.live <= 1 or outcome.reward_spread > SPREAD

@@ -1,16 +1,15 @@
-"""What may vary: one protocol per decision. A policy sees the read-only `View` and returns a decision; it changes
+"""The protocols of policies, one per decision. A policy sees the read-only `View`, returns a decision and changes
 nothing.
 
-Implemented by the files beside this one and by users; asked by `scheduling/`, which validates every answer against
-the laws before it
-acts on it. An answer depends on the view, the arguments and the policy's declared `memory` alone: no clock, no
-randomness, no memory elsewhere (law 8). A class that declares
+The built-in policies and users' policies implement them. `scheduling/` calls them, and checks every answer against the
+laws before it acts on it. An answer depends only on the view, the arguments and the policy's declared `memory`: no
+clock, no randomness, no other memory (law 8). A class that declares
 
     memory: dict[str, Any]
 
-gets an empty one for each run (or keeps what its `__init__` put there): plain values that msgpack can hold. It belongs
-to the scheduler: part of the state hash, put back where an answer was refused, rebuilt by replay and so kept over a
-resume.
+gets an empty dictionary for each run, or keeps the values that its `__init__` put there. Values must be plain values
+that msgpack can store. The memory belongs to the scheduler's state: it is part of the state hash, is restored when an
+answer is rejected, and is rebuilt by replay, so that a resumed run has it too.
 """
 
 from collections.abc import Sequence
@@ -23,41 +22,42 @@ from engine.states.view import GroupView, View
 
 class AdmissionPolicy(Protocol):
     def admit(self, view: View, legal: int) -> int:
-        """How many new groups may start now, from 0 to `legal` (what K and the staleness bound leave)."""
+        """How many new groups may start now: from 0 to `legal`, the maximum that K and the staleness bound allow."""
 
 
 class DispatchPolicy(Protocol):
     def choose(self, view: View, oldest: Version, group: GroupId) -> ReplicaId | None:
-        """The replica a group starts or resumes on: ready, with a free slot, at version `oldest` or newer; None to
-        hold it."""
+        """The replica that a group starts or resumes on: ready, with a free slot, at version `oldest` or newer. None:
+        the group waits."""
 
 
 class BatchingPolicy(Protocol):
     def select(self, view: View, size: int) -> Sequence[GroupId] | None:
-        """`size` ready groups for step `view.step`, or None while a deadline that has run out of room lacks ready
-        groups.
+        """`size` ready groups for step `view.step`. None: the step waits, because a binding deadline does not have
+        enough ready groups.
 
-        Legal when for every (d, must, _) of `view.requirements()` at least `must` of them have a deadline ≤ d.
+        Legal if, for every (d, must, _) of `view.requirements()`, at least `must` of the groups have a deadline ≤ d.
         """
 
 
 class DeadlinePolicy(Protocol):
     acts: bool
-    """False: never asked, and no timer is set."""
+    """False: `decide` is never called, and no timer is set."""
 
     def decide(self, view: View, stragglers: Sequence[GroupView]) -> str:
-        """What becomes of the unready groups of every binding deadline: `wait`, `truncate`, `drop` or `shrink`."""
+        """What to do with the groups that are not ready at a binding deadline: `wait`, `truncate`, `drop` or
+        `shrink`."""
 
 
 class SyncPolicy(Protocol):
     def pause(self, view: View, staged: Sequence[ReplicaId], busy: int) -> Sequence[ReplicaId]:
-        """Which replicas that have the newest version staged may pause for it now. `busy`: replicas in a sync
-        already."""
+        """Which of the replicas that have staged the newest version may pause to install it now. `busy`: number of
+        replicas that are already in a sync."""
 
 
 class FilterPolicy(Protocol):
     def keep(self, view: View, outcome: GroupGenerated) -> bool:
-        """Whether a generated group is worth training on."""
+        """Whether a generated group is used for training."""
 
 
 class RetryPolicy(Protocol):
@@ -67,23 +67,23 @@ class RetryPolicy(Protocol):
 
 class ResumePolicy(Protocol):
     def key(self, view: View, group: GroupView) -> tuple[float, ...]:
-        """Numbers that order parked groups: the smallest resumes first, of equal ones the group drawn first. Asked once
-        each time a group is parked, with the group as it is then; law 3 says on which replicas it may resume."""
+        """Numbers that order parked groups: the smallest resumes first; if equal, the group drawn first. Called once
+        each time a group is parked, with the group as it is then. Law 3 says on which replicas it may resume."""
 
 
 class ValidationPolicy(Protocol):
     def due(self, view: View, version: Version, steps_before: int, steps: int) -> bool:
-        """Whether to measure a version that was published with `steps` train steps in it, after one with
-        `steps_before`; version 0, the initial weights, comes with 0 and 0. The last version is measured where
-        `view.limits.validation.at_end` says so, whatever was answered."""
+        """Whether to validate a version that contains `steps` train steps; the version before it contains
+        `steps_before`. For version 0, the initial weights, both are 0. If `view.limits.validation.at_end` is set, the
+        last version is always validated."""
 
 
 class StatePolicy(Protocol):
     def enters(self, view: View, group: GroupView) -> bool:
-        """Whether a group whose last token is there (or that has just left the added state before this one) passes
-        through the added state (`policies.add_state`).
+        """Whether a group enters the added state (`policies.add_state`) after its last token, or after the added state
+        before this one.
 
-        The class may also have `async def work(self, group: TrajectoryGroup) -> TrajectoryGroup`: what is done on such
-        a group, in an instance and a process of its own. It may change rewards, and nothing else; `DataFailure` costs
-        an attempt of the group's data, any other exception one of infrastructure.
+        The class may also have `async def work(self, group: TrajectoryGroup) -> TrajectoryGroup`: the work on such a
+        group. It runs in its own instance and its own process. It may change only rewards. `DataFailure` counts against
+        the group's `data` budget, any other exception against its `infrastructure` budget.
         """

@@ -1,9 +1,9 @@
-"""Policies by name: how a config says which one decides what, and how users add their own.
+"""Registry of policies by name: a config chooses policies from it, and users add their own.
 
     @policies.register("filter", "keep-hard")
     class KeepHard: ...
 
-Used by the config layer, by the scheduler's builder and by replay, which finds the names in a record's header.
+Used by the config layer, by the scheduler's builder, and by replay, which reads the names from a record's header.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -26,10 +26,10 @@ from engine.policies.protocols import (
 Kind = TypeVar("Kind", bound=type)
 
 API_VERSION = 1
-"""What a policy may rely on: the protocols, and every field of `View` and `GroupView`. Raised when one of these goes or
-changes its meaning, never when one comes."""
+"""Version of the policy API: the protocols, and every field of `View` and `GroupView`. It is raised when one of these
+is removed or changes its meaning, not when one is added."""
 ON_ERROR = ("stop", "builtin")
-"""What follows where a policy raises or breaks a law: the run stops, or the decision's default is asked instead."""
+"""What happens if a policy raises or breaks a law: the run stops, or the built-in default policy decides instead."""
 
 DEFAULTS: dict[str, str] = {
     "admission": "bounds",
@@ -57,10 +57,11 @@ _REGISTERED: dict[str, dict[str, type[Any]]] = {decision: {} for decision in DEF
 
 
 def register(decision: str, name: str, *, api: int = API_VERSION) -> Callable[[Kind], Kind]:
-    """Class decorator: offer a policy for a decision under a name. The class is built without arguments, for each run.
+    """Class decorator: register a policy for a decision under a name. The class is created without arguments for each
+    run.
 
-    `api` is the version of the policy API that it was written for. Raises `ConfigError` for another version than this
-    engine has, an unknown decision, a name already taken or a class without the decision's method.
+    `api` is the version of the policy API that the class was written for. Raises `ConfigError` if this engine has
+    another version, the decision is unknown, the name is in use, or the class does not have the decision's method.
     """
 
     def add(cls: Kind) -> Kind:
@@ -86,7 +87,7 @@ def register(decision: str, name: str, *, api: int = API_VERSION) -> Callable[[K
 
 
 def require_api(api: int, what: str) -> None:
-    """Raises: `ConfigError` for an extension that was written for another policy API than this one."""
+    """Raises: `ConfigError` if an extension was written for another version of the policy API."""
     if api != API_VERSION:
         law = f"the {what} needs a policy API version other than this engine's {API_VERSION}"
         raise ConfigError("policies.register", api, law, f"adapt it, then pass api={API_VERSION}")
@@ -99,14 +100,14 @@ def names(decision: str) -> list[str]:
 
 def registered() -> list[type]:
     """The class of every policy."""
-    return [cls for names_of in _REGISTERED.values() for cls in names_of.values()]
+    return [cls for policies in _REGISTERED.values() for cls in policies.values()]
 
 
 def forget(classes: Collection[type]) -> None:
-    """Take policies back whose module could not be imported to its end."""
-    for names_of in _REGISTERED.values():
-        for name in [name for name, cls in names_of.items() if cls in classes]:
-            del names_of[name]
+    """Remove the policies of these classes, because the import of their module failed."""
+    for policies in _REGISTERED.values():
+        for name in [name for name, cls in policies.items() if cls in classes]:
+            del policies[name]
 
 
 def _build(decision: str, name: str) -> Any:
@@ -131,16 +132,16 @@ class PolicySet:
     resume: ResumePolicy
     validation: ValidationPolicy
     names: Mapping[str, str]
-    """What each was built from, for the header of a record; and `on_error`, where it is not `stop`."""
+    """The registered name of each policy, for the header of a record; also `on_error`, unless it is `stop`."""
 
     @property
     def on_error(self) -> str:
-        """What follows where a policy raises or breaks a law: one of `ON_ERROR`."""
+        """What happens if a policy raises or breaks a law: one of `ON_ERROR`."""
         return self.names.get("on_error", ON_ERROR[0])
 
     @property
     def own(self) -> list[str]:
-        """Those that are not the engine's own, as `decision name`."""
+        """The policies that are not built in, as `decision name`."""
         return [
             f"{decision} {name}"
             for decision, name in self.names.items()
@@ -149,9 +150,9 @@ class PolicySet:
 
     @classmethod
     def from_names(cls, chosen: Mapping[str, str]) -> "PolicySet":
-        """Build the named policies, defaults for the rest; `on_error` may be among the names.
+        """Build the chosen policies, and the default for every other decision. `chosen` may contain `on_error`.
 
-        Raises `ConfigError` for unknown decisions and names.
+        Raises: `ConfigError` for unknown decisions and names.
         """
         chosen = dict(chosen)
         on_error = chosen.pop("on_error", ON_ERROR[0])

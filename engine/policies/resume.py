@@ -5,12 +5,12 @@ from engine.policies.registry import register
 from engine.states.view import GroupView, View
 
 NOTHING_STORED = 2**31
-"""Stands for the unfinished trajectories of a group of which nothing is stored: more than any other has."""
+"""Used as the number of unfinished trajectories of a group that has nothing stored: more than any other group has."""
 
 
 @register("resume", "deadline")
 class EarliestDeadline:
-    """The earliest deadline first: whoever binds first is served first."""
+    """The group with the earliest deadline first."""
 
     def key(self, view: View, group: GroupView) -> tuple[float, ...]:
         return (group.deadline,)
@@ -18,7 +18,7 @@ class EarliestDeadline:
 
 @register("resume", "fewest-unfinished")
 class FewestUnfinished:
-    """The group that lacks the fewest trajectories first: it is ready soonest."""
+    """The group with the fewest unfinished trajectories first: it is ready soonest."""
 
     def key(self, view: View, group: GroupView) -> tuple[float, ...]:
         return (group.unfinished or NOTHING_STORED,)
@@ -26,7 +26,7 @@ class FewestUnfinished:
 
 @register("resume", "longest")
 class Longest:
-    """The group with the most tokens first: it has cost most already."""
+    """The group with the most tokens first: most work has gone into it."""
 
     def key(self, view: View, group: GroupView) -> tuple[float, ...]:
         return (-group.tokens,)
@@ -34,7 +34,7 @@ class Longest:
 
 @register("resume", "stalest")
 class Stalest:
-    """The group with the oldest token first, or of the oldest admission where it has none."""
+    """The group with the oldest token first. A group without tokens counts by the version it was admitted at."""
 
     def key(self, view: View, group: GroupView) -> tuple[float, ...]:
         return (group.admitted_version if group.oldest_version == NO_VERSION else group.oldest_version,)

@@ -6,7 +6,7 @@ from engine.states.view import GroupView, View
 
 @register("retry", "budgets")
 class Budgets:
-    """One budget per cause: a bad prompt is given up early, a bad machine late."""
+    """One budget per cause: few attempts for a bad prompt, more for a bad machine."""
 
     def retry(self, view: View, group: GroupView, cause: str) -> bool:
         if cause == "data":

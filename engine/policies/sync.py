@@ -1,4 +1,4 @@
-"""Sync: which replicas take new weights when."""
+"""Sync: which replicas install new weights, and when."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from engine.states.view import View
 
 @register("sync", "together")
 class Together:
-    """Each replica as soon as it has the bytes."""
+    """Each replica installs new weights as soon as it has received them."""
 
     def pause(self, view: View, staged: Sequence[ReplicaId], busy: int) -> Sequence[ReplicaId]:
         return staged

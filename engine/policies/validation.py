@@ -7,7 +7,7 @@ from engine.states.view import View
 
 @register("validation", "every")
 class Every:
-    """Each version that is the first to contain another `validation.every` train steps; the first where `at_start`."""
+    """Each version that is the first to complete another `validation.every` train steps; version 0 if `at_start`."""
 
     def due(self, view: View, version: Version, steps_before: int, steps: int) -> bool:
         limits = view.limits.validation

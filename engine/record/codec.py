@@ -4,7 +4,8 @@
 
 An event's `id` and `at` and a command's `cause` are left out, because their frame has them once. What a
 field may hold is read from its annotation: int (signed, 64 bits; no bool), float (finite, because replay cannot compare
-NaN; an int in a float field is written as a float), bool, str (UTF-8, `MAX_TEXT_BYTES`), tuple[int, ...].
+NaN; an int in a float field is written as a float), bool, str (UTF-8, `MAX_TEXT_BYTES`), tuple[int, ...] and
+tuple[float, ...], whose entries are floats.
 
 Both directions are strict: `decode_*` returns a value equal to what `encode_*` accepted. An unknown tag, a missing or
 extra field, a wrong type or a value over a bound raises `CodecError`.
@@ -56,6 +57,14 @@ def _ints_problem(values: Sequence[Any]) -> str | None:
     return None
 
 
+def _floats_problem(values: Sequence[Any]) -> str | None:
+    if len(values) > MAX_ITEMS:
+        return f"has {len(values)} entries, but may have at most {MAX_ITEMS}"
+    if values and set(map(type, values)) != {float}:
+        return "has entries that are not floats"
+    return None if all(map(isfinite, values)) else "has an entry that is not finite"
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A type that a field may have."""
@@ -78,6 +87,7 @@ KINDS: dict[Any, Kind] = {
     bool: Kind("bool", bool, bool, "", lambda value: None),
     str: Kind("str", str, str, "len({}) > SHORT_TEXT", _text_problem),
     tuple[int, ...]: Kind("tuple of ints", tuple, list, "ints_problem({})", _ints_problem),
+    tuple[float, ...]: Kind("tuple of floats", tuple, list, "floats_problem({})", _floats_problem),
 }
 
 
@@ -105,6 +115,7 @@ class Shape(Generic[T]):
     def _made(self, source: str) -> Any:
         names: dict[str, Any] = {
             "cls": self.cls, "MAX_INT": MAX_INT, "SHORT_TEXT": SHORT_TEXT, "ints_problem": _ints_problem,
+            "floats_problem": _floats_problem,
             "new": object.__new__, **self._setters(),
             "plain_with_care": self._plain_with_care, "build_with_care": self._build_with_care,
         }  # fmt: skip

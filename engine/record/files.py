@@ -142,6 +142,7 @@ CONTENTS = (
     "schedule",
     "trajectories",
     "checkpoints",
+    "samples",
     "logs",
     "tensorboard",
     "wandb",

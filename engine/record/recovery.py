@@ -8,7 +8,7 @@ there is none. Every answer must be identical: a scheduler that decides differen
 snapshot it only checks checksums. It refuses a damaged record.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from engine.commands import Command
 from engine.errors import RecordError
@@ -90,6 +90,10 @@ class Recovered:
     def torn(self) -> Torn | None:
         """The incomplete bytes that a crash left after the last whole frame."""
         return None if self._interruptions else self.report.torn
+
+    def frames(self) -> Iterator[Handled]:
+        """Every event of the record with its commands, from the first one. Raises: `RecordError`."""
+        return (frame for frame in self._record.frames() if type(frame) is Handled and frame.event.id < self.events)
 
     def interrupt(self, event: RunInterrupted) -> tuple[Command, ...]:
         """Ask the scheduler whether the run begins again. Returns its commands, which the caller must record with the

@@ -1,11 +1,12 @@
-"""A rollout backend: the protocol of one engine that samples tokens, and what all backends share.
+"""The `RolloutBackend` protocol, for an engine that samples tokens, and the code that all backends share.
 
-The embedded torch sampler, vLLM and HTTP servers implement it; the generators call it. It imports none of them.
+The embedded torch sampler, vLLM and HTTP servers implement the protocol; the generators call it. This module must not
+import any of them.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.errors import ConfigError, DataFailure, EngineError
@@ -22,7 +23,7 @@ SECOND_MULTIPLIER = 0x94D049BB133111EB
 
 
 def mix(value: int) -> int:
-    """The 64-bit finaliser of splitmix64: a bijection in which every input bit moves every output bit."""
+    """The 64-bit finalizer of splitmix64: a bijection in which every input bit affects every output bit."""
     value &= MASK
     value = ((value ^ (value >> 30)) * FIRST_MULTIPLIER) & MASK
     value = ((value ^ (value >> 27)) * SECOND_MULTIPLIER) & MASK
@@ -30,7 +31,7 @@ def mix(value: int) -> int:
 
 
 def derive_seed(*parts: int) -> int:
-    """One 64-bit seed out of several numbers, in order: `derive_seed(run_seed, group, sample)`."""
+    """One 64-bit seed from several numbers, whose order matters: `derive_seed(run_seed, group, sample)`."""
     state = 0
     for part in parts:
         state = mix((state + GOLDEN) ^ mix(part + GOLDEN))
@@ -44,23 +45,23 @@ PAUSE_MODES = ("keep", "abort", "wait")
 
 
 class RemoteEngine:
-    """Part of a `RolloutBackend`."""
+    """Base class of `RolloutBackend`s whose engine runs in another process: version, pause state and failure."""
 
     def __init__(self) -> None:
         self._version: Version = 0
         self._sampled = 0
         self._paused = self._frozen = False
         self._resumes = 0
-        """Counted, so that a pause that waits knows when it was called off."""
+        """Number of `resume` calls. A pause that waits compares it to detect a `resume` in between."""
         self._reason = ""
-        """Why nothing can be sampled any more, once that is so."""
+        """Why the backend has ended; empty while it can sample."""
         self._over: asyncio.Future[str] | None = None
 
     def tokens_sampled(self) -> int:
         return self._sampled
 
     async def failed(self) -> str:
-        """Return once nothing can be sampled any more, with the reason; never while all is well, nor for `close`."""
+        """Wait until the backend has failed and return the reason. `close` does not count as a failure."""
         return await asyncio.shield(self._end())
 
     def _end(self) -> "asyncio.Future[str]":
@@ -69,7 +70,7 @@ class RemoteEngine:
         return self._over
 
     def _ends(self, reason: str) -> bool:
-        """Tell whoever awaits `failed`, the first time; whether this was it."""
+        """Let `failed` return `reason`. Returns False if the backend had already ended."""
         if self._reason:
             return False
         self._reason = reason
@@ -86,11 +87,12 @@ class RemoteEngine:
 
     def _check_install(self, version: Version, staged: bool) -> None:
         if not staged:
-            raise EngineError(f"version {version} cannot be installed: it is not staged", version=version)
+            raise EngineError(f"version {version} cannot be installed: stage it first", version=version)
         if version < self._version:
             raise EngineError(f"version {version} is older than the installed version {self._version}", version=version)
         if not self._frozen:
-            raise EngineError(f"version {version} cannot be installed while tokens are sampled", version=version)
+            law = f"version {version} cannot be installed while tokens are sampled: call pause first"
+            raise EngineError(law, version=version)
 
 
 # -- the protocol ------------------------------------------------------------------------------------------------------
@@ -98,12 +100,16 @@ class RemoteEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample. `temperature` 0 is greedy; `top_p` 1 keeps every token; `max_tokens` bounds the whole response."""
+    """How to sample. `temperature` 0 is greedy. `top_p` 1 keeps every token. `max_tokens` bounds the whole response,
+    including a prefix."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     max_tokens: int = 256
     stop_ids: tuple[int, ...] = ()
+    top_logprobs: int = 0
+    """Return the log-probs of this many likeliest tokens at each place (0 to 20). Backends whose `TOP_LOGPROBS` is 0
+    return none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,12 +123,13 @@ class SampleRequest:
     returned again."""
     params: SamplingParams
     seed: int
-    """Seeds this trajectory alone. The draw at response position i depends on (seed, i) only, so a resumed request goes
-    on with the random numbers it would have had."""
-    tell_every: int = 0
-    tell: "Callable[[SampleResult], None] | None" = None
-    """Called on the loop with all new tokens so far, and no `finish_reason`, about each time `tell_every` more have
-    been sampled; perhaps less often where it is not certain which version sampled which."""
+    """Seed of this trajectory only. The torch backend draws at response position i with (seed, i), so a resumed request
+    has the same random numbers. Other backends use (seed, length of the prefix) for each request."""
+    report_every: int = 0
+    """Tokens between two calls of `report`; 0 for none."""
+    report: "Callable[[SampleResult], None] | None" = None
+    """Called on the event loop with all new tokens so far and an empty `finish_reason`, about every `report_every`
+    tokens. A backend may skip calls while it does not know which version sampled which token."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -133,18 +140,24 @@ class SampleResult:
     logprobs: list[float]
     spans: list[Span]
     finish_reason: str
+    top: list[Sequence[tuple[int, float]]] = field(default_factory=list)
+    """For each token, (id, log-prob) of the likeliest tokens at its place, the likeliest first; empty if
+    `SamplingParams.top_logprobs` is 0."""
 
 
 class RolloutBackend(Protocol):
-    """Asynchronous on the caller's event loop; sampling itself runs on a thread or in a process of the
-    backend's own."""
+    """Samples trajectories. Its methods run on the caller's event loop and must not block it: the sampling itself runs
+    on the backend's thread or in its process. `pause` to `resume`: see `protocols.Generator`."""
 
     async def sample(self, request: SampleRequest) -> SampleResult:
-        """Sample to the end, or until aborted. A stop id is part of the response. Raises `DataFailure` when the prompt
-        does not fit the model's context."""
+        """Sample until the response ends or is aborted. A stop id is part of the response.
+
+        Raises: `DataFailure` if the prompt does not fit into the model's context or has unknown token ids.
+        `ConfigError` for invalid sampling parameters. `EngineError` if the backend has ended.
+        """
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """End these requests with what they have (`finish_reason="abort"`). Unknown ids are ignored."""
+        """End these requests with the tokens sampled so far (`finish_reason="abort"`). Unknown ids are ignored."""
 
     async def pause(self, mode: str) -> None: ...
 
@@ -157,7 +170,7 @@ class RolloutBackend(Protocol):
     async def close(self) -> None: ...
 
     async def failed(self) -> str:
-        """Return once nothing can be sampled any more, with the reason; never while all is well, nor for `close`."""
+        """Wait until the backend has failed and return the reason. `close` does not count as a failure."""
 
     def tokens_sampled(self) -> int:
         """Response tokens sampled since the start, for metrics."""
@@ -172,7 +185,7 @@ def nothing_new(finish_reason: str) -> SampleResult:
 
 
 def refusal_of(request: SampleRequest, *, context: int, vocabulary: int) -> Exception | None:
-    """Why a model of `context` tokens and `vocabulary` ids cannot take a request; None if it can."""
+    """The error for a request that a model with `context` tokens and `vocabulary` ids cannot sample; None if it can."""
     params = request.params
     if not 0.0 <= params.temperature < float("inf"):
         return ConfigError("rollout.temperature", params.temperature, "must be 0 (greedy) or more")
@@ -183,24 +196,24 @@ def refusal_of(request: SampleRequest, *, context: int, vocabulary: int) -> Exce
         return DataFailure("the prompt has no tokens", request=request.id)
     if prompt + 1 > context:
         return DataFailure(
-            f"the prompt has {prompt} tokens and leaves no room for a response in the model's context of {context}",
+            f"the prompt has {prompt} tokens, but the model's context of {context} must have room for a response",
             prompt_tokens=prompt, context_tokens=context,
         )  # fmt: skip
     foreign = [i for i in (*request.prompt_ids, *request.prefix_ids) if not 0 <= i < vocabulary]
     if foreign:
         return DataFailure(
-            f"token id {foreign[0]} lies outside the model's vocabulary of {vocabulary}", token=foreign[0]
+            f"token id {foreign[0]} is not in the model's vocabulary of {vocabulary} ids", token=foreign[0]
         )
     return None
 
 
 def budget_of(request: SampleRequest, context: int) -> int:
-    """Tokens the whole response may have, the prefix included."""
+    """Maximum number of tokens of the whole response, including the prefix."""
     return min(request.params.max_tokens, context - len(request.prompt_ids))
 
 
 def over_already(request: SampleRequest, context: int) -> SampleResult | None:
-    """The result of a request whose prefix has ended the response; None while there is something to sample."""
+    """The result of a request whose prefix already ends the response; None if there are tokens to sample."""
     prefix = request.prefix_ids
     if len(prefix) and prefix[-1] in request.params.stop_ids:
         return nothing_new("stop")

@@ -1,9 +1,9 @@
-"""The built-in `Generator`: prompt groups in, trajectories with text, log-probs, versions and rewards out.
+"""The built-in `Generator`: turns prompt groups into trajectories with text, log-probs, versions and rewards.
 
-Hosted by `actors/` and `runtime/local/`, one per replica, over any `RolloutBackend`. It turns prompts into token ids
-and groups into requests, keeps what earlier attempts left behind, and scores what is finished. Must never block the
-event loop, never sample a token that an earlier attempt already has, and never let an
-attempt change a trajectory's random numbers.
+`actors/` and `runtime/local/` host one per replica, on any `RolloutBackend`. It encodes prompts, sends one request per
+trajectory, continues the tokens of earlier attempts, and scores finished groups. It must never block the event loop,
+never sample a token again that an earlier attempt has sampled, and never let the number of attempts change the seed of
+a trajectory.
 """
 
 import asyncio
@@ -11,18 +11,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from engine.chat import PromptRenderer
 from engine.errors import DataFailure, EngineError
 from engine.ids import GroupId, Version
 from engine.protocols import Generated, GroupWork, Sleeper
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams, derive_seed
+from engine.rollout.reward_parts import RewardParts
 from engine.rollout.scoring import Reward, Scorer, first_failure
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
-# -- what every built-in generator has ---------------------------------------------------------------------------------
+# -- the base class of the built-in generators -------------------------------------------------------------------------
 
 
-class OverBackend:
-    """Part of a `protocols.Generator`, and all of a `protocols.Fallible` and a `protocols.Sleeper`."""
+class BackendGenerator:
+    """Base class of the built-in generators: the parts of `protocols.Generator` that only call the backend. Implements
+    `protocols.Fallible` and `protocols.Sleeper`."""
 
     def __init__(self, backend: RolloutBackend, scorer: Scorer) -> None:
         self._backend = backend
@@ -35,7 +38,7 @@ class OverBackend:
         await self._backend.install(version)
 
     async def sleep(self) -> None:
-        """See `protocols.Sleeper`: as far as the backend can."""
+        """See `protocols.Sleeper`. Does nothing if the backend cannot sleep."""
         if isinstance(self._backend, Sleeper):
             await self._backend.sleep()
 
@@ -44,10 +47,11 @@ class OverBackend:
             await self._backend.wake()
 
     async def close(self) -> None:
+        self._scorer.close()
         await self._backend.close()
 
     async def failed(self) -> str:
-        """See `protocols.Fallible`: the backend can sample no more, or too many rewards are stuck."""
+        """See `protocols.Fallible`. The backend has failed, or too many reward calls hang."""
         return await first_failure(self._backend.failed(), self._scorer.failed())
 
     def tokens_sampled(self) -> int:
@@ -59,7 +63,8 @@ class OverBackend:
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer; Hugging Face's have it. One with a `chat_template` is also asked to apply it."""
+    """The methods that a tokenizer needs; Hugging Face tokenizers have them. If it has a `chat_template`, it also needs
+    `apply_chat_template`, and `encode` with `add_special_tokens=False`."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -67,7 +72,7 @@ class Tokenizer(Protocol):
 
 
 PROGRESS_EVERY_TOKENS = 256
-"""How often a trajectory reports progress, if its prefixes are not stored."""
+"""New tokens between two progress reports of a trajectory whose prefixes are not stored."""
 
 
 @dataclass(slots=True)
@@ -77,44 +82,51 @@ class Attempt:
     work: GroupWork
     group: TrajectoryGroup
     cut: str = ""
-    """`abort` or `truncate` once somebody asked for it; the first one stands."""
+    """`abort` or `truncate` if one was requested, else empty. The first request wins."""
     dispatched: bool = False
-    """Whether it passed the gate that `pause` closes."""
+    """Whether its requests were sent to the backend. A paused generator sends none."""
     so_far: dict[int, SampleResult] = field(default_factory=dict)
-    """Of unfinished trajectories, by index: new tokens that the backend has told of."""
-    told: int = 0
-    """How often it has since the group was last saved."""
+    """New tokens of unfinished trajectories that the backend has reported, by trajectory index."""
+    reports: int = 0
+    """Number of these reports since the group was last saved."""
     released: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the gate opens or the attempt is cut: what it waits for before its first token."""
+    """Set by `resume` and by a cut. An attempt waits for it while the generator is paused."""
     sampled: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when nothing more will be sampled for it."""
+    """Set when nothing more will be sampled for this attempt."""
 
     def request_ids(self) -> list[str]:
         return [request_id(self.work, index) for index in range(len(self.group.trajectories))]
 
+    def report_finished(self) -> None:
+        self.work.finished(sum(trajectory.finished for trajectory in self.group.trajectories))
 
-class ModelGenerator(OverBackend):
-    """Samples with `backend`, scores with `reward`. One request per unfinished trajectory, all of a group at once.
 
-    `reward` is called on threads, `reward_threads` calls at once; one that takes longer than `reward_timeout_s` has
-    failed and is waited for no more. With `rewards_later` it is not called at all.
+class ModelGenerator(BackendGenerator):
+    """Samples with `backend` and scores with `reward`. Sends the requests of all unfinished trajectories of a group at
+    once.
+
+    `reward` is called on threads, at most `reward_threads` calls at a time. A call that takes longer than
+    `reward_timeout_s` fails its group. With `rewards_later`, `reward` is never called.
+    `renderer` turns prompts into token ids. By default, a text becomes a user message if the tokenizer has a chat
+    template.
     """
 
     def __init__(
         self,
         backend: RolloutBackend,
         tokenizer: Tokenizer,
-        reward: Reward,
+        reward: Reward | RewardParts,
         *,
         params: SamplingParams,
         seed: int,
         reward_threads: int = 4,
         reward_timeout_s: float | None = None,
         rewards_later: bool = False,
+        renderer: PromptRenderer | None = None,
     ) -> None:
         scorer = Scorer(tokenizer, reward, threads=reward_threads, timeout_s=reward_timeout_s, later=rewards_later)
         super().__init__(backend, scorer)
-        self._tokenizer = tokenizer
+        self._renderer = renderer or PromptRenderer(tokenizer)
         self._params = params
         self._seed = seed
         self._attempts: dict[GroupId, Attempt] = {}
@@ -122,7 +134,11 @@ class ModelGenerator(OverBackend):
         self._frozen = False
 
     async def generate(self, work: GroupWork) -> Generated:
-        """Sample what `work.partial` lacks, then score. Raises `DataFailure` when prompt or reward is at fault."""
+        """Sample the tokens that `work.partial` does not have, then score.
+
+        Raises: `DataFailure` if the prompt cannot be sampled or the reward fails. `EngineError` if the group is already
+        being generated or the backend failed.
+        """
         if work.group in self._attempts:
             raise EngineError(f"group {work.group} is already being generated", group=work.group)
         attempt = Attempt(work, self._group_of(work), cut="truncate" if work.truncate else "")
@@ -148,8 +164,8 @@ class ModelGenerator(OverBackend):
         await self._cut([self._attempts[group] for group in groups if group in self._attempts], "truncate")
 
     async def pause(self, mode: str) -> None:
-        """See `protocols.Generator`. Groups that have not sampled yet wait for `resume`, except that `abort` returns
-        them too."""
+        """See `protocols.Generator`. Groups whose sampling has not started wait for `resume`; `abort` returns them
+        too. Raises: `EngineError` if `resume` was called before `wait` ended."""
         self._paused = True
         if mode == "abort":
             running = list(self._attempts.values())
@@ -176,10 +192,11 @@ class ModelGenerator(OverBackend):
     # Sampling.
 
     def _group_of(self, work: GroupWork) -> TrajectoryGroup:
-        """The group to work on: copies of what `partial` holds, so that a failed attempt leaves it as it was."""
+        """The group to work on. It copies the trajectories of `work.partial`, so that a failed attempt does not change
+        them."""
         partial = work.partial.trajectories[: work.samples] if work.partial is not None else []
         trajectories = [trajectory.copy() for trajectory in partial]
-        prompt_ids = trajectories[0].prompt_ids if trajectories else prompt_ids_of(self._tokenizer, work.prompt)
+        prompt_ids = trajectories[0].prompt_ids if trajectories else self._renderer.ids(work.prompt)
         trajectories += [Trajectory(prompt_ids=list(prompt_ids)) for _ in range(work.samples - len(trajectories))]
         return TrajectoryGroup(group=work.group, prompt=work.prompt, trajectories=trajectories)
 
@@ -190,6 +207,7 @@ class ModelGenerator(OverBackend):
         if attempt.cut:
             return
         attempt.dispatched = True
+        attempt.report_finished()
         try:
             async with asyncio.TaskGroup() as tasks:
                 for index, trajectory in enumerate(attempt.group.trajectories):
@@ -209,24 +227,25 @@ class ModelGenerator(OverBackend):
                 prefix_ids=trajectory.token_ids,
                 params=self._params,
                 seed=derive_seed(self._seed, work.group, index),
-                tell_every=work.save_every_tokens if work.save is not None else PROGRESS_EVERY_TOKENS,
-                tell=lambda so_far: self._told(attempt, index, so_far),
+                report_every=work.save_every_tokens if work.save is not None else PROGRESS_EVERY_TOKENS,
+                report=lambda so_far: self._take_report(attempt, index, so_far),
             )
         )
         attempt.so_far.pop(index, None)
         trajectory.extend(result.token_ids, result.logprobs, result.spans)
         if result.finish_reason != "abort":
             trajectory.finish_reason = result.finish_reason
+            attempt.report_finished()
 
-    def _told(self, attempt: Attempt, index: int, so_far: SampleResult) -> None:
-        """Save the group once as many news have come as trajectories are on their way: about one of each."""
+    def _take_report(self, attempt: Attempt, index: int, so_far: SampleResult) -> None:
+        """Take a report of the backend. The group is saved after as many reports as it has unfinished trajectories."""
         attempt.work.progress()
         attempt.so_far[index] = so_far
-        attempt.told += 1
+        attempt.reports += 1
         save, trajectories = attempt.work.save, attempt.group.trajectories
-        if save is None or attempt.told < sum(not trajectory.finished for trajectory in trajectories):
+        if save is None or attempt.reports < sum(not trajectory.finished for trajectory in trajectories):
             return
-        attempt.told = 0
+        attempt.reports = 0
         group = TrajectoryGroup(
             group=attempt.group.group, prompt=attempt.group.prompt, trajectories=[t.copy() for t in trajectories]
         )
@@ -244,33 +263,20 @@ class ModelGenerator(OverBackend):
         attempt.released.set()
 
     def _named(self, error: Exception, prompt: Prompt) -> Exception:
-        """A backend knows no prompts: add which one it was."""
+        """Add the prompt row to a data failure of the backend, which does not know it."""
         if isinstance(error, DataFailure):
             return DataFailure(f"prompt row {prompt.row}: {error}", row=prompt.row, **error.details)
         return error
 
 
 def request_id(work: GroupWork, index: int) -> str:
-    """Names a trajectory's request; the attempt keeps a late answer of an earlier one apart."""
+    """The id of a trajectory's request. It has the attempt, so that a late answer to an earlier attempt is not mistaken
+    for this one."""
     return f"{work.group}.{index}.{work.attempt}"
 
 
-def prompt_ids_of(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt: its `messages` through the tokenizer's chat template if it has both, else its text."""
-    messages = prompt.fields.get("messages")
-    if messages and getattr(tokenizer, "chat_template", None):
-        chat: Any = tokenizer
-        ids = chat.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    else:
-        ids = tokenizer.encode(prompt.text)
-    if not ids:
-        raise DataFailure(f"prompt row {prompt.row} encodes to no tokens", row=prompt.row)
-    return list(ids)
-
-
 def first_of(failures: BaseExceptionGroup[BaseException]) -> Exception:
-    """One exception of a nested group: a data failure if there is one, for it needs no further attempt to
-    show again."""
+    """One exception of a nested group. A data failure comes first, because another attempt would not help."""
     leaves: list[BaseException] = []
     for error in failures.exceptions:
         leaves += [first_of(error)] if isinstance(error, BaseExceptionGroup) else [error]

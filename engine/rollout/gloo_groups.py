@@ -1,7 +1,7 @@
-"""Gloo groups of their own, beside torch's default group, which stays the user's.
+"""Gloo process groups that are separate from torch's default group, which belongs to the user.
 
-Used by `rollout.torch.transfer` for a group of two, and by `rollout.vllm.gloo_transfer` for a sender and the workers of
-an engine.
+`rollout.torch.transfer` uses them for a group of two, `rollout.vllm.gloo_transfer` for a sender and the workers of an
+engine.
 """
 
 import socket
@@ -12,8 +12,8 @@ import torch.distributed as distributed
 
 
 def gloo_group(store: Any, rank: int, size: int, host: str, wait: timedelta) -> Any:
-    """Over TCP, from the address by which the others are reached: no name of this machine is looked up. Blocks until
-    all are there. Raises: `RuntimeError` after `wait`, also from the group's own calls."""
+    """Join a group over TCP as `rank` of `size`. Binds to the address `host`, so that no host name is looked up. Blocks
+    until all ranks have joined. Raises: `RuntimeError` after `wait`; the group's own calls do the same."""
     options = distributed.ProcessGroupGloo._Options()
     options._timeout = wait
     options._threads = 1
@@ -22,11 +22,12 @@ def gloo_group(store: Any, rank: int, size: int, host: str, wait: timedelta) -> 
 
 
 def own_address(host: str, port: int) -> str:
-    """This machine's address on the way to another. Nothing is sent to find it out."""
+    """The address that this machine uses to reach `host`. Sends no packet."""
     with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
 
 
 def family_of(host: str) -> socket.AddressFamily:
+    """The address family of an IPv4 or IPv6 address."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET

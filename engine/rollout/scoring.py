@@ -1,19 +1,21 @@
-"""Rewards of finished groups: the user's function, each call on a thread of its own, each rollout once.
+"""Rewards of finished groups: calls the user's functions, each call on a new thread.
 
-Used by the generators of this package. It must never block the event loop, never let a stuck call hold up the others or
-the end of the process, and never lose a call's outcome, whatever the call raises.
+The generators of this package and the state that scores groups use it. It must never block the event loop, never let a
+call that hangs delay other calls or the end of the process, and never lose the outcome of a call.
 """
 
 import asyncio
 import contextlib
+import inspect
 import logging
-import math
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any, Protocol
 
-from engine.errors import DataFailure, EngineError, message_of
+from engine.errors import DataFailure, EngineError, RewardFailure, message_of
+from engine.rollout.reward_parts import RewardPart, RewardParts, Value, value_in
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 from engine.user_code import stack_of
 
@@ -21,24 +23,87 @@ log = logging.getLogger(__name__)
 
 Reward = Callable[[Prompt, Trajectory], float]
 
-MOST_STUCK = 64
-"""Calls past their time that may still run at once: each keeps a thread, and none can be ended."""
+MAX_HANGING_CALLS = 64
+"""Number of hanging calls at which `failed` returns. Each of them occupies a thread, which cannot be ended."""
 
 
 def _nobody() -> None:
-    """Nobody wants to know of progress."""
+    """The default for `progress`: does nothing."""
 
 
-Outcome = float | str | BaseException
-"""The reward; or what the call returned instead, in words; or what it raised."""
+# -- one call ----------------------------------------------------------------------------------------------------------
+
+
+class Overdue(Exception):
+    """A coroutine was cancelled because its call exceeded the timeout."""
+
+
+def call_part(
+    part: RewardPart, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], timeout_s: float | None
+) -> list[Value | str]:
+    """Call a reward function: for each response its value, or a description of what it returned instead. A coroutine
+    runs on an event loop of its own and is cancelled after `timeout_s`.
+
+    Raises: whatever the function raises; `Overdue`; `RewardFailure` for another number of values than of responses.
+    """
+    single = part.form == "response"
+    found = part.function(prompts[0], trajectories[0]) if single else part.function(prompts, trajectories)
+    if inspect.isawaitable(found):
+        found = asyncio.run(_bounded(found, timeout_s))
+    try:
+        values = [found] if single else list(found)
+    except TypeError:
+        raise RewardFailure(f"returned a {type(found).__name__}, not a list with a value for each response") from None
+    if len(values) != len(trajectories):
+        raise RewardFailure(f"returned {len(values)} values for {len(trajectories)} responses")
+    return [value_in(part, value, trajectory) for value, trajectory in zip(values, trajectories, strict=True)]
+
+
+async def _bounded(found: Awaitable[Any], timeout_s: float | None) -> Any:
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            return await found
+    except TimeoutError:
+        if limit.expired():
+            raise Overdue from None
+        raise
+
+
+def failure_of(who: str, outcome: BaseException | str | None, where: str, timeout_s: float | None) -> str:
+    """What a reward did, in a sentence. `outcome`: an exception, a value's description, or None: it is overdue."""
+    if outcome is None or isinstance(outcome, Overdue):
+        return f"{who} took longer than {timeout_s} s {where}"
+    if isinstance(outcome, str):
+        return f"{who} returned {outcome.replace('WHERE', where)}"
+    if isinstance(outcome, RewardFailure):
+        verb, _, rest = message_of(outcome).partition(": ")
+        return f"{who} {verb} {where}" + (f": {rest}" if rest else "")
+    return f"{who} raised {type(outcome).__name__} {where}: {message_of(outcome)}"
+
+
+# -- calls of one function ---------------------------------------------------------------------------------------------
+
+
+Outcome = list[Value | str] | BaseException | None
+"""Values of the responses; or the exception that was raised; or None if the call exceeded its timeout."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Responses of one group that are to be judged by one call."""
+
+    prompt: Prompt
+    trajectories: Sequence[Trajectory]
+    group: "Waiting"
+    outcome: asyncio.Future[Outcome]
+    begun: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Call:
     """One call of the reward, from the start of its thread to its return."""
 
-    outcome: asyncio.Future[Outcome | None]
-    """None once the call is past its time."""
+    requests: list[Request]
     timer: asyncio.TimerHandle | None = None
     stuck: bool = False
 
@@ -49,28 +114,39 @@ class Waiting:
 
     progress: Callable[[], None]
     begun: int = 0
-    """Its calls that have begun and not returned."""
+    """Number of its running calls."""
+
+
+@dataclass(slots=True)
+class Hanging:
+    """Calls of all functions of a reward that have exceeded their timeout and have not returned."""
+
+    calls: int = 0
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    story: str = ""
 
 
 class RewardCalls:
-    """Calls `reward`, `threads` at a time. A call's time is counted from its own start, not from when it was asked for.
+    """Calls one reward function, at most `threads` calls at a time. The clock of a call starts when its thread starts.
 
-    One that is past `timeout_s` is given up and its place goes to the next; its thread runs on until it returns.
+    A call that exceeds `timeout_s` has failed and no longer counts towards `threads`. Its thread runs until it returns.
+    Requests of the form `batch` that wait at the same time share a call.
     """
 
-    def __init__(self, reward: Reward, *, threads: int, timeout_s: float | None) -> None:
-        self._reward = reward
-        self._name = name_of(reward)
-        self._timeout_s = timeout_s
-        self._places = asyncio.Semaphore(threads)
-        self._stuck = 0
-        self._lost = asyncio.Event()
+    def __init__(
+        self, reward: Reward | RewardPart, *, threads: int, timeout_s: float | None, hanging: Hanging | None = None
+    ) -> None:
+        self._part = reward if isinstance(reward, RewardPart) else RewardPart(function=reward)
+        self._timeout_s = self._part.timeout_s or timeout_s
+        self._places = asyncio.Semaphore(self._part.concurrency or threads)
+        self._hanging = hanging or Hanging()
+        self._queue: deque[Request] = deque()
         self._waiting: dict[Waiting, None] = {}
 
     @contextlib.contextmanager
     def waiting(self, progress: Callable[[], None]) -> Iterator[Waiting]:
-        """While a group waits for rewards, it progresses with each call of its own that begins or returns, and as long
-        as all of its calls are queued, with each reward of the groups ahead."""
+        """Register a group that waits for rewards. `progress` is called when one of its calls starts or returns, and,
+        while none of its calls runs, when another group gets a reward."""
         group = Waiting(progress)
         self._waiting[group] = None
         try:
@@ -78,100 +154,152 @@ class RewardCalls:
         finally:
             del self._waiting[group]
 
-    async def score(self, prompt: Prompt, trajectory: Trajectory, group: Waiting) -> float:
-        """Raises: `DataFailure` naming whatever the reward did wrong, `EngineError` once `failed` has returned."""
-        await self._places.acquire()
-        if self._lost.is_set():
-            self._places.release()
-            raise EngineError(self._loss())
-        group.begun += 1
-        group.progress()
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory], group: Waiting) -> list[Value]:
+        """The values of responses to one prompt.
+
+        Raises: `DataFailure` if the reward raises, exceeds the timeout or returns something else than its values, after
+        all calls for the group have returned. `EngineError` after `failed` has returned."""
+        whole = [trajectories] if self._part.form != "response" else [[one] for one in trajectories]
+        outcomes = await asyncio.gather(
+            *(self._judge(prompt, responses, group) for responses in whole), return_exceptions=True
+        )
+        values: list[Value] = []
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            values += outcome
+        return values
+
+    async def _judge(self, prompt: Prompt, trajectories: Sequence[Trajectory], group: Waiting) -> list[Value]:
+        request = Request(prompt, trajectories, group, asyncio.get_running_loop().create_future())
+        self._queue.append(request)
         try:
-            outcome = await self._begin(prompt, trajectory).outcome
+            await self._places.acquire()
+        except BaseException:
+            if request in self._queue:
+                self._queue.remove(request)
+            raise
+        requests = self._next_requests()
+        if self._hanging.lost.is_set() or not requests:
+            self._places.release()
+        if self._hanging.lost.is_set():
+            raise EngineError(self._hanging.story)
+        if requests:
+            self._begin(requests)
+        try:
+            outcome = await request.outcome
         finally:
-            group.begun -= 1
-        if isinstance(outcome, float):
+            group.begun -= request.begun
+        if isinstance(outcome, list):
             group.progress()
             for other in self._waiting:
                 if not other.begun:
                     other.progress()
-            return outcome
+        return self._values_of(outcome, prompt)
+
+    def _next_requests(self) -> list[Request]:
+        """The oldest request, with as many of the next as fit into one call; none if another call took them all."""
+        taken: list[Request] = []
+        room = self._part.batch_size if self._part.form == "batch" else 0
+        while self._queue and (not taken or len(self._queue[0].trajectories) <= room):
+            taken.append(self._queue.popleft())
+            room -= len(taken[-1].trajectories)
+        return taken
+
+    def _values_of(self, outcome: Outcome, prompt: Prompt) -> list[Value]:
         where = f"on prompt row {prompt.row}"
-        if outcome is None:
-            story = f"took longer than {self._timeout_s} s {where}"
-        elif isinstance(outcome, str):
-            story = f"returned {outcome} {where}, not a finite number"
-        else:
-            story = f"raised {type(outcome).__name__} {where}: {message_of(outcome)}"
-        cause = outcome if isinstance(outcome, BaseException) else None
-        raise DataFailure(f"reward {self._name} {story}", row=prompt.row) from cause
+        odd = outcome if isinstance(outcome, BaseException) else None
+        if isinstance(outcome, list):
+            problem = next((value for value in outcome if isinstance(value, str)), None)
+            if problem is None:
+                return [value for value in outcome if not isinstance(value, str)]
+            raise DataFailure(failure_of(self._part.who, problem, where, self._timeout_s), row=prompt.row)
+        raise DataFailure(failure_of(self._part.who, odd, where, self._timeout_s), row=prompt.row) from odd
 
     async def failed(self) -> str:
-        """Return once `MOST_STUCK` calls are stuck, with that as the reason; never before."""
-        await self._lost.wait()
-        return self._loss()
+        """Wait until `MAX_HANGING_CALLS` calls hang and return this as the reason."""
+        await self._hanging.lost.wait()
+        return self._hanging.story
 
-    def _begin(self, prompt: Prompt, trajectory: Trajectory) -> Call:
-        """Start a call in the place that the caller has taken."""
+    def _begin(self, requests: list[Request]) -> None:
+        """Start a call. The caller has acquired a place of `threads` for it."""
         loop = asyncio.get_running_loop()
-        call = Call(loop.create_future())
+        call = Call(requests)
+        prompts = [request.prompt for request in requests for _ in request.trajectories]
+        trajectories = [trajectory for request in requests for trajectory in request.trajectories]
 
         def run() -> None:
             try:
-                outcome: Outcome = number_in(self._reward(prompt, trajectory))
-            except BaseException as error:  # one that wants to end the process has only failed
+                outcome: Outcome = call_part(self._part, prompts, trajectories, self._timeout_s)
+            except Overdue:
+                outcome = None
+            except BaseException as error:  # `SystemExit` also fails only this call
                 outcome = error
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller waits
                 loop.call_soon_threadsafe(self._returned, call, outcome)
 
+        for request in requests:
+            request.begun = True
+            request.group.begun += 1
+            request.group.progress()
         thread = Thread(target=run, name="reward", daemon=True)
         try:
             thread.start()
-        except BaseException:
-            self._places.release()
-            raise
-        if self._timeout_s is not None:
+        except BaseException as error:
+            self._end(call, error)
+            return
+        if self._timeout_s is not None and not self._part.limits_itself:
             call.timer = loop.call_later(self._timeout_s, self._overdue, call, thread)
-        return call
 
     def _returned(self, call: Call, outcome: Outcome) -> None:
         if call.stuck:
-            self._stuck -= 1
+            self._hanging.calls -= 1
             return
         if call.timer is not None:
             call.timer.cancel()
         self._end(call, outcome)
 
     def _overdue(self, call: Call, thread: Thread) -> None:
-        log.warning("reward %s took longer than %s s; it is in\n%s", self._name, self._timeout_s, stack_of(thread))
+        log.warning("%s took longer than %s s; it is in\n%s", self._part.who, self._timeout_s, stack_of(thread))
         call.stuck = True
-        self._stuck += 1
-        if self._stuck >= MOST_STUCK:
-            self._lost.set()
+        self._hanging.calls += 1
+        if self._hanging.calls >= MAX_HANGING_CALLS and not self._hanging.lost.is_set():
+            story = f"{MAX_HANGING_CALLS} calls of {self._part.who} took longer than {self._timeout_s} s"
+            self._hanging.story = f"{story} and have not returned"
+            self._hanging.lost.set()
         self._end(call, None)
 
-    def _end(self, call: Call, outcome: Outcome | None) -> None:
-        """Give back its place, also where whoever asked for it was cancelled meanwhile."""
+    def _end(self, call: Call, outcome: Outcome) -> None:
+        """Release the call's place, even if its callers were cancelled."""
         self._places.release()
-        if not call.outcome.done():
-            call.outcome.set_result(outcome)
+        start = 0
+        for request in call.requests:
+            stop = start + len(request.trajectories)
+            if not request.outcome.done():
+                request.outcome.set_result(outcome[start:stop] if isinstance(outcome, list) else outcome)
+            start = stop
 
-    def _loss(self) -> str:
-        return f"{MOST_STUCK} calls of reward {self._name} took longer than {self._timeout_s} s and have not returned"
+
+# -- groups ------------------------------------------------------------------------------------------------------------
 
 
 class Decoder(Protocol):
+    """The part of a tokenizer that `Scorer` needs."""
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
 
 
 class Scorer:
-    """Gives groups their texts and rewards, by calls as `RewardCalls` makes them. `reward` None: rollouts bring their
-    own, and one that was cut short before it could is worth 0. `later`: rewards that are missing are left out."""
+    """Sets the texts and rewards of groups. Calls the functions of `reward` with `RewardCalls`.
+
+    With `reward=None`, rollouts must have returned a reward; a truncated one without a reward gets 0. With `later`,
+    missing rewards stay None.
+    """
 
     def __init__(
         self,
         decoder: Decoder,
-        reward: Reward | None,
+        reward: Reward | RewardParts | None,
         *,
         threads: int = 4,
         timeout_s: float | None = None,
@@ -179,47 +307,75 @@ class Scorer:
     ) -> None:
         self._later = later
         self._decoder = decoder
-        self._calls = None if reward is None else RewardCalls(reward, threads=threads, timeout_s=timeout_s)
+        self._reward = None
+        if reward is not None:
+            self._reward = reward if isinstance(reward, RewardParts) else RewardParts((RewardPart(function=reward),))
+        self._hanging = Hanging()
+        self._calls = [
+            RewardCalls(part, threads=threads, timeout_s=timeout_s, hanging=self._hanging)
+            for part in (self._reward.parts if self._reward is not None else ())
+        ]
 
     async def score(self, group: TrajectoryGroup, progress: Callable[[], None] = _nobody) -> None:
-        """Give every trajectory its text, and every rollout that has none its reward: that of its last segment.
-        `progress` is called as rewards come in."""
+        """Set the text of every trajectory and the reward of every rollout that has none.
+
+        The reward judges the last segment of a rollout; all its segments get the same reward. For `progress`, see
+        `RewardCalls.waiting`.
+
+        Raises: see `RewardCalls.score`.
+        """
         unscored = [rollout for rollout in group.rollouts if rollout[-1].reward is None]
         for rollout in group.rollouts:
             for trajectory in rollout:
                 if trajectory.reward is None or not trajectory.text:
                     trajectory.text = self._decoder.decode(trajectory.token_ids, skip_special_tokens=True)
-        if self._later:
+        if self._later or not unscored:
             return
-        with contextlib.nullcontext() if self._calls is None else self._calls.waiting(progress) as waiting:
+        if self._reward is None:
+            self._refuse_unfinished(group.prompt, unscored)
+            return
+        responses = [rollout[-1] for rollout in unscored]
+        with contextlib.ExitStack() as registered:
+            groups = [registered.enter_context(calls.waiting(progress)) for calls in self._calls]
             outcomes = await asyncio.gather(
-                *(self._score_one(group.prompt, rollout[-1], waiting) for rollout in unscored), return_exceptions=True
+                *(
+                    calls.score(group.prompt, responses, waiting)
+                    for calls, waiting in zip(self._calls, groups, strict=True)
+                ),
+                return_exceptions=True,
             )
-        for rollout, outcome in zip(unscored, outcomes, strict=True):
+        columns: list[list[Value]] = []
+        for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
-            for trajectory in rollout:
-                trajectory.reward = outcome
+            columns.append(outcome)
+        for rollout, values in zip(unscored, zip(*columns, strict=True), strict=True):
+            self._reward.assign(group.prompt, rollout, values)
 
     async def failed(self) -> str:
         """As `RewardCalls.failed`."""
-        if self._calls is None:
-            await asyncio.Event().wait()  # no call, no failure
-            raise AssertionError
-        return await self._calls.failed()
+        await self._hanging.lost.wait()
+        return self._hanging.story
 
-    async def _score_one(self, prompt: Prompt, trajectory: Trajectory, waiting: Waiting | None) -> float:
-        if self._calls is not None and waiting is not None:
-            return await self._calls.score(prompt, trajectory, waiting)
-        if trajectory.finish_reason == "truncated":
-            return 0.0
-        raise DataFailure(
-            f"the rollout of prompt row {prompt.row} returned no reward, and reward.function is not set", row=prompt.row
-        )
+    def close(self) -> None:
+        """End the processes of the reward."""
+        if self._reward is not None:
+            self._reward.close()
+
+    def _refuse_unfinished(self, prompt: Prompt, rollouts: Sequence[Sequence[Trajectory]]) -> None:
+        for rollout in rollouts:
+            if rollout[-1].finish_reason != "truncated":
+                raise DataFailure(
+                    f"the rollout of prompt row {prompt.row} returned no reward, and reward.function is not set: "
+                    "return a reward or set the function",
+                    row=prompt.row,
+                )
+            for trajectory in rollout:
+                trajectory.reward = 0.0
 
 
-class Rewarding:
-    """The work of the state in which groups are rewarded; a `protocols.Fallible`."""
+class RewardWork:
+    """The work of the state that scores groups. Implements `protocols.Fallible` and `protocols.Closable`."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
@@ -228,13 +384,17 @@ class Rewarding:
         await self._scorer.score(group)
         return group
 
+    def close(self) -> None:
+        """End the processes of the reward."""
+        self._scorer.close()
+
     async def failed(self) -> str:
         """As `RewardCalls.failed`."""
         return await self._scorer.failed()
 
 
 async def first_failure(*failures: Awaitable[str]) -> str:
-    """The reason of whichever fails first; the others are no longer waited for."""
+    """The reason of the first of these to return. The others are cancelled."""
     ends = [asyncio.ensure_future(failure) for failure in failures]
     try:
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -242,22 +402,3 @@ async def first_failure(*failures: Awaitable[str]) -> str:
     finally:
         for end in ends:
             end.cancel()
-
-
-def number_in(value: Any) -> float | str:
-    """A finite number as a float; anything else in words."""
-    try:
-        if math.isfinite(value):
-            return float(value)
-    except Exception:  # whatever the value's own conversion raises
-        with contextlib.suppress(Exception):
-            return f"{value!r:.80} of type {type(value).__name__}"
-        return f"a {type(value).__name__}"
-    return str(float(value))
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """`module.function`, as a user would look for it."""
-    module = getattr(function, "__module__", "") or ""
-    name = getattr(function, "__qualname__", None) or type(function).__qualname__
-    return f"{module}.{name}" if module else name

@@ -1,30 +1,21 @@
-"""Weights that stay with who published them until an install: what an engine that is to receive them knows beforehand.
+"""Weights that are sent during an install: the description and the protocol that an engine gets when it stages them.
 
-Handed to `RolloutBackend.stage` instead of tensors by transports that send within the install. Plain data, so that
-who only passes it on needs no torch.
+Transports that send during the install pass `SentWeights` to `RolloutBackend.stage` instead of tensors. The messages
+are plain data, so that code that only forwards them does not need torch.
 """
 
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from engine.ids import Version
+from engine.shared_weights import Manifest
 
 # -- weights to be sent ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """What is sent: each tensor once, in this order, and which of them every name means (tied names share one)."""
-
-    tensors: tuple[tuple[str, tuple[int, ...]], ...]
-    """(type, shape)"""
-    names: tuple[tuple[str, int], ...]
-    """(name, index into `tensors`)"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """Form a group of the holder and all workers of one engine. Gives up the group that the engine had before."""
+    """Form a group of the holder and all workers of one engine. Closes the engine's earlier group."""
 
     group: str
     workers: int
@@ -32,7 +23,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
-    """Send a version to the group, within an install."""
+    """Send a version to the group during an install."""
 
     group: str
     version: Version
@@ -42,7 +33,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The engine has carried out the last call, or `wrong` says why not."""
+    """The engine has carried out the last call; if it failed, `wrong` is the reason, else it is empty."""
 
     group: str
     wrong: str
@@ -53,7 +44,7 @@ Turn = Join | Send | Answer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What the holder's side of the protocol asks of the engine: the name of a call, and its argument if it has one."""
+    """A call that the holder asks the engine to make: its name and its argument, if it has one."""
 
     name: str
     argument: Any = None
@@ -61,17 +52,17 @@ class Call:
 
 @runtime_checkable
 class SentWeights(Protocol):
-    """A version at its holder."""
+    """A version of the weights, which its holder will send."""
 
     @property
     def manifest(self) -> Manifest: ...
 
     async def exchange(self, turn: Turn) -> Call | None:
-        """Begin something, or say how the last call went. Answered with the next call that it takes; with nothing once
-        it is done. Raises: `EngineError` where it failed; then the group is given up."""
+        """Start a join or a send, or report the result of the last call. Returns the next call for the engine, or None
+        when the operation is complete. Raises: `EngineError` if it failed; the group is then closed."""
 
 
-# -- what the receiver is told first -----------------------------------------------------------------------------------
+# -- the offer to a receiver -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +72,8 @@ class Offer:
     host: str
     port: int
     manifest: Manifest
+    publication: str
+    """Unique to these tensors, so that what another process of the receiver's machine has need not be sent."""
     backend: str
     bucket_bytes: int
     timeout_s: float

@@ -1,4 +1,4 @@
 """The runtime of a run: executor, supervisor and workers, independent of where the processes are.
 
-Only the implementation of `process_port.py` varies: `actors/` implements it over Ray, `runtime/local/` in one process.
+Only the implementation of `process_port.py` varies: `actors/` implements it on Ray, `runtime/local/` in one process.
 """

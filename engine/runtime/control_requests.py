@@ -1,7 +1,7 @@
 """Handles operations on a running run (scale, drain, stop, …) from its command line or its control endpoint, and
 detects silence: no change for `silence_s`.
 
-Called by `session.py` on the driver's event loop. Operations are checked and delivered between two events.
+Called by `run_loop.py` on the driver's event loop. Operations are checked and delivered between two events.
 """
 
 import asyncio
@@ -50,8 +50,8 @@ class Silence:
             return self._patience_s - silent
         found = [wait.sentence(now) for wait in waits(metrics.state, metrics.since)]
         more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
-        told = "; ".join(found[:NAMED]) + more or "nothing: no order is open"
-        text = f"nothing has changed for {silent:.0f} s; waited for is {told}"
+        named = "; ".join(found[:NAMED]) + more or "no process: no order is open"
+        text = f"nothing has changed for {silent:.0f} s; the run waits for {named}"
         log.warning(text)
         metrics.silence = (metrics.changes, text)
         self._interval_s *= 2
@@ -67,7 +67,10 @@ SHOWN = 32
 
 
 class Control:
-    """Call `open`, then `begin` once the run has begun, finally `close`. `told`: a user asked the run to end."""
+    """Call `open`, then `begin` once the run has begun, finally `close`.
+
+    `end_requested`: whether a user asked the run to end.
+    """
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class Control:
         changed: Callable[[], None],
     ) -> None:
         """`changed()` wakes the observers of the run."""
-        self.told = False
+        self.end_requested = False
         self._plan = plan
         self._metrics = metrics
         self._driver = driver
@@ -108,7 +111,7 @@ class Control:
         self._silence = Silence(self._metrics, self._plan.silence_s)
         self._listen()
         if self._driver.scheduler.state.draining:
-            self.told = True
+            self.end_requested = True
 
     async def close(self) -> None:
         if self._timer is not None:
@@ -125,7 +128,7 @@ class Control:
         if not isinstance(asked, Look):
             log.info("operation: %s", clean(str(asked)))
         if isinstance(asked, Stop) or (isinstance(asked, Drain) and asked.replica is None):
-            self.told = True
+            self.end_requested = True
         self._deliver(*events)
         if self._driver.failure is not None:
             raise EngineError(f"the run has failed: {self._driver.failure}")

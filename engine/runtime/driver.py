@@ -1,7 +1,7 @@
-"""The one loop between the world and the scheduler: stamp, decide, record, then act.
+"""Passes events to the scheduler: stamps each event, lets the scheduler decide, records both, then executes commands.
 
-Used unchanged over Ray, in one process, in simulation and in benchmarks. It holds no policy and no knowledge of
-machines; it must never let a command leave before its frame is written.
+The same code runs on Ray, in one process, in simulation and in benchmarks. It contains no policies and no state
+machines. It must never execute a command before its frame is written.
 """
 
 import logging
@@ -20,19 +20,23 @@ from engine.scheduling.scheduler import Scheduler
 
 
 class Clock(Protocol):
+    """The clock of a run."""
+
     def now(self) -> float:
-        """Seconds since the run began; never falls."""
+        """Seconds since the run began. Must never decrease."""
 
 
 class Recorder(Protocol):
+    """Writes the record of a run."""
+
     def write(self, event: Event, commands: Sequence[Command], state_hash: int) -> None:
-        """Append one frame. It must be in the record before any of its commands leaves."""
+        """Append one frame. It must be in the record before any of its commands is executed."""
 
     def reject(self, event: Event, reason: str) -> None:
         """Append one frame of an event that the scheduler could not handle."""
 
     def snapshot(self, payloads: Sequence[bytes]) -> None:
-        """Append the whole state after the event written last, as `record.frames.encode_snapshot` gave it."""
+        """Append a snapshot of the state after the newest event, as `record.frames.encode_snapshot` returned it."""
 
     def flush(self) -> None:
         """Hand every frame written so far to the operating system."""
@@ -41,8 +45,10 @@ class Recorder(Protocol):
 
 
 class Executor(Protocol):
+    """Executes commands."""
+
     def execute(self, commands: Sequence[Command]) -> None:
-        """Begin to carry out commands, in order, and return at once. What comes of them arrives later as events."""
+        """Start commands in order, and return at once. Their results arrive later as events."""
 
 
 # -- the driver --------------------------------------------------------------------------------------------------------
@@ -52,7 +58,7 @@ log = logging.getLogger(__name__)
 
 NEVER = float("inf")
 REASON_LENGTH = 1000
-"""Characters of an error that go into the record."""
+"""Maximum number of characters of an error in the record."""
 
 
 class Driver:
@@ -73,8 +79,8 @@ class Driver:
         snapshot_every: int = 0,
         books: Books | None = None,
     ) -> None:
-        """`events_before`: number of events that earlier lives of the run handled. `snapshot_every`: number of events
-        after which the driver records a snapshot of the state and of `books`; 0: never."""
+        """`events_before`: number of events that earlier processes of the run handled. `snapshot_every`: number of
+        events between two snapshots of the state and of `books`; 0: no snapshots."""
         self.scheduler = scheduler
         self.clock = clock
         self.recorder = recorder
@@ -95,10 +101,10 @@ class Driver:
         return len(self._inbox)
 
     def deliver(self, *events: Event) -> None:
-        """Add events to the inbox, then handle the whole inbox unless a call further up the stack already does.
+        """Add events to the inbox, then handle the whole inbox. A nested call only adds events.
 
-        Raises: whatever `Scheduler.handle` raised, after recording the event as rejected and carrying out the commands
-        of the events before it. Every later call raises it again, because the state may be inconsistent.
+        Raises: the exception of `Scheduler.handle`, after recording the event as rejected and executing the commands of
+        the events before it. Every later call raises it again, because the state may be inconsistent.
         """
         if self.failure is not None:
             raise self.failure
@@ -115,7 +121,7 @@ class Driver:
             self._draining = False
 
     def _handle_waiting(self) -> list[Command]:
-        """Handle what is in the inbox now; the commands leave together, after their frames are flushed."""
+        """Handle the events that are in the inbox now. Returns their commands, whose frames are flushed."""
         commands: list[Command] = []
         for _ in range(len(self._inbox)):
             event = self._inbox.popleft()
@@ -124,7 +130,7 @@ class Driver:
             stamp(event, self.events_handled, self.clock.now())
             try:
                 answer = self.scheduler.handle(event)
-            except Exception as error:  # recorded as rejected, then raised: the run stops resumably
+            except Exception as error:  # recorded as rejected, then raised: the run stops and can be resumed
                 self.failure = error
                 self.recorder.reject(event, f"{type(error).__name__}: {error}"[:REASON_LENGTH])
                 break

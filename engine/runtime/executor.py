@@ -149,7 +149,7 @@ class RunExecutor:
     def _start(self, command: StartGroup | ResumeGroup) -> None:
         try:
             prompt = read_prompt(self._prompts, command.group)
-            self._check(prompt)  # one that cannot travel must not take the orders beside it along
+            self._check(prompt)  # a prompt that cannot be sent must not fail the other orders of the message
         except Exception as error:
             failed: Event = GroupFailed(
                 group=command.group,

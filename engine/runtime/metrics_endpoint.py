@@ -1,7 +1,7 @@
 """Serves the metrics endpoint of a run and announces its address.
 
-Opened by `session.py`. Scrapes run on separate threads. Must never make a scrape wait for the driver's event loop, nor
-the loop for a scrape.
+Opened by `run_loop.py`. Scrapes run on separate threads. A scrape must never wait for the driver's event loop, and the
+loop must never wait for a scrape.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from engine.control import address_file as control
 from engine.http_listener import ANYWHERE
 from engine.metrics.address_files import FILE, announce, remove_dead, withdraw
 from engine.metrics.collector import RunMetrics
-from engine.metrics.export import Around, registry
+from engine.metrics.export import ExternalFigures, registry
 from engine.metrics.server import MetricsServer
 from engine.metrics.status import plain_status
 from engine.record import Recorder
@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 
 
 def places_of(plan: Plan) -> list[Path]:
-    """The files that hold the address of a run's metrics endpoint."""
+    """The files in which a run announces the address of its metrics endpoint."""
     run_dir, folder = plan.run_dir, plan.endpoints
     if run_dir is None:
         return []
     return [run_dir / FILE] + ([] if folder is None else [folder / f"{run_dir.name}.json"])
 
 
-def leave_no_word(plan: Plan) -> None:
+def withdraw_addresses(plan: Plan) -> None:
     """Delete the announced addresses of an ended run, whose process ended before it could do so."""
     withdraw(places_of(plan))
     if plan.run_dir is not None:
@@ -83,7 +83,7 @@ class Endpoint:
         port: int,
     ) -> None:
         recorder = driver.recorder
-        around = Around(
+        around = ExternalFigures(
             now=now,
             events_waiting=lambda: driver.waiting,
             record=(lambda: recorder.progress) if isinstance(recorder, Recorder) else None,

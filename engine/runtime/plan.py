@@ -16,7 +16,9 @@ from engine.protocols import Generator, Scorer, Trainer
 from engine.runtime.prompts import Prompts
 from engine.states.limits import REWARDING, Limits
 from engine.storage.durable_trajectories import StorePolicy
+from engine.storage.samples import SamplePolicy
 from engine.trajectory import Prompt
+from engine.workers.measurement import Answer
 from engine.workers.scorer import OF_TRAINED_WEIGHTS
 from engine.workers.stage import Work
 
@@ -26,10 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """What a replica runs: a generator and, if held-out prompts are measured, a greedy one."""
+    """What a replica runs: a generator and, if held-out prompts are measured, one that answers them."""
 
     generator: Generator
     evaluator: Generator | None = None
+    """Samples as each validation set asks for it (`GroupWork.validation_set`)."""
+    answers: Mapping[str, Answer] = field(default_factory=dict)
+    """By the name of the validation set: extracts the answers that a majority vote counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +106,7 @@ class Plan:
     config: Mapping[str, Any] = field(default_factory=dict)
     """The complete configuration, for the record."""
     held_out: Sequence[Prompt] = ()
-    """The held-out prompts, measured as `limits.validation` says."""
+    """The held-out prompt of each row that `limits.validation` measures."""
     metrics_host: str = "127.0.0.1"
     metrics_hosts: tuple[str, ...] = ()
     """Additional host names for requests to it."""
@@ -128,6 +133,8 @@ class Plan:
     """Where trajectories are stored: `memory`, or `disk`, in the run's directory if there is one."""
     store_policy: StorePolicy = field(default_factory=StorePolicy)
     """How the store uses its disk."""
+    sample_policy: SamplePolicy = field(default_factory=SamplePolicy)
+    """Which samples are kept in the run's directory, if there is one."""
     force_from: str | None = None
     """With `resume`: name of the checkpoint to go back to, or `initial` for the initial weights; later data is set
     aside. None: the run resumes without loss, and a resume with missing data is refused."""
@@ -136,10 +143,11 @@ class Plan:
     interrupted: RunInterrupted | None = None
     """With `again`: why the run could not continue, if its record does not say it."""
     scheduler_restarts: int = 20
-    """How often Ray restarts the scheduler's process in one launch while the others continue; needs a `run_dir`. Only
-    Ray can count it, because no scheduler runs then. After that, the run begins again from its record."""
+    """How often Ray restarts the scheduler's process in one launch while the other processes continue; needs a
+    `run_dir`. Only Ray can count this, because no scheduler runs then. After that, the run is relaunched from its
+    record."""
     orphan_s: float = 30.0
-    """Seconds until actors end by themselves after the scheduler ended for good."""
+    """Seconds after which actors end by themselves if the scheduler has ended and is not restarted."""
     heartbeat_s: float = 10.0
     """Seconds between heartbeats; an actor that misses `missed_beats` of them is lost. 0: no heartbeats."""
     missed_beats: int = 3
@@ -153,10 +161,10 @@ class Plan:
     rollout_gpus: float = 0.0
     """GPUs of each replica. Above 1 it is a whole number, all on one node."""
     rollout_spread: bool = False
-    """GPUs of a replica may be on several nodes, because vLLM's Ray executor takes them one by one."""
+    """GPUs of a replica may be on several nodes, because vLLM's Ray executor reserves them one by one."""
     trainer_gpus: float = 0.0
     trainer_ranks: int = 1
-    """Processes of the trainer that need a GPU each where the cluster has any; `trainer_gpus` are of all together."""
+    """Processes of the trainer. Each needs a GPU if the cluster has GPUs; `trainer_gpus` is the sum for all of them."""
     scorer_gpus: float = 0.0
     """GPUs of each scorer."""
     pool_shares: Sequence[float] = ()

@@ -90,8 +90,8 @@ class Ended:
     """How an incarnation of a process ended."""
 
     reason: str
-    told: bool = False
-    """The process reported it itself."""
+    self_reported: bool = False
+    """The process itself reported the reason."""
     silent: bool = False
     """The process does not respond, but may still run."""
 
@@ -110,13 +110,13 @@ class Process(Protocol):
         """Send orders, to be executed after those sent before."""
 
     async def probe(self) -> Sign | None:
-        """Return once the process responds; None: it is dead."""
+        """Wait for the process to respond. Returns None if it is dead."""
 
     async def lost(self) -> Ended:
-        """Return once the process is lost."""
+        """Wait until the process is lost, and return how it ended."""
 
     async def stacks(self) -> str:
-        """Make a hung process write its stacks. Returns where they are, in words; empty if it wrote none."""
+        """Make a hung process write its stacks. Returns a text that says where they are; empty if it wrote none."""
 
     async def hand_over(self, steps: StepId) -> None:
         """Make the trainer give scorers the weights after `steps` train steps. Raises the reason if it cannot."""
@@ -151,7 +151,7 @@ class Processes(Protocol):
         """Make an incarnation; returns at once. Raises the reason if it cannot be made."""
 
     def last(self, kind: str, index: int) -> bool:
-        """Whether a process cannot be replaced any more."""
+        """Whether a process cannot be replaced after its loss."""
 
     def check(self, prompt: Prompt) -> None:
         """Raises: `DataFailure` for a prompt that cannot be sent."""
@@ -163,7 +163,7 @@ class Processes(Protocol):
         """Number of replicas that fit."""
 
     async def lacking(self, replicas: int) -> str | None:
-        """The resources that are missing for this many replicas, in words; empty: none. None: they need none."""
+        """A text with the resources that this many replicas lack; empty if none. None: replicas need no resources."""
 
     async def published(self) -> Version:
         """The newest version in the weights store; -1 if it does not answer."""

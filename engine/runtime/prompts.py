@@ -1,16 +1,17 @@
 """Sources of prompts, and the checked calls to a user's source.
 
 An executor draws prompts for the scheduler and reads them when a group starts. `CountedPrompts` makes a source of any
-function from numbers to prompts, such as the order of draws of `tasks.dataset.PromptSource`.
+function from numbers to prompts, such as the order of draws of `tasks.dataset.PromptSource`. `ChosenPrompts` makes one
+of a `Chooser` that learns from the run, such as `tasks.mixture.Mixture`: it reads the record, live and at a resume.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from engine.commands import DrawPrompts
+from engine.commands import AbortGroup, Command, DrawPrompts, EnterState, PublishWeights, ResumeGroup, StartGroup
 from engine.errors import ConfigError, DataFailure, EngineError, reason_of
-from engine.events import DrawFailed, PromptsDrawn
-from engine.ids import GroupId
+from engine.events import DrawFailed, Event, GroupGenerated, PromptsDrawn, RunResumed, StateLeft
+from engine.ids import GroupId, StepId, Version
 from engine.trajectory import Prompt
 from engine.workers.threads import contained
 
@@ -46,6 +47,82 @@ class CountedPrompts:
 
     def prompt(self, group: GroupId) -> Prompt:
         return self._prompt(group)
+
+
+@runtime_checkable
+class WatchingPrompts(Protocol):
+    """A source whose prompts depend on what happens in the run."""
+
+    def watch(self, event: Event, commands: Sequence[Command]) -> None:
+        """Take the next frame of the record, before its commands are executed. A source that was made again, because
+        the run was resumed or its scheduler restarted, first gets all frames from the beginning. Prompts may depend on
+        nothing else. It must be fast and must not raise."""
+
+
+@runtime_checkable
+class MixedPrompts(Protocol):
+    """A source that knows how many prompts came from where."""
+
+    def figures(self) -> Mapping[str, Mapping[str, int]]:
+        """By the name of each data source: `drawn`, `dropped`, `rested`, as in docs/DATA.md. Called on any thread."""
+
+
+class Chooser(Protocol):
+    """Chooses the prompt of each group when it starts: `tasks.mixture.Mixture`."""
+
+    total: int | None
+
+    def choose(self, group: GroupId, step: StepId) -> None: ...
+    def outcome(self, group: GroupId, reward: float) -> None: ...
+    def branch(self, steps: StepId, again: Sequence[GroupId]) -> None: ...
+    def prompt(self, group: GroupId) -> Prompt: ...
+    def figures(self) -> Mapping[str, Mapping[str, int]]: ...
+
+
+class MixtureOfSources(CountedPrompts):
+    """The prompts of a chooser that needs no facts."""
+
+    def __init__(self, chooser: Chooser) -> None:
+        super().__init__(chooser.total, chooser.prompt)
+        self.chooser = chooser
+
+    def figures(self) -> Mapping[str, Mapping[str, int]]:
+        return self.chooser.figures()
+
+
+class ChosenPrompts(MixtureOfSources):
+    """The prompts of a chooser that learns. Everything that it is told is in the record, in the same order."""
+
+    def __init__(self, chooser: Chooser) -> None:
+        super().__init__(chooser)
+        self._steps_in: dict[Version, StepId] = {}
+        self._attempts: dict[GroupId, int] = {}
+        """The attempt of each running group; what others report is late."""
+
+    def watch(self, event: Event, commands: Sequence[Command]) -> None:
+        if isinstance(event, RunResumed) and not event.kept:
+            self._steps_in = {version: min(steps, event.steps) for version, steps in self._steps_in.items()}
+            self._attempts.clear()
+            self.chooser.branch(event.steps, (*event.consumed, *event.released))
+        elif type(event) is GroupGenerated or type(event) is StateLeft:
+            self._ended(event, commands)
+        for command in commands:
+            if type(command) is StartGroup:
+                self._attempts[command.group] = command.attempt
+                self.chooser.choose(command.group, self._steps_in.get(command.admitted_version, 0))
+            elif type(command) is ResumeGroup or type(command) is EnterState:
+                self._attempts[command.group] = command.attempt
+            elif type(command) is AbortGroup:
+                self._attempts.pop(command.group, None)
+            elif type(command) is PublishWeights:
+                self._steps_in[command.version] = command.steps
+
+    def _ended(self, event: GroupGenerated | StateLeft, commands: Sequence[Command]) -> None:
+        """The outcome of a group, unless another added state comes first, which may compute its reward."""
+        enters = any(type(command) is EnterState and command.group == event.group for command in commands)
+        if not enters and self._attempts.get(event.group) == event.attempt:
+            del self._attempts[event.group]
+            self.chooser.outcome(event.group, event.reward_mean)
 
 
 def draw_prompts(prompts: Prompts, order: DrawPrompts) -> PromptsDrawn | DrawFailed:
@@ -100,7 +177,8 @@ def as_prompts(items: Sequence[Prompt | str]) -> list[Prompt]:
 
 
 def listed(items: Sequence[Prompt | str], epochs: int = 1) -> CountedPrompts:
-    """The prompts of a list, in order, `epochs` times. Strings become prompts, with their index as the row."""
+    """The prompts of a list, in order, `epochs` times. Strings become prompts, with their index as the row. Raises:
+    `ConfigError` for an empty list or fewer than one epoch."""
     if not items:
         raise ConfigError("prompts", "[]", "there must be at least one prompt", "give a prompt")
     if epochs < 1:

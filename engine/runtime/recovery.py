@@ -1,8 +1,8 @@
 """Restores a run from its directory: replays its record and chooses the checkpoint to resume from.
 
-Called when a run resumes, before any process starts. It checks everything before it changes anything, and names what is
-missing or damaged. Only `Plan.force_from` resumes with missing data; it sets aside, and must never delete, what came
-after the checkpoint.
+Called when a run resumes, before any process starts. It checks all files before it changes any, and its errors name the
+missing or damaged ones. Only `Plan.force_from` resumes with missing data. It sets aside the data after the checkpoint,
+and must never delete it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,8 +10,9 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
-from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished
+from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished, reason_of
 from engine.events import RunInterrupted, RunResumed
 from engine.ids import GroupId, StepId, Version
 from engine.metrics.journal import cut_rows
@@ -21,12 +22,14 @@ from engine.record import After, Recorder, Recovered, read, recover
 from engine.record.files import RecordLock, require_regular
 from engine.record.log import Torn
 from engine.runtime.plan import Plan, Redo, Restore
+from engine.scheduling.settings import MAX_STEPS, changed_limits
 from engine.states.group import phase_of
 from engine.states.machine import Phase
 from engine.states.waits import are
 from engine.storage.checkpoints import checkpoint_path, list_checkpoints, name_aside, put_aside, verify_checkpoint
 from engine.storage.durable_trajectories import DurableStore
 from engine.storage.group_codec import unpack_group
+from engine.storage.samples import FOLDER, put_samples_aside
 from engine.storage.segments import put_store_aside, segment_numbers
 
 # -- groups that the record refers to ----------------------------------------------------------------------------------
@@ -39,11 +42,11 @@ INITIAL = "initial"
 def way_back(usable: Sequence[StepId]) -> str:
     """The advice to resume from older weights. `usable`: the train steps of the existing checkpoints."""
     name = f"step-{usable[-1]:06d}" if usable else INITIAL
-    return f"go back with engine resume RUN --force-from {name}, which sets later data aside"
+    return f"use `engine resume RUN --force-from {name}`, which sets later data aside"
 
 
 def missing_groups(plan: Plan, recovered: Recovered, steps: StepId) -> tuple[tuple[GroupId, ...] | None, Torn | None]:
-    """(groups that begin again although they had trajectories, the store's torn end).
+    """(groups that are generated again because their trajectories are missing, the store's torn end).
 
     The groups are None if the run never kept trajectories: the trainer then cannot retrain the steps after the
     checkpoint. `steps`: the number of train steps in that checkpoint.
@@ -59,8 +62,8 @@ def missing_groups(plan: Plan, recovered: Recovered, steps: StepId) -> tuple[tup
             return (), None
         if _were_in_memory(recovered):
             return None, None
-        there = "holds no trajectories" if directory.is_dir() else "is missing"
-        raise RunDamaged(str(directory), f"{there}, but the record refers to some; {hint}")
+        problem = "holds no trajectories" if directory.is_dir() else "is missing"
+        raise RunDamaged(str(directory), f"{problem}, but the record refers to some; {hint}")
     try:
         store = DurableStore(directory, plan.store_policy, fresh=False)
     except RunDamaged:
@@ -100,7 +103,7 @@ def _lacking(store: DurableStore, recovered: Recovered, steps: StepId) -> Iterat
     batches = {batch.step: batch for batch in recovered.batches(steps)}
     for step in range(steps, state.steps_trained):
         if step not in batches:
-            yield f"train step {step}, whose batch is no longer known"
+            yield f"train step {step}, whose batch is not in the record"
             continue
         for group in batches[step].groups:
             if not _is_whole(store, group):
@@ -111,7 +114,7 @@ def _lacking(store: DurableStore, recovered: Recovered, steps: StepId) -> Iterat
     for formed in state.formed_steps:
         for group in formed.groups if formed.id >= state.steps_trained else ():
             if attempts.get(group) != state.groups[group].attempt or not _is_whole(store, group):
-                yield f"group {group} of the batch that is formed for train step {formed.id}"
+                yield f"group {group} of the batch for train step {formed.id}"
 
 
 def _discard_unwanted(store: DurableStore, recovered: Recovered) -> None:
@@ -132,13 +135,13 @@ def _missing(store: DurableStore, recovered: Recovered) -> tuple[GroupId, ...]:
     for group in state.groups.values():
         phase = phase_of(group.state)
         if group.state in state.stages.by_name:  # each work order is an attempt; it stores nothing before it is done
-            there = attempts.get(group.id, group.attempt + 1) <= group.attempt and _is_whole(store, group.id)
+            is_stored = attempts.get(group.id, group.attempt + 1) <= group.attempt and _is_whole(store, group.id)
         elif phase is Phase.READY:
-            there = attempts.get(group.id) == group.attempt and _is_whole(store, group.id)
+            is_stored = attempts.get(group.id) == group.attempt and _is_whole(store, group.id)
         else:
-            goes_on = phase in (Phase.RUNNING, Phase.PARKED) and group.kept
-            there = not goes_on or _is_known(store, group.id, state.latest_version)
-        if not there:
+            continues = phase in (Phase.RUNNING, Phase.PARKED) and group.kept
+            is_stored = not continues or _is_known(store, group.id, state.latest_version)
+        if not is_stored:
             missing.append(group.id)
     return tuple(missing)
 
@@ -161,9 +164,9 @@ def _is_known(store: DurableStore, group: GroupId, latest: Version) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
-    """`lock`: holds the record for the recorder that continues it. `missing`: groups that are generated again although
-    they had trajectories; None: the run branches."""
+class RunHistory:
+    """The recovered state of a run and its files. `lock` holds the record for the recorder that continues it.
+    `missing`: groups that are generated again because their trajectories are missing; None: the run branches."""
 
     recovered: Recovered
     lock: RecordLock
@@ -181,18 +184,18 @@ class Past:
     def __str__(self) -> str:
         event = self.event(0)
         source = "the initial weights" if self.restore.checkpoint is None else Path(self.restore.checkpoint).name
-        told = [f"resumed from {source}, after {self.recovered.events} events"]
+        parts = [f"resumed from {source}, after {self.recovered.events} events"]
         if self.missing is not None:
-            told += (
-                [f"{are(len(self.restore.redo), 'step')} trained again from what was recorded"]
+            parts += (
+                [f"{are(len(self.restore.redo), 'step')} trained again from stored trajectories"]
                 if self.restore.redo
                 else []
             )
-            told += [f"{are(len(self.missing), 'group')} not in the store, to begin again"] if self.missing else []
-        told += [f"{are(len(event.consumed), 'group')} trained on again"] if event.consumed else []
+            parts += [f"{are(len(self.missing), 'group')} not in the store and generated again"] if self.missing else []
+        parts += [f"{are(len(event.consumed), 'group')} trained on again"] if event.consumed else []
         cut = [f"cut: {torn}" for torn in (self.recovered.torn, self.torn) if torn]
-        aside = [f"put aside: {', '.join(path.name for path in self.aside)}"] if self.aside else []
-        return "; ".join([*told, *cut, *self.damaged, *aside])
+        aside = [f"set aside: {', '.join(path.name for path in self.aside)}"] if self.aside else []
+        return "; ".join([*parts, *cut, *self.damaged, *aside])
 
     @property
     def after(self) -> After:
@@ -208,7 +211,9 @@ class Past:
         return replace(event, again=again)
 
 
-def past_of(plan: Plan, transitions: Transitions, end_earlier: Callable[[Path], None] = lambda run_dir: None) -> Past:
+def history_of(
+    plan: Plan, transitions: Transitions, end_earlier: Callable[[Path], None] = lambda run_dir: None
+) -> RunHistory:
     """Take over the unfinished run in a plan's directory. `end_earlier(run_dir)` ends processes of earlier launches,
     which would still write.
 
@@ -219,7 +224,7 @@ def past_of(plan: Plan, transitions: Transitions, end_earlier: Callable[[Path], 
     assert plan.run_dir is not None
     schedule = plan.run_dir / "schedule"
     record = read(schedule, missing_end=plan.force_from is not None)
-    lock = RecordLock(schedule, waits=plan.again)  # the scheduler before was killed, and may not have ended yet
+    lock = RecordLock(schedule, waits=plan.again)  # the earlier scheduler was killed, but may not have ended yet
     try:
         rows = ReplayedRows(transitions)
         recovered = recover(
@@ -231,14 +236,28 @@ def past_of(plan: Plan, transitions: Transitions, end_earlier: Callable[[Path], 
         if plan.interrupted is not None:
             lock = _record_interruption(recovered, plan.interrupted, schedule, lock)
         outcome = recovered.scheduler.state.outcome
-        if outcome is not None and (outcome.outcome == "finished" or (plan.again and not outcome.again)):
-            law = f"has finished ({outcome.reason}) and cannot be resumed"
-            raise RunFinished("RUN", str(plan.run_dir), law)
+        if outcome is not None and (
+            (outcome.outcome == "finished" and not _extends(plan, recovered)) or (plan.again and not outcome.again)
+        ):
+            law = f"has finished ({outcome.reason})"
+            fix = "to train more steps, resume it with a larger run.max_steps"
+            raise RunFinished("RUN", str(plan.run_dir), law, fix)
         end_earlier(plan.run_dir)
-        return _taken_up(plan, recovered, lock, rows, {ended.id for ended in transitions.ended})
+        return _prepared(plan, recovered, lock, rows, {ended.id for ended in transitions.ended})
     except BaseException:
         lock.release()
         raise
+
+
+def _extends(plan: Plan, recovered: Recovered) -> bool:
+    """Whether the plan lets a finished run train more steps."""
+    limits = recovered.scheduler.limits
+    for setting, value in plan.settings:
+        if setting == MAX_STEPS:
+            limits = changed_limits(limits, setting, value)
+    state = recovered.scheduler.state
+    more = limits.max_steps is None or limits.max_steps > state.steps_trained
+    return more and not state.no_more_prompts
 
 
 def _record_interruption(recovered: Recovered, event: RunInterrupted, schedule: Path, lock: RecordLock) -> RecordLock:
@@ -252,9 +271,9 @@ def _record_interruption(recovered: Recovered, event: RunInterrupted, schedule: 
     return RecordLock(schedule)
 
 
-def _taken_up(
+def _prepared(
     plan: Plan, recovered: Recovered, lock: RecordLock, rows_open: ReplayedRows, validations: set[int]
-) -> Past:
+) -> RunHistory:
     """Check everything that the run needs to resume, then set later data aside."""
     assert plan.run_dir is not None
     state = recovered.scheduler.state
@@ -281,9 +300,9 @@ def _taken_up(
     damaged = _not_needed(plan, saved, recovered)
     reached = steps if missing is None else state.steps_trained
     rows = cut_rows(metrics, reached, damaged.append, open_steps, validations, copied)
-    told = {row["step"] for row in rows if "step" in row}
+    reported = {row["step"] for row in rows if "step" in row}
     redo = [
-        Redo(step=batch.step, groups=batch.groups, staleness=batch.staleness, reports=batch.step not in told)
+        Redo(step=batch.step, groups=batch.groups, staleness=batch.staleness, reports=batch.step not in reported)
         for batch in (recovered.batches(steps) if missing is not None else ())
     ]
     restore = Restore(
@@ -293,10 +312,22 @@ def _taken_up(
         redo=tuple(redo),
     )
     aside += [copied] if copied.exists() else []
-    return Past(
+    if missing is None:
+        aside.append(_samples_aside(plan.run_dir / FOLDER, steps, rows, damaged))
+    return RunHistory(
         recovered, lock, restore, missing, None if missing is None else rows_open.rows, torn, tuple(damaged),
         tuple(path for path in aside if path is not None),
     )  # fmt: skip
+
+
+def _samples_aside(directory: Path, steps: StepId, rows: Sequence[dict[str, Any]], damaged: list[str]) -> Path | None:
+    """Set samples of later steps and validations aside. A failure is only reported: nothing depends on samples."""
+    measured = [row["validation"] for row in rows if "validation" in row]
+    try:
+        return put_samples_aside(directory, steps, measured)
+    except Exception as error:
+        damaged.append(f"{directory}: later samples cannot be set aside: {reason_of(error)}")
+        return None
 
 
 def _chosen(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Recovered) -> tuple[StepId, Path | None]:
@@ -314,23 +345,23 @@ def _chosen(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Recovered) 
     for steps, path in usable:
         if path.name == name:
             return steps, path
-    there = ", ".join([*(path.name for _, path in usable), INITIAL])
+    choices = ", ".join([*(path.name for _, path in usable), INITIAL])
     law = "is not a complete checkpoint of this run's current branch"
-    raise ConfigError("--force-from", plan.force_from, law, f"use one of: {there}")
+    raise ConfigError("--force-from", plan.force_from, law, f"use one of: {choices}")
 
 
 def _require_newest(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Recovered) -> None:
     """Raises: `RunDamaged` if the checkpoints are behind the record, or the record is behind the checkpoints."""
     assert plan.run_dir is not None
-    state, there = recovered.scheduler.state, saved[-1][0] if saved else 0
+    state, newest = recovered.scheduler.state, saved[-1][0] if saved else 0
     usable = [steps for steps, _ in saved if steps <= state.steps_trained]
-    if there > state.steps_trained:
+    if newest > state.steps_trained:
         reason = (
-            f"ends after {state.steps_trained} train steps, but {saved[-1][1].name} holds {there}: "
+            f"ends after {state.steps_trained} train steps, but {saved[-1][1].name} holds {newest}: "
             f"the newest events are missing; restore them from a copy, or {way_back(usable)}"
         )
         raise RunDamaged(str(plan.run_dir / "schedule"), reason)
-    if there < state.checkpoints.newest:
+    if newest < state.checkpoints.newest:
         reason = f"is missing, but the record says that it was saved; restore it from a copy, or {way_back(usable)}"
         raise RunDamaged(str(checkpoint_path(plan.run_dir / "checkpoints", state.checkpoints.newest)), reason)
 
@@ -339,7 +370,7 @@ def _not_needed(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Recover
     """Missing checkpoints that are older than the newest one."""
     if plan.force_from is not None:
         return []
-    state, there = recovered.scheduler.state, {steps for steps, _ in saved}
+    state, present = recovered.scheduler.state, {steps for steps, _ in saved}
     deleted = {*state.checkpoints.surplus(state.limits), *state.orders.open("delete")}
-    gone = [steps for steps in state.checkpoints.steps if steps not in there and steps not in deleted]
+    gone = [steps for steps in state.checkpoints.steps if steps not in present and steps not in deleted]
     return [f"step-{steps:06d} was saved and is missing, but it is not needed" for steps in gone]

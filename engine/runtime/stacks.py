@@ -21,7 +21,7 @@ SIGNAL = signal.SIGUSR1
 PATIENCE_S = 5.0
 QUIET_S = 0.2
 """Seconds without growth after which the file counts as complete: stacks are many small writes without an end mark."""
-LOOK_S = 0.05
+POLL_S = 0.05
 PROCESSES = Path("/proc")
 
 
@@ -112,7 +112,7 @@ def _asked(pid: int, file: Path, patience_s: float) -> bool:
         os.kill(pid, SIGNAL)
         grown = time.monotonic()
         while (now := time.monotonic()) < last and (size == before or now < grown + QUIET_S):
-            look.wait(LOOK_S)
+            look.wait(POLL_S)
             if file.stat().st_size > size:
                 size, grown = file.stat().st_size, time.monotonic()
     except OSError:

@@ -1,6 +1,6 @@
 """Starts, stops and watches the processes that the scheduler orders, and reports what happens to them.
 
-Called by the session and the executor, on the driver's event loop. It sends orders to the processes, and takes over
+Called by the run loop and the executor, on the driver's event loop. It sends orders to the processes, and takes over
 running ones after a failover. Must never decide anything: the core decides whether and from where a lost process
 restarts (`scheduling/processes.py`).
 """
@@ -123,13 +123,13 @@ class Supervisor:
 
     def _make(self, key: Key) -> Life:
         """Make the next incarnation of a process."""
-        return self._bear(key, self._newest(key) + 1)
+        return self._make_incarnation(key, self._newest(key) + 1)
 
     def _newest(self, key: Key) -> Incarnation:
         process = self._state.find_process(*key)
         return 0 if process is None else process.incarnation
 
-    def _bear(self, key: Key, incarnation: Incarnation) -> Life:
+    def _make_incarnation(self, key: Key, incarnation: Incarnation) -> Life:
         """Make an incarnation of a process. Raises the reason if it cannot be made."""
         self._begun[key] = incarnation
         life = self._lives[key] = Life(key, incarnation, self._processes.make(*key, incarnation))
@@ -146,12 +146,12 @@ class Supervisor:
             if process.kind not in KEPT and process.state != "gone":
                 listed[source_of(process.kind, process.index), process.incarnation] = (process.kind, process.index)
         kept = {source_of(kind, 0) for kind in KEPT}
-        for (source, incarnation), there in self._found.processes.items():
+        for (source, incarnation), running in self._found.processes.items():
             key = listed.get((source, incarnation))
             if key is not None and source not in self._found.silent:
-                self._lives[key] = Life(key, incarnation, there)
+                self._lives[key] = Life(key, incarnation, running)
             elif source not in kept:
-                there.kill()
+                running.kill()
 
     def recover(self) -> None:
         """Watch the processes that `take_up` found, and report those that are gone. Call it after the open orders were
@@ -176,8 +176,8 @@ class Supervisor:
     # orders about processes
 
     def start(self, command: StartProcess) -> None:
-        """Start an incarnation, unless it exists; `ProcessUp` or `ProcessLost` reports the result. Never raises: one
-        that cannot be made is reported as lost, after the caller returns."""
+        """Start an incarnation, unless it exists; `ProcessUp` or `ProcessLost` reports the result. Never raises: an
+        incarnation that cannot be made is reported as lost, after this method returns."""
         key, incarnation = (command.kind, command.index), command.incarnation
         life = self._lives.get(key)
         if life is not None and life.incarnation < incarnation:
@@ -191,7 +191,7 @@ class Supervisor:
             self._spawn(self._report(key, incarnation, Ended(reason), final=True))
             return
         try:
-            life = life or self._bear(key, incarnation)
+            life = life or self._make_incarnation(key, incarnation)
         except Exception as error:
             self._spawn(self._report_unstarted(key, incarnation, error))
             return
@@ -205,11 +205,11 @@ class Supervisor:
         if self._closed or self._ending.get(key) == command.incarnation:
             return
         life = self._lives.get(key)
-        there = life is not None and life.incarnation == command.incarnation
-        if life is not None and there and (command.hung or life.kind == TRAINER):
+        current = life is not None and life.incarnation == command.incarnation
+        if life is not None and current and (command.hung or life.kind == TRAINER):
             self._spawn(self._end(life, command))
             return
-        gone = self._forget(life) if life is not None and there else None
+        gone = self._forget(life) if life is not None and current else None
         if gone is None:
             self._deliver(self._loss(key, command.incarnation, command.reason))
         else:
@@ -226,19 +226,19 @@ class Supervisor:
         """End an incarnation and report it, with the stacks of a hung process, and with what a trainer has published
         and saved."""
         stacks = await self._stacks(life) if command.hung else ""
-        if self._is_there(life):
+        if self._is_current(life):
             await self._end_life(life, hung=command.hung)
             await self._report((life.kind, life.index), life.incarnation, Ended(f"{command.reason}{stacks}"))
 
     def probe(self, command: ProbeProcess) -> None:
-        """Report what a process waits for; nothing if it does not answer."""
+        """Report what a process waits for. If it does not answer, there is no report."""
         life = self._lives.get((command.kind, command.index))
         if life is not None and life.incarnation == command.incarnation:
             self._spawn(self._probe(life, command.order))
 
     async def _probe(self, life: Life, order: int) -> None:
         sign = await life.process.probe()
-        if sign is not None and self._is_there(life):
+        if sign is not None and self._is_current(life):
             self._deliver(
                 ProcessProbed(kind=life.kind, index=life.index, incarnation=life.incarnation, order=order,
                               waits_for=sign.waits_for)
@@ -249,18 +249,18 @@ class Supervisor:
         try:
             if command.delay_s and not life.opening:
                 await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=command.delay_s)
-                if not self._is_there(life):
+                if not self._is_current(life):
                     return
             opening = life.opening or life.bring_up(self._restore(command) if life.kind == TRAINER else None)
             if life.kind == REPLICA and not opening.done():
-                await self._say_if_it_waits(life, opening)
+                await self._report_wait(life, opening)
             await opening
         except Exception as error:
-            if self._is_there(life):
+            if self._is_current(life):
                 await self._end_life(life)
                 await self._report_unstarted(key, life.incarnation, error)
             return
-        if not self._is_there(life):
+        if not self._is_current(life):
             return
         if life.kind == REPLICA:
             life.process.join()
@@ -268,7 +268,7 @@ class Supervisor:
             self._deliver(ProcessUp(kind=life.kind, index=life.index, incarnation=life.incarnation))
         self._watch(life)
 
-    def _is_there(self, life: Life) -> bool:
+    def _is_current(self, life: Life) -> bool:
         """Whether this is the current incarnation of its process, and its end is not reported yet."""
         return self._lives.get((life.kind, life.index)) is life and not self._closed
 
@@ -295,14 +295,14 @@ class Supervisor:
             redo=redo,
         )
 
-    async def _say_if_it_waits(self, life: Life, opening: "asyncio.Future[None]") -> None:
+    async def _report_wait(self, life: Life, opening: "asyncio.Future[None]") -> None:
         """Report that a replica waits for room. Ray starts it when the cluster has room, perhaps on a node that is
         added later. Ray learns late that a node is lost, so this asks again until the replica is up."""
         said = ""
         while not opening.done():
             replicas = sum(key[0] == REPLICA for key in self._lives)
             lacking = await self._processes.lacking(replicas)
-            if lacking is None or opening.done() or not self._is_there(life):
+            if lacking is None or opening.done() or not self._is_current(life):
                 return
             if lacking != said:
                 said = lacking
@@ -321,31 +321,31 @@ class Supervisor:
     async def _watch_until_lost(self, life: Life) -> None:
         key = (life.kind, life.index)
         ended = await life.process.lost()
-        if ended.silent and self._is_there(life):
+        if ended.silent and self._is_current(life):
             ended = Ended(f"{ended.reason}{await self._stacks(life)}")
-        if self._is_there(life):
+        if self._is_current(life):
             await self._end_life(life)
             await self._report(key, life.incarnation, ended)
 
     async def _stacks(self, life: Life) -> str:
-        """Make a hung process write its stacks. Returns where they are, as the end of a sentence."""
+        """Make a hung process write its stacks. Returns the end of a sentence that says where they are."""
         where = await life.process.stacks()
         return f"; {where}" if where else ""
 
     async def _report_unstarted(self, key: Key, incarnation: Incarnation, error: Exception) -> None:
-        log.error("%s could not be started (life %d)", name_of(*key), incarnation, exc_info=error)
+        log.error("%s could not be started (incarnation %d)", name_of(*key), incarnation, exc_info=error)
         await self._report(key, incarnation, Ended(f"it could not be started: {reason_of(error)}"))
 
     async def _report(self, key: Key, incarnation: Incarnation, ended: Ended, *, final: bool = False) -> None:
         """Report a lost incarnation, after the events that the scheduler needs to start the next one."""
-        log.warning("%s is lost (life %d): %s", name_of(*key), incarnation, ended.reason)
+        log.warning("%s is lost (incarnation %d): %s", name_of(*key), incarnation, ended.reason)
         known: dict[str, Any] = {}
         if key[0] == TRAINER:
             known = {"published": await self._processes.published(), "saved": await self._saved()}
             await self._report_damage(incarnation)
         # A store reports itself that its disk is full; a restart would not help.
-        full = ended.told and key[0] in KEPT and key[0] != GATEWAY
-        reason = f"it cannot store anything more: {ended.reason}" if full else ended.reason
+        full = ended.self_reported and key[0] in KEPT and key[0] != GATEWAY
+        reason = f"it can no longer store data: {ended.reason}" if full else ended.reason
         if not self._closed:
             self._deliver(self._loss(key, incarnation, reason, final=final or full, **known))
 
@@ -356,7 +356,7 @@ class Supervisor:
         directory = self._plan.run_dir / "checkpoints"
         ordered: list[StepId] = list(self._state.orders.open("checkpoint"))
         sound = [await on_a_thread(is_sound, checkpoint_path(directory, steps)) for steps in ordered]
-        return tuple(steps for steps, there in zip(ordered, sound, strict=True) if there)
+        return tuple(steps for steps, is_complete in zip(ordered, sound, strict=True) if is_complete)
 
     async def _report_damage(self, incarnation: Incarnation) -> None:
         """Report damaged checkpoints and set them aside. Otherwise a later checkpoint of the same step would count as
@@ -376,7 +376,7 @@ class Supervisor:
                 if path.exists():
                     put_aside(path)
             except OSError as error:
-                log.warning("the damaged checkpoint %s cannot be put aside: %s", path, error)
+                log.warning("the damaged checkpoint %s cannot be set aside: %s", path, error)
 
     # orders to processes
 
@@ -400,7 +400,7 @@ class Supervisor:
         """Make the trainer hand over weights that it owes to scorers. Raises the reason if it cannot."""
         life = self._lives.get((TRAINER, 0))
         if life is None:
-            raise EngineError("there is no trainer")
+            raise EngineError("the weights cannot be handed over, because no trainer is running")
         await life.process.hand_over(steps)
 
     # the end

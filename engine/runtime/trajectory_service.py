@@ -131,7 +131,7 @@ class TrajectoryService:
             await self._call(keep)
         except Exception as error:
             if not self._failed.is_set():
-                log.exception("the trajectory store cannot store anything more")
+                log.exception("the trajectory store can no longer store data")
                 self._reason = reason_of(error)
                 self._failed.set()
             await asyncio.Event().wait()

@@ -6,20 +6,20 @@ from engine.errors import RunFailed
 from engine.metrics.status import Status
 
 
-class BeginAgain(RunFailed):
-    """The run cannot continue in its current processes, but can be launched again from its record."""
+class RelaunchNeeded(RunFailed):
+    """The run cannot continue in its current processes, but can be relaunched from its record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """A status of the run. `last`: no other follows. `relaunch`: why the run must be launched again from its record;
-    empty if it need not."""
+    """A status of the run. `last`: it is the final one. `relaunch`: why the run must be relaunched from its record;
+    empty if it need not be."""
 
     number: int
     status: Status
     last: bool
     relaunch: str = ""
-    told: bool = False
+    end_requested: bool = False
     """A user has asked the run to end."""
 
 
@@ -31,4 +31,5 @@ class Traffic:
     calls: int
     events: int
     decisions_s: tuple[float, ...]
-    """Seconds from the arrival of a report until its consequences were recorded and sent, for the newest reports."""
+    """Seconds from the arrival of a report until its events were recorded and the resulting commands were sent, for the
+    newest reports."""

@@ -18,33 +18,37 @@ Item = TypeVar("Item")
 
 
 def pack_events(events: Sequence[Event]) -> bytes:
+    """A batch of events as bytes. Raises: `CodecError` for an event that cannot be recorded."""
     return pickle.dumps([plain_event(event) for event in events], 5)
 
 
 def unpack_events(data: bytes) -> list[Event]:
+    """The inverse of `pack_events`. The events have no number and no time yet."""
     return [event_from(_listed(plain), -1, 0.0) for plain in pickle.loads(data)]
 
 
 def pack_orders(orders: Sequence[Order]) -> bytes:
+    """A batch of orders as bytes, with their causes and prompts."""
     return pickle.dumps([(c.cause, plain_command(c), _plain_prompt(prompt)) for c, prompt in orders], 5)
 
 
 def unpack_orders(data: bytes) -> list[Order]:
+    """The inverse of `pack_orders`."""
     return [
         Order(
             command_from(_listed(plain), cause),
-            None if prompt is None else Prompt(row=prompt[0], text=prompt[1], fields=prompt[2]),
+            None if prompt is None else Prompt(row=prompt[0], text=prompt[1], fields=prompt[2], source=prompt[3]),
         )
         for cause, plain, prompt in pickle.loads(data)
     ]
 
 
 def _plain_prompt(prompt: Prompt | None) -> tuple[object, ...] | None:
-    return None if prompt is None else (prompt.row, prompt.text, dict(prompt.fields))
+    return None if prompt is None else (prompt.row, prompt.text, dict(prompt.fields), prompt.source)
 
 
 def _listed(plain: Sequence[object]) -> list[object]:
-    """With lists for tuples, as the codec decodes it from bytes."""
+    """Replace tuples by lists, as the codec returns them."""
     return [list(value) if isinstance(value, tuple) else value for value in plain]
 
 
@@ -58,8 +62,8 @@ class InOrder(Generic[Item]):
         self._early: dict[int, Item] = {}
 
     def begin(self, epoch: int) -> bool:
-        """Begin an epoch: drop waiting calls of earlier epochs, and refuse later ones of them. False: the epoch has
-        begun before."""
+        """Begin an epoch: drop waiting calls of earlier epochs, and refuse further ones. Returns False if it or a later
+        epoch has already begun."""
         if epoch <= self._epoch:
             return False
         self._epoch, self._next = epoch, 1

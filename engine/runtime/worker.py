@@ -16,17 +16,18 @@ from engine.ids import NO_VERSION, Incarnation, StepId
 from engine.policies.custom_states import work_of
 from engine.protocols import Closable, Trainer
 from engine.runtime.plan import Plan, Restore, Rollout
-from engine.states.limits import REWARDING
+from engine.states.limits import REWARDING, ValidationLimits
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 from engine.storage.trajectories import Trajectories
 from engine.storage.weights import Weights
 from engine.trajectory import Prompt
 from engine.workers.measurement import HeldOut
 from engine.workers.replica import ReplicaWorker
+from engine.workers.sample_keeper import HeldOutRow, keeper_of
 from engine.workers.scorer import ScorerWorker
 from engine.workers.stage import StageWorker, Work, unchanged
 from engine.workers.threads import on_a_thread
-from engine.workers.trainer import Report, TrainerWorker, taking_turns
+from engine.workers.trainer import Report, TrainerWorker, with_offloading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ class Peers:
     broken: Callable[[str], None]
     """Reports that this process cannot continue."""
     ask_trainer: Callable[[StepId], Awaitable[None]]
-    """Makes the trainer hand over the weights after so many train steps. Raises the reason if it cannot."""
+    """Makes the trainer hand over the weights after this number of train steps. Raises the reason if it cannot."""
 
 
 class PlannedWorker:
@@ -100,8 +101,8 @@ class PlannedWorker:
         self._abandoned = True
 
     async def close(self) -> None:
-        """Cancel everything, without reports, and close the worker. A load in progress ends first: nobody else could
-        close what it made."""
+        """Cancel everything, without reports, and close the worker. Waits for a load in progress, so that the objects
+        that it creates are closed, too."""
         if self._opening is not None:
             if self._abandoned:
                 self._opening.cancel()
@@ -149,10 +150,15 @@ class PlannedReplica(PlannedWorker):
         if rollout.evaluator is None:
             law = "validation needs an evaluator, but the plan's rollouts have none"
             raise ConfigError("limits.validation", f"{len(self.plan.held_out)} rows", law, "add one, or use None")
-        return HeldOut(prompts=self.plan.held_out, evaluator=rollout.evaluator)
+        samples = keeper_of(self.plan.run_dir, self.plan.sample_policy)
+        return HeldOut(
+            prompts=self.plan.held_out, evaluator=rollout.evaluator, rows=_held_out_rows(self.plan.limits.validation),
+            answers=rollout.answers, samples=samples,
+        )  # fmt: skip
 
     def join(self) -> None:
-        """Report that the replica is up, with the initial weights; once."""
+        """Report that the replica is up, with the initial weights. Further calls do nothing. Raises: `EngineError` if
+        it is not open."""
         if self._worker is None:
             raise EngineError(f"replica {self.index} is not open")
         if not self._joined:
@@ -166,6 +172,11 @@ class PlannedReplica(PlannedWorker):
     async def _close(self) -> None:
         if self._worker is not None:
             await self._worker.close()
+
+
+def _held_out_rows(limits: ValidationLimits) -> list[HeldOutRow]:
+    places = map(limits.place, range(limits.rows))
+    return [HeldOutRow(one.name, prompt, sample, one.prompts) for one, prompt, sample in places]
 
 
 class PlannedTrainer(PlannedWorker):
@@ -194,6 +205,7 @@ class PlannedTrainer(PlannedWorker):
             own_tasks=[task for task in plan.limits.scoring_tasks if task not in plan.limits.scored_apart],
             scored_apart=plan.limits.scored_apart,
             hands_over=plan.hands_over,
+            samples=keeper_of(plan.run_dir, plan.sample_policy),
         )
         for redo in () if restore is None else restore.redo:
             await worker.redo(redo.step, redo.groups, redo.staleness, reports=redo.reports)
@@ -207,7 +219,7 @@ class PlannedTrainer(PlannedWorker):
             if self.plan.restore_trainer is None:
                 raise EngineError("the trainer cannot be restored from a checkpoint: Plan.restore_trainer is not set")
             self.plan.restore_trainer(trainer, restore)
-        return taking_turns(trainer) if self.plan.limits.trains_in_turns else trainer
+        return with_offloading(trainer) if self.plan.limits.trains_in_turns else trainer
 
     async def hand_over(self, steps: StepId) -> None:
         """Give scorers the weights after `steps` train steps, if they are still owed. Raises the reason if it

@@ -211,12 +211,24 @@ class Completion:
         if failed >= limits.failures_in_a_row:
             reason = f"{failed} prompt groups in a row have failed; last error: {state.last_failure}"
             self.orders.end_run("failed", reason)
+        elif state.misjudged > self._most_misjudged():
+            reason = (
+                f"{state.misjudged} of the latest {state.judged} attempts failed on their reward or their data, more "
+                f"than reward.max_failure_share = {limits.max_failure_share:g}: training without them would bias the "
+                f"data; last error: {state.last_failure}"
+            )
+            self.orders.end_run("failed", reason)
         elif filtered >= limits.filtered_in_a_row:
             reason = (
                 f"{self._filter} dropped {filtered} prompt groups in a row; set a filter that keeps some, or raise "
                 "scheduler.max_filtered_in_a_row"
             )
             self.orders.end_run("failed", reason)
+
+    def _most_misjudged(self) -> float:
+        """Attempts that may have failed among the latest. Before there is a window of them, all may."""
+        share, judged = self.state.limits.max_failure_share, self.state.judged
+        return judged if share is None or judged < self.state.limits.failure_window else share * judged
 
     def _why_untrainable(self) -> str:
         """Why a run that drew prompts ends without a train step; empty if it had a step or drew no prompt."""

@@ -105,6 +105,7 @@ class Decisions:
         `Limits.most_attempts`."""
         if cause == "data":
             group.data_failures += 1
+            self.state.note_judged(failed=True)
             failures = group.data_failures
         else:
             group.infrastructure_failures += 1

@@ -14,6 +14,7 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    GroupProgressed,
     PrefixStored,
     PromptsDrawn,
     StateFailed,
@@ -97,6 +98,7 @@ class RolloutScheduling:
     def _settle(self, group: Group, event: GroupGenerated) -> None:
         """A group is complete, added states included: it is ready, or the filter drops it."""
         self.state.failed_in_a_row = 0
+        self.state.note_judged(failed=False)
         group.ready_at = event.at
         keep = self.decisions.ask("filter", (event,), (bool,))
         if group.replica >= 0:
@@ -133,6 +135,17 @@ class RolloutScheduling:
         group = self.state.groups[event.group]
         self._note_tokens(group, event.tokens, event.oldest_version, event.newest_version)
         self.state.update(group, kept=True, unfinished=event.unfinished)
+
+    def on_group_progressed(self, event: GroupProgressed) -> None:
+        """`match` has restarted the clock of its order. Trajectories that ended make room for others."""
+        group = self.state.groups[event.group]
+        replica = self.state.fleet.replicas[event.replica]
+        require(
+            event.finished <= replica.samples, "law 2: more trajectories ended than the group has",
+            group=group.id, finished=event.finished, samples=replica.samples,
+        )  # fmt: skip
+        if event.finished > group.finished:
+            self.state.free_trajectories(group, event.finished)
 
     def on_group_failed(self, event: GroupFailed) -> None:
         group = self.state.groups[event.group]

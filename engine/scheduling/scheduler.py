@@ -122,7 +122,7 @@ class Scheduler:
             GroupAborted: self.rollout.on_group_aborted,
             GroupFailed: self.rollout.on_group_failed,
             PrefixStored: self.rollout.on_prefix_stored,
-            GroupProgressed: self._on_group_progressed,
+            GroupProgressed: self.rollout.on_group_progressed,
             StateLeft: self.processes.on_state_left,
             StateFailed: self.rollout.on_state_failed,
             ProcessUp: self.processes.on_up,
@@ -149,7 +149,7 @@ class Scheduler:
             SettingChanged: self._on_setting_changed,
             SchedulerRecovered: self.time_limits.on_recovered,
             OrderDone: self._on_order_done,
-            RowsMeasured: self.validation.on_rows_measured,
+            RowsMeasured: self._on_rows_measured,
             RowsFailed: self.validation.on_rows_failed,
         }
 
@@ -242,12 +242,14 @@ class Scheduler:
     def _on_stop_requested(self, event: StopRequested) -> None:
         self._orders.end_run("stopped", event.reason)
 
-    def _on_group_progressed(self, event: GroupProgressed) -> None:
-        """`match` has restarted the clock of its order. Nothing else follows."""
-
     def _on_order_done(self, event: OrderDone) -> None:
         self.training.on_order_done(event)
         self.validation.on_order_done(event)
+
+    def _on_rows_measured(self, event: RowsMeasured) -> None:
+        self.validation.on_rows_measured(event)
+        if self.state.limits.keep_best and event.validation not in self.state.validations.runs:
+            self.training.delete_checkpoints()  # another checkpoint may be the best now
 
     def _on_timer_fired(self, event: TimerFired) -> None:
         state = self.state
@@ -268,6 +270,8 @@ class Scheduler:
         if setting in FIGURES:
             state.change(changed_limits(state.limits, setting, value))
             self.training.delete_checkpoints()  # fewer may be kept now
+            if not self.training.nothing_left():
+                self.validation.reopen()  # there may be more steps now
         else:
             self.decisions.use(changed_policies(self.policies, setting, value))
         state.settings = {**state.settings, setting: value}

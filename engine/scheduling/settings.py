@@ -17,6 +17,7 @@ from engine.states.limits import Limits
 from engine.states.timeouts import AUTO, KINDS, Limit, Timeouts
 
 POLICIES = "scheduler.policies."
+MAX_STEPS = "run.max_steps"
 
 
 def _number(text: str) -> float:
@@ -33,6 +34,14 @@ def _number_or_none(text: str) -> float | None:
     return value
 
 
+def _share(text: str) -> float | None:
+    return None if text in ("null", "none") else _number(text)
+
+
+def _steps(text: str) -> int | None:
+    return None if text in ("null", "none") else int(text)
+
+
 def _limit(text: str) -> Limit:
     if text in ("off", AUTO):
         return None if text == "off" else AUTO
@@ -40,11 +49,13 @@ def _limit(text: str) -> Limit:
 
 
 FIGURES: dict[str, tuple[str, Callable[[str], Any], str]] = {
+    MAX_STEPS: ("max_steps", _steps, "a whole number of train steps, or null"),
     "scheduler.max_staleness_steps": ("max_staleness_steps", int, "a whole number of train steps"),
     "scheduler.max_concurrent_groups": ("max_concurrent_groups", int, "a whole number of groups"),
     "scheduler.deadline_timeout_s": ("deadline_timeout_s", _number, "a number of seconds"),
     "scheduler.max_drops": ("max_drops", int, "a whole number"),
     "scheduler.max_filtered_in_a_row": ("max_filtered_in_a_row", int, "a whole number of groups"),
+    "reward.max_failure_share": ("max_failure_share", _share, "a number from 0 to 1, or null"),
     "scheduler.infrastructure_attempts": ("infrastructure_attempts", int, "a whole number"),
     "scheduler.data_attempts": ("data_attempts", int, "a whole number"),
     "rollout.straggler_factor": ("straggler_factor", _number_or_none, "a number above 1, or null"),

@@ -59,7 +59,7 @@ class TrainingScheduling:
         if not state.started or state.outcome is not None or state.draining or not self._wants_batch():
             return
         step = state.steps.get(state.steps_batched)
-        if step is None or state.steps_batched == state.limits.max_steps:
+        if step is None or state.all_batched:
             return
         if step.state == "waiting":
             state.fire_step(step, "collect")
@@ -271,7 +271,7 @@ class TrainingScheduling:
         state = self.state
         if state.steps_trained < state.steps_batched:
             return False
-        if state.steps_batched == state.limits.max_steps:
+        if state.all_batched:
             return True
         return state.no_more_prompts and not state.ledger.unconsumed
 
@@ -365,7 +365,7 @@ class TrainingScheduling:
     def delete_checkpoints(self) -> None:
         """Order the deletion of checkpoints that the limits do not keep."""
         state = self.state
-        for steps in state.checkpoints.surplus(state.limits):
+        for steps in state.surplus_checkpoints():
             if state.orders.find("delete", steps) is None:
                 self.orders.add(DeleteCheckpoint(steps=steps, number=self.orders.number, cause=self.orders.cause))
 
@@ -382,6 +382,6 @@ class TrainingScheduling:
         state = self.state
         state.checkpoints.remove(event.steps)
         state.checkpoint_ordered = min(state.checkpoint_ordered, state.checkpoints.newest)
-        surplus = state.checkpoints.surplus(state.limits)
+        surplus = state.surplus_checkpoints()
         for steps in [steps for steps in state.orders.open("delete") if steps not in surplus]:
             state.orders.withdraw("delete", steps)

@@ -42,20 +42,28 @@ class ValidationScheduling:
 
     def on_rows_measured(self, event: RowsMeasured) -> None:
         run, chunk, replica = self._subject(event)
-        if event.version != run.version or not 0 <= event.right <= event.measured <= chunk.count:
+        fits = 0 <= event.right <= event.measured <= chunk.count and self._fits(event, chunk)
+        if event.version != run.version or not fits:
             reason = (
                 f"its replica reported version {event.version} instead of {run.version}, or {event.measured} rows and "
                 f"{event.right} right ones of {chunk.count}"
             )
             self._attempt_lost(run, chunk, replica, reason)
             return
-        self.books.count(run, chunk, replica, event.measured, event.right, event.reward)
+        self.books.count(run, chunk, replica, event)
         if run.left:
             return
         if run.measured:
             self._end(run, "report", "")
         else:
             self._end(run, "fail", "no row could be measured")
+
+    @staticmethod
+    def _fits(event: RowsMeasured, chunk: Chunk) -> bool:
+        """Whether an answer names each measured row of its chunk once, or none."""
+        known = not event.rows or len(event.rows) == event.measured
+        inside = all(chunk.first <= row < chunk.first + chunk.count for row in event.rows)
+        return known and inside and len({*event.rows}) == len(event.rows) == len(event.rewards) == len(event.answers)
 
     def on_rows_failed(self, event: RowsFailed) -> None:
         self._attempt_lost(*self._subject(event), event.reason)
@@ -140,6 +148,10 @@ class ValidationScheduling:
         if self.limits.at_end and self.books.newest != self.state.latest_version:
             self._queue(self.state.latest_version, self.limits)
 
+    def reopen(self) -> None:
+        """Newer versions will be published after all."""
+        self.books.closing = False
+
     def begin_again(self, steps: StepId) -> None:
         """The run is resumed after `steps` train steps, and older versions and their validations are lost. The next
         version is measured instead: it contains their steps, and usually the same weights. A validation of steps that
@@ -222,6 +234,15 @@ class ValidationScheduling:
 
     # telling
 
+    def _rate(self, run: Validation) -> None:
+        """Compute the figures of a validation, and note the one by which the best checkpoint is kept."""
+        assert self.limits is not None
+        run.estimate(self.limits.parts)
+        metric = self.state.limits.keep_best
+        value = run.value(metric) if metric else None
+        if value is not None:
+            self.state.checkpoints.rate(run.steps, value)
+
     def _order(self, run: Validation, chunk: Chunk, replica: Replica) -> None:
         self.orders.add(
             MeasureRows(validation=run.id, chunk=chunk.index, attempt=chunk.attempt, replica=replica.id,
@@ -232,6 +253,8 @@ class ValidationScheduling:
     def _end(self, run: Validation, trigger: str, reason: str) -> None:
         run.reason = reason
         run.ended_at = self.state.now
+        if trigger == "report":
+            self._rate(run)
         if self.state.clocks.doubled:
             self.state.clocks.forget_keys(*(("rows", (run.id, chunk.index)) for chunk in run.chunks))
         for id in run.replicas:

@@ -44,14 +44,15 @@ class SyncScheduling:
         """The process of a replica is up."""
         state = self.state
         require(
-            0 <= event.version <= state.latest_version and event.slots > 0,
-            "law 6: a replica must join with a published version and at least one slot",
+            0 <= event.version <= state.latest_version and event.slots > 0 and event.samples > 0,
+            "law 6: a replica must join with a published version and at least one slot of one trajectory",
             replica=replica.id, version=event.version, latest=state.latest_version, slots=event.slots,
+            samples=event.samples,
         )  # fmt: skip
         if not replica.validator:
             self._some_left()
         replica.incarnation = event.incarnation
-        replica.slots = event.slots
+        replica.slots, replica.samples = event.slots, event.samples
         replica.count_taken()
         replica.version = event.version
         replica.sync_attempt = replica.sync_failures = 0

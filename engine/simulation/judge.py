@@ -1,8 +1,7 @@
-"""Checks a simulated run independently: it keeps its own books of what the agents did, not of what the scheduler
-believes.
+"""Checks a simulated run independently of the scheduler: it counts for itself what the processes did.
 
-Used by the world and by the property tests. A finding has a class: `correctness` (a law is broken) or `liveness`
-(nothing can happen any more, but the run has not ended).
+Used by the world and by the property tests. A finding has a class: `correctness` (a law is broken) or `liveness` (no
+event is left, but the run has not ended).
 """
 
 from collections import Counter
@@ -58,9 +57,9 @@ class Judge:
         self.validations: dict[ValidationId, tuple[str, Version, float | None]] = {}
         """Validations that ended: outcome, version, accuracy."""
         self.trained_at: dict[StepId, float] = {}
-        """When training of each step was first ordered."""
+        """Time at which each step was first sent to the trainer."""
         self.installed_at: dict[tuple[int, Version], float] = {}
-        """When each replica reported each version."""
+        """Time at which each replica first reported each version."""
         self._publishing: dict[int, PublishWeights] = {}
         self.regular = True
         """Whether `limits.validation` decides which versions are measured, not a custom policy."""
@@ -69,9 +68,9 @@ class Judge:
         self.saved = 0
         """Train steps in the newest checkpoint that was reported to the scheduler."""
         self._trainer_life = 0
-        """The newest life of the trainer that ended."""
+        """The newest incarnation of the trainer that ended."""
         self._resumed = False
-        """The next version holds the weights that the run resumed from, so it may contain no new step."""
+        """The next version contains the weights that the run resumed from, so it need not contain a new step."""
 
     def observe(self, event: Event, commands: Sequence[Command]) -> None:
         """Check one frame of the record. Raises: `Finding`."""
@@ -116,12 +115,14 @@ class Judge:
         early = (
             [id for id in command.groups if self.taken.get(id, -1) >= self.saved] if self.limits.keeps_batches else ()
         )
-        self._expect(not early, f"groups {early} are forgotten before a checkpoint contains them", command)
+        self._expect(not early, f"groups {early} are discarded before a checkpoint contains them", command)
 
     def begin_task(self, lease: PoolLease, idle: Callable[[ReplicaId], bool], command: Command) -> None:
         """A task of the trainer starts in a pool: no other task may run there. `idle(replica)`: it does nothing."""
         for replica in lease.replicas if lease.shared else ():
-            self._expect(idle(replica), f"replica {replica} works in the pool of a task", command)
+            self._expect(
+                idle(replica), f"replica {replica} works in the pool while a task of the trainer runs there", command
+            )
 
     def changed(self, machine: str, record: Any, source: str, trigger: str) -> None:
         """The scheduler's observer: compares the result of a validation with the rewards of its rows."""
@@ -141,15 +142,15 @@ class Judge:
             self._expect(bool(record.reason), f"validation {record.id} is {record.state} without a reason", record.id)
 
     def _resume(self, event: RunResumed) -> None:
-        """Take back what a resumed run repeats. It may repeat nothing else."""
+        """Remove what a resumed run repeats from the books. The run must repeat nothing else."""
         for group in event.consumed:
-            self._expect(self.taken.get(group, -1) >= event.steps, f"group {group} is done again", event)
+            self._expect(self.taken.get(group, -1) >= event.steps, f"group {group} is trained again", event)
         again = {group for group, step in self.taken.items() if step >= event.steps and not event.kept}
         for group in again:
             del self.taken[group]
         for group in (*event.consumed, *event.released):
-            ended = group in self.store.discarded or group in again
-            self._expect(ended, f"group {group} had not ended", event)
+            terminal = group in self.store.discarded or group in again
+            self._expect(terminal, f"group {group} had not ended", event)
         for group in list(self.store.spans) if not event.kept else event.missing:
             self.store.spans.pop(group, None)
         if not event.kept:
@@ -172,7 +173,8 @@ class Judge:
             if not versions:
                 continue
             staleness = command.step - self.steps_in[versions[0]]
-            self._expect(staleness == claimed, f"group {group} is {staleness} stale, said to be {claimed}", command)
+            wrong = f"group {group} is {staleness} stale, but the order says {claimed}"
+            self._expect(staleness == claimed, wrong, command)
             self._expect(staleness <= self.loosest, f"group {group} is {staleness} stale", command)
             self.worst_staleness = max(self.worst_staleness, staleness)
 
@@ -183,25 +185,25 @@ class Judge:
         ledger = state.ledger
         self._expect(ledger.drawn == ledger.consumed + ledger.released, "a prompt has not ended", ledger.count)
         self._expect(ledger.consumed == len(self.taken), "books of consumed groups differ", ledger.count)
-        if self.limits.max_steps is None:
+        if state.limits.max_steps is None:
             self._expect(ledger.drawn == total, f"{ledger.drawn} of {total} prompts were drawn", outcome)
         newest = max(self.steps_in)
-        ended = len(self.store.discarded)
-        self._expect(ended == ledger.drawn, f"{ended} of {ledger.drawn} groups were discarded", outcome)
+        discarded = len(self.store.discarded)
+        self._expect(discarded == ledger.drawn, f"{discarded} of {ledger.drawn} groups were discarded", outcome)
         self._expect(self.steps_in[newest] == state.steps_trained, "the last step was not published", self.steps_in)
         self._close_validations(state, newest)
 
     def _close_validations(self, state: State, newest: Version) -> None:
-        wanted, ended = self.limits.validation, self.validations
-        self._expect(len(ended) == state.validations.created, "a validation has not ended", ended)
-        measured = [version for _, version, _ in ended.values()]
-        self._expect(len(set(measured)) == len(measured), "a version was validated twice", ended)
+        wanted, results = self.limits.validation, self.validations
+        self._expect(len(results) == state.validations.created, "a validation has not ended", results)
+        measured = [version for _, version, _ in results.values()]
+        self._expect(len(set(measured)) == len(measured), "a version was validated twice", results)
         if wanted is not None and wanted.at_end:
-            self._expect(newest in measured, "the last version was not validated", ended)
+            self._expect(newest in measured, "the last version was not validated", results)
         if wanted is not None and wanted.every and self.regular and self.limits.sync_every == 1:
             steps, every = self.steps_in, wanted.every
             due = {v for v in steps if v and steps[v] // every > steps[v - 1] // every}
-            self._expect(due <= set(measured), f"of versions {due} some were not validated", ended)
+            self._expect(due <= set(measured), f"of versions {due} some were not validated", results)
 
     def _expect(self, holds: bool, what: str, story: object) -> None:
         if not holds:

@@ -1,7 +1,7 @@
 """Tests custom policies and states in small simulated runs, with every law checked, before the real run.
 
-Called by `engine check`. It finds policies that break a law, raise, deadlock a run, or decide differently on replay, as
-far as a few dozen seeded runs can show it, and names the seed.
+Called by `engine check`. In a few dozen seeded runs, it looks for policies that break a law, raise, deadlock a run, or
+decide differently on replay. It reports the seed.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from engine.states.timeouts import Timeouts
 
 WORLDS = 24
 EVENTS = 20_000
-"""Maximum number of events of one world. The longest lawful world needs a tenth."""
+"""Maximum number of events of one world. The longest correct world needs a tenth of it."""
 ROUGH = Faults(
     lose=0.1, duplicate=0.1, die=0.01, fail_group=0.03, fail_data=0.03, fail_sync=0.1, fail_trainer=0.05,
     fail_state=0.05, fail_rows=0.1,
@@ -46,8 +46,8 @@ def prove(limits: Limits, policies: Mapping[str, str], worlds: int = WORLDS) -> 
 
 
 def scaled_down(limits: Limits) -> Limits:
-    """The same limits, scaled down: at most four groups a step, with the same ratios if the laws allow it. Time limits
-    are left out, because they are for real durations."""
+    """The same limits, scaled down: at most four groups per step, with the same ratios if the laws allow them. Removes
+    the time limits, because they apply to real durations."""
     batch, staleness = min(limits.train_batch_size, 4), min(limits.max_staleness_steps, 3)
     every = min(limits.sync_every, staleness + 1)
     ratio = limits.async_ratio
@@ -88,15 +88,16 @@ def _problem(limits: Limits, policies: Mapping[str, str], seed: int, faults: Fau
     except Finding as finding:
         return str(finding)
     if outcome.outcome != "finished" and faults == Faults() and not _filtered_out(world.scheduler.state):
-        return f"it {outcome.outcome}, with nothing at fault: {outcome.reason} [seed {seed}]"
+        return f"the run {outcome.outcome} without any fault: {outcome.reason} [seed {seed}]"
     report = replay(read(recorder))
     if report.divergence is not None:
         where = str(report.divergence).splitlines()[0]
-        return f"law 8: replayed, it decides otherwise: clock, chance or a memory not declared; {where} [seed {seed}]"
+        cause = "a clock, random numbers or undeclared memory"
+        return f"law 8: it decides differently on replay, because of {cause}; {where} [seed {seed}]"
     return ""
 
 
 def _filtered_out(state: State) -> bool:
-    """Whether the filter policy ended a world. Its made-up rewards say nothing about real ones."""
+    """Whether the filter policy ended a world. Simulated rewards say nothing about real ones."""
     filtered = state.filtered_in_a_row
     return filtered >= state.limits.filtered_in_a_row or (filtered > 0 and not state.steps_trained)

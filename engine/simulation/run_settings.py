@@ -1,6 +1,6 @@
 """The settings of a simulated run: sizes, durations and probabilities of faults.
 
-Used by `world.World` and by whoever makes one.
+Used by `world.World` and by its callers.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Faults:
     die_trainer: float = 0.0
     """The trainer or a scorer dies when it carries out an order."""
     fail_start: float = 0.0
-    """A process ends before it is up."""
+    """A process ends before its start is complete."""
     fail_group: float = 0.0
     fail_data: float = 0.0
     fail_sync: float = 0.0
@@ -34,7 +34,7 @@ class Faults:
     hang: float = 0.0
     """The process that receives an order hangs: it does nothing until it is replaced."""
     stick: float = 0.0
-    """A started group gets no token and never ends, unless it is cut short."""
+    """A started group gets no token and never ends, unless it is aborted or truncated."""
     fail_rows: float = 0.0
     """An attempt to measure held-out rows fails."""
 

@@ -1,8 +1,7 @@
-"""The user's side of a simulated run: a generator, a trainer, a scorer and the work of added states that take virtual
-time and fail by chance.
+"""The user's side of a simulated run: a generator, a trainer, a scorer and the work of added states. They take virtual
+time and fail at random.
 
-`world.World` makes them, and the real workers run them. They keep the protocols of `engine.protocols` and nothing
-else.
+`world.World` makes them, and the real workers run them. They implement only the protocols of `engine.protocols`.
 """
 
 import asyncio
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from engine.errors import DataFailure
+from engine.errors import DataFailure, EngineError
 from engine.ids import GroupId, StepId, Version
 from engine.protocols import Batch, Generated, GroupWork, Scores
 from engine.runtime.plan import Restore
@@ -27,7 +26,7 @@ ROUNDING = 1e-6
 
 
 class Fault(RuntimeError):
-    """A fault that the setting asked for."""
+    """A fault that the setting requested."""
 
 
 def row_reward(row: int, version: Version) -> float | None:
@@ -46,7 +45,7 @@ class Dice:
         return probability > 0 and self.random.random() < probability
 
     async def work(self, seconds: float) -> float:
-        """Sleep between half and one and a half times as long. Returns the seconds slept."""
+        """Sleep for 0.5 to 1.5 times `seconds`. Returns the seconds slept."""
         seconds *= self.random.uniform(0.5, 1.5)
         await asyncio.sleep(seconds)
         return seconds
@@ -69,7 +68,7 @@ class Sampling:
     progress: float
     """Tokens of the longest trajectory so far, with the fraction of the next one."""
     since: float
-    """When `progress` was brought up to date."""
+    """Time at which `progress` was last updated."""
     stuck: bool
     cut: str = ""
     saved: float = 0.0
@@ -77,10 +76,12 @@ class Sampling:
 
 
 class SimGenerator:
-    """Samples a token of every trajectory each `token_s`. It is a `protocols.Generator`."""
+    """A `protocols.Generator` that samples a token of every trajectory each `token_s`."""
 
-    def __init__(self, dice: Dice) -> None:
+    def __init__(self, dice: Dice, fail: Callable[[Exception], None]) -> None:
+        """`fail`: ends the run with the error of a broken law."""
         self._dice = dice
+        self._fail = fail
         self._setting = dice.setting
         self._rewarded = all(state.name != REWARDING for state in dice.setting.limits.added_states)
         self.version: Version = 0
@@ -102,6 +103,8 @@ class SimGenerator:
             "truncate" if work.truncate else "", reached,
         )  # fmt: skip
         self.groups[work.group] = sampling
+        self._report_finished(sampling)
+        self._count_trajectories()
         try:
             await self._sample_to_the_end(sampling)
         finally:
@@ -115,13 +118,13 @@ class SimGenerator:
         return Generated(group=group)
 
     async def _sample_to_the_end(self, sampling: Sampling) -> None:
-        """Return once every trajectory is as long as it will be, or the group is cut."""
+        """Return when every trajectory has its full length, or the group is aborted or truncated."""
         loop = asyncio.get_running_loop()
         while not sampling.cut and sampling.progress < sampling.target - ROUNDING:
             sampling.wake = loop.create_future()
             timer = None
             if not (self.frozen or sampling.stuck):
-                tokens = sampling.target - sampling.progress
+                tokens = self._until_one_ends(sampling) - sampling.progress
                 every = sampling.work.save_every_tokens
                 if every:
                     tokens = min(tokens, max(sampling.saved + every - sampling.progress, 0.0))
@@ -133,6 +136,26 @@ class SimGenerator:
                     timer.cancel()
             self._sample(sampling)
             self._save(sampling)
+            self._report_finished(sampling)
+
+    def _count_trajectories(self) -> None:
+        """Check law 2: the run fails if more trajectories are sampled than the slots allow."""
+        running = sum(
+            sum(end > sampling.progress + ROUNDING for end in _targets(sampling.target))
+            for sampling in self.groups.values() if not sampling.cut
+        )  # fmt: skip
+        most = self._setting.slots * SAMPLES
+        if running > most:
+            self._fail(EngineError(f"law 2: {running} trajectories are sampled, but the slots allow only {most}"))
+
+    def _until_one_ends(self, sampling: Sampling) -> int:
+        """Length at which the next trajectory ends."""
+        return next(end for end in _targets(sampling.target) if end > sampling.progress + ROUNDING)
+
+    def _report_finished(self, sampling: Sampling) -> None:
+        if not sampling.cut:
+            reached = sampling.progress + ROUNDING
+            sampling.work.finished(sum(target <= reached for target in _targets(sampling.target)))
 
     def _sample(self, sampling: Sampling) -> None:
         """Sample the tokens up to the present."""
@@ -175,7 +198,7 @@ class SimGenerator:
             raise DataFailure("fault")
 
     async def _answer(self, work: GroupWork) -> Generated:
-        """Answer a held-out row. It does not take turns with groups, and a pause does not delay it."""
+        """Answer a held-out row. It needs no slot of a group, and a pause does not delay it."""
         self.measuring += 1
         try:
             await self._dice.work(self._setting.measure_s)
@@ -253,10 +276,10 @@ def _targets(longest: int) -> tuple[int, int]:
 
 
 class SimTrainer:
-    """Its weights are the number of steps that it was trained. It is a `protocols.Trainer`."""
+    """A `protocols.Trainer` whose weights are the number of trained steps."""
 
     def __init__(self, dice: Dice, busy: Callable[[float], None]) -> None:
-        """`busy`: counts the seconds of its work."""
+        """`busy`: called with the seconds of each piece of work."""
         self._dice = dice
         self._setting = dice.setting
         self._busy = busy
@@ -291,7 +314,7 @@ def restore(trainer: Any, begin: Restore) -> None:
 
 
 class SimScorer:
-    """Scores every token with 0. It is a `protocols.Scorer`."""
+    """A `protocols.Scorer` that scores every token with 0."""
 
     def __init__(self, dice: Dice) -> None:
         self._dice = dice

@@ -46,10 +46,10 @@ class VirtualProcess(LocalProcess):
     """One incarnation of a worker, which dies and hangs by chance."""
 
     def __init__(self, worker: PlannedWorker, peers: Callable[..., Peers], dice: Dice, late: bool) -> None:
-        """`late`: it starts after the launch, which takes time."""
+        """`late`: the process starts after the launch, so its start takes time."""
         super().__init__(worker, peers, asyncio.Lock())
         self.hung = False
-        """It takes no orders and reports nothing until it is replaced."""
+        """A hung process carries out no orders and reports nothing until it is replaced."""
         self.dead = False
         self._dice = dice
         self._late = late
@@ -144,12 +144,12 @@ class VirtualProcesses:
         def peers(broken: Callable[[str], None], waits: Waits) -> Peers:
             return Peers(
                 trajectories=self._trajectories, weights=self._weights, report=_no_report, broken=broken,
-                emit=lambda event: self._report(made, outbox, event), ask_trainer=self._ask_trainer,
+                emit=lambda event: self._report(process, outbox, event), ask_trainer=self._ask_trainer,
             )  # fmt: skip
 
-        made = VirtualProcess(WORKERS[kind](self._plan, index, incarnation), peers, self._dice, self._launched())
-        self.newest[kind, index] = made
-        return made
+        process = VirtualProcess(WORKERS[kind](self._plan, index, incarnation), peers, self._dice, self._launched())
+        self.newest[kind, index] = process
+        return process
 
     def _report(self, process: VirtualProcess, outbox: Channel, event: Event) -> None:
         if not (process.hung or process.dead):
@@ -165,7 +165,7 @@ class VirtualProcesses:
     def check(self, prompt: Prompt) -> None: ...
 
     def kept(self) -> Mapping[str, Process]:
-        memory = LocalStore(self._trajectories)  # of both: it never fails
+        memory = LocalStore(self._trajectories)  # used for both stores, because it never fails
         return {TRAJECTORY_STORE: memory, WEIGHTS_STORE: memory}
 
     async def room(self) -> int:

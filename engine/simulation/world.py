@@ -1,8 +1,8 @@
 """The simulated world: a whole run on a virtual clock, with seeded durations and faults.
 
-The driver, the scheduler, the executor, the supervisor and the workers are those of every run; only the user's roles
-and the network are simulated. Used by the tests, and to try a configuration without machines. The same seed gives the
-same run, event for event.
+The driver, the scheduler, the executor, the supervisor and the workers are the real ones. Only the user's roles and the
+network are simulated. Used by the tests, and to try a configuration without machines. The same seed gives the same run,
+event for event.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ __all__ = ["Faults", "Setting", "World"]
 
 
 class ObservedTrajectories(LocalTrajectories):
-    """The trajectory store, with the judge's own account of it."""
+    """The trajectory store. It also records its contents for the judge."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class ObservedTrajectories(LocalTrajectories):
 
     async def discard(self, groups: Sequence[GroupId], attempt: int | None = None) -> None:
         await super().discard(groups, attempt)
-        if attempt is None:  # for good, not what an attempt left behind
+        if attempt is None:  # the whole group, not only the leftovers of one attempt
             self.discarded |= {*groups}
             for group in groups:
                 self.spans.pop(group, None)
@@ -83,7 +83,7 @@ class World:
         self._loop = VirtualLoop()
         self._over: asyncio.Future[FinishRun] = self._loop.create_future()
         self._error: Exception | None = None
-        self._most = 0
+        self._max_events = 0
         self._weights = LocalWeights()
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self.plan = self._plan()
@@ -96,7 +96,8 @@ class World:
         )
 
     def _connect(self, found: Found | None = None) -> None:
-        """Make what the scheduler's process has besides the driver. `found`: the processes of an earlier one."""
+        """Make the parts of the scheduler's process other than the driver. `found`: processes that an earlier
+        scheduler's process started."""
         state = self.scheduler.state
         self.supervisor = Supervisor(self.plan, self.processes, state, self.deliver, self._give_up, found)
         self.executor = RunExecutor(
@@ -132,8 +133,8 @@ class World:
         )
 
     def _rollout(self, replica: ReplicaId) -> Rollout:
-        made = self.generators[replica] = SimGenerator(self.dice)
-        return Rollout(generator=made, evaluator=made)
+        generator = self.generators[replica] = SimGenerator(self.dice, self._fail)
+        return Rollout(generator=generator, evaluator=generator)
 
     def _count_busy(self, seconds: float) -> None:
         self.trainer_busy_s += seconds
@@ -149,7 +150,7 @@ class World:
         return self.time
 
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Do something during the run. What it raises ends the run."""
+        """Call `action` after a delay. An exception of the action ends the run."""
 
         def act() -> None:
             try:
@@ -161,7 +162,7 @@ class World:
 
     def run(self, events: int = 1_000_000) -> FinishRun:
         """Run to the end. Raises: `Finding`, with the seed, for a broken law or a deadlock."""
-        self._most = events
+        self._max_events = events
         log = logging.getLogger("engine")
         level = log.level
         log.setLevel(logging.CRITICAL)  # the workers' warnings about faults that the setting asked for
@@ -184,7 +185,7 @@ class World:
         return await self._over
 
     def _close(self) -> None:
-        """End what still runs. A virtual loop cannot wait for it if it is stuck, so its errors are dropped."""
+        """Cancel all remaining tasks and drop their errors: a virtual loop cannot wait for a task that is stuck."""
         self.executor.close()
         self.supervisor.stop_watching()
         tasks = asyncio.all_tasks(self._loop)
@@ -207,7 +208,7 @@ class World:
     # events and commands
 
     def deliver(self, *events: Event) -> None:
-        """Let the driver handle events. What it raises ends the run."""
+        """Let the driver handle events. An exception of the driver ends the run."""
         if self._error is not None:
             return
         try:
@@ -227,7 +228,7 @@ class World:
             self._over.set_result(self.driver.outcome)
 
     def _deliver_unless_it_hangs(self, *events: Event) -> None:
-        """An event of the executor itself. The data source or a store may hang instead."""
+        """Deliver an event of the executor itself, unless the data source or the store hangs at random."""
         if isinstance(events[0], PromptsDrawn | OrderDone) and self.dice.chance(self.setting.faults.hang):
             return
         self.deliver(*events)
@@ -236,8 +237,8 @@ class World:
         self.deliver(RunInterrupted(reason=reason))
 
     def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
-        if self.driver.events_handled > self._most:
-            raise Finding(f"liveness: still running after {self._most} events; {self._where()}")
+        if self.driver.events_handled > self._max_events:
+            raise Finding(f"liveness: still running after {self._max_events} events; {self._where()}")
         self.judge.observe(event, commands)
         pools = self.scheduler.state.pools
         for command in commands:
@@ -250,8 +251,8 @@ class World:
     # processes
 
     def fail_over(self, scheduler: Scheduler | None = None, times: int = 1) -> None:
-        """Lose the scheduler's process, and with it its timers and draws. The next one has `scheduler`, or the state of
-        the lost one; it takes over the processes and gives the open orders again, `times` times."""
+        """Replace the scheduler's process, which loses its timers and draws. The new one has `scheduler`, or the state
+        of the old one. It takes over the processes and sends the open orders again, `times` times."""
         self.executor.close()
         self.supervisor.stop_watching()
         self.scheduler = self.driver.scheduler = scheduler or self.scheduler
@@ -272,7 +273,7 @@ class World:
 
     @property
     def replicas(self) -> dict[ReplicaId, VirtualProcess]:
-        """The replicas that live, whether they hang or not."""
+        """The replicas that have not died; they may be hung."""
         newest = self.processes.newest.items()
         return {index: process for (kind, index), process in newest if kind == REPLICA and not process.dead}
 

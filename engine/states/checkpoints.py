@@ -8,6 +8,7 @@ record from its beginning. This module never looks at a disk, and must never nam
 delete.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 from engine.ids import GroupId, StepId
@@ -26,6 +27,14 @@ class Batch(NamedTuple):
     staleness: tuple[int, ...]
 
 
+def best_of(saved: Iterable[StepId], ratings: Mapping[StepId, float], mode: str) -> StepId:
+    """Train steps in the saved checkpoint with the best rating, of equal ones the oldest; -1: none is rated. `mode`:
+    `max` or `min`, the best value."""
+    sign = -1.0 if mode == "max" else 1.0
+    rated = [steps for steps in saved if steps in ratings]
+    return min(rated, key=lambda steps: (sign * ratings[steps], steps), default=-1)
+
+
 class Checkpoints(Record):
     """The checkpoints of a run and what they do not contain."""
 
@@ -41,12 +50,14 @@ class Checkpoints(Record):
     """The groups of each step and their staleness."""
     released: dict[StepId, list[GroupId]]
     """Groups that ended untrained, by the train steps done then."""
+    ratings: dict[StepId, float]
+    """What validations measured of the weights after so many train steps, of the figure `Limits.keep_best`."""
 
     def __init__(self, tracks: bool, keeps: bool = False) -> None:
         self.tracks, self._keeps = tracks, keeps
         """Whether anything that ends is noted, and whether trajectories are kept."""
         self._forgets = True
-        self.steps, self.trained, self.released = [], {}, {}
+        self.steps, self.trained, self.released, self.ratings = [], {}, {}, {}
 
     @property
     def newest(self) -> StepId:
@@ -76,11 +87,21 @@ class Checkpoints(Record):
         """A checkpoint was deleted, or is damaged. A repeat changes nothing."""
         self.steps = [saved for saved in self.steps if saved != steps]
 
-    def surplus(self, limits: Limits) -> list[StepId]:
+    def surplus(self, limits: Limits, measuring: Sequence[StepId] = ()) -> list[StepId]:
         """Those to delete, oldest first: beyond the newest `keep_checkpoints`, but for multiples of
-        `keep_checkpoints_every`."""
+        `keep_checkpoints_every`, the best one, and those whose weights are being measured, of which one may be."""
         every = limits.keep_checkpoints_every
-        return [steps for steps in self.steps[: -limits.keep_checkpoints] if not every or steps % every]
+        stay = {self.best(limits), *measuring} if limits.keep_best else set()
+        older = self.steps[: -limits.keep_checkpoints]
+        return [steps for steps in older if (not every or steps % every) and steps not in stay]
+
+    def rate(self, steps: StepId, value: float) -> None:
+        """A validation of the weights after so many train steps measured the figure `Limits.keep_best`."""
+        self.ratings = {**self.ratings, steps: value}
+
+    def best(self, limits: Limits) -> StepId:
+        """Train steps in the best checkpoint, of equal ones the oldest; -1: none was measured."""
+        return best_of(self.steps, self.ratings, limits.keep_best_mode)
 
     def _add(self, steps: StepId) -> None:
         self.steps = sorted({*self.steps, steps})
@@ -101,6 +122,7 @@ class Checkpoints(Record):
         if steps:
             self._add(steps)
         self.floor, self.kept_from = min(self.floor, steps), steps
+        self.ratings = {rated: value for rated, value in self.ratings.items() if rated <= steps}
         self.trained = {step: batch for step, batch in self.trained.items() if step < steps}
         self.released = {step: groups for step, groups in self.released.items() if step < steps}
 

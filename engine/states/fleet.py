@@ -15,8 +15,9 @@ from engine.states.replica import Replica
 
 
 def load_of(replica: Replica) -> float:
-    """Share of its slots that groups or a validation have."""
-    return (len(replica.groups) + replica.taken) / replica.slots
+    """Share of its slots that a validation has or the trajectories of its groups need."""
+    samples = replica.samples
+    return ((len(replica.groups) + replica.taken) * samples - replica.finished) / (replica.slots * samples)
 
 
 class _Open:
@@ -44,6 +45,8 @@ class Fleet:
         """Replicas of which a field changed since `Census` last looked."""
         self.room: dict[ReplicaId, None] = {}
         """Replicas that a validation holds and that may have a free slot for it."""
+        self.freed = 0
+        """Slots that running groups do not need any more: `samples` of their trajectories have ended for each."""
         self.idle_slots = 0
         """Free slots of replicas that can take a group, are not slow and do not leave."""
         self.idle_at: dict[Version, int] = {}
@@ -77,7 +80,7 @@ class Fleet:
     def changed(self, replica: Replica) -> None:
         """To be called after every change of a replica's state or load."""
         id, version = replica.id, replica.version
-        free = replica.slots - replica.taken - len(replica.groups) if replica.state == "ready" else 0
+        free = replica.free_slots if replica.state == "ready" else 0
         before = self._open_at.get(id)
         if free > 0:
             if before != version:
@@ -92,6 +95,7 @@ class Fleet:
             self._close(id, before)
         if replica.held >= 0:
             self.room[id] = None
+        self._count_freed(replica)
         self._count_idle(replica, free)
 
     def mark_slow(self, replica: Replica, slow: bool) -> None:
@@ -120,6 +124,11 @@ class Fleet:
         if not at.replicas:
             del self._open[version]
 
+    def _count_freed(self, replica: Replica) -> None:
+        freed = replica.finished // replica.samples
+        self.freed += freed - replica.freed
+        replica.freed = freed
+
     def _count_idle(self, replica: Replica, free: int) -> None:
         idle = free if not replica.slow and not replica.process.leaves else 0
         version, before = self._idle.get(replica.id, (-1, 0))
@@ -136,19 +145,20 @@ class Fleet:
 
     def rebuild(self) -> None:
         """Make everything that follows from the replicas anew."""
-        self.idle_slots = 0
+        self.idle_slots = self.freed = 0
         books = (self.room, self.slow, self.idle_at, self._idle, self._open, self._open_at)
         for book in (self.order, *books):
             book.clear()
         for replica in self.replicas.values():
             self._watch(replica)
+            replica.freed = 0
             if replica.slow:
                 self.slow[replica.id] = None
             self.changed(replica)
 
     def open(self) -> list[Replica]:
         """Replicas that can take a group now, in the order they first joined."""
-        return [r for r in self.replicas.values() if r.state == "ready" and len(r.groups) + r.taken < r.slots]
+        return [r for r in self.replicas.values() if r.state == "ready" and r.free_slots > 0]
 
     def least_loaded(self, oldest: Version = 0, avoid: ReplicaId = -1) -> Replica | None:
         """The replica with the smallest share of busy slots (then the smallest id) among those at version `oldest` or

@@ -71,6 +71,9 @@ class Group:
     """Trajectories of what is stored that have not ended; 0 while nothing is stored."""
     kept: bool = False
     """An earlier attempt left finished trajectories or prefixes in the trajectory store."""
+    finished: int = 0
+    """Trajectories that have ended in the running attempt, as far as its replica has reported; 0 while it is not
+    running."""
     truncate: bool = False
     """The deadline policy wants it finished with the prefixes it has."""
     infrastructure_failures: int = 0

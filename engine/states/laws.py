@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.commands import InstallWeights, PauseReplica, StageWeights
 from engine.errors import InvariantViolated
+from engine.ids import GroupId, ReplicaId
 from engine.states.census import EVERY_FIGURE, Census
 from engine.states.group import phase_of
 from engine.states.machine import Phase
@@ -71,26 +72,15 @@ def check_all(state: State) -> None:
     live = (Phase.WAITING, Phase.RUNNING, Phase.PARKED, Phase.READY, Phase.BATCHED)
     require(all(count[p] == state.ledger.count[p] for p in live), "law 1: books and records differ", records=count,
             books=state.ledger.count)  # fmt: skip
-    seats: dict[int, int] = {}
-    for replica in state.fleet.replicas.values():
-        require(replica.free_for_chunks >= 0, "law 2: a replica runs more than it has slots",
-                replica=replica.id, running=len(replica.groups), chunks=len(replica.chunks),
-                slots=replica.slots)  # fmt: skip
-        require(not (replica.validator and replica.groups), "law 2: groups run on a validator", replica=replica.id)
-        require(
-            replica.state != "down" or not replica.groups,
-            "law 1: groups run on a replica that is down",
-            replica=replica.id,
-        )
-        require(replica.version <= state.latest_version, "law 6: a replica is ahead of the trainer", replica=replica.id)
-        for id in replica.groups:
-            require(id not in seats, "law 2: a group runs twice", group=id)
-            seats[id] = replica.id
+    seats = _check_seats(state)
     for group in state.groups.values():
         running = phase_of(group.state) is Phase.RUNNING
         require(
             running == (group.id in seats), "law 1: a running group has no seat, or another has one", group=group.id
         )
+        most = state.fleet.replicas[seats[group.id]].samples if running else 0
+        require(0 <= group.finished <= most, "law 2: more trajectories ended than were running",
+                group=group.id, finished=group.finished, most=most)  # fmt: skip
         started = running or phase_of(group.state) in (Phase.PARKED, Phase.READY)
         if started:
             due = state.steps_in[group.admitted_version] + state.limits.max_staleness_steps
@@ -128,6 +118,29 @@ def check_all(state: State) -> None:
     require(state.hash == state.hashed.from_scratch(), "law 8: the state hash does not match the state")
 
 
+def _check_seats(state: State) -> dict[GroupId, ReplicaId]:
+    """Law 2, replica by replica. Returns where each running group runs."""
+    seats: dict[GroupId, ReplicaId] = {}
+    for replica in state.fleet.replicas.values():
+        require(replica.free_for_chunks >= 0, "law 2: a replica runs more than it has slots",
+                replica=replica.id, running=len(replica.groups), chunks=len(replica.chunks),
+                slots=replica.slots)  # fmt: skip
+        require(not (replica.validator and replica.groups), "law 2: groups run on a validator", replica=replica.id)
+        require(
+            replica.state != "down" or not replica.groups,
+            "law 1: groups run on a replica that is down",
+            replica=replica.id,
+        )
+        require(replica.version <= state.latest_version, "law 6: a replica is ahead of the trainer", replica=replica.id)
+        ended = sum(state.groups[id].finished for id in replica.groups)
+        require(replica.finished == ended, "law 2: ended trajectories are miscounted",
+                replica=replica.id, kept=replica.finished, found=ended)  # fmt: skip
+        for id in replica.groups:
+            require(id not in seats, "law 2: a group runs twice", group=id)
+            seats[id] = replica.id
+    return seats
+
+
 def check_fleet(state: State) -> None:
     """What is kept of the replicas is what a walk over them finds."""
     census, fleet = state.census, state.fleet
@@ -142,6 +155,8 @@ def check_fleet(state: State) -> None:
     idle = [r for r in open if not r.slow and not r.process.leaves]
     slots = sum(r.free_slots for r in idle)
     require(fleet.idle_slots == slots, "idle slots are miscounted", kept=fleet.idle_slots, found=slots)
+    freed = sum(r.finished // r.samples for r in fleet.replicas.values())
+    require(fleet.freed == freed, "law 2: freed slots are miscounted", kept=fleet.freed, found=freed)
     require(set(fleet.idle_at) == {r.version for r in idle}, "idle replicas are miscounted", kept=fleet.idle_at)
     slow = [r for r in fleet.replicas.values() if r.slow]
     require(set(fleet.slow) == {r.id for r in slow}, "slow replicas and their list differ", kept=list(fleet.slow))

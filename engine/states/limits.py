@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from math import floor, isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.errors import ConfigError
 from engine.ids import ReplicaId
@@ -59,6 +59,7 @@ BOUNDS: dict[str, Bound] = {
     "deadline_timeout_s": Bound("scheduler.deadline_timeout_s", 0, 86_400, above=True, whole=False),
     "max_drops": Bound("scheduler.max_drops", 0, 1_000_000),
     "max_filtered_in_a_row": Bound("scheduler.max_filtered_in_a_row", 1, 1_000_000_000),
+    "max_failure_share": Bound("reward.max_failure_share", 0, 1, whole=False, optional=True),
     "infrastructure_attempts": Bound("scheduler.infrastructure_attempts", 1, 1000),
     "data_attempts": Bound("scheduler.data_attempts", 1, 1000),
     "checkpoint_every": Bound("trainer.checkpoint_every", 0, 1 << 40),
@@ -86,12 +87,49 @@ REWARDING = "rewarding"
 """The built-in added state in which groups are rewarded, where `reward` has a pool of its own."""
 
 
+HELD_OUT = "held_out"
+"""Name of the validation set of a run that names none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationSet:
+    """Held-out prompts that are measured together, each by several responses."""
+
+    name: str
+    prompts: int
+    samples: int = 1
+    """Responses to each prompt: so many rows."""
+    k: tuple[int, ...] = ()
+    """Numbers of responses for which pass@k and maj@k are measured."""
+    majority: bool = False
+    """Whether responses have answers to vote on, for maj@k."""
+
+    def __post_init__(self) -> None:
+        for field in ("prompts", "samples"):
+            if type(getattr(self, field)) is not int or getattr(self, field) < 1:
+                raise ConfigError(f"validation.sets.{field}", getattr(self, field), "must be at least 1", "use 1")
+        for k in self.k:
+            if type(k) is not int or not 1 <= k <= self.samples:
+                law = f"must be from 1 to {self.samples}, the responses to each prompt of the set {self.name}"
+                raise ConfigError("validation.sets.k", k, law, f"use at most {self.samples}, or more responses")
+
+
+class Place(NamedTuple):
+    """What a validation row is: response number `sample` to prompt number `prompt` of a set."""
+
+    set: ValidationSet
+    prompt: int
+    sample: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationLimits:
     """What is measured on held-out rows, when, and on how many replicas."""
 
     rows: int
-    """Held-out rows of every validation."""
+    """Held-out rows of every validation, one for each response."""
+    sets: tuple[ValidationSet, ...] = ()
+    """The sets that the rows are divided into, in order; empty: one set with one response to each prompt."""
     rows_per_slot: int = 1
     """Rows measured at once in one slot: a slot holds as many trajectories as a group has samples."""
     at_start: bool = True
@@ -111,10 +149,31 @@ class ValidationLimits:
     def own(self) -> bool:
         return self.own_from is not None
 
+    @property
+    def parts(self) -> tuple[ValidationSet, ...]:
+        """The sets, also where none is named."""
+        return self.sets or (ValidationSet(name=HELD_OUT, prompts=self.rows),)
+
+    def place(self, row: int) -> Place:
+        """The set, prompt and response of a row. Raises: `IndexError`."""
+        first = 0
+        for one in self.parts:
+            if row < first + one.prompts * one.samples:
+                return Place(one, *divmod(row - first, one.samples))
+            first += one.prompts * one.samples
+        raise IndexError(f"row {row} does not exist: a validation has {self.rows} rows")
+
     def __post_init__(self) -> None:
         for field in ("rows", "rows_per_slot", "replicas"):
             if type(getattr(self, field)) is not int or getattr(self, field) < 1:
                 raise ConfigError(f"validation.{field}", getattr(self, field), "must be at least 1", "use 1")
+        names = [one.name for one in self.sets]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise ConfigError("validation.sets", name, "two sets have this name", "use another name")
+        if self.sets and sum(one.prompts * one.samples for one in self.sets) != self.rows:
+            law = f"the sets have {sum(one.prompts * one.samples for one in self.sets)} rows"
+            raise ConfigError("validation.rows", self.rows, law, "use their number")
         if type(self.every) is not int or self.every < 0:
             raise ConfigError("validation.every", self.every, "must not be negative", "use 0")
         if self.conflict not in CONFLICTS:
@@ -218,10 +277,18 @@ class Limits:
     """Times in a row, without a train step in between, that the run is begun again from its record."""
     max_filtered_in_a_row: int = 1000
     """Groups that the filter may drop one after another before the run ends; see `filtered_in_a_row`."""
+    max_failure_share: float | None = None
+    """Share of the latest attempts that may fail for cause `data` before the run ends; None: any. See
+    `failure_window`."""
     keep_checkpoints: int = 2
     """The newest checkpoints, so many, are kept."""
     keep_checkpoints_every: int = 0
     """Checkpoints after every so many train steps are kept for good; 0: none."""
+    keep_best: str = ""
+    """The checkpoint with the best value of this figure of a validation is kept: `accuracy`, `reward_mean` or
+    `SET/METRIC`; empty: none is."""
+    keep_best_mode: str = "max"
+    """Whether the largest value is best (`max`) or the smallest (`min`)."""
 
     @property
     def trains_in_turns(self) -> bool:
@@ -276,6 +343,11 @@ class Limits:
         return max(64, 4 * self.max_concurrent_groups)
 
     @property
+    def failure_window(self) -> int:
+        """The number of latest attempts from which on `max_failure_share` applies: as `failures_in_a_row`."""
+        return self.failures_in_a_row
+
+    @property
     def filtered_in_a_row(self) -> int:
         """Groups that the filter may drop with none kept between them before the run ends: `max_filtered_in_a_row`, or
         four times what runs at once where that is more, since the groups that end first are alike."""
@@ -314,6 +386,7 @@ class Limits:
             )
 
         self._check_live()
+        self._check_best()
         self._require_lawful_pools()
 
     def require_replicas(self, replicas: int) -> None:
@@ -350,6 +423,15 @@ class Limits:
         if self.keeps_batches and not self.checkpoint_every:
             law = "the kept batches need checkpoints"
             raise ConfigError("limits.keeps_batches", True, law, "use a checkpoint_every above 0")
+
+    def _check_best(self) -> None:
+        if self.keep_best and not self.checkpoint_every:
+            law = "there is no checkpoint to keep"
+            raise ConfigError("trainer.keep_best.metric", self.keep_best, law, "use a checkpoint_every above 0")
+        if self.keep_best and self.validation is None:
+            raise ConfigError("trainer.keep_best.metric", self.keep_best, "nothing is validated", "set validation")
+        if self.keep_best_mode not in ("max", "min"):
+            raise ConfigError("trainer.keep_best.mode", self.keep_best_mode, "must be max or min", "use max")
 
     def _check_ahead(self) -> None:
         """What may be held beyond one batch: as fractions of it, both finite."""
@@ -388,7 +470,8 @@ class Limits:
         validation = plain.get("validation")
         if validation is not None:
             _require_known(ValidationLimits, validation, "limits.validation")
-            validation = ValidationLimits(**validation)
+            sets = tuple(ValidationSet(**{**one, "k": tuple(one.get("k", ()))}) for one in validation.get("sets", ()))
+            validation = ValidationLimits(**{**validation, "sets": sets})
         pools = tuple(
             Pool(tasks=tuple(pool["tasks"]), replicas=tuple(pool["replicas"])) for pool in plain.get("pools", ())
         )

@@ -57,6 +57,10 @@ class Replica(Record):
     incarnation: Incarnation = 0
     """The life that joined last."""
     slots: int = 0
+    samples: int = 1
+    """Trajectories that a slot holds: those of one group."""
+    finished: int = 0
+    """Trajectories that have ended, of the groups that run here. Each `samples` of them free a slot."""
     taken: int = 0
     """Slots that groups cannot have: all of a validator, and those that a validation has."""
     version: Version = 0
@@ -87,6 +91,8 @@ class Replica(Record):
     def __post_init__(self) -> None:
         self.place = 0
         """How many replicas were seen before it: its place in every order of replicas."""
+        self.freed = 0
+        """Slots that `Fleet.freed` counts for it."""
 
     def watch(self, note: Callable[[], None]) -> None:
         super().watch(note)
@@ -104,14 +110,19 @@ class Replica(Record):
         return self.state == "down" and process.wanted and (process.state == "gone" or process.deaths > 0)
 
     @property
+    def occupied(self) -> int:
+        """Slots that its groups need, by the number of their trajectories that have not ended."""
+        return len(self.groups) - self.finished // self.samples
+
+    @property
     def free_slots(self) -> int:
         """For groups."""
-        return self.slots - self.taken - len(self.groups)
+        return self.slots - self.taken - self.occupied
 
     @property
     def free_for_chunks(self) -> int:
-        """Slots that neither a group nor a chunk of a validation has."""
-        return self.slots - len(self.groups) - len(self.chunks)
+        """Slots that neither a group nor a chunk of a validation needs."""
+        return self.slots - self.occupied - len(self.chunks)
 
     @property
     def heading(self) -> Version:

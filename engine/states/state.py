@@ -90,6 +90,10 @@ class State:
     """Groups that failed for good since one was generated."""
     filtered_in_a_row: int = 0
     """Groups that the filter dropped since it kept one."""
+    judged: int = 0
+    """Of the latest attempts, those that ended with rewards or failed for cause `data`; see `note_judged`."""
+    misjudged: int = 0
+    """Those of them that failed."""
     none_left: str = ""
     """Why the last replica is gone for good, which ends the run once it needs one."""
     last_failure: str = ""
@@ -315,6 +319,10 @@ class State:
             setattr(group, name, value)
         self.hashed.touched[group] = None
 
+    def surplus_checkpoints(self) -> list[StepId]:
+        """The checkpoints to delete, oldest first."""
+        return self.checkpoints.surplus(self.limits, [run.steps for run in self.validations.runs.values()])
+
     def branch(self, steps: int, consumed: tuple[GroupId, ...], released: tuple[GroupId, ...]) -> None:
         """Go back to `steps` train steps. Every group that they do not hold is queued again, in the order of the draws;
         one that was live keeps what its budgets have left."""
@@ -344,11 +352,21 @@ class State:
         for version in list(self.versions.values()):
             self.fire_version(version, "retire")
 
+    def note_judged(self, *, failed: bool) -> None:
+        """Count an attempt that ended with rewards, or failed for cause `data`. The counts are halved when they reach
+        two windows, so that they are always those of the latest attempts."""
+        self.judged += 1
+        self.misjudged += failed
+        if self.judged >= 2 * self.limits.failure_window:
+            self.judged //= 2
+            self.misjudged //= 2
+
     def begin_again(self) -> None:
         """New processes carry the run: nothing is running any more, and it is not over."""
         self.started = True
         self.outcome = None
         self.publish_failures = self.failed_in_a_row = self.filtered_in_a_row = self.failed_draws = 0
+        self.judged = self.misjudged = 0
         self.last_failure = self.none_left = ""
         self.draining = ""
         self.limit_timer = self.drain_timer = self.give_up_timer = self.fill_timer = None
@@ -371,9 +389,20 @@ class State:
         replica = self.fleet.replicas[group.replica]
         del replica.groups[group.id]
         group.replica = -1
+        if group.finished:
+            replica.finished -= group.finished
+            group.finished = 0
         if replica.state == "pausing" and not replica.groups and self.clocks.on:
             self.clocks.emptied(replica)
         group.seated_at = 0.0
+        self.fleet.changed(replica)
+
+    def free_trajectories(self, group: Group, finished: int) -> None:
+        """`finished` trajectories of a running group have ended, at least as many as before. Its replica may generate
+        others in their place."""
+        replica = self.fleet.replicas[group.replica]
+        replica.finished += finished - group.finished
+        self.update(group, finished=finished)
         self.fleet.changed(replica)
 
     def next_parked(self, newest: Version) -> Group | None:
@@ -570,15 +599,22 @@ class State:
         limits, steps = self.limits, self.steps_in[version]
         places = self._ahead + steps * limits.train_batch_size
         if limits.max_steps is not None:
-            places = min(places, limits.max_steps * limits.train_batch_size)
+            places = min(places, max(limits.max_steps, self.steps_batched) * limits.train_batch_size)
         if self.deadlines.surplus and steps + limits.max_staleness_steps >= self.steps_batched:
             places += self.surplus_left
         return places
 
     @property
+    def all_batched(self) -> bool:
+        """Whether the batches of all `max_steps` train steps are formed. Steps beyond a bound that was lowered since
+        are trained, too."""
+        most = self.limits.max_steps
+        return most is not None and self.steps_batched >= most
+
+    @property
     def surplus_left(self) -> int:
         """X while a step is to come, and 0 after the last."""
-        return 0 if self.steps_batched == self.limits.max_steps else self.deadlines.surplus
+        return 0 if self.all_batched else self.deadlines.surplus
 
     def staleness(self, group: Group, step: StepId) -> int:
         """Train steps that the oldest token of a group lags behind `step`."""

@@ -6,13 +6,16 @@ holds which replica and which chunk is out where, so that no caller can forget o
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import ClassVar
 
+from engine.events import RowsMeasured
 from engine.ids import ReplicaId, StepId, ValidationId, Version
+from engine.states.estimators import Estimate, Response, estimates
 from engine.states.fleet import Fleet
+from engine.states.limits import ValidationSet
 from engine.states.machine import SharedMachine, Table, transitions
 from engine.states.orders import OrderBook
 from engine.states.replica import Replica
@@ -41,13 +44,18 @@ class Chunk:
     attempt: int = 0
     failures: int = 0
     done: bool = False
+    rows: tuple[int, ...] = ()
+    """The rows that could be measured, with the reward and the answer of each (`estimators.Response`)."""
+    rewards: tuple[float, ...] = ()
+    answers: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
 class Validation(Record):
     """One version to be measured on every held-out row, each counted once."""
 
-    UNHASHED: ClassVar[tuple[str, ...]] = ("chunks", "replicas", "reason", "ended_at")  # `trace` stands for the chunks
+    UNHASHED: ClassVar[tuple[str, ...]] = ("chunks", "replicas", "reason", "ended_at", "estimates")
+    """`trace` stands for the chunks."""
 
     id: ValidationId
     version: Version
@@ -74,6 +82,8 @@ class Validation(Record):
     ended_at: float = -1.0
     trace: int = 0
     """A hash of everything that happened to its chunks and replicas."""
+    estimates: tuple[Estimate, ...] = ()
+    """The figures of each set, once it is reported."""
 
     def split(self, size: int) -> None:
         """Divide the rows into chunks."""
@@ -121,6 +131,24 @@ class Validation(Record):
             if not self._waiting_failed[chunk.failures]:
                 del self._waiting_failed[chunk.failures]
         return chunk
+
+    def estimate(self, sets: Sequence[ValidationSet]) -> None:
+        """Compute the figures of each set from the measured rows."""
+        self.estimates = estimates(
+            sets,
+            {
+                row: Response(reward, answer)
+                for chunk in self.chunks
+                for row, reward, answer in zip(chunk.rows, chunk.rewards, chunk.answers, strict=True)
+            },
+        )
+
+    def value(self, metric: str) -> float | None:
+        """A figure by its name (`estimators.metric_names`); None if no row or prompt gives it."""
+        if metric in ("accuracy", "reward_mean"):
+            return self.accuracy if metric == "accuracy" else self.reward_mean
+        named = {f"{found.set}/{found.metric}": found.value for found in self.estimates}
+        return named.get(metric)
 
     @property
     def accuracy(self) -> float | None:
@@ -252,14 +280,15 @@ class Validations(Record):
         if run is not None:
             self._fleet.room.update((id, None) for id in replicas if id in run.replicas)
 
-    def count(self, run: Validation, chunk: Chunk, replica: Replica, measured: int, right: int, reward: float) -> None:
+    def count(self, run: Validation, chunk: Chunk, replica: Replica, event: RowsMeasured) -> None:
         """A chunk is done: its rows are counted, once."""
         chunk.done = True
+        chunk.rows, chunk.rewards, chunk.answers = event.rows, event.rewards, event.answers
         self._unseat(run, chunk, replica)
         run.left -= 1
-        run.measured += measured
-        run.right += right
-        run.reward += reward
+        run.measured += event.measured
+        run.right += event.right
+        run.reward += event.reward
 
     def _unseat(self, run: Validation, chunk: Chunk, replica: Replica) -> None:
         del replica.chunks[chunk.index]

@@ -1,1 +1,1 @@
-"""What a run keeps: trajectories, weights and checkpoints, and the directory that holds its files."""
+"""The storage of a run: trajectories, weights, checkpoints, and the directory with its files."""

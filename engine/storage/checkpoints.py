@@ -144,7 +144,7 @@ def is_sound(path: Path) -> bool:
 
 
 def _write_sums(directory: Path) -> None:
-    """In the format of `sha256sum --check`."""
+    """Write the digests of all files into `SUMS`."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     lines = [f"{_digest(path)}  {path.relative_to(directory)}\n" for path in files]
     (directory / SUMS).write_text("".join(lines), encoding="utf-8")

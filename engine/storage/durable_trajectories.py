@@ -46,7 +46,7 @@ class Recent:
         """`most`: size in bytes; 0 caches nothing."""
         self._most = self._room = most
         self._data: OrderedDict[Hashable, bytes] = OrderedDict()
-        """Ordered: a plain `dict` finds its first entry by passing all that were deleted before it."""
+        """An `OrderedDict`, because a plain `dict` scans its deleted entries to find the first one."""
 
     def keep(self, place: Hashable, data: bytes) -> None:
         """Add an entry; `place` must be new."""
@@ -156,7 +156,7 @@ class DurableStore:
         return None if kept is None else self._data([kept[1]])[0]
 
     def get(self, groups: Sequence[GroupId]) -> list[bytes]:
-        """Raises: `EngineError`, naming the groups that are not here; `RecordError` for one that is damaged."""
+        """Raises: `EngineError` that names the missing groups; `RecordError` if an entry is damaged."""
         require_kept(groups, self._groups)
         return self._data([self._groups[group][1] for group in groups])
 
@@ -166,7 +166,8 @@ class DurableStore:
                 self._keep_scores(group, task, step, self._append(SCORES, group, [step, task], data))
 
     def scores(self, step: StepId, task: str, groups: Sequence[GroupId]) -> list[bytes]:
-        """Raises: `EngineError`, naming the groups that were not scored for that step."""
+        """Raises: `EngineError` that names the groups without scores for that step; `RecordError` if an entry is
+        damaged."""
         require_scored(groups, [group for group in groups if self.is_scored(group, task, step)], task, step)
         return self._data([self._scores[group][task][1] for group in groups])
 

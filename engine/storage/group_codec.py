@@ -1,8 +1,11 @@
 """Packs trajectory groups as bytes, for transfer between processes and for disk.
 
-    [format, group, [row, text, fields], [[trajectory], ...]]       msgpack
+    [format, group, [row, text, fields], [[trajectory], ...]]       msgpack; of a named data source also its name:
+                                                                    [row, text, fields, source]
     trajectory: prompt ids, token ids (int32), log-probs (float64), loss mask (uint8), spans (int64: start, stop,
-                version) as little-endian arrays, then text, finish reason, reward, whether it continues another
+                version) as little-endian arrays, then text, finish reason, reward, whether it continues another,
+                then, only if there are any, the parts of the reward by name, the figures of the rollout by name, and
+                the positions (int32) and values (float64) of the rewards of single tokens
 
 Used by `actors` and by the durable store. Must never unpickle: any bytes yield a group or an `EngineError`, and use at
 most a fixed multiple of their size in memory.
@@ -16,7 +19,7 @@ from typing import Any
 import msgpack
 
 from engine.errors import DataFailure, EngineError
-from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
+from engine.trajectory import Prompt, Span, StepReward, Trajectory, TrajectoryGroup
 
 GROUP_FORMAT = 1
 MAX_GROUP_BYTES = 1 << 29
@@ -27,8 +30,8 @@ NATIVE = sys.byteorder == "little"
 
 
 def pack_group(group: TrajectoryGroup) -> bytes:
-    """Raises: `DataFailure` with the prompt's row if the prompt cannot be packed, `EngineError` if a trajectory
-    cannot."""
+    """Pack a group. Raises: `DataFailure` with the prompt's row if the prompt cannot be packed, `EngineError` if a
+    trajectory cannot or the group is larger than `MAX_GROUP_BYTES`."""
     prompt = plain_prompt(group.prompt)
     try:
         trajectories = [_plain_trajectory(trajectory) for trajectory in group.trajectories]
@@ -44,7 +47,7 @@ def pack_group(group: TrajectoryGroup) -> bytes:
 
 
 def unpack_group(data: bytes) -> TrajectoryGroup:
-    """Raises: `EngineError` for bytes that are not a packed group."""
+    """Unpack a group. Raises: `EngineError` for bytes that are not a packed group."""
     size = len(data)
     try:
         _require(size <= MAX_GROUP_BYTES, f"{size} bytes; at most {MAX_GROUP_BYTES} are allowed")
@@ -62,21 +65,28 @@ def unpack_group(data: bytes) -> TrajectoryGroup:
         raise EngineError(f"the bytes are not a packed group: {reason}") from None
 
 
-def plain_prompt(prompt: Prompt) -> tuple[int, str, dict[str, Any]]:
+def plain_prompt(prompt: Prompt) -> tuple[Any, ...]:
     """A prompt as msgpack data. Raises: `DataFailure` with its row for fields that are not plain data."""
     for name, value in prompt.fields.items():
         problem = _not_plain(value, FIELD_DEPTH) if type(name) is str else f"is named by a {type(name).__name__}"
         if problem:
             law = "use only text, bytes, numbers, true, false, null, lists, and mappings with text keys"
             raise DataFailure(f"row {prompt.row}: its field {name!r} {problem}; {law}", row=prompt.row)
-    return prompt.row, prompt.text, dict(prompt.fields)
+    named = (prompt.source,) if prompt.source else ()
+    return prompt.row, prompt.text, dict(prompt.fields), *named
 
 
 def _plain_trajectory(t: Trajectory) -> tuple[Any, ...]:
     spans = array("q", [number for span in t.spans for number in span])
+    numbers = [{name: float(value) for name, value in one.items()} for one in (t.reward_parts, t.figures)]
+    more: tuple[Any, ...] = tuple(numbers if t.figures or t.step_rewards else numbers[:1] if t.reward_parts else [])
+    if t.step_rewards:
+        positions, values = zip(*t.step_rewards, strict=True)
+        more = (*more, _bytes_of("i", positions), _bytes_of("d", values))
     return (
         _bytes_of("i", t.prompt_ids), _bytes_of("i", t.token_ids), _bytes_of("d", t.logprobs), bytes(t.loss_mask),
         _bytes_of("q", spans), t.text, t.finish_reason, None if t.reward is None else float(t.reward), t.continues,
+        *more,
     )  # fmt: skip
 
 
@@ -91,15 +101,19 @@ def _group_from(plain: Any) -> TrajectoryGroup:
 
 
 def _prompt_from(plain: Any) -> Prompt:
-    row, text, fields = plain
+    row, text, fields, *more = plain
     _require(type(row) is int and type(text) is str and type(fields) is dict, "a prompt is its row, text and fields")
-    return Prompt(row=row, text=text, fields=fields)
+    _require(len(more) <= 1 and all(type(one) is str for one in more), "a prompt's source is its name")
+    return Prompt(row=row, text=text, fields=fields, source=more[0] if more else "")
 
 
 def _trajectory_from(plain: Any) -> Trajectory:
-    prompt_ids, token_ids, logprobs, mask, spans, text, finish_reason, reward, continues = plain
-    _require(type(text) is str and type(finish_reason) is str and type(continues) is bool, "it has other texts")
+    prompt_ids, token_ids, logprobs, mask, spans, text, finish_reason, reward, continues, *more = plain
+    law = "its text and finish reason are text, and its continuation flag is a bool"
+    _require(type(text) is str and type(finish_reason) is str and type(continues) is bool, law)
     _require(reward is None or type(reward) is float, "its reward is a number")
+    _require(len(more) in (0, 1, 2, 4), "it has 9, 10, 11 or 13 parts")
+    _require(all(_are_parts(one) for one in more[:2]), "its reward parts and figures are numbers by name")
     _require(type(mask) is bytes, "its loss mask is bytes")
     bounds = _list_of("q", spans)
     _require(len(bounds) % 3 == 0, "a span has 3 numbers")
@@ -113,10 +127,20 @@ def _trajectory_from(plain: Any) -> Trajectory:
         finish_reason=finish_reason,
         reward=reward,
         continues=continues,
+        reward_parts=more[0] if more else {},
+        figures=more[1] if len(more) > 1 else {},
     )
     tokens = len(trajectory.token_ids)
+    if len(more) == 4:
+        positions, values = _list_of("i", more[2]), _list_of("d", more[3])
+        _require(len(positions) == len(values), "each reward of a token has a position")
+        trajectory.step_rewards = [StepReward(*step) for step in zip(positions, values, strict=True)]
     _require(len(trajectory.logprobs) == len(mask) == tokens, "each token has a log-prob and a mask")
     return trajectory
+
+
+def _are_parts(plain: Any) -> bool:
+    return type(plain) is dict and all(type(name) is str and type(value) is float for name, value in plain.items())
 
 
 def _bytes_of(kind: str, values: Iterable[Any]) -> bytes:
@@ -127,7 +151,7 @@ def _bytes_of(kind: str, values: Iterable[Any]) -> bytes:
 
 
 def _list_of(kind: str, data: Any) -> list[Any]:
-    _require(type(data) is bytes, "numbers stand in byte arrays")
+    _require(type(data) is bytes, "numbers are stored in byte arrays")
     numbers = array(kind)
     numbers.frombytes(data)
     if not NATIVE:

@@ -1,7 +1,8 @@
-"""The run directory: where a run keeps its configuration, its record, its metrics and its checkpoints.
+"""The directory of a run, with its configuration, record, metrics, trajectories and checkpoints.
 
-Called by the CLI. `runs/<id>/` with `config.yaml`, `schedule/`, `metrics.jsonl`, `checkpoints/`, `trajectories/`;
-`runs/latest` points at the newest. Nothing of an earlier run is ever overwritten. Its user alone may read it.
+Called by the CLI. `runs/<id>/` contains `config.yaml`, `schedule/`, `metrics.jsonl`, `checkpoints/`, `trajectories/`
+and `samples/`; the link `runs/latest` points to the newest run. It must never overwrite files of an earlier run. Only
+the user who started the run can read its directory.
 """
 
 import os
@@ -12,11 +13,12 @@ from pathlib import Path
 
 from engine.errors import ConfigError
 from engine.record.files import make_directory, make_run_private, private_opener
+from engine.storage.samples import FOLDER
 
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The places of one run."""
+    """The paths of one run."""
 
     path: Path
 
@@ -37,8 +39,12 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def samples(self) -> Path:
+        return self.path / FOLDER
+
+    @property
     def shown(self) -> str:
-        """The path as a user would type it: relative where that is shorter."""
+        """The path for messages: relative if the run is below the working directory."""
         try:
             near = self.path.resolve().relative_to(Path.cwd().resolve())
         except ValueError:
@@ -53,10 +59,10 @@ def run_id(name: str, moment: datetime | None = None) -> str:
 
 
 def create(parent: str | Path, name: str, *, config_yaml: str, chosen: str | Path | None = None) -> RunDirectory:
-    """Make the directory of a new run and write its resolved configuration; `<parent>/latest` then points at it.
+    """Create the directory of a new run, write its resolved configuration, and let `<parent>/latest` point to it.
 
-    `chosen`: the place the user asked for instead of `<parent>/<id>`. It may exist, but not hold a run.
-    Raises: ConfigError.
+    `chosen`: a path from the user, instead of `<parent>/<id>`. It may exist, but must not contain a run.
+    Raises: `ConfigError` if it contains a run or cannot be written.
     """
     field, path = ("--run-dir", Path(chosen)) if chosen is not None else ("run.dir", Path(parent) / run_id(name))
     try:
@@ -73,9 +79,10 @@ def create(parent: str | Path, name: str, *, config_yaml: str, chosen: str | Pat
 
 
 def open_run(run: str | Path, parent: str | Path = "runs") -> RunDirectory:
-    """The directory of a run that exists: a path, or a name under `parent` such as `latest`; a name leads nowhere else.
+    """The directory of an existing run. `run` is a path, or a name under `parent` such as `latest`. A name with `..` is
+    used only as a path.
 
-    Raises: ConfigError.
+    Raises: `ConfigError` if there is no run.
     """
     named = [Path(parent) / run] if ".." not in Path(run).parts else []
     for path in (Path(run), *named):
@@ -90,7 +97,7 @@ def open_run(run: str | Path, parent: str | Path = "runs") -> RunDirectory:
 
 
 def runs_named(parent: str | Path, name: str) -> list[RunDirectory]:
-    """The runs under `parent` that were given this name, the newest first."""
+    """The runs under `parent` with this name, newest first."""
     pattern = re.compile(rf"(\d{{8}}-\d{{6}})-{re.escape(name)}(?:-(\d+))?")
     found = []
     for path in Path(parent).iterdir() if Path(parent).is_dir() else ():
@@ -101,7 +108,7 @@ def runs_named(parent: str | Path, name: str) -> list[RunDirectory]:
 
 
 def _claim(path: Path) -> Path:
-    for left in ("config.yaml", "schedule", "metrics.jsonl", "checkpoints", "trajectories"):
+    for left in ("config.yaml", "schedule", "metrics.jsonl", "checkpoints", "trajectories", "samples"):
         if (path / left).exists():
             raise ConfigError("--run-dir", str(path), f"already holds a run ({left})", "use a new or empty directory")
     make_directory(path)
@@ -109,7 +116,7 @@ def _claim(path: Path) -> Path:
 
 
 def _claim_free(path: Path) -> Path:
-    """The path itself, or with a number behind where two runs begin in one second."""
+    """Create the path; if it exists because two runs started in the same second, append a number to it."""
     candidate, number = path, 2
     while True:
         try:
@@ -130,7 +137,7 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def _point_latest(parent: Path, path: Path) -> None:
-    """Point `<parent>/latest` at the run, at once: a reader sees the old run or the new one, never none."""
+    """Let `<parent>/latest` point to the run. This is atomic: the link always points to the old run or the new one."""
     parent.mkdir(parents=True, exist_ok=True)
     latest = parent / "latest"
     if latest.exists() and not latest.is_symlink():

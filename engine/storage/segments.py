@@ -40,7 +40,7 @@ PUT, SCORES, DISCARD = 1, 2, 3
 ENTRY_STARTS = (b"\x94\x01", b"\x94\x02", b"\x94\x03")
 """The first bytes of payloads, to search for a whole entry after a damaged one."""
 LOOKED_AT = 1 << 33
-"""Maximum number of bytes to checksum after damage; more than any real tail needs."""
+"""Maximum number of bytes to checksum after damage. The tail of a crash needs fewer."""
 
 
 class Entry(NamedTuple):
@@ -66,6 +66,7 @@ def preamble(number: int) -> bytes:
 
 
 def segment_path(directory: Path, number: int) -> Path:
+    """The path of a segment."""
     return directory / f"{number:08d}{SUFFIX}"
 
 
@@ -120,7 +121,7 @@ def entry_of(path: Path, offset: int, payload: bytes) -> Entry:
         )
         kind, key, mark, data = plain
         if not _IS_ENTRY[kind](key, mark, data):
-            raise ValueError("its parts are of other types")
+            raise ValueError("its parts have other types")
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise RecordError(str(path), offset, f"not an entry of a trajectory store: {error!r}") from None
     return Entry(kind, key, mark, data, offset, FRAME_BYTES + size)
@@ -147,7 +148,7 @@ _IS_ENTRY = {
 def _check_preamble(path: Path, number: int, head: bytes) -> None:
     if len(head) < PREAMBLE_BYTES:
         raise RecordError(str(path), 0, "the file ends within its first bytes")
-    magic, version, told = _PREAMBLE.unpack_from(head)
+    magic, version, stored = _PREAMBLE.unpack_from(head)
     if magic != MAGIC:
         raise RecordError(str(path), 0, "not a segment of a trajectory store")
     if _CRC.unpack_from(head, _PREAMBLE.size)[0] != crc32(head[: _PREAMBLE.size]):
@@ -155,8 +156,8 @@ def _check_preamble(path: Path, number: int, head: bytes) -> None:
     if version > FORMAT:
         law = f"format version {version}; this engine reads up to {FORMAT}: use a newer engine"
         raise RecordError(str(path), len(MAGIC), law)
-    if told != number:
-        raise RecordError(str(path), len(MAGIC) + 4, f"the file of segment {number} holds segment {told}")
+    if stored != number:
+        raise RecordError(str(path), len(MAGIC) + 4, f"the file of segment {number} holds segment {stored}")
 
 
 def _frame_at(read: Any, left: int) -> tuple[bytes, str, int]:
@@ -192,7 +193,7 @@ def _torn(path: Path, offset: int, size: int, problem: str, last: bool, ends: in
     whole = ends > FRAME_BYTES and not lacks_bytes(rest[:ends], offset)
     whole |= not ends and len(rest) > FRAME_BYTES and crc32(rest[FRAME_BYTES:]) == _FRAME.unpack_from(rest)[1]
     if whole:
-        raise RecordError(str(path), offset, f"{problem}, though all its bytes are there")
+        raise RecordError(str(path), offset, f"{problem}, although the entry has all its bytes")
     if _holds_whole_entry(rest):
         raise RecordError(str(path), offset, f"{problem}, and whole entries follow")
     return Torn(str(path), offset, size - offset)
@@ -221,6 +222,6 @@ def put_store_aside(directory: Path) -> Path | None:
     try:
         return put_aside(directory)
     except OSError as error:
-        raise RecordError(str(directory), 0, f"cannot be put aside: {error.strerror or error}") from None
+        raise RecordError(str(directory), 0, f"cannot be set aside: {error.strerror or error}") from None
     finally:
         lock.release()

@@ -1,7 +1,7 @@
 """The trajectory store: finished groups, and partial ones after an abort, until the scheduler discards them.
 
-`runtime.local` holds it in memory; `runtime.trajectory_service` serves it, over Ray from an actor that survives the
-replicas. It never looks into its payloads: `runtime.local` puts groups, the service packed bytes.
+`runtime.local` has it in memory; `runtime.trajectory_service` serves it, on Ray from an actor that survives the
+replicas. It must never inspect its payloads: groups from `runtime.local`, packed bytes from the service.
 `durable_trajectories.DurableStore` is on disk.
 """
 
@@ -45,6 +45,7 @@ def pack_scores(rows: Sequence[ScoreRow]) -> bytes:
 
 
 def unpack_scores(data: bytes) -> list[ScoreRow]:
+    """The inverse of `pack_scores`."""
     size = array("I").itemsize
     count = array("I", data[:size])[0]
     first = size * (1 + count)
@@ -103,7 +104,7 @@ def require_kept(groups: Sequence[GroupId], kept: Container[GroupId]) -> None:
     """Raises: `EngineError` that names the missing groups."""
     missing = [group for group in groups if group not in kept]
     if missing:
-        story = f"the trajectory store does not hold groups {missing[:8]} ({len(missing)} in all)"
+        story = f"the trajectory store does not hold groups {missing[:8]} ({len(missing)} in total)"
         raise EngineError(story, groups=missing)
 
 
@@ -112,7 +113,7 @@ def require_scored(groups: Sequence[GroupId], scored: Container[GroupId], task: 
     missing = [group for group in groups if group not in scored]
     if missing:
         story = f"the trajectory store holds no {task} of step {step} for groups {missing[:8]}"
-        raise EngineError(f"{story} ({len(missing)} in all)", groups=missing)
+        raise EngineError(f"{story} ({len(missing)} in total)", groups=missing)
 
 
 class TrajectoryStore(Generic[Payload]):
@@ -148,7 +149,7 @@ class TrajectoryStore(Generic[Payload]):
         return [self._kept[group][1] for group in groups]
 
     def put_scores(self, step: StepId, task: str, groups: Sequence[GroupId], packed: Sequence[bytes]) -> None:
-        """Store each group's packed scores for as long as the group; ignores groups that are gone."""
+        """Store each group's packed scores until the group is discarded. Ignores groups that are not stored."""
         for group, data in zip(groups, packed, strict=True):
             if group in self._kept:
                 self._forget_scores(group, task)
@@ -181,7 +182,7 @@ class TrajectoryStore(Generic[Payload]):
         """Ensure that stored data is as durable as this store can make it."""
 
     def close(self) -> None:
-        """Release resources; there are none."""
+        """Does nothing: this store has no resources to release."""
 
     def stats(self) -> StoreStats:
         return StoreStats(groups=len(self._kept), bytes=self._bytes)

@@ -1,7 +1,7 @@
 """The weights store: published versions until the scheduler retires them and, for scorers, the newest trained weights.
 
-`local` holds it in process, `actors` in a separate actor with references into Ray's object store, so that published
-weights survive the trainer.
+`runtime.local` has it in its process. `actors` runs it in a separate actor, so that published weights survive the
+trainer.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -36,11 +36,11 @@ class WeightsStore:
 
     @property
     def newest(self) -> Version:
-        """The newest version so far; 0 before the first."""
+        """The newest published version; 0 if there is none."""
         return self._newest
 
     def put(self, version: Version | Trained, weights: Any) -> None:
-        """Raises: `EngineError` for a version older than one already published."""
+        """Store a version. Raises: `EngineError` if a newer version was already published."""
         if isinstance(version, Trained):
             self._trained = (version, weights)
             return
@@ -50,7 +50,7 @@ class WeightsStore:
         self._kept[version] = weights
 
     def get(self, version: Version | Trained) -> Any:
-        """Raises: `EngineError`."""
+        """See `Weights.get`."""
         if isinstance(version, Trained):
             return self._after(version)
         if version not in self._kept:
@@ -59,7 +59,7 @@ class WeightsStore:
         return self._kept[version]
 
     def retire(self, version: Version) -> None:
-        """Delete a version; one that is not there is ignored."""
+        """Delete a version, if it exists."""
         self._kept.pop(version, None)
 
     def _after(self, wanted: Trained) -> Any:

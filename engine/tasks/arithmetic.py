@@ -124,8 +124,8 @@ class QuestionPool:
                 for remainder in range(divisor)
             ]
             shuffle.shuffle(questions)
-            kept = max(1, len(questions) // HELD_OUT_SHARE)
-            self._held_out[steps], self._training[steps] = questions[:kept], questions[kept:]
+            held_out = max(1, len(questions) // HELD_OUT_SHARE)
+            self._held_out[steps], self._training[steps] = questions[:held_out], questions[held_out:]
 
     def training(self, seed: str) -> Iterator[Question]:
         """Endless training questions, with as many steps as the family says."""
@@ -142,12 +142,12 @@ class QuestionPool:
     def held_out(self, seed: str, count: int) -> list[Question]:
         """Questions that `training` never gives; none twice while others with as many steps are left."""
         lengths = _step_counts(random.Random(f"held out {seed}"), self.family)
-        taken: Counter[int] = Counter()
+        uses: Counter[int] = Counter()
         questions = []
         for steps in islice(lengths, count):
             side = self._held_out[steps]
-            questions.append(side[taken[steps] % len(side)])
-            taken[steps] += 1
+            questions.append(side[uses[steps] % len(side)])
+            uses[steps] += 1
         return questions
 
 

@@ -1,183 +1,253 @@
-"""The user's prompts: rows of a JSONL or Parquet file, and the order in which a run draws them.
+"""The user's prompts: rows of data files, and the order in which a run draws them.
 
 Called by whoever draws prompts for a run (the executors) and by validation. Reads files only while loading; never skips
 a bad row silently; never draws from hidden random state: draw i of a seed is the same row in every process.
 """
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.chat import content_of, problem_of, tools_of
 from engine.errors import ConfigError, suggestion
+from engine.tasks.data_files import MESSAGES, TOOLS, Paths, Rows, TableRows, files_of, read_rows
 from engine.trajectory import Prompt
-
-JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
-PARQUET_SUFFIXES = (".parquet", ".pq")
 
 
 class Dataset:
-    """Rows of one file, each a prompt and the fields its reward needs. Checked whole when loaded, decoded row by row.
+    """Rows of some files, each a prompt and the fields its reward needs. Checked whole when loaded, decoded row by row.
 
     A row's prompt is the string under `prompt_field`. A chat is a list of `{"role", "content"}` under `prompt_field` or
-    under `messages`: it becomes `fields["messages"]`, and `text` is the content of its last message.
+    under `messages`: it becomes `fields["messages"]`, and `text` is the content of its last message. The JSON schemas
+    of its tools are under `tools`. All rows have the same kind of prompt. Rows are numbered from 0 over all files.
     """
 
-    def __init__(self, path: str, rows: "Rows", prompt_field: str) -> None:
+    def __init__(
+        self,
+        path: str,
+        rows: "Parts",
+        prompt_field: str,
+        chosen: Sequence[int] | None = None,
+        columns: Mapping[str, str] | None = None,
+    ) -> None:
+        """`chosen`: the rows of the data set; None: all. `columns`: new names of columns, by the names in the files."""
         self.path = path
         self.prompt_field = prompt_field
         self._rows = rows
+        self._chosen = chosen
+        self._columns = dict(columns or {})
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._rows) if self._chosen is None else len(self._chosen)
+
+    def only(self, rows: Sequence[int]) -> "Dataset":
+        """A part of the data set: these rows, in this order. Its prompts keep the row numbers that they have here."""
+        chosen = rows if self._chosen is None else [self._chosen[row] for row in rows]
+        return Dataset(self.path, self._rows, self.prompt_field, chosen, self._columns)
+
+    @property
+    def chats(self) -> bool:
+        """Whether its prompts are lists of messages."""
+        return bool(self.prompt(0).fields.get(MESSAGES))
 
     def prompt(self, row: int) -> Prompt:
         """The row as a prompt. Raises IndexError outside [0, len)."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} does not exist: the data set has {len(self)} rows, counted from 0")
-        fields = self._rows.read(row)
+        row = row if self._chosen is None else self._chosen[row]
+        return self._to_prompt(row, self._rows.read(row))
+
+    def prompts(self) -> Iterator[Prompt]:
+        """Every prompt, in order. Much faster than `prompt` for the rows of a table."""
+        if self._chosen is not None:
+            yield from map(self.prompt, range(len(self)))
+            return
+        for row, fields in enumerate(self._rows.all()):
+            yield self._to_prompt(row, fields)
+
+    def _to_prompt(self, row: int, fields: dict[str, Any]) -> Prompt:
+        if self._columns:
+            fields = renamed(fields, self._columns)
         text = fields.pop(self.prompt_field, None)
+        if fields.get(TOOLS) is not None:
+            fields[TOOLS] = tools_of(fields[TOOLS])
         if isinstance(text, str):
             return Prompt(row=row, text=text, fields=fields)
-        messages = fields["messages"] if text is None else text
-        fields["messages"] = messages
-        return Prompt(row=row, text=messages[-1]["content"], fields=fields)
+        messages = fields[MESSAGES] if text is None else text
+        fields[MESSAGES] = messages
+        return Prompt(row=row, text=content_of(messages[-1]), fields=fields)
 
     @classmethod
-    def load(cls, path: str | Path, *, prompt_field: str = "prompt", config_field: str = "data.path") -> "Dataset":
-        """Read a file whole. `config_field` is the configuration key that a `ConfigError` names."""
-        file = Path(path).expanduser()
-        if not file.exists():
-            raise ConfigError(config_field, str(path), "does not exist", _nearest_file(file))
-        if not file.is_file():
-            raise ConfigError(config_field, str(path), "is not a file", "give one JSONL or Parquet file")
-        if file.suffix in JSONL_SUFFIXES:
-            rows: Rows = _load_jsonl(file, prompt_field, config_field)
-        elif file.suffix in PARQUET_SUFFIXES:
-            rows = _load_parquet(file, prompt_field, config_field)
-        else:
-            known = " or ".join((*JSONL_SUFFIXES, *PARQUET_SUFFIXES))
-            law = f"has an unknown suffix {file.suffix!r}"
-            raise ConfigError(config_field, str(path), law, f"use a file that ends in {known}")
-        if len(rows) == 0:
-            raise ConfigError(config_field, str(path), "has no rows", "add at least one row with a prompt")
-        return cls(str(file), rows, prompt_field)
+    def load(
+        cls,
+        path: Paths,
+        *,
+        prompt_field: str = "prompt",
+        config_field: str = "data.path",
+        columns: Mapping[str, str] | None = None,
+    ) -> "Dataset":
+        """Read files whole. `config_field`: the configuration key that a `ConfigError` names. `columns`: new names of
+        columns, by the names in the files; `prompt_field` is a new name."""
+        check = _Check(prompt_field, config_field, dict(columns or {}))
+        parts = [check.part(file) for file in files_of(path, config_field)]
+        shown = str(path) if isinstance(path, str | Path) else ", ".join(map(str, path))
+        if not any(map(len, parts)):
+            raise ConfigError(config_field, shown, "has no rows", "add at least one row with a prompt")
+        return cls(str(Path(shown).expanduser()), Parts(parts), prompt_field, columns=columns)
 
 
-class Rows(Protocol):
-    """Rows by number, decoded when asked for."""
+def renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """A row with its columns under their new names. They replace columns that had these names."""
+    new_names = {*columns.values()}
+    unchanged = {name: value for name, value in row.items() if name not in columns and name not in new_names}
+    return unchanged | {new: row[old] for old, new in columns.items() if old in row}
 
-    def __len__(self) -> int: ...
 
-    def read(self, row: int) -> dict[str, Any]: ...
+class Parts:
+    """The rows of several files, numbered as if they were in one file."""
 
-
-class JsonLines:
-    """Keeps the raw lines, which are several times smaller than their decoded rows."""
-
-    def __init__(self, lines: list[bytes]) -> None:
-        self.lines = lines
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(map(len, parts)))
 
     def __len__(self) -> int:
-        return len(self.lines)
+        return self._ends[-1]
 
     def read(self, row: int) -> dict[str, Any]:
-        decoded: dict[str, Any] = json.loads(self.lines[row])
-        return decoded
+        part = bisect_right(self._ends, row)
+        return self._parts[part].read(row - (self._ends[part - 1] if part else 0))
+
+    def all(self) -> Iterator[dict[str, Any]]:
+        for part in self._parts:
+            names = part.columns() or ()
+            yield from (dict(row) for _, row in part.all(names))
 
 
-class TableRows:
-    """Keeps the Arrow table."""
-
-    def __init__(self, table: Any) -> None:
-        self.table = table
-
-    def __len__(self) -> int:
-        return int(self.table.num_rows)
-
-    def read(self, row: int) -> dict[str, Any]:
-        decoded: dict[str, Any] = self.table.slice(row, 1).to_pylist()[0]
-        return decoded
+# -- checks of a file --------------------------------------------------------------------------------------------------
 
 
-def _nearest_file(file: Path) -> str:
-    if not file.parent.is_dir():
-        return f"there is no directory {str(file.parent)!r} either"
-    there = sorted(path.name for path in file.parent.iterdir())
-    return suggestion(
-        file.name, there, "give a JSONL or Parquet file that exists", prefix=str(file).removesuffix(file.name)
-    )
+class _Check:
+    """Reads the files of a data set, and refuses rows without a prompt and files that do not fit together."""
+
+    def __init__(self, prompt_field: str, config_field: str, columns: Mapping[str, str]) -> None:
+        self._prompt_field, self._config_field, self._columns = prompt_field, config_field, columns
+        self._back = {new: old for old, new in columns.items()}
+        self._first: tuple[str, str, Path] | None = None
+        self._types: dict[str, tuple[str, Path]] = {}
+
+    def part(self, file: Path) -> Rows:
+        """The rows of the next file. Raises: `ConfigError`."""
+        rows = read_rows(file, self._config_field)
+        wanted = [self._back.get(name, name) for name in (self._prompt_field, MESSAGES, TOOLS)]
+        names = rows.columns()
+        if names is not None:
+            self._require_columns(names, "the table" if isinstance(rows, TableRows) else "the header", file)
+        if isinstance(rows, TableRows):
+            rows.nested.update(name for name in wanted if name in rows.columns())
+        types: dict[str, str] = {}
+        renames = self._columns
+        for number, raw in rows.all(wanted):
+            row = renamed(raw, renames) if renames else raw
+            where = f"{rows.where} {number}"
+            if renames and names is None:
+                self._require_renamed(raw, where, file)
+            kind = _check_prompt(row, where, file, self._prompt_field, self._config_field)
+            if self._first is None or kind != self._first[0]:
+                self._one_kind(kind, where, file)
+            if not isinstance(rows, TableRows):
+                for name, value in raw.items():
+                    if name not in types and value is not None:
+                        types[name] = _type_word(value)
+        if isinstance(rows, TableRows):
+            types = _table_types(rows)
+        self._one_type({self._columns.get(name, name): word for name, word in types.items()}, file)
+        return rows
+
+    def _require_columns(self, names: Sequence[str], where: str, file: Path) -> None:
+        self._require_renamed(names, where, file)
+        known = [self._columns.get(name, name) for name in names]
+        if self._prompt_field not in known and MESSAGES not in known:
+            _missing_prompt(known, where, file, self._prompt_field, self._config_field)
+
+    def _require_renamed(self, names: Mapping[str, Any] | Sequence[str], where: str, file: Path) -> None:
+        for old in self._columns:
+            if old not in names:
+                shown = ", ".join(repr(name) for name in [*names][:12]) or "none"
+                fix = suggestion(old, [*names], f"its columns are {shown}")
+                law = f"{where} has no column {old!r}, which `columns` renames"
+                raise ConfigError(self._config_field, str(file), law, fix)
+
+    def _one_kind(self, kind: str, where: str, file: Path) -> None:
+        """Refuse files in which some prompts are texts and others are chats."""
+        if self._first is None:
+            self._first = kind, where, file
+        if kind != self._first[0]:
+            of = "" if file == self._first[2] else f" of {self._first[2]}"
+            law = f"{where} is {kind}, but {self._first[1]}{of} is {self._first[0]}"
+            raise ConfigError(self._config_field, str(file), law, "use one kind of prompt in a data set")
+
+    def _one_type(self, types: Mapping[str, str], file: Path) -> None:
+        """Refuse files that have values of different types under one name."""
+        for name, word in types.items():
+            before, other = self._types.setdefault(name, (word, file))
+            if word != before:
+                law = f"its column {name!r} has {word}, but that of {other} has {before}"
+                raise ConfigError(
+                    self._config_field, str(file), law, "use one type, or make them separate data.sources"
+                )
 
 
-def _load_jsonl(file: Path, prompt_field: str, config_field: str) -> "JsonLines":
-    lines: list[bytes] = []
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-                where = f"line {number} is not valid JSON ({error})"
-                raise ConfigError(config_field, str(file), where, "write one JSON object per line") from error
-            if not isinstance(row, dict):
-                where = f"line {number} is a JSON {type(row).__name__}"
-                raise ConfigError(config_field, str(file), where, "write one JSON object per line")
-            _check_prompt(row, f"line {number}", file, prompt_field, config_field)
-            lines.append(line)
-    return JsonLines(lines)
+_WORDS = {str: "texts", bool: "booleans", int: "numbers", float: "numbers", list: "lists", dict: "mappings"}
 
 
-def _load_parquet(file: Path, prompt_field: str, config_field: str) -> "TableRows":
+def _type_word(value: Any) -> str:
+    return _WORDS.get(type(value), type(value).__name__)
+
+
+def _table_types(rows: TableRows) -> dict[str, str]:
     import pyarrow
-    import pyarrow.parquet
 
-    try:
-        table = pyarrow.parquet.read_table(file)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(config_field, str(file), f"is not a readable Parquet file ({error})") from error
-    names = [name for name in (prompt_field, "messages") if name in table.column_names]
-    if not names:
-        _missing_prompt(table.column_names, "the table", file, prompt_field, config_field)
-    for number, row in enumerate(_rows_of(table.select(names)), start=1):
-        _check_prompt(row, f"row {number}", file, prompt_field, config_field)
-    return TableRows(table)
-
-
-def _rows_of(table: Any) -> Iterable[Mapping[str, Any]]:
-    for batch in table.to_batches(max_chunksize=4096):
-        yield from batch.to_pylist()
+    kinds = {
+        "texts": (pyarrow.types.is_string, pyarrow.types.is_large_string),
+        "booleans": (pyarrow.types.is_boolean,),
+        "numbers": (pyarrow.types.is_integer, pyarrow.types.is_floating),
+        "lists": (pyarrow.types.is_list, pyarrow.types.is_large_list, pyarrow.types.is_fixed_size_list),
+        "mappings": (pyarrow.types.is_struct, pyarrow.types.is_map),
+    }
+    words = {}
+    for field in rows.table.schema:
+        if not pyarrow.types.is_null(field.type):
+            found = (word for word, tests in kinds.items() if any(test(field.type) for test in tests))
+            words[field.name] = next(found, str(field.type))
+    return words
 
 
-def _check_prompt(row: Mapping[str, Any], where: str, file: Path, prompt_field: str, config_field: str) -> None:
-    prompt = row.get(prompt_field)
-    if isinstance(prompt, str) and prompt:
-        return
-    name = prompt_field
-    if prompt is None and row.get("messages") is not None:
-        name, prompt = "messages", row["messages"]
-    elif prompt is None and name not in row:
+def _check_prompt(row: Mapping[str, Any], where: str, file: Path, prompt_field: str, config_field: str) -> str:
+    """The kind of the row's prompt, in words. Raises: `ConfigError`."""
+    prompt, messages = row.get(prompt_field), row.get(MESSAGES)
+    if prompt is None and prompt_field not in row and messages is None:
         _missing_prompt(list(row), where, file, prompt_field, config_field)
-    if _is_chat(prompt):
-        return
-    found = "empty" if prompt in ("", []) else f"{type(prompt).__name__} {prompt!r:.60}"
-    law = f"{where}: {name!r} is {found}"
-    raise ConfigError(config_field, str(file), law, 'use a non-empty string, or a list of {"role", "content"} messages')
-
-
-def _is_chat(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
+    if prompt is not None and messages is not None and prompt_field != MESSAGES:
+        law = f"{where} has both {prompt_field!r} and {MESSAGES!r}, and only one of them can be the prompt"
+        raise ConfigError(config_field, str(file), law, f"rename a column, or set data.prompt_field: {MESSAGES}")
+    if row.get(TOOLS) is not None and tools_of(row[TOOLS]) is None:
+        law = f"{where}: {TOOLS!r} is {type(row[TOOLS]).__name__} {row[TOOLS]!r:.60}"
+        raise ConfigError(
+            config_field, str(file), law, "use a list of JSON schemas, or JSON of one, or rename the column"
         )
-    )
+    if isinstance(prompt, str) and prompt:
+        return "a text"
+    name, chat = (MESSAGES, messages) if prompt is None and messages is not None else (prompt_field, prompt)
+    problem = problem_of(chat, name)
+    if problem:
+        fix = 'use a non-empty string, or a list of {"role", "content"} messages'
+        raise ConfigError(config_field, str(file), f"{where}: {problem}", fix)
+    return "a list of messages"
 
 
 def _missing_prompt(names: Sequence[str], where: str, file: Path, prompt_field: str, config_field: str) -> None:
@@ -187,7 +257,7 @@ def _missing_prompt(names: Sequence[str], where: str, file: Path, prompt_field: 
 
 
 class Draw(NamedTuple):
-    """Which row a draw is, and in which pass over the data set."""
+    """The row of a draw, and its pass over the data set."""
 
     epoch: int
     row: int

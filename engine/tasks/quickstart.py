@@ -69,7 +69,8 @@ class Prepared:
     model_path: str
     training_path: str
     validation_path: str
-    reward: str
+    reward: str | None
+    """None: an environment gives it."""
     most_tokens: int
     """Response tokens that the longest right answer takes."""
     warm_up: dict[str, Any]

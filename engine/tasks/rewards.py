@@ -1,16 +1,18 @@
 """Rewards: functions that say how good a response is, built in or the user's own, named as "module:function".
 
-Called where trajectories finish (rollout) and by validation. A reward is a plain function of (prompt, trajectory);
-nothing here keeps state, reads the network or runs code taken from a response.
+Called where trajectories finish (rollout) and by validation. A reward is a function of (prompt, trajectory), plain or
+`async`; nothing here keeps state, reads the network or runs code taken from a response.
 """
 
+import asyncio
 import importlib
 import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from decimal import Decimal, InvalidOperation
+from functools import update_wrapper
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -18,22 +20,59 @@ from engine.errors import ConfigError, DataFailure, suggestion
 from engine.trajectory import Prompt, Trajectory
 
 Reward: TypeAlias = Callable[[Prompt, Trajectory], float]
+"""Of several functions, each may also return None: it does not apply to this response."""
 
+_CHOICE = re.compile(r"(?<![\w'])([A-H])(?![\w'])(?=(\s+[a-z]+)?)")
+"""A letter on its own, and the word after it."""
+_AFTER_A_CHOICE = frozenset(
+    re.findall(
+        r"\w+",
+        "is was and or but because since as so for if when while although which would will can could must should does "
+        "has seems appears fits holds works matches here only alone",
+    )
+)
+"""Words that follow the name of a choice. After any other, `A` is an article."""
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
 
 def load_reward(spec: str, directory: str | None = None, *, config_field: str = "reward.function") -> Reward:
     """Import a reward, "module:function", from the Python path, then from `directory` (None: the working one)."""
     found = find(spec, directory, config_field)
-    _check_signature(found, spec, config_field)
-    reward: Reward = found
+    check_signature(found, spec, config_field)
+    return as_reward(found)
+
+
+def as_reward(function: Any) -> Reward:
+    """A reward as it is called: an `async` one on an event loop."""
+    reward: Reward = _awaited(function) if _is_async(function) else function
     return reward
+
+
+def _is_async(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _awaited(function: Callable[[Prompt, Trajectory], Coroutine[Any, Any, float]]) -> Reward:
+    """A plain function that runs the coroutine to its end, on an event loop of its own in the thread of the call."""
+
+    def run(prompt: Prompt, trajectory: Trajectory) -> float:
+        return asyncio.run(function(prompt, trajectory))
+
+    return update_wrapper(run, function)
+
+
+def column_of(prompt: Prompt, column: str) -> Any:
+    """A column of a row. Raises: `DataFailure` if the row lacks it."""
+    value = prompt.fields.get(column)
+    if value is None:
+        raise DataFailure(f"row {prompt.row} has no field {column!r}", row=prompt.row)
+    return value
 
 
 def load_coroutine(
     spec: str, parameters: Sequence[str], directory: str | None, *, config_field: str
 ) -> Callable[..., Any]:
-    """Import a coroutine function, "module:function", that takes so many arguments. Raises: `ConfigError`."""
+    """Import a coroutine function, "module:function", that takes these parameters. Raises: `ConfigError`."""
     found = find(spec, directory, config_field)
     wanted = f"async def {spec.rpartition(':')[2]}({', '.join(parameters)})"
     if not inspect.iscoroutinefunction(found):
@@ -54,6 +93,10 @@ def find(spec: str, directory: str | None, config_field: str) -> Any:
     module_name, colon, attribute = spec.partition(":")
     if not colon or not module_name or not attribute:
         raise ConfigError(config_field, spec, "is not of the form module:function", "for example my_rewards:score")
+    if module_name == "__main__" or {"locals", "lambda"} & {*attribute.split(".")}:
+        law = "is a function of a script or a notebook, or inside another function, and cannot be imported"
+        fix = "a run that began with it resumes in the script: engine.resume(RUN, reward=FUNCTION)"
+        raise ConfigError(config_field, spec, law, f"{fix}; for a new run, put it in a module")
     module = _import(module_name, directory or os.getcwd(), spec, config_field)
     found: Any = module
     for part in attribute.split("."):
@@ -84,37 +127,46 @@ def _import(name: str, directory: str, spec: str, config_field: str) -> ModuleTy
         raise ConfigError(config_field, spec, law, f"make `import {name}` work") from error
 
 
-def _check_signature(found: Any, spec: str, config_field: str) -> None:
+def check_signature(found: Any, spec: str, config_field: str) -> None:
+    """Raises: `ConfigError` for what cannot be called with (prompt, trajectory)."""
     if not callable(found):
         raise ConfigError(config_field, spec, f"is a {type(found).__name__}, which cannot be called", "name a function")
     if inspect.isclass(found):
         raise ConfigError(config_field, spec, "is a class", "name a function (prompt, trajectory) -> float")
-    if inspect.iscoroutinefunction(found):
-        raise ConfigError(config_field, spec, "is a coroutine function", "name a plain function")
     try:
         inspect.signature(found).bind(None, None)
     except TypeError as error:
         law = f"cannot be called with (prompt, trajectory): {error}"
         raise ConfigError(config_field, spec, law, "define it as def reward(prompt, trajectory) -> float") from error
     except ValueError:
-        return  # A builtin without a signature: the first call will tell.
+        return  # A builtin without a signature: the first call shows whether it fits.
+
+
+def name_of(reward: Reward) -> tuple[str, bool]:
+    """The name "module:function" of a function, and whether it can be imported under it. A function of a script or a
+    notebook, or one inside another function, cannot. Raises: `ConfigError` for an object that is no reward."""
+    module = getattr(reward, "__module__", None) or "__main__"
+    path = getattr(reward, "__qualname__", type(reward).__qualname__)
+    spec = f"{module}:{re.sub(r'[^A-Za-z0-9_.]', '', path)}"
+    check_signature(reward, spec, "reward.function")
+    found: Any = sys.modules.get(module) if module != "__main__" else None
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return spec, found is reward
 
 
 def answer_of(prompt: Prompt) -> str:
     """The right answer of a row: its field `answer`. Raises `DataFailure` where the row has none."""
-    answer = prompt.fields.get("answer")
-    if answer is None:
-        raise DataFailure(f"row {prompt.row} has no field 'answer'", row=prompt.row)
-    return str(answer)
+    return str(column_of(prompt, "answer"))
 
 
 def exact_match(prompt: Prompt, trajectory: Trajectory) -> float:
-    """1.0 where the whole response is the answer, but for white space around it."""
+    """1.0 if the whole response equals the answer, ignoring white space around it."""
     return float(trajectory.text.strip() == answer_of(prompt).strip())
 
 
 def final_number(prompt: Prompt, trajectory: Trajectory) -> float:
-    """1.0 where the last number of the response equals the answer's last number (GSM8K style, `#### 72`)."""
+    """1.0 if the last number of the response equals the answer's last number (GSM8K style, `#### 72`)."""
     got, expected = _last_number(trajectory.text), _last_number(answer_of(prompt))
     if expected is None:
         raise DataFailure(f"the answer of row {prompt.row} contains no number", row=prompt.row)
@@ -122,11 +174,29 @@ def final_number(prompt: Prompt, trajectory: Trajectory) -> float:
 
 
 def boxed_answer(prompt: Prompt, trajectory: Trajectory) -> float:
-    r"""1.0 where the content of the last `\boxed{...}` of the response is the answer, spaces aside (MATH style)."""
+    r"""1.0 if the content of the last `\boxed{...}` of the response equals the answer, ignoring spaces (MATH style)."""
     got, expected = _last_boxed(trajectory.text), answer_of(prompt)
     boxed = _last_boxed(expected)
     wanted = expected if boxed is None else boxed
     return float(got is not None and "".join(got.split()) == "".join(wanted.split()))
+
+
+def multiple_choice(prompt: Prompt, trajectory: Trajectory) -> float:
+    """1.0 if the last single letter from A to H in the response, such as `(B)` or `B.`, is the answer's. The article
+    `A` is ignored."""
+    got, expected = _last_choice(trajectory.text), _last_choice(answer_of(prompt))
+    if expected is None:
+        raise DataFailure(f"the answer of row {prompt.row} contains no letter from A to H on its own", row=prompt.row)
+    return float(got == expected)
+
+
+def _last_choice(text: str) -> str | None:
+    found = [letter for letter, word in _CHOICE.findall(text) if letter != "A" or not _is_article(word)]
+    return found[-1] if found else None
+
+
+def _is_article(next_word: str) -> bool:
+    return bool(next_word) and next_word.strip() not in _AFTER_A_CHOICE
 
 
 def _last_number(text: str) -> Decimal | None:

@@ -10,7 +10,7 @@ import math
 import random
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,6 +71,7 @@ def warm_started(
     rows: Sequence[tuple[Prompt, str]],
     *,
     encode: Callable[[Prompt, str], Answer],
+    rendering: Mapping[str, Any],
     longest: int,
     learner: Callable[[], Learner],
     close: Callable[[Any], None],
@@ -78,8 +79,9 @@ def warm_started(
 ) -> str:
     """The directory of the model that has learned the answers, under `directory`; made unless it is there.
 
-    `encode` gives the tokens of a prompt and its answer, at most `longest` in all. Each epoch has its own order, drawn
-    from the seed. The learning rate rises over the first tenth of the steps and then falls to a tenth.
+    `encode` gives the tokens of a prompt and its answer, at most `longest` in all; `rendering` says on which settings
+    they depend. Each epoch has its own order, drawn from the seed. The learning rate rises over the first tenth of the
+    steps and then falls to a tenth.
     Raises: `ConfigError` for a row that is too long.
     """
 
@@ -91,15 +93,15 @@ def warm_started(
                 law = f"row {row} has {len(prompt) + len(answer)} tokens, but the model takes {longest}"
                 raise ConfigError(f"{FIELD}.path", wanted.path, law, "shorten or remove the row")
         batches = _batches(len(encoded), wanted)
-        began = told = time.monotonic()
+        began = last_report = time.monotonic()
         losses = []
         taught = learner()
         try:
             for step, batch in enumerate(batches):
                 chosen = [encoded[row] for row in batch]
                 losses.append(taught.imitate(chosen, wanted.learning_rate * _rate(step, len(batches))))
-                if time.monotonic() - told > PROGRESS_EVERY_S:
-                    told = time.monotonic()
+                if time.monotonic() - last_report > PROGRESS_EVERY_S:
+                    last_report = time.monotonic()
                     text = f"supervised warm start: step {step + 1} of {len(batches)}, loss {losses[-1]:.3f}"
                     progress((step + 1) / len(batches), text)
             taught.save(str(workplace / "model"), 0)
@@ -110,14 +112,18 @@ def warm_started(
         progress(1.0, f"warm start done: loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(batches)} steps, {seconds} s")
         return {"steps": len(batches), "first_loss": losses[0], "last_loss": losses[-1], "seconds": seconds}
 
-    target = directory.expanduser().resolve() / f"warm-start-{_key(model, wanted)}"
+    target = directory.expanduser().resolve() / f"warm-start-{_key(model, wanted, rendering, rows)}"
     made_once(target, make)
     return str(target / "model")
 
 
-def _key(model: str, wanted: WarmStart) -> str:
-    answers = hashlib.sha256(Path(wanted.path).expanduser().read_bytes()).hexdigest()
-    text = json.dumps({"recipe": RECIPE, "model": model, "answers": answers, **asdict(wanted)}, sort_keys=True)
+def _key(model: str, wanted: WarmStart, rendering: Mapping[str, Any], rows: Sequence[tuple[Prompt, str]]) -> str:
+    answers = hashlib.sha256()
+    for prompt, answer in rows:
+        answers.update(json.dumps([prompt.text, prompt.fields, answer], sort_keys=True, default=str).encode())
+    made_of = {"recipe": RECIPE, "model": model, "answers": answers.hexdigest(), "rendering": rendering}
+    made_of |= asdict(wanted)
+    text = json.dumps(made_of, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -121,12 +121,16 @@ def set_advantages(groups: Sequence[Sequence[Sample]], settings: TrainerSettings
     """
     rollouts = [by_rollout(group) for group in groups]
     rewards = [[shaped_reward(rollout, settings) for rollout in group] for group in rollouts]
+    steps = [centered_steps([_steps_of(rollout) for rollout in group], settings.advantage) for group in rollouts]
     advantages = ADVANTAGES[settings.advantage](rewards)
     for group, values in zip(rollouts, advantages, strict=True):
         for rollout, value in zip(group, values, strict=True):
             for sample in rollout:
                 sample.advantage = value
     everything = [rollout for group in rollouts for rollout in group]
+    if any(values for group in steps for values in group) and not settings.distills:
+        for rollout, values in zip(everything, (values for group in steps for values in group), strict=True):
+            _add_steps_to_go(rollout, values)
     if settings.kl_reward_coef > 0 and settings.kl_reward_per_token:
         for rollout in everything:
             _subtract_kl_to_go(rollout, settings)
@@ -140,8 +144,9 @@ def set_advantages(groups: Sequence[Sequence[Sample]], settings: TrainerSettings
 
 
 def shaped_reward(rollout: Rollout, settings: TrainerSettings) -> float:
-    """The reward less the length penalty and, where it is the whole trajectory's, less the KL to the reference."""
-    reward = rollout[0].reward
+    """The reward of the outcome, less the length penalty and, where it is the whole trajectory's, less the KL to the
+    reference."""
+    reward = rollout[0].reward - math.fsum(_steps_of(rollout))
     if settings.overlong_cache_tokens:
         reward -= settings.overlong_penalty * overlong_share(
             sum(sample.response_tokens for sample in rollout), settings
@@ -149,6 +154,59 @@ def shaped_reward(rollout: Rollout, settings: TrainerSettings) -> float:
     if settings.kl_reward_coef > 0 and not settings.kl_reward_per_token:
         reward -= settings.kl_reward_coef * sum(float(token_kl(sample, settings).sum()) for sample in rollout)
     return reward
+
+
+def centered_steps(steps: Sequence[Sequence[float]], advantage: str) -> list[list[float]]:
+    """Rewards of single tokens [rollouts][steps] less a baseline of all such rewards of the group.
+
+    GRPO with process supervision, arXiv 2402.03300 section 4.1.3: r̃ = (r - mean(R)) / (std(R) + eps) over all of the
+    group. `rloo`: less the mean over the other rollouts (PRIME, arXiv 2502.01456 eq. 5, with its average over
+    responses). `reinforce_pp`: as they are (arXiv 2501.03262). The others: r - mean(R).
+    """
+    known = [value for values in steps for value in values]
+    if not known or advantage == "reinforce_pp":
+        return [list(values) for values in steps]
+    if not all(map(math.isfinite, known)):
+        return [[math.nan] * len(values) for values in steps]
+    total, count = math.fsum(known), len(known)
+    centered = []
+    for values in steps:
+        others = count - len(values)
+        if advantage == "rloo" and others:
+            mean = (total - math.fsum(values)) / others
+        else:
+            mean = total / count
+        centered.append([value - mean for value in values])
+    if max(known) - min(known) <= EQUAL_REWARDS:
+        return [[0.0] * len(values) for values in steps]
+    if advantage != "grpo":
+        return centered
+    spread = math.sqrt(math.fsum(value * value for values in centered for value in values) / max(1, count - 1))
+    return [[value / (spread + STD_EPS) for value in values] for values in centered]
+
+
+def _steps_of(rollout: Rollout) -> list[float]:
+    return [step.reward for sample in rollout for step in sample.steps]
+
+
+def _add_steps_to_go(rollout: Rollout, values: Sequence[float]) -> None:
+    """A_t = A + Σ r̃ of the rollout's rewards that belong to token t or to later ones, undiscounted: arXiv 2402.03300
+    section 4.1.3. `values`: r̃ in the order of the rollout's steps."""
+    left = list(values)
+    to_come = 0.0
+    for sample in reversed(rollout):
+        own = [left.pop() for _ in sample.steps][::-1]
+        if sample.tokens:
+            earned = torch.zeros(sample.response_tokens + 1, dtype=torch.float64)
+            for step, value in zip(sample.steps, own, strict=True):
+                earned[step.position] += value
+            to_go = earned.flip(0).cumsum(0).flip(0)
+            places = torch.zeros(sample.tokens, dtype=torch.int64) if sample.places is None else sample.places
+            sample.token_advantages = (sample.advantage + to_go[places] + to_come).float()
+        to_come += math.fsum(own)
+    for sample in rollout:
+        if sample.token_advantages is not None:
+            sample.advantage = float(sample.token_advantages.mean())
 
 
 def overlong_share(tokens: int, settings: TrainerSettings) -> float:
@@ -177,7 +235,8 @@ def _subtract_kl_to_go(rollout: Rollout, settings: TrainerSettings) -> None:
             continue
         to_go = token_kl(sample, settings).flip(0).cumsum(0).flip(0) + to_come
         to_come = float(to_go[0])
-        sample.token_advantages = (sample.advantage - settings.kl_reward_coef * to_go).float()
+        own = sample.advantage if sample.token_advantages is None else sample.token_advantages
+        sample.token_advantages = (own - settings.kl_reward_coef * to_go).float()
         sample.advantage = float(sample.token_advantages.mean())
 
 

@@ -1,22 +1,24 @@
 """From trajectories to tensors: which tokens are trained, and how rows are packed into micro-batches.
 
 Called by `model_trainer.ModelTrainer`. Alignment: the logits at position i - 1 predict the token at position i, so a
-row is cut before its last trainable token, which is only ever a target. Rows are padded on the right; causal attention
-never looks there, so no attention mask is needed and the fast kernels stay usable. It must never drop a trainable
-token: a trajectory longer than the budget gets a micro-batch of its own.
+row is cut before its last trainable token, which is only ever a target. Rows lie end to end in one packed row
+(`layout.py`), or under each other, padded on the right; causal attention never looks there, so no attention mask is
+needed and the fast kernels stay usable. It must never drop a trainable token: a trajectory longer than the budget gets
+a micro-batch of its own.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from engine.errors import DataFailure
-from engine.trajectory import Trajectory, TrajectoryGroup
+from engine.training.layout import Layout, Prefix, Unit, buckets_of, common_prefix, load_of, rows_of, split
+from engine.trajectory import StepReward, Trajectory, TrajectoryGroup
 
 # -- sums over trajectories --------------------------------------------------------------------------------------------
 
@@ -62,6 +64,8 @@ class Sample:
     behavior: Tensor
     """Their behavior log-probs. [tokens] float32"""
     reward: float
+    prompt_tokens: int = 0
+    """Length of the prompt at the beginning of `input_ids`; 0: unknown, so it is not shared."""
     response_tokens: int = 0
     """Length of the response, including tokens that are not trained, for example tool output."""
     continues: bool = False
@@ -77,6 +81,12 @@ class Sample:
     """Where its tokens do not all have `advantage`, which is then their mean. [tokens] float32"""
     staleness: int = 0
     """Train steps that its group lags behind."""
+    steps: tuple[StepReward, ...] = ()
+    """Shares of `reward` that belong to single tokens, by their positions in the response."""
+    places: Tensor | None = None
+    """Positions of the trainable tokens in the response; None where no token has a reward of its own. [tokens] int64"""
+    logprob_gap: Tensor | None = None
+    """Largest |log ρ| of its tokens in its first pass with a gradient, on the device; None before. [] float32"""
 
     @property
     def tokens(self) -> int:
@@ -94,9 +104,15 @@ class MicroBatch:
     """Rows of one forward pass, and their trainable tokens laid end to end, row by row."""
 
     input_ids: Tensor
-    """[rows, length] int64, padded with 0 on the right"""
+    """[rows, length] int64, a trajectory in each row, padded with 0 on the right; or [1, length], as `layout` says"""
+    position_ids: Tensor | None = None
+    """Of a packed row: the position of each token in its trajectory. [1, length] int64"""
+    layout: Layout | None = None
+    """Where trajectories lie in a packed row; None: one padded row for each."""
+    trajectories: int
+    """Number of trajectories."""
     rows: Tensor
-    """Row of each trainable token. [tokens] int64"""
+    """Trajectory of each trainable token. [tokens] int64"""
     columns: Tensor
     """Position in its row of the logits that predict it. [tokens] int64"""
     targets: Tensor
@@ -119,8 +135,21 @@ class MicroBatch:
         if self.input_ids.device == device:
             return self
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {name: value.to(device, non_blocking=True) for name, value in values.items() if value is not None}
+        movable = {name: value for name, value in values.items() if isinstance(value, Tensor | Layout)}
+        moved = {name: value.to(device, non_blocking=True) for name, value in movable.items()}
         return MicroBatch(**{**values, **moved})
+
+    def inputs(self) -> dict[str, Any]:
+        """The arguments of a model."""
+        if self.layout is None:
+            return {"input_ids": self.input_ids}
+        return {"input_ids": self.input_ids, "position_ids": self.position_ids, "layout": self.layout}
+
+    def predictors(self, values: Tensor) -> Tensor:
+        """The values that predict the trainable tokens. [rows, length, ...] to [tokens, ...]"""
+        if self.layout is None:
+            return values[self.rows, self.columns]
+        return values[0].index_select(0, self.columns)
 
 
 def samples_of(group: TrajectoryGroup, *, filter_overlong: bool = False) -> list[Sample]:
@@ -140,7 +169,7 @@ def samples_of(group: TrajectoryGroup, *, filter_overlong: bool = False) -> list
         trained = [trajectory for trajectory in rollout if any(trajectory.loss_mask) and not left_out]
         samples += [_sample(trajectory, continues=place > 0) for place, trajectory in enumerate(trained)]
         if not trained and rollout[0].reward is not None:
-            samples.append(_without_tokens(rollout[0]))
+            samples.append(_without_tokens(rollout))
         index += len(rollout)
     return samples
 
@@ -180,17 +209,21 @@ def _sample(trajectory: Trajectory, continues: bool) -> Sample:
         targets=ids[indices],
         behavior=torch.tensor(trajectory.logprobs, dtype=torch.float32)[mask],
         reward=trajectory.reward,
+        prompt_tokens=len(trajectory.prompt_ids),
         response_tokens=len(trajectory.token_ids),
         continues=continues,
+        steps=tuple(trajectory.step_rewards),
+        places=indices - len(trajectory.prompt_ids) if trajectory.step_rewards else None,
     )
 
 
-def _without_tokens(trajectory: Trajectory) -> Sample:
+def _without_tokens(rollout: Sequence[Trajectory]) -> Sample:
+    trajectory = rollout[0]
     none = torch.zeros(0, dtype=torch.int64)
     assert trajectory.reward is not None
     return Sample(
         input_ids=none, positions=none, targets=none, behavior=torch.zeros(0), reward=trajectory.reward,
-        response_tokens=len(trajectory.token_ids),
+        response_tokens=len(trajectory.token_ids), steps=tuple(rollout[-1].step_rewards),
     )  # fmt: skip
 
 
@@ -211,21 +244,76 @@ def _check(trajectory: Trajectory, group: TrajectoryGroup, index: int) -> None:
         raise DataFailure(story, group=group.group, trajectory=index)
 
 
-def pack(samples: Sequence[Sample], micro_batch_tokens: int) -> Iterator[tuple[MicroBatch, list[int]]]:
-    """Micro-batches of at most `micro_batch_tokens` padded tokens, with the indices of their samples; without samples
-    that have no tokens.
+# -- micro-batches -----------------------------------------------------------------------------------------------------
+
+
+LEAST_SHARED = 0.15
+"""Share of a group's tokens that `auto` must save to share a prompt, because that needs attention masks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How rows are laid out."""
+
+    packed: bool = False
+    """End to end, without padding; otherwise one padded row for each trajectory."""
+    shared: float | None = None
+    """Compute a prompt once for its trajectories in a pass, if that saves at least this share of their tokens; None:
+    never."""
+
+
+PADDED = Packing()
+
+
+def units_of(samples: Sequence[Sample], packing: Packing, parts: int = 1) -> list[Unit]:
+    """Samples that must stay together to compute a prompt once; samples without tokens are left out. If the units will
+    be divided among several `parts`, none is larger than half of an equal share."""
+    taken = [index for index, sample in enumerate(samples) if sample.tokens]
+    if packing.shared is None:
+        return [Unit((index,), 0) for index in taken]
+    by_prompt: dict[object, list[int]] = {}
+    for index in taken:
+        sample = samples[index]
+        prompt = sample.input_ids[: sample.prompt_tokens].numpy().tobytes() if sample.prompt_tokens else index
+        by_prompt.setdefault(prompt, []).append(index)
+    lengths = [len(sample.input_ids) for sample in samples]
+    units = [unit for members in by_prompt.values() for unit in _shared(samples, members, lengths, packing.shared)]
+    if parts == 1:
+        return units
+    due = sum(load_of(unit, lengths) for unit in units) // (2 * parts)
+    return [part for unit in units for part in split(unit, lengths, due)]
+
+
+def _shared(samples: Sequence[Sample], members: Sequence[int], lengths: Sequence[int], least: float) -> list[Unit]:
+    """Samples of one prompt as a unit, or one by one if a unit would save too little."""
+    if len(members) > 1:
+        prefix = common_prefix([samples[index].input_ids for index in members])
+        if prefix * (len(members) - 1) >= max(1.0, least * sum(lengths[index] for index in members)):
+            return [Unit(tuple(members), prefix)]
+    return [Unit((index,), 0) for index in members]
+
+
+def pack(
+    samples: Sequence[Sample], micro_batch_tokens: int, packing: Packing = PADDED
+) -> Iterator[tuple[MicroBatch, list[int]]]:
+    """Micro-batches of at most `micro_batch_tokens` tokens, padding included, with the indices of their samples;
+    without samples that have no tokens.
 
     Longest first: neighbors are of like length, so little is padding, and a pass that does not fit in memory fails
     at once. The order of equal lengths is that of the samples, so packing is a function of its input.
     """
-    taken = [index for index, sample in enumerate(samples) if sample.tokens]
-    order = sorted(taken, key=lambda index: -len(samples[index].input_ids))
+    lengths = [len(sample.input_ids) for sample in samples]
+    units = units_of(samples, packing)
+    if packing.packed:
+        for row in rows_of(units, lengths, micro_batch_tokens):
+            yield _packed(samples, row)
+        return
+    order = sorted((index for unit in units for index in unit.members), key=lambda index: -lengths[index])
     start = 0
     while start < len(order):
-        longest = len(samples[order[start]].input_ids)
-        stop = start + max(1, micro_batch_tokens // longest)
+        stop = start + max(1, micro_batch_tokens // lengths[order[start]])
         chosen = order[start:stop]
-        yield _micro_batch([samples[index] for index in chosen]), chosen
+        yield _padded([samples[index] for index in chosen]), chosen
         start = stop
 
 
@@ -233,25 +321,83 @@ def idle_pass() -> MicroBatch:
     """A pass over one token that nothing is learned from."""
     none, one = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
     return MicroBatch(
-        input_ids=one[None], rows=one, columns=one, targets=one, behavior=none, proximal=None, reference=None,
-        advantages=none, weights=none, staleness=one,
+        input_ids=one[None], trajectories=1, rows=one, columns=one, targets=one, behavior=none, proximal=None,
+        reference=None, advantages=none, weights=none, staleness=one,
     )  # fmt: skip
 
 
-def _micro_batch(samples: Sequence[Sample]) -> MicroBatch:
-    counts = torch.tensor([sample.tokens for sample in samples])
+def _padded(samples: Sequence[Sample]) -> MicroBatch:
     return MicroBatch(
         input_ids=pad_sequence([sample.input_ids for sample in samples], batch_first=True),
-        rows=torch.arange(len(samples)).repeat_interleave(counts),
         columns=torch.cat([sample.positions for sample in samples]),
-        targets=torch.cat([sample.targets for sample in samples]),
-        behavior=torch.cat([sample.behavior for sample in samples]),
-        proximal=_joined([sample.proximal for sample in samples]),
-        reference=_joined([sample.reference for sample in samples]),
-        advantages=_advantages(samples, counts),
-        weights=torch.tensor([sample.weight for sample in samples]).repeat_interleave(counts),
-        staleness=torch.tensor([staleness_bucket(sample.staleness) for sample in samples]).repeat_interleave(counts),
+        **_tokens_of(samples),
     )
+
+
+def _packed(samples: Sequence[Sample], units: Sequence[Unit]) -> tuple[MicroBatch, list[int]]:
+    """One row: whole trajectories and shared prompts, longest first, then the responses to each of these prompts."""
+    ids: list[Tensor] = []
+    positions: list[Tensor] = []
+    starts: dict[int, int] = {}
+    """Where each sample's own tokens begin."""
+    prefixes: dict[int, Prefix] = {}
+    """The shared prompt of each sample that has one."""
+    place = 0
+
+    def lay(tokens: Tensor, first: int) -> int:
+        nonlocal place
+        ids.append(tokens)
+        positions.append(torch.arange(first, first + len(tokens)))
+        place += len(tokens)
+        return place - len(tokens)
+
+    roots = [(samples[unit.members[0]].input_ids[: unit.shared or None], unit) for unit in units]
+    roots.sort(key=lambda root: -len(root[0]))
+    for tokens, unit in roots:
+        start = lay(tokens, 0)
+        starts |= dict.fromkeys(unit.members, start)
+        prefixes |= dict.fromkeys(unit.members, Prefix(start, unit.shared)) if unit.shared else {}
+    buckets = [*buckets_of([len(tokens) for tokens, _ in roots], 0)]
+    for unit in (unit for unit in units if unit.shared):
+        own = {index: samples[index].input_ids[unit.shared :] for index in unit.members}
+        members = sorted((index for index in unit.members if len(own[index])), key=lambda index: -len(own[index]))
+        start = place
+        starts |= {index: lay(own[index], unit.shared) for index in members}
+        buckets += buckets_of([len(own[index]) for index in members], start, prefixes[unit.members[0]])
+    chosen = [index for unit in units for index in unit.members]
+    columns = [_columns(samples[index].positions, starts[index], prefixes.get(index)) for index in chosen]
+    micro = MicroBatch(
+        input_ids=torch.cat(ids)[None],
+        position_ids=torch.cat(positions)[None],
+        layout=Layout(buckets=tuple(buckets)),
+        columns=torch.cat(columns),
+        **_tokens_of([samples[index] for index in chosen]),
+    )
+    return micro, chosen
+
+
+def _columns(positions: Tensor, start: int, prefix: Prefix | None) -> Tensor:
+    """Places in the row of a sample's positions."""
+    if prefix is None:
+        return positions + start
+    return torch.where(positions < prefix.length, positions + prefix.start, positions - prefix.length + start)
+
+
+def _tokens_of(samples: Sequence[Sample]) -> dict[str, Any]:
+    """The fields of a micro-batch about its trainable tokens, which do not depend on the layout."""
+    counts = torch.tensor([sample.tokens for sample in samples])
+    staleness = torch.tensor([staleness_bucket(sample.staleness) for sample in samples])
+    return {
+        "trajectories": len(samples),
+        "rows": torch.arange(len(samples)).repeat_interleave(counts),
+        "targets": torch.cat([sample.targets for sample in samples]),
+        "behavior": torch.cat([sample.behavior for sample in samples]),
+        "proximal": _joined([sample.proximal for sample in samples]),
+        "reference": _joined([sample.reference for sample in samples]),
+        "advantages": _advantages(samples, counts),
+        "weights": torch.tensor([sample.weight for sample in samples]).repeat_interleave(counts),
+        "staleness": staleness.repeat_interleave(counts),
+    }
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -3,8 +3,6 @@
 Called by `model_trainer.ModelTrainer` and `model_scorer.ModelScorer`.
 """
 
-from collections.abc import Iterable
-
 import torch
 
 from engine.errors import ConfigError
@@ -17,18 +15,6 @@ def device_named(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ConfigError("trainer.device", name, f"cannot be used by torch: {error}", "use auto") from error
-
-
-def move(models: Iterable[torch.nn.Module], optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Bring models, and what an optimizer remembers of their parameters, to a device; give back what that frees."""
-    for model in models:
-        model.to(device)
-    for remembered in optimizer.state.values():
-        for name, value in remembered.items():
-            if isinstance(value, torch.Tensor) and value.dim():  # step counts stay where they are
-                remembered[name] = value.to(device)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def runs_in_bf16(choice: str, device: torch.device) -> bool:

@@ -4,10 +4,13 @@
 whether to skip the minibatch. It must never wait for the device while gradients are being computed.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from engine.training.batch import STALENESS_BUCKETS
+from engine.protocols import RolloutFigures
+from engine.training.batch import STALENESS_BUCKETS, Rows, Sample, by_rollout
 from engine.training.corrections import Weights, bounded, bounded_for, effective_sample_share
 from engine.training.kl import estimate
 from engine.training.losses import TokenLosses, TokenTerms
@@ -144,6 +147,60 @@ class Diagnostics:
                 metrics[f"ratio_mean_stale_{bucket}"] = ratio / count
                 metrics[f"behavior_kl_k3_stale_{bucket}"] = kl / count
         return metrics
+
+
+# -- single rollouts ---------------------------------------------------------------------------------------------------
+
+
+def note_gaps(samples: Sequence[Sample], rows: Rows, importance: Tensor) -> None:
+    """Note the largest |log ρ| of each sample, for `RolloutNotes`. `rows`: which sample each token of `importance` is
+    of. The first pass counts: later ones are under weights that have changed. Nothing waits for the device."""
+    gaps = importance.new_zeros(rows.trajectories).scatter_reduce(0, rows.of_token, importance.detach().abs(), "amax")
+    for sample, gap in zip(samples, gaps, strict=True):
+        sample.logprob_gap = gap if sample.logprob_gap is None else sample.logprob_gap
+
+
+class RolloutNotes:
+    """Figures of the rollouts of one trained batch. Keeps no tokens."""
+
+    def __init__(self, groups: Sequence[Sequence[Sample]]) -> None:
+        rollouts = [by_rollout(samples) for samples in groups]
+        self._advantages = [
+            [rollout[0].advantage if _trained(rollout) else None for rollout in own] for own in rollouts
+        ]
+        self._gaps = [[_gaps(rollout) for rollout in own] for own in rollouts]
+
+    def figures(self, ranks: Ranks) -> list[list[RolloutFigures]]:
+        """By group and rollout. Waits for the device. Collective: a rank knows the gaps of its share."""
+        places = [(group, place) for group, own in enumerate(self._gaps) for place in range(len(own))]
+        known = [index for index, (group, place) in enumerate(places) if self._gaps[group][place] is not None]
+        own: list[Tensor] = [gap for gaps in self._gaps for gap in gaps if gap is not None]
+        parts = dict(zip(known, torch.stack(own).cpu() if own else (), strict=True))
+        joined = ranks.joined(parts)
+        found: list[list[RolloutFigures]] = [[] for _ in self._gaps]
+        for index, (group, place) in enumerate(places):
+            gap = float(joined[index]) if index in joined else None
+            found[group].append(RolloutFigures(advantage=self._advantages[group][place], logprob_gap=gap))
+        return found
+
+
+def _trained(rollout: Sequence[Sample]) -> bool:
+    return any(sample.tokens for sample in rollout)
+
+
+def _gaps(rollout: Sequence[Sample]) -> Tensor | None:
+    """The largest gap of a rollout's tokens, as far as they have had a pass."""
+    gaps = [gap for sample in rollout if (gap := _gap(sample)) is not None]
+    return torch.stack(gaps).amax() if gaps else None
+
+
+def _gap(sample: Sample) -> Tensor | None:
+    if sample.logprob_gap is None and sample.proximal is not None and len(sample.proximal) == sample.tokens > 0:
+        return (sample.proximal - sample.behavior).abs().amax()
+    return sample.logprob_gap
+
+
+# -- sums over a micro-batch -------------------------------------------------------------------------------------------
 
 
 def _masked(weights: Weights, trajectories: int) -> list[Tensor]:

@@ -8,6 +8,7 @@ The log-probs are of the full vocabulary after temperature. Behavior log-probs a
 small by that factor on every token, and no clip or cap notices. Sample with top_p = 1 to train.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,11 +16,17 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from engine.training.batch import MicroBatch, Rows, Sample, idle_pass, pack
-from engine.training.diagnostics import Diagnostics
+from engine.errors import ConfigError
+from engine.training.batch import LEAST_SHARED, PADDED, MicroBatch, Packing, Rows, Sample, idle_pass, pack, units_of
+from engine.training.diagnostics import Diagnostics, note_gaps
+from engine.training.layout import load_of
 from engine.training.losses import TokenTerms, policy_loss, without_unsound
+from engine.training.masters import Masters
+from engine.training.packed_attention import pack_attention
 from engine.training.ranks import ALONE, Ranks, layers_of
 from engine.training.trainer_settings import TrainerSettings
+
+log = logging.getLogger(__name__)
 
 LOGIT_BYTES = 256 << 20
 """Most bytes of float32 logits that exist at a time. Their log-softmax and gradient take as much again, each."""
@@ -36,9 +43,12 @@ class TokenLogprobs(NamedTuple):
 
 
 class Policy:
-    """A causal language model together with how its log-probs are computed: temperature, device, precision, ranks.
+    """A causal language model together with how its log-probs are computed: temperature, device, precision, layout of
+    the rows, ranks.
 
-    It brings the model to the device and shards it over the ranks, which replaces its parameters.
+    It brings the model to the device and shards it over the ranks, which replaces its parameters. In bfloat16, the
+    parameters of one rank are bfloat16 too. Raises `ConfigError` if its rows cannot be packed and the settings demand
+    it.
     """
 
     def __init__(
@@ -50,9 +60,16 @@ class Policy:
         self.bf16 = bf16
         self.ranks = ranks
         self._parts = body_and_head(model)
+        self.packing = packing_for(model, settings)
+        self.masters = Masters()
+        if bf16 and ranks.count == 1:  # several ranks gather float32 shards as bfloat16
+            self.masters.divide(model)
         self._run = ranks.shard(model, device, bf16=bf16)
-        self._reached: list[torch.nn.Parameter] = []
-        """Parameters that had a gradient in the last minibatch with any."""
+        self.masters.place(device, on_host=settings.cpu_offload)
+        self.trained = self.masters.trained(model)
+        """The tensors that the optimizer updates, and in which gradients are summed. float32"""
+        self._reached: list[Tensor] = []
+        """Those with a gradient in the last minibatch that had any."""
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16)
@@ -65,10 +82,10 @@ class Policy:
     def _logprobs(self, micro: MicroBatch, entropy: bool) -> TokenLogprobs:
         with self.autocast():
             if self._parts is None:
-                logits = self.model(input_ids=micro.input_ids, use_cache=False).logits[micro.rows, micro.columns]
+                logits = micro.predictors(self.model(**micro.inputs(), use_cache=False).logits)
                 return TokenLogprobs(*self._of_logits(logits, micro.targets, entropy))
             body, head = self._parts
-            hidden = body(input_ids=micro.input_ids, use_cache=False).last_hidden_state[micro.rows, micro.columns]
+            hidden = micro.predictors(body(**micro.inputs(), use_cache=False).last_hidden_state)
         size = max(1, LOGIT_BYTES // (4 * head.weight.shape[0]))
         if len(hidden) <= size:
             return TokenLogprobs(*self._of_hidden(hidden, micro.targets, head, entropy))
@@ -83,9 +100,9 @@ class Policy:
         """Make the gradient of an `empty` minibatch zeros, for the parameters that other minibatches reach: the
         optimizer takes its step for these."""
         if not empty:
-            self._reached = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+            self._reached = [parameter for parameter in self.trained if parameter.grad is not None]
             return
-        for parameter in self._reached or [one for one in self.model.parameters() if one.requires_grad]:
+        for parameter in self._reached or self.trained:
             parameter.grad = torch.zeros_like(parameter)
 
     def _of_hidden(self, hidden: Tensor, targets: Tensor, head: Any, entropy: bool) -> tuple[Tensor, Tensor]:
@@ -124,13 +141,34 @@ class Policy:
     def passes(self, samples: Sequence[Sample]) -> Iterator[tuple[MicroBatch, list[int]]]:
         """Micro-batches of this rank's samples, with their indices. Every rank has as many, because each pass gathers
         the model's shards: a rank with fewer ends with passes over a token of its own, which have no index."""
-        own = self.ranks.share(samples)
-        packed = list(pack([samples[index] for index in own], self.settings.micro_batch_tokens))
+        units = units_of(samples, self.packing, self.ranks.count)
+        lengths = [len(sample.input_ids) for sample in samples]
+        shares = self.ranks.share([load_of(unit, lengths) for unit in units])
+        own = sorted(index for share in shares for index in units[share].members)
+        packed = list(pack([samples[index] for index in own], self.settings.micro_batch_tokens, self.packing))
         most = self.ranks.most(len(packed))  # before any pass: all ranks ask at the same point
         for micro, indices in packed:
             yield micro, [own[index] for index in indices]
         for _ in range(most - len(packed)):
             yield idle_pass(), []
+
+
+def packing_for(model: Any, settings: TrainerSettings) -> Packing:
+    """How a model's rows are laid out. Its attention is replaced if they are packed.
+
+    Raises `ConfigError` if the settings require packed rows and the model cannot compute them.
+    """
+    if settings.packing == "off":
+        return PADDED
+    reason = pack_attention(model)
+    if reason is None:
+        shared = {"auto": LEAST_SHARED, "on": 0.0, "off": None}[settings.shared_prompts]
+        return Packing(packed=True, shared=shared)
+    for field in ("packing", "shared_prompts"):
+        if getattr(settings, field) == "on":
+            raise ConfigError(f"trainer.{field}", "on", f"{type(model).__name__} {reason}", "use auto")
+    log.warning("rows are padded, not packed: %s %s", type(model).__name__, reason)
+    return PADDED
 
 
 def entropy_of(logprobs: Tensor) -> Tensor:
@@ -189,7 +227,7 @@ def accumulate_gradient(policy: Policy, samples: Sequence[Sample]) -> Diagnostic
             (logprobs.chosen.sum() * 0.0).backward()
             continue
         proximal = logprobs.chosen.detach() if micro.proximal is None else micro.proximal
-        rows = Rows(micro.rows, len(micro.input_ids))
+        rows = Rows(micro.rows, micro.trajectories)
         terms = without_unsound(
             TokenTerms(
                 logprobs.chosen, micro.behavior, proximal, micro.advantages, rows, micro.reference, micro.staleness,
@@ -197,6 +235,7 @@ def accumulate_gradient(policy: Policy, samples: Sequence[Sample]) -> Diagnostic
             )
         )  # fmt: skip
         result = policy_loss(terms, settings)
+        note_gaps([trained[index] for index in indices], rows, result.importance)
         loss = (result.losses * micro.weights).sum()
         (loss * policy.ranks.count).backward()  # gradients are averaged over the ranks
         diagnostics.add(terms, result, loss)

@@ -1,6 +1,7 @@
 """Checkpoints on disk: a directory that transformers loads as a model and this engine resumes from to the bit.
 
-    config.json, model.safetensors, tokenizer files   as `save_pretrained` writes them
+    config.json, model.safetensors, tokenizer files   as `save_pretrained` writes them; of an adapter, what peft writes:
+                                                      adapter_config.json, adapter_model.safetensors
     optimizer/                                        AdamW's moments, `exp_avg/<parameter>` and so on: a file of each
                                                       rank, as torch.distributed.checkpoint writes safetensors
     random.safetensors                                torch's random states
@@ -15,7 +16,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ from transformers.utils import logging as transformers_logging
 
 from engine.errors import ConfigError
 from engine.ids import StepId
+from engine.lora import CONFIG_FILE, WEIGHTS_FILE, adapter_tensors, has_adapter, lora_of, merged_model, write_adapter
+from engine.training.masters import Masters
 from engine.training.ranks import ALONE, Ranks
 
 # -- failed steps ------------------------------------------------------------------------------------------------------
@@ -39,9 +42,12 @@ from engine.training.ranks import ALONE, Ranks
 class Snapshot:
     """Copies in host memory of everything that a train step changes."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, masters: Masters | None = None
+    ) -> None:
         self._optimizer = optimizer
-        self._live = [*model.parameters(), *model.buffers()]
+        self._masters = masters or Masters()
+        self._live = [*self._masters.trained(model), *model.buffers()]
         self._kept = [_copy(tensor) for tensor in self._live]
         self._moments = {
             parameter: {name: _copy(value) for name, value in state.items()}
@@ -54,6 +60,7 @@ class Snapshot:
         self._optimizer.zero_grad(set_to_none=True)
         for live, kept in zip(self._live, self._kept, strict=True):
             live.detach().copy_(kept)
+        self._masters.round()
         for parameter in list(self._optimizer.state):
             if parameter not in self._moments:
                 del self._optimizer.state[parameter]
@@ -113,6 +120,7 @@ def write_checkpoint(
     optimizer: torch.optim.Optimizer,
     model_path: str,
     ranks: Ranks = ALONE,
+    masters: Masters | None = None,
 ) -> None:
     """Write a checkpoint. One of the same step that is there already is kept: a repeated order changes nothing. With
     several ranks the first one holds all weights for a while; moments are written by the rank that has them.
@@ -130,18 +138,24 @@ def write_checkpoint(
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
     ranks.meet()
+    masters = masters or Masters()
     whole = {}
-    for name, value in model.state_dict().items():
-        gathered = ranks.whole(value)
+    for name, value in trained_tensors(model).items():
+        gathered = ranks.whole(masters.of(value).detach())
         if first:
             whole[name] = gathered.cpu()
-    if moments := optimizer_tensors(model, optimizer):
+    if moments := optimizer_tensors(model, optimizer, masters):
         with _quiet_dcp():
             writer = HuggingFaceStorageWriter(str(unfinished / OPTIMIZER), save_distributed=True)
             dcp.save({**moments}, storage_writer=writer, no_dist=ranks.count == 1)
     if first:
-        model.save_pretrained(unfinished, state_dict=whole, max_shard_size="1TB")
-        _copy_tokenizer(model_path, unfinished)
+        if has_adapter(model):
+            write_adapter(unfinished, whole, lora_of(model), model_path)
+            _copy_tokenizer(model_path, unfinished, leave=("config.json",))
+        else:
+            model.save_pretrained(unfinished, state_dict=whole, max_shard_size="1TB")
+            _name_type(unfinished / "config.json", torch.float32)
+            _copy_tokenizer(model_path, unfinished)
         save_file(random_state(), unfinished / "random.safetensors")
         record = {
             "format": FORMAT,
@@ -179,49 +193,97 @@ def read_state(directory: Path) -> TrainerState:
 
 
 def read_checkpoint(
-    directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE
+    directory: Path,
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks = ALONE,
+    masters: Masters | None = None,
 ) -> TrainerState:
     """Put a checkpoint into a model and its optimizer. Everything is read before anything is changed."""
+    masters = masters or Masters()
     state = read_state(directory)
-    loaded = AutoModelForCausalLM.from_pretrained(  # a pickle beside the tensors is not even looked at
-        directory, dtype=torch.float32, local_files_only=True, use_safetensors=True
-    )
-    weights = loaded.state_dict()
-    _check_weights(directory, weights, model.state_dict())
+    own = trained_tensors(model)
+    weights = _read_weights(directory, adapter=has_adapter(model))
+    _check_weights(directory, weights, own)
     random = load_file(directory / "random.safetensors")
-    groups = read_moments(directory, model, optimizer, ranks)
-    load_weights(model, weights, ranks)
+    groups = read_moments(directory, model, optimizer, ranks, masters)
+    load_weights(own, weights, ranks, masters)
     optimizer.load_state_dict(groups)
     set_random_state(random)
     return state
 
 
-def export_model(checkpoint: Path, target: Path, dtype: str) -> None:
-    """Write the model in a checkpoint, with its tokenizer, as a directory that transformers loads.
+def has_only_adapter(checkpoint: Path) -> bool:
+    """Whether a checkpoint has only an adapter, not a whole model."""
+    return (checkpoint / WEIGHTS_FILE).is_file()
 
-    Raises: `ConfigError` for a checkpoint of another trainer, or a target that holds something.
+
+def export_model(checkpoint: Path, target: Path, dtype: str, *, adapter: bool = False) -> None:
+    """Write the model in a checkpoint, with its tokenizer, as a directory that transformers loads. An adapter is merged
+    into its model, unless only the `adapter` is wanted, as a directory that peft loads.
+
+    Raises: `ConfigError` for a checkpoint of another trainer, a target that holds something, or a model that is gone.
     """
     transformers_logging.disable_progress_bar()
     read_state(checkpoint)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError("--to", str(target), "is there already", "use a new or empty directory")
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=getattr(torch, dtype), local_files_only=True, use_safetensors=True
-    )
+    has_one = has_only_adapter(checkpoint)
+    if adapter and not has_one:
+        raise ConfigError("--adapter", True, "the checkpoint has a whole model", "leave --adapter out")
+    kind = getattr(torch, dtype)
+    model: Any = None
+    if not adapter:
+        model = merged_model(checkpoint).to(kind) if has_one else _model_in(checkpoint, kind)
     unfinished = target.parent / f".{target.name}.unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    model.save_pretrained(unfinished)
-    _copy_tokenizer(str(checkpoint), unfinished)
+    if model is not None:
+        model.save_pretrained(unfinished)
+    else:
+        tensors = {name: tensor.to(kind) for name, tensor in load_file(checkpoint / WEIGHTS_FILE).items()}
+        save_file(tensors, unfinished / WEIGHTS_FILE)
+        shutil.copyfile(checkpoint / CONFIG_FILE, unfinished / CONFIG_FILE)
+    _copy_tokenizer(str(checkpoint), unfinished, leave=(CONFIG_FILE,))
     os.rename(unfinished, target)
 
 
-def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], ranks: Ranks = ALONE) -> None:
-    """Take whole weights by their `state_dict` names. Raises: `ConfigError` if a name or a shape differs."""
-    own = model.state_dict()
+def _model_in(directory: Path, kind: torch.dtype) -> Any:
+    """Without unpickling anything: a pickle beside the tensors is not even looked at."""
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=kind, local_files_only=True, use_safetensors=True)
+
+
+def trained_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """What training changes, by the names under which it is published and saved: everything in the model's `state_dict`
+    with the parameters themselves, or only those of its adapter."""
+    if has_adapter(model):
+        return adapter_tensors(model)
+    known = dict(model.named_parameters(remove_duplicate=False))
+    known |= dict(model.named_buffers(remove_duplicate=False))
+    return {name: known[name] for name in model.state_dict()}
+
+
+def load_weights(
+    own: Mapping[str, Tensor], weights: Mapping[str, Tensor], ranks: Ranks = ALONE, masters: Masters | None = None
+) -> None:
+    """Fill a model's own `trained_tensors` with whole weights. Raises: `ConfigError` if a name or a shape differs."""
     _check_weights("weights", weights, own)
+    masters = masters or Masters()
     for name, value in own.items():
-        ranks.fill(value, weights[name])
+        ranks.fill(masters.of(value).detach(), torch.as_tensor(weights[name]))
+    masters.round()
+
+
+def _read_weights(directory: Path, *, adapter: bool) -> dict[str, Tensor]:
+    """The `trained_tensors` in a checkpoint. Raises: `ConfigError` if the other kind is there."""
+    if adapter != (directory / WEIGHTS_FILE).is_file():
+        law, fix = "has a whole model, but trainer.lora trains an adapter", "remove trainer.lora"
+        if not adapter:
+            law, fix = "has an adapter, but the whole model is trained", "set trainer.lora"
+        raise ConfigError("checkpoint", str(directory), law, f"{fix}, or use another checkpoint")
+    if adapter:
+        return dict(load_file(directory / WEIGHTS_FILE))
+    return dict(_model_in(directory, torch.float32).state_dict())
 
 
 def _check_weights(directory: Path | str, weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
@@ -233,25 +295,28 @@ def _check_weights(directory: Path | str, weights: Mapping[str, Tensor], own: Ma
             raise ConfigError("checkpoint", str(directory), law, "use a checkpoint of this model")
 
 
-def optimizer_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_tensors(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, masters: Masters | None = None
+) -> dict[str, Tensor]:
     """The optimizer's own tensors, named `<kind>/<parameter>`; none before the first optimizer step."""
+    masters = masters or Masters()
     return {
         f"{kind}/{name}": value.detach()
         for name, parameter in model.named_parameters()
-        for kind, value in optimizer.state.get(parameter, {}).items()
+        for kind, value in optimizer.state.get(masters.of(parameter), {}).items()
     }
 
 
 def read_moments(
-    directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, ranks: Ranks
+    directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, ranks: Ranks, masters: Masters
 ) -> dict[str, Any]:
     """The optimizer's state in a checkpoint, each rank its own shards, in the form that `Optimizer.load_state_dict`
     takes: numbered as its parameter groups are."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    parameters = {name: masters.of(parameter) for name, parameter in model.named_parameters()}
+    names = {parameter: name for name, parameter in parameters.items()}
     by_name: dict[str, dict[str, Tensor]] = {}
     folder = directory / OPTIMIZER
     if folder.is_dir():
-        parameters = dict(model.named_parameters())
         reader = HuggingFaceStorageReader(str(folder))
         wanted = {}
         for key, entry in reader.read_metadata().state_dict_metadata.items():
@@ -272,13 +337,21 @@ def read_moments(
     return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
 
 
-def _copy_tokenizer(model_path: str, target: Path) -> None:
-    """What lies beside the weights of the model this run began with, unless `save_pretrained` has written its own."""
+def _name_type(config: Path, kind: torch.dtype) -> None:
+    """Write the type of the tensors in a model's files, which may differ from that of the model in memory."""
+    plain = json.loads(config.read_text(encoding="utf-8"))
+    plain["dtype"] = str(kind).removeprefix("torch.")
+    config.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_tokenizer(model_path: str, target: Path, leave: Sequence[str] = ()) -> None:
+    """What lies beside the weights of the model this run began with, unless `save_pretrained` has written its own, and
+    but for the files to `leave`."""
     source = Path(model_path)
     if not source.is_dir():
         AutoTokenizer.from_pretrained(model_path).save_pretrained(target)
         return
-    ours = {STATE_FILE, "SHA256SUMS"}  # the digests are written by `storage.checkpoints`
+    ours = {STATE_FILE, "SHA256SUMS", *leave}  # the digests are written by `storage.checkpoints`
     for path in sorted(source.iterdir()):
         weights = path.suffix in NOT_TOKENIZER or path.name.endswith(".index.json") or path.name in ours
         if path.is_file() and not weights and not path.name.startswith(".") and not (target / path.name).exists():

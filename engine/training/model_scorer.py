@@ -6,7 +6,8 @@ models that its tasks need and no others, and must never train one.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,10 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from engine.errors import ConfigError, EngineError
+from engine.lora import add_adapter, without_adapter
 from engine.protocols import Batch
 from engine.training.batch import Sample, samples_of
 from engine.training.device import device_named, runs_in_bf16
 from engine.training.gradients import Policy
+from engine.training.model_checkpoint import load_weights, trained_tensors
 from engine.training.ranks import ALONE, Ranks
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import TrajectoryGroup
@@ -71,6 +74,22 @@ def _rows(scores: Any) -> Iterator[Any]:
 # -- the reference policy ----------------------------------------------------------------------------------------------
 
 
+class BasePolicy:
+    """A policy without its adapter: the model that the adapter began from, which needs no second copy."""
+
+    def __init__(self, adapted: Policy) -> None:
+        self.model = adapted.model
+        self._adapted = adapted
+
+    def score(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """As `Policy.score`."""
+        with without_adapter(self.model):
+            return self._adapted.score(samples)
+
+
+Reference: TypeAlias = Policy | BasePolicy
+
+
 def load_reference(
     tokens: int,
     model_path: str,
@@ -78,18 +97,32 @@ def load_reference(
     device: torch.device,
     bf16: bool,
     ranks: Ranks = ALONE,
-) -> Policy:
-    """The reference as a policy under the same temperature and precision as the model being trained.
+    adapted: Policy | None = None,
+) -> Reference:
+    """The reference as a policy under the same temperature and precision as the model being trained. The initial
+    weights are those of `adapted`, the model being trained, without its adapter if it has one.
 
     Raises `ConfigError` if its vocabulary does not have `tokens` tokens.
     """
+    if adapted is not None and settings.lora is not None and settings.reference_path is None:
+        return BasePolicy(adapted)
     path = settings.reference_path or model_path
     loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     theirs = tokens_of(loaded)
     if theirs != tokens:
         law = f"has {theirs} tokens, but the trained model has {tokens}"
         raise ConfigError("trainer.reference_path", path, law, "use a model with the same tokenizer")
-    return Policy(loaded.eval().requires_grad_(False), settings, device, bf16, ranks)
+    return Policy(loaded.eval().requires_grad_(False), _tolerant(settings), device, bf16, ranks)
+
+
+def _tolerant(settings: TrainerSettings) -> TrainerSettings:
+    """The settings without the requirement of packed rows: a reference model need not support them."""
+    relaxed = {"on": "auto"}
+    return replace(
+        settings,
+        packing=relaxed.get(settings.packing, settings.packing),
+        shared_prompts=relaxed.get(settings.shared_prompts, settings.shared_prompts),
+    )
 
 
 def tokens_of(model: Any) -> int:
@@ -109,13 +142,17 @@ class ModelScorer:
         device = device_named(settings.device)
         bf16 = runs_in_bf16(settings.bf16, device)
         self._filter_overlong = settings.filter_overlong
-        self._policies: dict[str, Policy] = {}
+        self._policies: dict[str, Reference] = {}
+        trained: Policy | None = None
         if "old_logprobs" in tasks:
             model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-            self._policies["old_logprobs"] = Policy(model.eval().requires_grad_(False), settings, device, bf16)
+            if settings.lora is not None:
+                add_adapter(model, settings.lora, settings.seed)
+            trained = Policy(model.eval().requires_grad_(False), settings, device, bf16)
+            self._policies["old_logprobs"] = trained
         if "ref_logprobs" in tasks:
             tokens = AutoConfig.from_pretrained(model_path).get_text_config().vocab_size
-            self._policies["ref_logprobs"] = load_reference(tokens, model_path, settings, device, bf16)
+            self._policies["ref_logprobs"] = load_reference(tokens, model_path, settings, device, bf16, adapted=trained)
         for task in tasks:
             self._policy(task)
 
@@ -126,10 +163,10 @@ class ModelScorer:
         return scores_of(batch.groups, self._policy(task).score(samples), filter_overlong=left_out)
 
     def load(self, weights: Any) -> None:
-        """Take the weights by their `state_dict` names, as `ModelTrainer.weights` gives them."""
-        self._policy("old_logprobs").model.load_state_dict(weights)
+        """Take the weights by their names, as `ModelTrainer.weights` gives them."""
+        load_weights(trained_tensors(self._policy("old_logprobs").model), weights)
 
-    def _policy(self, task: str) -> Policy:
+    def _policy(self, task: str) -> Reference:
         if task not in self._policies:
             known = " or ".join(self._policies) or "old_logprobs or ref_logprobs"
             raise ConfigError("scoring task", task, "this scorer cannot score it", f"use {known}")

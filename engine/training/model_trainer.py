@@ -23,15 +23,25 @@ from transformers.utils import logging as transformers_logging
 
 from engine.errors import ConfigError, TrainerSpoiled, reason_of
 from engine.ids import StepId
-from engine.protocols import Batch
+from engine.lora import add_adapter
+from engine.protocols import Batch, RolloutFigures
+from engine.shared_weights import Manifest, Memory, PublishedTensors
 from engine.training.advantages import set_advantages, shaping_metrics
 from engine.training.batch import Answer, Sample, by_rollout, sample_of_answer, samples_of
-from engine.training.device import device_named, move, runs_in_bf16
-from engine.training.diagnostics import Diagnostics
+from engine.training.device import device_named, runs_in_bf16
+from engine.training.diagnostics import Diagnostics, RolloutNotes
 from engine.training.gradients import Policy, accumulate_gradient, checkpoint_layers
 from engine.training.losses import token_weights
-from engine.training.model_checkpoint import Snapshot, TrainerState, load_weights, read_checkpoint, write_checkpoint
-from engine.training.model_scorer import given_scores, load_reference, tokens_of
+from engine.training.masters import move
+from engine.training.model_checkpoint import (
+    Snapshot,
+    TrainerState,
+    load_weights,
+    read_checkpoint,
+    trained_tensors,
+    write_checkpoint,
+)
+from engine.training.model_scorer import Reference, given_scores, load_reference, tokens_of
 from engine.training.ranks import ALONE, Ranks
 from engine.training.trainer_settings import TrainerSettings
 
@@ -100,6 +110,8 @@ class ModelTrainer:
         device = device_named(self.settings.device)
         loaded: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         self.model: PreTrainedModel = loaded.eval()
+        if self.settings.lora is not None:
+            add_adapter(self.model, self.settings.lora, self.settings.seed)
         bf16 = runs_in_bf16(self.settings.bf16, device)
         if self.settings.activation_checkpointing and not checkpoint_layers(self.model):
             law = f"{type(self.model).__name__} does not name its layers"
@@ -107,14 +119,16 @@ class ModelTrainer:
         self.ranks = ranks
         tokens = tokens_of(self.model)
         self.policy = Policy(self.model, self.settings, device, bf16, ranks)
-        self.reference: Policy | None = None
+        self.reference: Reference | None = None
         self._scored_apart = scored_apart
         if self.settings.needs_reference and "ref_logprobs" not in scored_apart:
-            self.reference = load_reference(tokens, model_path, self.settings, device, bf16, ranks)
-        self.optimizer = _adamw(self.model, self.settings)
+            self.reference = load_reference(tokens, model_path, self.settings, device, bf16, ranks, adapted=self.policy)
+        self.optimizer = _adamw(self.policy.trained, self.settings)
+        self.optimizer.register_step_post_hook(lambda *_: self.policy.masters.round())
         self.optimizer_steps = 0
         self._proximal: Scores | None = None
         self._reference: Scores | None = None
+        self._notes = RolloutNotes([])
 
     def score(self, batch: Batch, task: str) -> None:
         """Keep the batch's log-probs for `train`: under the present weights (`old_logprobs`), or under the reference
@@ -139,7 +153,8 @@ class ModelTrainer:
 
     def _move(self, device: torch.device) -> None:
         if self.policy.device.type != "cpu":
-            move([policy.model for policy in (self.policy, self.reference) if policy], self.optimizer, device)
+            models = [policy.model for policy in (self.policy, self.reference) if policy]
+            move(models, self.policy.masters, self.optimizer, device)
 
     def train(self, batch: Batch) -> dict[str, float]:
         """One outer step. On any exception the weights, the optimizer and the random state are as before it, unless it
@@ -176,7 +191,12 @@ class ModelTrainer:
                 )
         self.optimizer_steps += tally.optimizer_steps
         self._proximal = self._reference = None
+        self._notes = RolloutNotes(groups)
         return metrics | {f"seconds_{name}": seconds for name, seconds in tally.seconds.items()}
+
+    def rollout_figures(self) -> list[list[RolloutFigures]]:
+        """See `protocols.Explainable`. The gap is unknown for a rollout without a forward pass. Collective."""
+        return self._notes.figures(self.ranks)
 
     @contextmanager
     def _whole_or_nothing(self, tally: StepTally, optimizer_steps: int) -> Iterator[None]:
@@ -184,7 +204,7 @@ class ModelTrainer:
         snapshot = None
         if self.settings.rollback and optimizer_steps > 1 and self.ranks.count == 1:
             with tally.phase("snapshot"):
-                snapshot = Snapshot(self.model, self.optimizer)
+                snapshot = Snapshot(self.model, self.optimizer, self.policy.masters)
         try:
             yield
         except Exception as error:
@@ -209,7 +229,7 @@ class ModelTrainer:
             loss = -chosen.sum() * (1.0 / tokens if indices else 0.0)
             (loss * self.ranks.count).backward()
             total += loss.detach().cpu()
-        norm = float(self.ranks.whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)))
+        norm = float(self.ranks.whole(torch.nn.utils.clip_grad_norm_(self.policy.trained, 1.0)))
         loss_of_all = float(self.ranks.total(total))
         if not math.isfinite(norm + loss_of_all):
             raise TrainerSpoiled(f"supervised loss {loss_of_all}, gradient norm {norm}")
@@ -219,48 +239,45 @@ class ModelTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         return loss_of_all
 
-    def weights(self) -> dict[str, Tensor]:
-        """The weights by their `state_dict` name: contiguous copies in host memory, in the type that is published.
+    def weights(self) -> PublishedTensors:
+        """The weights by their `state_dict` name, or only the adapter's by their names in peft's files: copies in host
+        memory that other processes may map, in the type that is published.
 
         Tied weights appear under each of their names, as in `state_dict`, and share one copy.
         """
-        copies = {}
-        for name, whole in self.published():
-            copies[name] = torch.empty(whole.shape, dtype=whole.dtype).copy_(whole)
-        return {name: copies[first] for name, first in self.published_names().items()}
+        memory = Memory(self.manifest())
+        try:
+            for copy, whole in zip(memory.tensors, self.published(), strict=True):
+                copy.copy_(whole)
+            return memory.complete()
+        finally:
+            memory.close()
 
-    def published(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor of the `state_dict` under its first name, whole and in the type that is published, one after
-        another. Collective."""
-        named = self._named()
-        for name, first in self.published_names().items():
-            if name == first:
-                yield name, self.ranks.whole(named[name].detach(), self._kind(named[name]))
+    def published(self) -> Iterator[Tensor]:
+        """Each tensor of `manifest`, whole and in the type that is published, one after another. Collective."""
+        for value in self._each_trained().values():
+            kind = self._kind(value)
+            own = value if value.dtype == kind else self.policy.masters.of(value)
+            yield self.ranks.whole(own.detach(), kind)
 
-    def published_names(self) -> dict[str, str]:
-        """The names in the `state_dict`, each with the first name of its tensor."""
-        firsts: dict[int, str] = {}
-        return {name: firsts.setdefault(id(value), name) for name, value in self._named().items()}
+    def manifest(self) -> Manifest:
+        """The published tensors and their names."""
+        each = self._each_trained()
+        places = {place: index for index, place in enumerate(each)}
+        kinds = ((str(self._kind(value)).removeprefix("torch."), tuple(value.shape)) for value in each.values())
+        names = ((name, places[id(value)]) for name, value in trained_tensors(self.model).items())
+        return Manifest(tensors=tuple(kinds), names=tuple(names))
 
-    def published_layout(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
-        """Name, type and shape of what `published` gives."""
-        named = self._named()
-        for name, first in self.published_names().items():
-            if name == first:
-                yield name, self._kind(named[name]), named[name].shape
+    def _each_trained(self) -> dict[int, Tensor]:
+        """Trained tensors by identity, tied ones once."""
+        return {id(value): value for value in trained_tensors(self.model).values()}
 
     def _kind(self, value: Tensor) -> torch.dtype:
         return self._published if value.is_floating_point() else value.dtype
 
-    def _named(self) -> dict[str, Tensor]:
-        """Everything in the model's `state_dict`, with the parameters themselves."""
-        known = dict(self.model.named_parameters(remove_duplicate=False))
-        known |= dict(self.model.named_buffers(remove_duplicate=False))
-        return {name: known[name] for name in self.model.state_dict()}
-
     def start_from(self, weights: Mapping[str, Tensor], optimizer_steps: int) -> None:
         """Continue from published weights, with an optimizer whose moments begin anew."""
-        load_weights(self.model, weights, self.ranks)
+        load_weights(trained_tensors(self.model), weights, self.ranks, self.policy.masters)
         self.optimizer_steps = optimizer_steps
 
     def save(self, directory: str, step: StepId) -> None:
@@ -268,12 +285,14 @@ class ModelTrainer:
         state = TrainerState(
             step=step, optimizer_steps=self.optimizer_steps, settings=dataclasses.asdict(self.settings)
         )
-        write_checkpoint(Path(directory), state, self.model, self.optimizer, self.model_path, self.ranks)
+        write_checkpoint(
+            Path(directory), state, self.model, self.optimizer, self.model_path, self.ranks, self.policy.masters
+        )
 
     def load(self, directory: str) -> StepId:
         """Go on from a checkpoint, to the bit where the number of ranks is the same. Returns the train steps it
         contains."""
-        state = read_checkpoint(Path(directory), self.model, self.optimizer, self.ranks)
+        state = read_checkpoint(Path(directory), self.model, self.optimizer, self.ranks, self.policy.masters)
         self.optimizer_steps = state.optimizer_steps
         self._proximal = self._reference = None
         return state.step
@@ -344,7 +363,7 @@ class ModelTrainer:
             self.optimizer.zero_grad(set_to_none=True)
             diagnostics = accumulate_gradient(self.policy, samples)
             limit = self.settings.max_grad_norm or float("inf")
-            norm = float(self.ranks.whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)))
+            norm = float(self.ranks.whole(torch.nn.utils.clip_grad_norm_(self.policy.trained, limit)))
             sums = diagnostics.sums()
         if sums["unsound"]:
             tally.unsound += int(sums["unsound"])
@@ -396,9 +415,8 @@ def _published_type(model_path: str, named: str) -> torch.dtype:
     return kind if isinstance(kind, torch.dtype) else torch.float32
 
 
-def _adamw(model: torch.nn.Module, settings: TrainerSettings) -> torch.optim.AdamW:
+def _adamw(trained: Sequence[Tensor], settings: TrainerSettings) -> torch.optim.AdamW:
     """AdamW in one fused kernel where torch has it; decay for matrices only."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},

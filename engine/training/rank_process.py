@@ -25,7 +25,7 @@ def main() -> None:
     try:
         job = link.recv()
         rank = Rank(job, link)
-        link.send((True, (rank.names, rank.places)))
+        link.send((True, rank.manifest))
     except EOFError:
         return
     except Exception as error:
@@ -53,7 +53,6 @@ class Rank:
         from engine.errors import ConfigError
         from engine.training.device import device_named
         from engine.training.model_trainer import ModelTrainer
-        from engine.training.ranked_trainer import Place
         from engine.training.ranks import Sharded
 
         self._link, self._index = link, job.index
@@ -69,15 +68,7 @@ class Rank:
         dist.init_process_group(backend, store=store, rank=job.index, world_size=job.count)
         ranks = Sharded(device, cpu_offload=job.settings.cpu_offload)
         self.trainer = ModelTrainer(job.model_path, job.settings, scored_apart=job.scored_apart, ranks=ranks)
-        self.names = self.trainer.published_names()
-        self.places: list[Place] = []
-        offset = 0
-        for name, dtype, shape in self.trainer.published_layout():
-            bytes = dtype.itemsize * shape.numel()
-            place = Place(name=name, dtype=str(dtype).removeprefix("torch."), shape=tuple(shape), offset=offset,
-                          bytes=bytes)  # fmt: skip
-            self.places.append(place)
-            offset += -(-bytes // 64) * 64
+        self.manifest = self.trainer.manifest()
 
     def call(self, name: str, arguments: tuple[Any, ...]) -> Any:
         if name == "write_weights":
@@ -86,20 +77,18 @@ class Rank:
 
     def _write_weights(self) -> None:
         """Write the published weights into the memory that the parent sends, one at a time. Only the first rank."""
-        import torch
+        from engine.shared_weights import tensors_in
 
-        whole = None
+        copies = None
         if self._index == 0:
             memory = recv_handle(self._link)
             try:
-                size = os.fstat(memory).st_size
-                whole = torch.from_file(f"/proc/self/fd/{memory}", shared=True, size=size, dtype=torch.uint8)
+                copies = tensors_in(memory, self.manifest)
             finally:
                 os.close(memory)
-        for place, (_, value) in zip(self.places, self.trainer.published(), strict=True):
-            if whole is not None:
-                part = whole[place.offset : place.offset + place.bytes].view(value.dtype).view(value.shape)
-                part.copy_(value)
+        for index, whole in enumerate(self.trainer.published()):
+            if copies is not None:
+                copies[index].copy_(whole)
 
 
 def sendable(error: Exception) -> Exception:

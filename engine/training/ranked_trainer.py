@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, TrainerSpoiled, reason_of
 from engine.ids import StepId
-from engine.protocols import Batch
+from engine.protocols import Batch, RolloutFigures
+from engine.shared_weights import SHARES, Manifest, Memory, PublishedTensors
 from engine.training.trainer_settings import TrainerSettings
 
 if TYPE_CHECKING:
@@ -45,17 +46,6 @@ class Job:
     """A file in which the ranks find each other."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a tensor lies in the memory that holds published weights."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    bytes: int
-
-
 class RankedTrainer:
     """Trains the causal language model at `model_path` in `settings.ranks` processes.
 
@@ -63,7 +53,7 @@ class RankedTrainer:
     """
 
     def __init__(self, model_path: str, settings: TrainerSettings, *, scored_apart: Sequence[str] = ()) -> None:
-        if not hasattr(os, "memfd_create"):
+        if not SHARES:
             raise ConfigError("trainer.ranks", settings.ranks, "several ranks need Linux", "use 1")
         self._folder = tempfile.TemporaryDirectory(prefix="engine-ranks-", ignore_cleanup_errors=True)
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -78,13 +68,10 @@ class RankedTrainer:
             rendezvous=os.path.join(self._folder.name, "rendezvous"),
         )  # fmt: skip
         try:
-            opened = self._answer_to([replace(job, index=rank) for rank in range(job.count)])
+            self._manifest: Manifest = self._answer_to([replace(job, index=rank) for rank in range(job.count)])
         except BaseException:
             self.close()
             raise
-        self._names: dict[str, str] = opened[0]
-        """Of published tensors; tied ones have one place, under the first of their names."""
-        self._places: list[Place] = opened[1]
 
     # -- the calls of a trainer
 
@@ -99,24 +86,19 @@ class RankedTrainer:
         metrics: dict[str, float] = self._call("train", batch)
         return metrics
 
-    def weights(self) -> dict[str, Any]:
+    def rollout_figures(self) -> list[list[RolloutFigures]]:
+        figures: list[list[RolloutFigures]] = self._call("rollout_figures")
+        return figures
+
+    def weights(self) -> PublishedTensors:
         """As `ModelTrainer.weights`. The first rank gathers parameter by parameter and writes into memory that it
         shares with this process, so that one whole copy exists on this machine."""
-        import torch
-
-        memory = os.memfd_create("engine-weights")
+        memory = Memory(self._manifest)
         try:
-            size = self._places[-1].offset + self._places[-1].bytes
-            os.ftruncate(memory, size)
-            self._call("write_weights", memory=memory)
-            whole = torch.from_file(f"/proc/self/fd/{memory}", shared=True, size=size, dtype=torch.uint8)
+            self._call("write_weights", memory=memory.handle)
+            return memory.complete()
         finally:
-            os.close(memory)
-        tensors = {}
-        for place in self._places:
-            flat = whole[place.offset : place.offset + place.bytes].view(getattr(torch, place.dtype))
-            tensors[place.name] = flat.view(place.shape)
-        return {name: tensors[first] for name, first in self._names.items()}
+            memory.close()
 
     def save(self, directory: str, step: StepId) -> None:
         self._call("save", directory, step)

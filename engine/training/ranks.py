@@ -15,8 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from engine.training.batch import Sample
-
 Run = Callable[..., Any]
 """`run(function, *arguments)` calls the function while the model's own parameters are there."""
 
@@ -35,9 +33,9 @@ class Ranks:
     def release(self, run: Run) -> None:
         """Give back what `run` gathered without a backward pass."""
 
-    def share(self, samples: Sequence[Sample]) -> list[int]:
-        """Indices of the samples that are this rank's."""
-        return list(range(len(samples)))
+    def share(self, loads: Sequence[int]) -> list[int]:
+        """Indices of the loads that belong to this rank."""
+        return list(range(len(loads)))
 
     def meet(self) -> None:
         """Wait until every rank is here. Collective."""
@@ -93,14 +91,14 @@ class Sharded(Ranks):
         assert isinstance(run, FSDPModule)
         run.reshard()
 
-    def share(self, samples: Sequence[Sample]) -> list[int]:
-        """Longest first, each to the rank with the fewest tokens so far: a function of the samples, the same in every
+    def share(self, loads: Sequence[int]) -> list[int]:
+        """Largest first, each to the rank with the fewest tokens so far: a function of the loads, the same in every
         rank."""
-        loads = [0] * self.count
+        sums = [0] * self.count
         own = []
-        for index in sorted(range(len(samples)), key=lambda index: -len(samples[index].input_ids)):
-            rank = loads.index(min(loads))
-            loads[rank] += len(samples[index].input_ids)
+        for index in sorted(range(len(loads)), key=lambda index: -loads[index]):
+            rank = sums.index(min(sums))
+            sums[rank] += loads[index]
             if rank == self.index:
                 own.append(index)
         return sorted(own)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
+from engine.lora import Lora
 
 ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "distillation")
 LOSS_NAMES = ("ppo_clip", "decoupled_ppo", "gspo", "cispo")
@@ -28,6 +29,7 @@ MASK_NAMES = (
 )  # fmt: skip
 AGGREGATION_NAMES = ("token_mean", "sequence_mean", "constant")
 LR_SCHEDULE_NAMES = ("constant", "linear", "cosine")
+PACKING_NAMES = ("auto", "on", "off")
 BF16_NAMES = ("auto", "on", "off")
 PUBLISH_NAMES = ("auto", "float32", "bfloat16", "float16")
 
@@ -157,14 +159,20 @@ class TrainerSettings:
     epochs_per_batch: int = 1
     """Passes over each batch; the minibatches of each pass are the same, in the same order."""
     micro_batch_tokens: int = 16384
-    """Padded input tokens per forward pass. A longer trajectory gets a pass of its own. Changes speed and memory
-    only. Small models on a CPU are fastest at 2048 to 4096, because the activations then fit in its caches."""
+    """Input tokens per forward pass, padding included. A longer trajectory gets a pass of its own. Changes speed and
+    memory only. Small models on a CPU are fastest at 2048 to 4096, because the activations then fit in its caches."""
+    packing: str = "auto"
+    """Lay trajectories end to end, without padding: `on`, `off`, or `auto` = on where the model's attention supports
+    it (docs/TRAINING.md). Changes speed, memory and rounding only."""
+    shared_prompts: str = "auto"
+    """Compute the prompt of several trajectories once in each pass: `on`, `off`, or `auto` = if that saves 15 %
+    of their tokens. Needs packed rows; changes speed, memory and rounding only."""
 
     temperature: float = 1.0
     """The rollout's sampling temperature: the logits are divided by it, since the behavior log-probs are after it."""
     bf16: str = "auto"
-    """bfloat16 autocast: `on`, `off`, or `auto` = on where a CUDA device has it. Weights and moments stay float32,
-    since an update of 1e-6 is lost in bfloat16."""
+    """Passes with bfloat16 weights: `on`, `off`, or `auto` = on if a CUDA device supports it. The optimizer updates
+    float32 weights with float32 moments and gradients, since an update of 1e-6 is lost in bfloat16."""
     publish_dtype: str = "auto"
     """Type of published weights: `float32`, `bfloat16`, `float16`, or `auto` = that of the model's files, which the
     samplers load, too. The trained weights stay float32."""
@@ -173,10 +181,13 @@ class TrainerSettings:
     activation_checkpointing: bool = False
     """Keep only the input of each layer for the backward pass and compute the rest again: a third more time, a
     fraction of the memory. Gradients are the same."""
+    lora: Lora | None = None
+    """Train a low-rank adapter, and publish and save only that; None: the whole model."""
     ranks: int = 1
     """Processes that hold the model together, each a shard of weights, gradients and moments (FSDP2)."""
     cpu_offload: bool = False
-    """With several ranks on CUDA: keep the shards in host memory, and on the device only what a layer needs."""
+    """On CUDA. Several ranks keep their shards in host memory, and on the device only what a layer needs; one rank
+    keeps its bfloat16 weights on the device, and the optimizer's weights, gradients and moments in host memory."""
     device: str = "auto"
     """A torch device, or `auto`: CUDA where there is one."""
     threads: int = 0
@@ -256,6 +267,8 @@ class TrainerSettings:
             "kl_reward": KL_NAMES,
             "aggregation": AGGREGATION_NAMES,
             "lr_schedule": LR_SCHEDULE_NAMES,
+            "packing": PACKING_NAMES,
+            "shared_prompts": PACKING_NAMES,
             "bf16": BF16_NAMES,
             "publish_dtype": PUBLISH_NAMES,
         }
@@ -279,12 +292,16 @@ class TrainerSettings:
         self._require("ranks", self.ranks >= 1, "must be at least 1", "1")
         law = "is one device, but each of several ranks needs its own"
         self._require("device", self.ranks == 1 or ":" not in self.device, law, "cuda, or auto")
-        law = "shards of several ranks are offloaded; one rank has none"
-        self._require("cpu_offload", not self.cpu_offload or self.ranks > 1, law, "trainer.ranks: 2")
+        law = "has no effect with one rank without bfloat16 weights"
+        fits = not self.cpu_offload or self.ranks > 1 or self.bf16 != "off"
+        self._require("cpu_offload", fits, law, "trainer.bf16: on, or trainer.ranks: 2")
         self._require("epochs_per_batch", self.epochs_per_batch >= 1, "must be at least 1", "1")
         self._require("micro_batch_tokens", self.micro_batch_tokens >= 1, "must be at least 1", "16384")
         for field in ("policy_mini_batch_size", "lr_warmup_steps", "lr_total_steps", "threads", "aggregation_tokens"):
             self._require(field, getattr(self, field) >= 0, "must not be negative", "0")
+        law = "needs packed rows, but trainer.packing is off"
+        fits = self.shared_prompts != "on" or self.packing != "off"
+        self._require("shared_prompts", fits, law, "auto, or trainer.packing: auto")
         if self.aggregation == "constant":
             law = "must be at least 1: trainer.aggregation constant divides by it"
             self._require("aggregation_tokens", self.aggregation_tokens >= 1, law, "the rollout's max_tokens")

@@ -1,7 +1,8 @@
 """Makes the quickstart's model: a small Qwen2, trained on worked solutions until it has learned to follow them.
 
-Called by `tasks.quickstart` alone, in the process that prepares a run. One thread and seeded, so that the same
-parameters give the same model on any number of cores. Never sees a held-out question.
+Called by `tasks.quickstart`, in the process that prepares a run; `engine init` takes an untrained model from here. One
+thread and seeded, so that the same parameters give the same model on any number of cores. Never sees a held-out
+question.
 """
 
 import time
@@ -73,6 +74,13 @@ def make_model(
             return measured
     finally:
         torch.set_num_threads(threads)
+
+
+def save_untrained_model(directory: str, shape: ModelShape, seed: int) -> None:
+    """Save a model with random weights next to its tokenizer in `directory`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        _save(new_model(shape, PreTrainedTokenizerFast.from_pretrained(directory)), directory)
 
 
 def _save(model: Qwen2ForCausalLM, directory: str) -> None:

@@ -1,6 +1,6 @@
 """The clock of a run, by the event loop's clock, which may be virtual; and one `TimerFired` for each `SetTimer`.
 
-Used by the session, the executor and the simulation. A `VirtualLoop` runs the same code without waiting.
+Used by the run loop, the executor and the simulation. A `VirtualLoop` runs the same code without waiting.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._now
 
     def select(self, timeout: float | None) -> list[Any]:
-        """What `BaseEventLoop` calls once nothing is ready to run, with the seconds until the next timer."""
+        """`BaseEventLoop` calls it when no callback is ready, with the seconds until the next timer."""
         if timeout is None:
             raise Deadlock("every task waits, but no callback is ready and no timer is set")
         if timeout > 0:

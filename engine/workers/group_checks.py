@@ -59,7 +59,7 @@ def check_generated(work: GroupWork, generated: Any, versions: Versions, *, rewa
     if not generated.aborted:
         for index, trajectory in enumerate(group.trajectories):
             left_out = trajectory.reward is None and not rewarded
-            problem = "" if left_out else reward_problem(trajectory.reward)
+            problem = "" if left_out else reward_problem(trajectory.reward) or steps_problem(trajectory)
             if problem:
                 story = f"trajectory {index} of group {work.group} (prompt row {work.prompt.row}): {problem}"
                 raise DataFailure(story, group=work.group, trajectory=index, row=work.prompt.row)
@@ -107,7 +107,7 @@ def shape_problem(trajectory: Any, oldest: Version, newest: Version, *, finished
             "entries must have the same length"
         )
     if finished and not trajectory.finish_reason:
-        return "it has no finish_reason, though the group is not reported as aborted"
+        return "it has no finish_reason, but the group is not reported as aborted"
     if tokens and not all_finite(trajectory.logprobs):
         return "a log-prob is not a finite number"
     if trajectory.loss_mask.count(0) + trajectory.loss_mask.count(1) != tokens:
@@ -120,7 +120,7 @@ def segment_problem(trajectories: list[Trajectory], index: int) -> str:
     if not trajectories[index].continues:
         return ""
     if index == 0:
-        return "it continues a trajectory, but is the first"
+        return "it has `continues`, but it is the first trajectory of its group"
     own, first = trajectories[index].reward, trajectories[index - 1].reward
     return (
         "" if own == first else f"its reward is {own}, but must be {first}, that of the previous segment of its rollout"
@@ -135,6 +135,22 @@ def reward_problem(reward: Any) -> str:
         return "" if isfinite(reward) else f"its reward is {reward}, not a finite number"
     except Exception:  # whatever the value's own conversion raises
         return f"its reward is a {type(reward).__name__}, not a number"
+
+
+def steps_problem(trajectory: Trajectory) -> str:
+    """The problem of the rewards of single tokens; empty if there is none."""
+    before = -1
+    for step in trajectory.step_rewards:
+        try:
+            position, reward = step
+            lawful = type(position) is int and before < position < len(trajectory.token_ids) and isfinite(reward)
+        except (TypeError, ValueError):
+            lawful = False
+        if not lawful:
+            law = "must be (position of a token, finite number), in the order of positions"
+            return f"its step_rewards have {step!r:.80}, which {law}"
+        before = position
+    return ""
 
 
 def rewards_problem(group: TrajectoryGroup) -> str:
@@ -164,7 +180,7 @@ def _spans_problem(trajectory: Trajectory, tokens: int, oldest: Version, newest:
         if type(start) is not int or type(stop) is not int or type(version) is not int:
             return f"span ({start!r}, {stop!r}, {version!r}) does not hold three ints"
         if start != covered or stop <= start:
-            return f"span [{start}, {stop}) must start at {covered}, where the one before ended, and not be empty"
+            return f"span [{start}, {stop}) must start at {covered}, where the previous span ends, and not be empty"
         if version < before or version > newest:
             return f"tokens [{start}, {stop}) have version {version}, but it must be {before} to {newest} there"
         covered, before = stop, version

@@ -1,4 +1,4 @@
-"""Measures held-out prompts on one replica: takes chunks of rows, reports how many answers are right.
+"""Measures held-out prompts on one replica, in chunks of rows, and reports the number of right answers.
 
 Called by `replica.py`. Must never report a chunk with a row that was answered under another version, report a chunk
 twice, or leave an order unanswered.
@@ -6,26 +6,28 @@ twice, or leave an order unanswered.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from math import isfinite
 from typing import Any
 
 from engine.commands import MeasureRows, StopMeasuring
 from engine.errors import DataFailure, EngineError, reason_of
-from engine.events import Event, RowsFailed, RowsMeasured
+from engine.events import NO_ANSWER, RIGHT, Event, RowsFailed, RowsMeasured
 from engine.ids import GroupId, ValidationId, Version
 from engine.protocols import Generated, Generator, GroupWork
-from engine.trajectory import Prompt, TrajectoryGroup
+from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 from engine.user_code import awaited
 from engine.workers.group_checks import reward_problem
-from engine.workers.threads import contained
+from engine.workers.sample_keeper import HeldOutRow, SampleKeeper
+from engine.workers.threads import contained, on_a_thread
 
 log = logging.getLogger(__name__)
 
-RIGHT = 1.0
-"""A response with at least this reward counts as right, as in the trainer's own accuracy."""
-
+Answer = Callable[[Prompt, Trajectory], Any]
+"""Extracts the answer of a response, for the majority vote; None: it has none. Two answers with the same text are one.
+"""
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
@@ -34,7 +36,18 @@ class HeldOut:
     """The held-out prompts of a run, and the generator that answers them on a replica."""
 
     prompts: Sequence[Prompt]
+    """The prompt of each row; a prompt with several responses is repeated."""
     evaluator: Generator
+    rows: Sequence[HeldOutRow] = ()
+    """Set, prompt and response of each row; empty: one response to each prompt of one set."""
+    answers: Mapping[str, Answer] = field(default_factory=dict)
+    """By the name of the set, for those with a majority vote."""
+    samples: SampleKeeper | None = None
+    """Keeps samples of the answers."""
+
+    def row(self, row: int) -> HeldOutRow:
+        """Set, prompt and response of a row."""
+        return self.rows[row] if self.rows else HeldOutRow("", row, 0, len(self.prompts))
 
 
 def held_out_group(validation: ValidationId, rows: int, row: int) -> GroupId:
@@ -53,7 +66,7 @@ class Measurement:
     task: asyncio.Task[None] = field(init=False)
 
 
-class Measuring:
+class Measurements:
     """The chunks of one incarnation of a replica. `version()` returns the weights version that it samples from."""
 
     def __init__(
@@ -142,21 +155,41 @@ class Measuring:
         rows = range(order.first, order.first + order.count)
         measurement.groups = [held_out_group(order.validation, len(held_out.prompts), row) for row in rows]
         works = [
-            GroupWork(group=group, attempt=order.attempt, prompt=prompt, samples=1, held_out=True)
-            for group, prompt in zip(measurement.groups, prompts, strict=True)
-        ]
-        answers = (awaited(held_out.evaluator.generate, work) for work in works)
-        outcomes = await asyncio.gather(*answers, return_exceptions=True)
+            GroupWork(
+                group=group, attempt=order.attempt, prompt=prompt, samples=1, held_out=True,
+                validation_set=held_out.row(row).set,
+            )
+            for group, prompt, row in zip(measurement.groups, prompts, rows, strict=True)
+        ]  # fmt: skip
+        attempts = (awaited(held_out.evaluator.generate, work) for work in works)
+        outcomes = await asyncio.gather(*attempts, return_exceptions=True)
         measurement.groups = []
         rewards = [_reward(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
         self._require_version(order)
-        measured = [reward for reward in rewards if reward is not None]
-        if not isfinite(sum(measured)):
+        by_row = zip(rows, outcomes, rewards, strict=True)
+        groups = {row: o.group for row, o, r in by_row if r is not None and isinstance(o, Generated)}
+        answers = await self._answers(held_out, groups)
+        if held_out.samples is not None:
+            await held_out.samples.keep_chunk(order, groups, held_out.row, answers)
+        measured = {row: reward for row, reward in zip(rows, rewards, strict=True) if reward is not None}
+        total = sum(measured.values())
+        if not isfinite(total):
             raise EngineError(f"the rewards of held-out rows {rows[0]} to {rows[-1]} are too large to add up")
         return RowsMeasured(
             **_place(order), version=order.version, measured=len(measured),
-            right=sum(reward >= RIGHT for reward in measured), reward=float(sum(measured)),
+            right=sum(reward >= RIGHT for reward in measured.values()), reward=float(total),
+            rows=tuple(measured), rewards=tuple(measured.values()),
+            answers=tuple(answer_number(answers.get(row)) for row in measured),
         )  # fmt: skip
+
+    async def _answers(self, held_out: HeldOut, groups: Mapping[int, TrajectoryGroup]) -> dict[int, str]:
+        """The answer of each response that has one, where its set has a majority vote. On a thread: it is user code."""
+        voted = {
+            row: (held_out.answers[name], group)
+            for row, group in groups.items()
+            if (name := held_out.row(row).set) in held_out.answers
+        }
+        return await on_a_thread(_extracted, voted) if voted else {}
 
     def _require_version(self, order: MeasureRows) -> None:
         if self._version() != order.version:
@@ -165,8 +198,8 @@ class Measuring:
             )
 
     def _failed(self, order: MeasureRows, error: BaseException) -> Event:
-        told = (order.first, order.first + order.count - 1, order.version)
-        log.warning("held-out rows %d to %d could not be measured under version %d", *told, exc_info=error)
+        which = (order.first, order.first + order.count - 1, order.version)
+        log.warning("held-out rows %d to %d could not be measured under version %d", *which, exc_info=error)
         return RowsFailed(**_place(order), reason=reason_of(error))
 
     async def _end(self, measurement: Measurement) -> None:
@@ -178,6 +211,26 @@ class Measuring:
         measurement.task.cancel()
 
 
+def answer_number(answer: str | None) -> int:
+    """A number that stands for an answer in the record: equal for equal texts."""
+    if answer is None:
+        return NO_ANSWER
+    return int.from_bytes(blake2b(answer.encode("utf-8", "replace"), digest_size=8).digest(), "little") >> 1 or 1
+
+
+def _extracted(voted: Mapping[int, tuple[Answer, TrajectoryGroup]]) -> dict[int, str]:
+    found = {}
+    for row, (extract, group) in voted.items():
+        try:
+            answer = contained(extract, group.prompt, group.rollouts[0][-1])
+        except Exception as error:
+            log.warning("the answer of held-out row %d cannot be extracted: %s", group.prompt.row, reason_of(error))
+            continue
+        if answer is not None and str(answer).strip():
+            found[row] = str(answer).strip()
+    return found
+
+
 def _place(order: MeasureRows) -> dict[str, int]:
     return {
         "validation": order.validation, "chunk": order.chunk, "attempt": order.attempt, "replica": order.replica,
@@ -186,7 +239,7 @@ def _place(order: MeasureRows) -> dict[str, int]:
 
 
 def _reward(prompt: Prompt, outcome: Any) -> float | None:
-    """The reward of a held-out prompt; None if the prompt or its reward is at fault. Raises if the replica is."""
+    """The reward of a held-out prompt; None if the prompt or its reward failed. Raises the failure of a replica."""
     if isinstance(outcome, DataFailure):
         log.warning("held-out row %d cannot be measured: %s", prompt.row, outcome)
         return None

@@ -18,7 +18,7 @@ REMEMBERED_ORDERS = 1024
 Orders = TypeVar("Orders", bound=Command)
 
 
-class OneByOne(Generic[Orders]):
+class OrderQueue(Generic[Orders]):
     """A subclass defines `_key`, which tells a repeat from a new order, and `_answer`, which carries out an order.
     `emit` receives events; `name` is the thread's name."""
 
@@ -34,7 +34,7 @@ class OneByOne(Generic[Orders]):
         raise NotImplementedError
 
     async def _answer(self, command: Orders) -> Event | None:
-        """Carry out one order. Returns the event that answers it; None if the end of this process will."""
+        """Carry out one order. Returns the event that answers it; None if this process must be replaced instead."""
         raise NotImplementedError
 
     def carry_out(self, command: Orders) -> None:

@@ -34,7 +34,7 @@ from engine.storage.weights import Weights
 from engine.trajectory import Prompt, TrajectoryGroup
 from engine.user_code import awaited
 from engine.workers.group_checks import Versions, check_generated
-from engine.workers.measurement import HeldOut, Measuring
+from engine.workers.measurement import HeldOut, Measurements
 from engine.workers.replica_weights import ReplicaWeights
 from engine.workers.reports import DoneOrders, aborted_event, generated_event, prefix_event
 from engine.workers.threads import contained
@@ -59,6 +59,10 @@ class Attempt:
     """It must end now, unfinished, with the tokens it has."""
     begun: bool = False
     """`generate` has been called."""
+    finished: int = 0
+    """Trajectories that have ended."""
+    reported: int = 0
+    """Of these, the ones in the last report."""
     unsaved: TrajectoryGroup | None = None
     """The newest prefix that is not in the trajectory store yet."""
     saving: asyncio.Task[None] | None = None
@@ -106,6 +110,10 @@ class ReplicaWorker:
         self._progress_every_s = progress_every_s
         self._progressed: dict[Attempt, None] = {}
         """Attempts that have made progress since the last report."""
+        self._finished = 0
+        """Trajectories of running attempts that have ended."""
+        self._reported = 0
+        """Of these, the ones in the last reports."""
         self._next_report: asyncio.TimerHandle | None = None
         self._trajectories = trajectories
         self._emit = emit
@@ -115,7 +123,7 @@ class ReplicaWorker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._who = {"replica": replica, "incarnation": incarnation}
-        self._measuring = Measuring(held_out, version=lambda: self.version, emit=emit, spawn=self._spawn)
+        self._measuring = Measurements(held_out, version=lambda: self.version, emit=emit, spawn=self._spawn)
         self._done = DoneOrders(self._report_done)
         self._weights = ReplicaWeights(
             who=self._who, generator=generator, weights=weights, measuring=self._measuring,
@@ -141,7 +149,8 @@ class ReplicaWorker:
         self._weights.version = version
         self._emit(
             ProcessUp(
-                kind="replica", index=self.replica, incarnation=self.incarnation, slots=slots, version=version
+                kind="replica", index=self.replica, incarnation=self.incarnation, slots=slots,
+                samples=self.samples, version=version,
             )
         )  # fmt: skip
         if isinstance(self.generator, Fallible):
@@ -215,6 +224,9 @@ class ReplicaWorker:
         finally:
             if self._running.get(attempt.group) is attempt:
                 del self._running[attempt.group]
+            self._finished -= attempt.finished
+            self._reported -= attempt.reported
+            attempt.finished = attempt.reported = 0
         if not attempt.unwanted and event is not None:
             self._emit(event)
 
@@ -242,6 +254,7 @@ class ReplicaWorker:
             save_every_tokens=self.prefix_every_tokens,
             save=(lambda group: self._save(attempt, work, began, group)) if self.prefix_every_tokens else None,
             progress=lambda: self._note_progress(attempt),
+            finished=lambda count: self._note_finished(attempt, count),
         )
         attempt.begun = True
         try:
@@ -301,13 +314,39 @@ class ReplicaWorker:
     def _report_progress(self) -> None:
         self._next_report = None
         for attempt in self._progressed:
-            if self._running.get(attempt.group) is attempt and not attempt.unwanted and not self._closed:
-                self._emit(GroupProgressed(group=attempt.group, attempt=attempt.number, **self._who))
+            self._report(attempt)
         self._progressed.clear()
 
+    def _note_finished(self, attempt: Attempt, count: int) -> None:
+        """`count` trajectories of an attempt have ended. Report it once enough have ended to start another group."""
+        if not 0 <= count <= self.samples:
+            raise EngineError(f"{count} trajectories of group {attempt.group} ended, but it has {self.samples}")
+        if count <= attempt.finished or not self._runs(attempt):
+            return
+        self._finished += count - attempt.finished
+        attempt.finished = count
+        if self._finished // self.samples > self._reported // self.samples:
+            for one in list(self._running.values()):  # the report may start a group
+                if one.finished > one.reported:
+                    self._report(one)
+
+    def _report(self, attempt: Attempt) -> None:
+        if not self._runs(attempt):
+            return
+        self._reported += attempt.finished - attempt.reported
+        attempt.reported = attempt.finished
+        self._emit(
+            GroupProgressed(
+                group=attempt.group, attempt=attempt.number, finished=attempt.finished, **self._who
+            )
+        )  # fmt: skip
+
+    def _runs(self, attempt: Attempt) -> bool:
+        return self._running.get(attempt.group) is attempt and not attempt.unwanted and not self._closed
+
     def _failed(self, attempt: Attempt, cause: str, error: BaseException) -> Event:
-        told = (attempt.group, self.replica, attempt.number, cause)
-        log.warning("group %d failed on replica %d, attempt %d (%s)", *told, exc_info=error)
+        which = (attempt.group, self.replica, attempt.number, cause)
+        log.warning("group %d failed on replica %d, attempt %d (%s)", *which, exc_info=error)
         return GroupFailed(
             group=attempt.group, attempt=attempt.number, cause=cause, reason=reason_of(error), **self._who
         )

@@ -16,14 +16,14 @@ from engine.ids import Version
 from engine.protocols import Generator, Sleeper
 from engine.storage.weights import Weights
 from engine.user_code import awaited
-from engine.workers.measurement import Measuring
+from engine.workers.measurement import Measurements
 from engine.workers.reports import DoneOrders
 
 # -- sleep -------------------------------------------------------------------------------------------------------------
 
 
-class Sleeping:
-    """A generator that is no `protocols.Sleeper` is paused, and keeps its memory."""
+class GeneratorSleep:
+    """The sleep of a generator. One that is not a `protocols.Sleeper` stays paused and keeps its memory."""
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
@@ -64,7 +64,7 @@ class ReplicaWeights:
         who: dict[str, int],
         generator: Generator,
         weights: Weights,
-        measuring: Measuring,
+        measuring: Measurements,
         running: Callable[[], "list[asyncio.Task[None]]"],
         emit: Callable[[Event], None],
         done: DoneOrders,
@@ -86,7 +86,7 @@ class ReplicaWeights:
         self._done = done
         self._broken = broken
         self._spawn = spawn
-        self._sleeping = Sleeping(generator)
+        self._sleeping = GeneratorSleep(generator)
         self._attempts: dict[type[Command], int] = {}
         """The newest attempt of each kind of order."""
         self._resumed = 0

@@ -15,7 +15,7 @@ from engine.ids import StepId
 from engine.protocols import Batch, Scorer
 from engine.storage.trajectories import Trajectories, checked_scores
 from engine.storage.weights import Trained, Weights
-from engine.workers.order_queue import OneByOne
+from engine.workers.order_queue import OrderQueue
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ OF_TRAINED_WEIGHTS = ("old_logprobs",)
 """Tasks that need the trained weights from before the step that they score."""
 
 
-class ScorerWorker(OneByOne[ScoreBatch]):
+class ScorerWorker(OrderQueue[ScoreBatch]):
     """Executes `ScoreBatch` orders for the tasks of one pool. `emit` receives events.
 
     `ask(steps)` makes the trainer hand over the weights after `steps` train steps, if it still owes them; it raises if

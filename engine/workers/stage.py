@@ -14,11 +14,11 @@ from engine.commands import EnterState
 from engine.errors import DataFailure, EngineError, clean, reason_of
 from engine.events import Event, StateFailed, StateLeft
 from engine.ids import GroupId
-from engine.protocols import Fallible
+from engine.protocols import Closable, Fallible
 from engine.storage.trajectories import Trajectories, copy_group
 from engine.trajectory import Trajectory, TrajectoryGroup
 from engine.user_code import awaited
-from engine.workers.group_checks import reward_problem, rewards_problem, segment_problem
+from engine.workers.group_checks import reward_problem, rewards_problem, segment_problem, steps_problem
 from engine.workers.reports import reward_figures
 from engine.workers.threads import contained
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 Work = Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup]]
 """The work on a group in a state. It may change rewards, and returns the group."""
 
-KEPT = ("prompt_ids", "token_ids", "logprobs", "loss_mask", "spans", "finish_reason", "continues")
+KEPT = ("prompt_ids", "token_ids", "logprobs", "loss_mask", "spans", "finish_reason", "figures", "continues")
 """The fields of a trajectory that no work may change."""
 
 
@@ -89,12 +89,19 @@ class StageWorker:
                 task.cancel()
 
     async def close(self) -> None:
-        """Cancel all work, without a report."""
+        """Cancel all work without a report, and close what can be closed."""
         tasks = [*self._listening, *(task for _, task in self._running.values())]
         self._running.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        works: list[object] = list(self._works.values())
+        for work in works:
+            if isinstance(work, Closable):
+                try:
+                    contained(work.close)
+                except Exception:
+                    log.warning("%s cannot be closed", type(work).__name__, exc_info=True)
 
     async def _listen(self, work: Fallible, broken: Callable[[str], None]) -> None:
         broken(clean(str(await awaited(work.failed))))
@@ -163,7 +170,7 @@ def check_worked(state: str, before: TrajectoryGroup, after: Any) -> None:
         changed = [name for name in KEPT if not isinstance(new, Trajectory) or getattr(new, name) != getattr(old, name)]
         if changed:
             raise EngineError(f"{who} changed {changed[0]} of trajectory {index}; it may change rewards only")
-        problem = reward_problem(new.reward) or segment_problem(after.trajectories, index)
+        problem = reward_problem(new.reward) or steps_problem(new) or segment_problem(after.trajectories, index)
         if problem:
             raise DataFailure(f"{who}, trajectory {index}: {problem}", group=before.group, row=before.prompt.row)
     problem = rewards_problem(after)

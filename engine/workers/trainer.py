@@ -26,11 +26,14 @@ from engine.events import (
     WeightsPublished,
 )
 from engine.ids import GroupId, StepId
-from engine.protocols import Batch, Offloadable, Trainer
+from engine.protocols import Batch, Explainable, Offloadable, RolloutFigures, Trainer
 from engine.storage.checkpoints import checkpoint_path, remove_checkpoint, save_checkpoint
 from engine.storage.trajectories import Trajectories
 from engine.storage.weights import Trained, Weights
-from engine.workers.order_queue import OneByOne
+from engine.trajectory import SOURCES
+from engine.workers.order_queue import OrderQueue
+from engine.workers.response_figures import response_figures, source_figures
+from engine.workers.sample_keeper import SampleKeeper
 
 # -- metrics of a user's trainer ---------------------------------------------------------------------------------------
 
@@ -40,7 +43,7 @@ log = logging.getLogger(__name__)
 Figure = int | float
 LONGEST_NAME = 200
 """Maximum length of a metric's name, in characters."""
-TOLD = 100
+MAX_WARNINGS = 100
 """Maximum number of metrics that get a warning."""
 
 
@@ -48,7 +51,7 @@ class Figures:
     """Reads the metrics of every step of one trainer."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def read(self, metrics: Mapping[Any, Any]) -> dict[str, Figure]:
         """The usable metrics, NaN and infinities included. Never raises. Call it on the trainer's thread, because
@@ -56,23 +59,23 @@ class Figures:
         try:
             items = list(metrics.items())
         except BaseException as error:  # a user's mapping: the step is trained, whatever this raises
-            self._tell("metrics", f"metrics that cannot be read ({describe_error(error)})")
+            self._warn("metrics", f"metrics that cannot be read ({describe_error(error)})")
             return {}
         figures: dict[str, Figure] = {}
         for name, value in items:
             problem, figure = _name_problem(name), figure_of(value)
             if problem:
-                self._tell(_shown(name), f"a metric named {_shown(name)}, {problem}")
+                self._warn(_shown(name), f"a metric named {_shown(name)}, {problem}")
             elif figure is None:
                 law = "which is not a real number that fits a float"
-                self._tell(name, f"the metric {name!r} as a {type(value).__name__}, {law}")
+                self._warn(name, f"the metric {name!r} as a {type(value).__name__}, {law}")
             else:
                 figures[str(name)] = figure
         return figures
 
-    def _tell(self, key: str, what: str) -> None:
-        if key not in self._told and len(self._told) < TOLD:
-            self._told.add(key)
+    def _warn(self, key: str, what: str) -> None:
+        if key not in self._warned and len(self._warned) < MAX_WARNINGS:
+            self._warned.add(key)
             log.warning("train() returned %s. It is skipped. This warning is not repeated for later steps.", what)
 
 
@@ -110,12 +113,12 @@ def _shown(name: Any) -> str:
 # -- offloading --------------------------------------------------------------------------------------------------------
 
 
-def taking_turns(trainer: Trainer) -> Trainer:
+def with_offloading(trainer: Trainer) -> Trainer:
     """The wrapped trainer, or the trainer itself if it cannot leave the accelerator."""
-    return TakingTurns(trainer, trainer) if isinstance(trainer, Offloadable) else trainer
+    return OffloadingTrainer(trainer, trainer) if isinstance(trainer, Offloadable) else trainer
 
 
-class TakingTurns:
+class OffloadingTrainer:
     """Forwards every call. The trainer is on the accelerator from the first score or training of a step until the step
     is trained. A failed step leaves the accelerator; its retry returns to it."""
 
@@ -140,6 +143,9 @@ class TakingTurns:
         finally:
             self._leave()
 
+    def rollout_figures(self) -> Any:
+        return self._trainer.rollout_figures() if isinstance(self._trainer, Explainable) else ()
+
     def weights(self) -> Any:
         return self._trainer.weights()
 
@@ -163,13 +169,13 @@ class TakingTurns:
 Report = Callable[[StepId, Mapping[str, Any]], None]
 
 
-class TrainerWorker(OneByOne[Command]):
+class TrainerWorker(OrderQueue[Command]):
     """Executes the trainer's commands. `emit` receives events, `report(step, metrics)` the trainer's metrics of a step;
     `broken(reason)` is called when its weights are spoiled.
 
     `checkpoints` is the directory of the `step-N` directories; None: none can be saved. The trainer does the scoring
     tasks in `own_tasks`; separate scorers do those in `scored_apart`. If `hands_over`, they need the weights after
-    every train step.
+    every train step. `samples` keeps samples of each step.
     """
 
     def __init__(
@@ -185,6 +191,7 @@ class TrainerWorker(OneByOne[Command]):
         own_tasks: Sequence[str] = (),
         scored_apart: Sequence[str] = (),
         hands_over: bool = False,
+        samples: SampleKeeper | None = None,
     ) -> None:
         super().__init__("trainer", emit)
         self.trainer = trainer
@@ -196,6 +203,7 @@ class TrainerWorker(OneByOne[Command]):
         self._own_tasks = own_tasks
         self._scored_apart = scored_apart
         self._hands_over = hands_over
+        self._samples = samples
         self._spoiled = False
         self._owed: StepId | None = None
         self._handing_over = asyncio.Lock()
@@ -262,7 +270,7 @@ class TrainerWorker(OneByOne[Command]):
             self._spoiled = True
             name = getattr(function, "__name__", type(function).__name__)
             log.exception("%s() has spoiled the trainer", name)
-            self._broken(clean(f"{name}() failed half-way: {reason_of(error)}"))
+            self._broken(clean(f"{name}() failed and spoiled the trainer: {reason_of(error)}"))
             raise
 
     async def _execute(self, command: Command) -> Event:
@@ -274,7 +282,7 @@ class TrainerWorker(OneByOne[Command]):
             return await self._publish(command)
         if isinstance(command, SaveCheckpoint):
             return await self._save(command)
-        assert isinstance(command, DeleteCheckpoint)  # `_key` has refused every other
+        assert isinstance(command, DeleteCheckpoint)  # `_key` raises for every other command
         return await self._delete(command)
 
     async def _score(self, command: ScoreBatch) -> Event:
@@ -290,14 +298,29 @@ class TrainerWorker(OneByOne[Command]):
     async def _batch_to_score(self, step: StepId, ids: Sequence[GroupId]) -> Batch:
         return Batch(step=step, groups=await self._trajectories.get(ids), staleness=[0] * len(ids))
 
-    async def _train_batch(self, step: StepId, ids: Sequence[GroupId], staleness: Sequence[int]) -> dict[str, Figure]:
+    async def _train_batch(self, step: StepId, ids: Sequence[GroupId], staleness: Sequence[int]) -> dict[str, Any]:
         groups = await self._trajectories.get(ids)
         scores = {task: await self._trajectories.scores(step, task, ids) for task in self._scored_apart}
         batch = Batch(step=step, groups=groups, staleness=list(staleness), scores=scores)
+        responses: dict[str, Figure] = await self._call(response_figures, groups)
+        sources: dict[str, Any] = await self._call(source_figures, groups)
         metrics: Mapping[Any, Any] | None = await self._call(self.trainer.train, batch)
         if metrics is not None and not isinstance(metrics, Mapping):
             raise EngineError(f"train() must return a dict of metrics, not {type(metrics).__name__}")
         figures: dict[str, Figure] = await self._call(self._figures.read, metrics) if metrics is not None else {}
+        if self._samples is not None:
+            await self._samples.keep_step(batch, await self._rollout_figures())
+        return {**responses, **figures, **({SOURCES: sources} if sources else {})}
+
+    async def _rollout_figures(self) -> Sequence[Sequence[RolloutFigures]]:
+        """What the trainer knows of the rollouts that it has just trained; empty if it cannot tell."""
+        if not isinstance(self.trainer, Explainable):
+            return ()
+        try:
+            figures: Sequence[Sequence[RolloutFigures]] = await self._call(self.trainer.rollout_figures)
+        except Exception as error:
+            log.warning("rollout_figures() failed; samples lack these figures", exc_info=error)
+            return ()
         return figures
 
     async def _train(self, command: TrainStep) -> Event:

@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 from ray_plans import plan
 
 from engine.actors import placement
-from engine.actors.detached_actors import Living, PackedPlan
+from engine.actors.detached_actors import PackedPlan, RunningActors
 from engine.actors.ray_processes import RayProcesses
 from engine.commands import Command, ProbeProcess, StartProcess, StopProcess
 from engine.events import Event, ProcessLost, stamp
@@ -174,7 +174,9 @@ class Scene:
         taken = None
         if living is not None:
             actors = {(name.split("/")[0], int(name.split("/")[1])): cluster.add(name) for name in living}
-            taken = processes.found(Living(actors=actors, epoch=100, silent=dict.fromkeys(silent, "it is silent")))
+            taken = processes.found(
+                RunningActors(actors=actors, epoch=100, silent=dict.fromkeys(silent, "it is silent"))
+            )
         self.supervisor = Supervisor(
             self.plan,
             processes,

@@ -15,7 +15,7 @@ from ray_plans import plan
 from engine.control import address_file as control
 from engine.metrics import address_files
 from engine.metrics.address_files import FILE, announce, remove_dead
-from engine.runtime.metrics_endpoint import Endpoint, leave_no_word, places_of
+from engine.runtime.metrics_endpoint import Endpoint, places_of, withdraw_addresses
 
 ANNOUNCER = """
 import sys
@@ -36,8 +36,8 @@ def test_of_a_run_whose_scheduler_died_at_its_end_no_word_is_left(tmp_path: Path
         assert made.run_dir is not None
         announce(places_of(made), "127.0.0.1:1", made.run_dir.name)
         control.announce(made.run_dir, control.ControlPlace(url="http://127.0.0.1:2", token=control.new_token()))
-    leave_no_word(ended)
-    leave_no_word(ended)
+    withdraw_addresses(ended)
+    withdraw_addresses(ended)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert left == {f"other/{FILE}", f"other/{control.FILE}", ".endpoints/other.json"}
 
@@ -45,7 +45,7 @@ def test_of_a_run_whose_scheduler_died_at_its_end_no_word_is_left(tmp_path: Path
 def test_a_run_without_a_directory_says_it_nowhere(tmp_path: Path) -> None:
     nowhere = replace(plan(tmp_path), run_dir=None)
     assert places_of(nowhere) == []
-    leave_no_word(nowhere)
+    withdraw_addresses(nowhere)
 
 
 @contextmanager

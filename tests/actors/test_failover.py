@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.actors.detached_actors import Living
-from engine.actors.failover import let_take_over, survived_of
+from engine.actors.detached_actors import RunningActors
+from engine.actors.failover import attach_actors, recovery_of
 from engine.errors import EngineError
 from engine.metrics.transitions import Transitions
 from engine.record import Header, Recorder
@@ -38,8 +38,8 @@ def test_lives_that_are_listed_take_the_new_epoch_and_one_that_is_starting_is_no
     listed = {("rollout-0", 1): True, ("rollout-1", 2): False, ("trainer", 1): True, ("rollout-9", 1): True}
 
     async def story() -> dict[str, str]:
-        known = Living(actors=actors, epoch=33)
-        return await asyncio.wait_for(let_take_over(known, listed, 3600.0), 60.0)
+        known = RunningActors(actors=actors, epoch=33)
+        return await asyncio.wait_for(attach_actors(known, listed, 3600.0), 60.0)
 
     assert asyncio.run(story()) == {}
     assert [actor.epochs for actor in actors.values()] == [[33], [33], [33], [], []]
@@ -47,8 +47,8 @@ def test_lives_that_are_listed_take_the_new_epoch_and_one_that_is_starting_is_no
 
 def test_one_that_was_up_and_gives_no_sign_of_life_is_silent() -> None:
     lives = [("rollout-0", 1), ("trainer", 1)]
-    known = Living(actors={life: Actor(silent=True) for life in lives}, epoch=33)
-    silent = asyncio.run(let_take_over(known, dict.fromkeys(lives, True), 0.01))
+    known = RunningActors(actors={life: Actor(silent=True) for life in lives}, epoch=33)
+    silent = asyncio.run(attach_actors(known, dict.fromkeys(lives, True), 0.01))
     assert set(silent) == {"rollout-0", "trainer"} and "no sign of life" in silent["trainer"]
 
 
@@ -65,8 +65,8 @@ def test_what_is_ordered_again_is_in_the_newest_snapshot_and_no_frame_before_it_
     recorder.close()
     state = world.scheduler.state
     monkeypatch.setattr(Record, "frames", None)
-    survived = survived_of(tmp_path, Transitions())
-    survived.lock.release()
-    assert survived.recovered.began_at is not None and survived.recovered.began_at.position >= 80
-    again = survived.recovered.scheduler.state.orders.reissued(survived.recovered.at)
+    recovery = recovery_of(tmp_path, Transitions())
+    recovery.lock.release()
+    assert recovery.recovered.began_at is not None and recovery.recovered.began_at.position >= 80
+    again = recovery.recovered.scheduler.state.orders.reissued(recovery.recovered.at)
     assert list(again) == list(state.orders.reissued(state.now)) != []

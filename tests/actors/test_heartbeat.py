@@ -42,7 +42,7 @@ class Patient:
     [
         (3, None, Ended("no sign of life for 0.03 s", silent=True)),
         (0, None, Ended("no sign of life for 0.03 s", silent=True)),
-        (3, "its engine died", Ended("its engine died", told=True)),
+        (3, "its engine died", Ended("its engine died", self_reported=True)),
         (3, RayError("gone"), Ended("RayError: gone")),
     ],
     ids=["silent", "silent from the first", "broken", "dead"],
@@ -61,7 +61,7 @@ def test_without_beats_none_is_asked_for() -> None:
         asyncio.get_running_loop().call_soon(actor.over.set)
         return await Pulse(every_s=0.0, missed=3).lost(actor), actor.beats
 
-    assert asyncio.run(story()) == (Ended("its engine died", told=True), 3)
+    assert asyncio.run(story()) == (Ended("its engine died", self_reported=True), 3)
 
 
 def test_no_answer_is_waited_for_without_end() -> None:

@@ -45,11 +45,11 @@ def test_gpus_are_shared_out_and_what_can_never_be_placed_is_refused_with_the_nu
 ) -> None:
     three = cluster_of_gpus.submit(refused, tmp_path, replicas=3, rollout_gpus=2.0).result()
     assert "rollout.replicas" in three
-    assert "each needs 2 GPUs on one node, 6 in all; the nodes have 5: room for 2 of 3" in three
+    assert "each needs 2 GPUs on one node, 6 in total; the nodes have 5: room for 2 of 3" in three
     large = cluster_of_gpus.submit(refused, tmp_path, replicas=1, rollout_gpus=8.0).result()
     assert "room for 0 of 1; fewer GPUs for a replica" in large
     again = cluster_of_gpus.submit(lacking, tmp_path, 3, rollout_gpus=2.0, rollout_spread=True).result()
-    assert again == "each needs 2 GPUs, 6 in all; the nodes have 5: room for 2 of 3"
+    assert again == "each needs 2 GPUs, 6 in total; the nodes have 5: room for 2 of 3"
     assert cluster_of_gpus.submit(shared_out, tmp_path, rollout_gpus=2.0).result() == (2.0, 1.0)
     assert cluster_of_gpus.submit(shared_out, tmp_path, replicas=1, rollout_gpus=5.0).result() == (5.0, 0.0)
     assert cluster_of_gpus.submit(shared_out, tmp_path).result() == (1.0, 1.0)

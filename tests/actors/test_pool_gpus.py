@@ -83,7 +83,7 @@ def test_ranks_have_a_gpu_each_on_one_node_and_the_rest_is_shared(monkeypatch: p
     assert (given.trainer_gpus, given.rollout_gpus) == (4.0, 1.0)
     halved = with_gpus(replace(ranked, trainer_gpus=2.0, rollout_gpus=3.0))
     assert (halved.trainer_gpus, halved.rollout_gpus) == (2.0, 3.0)
-    with pytest.raises(ConfigError, match="its ranks leave 4 GPUs to 2 replicas"):
+    with pytest.raises(ConfigError, match="its ranks leave 4 GPUs for 2 replicas"):
         with_gpus(replace(ranked, rollout_gpus=3.0))
     with pytest.raises(ConfigError, match=r"need 9 GPUs on one node; the largest node has 8.*use at most 8"):
         with_gpus(replace(ranked, trainer_ranks=9))

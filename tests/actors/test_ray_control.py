@@ -74,7 +74,7 @@ def test_a_run_is_scaled_set_drained_and_resumed_as_it_was_left(
         assert cli.main(["drain", str(tmp_path)]) == 0
         assert "the run drains" in capsys.readouterr().out
         last = run.wait()
-        assert (last.outcome, last.reason, run.told) == ("stopped", "asked by engine drain", True)
+        assert (last.outcome, last.reason, run.end_requested) == ("stopped", "asked by engine drain", True)
     assert not (tmp_path / FILE).exists()
     written = [path for path in tmp_path.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
     assert written == [], "the token stood in control.json alone"
@@ -101,7 +101,7 @@ def test_a_silent_run_says_what_it_waits_for_and_a_drain_that_takes_too_long_bec
         until(run, lambda status: status.step_phase == "training")
         said = until(run, lambda status: bool(status.silence)).silence
         assert said.startswith("nothing has changed for ")
-        assert "waited for is the trainer: trains step 0 on 4 groups for " in said
+        assert "the run waits for the trainer: trains step 0 on 4 groups for " in said
         assert re.search(r"replica [01]: generates groups \d+, \d+.*, the oldest for \d+ s", said)
         answer = tell(tmp_path, "it", Drain(reason="spot"))
         assert "for 0.2 s at most" in answer["done"]

@@ -16,7 +16,7 @@ from ray_plans import check_record, events_of, paced, plan, restore_counter
 from test_ray_lives import processes, trained, until_step
 from test_ray_runs import wait_for_no_actors
 
-from engine.actors.detached_actors import find_living
+from engine.actors.detached_actors import find_actors
 from engine.actors.launch import RunHandle, start
 from engine.events import ProcessLost, RunResumed, SchedulerRecovered, StepFailed
 from engine.protocols import Batch
@@ -41,7 +41,7 @@ def slow_to_recover(marker: Path) -> Prompts:
 
 
 def write_all_stacks(run: RunHandle, run_dir: Path) -> None:
-    living = find_living(run._launched.launch)
+    living = find_actors(run._launched.launch)
     assert {source for source, _ in living} == {"rollout-0", "rollout-1", "trainer", "trajectories", "weights"}
     for (source, _), actor in living.items():
         file = stacks_file(run_dir, source)
@@ -94,7 +94,7 @@ def test_a_weights_store_that_hangs_is_found_by_the_limit_of_an_order_that_waits
     assert (status.outcome, status.step) == ("finished", PROMPTS // 4)
     (line,) = said
     assert line.startswith("the weights store is lost: ") and "; it wrote no stacks: state T (stopped)" in line
-    assert "the weights store does not answer, and " in line and "the run begins again from its record" in line
+    assert "the weights store does not answer, and " in line and "the run restarts from its record" in line
     (lost,) = events_of(tmp_path, ProcessLost)
     assert lost.kind == "weights store"
     assert check_record(tmp_path).state.ledger.consumed == PROMPTS
@@ -147,7 +147,7 @@ def test_a_run_stops_what_loops_without_end_and_not_what_waits_for_it(tmp_path: 
     with start(own) as run:
         until_lost(tmp_path, run, "trainer")
         for kind in ("replica", "scorer"):
-            living = {source: actor for (source, _), actor in find_living(run._launched.launch).items()}
+            living = {source: actor for (source, _), actor in find_actors(run._launched.launch).items()}
             living[looping[kind]].__ray_call__.remote(loop)
             until_lost(tmp_path, run, kind)
         reached = next(run.updates()).step

@@ -14,7 +14,7 @@ import pytest
 from ray_plans import plan
 
 from engine.actors.launch import Launched, RunHandle
-from engine.actors.launcher_watch import GCS, RAYLET, RayNode, sessions_of_their_own
+from engine.actors.launcher_watch import GCS, RAYLET, RayNode, separate_sessions
 from engine.errors import RayProcessEnded
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -51,7 +51,7 @@ def test_what_ray_starts_is_in_no_session_of_the_launcher_and_all_else_is() -> N
     def as_ray_does() -> None:
         """Ray starts each of its processes with a function that runs before exec."""
 
-    with sessions_of_their_own(), sleeper(preexec_fn=as_ray_does) as apart:
+    with separate_sessions(), sleeper(preexec_fn=as_ray_does) as apart:
         assert os.getsid(apart.pid) == apart.pid
         assert os.getpgid(apart.pid) == apart.pid
     with sleeper(preexec_fn=as_ray_does) as beside:
@@ -85,7 +85,7 @@ def test_a_run_does_not_begin_again_where_ray_has_ended(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         with pytest.raises(RayProcessEnded, match="cannot be resumed"):
-            run._begin_again("the scheduler is gone", recorded=False)
+            run._relaunch_run("the scheduler is gone", recorded=False)
 
 
 def test_an_answer_is_what_came_before_ray_ended() -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def cut_off(plan: Plan, steps: int) -> tuple[Gate, Plan]:
 def resume(gate: Gate, plan: Any) -> Any:
     gate.open()
     with start(replace(plan, resume=True)) as run:
-        return run.past(), run.wait()
+        return run.history(), run.wait()
 
 
 def trained_in_the_line(run_dir: Path) -> list[tuple[int, tuple[int, ...]]]:
@@ -153,12 +154,13 @@ def engine(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
 
 
 def test_the_command_line_goes_on_after_a_kill(tmp_path: Path) -> None:
-    steps = 40
     config = tmp_path / "small.yaml"
-    config.write_text(yaml.safe_dump(tree(Path("runs"), run={"dir": "runs", "max_steps": steps, "seed": 3})))
+    config.write_text(yaml.safe_dump(tree(Path("runs"), run={"dir": "runs", "max_steps": 10_000, "seed": 3})))
     first = engine("run", "small.yaml", "--plain", cwd=tmp_path)
     assert first.stdout is not None
-    assert any(line.startswith("step=5") for line in first.stdout)
+    said = list(takewhile(lambda line: not line.startswith("step=5"), first.stdout))
+    begun = said.index("starting Ray on this machine\n")
+    assert said[begun + 1] == "starting 1 replica and the trainer, which load the model\n"
     first.send_signal(signal.SIGKILL)
     first.wait()
     lock = held(tmp_path / "runs" / "latest" / "schedule")
@@ -169,7 +171,9 @@ def test_the_command_line_goes_on_after_a_kill(tmp_path: Path) -> None:
     refused = engine("resume", "latest", "--set", "trainer.learning_rate=0.1", cwd=tmp_path)
     said = refused.communicate(timeout=200)[1]
     assert refused.returncode == 2 and "trainer.learning_rate is 0.1: the run began with 0.001" in said
-    again = engine("resume", "latest", "--plain", "--set", "rollout.replicas=2", cwd=tmp_path)
+    steps = len(trained_in_the_line(tmp_path / "runs" / "latest")) + 10
+    changes = ("--set", "rollout.replicas=2", "--set", f"run.max_steps={steps}")
+    again = engine("resume", "latest", "--plain", *changes, cwd=tmp_path)
     said, complained = again.communicate(timeout=300)
     assert again.returncode == 0, said + complained
     assert "resumed from step-0000" in said

@@ -12,7 +12,7 @@ from engine.actors.launcher_watch import RayNode
 from engine.errors import ConfigError, RecordError, RunFailed, RunFinished, StorageFull
 from engine.events import RunInterrupted, StopRequested
 from engine.runtime.plan import Plan
-from engine.runtime.updates import BeginAgain
+from engine.runtime.updates import RelaunchNeeded
 from tests.core.test_recovery import busy
 
 NO_MEMORY = "RolloutActor died: CUDA out of memory"
@@ -29,7 +29,7 @@ class Starts:
         self.said: list[str] = []
         self.run = RunHandle(plan(run_dir), Launched(actor=None, launch="first", metrics_url=None), NO_RAY)
         self.run.note = self.said.append
-        monkeypatch.setattr(running, "RESPITE_S", 0.0)
+        monkeypatch.setattr(running, "RELAUNCH_DELAY_S", 0.0)
         monkeypatch.setattr(Launched, "of", self.start)
         monkeypatch.setattr(Launched, "end", lambda launched: None)
 
@@ -44,8 +44,8 @@ class Starts:
 def test_a_run_that_was_told_to_end_does_not_begin_again(tmp_path: Path) -> None:
     """Also where its scheduler is gone for good before it could say that it was told."""
     run = RunHandle(plan(tmp_path), Launched(actor=None, launch="", metrics_url=None), NO_RAY)
-    run.told = True
-    assert not run._begin_again("the scheduler is gone", recorded=False)
+    run.end_requested = True
+    assert not run._relaunch_run("the scheduler is gone", recorded=False)
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -53,14 +53,14 @@ def test_each_launch_says_what_its_record_does_not(
     recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether there is another launch is decided from the record: `tests/core/test_restarts.py`."""
-    starts = Starts([BeginAgain(NO_MEMORY)] * 7, monkeypatch, tmp_path)
-    assert starts.run._begin_again("the trajectory store is lost", recorded=recorded)
-    reason = f"it could not begin again: {NO_MEMORY}"
+    starts = Starts([RelaunchNeeded(NO_MEMORY)] * 7, monkeypatch, tmp_path)
+    assert starts.run._relaunch_run("the trajectory store is lost", recorded=recorded)
+    reason = f"the run could not restart: {NO_MEMORY}"
     failed = RunInterrupted(reason=reason, launch=True)
     first = None if recorded else RunInterrupted(reason="the trajectory store is lost")
     assert starts.tried == [first, *[failed] * 7] and starts.run._launched.launch == "again"
     assert starts.said == [
-        f"{why}; the run begins again from its record" for why in ("the trajectory store is lost", *[reason] * 7)
+        f"{why}; the run restarts from its record" for why in ("the trajectory store is lost", *[reason] * 7)
     ]
 
 
@@ -72,7 +72,7 @@ def test_a_launch_whose_scheduler_decides_against_it_shows_how_the_run_ended(
     (tmp_path / "schedule").mkdir()
     (tmp_path / "schedule" / "00000000.seg").write_bytes(stopped.recorder.to_bytes())
     starts = Starts([RunFinished("RUN", str(tmp_path), "has ended")], monkeypatch, tmp_path)
-    assert starts.run._begin_again("the scheduler is gone", recorded=False)
+    assert starts.run._relaunch_run("the scheduler is gone", recorded=False)
     assert starts.run.wait().reason == "enough"
 
 
@@ -90,23 +90,23 @@ def test_a_launch_whose_scheduler_decides_against_it_shows_how_the_run_ended(
 def test_what_no_further_start_could_mend_is_raised_at_once(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    starts = Starts([BeginAgain(NO_MEMORY), error], monkeypatch, tmp_path)
+    starts = Starts([RelaunchNeeded(NO_MEMORY), error], monkeypatch, tmp_path)
     with pytest.raises(type(error)):
-        starts.run._begin_again("the trajectory store is lost", recorded=True)
+        starts.run._relaunch_run("the trajectory store is lost", recorded=True)
     assert len(starts.tried) == len(starts.said) == 2
 
 
 def test_a_run_that_is_told_to_end_between_two_starts_is_started_no_further(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    starts = Starts([BeginAgain(NO_MEMORY)], monkeypatch, tmp_path)
+    starts = Starts([RelaunchNeeded(NO_MEMORY)], monkeypatch, tmp_path)
     begin = starts.start
 
     def told(begun: Plan, node: RayNode) -> Launched:
-        starts.run.told = True
+        starts.run.end_requested = True
         return begin(begun, node)
 
     monkeypatch.setattr(Launched, "of", told)
     with pytest.raises(RunFailed, match=NO_MEMORY):
-        starts.run._begin_again("the trajectory store is lost", recorded=True)
+        starts.run._relaunch_run("the trajectory store is lost", recorded=True)
     assert len(starts.tried) == len(starts.said) == 1

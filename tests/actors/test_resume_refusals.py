@@ -15,7 +15,7 @@ from test_run_recovery import SAVED, TRAINED, Scene
 from engine.errors import RecordError, RunDamaged
 from engine.metrics.transitions import Transitions
 from engine.record.log import Entry, closed_entry, store_index
-from engine.runtime.recovery import past_of
+from engine.runtime.recovery import history_of
 from engine.storage.checkpoints import checkpoint_path, save_checkpoint
 from engine.storage.durable_trajectories import DurableStore
 from tests.core.test_recovery import until_trained, world
@@ -40,7 +40,7 @@ def refused(scene: Scene, said: str) -> RecordError:
     run_dir = scene.directory.parent
     before = everything(run_dir)
     with pytest.raises(RecordError, match=said) as caught:
-        scene.past()
+        scene.history()
     assert everything(run_dir) == before, "nothing on the disk is changed"
     return caught.value
 
@@ -71,8 +71,8 @@ def test_a_checkpoint_that_was_saved_and_is_not_there_is_named(
     lose(scene)
     said = refused(scene, f"step-00000{SAVED} is missing, but the record says that it was saved.*--force-from {left}")
     assert isinstance(said, RunDamaged)
-    past = scene.past(force_from=left)
-    assert past.restore.steps == (0 if left == "initial" else 1) and not past.event(replicas=1).kept
+    history = scene.history(force_from=left)
+    assert history.restore.steps == (0 if left == "initial" else 1) and not history.event(replicas=1).kept
 
 
 def test_in_memory_a_checkpoint_that_is_not_there_is_named_too(scene: Scene) -> None:
@@ -94,9 +94,9 @@ def test_an_older_checkpoint_that_is_not_there_is_told_and_not_needed(tmp_path: 
         save_checkpoint(trainer, tmp_path / "checkpoints", steps)
     chosen = replace(plan(tmp_path), restore_trainer=restore_mortal, trajectories="memory")
     for told in ("resumed from step-000004, after", "step-000002 was saved and is missing, but it is not needed"):
-        past = past_of(chosen, Transitions())
-        past.lock.release()
-        assert told in str(past) and past.restore.steps == 4
+        history = history_of(chosen, Transitions())
+        history.lock.release()
+        assert told in str(history) and history.restore.steps == 4
         shutil.rmtree(checkpoint_path(tmp_path / "checkpoints", 2), ignore_errors=True)
 
 
@@ -104,7 +104,7 @@ def test_newest_segments_of_the_record_that_are_missing_are_named(scene: Scene) 
     schedule = scene.directory.parent / "schedule"
     store_index(schedule, [closed_entry(schedule / "00000000.seg", 0), Entry(99)])
     refused(scene, f"{schedule / '00000001.seg'} is missing, but index.json lists it")
-    assert scene.past(force_from="step-000002").restore.steps == SAVED
+    assert scene.history(force_from="step-000002").restore.steps == SAVED
 
 
 def test_a_record_that_ends_before_a_checkpoint_lacks_its_newest_events(scene: Scene) -> None:
@@ -113,8 +113,8 @@ def test_a_record_that_ends_before_a_checkpoint_lacks_its_newest_events(scene: S
     save_checkpoint(trainer, checkpoints(scene), trainer.steps)
     newest = f"step-00000{TRAINED + 2}"
     refused(scene, f"ends after {TRAINED} train steps, but {newest} holds {TRAINED + 2}: the newest events are missing")
-    past = scene.past(force_from="step-000002")
-    assert past.restore.steps == SAVED
+    history = scene.history(force_from="step-000002")
+    assert history.restore.steps == SAVED
     assert (checkpoints(scene) / f".{newest}-left-1" / "steps").read_text() == str(TRAINED + 2)
 
 
@@ -124,7 +124,7 @@ def test_trajectories_that_are_not_there_are_named(scene: Scene, empty: bool) ->
     if empty:
         scene.directory.mkdir()
     refused(scene, f"{scene.directory} {'holds no trajectories' if empty else 'is missing'}, but the record refers to")
-    assert not scene.past(force_from="step-000002").event(replicas=1).kept
+    assert not scene.history(force_from="step-000002").event(replicas=1).kept
 
 
 def test_a_store_with_a_torn_end_is_not_cut_before_all_is_found(scene: Scene) -> None:
@@ -147,16 +147,16 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(scene: Scene, whe
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(Exception, match="is a FIFO, but must be a regular file"):
-        scene.past()
+        scene.history()
 
 
 def test_to_begin_anew_everything_is_put_aside(scene: Scene) -> None:
     run_dir = scene.directory.parent
     before = everything(run_dir)
     rows = (run_dir / "metrics.jsonl").read_text()
-    past = scene.past(force_from="initial")
-    assert past.restore.checkpoint is None and past.restore.steps == 0
-    event = past.event(replicas=1)
+    history = scene.history(force_from="initial")
+    assert history.restore.checkpoint is None and history.restore.steps == 0
+    event = history.event(replicas=1)
     assert event.steps == 0 and not event.kept
     assert (run_dir / "metrics.jsonl").read_text() == ""
     assert (run_dir / ".metrics.jsonl-left-1").read_text() == rows
@@ -167,7 +167,7 @@ def test_to_begin_anew_everything_is_put_aside(scene: Scene) -> None:
             prefix = "checkpoints/" if name.startswith("checkpoints/") else ""
             moved = f"{prefix}.{first}-left-1" + (f"/{rest}" if rest else "")
             assert after[moved] == (inode, data), f"{name} is where nobody takes it for the run's"
-    told = str(past)
+    told = str(history)
     for name in (".step-000001-left-1", ".step-000002-left-1", ".trajectories-left-1", ".metrics.jsonl-left-1"):
         assert name in told
 
@@ -176,9 +176,9 @@ def test_rows_of_steps_that_the_record_does_not_know_are_copied_aside(scene: Sce
     path = scene.directory.parent / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "optimizer_steps": 2}) + "\n" for step in range(TRAINED + 5)))
     whole = path.read_text()
-    past = scene.past()
-    assert past.event(replicas=1).kept
+    history = scene.history()
+    assert history.event(replicas=1).kept
     assert len(path.read_text().splitlines()) == TRAINED
     assert (scene.directory.parent / ".metrics.jsonl-left-1").read_text() == whole
-    assert ".metrics.jsonl-left-1" in str(past)
-    assert scene.past().aside == (), "and once only"
+    assert ".metrics.jsonl-left-1" in str(history)
+    assert scene.history().aside == (), "and once only"

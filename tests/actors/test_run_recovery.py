@@ -14,7 +14,7 @@ from engine.metrics.transitions import Transitions
 from engine.record import read, replay
 from engine.runtime.local import response
 from engine.runtime.plan import Plan
-from engine.runtime.recovery import Past, past_of
+from engine.runtime.recovery import RunHistory, history_of
 from engine.states.group import Group, phase_of
 from engine.states.machine import Phase
 from engine.states.state import State
@@ -77,10 +77,10 @@ class Scene:
                 store.put(group, kept, pack_group(group_of(group)))
         store.close()
 
-    def past(self, **changes: object) -> Past:
-        past = past_of(replace(self.plan, **changes), Transitions())  # type: ignore[arg-type]
-        past.lock.release()
-        return past
+    def history(self, **changes: object) -> RunHistory:
+        history = history_of(replace(self.plan, **changes), Transitions())  # type: ignore[arg-type]
+        history.lock.release()
+        return history
 
     def held(self) -> set[int]:
         store = DurableStore(self.directory, fresh=False)
@@ -100,16 +100,16 @@ def scene(tmp_path: Path) -> Scene:
 
 def test_where_all_is_there_the_steps_since_the_checkpoint_are_trained_again(scene: Scene) -> None:
     scene.fill()
-    past = scene.past()
-    event = past.event(replicas=1)
+    history = scene.history()
+    event = history.event(replicas=1)
     assert event.kept and (event.steps, event.missing, event.consumed) == (TRAINED, (), ())
-    assert past.restore.checkpoint == str(checkpoint_path(scene.directory.parent / "checkpoints", SAVED))
-    assert (past.restore.steps, past.restore.reaches, past.restore.optimizer_steps) == (SAVED, TRAINED, SAVED)
-    (redo,) = past.restore.redo
+    assert history.restore.checkpoint == str(checkpoint_path(scene.directory.parent / "checkpoints", SAVED))
+    assert (history.restore.steps, history.restore.reaches, history.restore.optimizer_steps) == (SAVED, TRAINED, SAVED)
+    (redo,) = history.restore.redo
     assert (redo.step, redo.groups, len(redo.staleness)) == (SAVED, scene.trained, 2)
     assert redo.reports, "what the trainer said of it was not written down"
     assert scene.held() == {*scene.trained, *scene.formed, scene.ready}, "what nobody wants any more is let go"
-    assert "1 step is trained again" in str(past)
+    assert "1 step is trained again" in str(history)
 
 
 def test_a_step_whose_row_is_there_is_not_reported_again_unless_it_is_under_way(scene: Scene) -> None:
@@ -117,7 +117,7 @@ def test_a_step_whose_row_is_there_is_not_reported_again_unless_it_is_under_way(
     path = scene.directory.parent / "metrics.jsonl"
     rows = [{"step": step, "optimizer_steps": 2} for step in range(TRAINED + 1)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (redo,) = scene.past().restore.redo
+    (redo,) = scene.history().restore.redo
     assert not redo.reports
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(TRAINED))
 
@@ -132,8 +132,8 @@ def test_a_ready_group_that_is_not_there_as_it_was_is_missing(scene: Scene, how:
         store = DurableStore(scene.directory, fresh=False)
         store.put(scene.ready, scene.state.groups[scene.ready].attempt, pack_group(group_of(scene.ready, "")))
         store.close()
-    past = scene.past()
-    assert past.missing == (scene.ready,) == past.event(replicas=1).missing
+    history = scene.history()
+    assert history.missing == (scene.ready,) == history.event(replicas=1).missing
 
 
 @pytest.mark.parametrize("whose", ["trained", "formed"])
@@ -142,14 +142,14 @@ def test_where_a_batch_is_not_whole_the_run_branches_only_when_it_is_told_to(sce
     scene.fill(without=[lost])
     before = {path.name: path.read_bytes() for path in scene.directory.iterdir()}
     with pytest.raises(RunDamaged, match=rf"{scene.directory} lacks group {lost} .*--force-from step-000002"):
-        scene.past()
-    past = scene.past(force_from="step-000002")
-    event = past.event(replicas=1)
+        scene.history()
+    history = scene.history(force_from="step-000002")
+    event = history.event(replicas=1)
     assert not event.kept and event.steps == SAVED and set(event.consumed) == set(scene.trained)
     assert scene.held() == set()
     aside = scene.directory.parent / ".trajectories-left-1"
     assert {path.name: path.read_bytes() for path in aside.iterdir()} == before, "moved, not touched"
-    assert "put aside: .trajectories-left-1" in str(past)
+    assert "set aside: .trajectories-left-1" in str(history)
 
 
 @pytest.mark.parametrize("later", [0, 1])
@@ -162,8 +162,8 @@ def test_a_prefix_of_weights_that_the_record_does_not_know_of_begins_again(scene
     prefix = group_of(group.id, "", version=scene.state.latest_version + later)
     store.put(group.id, group.attempt, pack_group(prefix))
     store.close()
-    past = scene.past()
-    assert past.missing == (group.id,) * later == past.event(replicas=1).missing
+    history = scene.history()
+    assert history.missing == (group.id,) * later == history.event(replicas=1).missing
 
 
 def test_a_formed_batch_of_another_attempt_is_not_the_one_that_was_recorded(scene: Scene) -> None:
@@ -172,8 +172,8 @@ def test_a_formed_batch_of_another_attempt_is_not_the_one_that_was_recorded(scen
     store = DurableStore(scene.directory, fresh=False)
     store.put(other, scene.state.groups[other].attempt - 1, pack_group(group_of(other)))
     store.close()
-    with pytest.raises(RunDamaged, match=f"lacks group {other} of the batch that is formed for train step {TRAINED}"):
-        scene.past()
+    with pytest.raises(RunDamaged, match=f"lacks group {other} of the batch for train step {TRAINED}"):
+        scene.history()
 
 
 @pytest.mark.parametrize("saved", [SAVED, TRAINED + 1])
@@ -188,9 +188,9 @@ def test_a_step_that_is_trained_and_not_finished_is_trained_again_only_where_no_
     trainer = Mortal(scene.directory.parent, ())
     trainer.steps = saved
     save_checkpoint(trainer, scene.directory.parent / "checkpoints", saved)
-    past = scene.past()
-    assert past.event(replicas=1).kept
-    assert [redo.step for redo in past.restore.redo] == list(range(saved, TRAINED + 1))
+    history = scene.history()
+    assert history.event(replicas=1).kept
+    assert [redo.step for redo in history.restore.redo] == list(range(saved, TRAINED + 1))
 
 
 def test_a_torn_end_is_told_and_what_it_held_is_missing(scene: Scene) -> None:
@@ -200,8 +200,8 @@ def test_a_torn_end_is_told_and_what_it_held_is_missing(scene: Scene) -> None:
     store.close()
     path = max(scene.directory.iterdir())
     path.write_bytes(path.read_bytes()[:-5])
-    past = scene.past()
-    assert past.missing == (scene.ready,) and f"cut: {path}: torn after byte" in str(past)
+    history = scene.history()
+    assert history.missing == (scene.ready,) and f"cut: {path}: torn after byte" in str(history)
 
 
 def test_a_damaged_store_is_refused_with_what_to_do_and_a_forced_checkpoint_does_without(scene: Scene) -> None:
@@ -210,26 +210,26 @@ def test_a_damaged_store_is_refused_with_what_to_do_and_a_forced_checkpoint_does
     whole = path.read_bytes()
     path.write_bytes(whole[:60] + bytes([whole[60] ^ 1]) + whole[61:])
     with pytest.raises(RecordError, match=rf"{path}: at byte 20: .*--force-from step-000002"):
-        scene.past()
+        scene.history()
     with pytest.raises(
         ConfigError, match=r"--force-from 'step-000003' .*use one of: step-000001, step-000002, initial"
     ):
-        scene.past(force_from="step-000003")
-    past = scene.past(force_from="step-000001")
-    assert past.restore.steps == 1 and not past.event(replicas=1).kept and scene.held() == set()
+        scene.history(force_from="step-000003")
+    history = scene.history(force_from="step-000001")
+    assert history.restore.steps == 1 and not history.event(replicas=1).kept and scene.held() == set()
     aside = scene.directory.parent / "checkpoints" / ".step-000002-left-1"
     assert (aside / "steps").read_text() == "2", "the newer one is put aside, not touched"
 
 
 def test_in_memory_nothing_is_kept(scene: Scene) -> None:
     scene.fill()
-    assert not scene.past(trajectories="memory").event(replicas=1).kept
+    assert not scene.history(trajectories="memory").event(replicas=1).kept
 
 
 def test_trajectories_are_put_aside_where_the_run_goes_on_without_them(scene: Scene) -> None:
     """Their groups begin again, and count their attempts from 1 again."""
     scene.fill()
-    assert not scene.past(trajectories="memory").event(replicas=1).kept
+    assert not scene.history(trajectories="memory").event(replicas=1).kept
     assert not scene.directory.exists() and scene.held() == set()
 
 
@@ -244,9 +244,9 @@ def test_a_group_that_an_added_state_works_on_keeps_its_tokens(tmp_path: Path) -
     store = DurableStore(run_dir / "trajectories")
     store.put(group, made.scheduler.state.groups[group].attempt - 1, pack_group(group_of(group)))
     store.close()
-    past = past_of(plan(run_dir), Transitions())
-    past.lock.release()
-    assert past.missing is not None and group not in past.missing
+    history = history_of(plan(run_dir), Transitions())
+    history.lock.release()
+    assert history.missing is not None and group not in history.missing
 
 
 def test_what_the_record_does_not_know_of_yet_is_let_go(scene: Scene) -> None:
@@ -257,34 +257,34 @@ def test_what_the_record_does_not_know_of_yet_is_let_go(scene: Scene) -> None:
     store.put(running, scene.state.groups[running].attempt + 2, pack_group(group_of(running)))
     store.put(scene.ready, scene.state.groups[scene.ready].attempt + 1, pack_group(group_of(scene.ready)))
     store.close()
-    past = scene.past()
-    assert past.missing == (scene.ready,)
+    history = scene.history()
+    assert history.missing == (scene.ready,)
     assert scene.held() == {*scene.trained, *scene.formed}
 
 
 def test_an_interruption_is_recorded_and_the_record_decides_whether_the_run_begins_again(scene: Scene) -> None:
-    def interrupted(number: int) -> Past:
-        return scene.past(again=True, interrupted=RunInterrupted(reason=f"launch {number} failed", launch=True))
+    def interrupted(number: int) -> RunHistory:
+        return scene.history(again=True, interrupted=RunInterrupted(reason=f"launch {number} failed", launch=True))
 
     scene.fill()
 
     for number in range(5):
-        past = interrupted(number)
-        assert past.recovered.scheduler.state.restarts == number + 1
-        assert past.event(1, again=True).again and past.after.torn is None
+        history = interrupted(number)
+        assert history.recovered.scheduler.state.restarts == number + 1
+        assert history.event(1, again=True).again and history.after.torn is None
     with pytest.raises(RunFinished, match="launch 5 failed; the run restarted 5 times without a train step"):
         interrupted(5)
     assert replay(read(scene.directory.parent / "schedule")).divergence is None
     told = [event.reason for event in events_of(scene.directory.parent, RunInterrupted)]
     assert told == [f"launch {number} failed" for number in range(6)]
-    assert scene.past().event(1).again is False, "a user may resume it"
+    assert scene.history().event(1).again is False, "a user may resume it"
 
 
 def test_an_interruption_of_a_run_that_begins_again_already_is_not_recorded(scene: Scene) -> None:
     scene.fill()
     died = RunInterrupted(reason="the scheduler died")
     for _ in range(2):
-        assert scene.past(again=True, interrupted=died).recovered.scheduler.state.restarts == 1
+        assert scene.history(again=True, interrupted=died).recovered.scheduler.state.restarts == 1
     assert len(events_of(scene.directory.parent, RunInterrupted)) == 1
 
 
@@ -292,6 +292,6 @@ def test_a_torn_end_is_cut_once_when_an_interruption_is_recorded_behind_it(scene
     scene.fill()
     path = scene.directory.parent / "schedule" / "00000000.seg"
     path.write_bytes(path.read_bytes()[:-3])
-    past = scene.past(again=True, interrupted=RunInterrupted(reason="the scheduler died"))
-    assert past.recovered.torn is None and past.recovered.scheduler.state.restarts == 1
+    history = scene.history(again=True, interrupted=RunInterrupted(reason="the scheduler died"))
+    assert history.recovered.torn is None and history.recovered.scheduler.state.restarts == 1
     assert replay(read(path.parent)).divergence is None

@@ -14,7 +14,7 @@ from engine.storage.durable_trajectories import StorePolicy
 
 
 def store(directory: Path, **policy: Any) -> TrajectoryStoreActor:
-    alone = PackedPlan(directory="", path=(), data=b"", launch="", lasts=False, orphan_s=0.0, run_dir=None)
+    alone = PackedPlan(directory="", path=(), data=b"", launch="", detached=False, orphan_s=0.0, run_dir=None)
     return TrajectoryStoreActor(alone, None, directory, StorePolicy(**policy))
 
 

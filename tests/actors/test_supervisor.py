@@ -230,7 +230,7 @@ async def test_weights_are_handed_over_by_the_trainer_that_there_is(
 ) -> None:
     scene = Scene(tmp_path, cluster)
     if not there:
-        with pytest.raises(EngineError, match="there is no trainer"):
+        with pytest.raises(EngineError, match="no trainer is running"):
             await scene.supervisor.hand_over(4)
         return
     scene.start(TRAINER, 0, 1)
@@ -534,7 +534,7 @@ async def test_a_store_that_says_that_it_is_full_is_lost_for_good_and_a_gateway_
     lost = scene.events[-1]
     full = bool(says) and kind != GATEWAY
     assert isinstance(lost, ProcessLost) and (lost.kind, lost.final) == (kind, full)
-    assert lost.reason == ("it cannot store anything more: " if full else "") + (says or "RayError: it died")
+    assert lost.reason == ("it can no longer store data: " if full else "") + (says or "RayError: it died")
     assert cluster.killed == [], "whoever has started it ends it"
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from engine.rollout.sent_weights import Manifest, Offer
+from engine.rollout.sent_weights import Offer
 from engine.rollout.torch import transfer
+from engine.shared_weights import Manifest
 
 HOST = "127.0.0.1"
 LARGE = 1 << 20
@@ -68,8 +69,9 @@ def take(offered: Offer) -> list[str]:
 def large_offer(port: int, timeout_s: float) -> Offer:
     manifest = Manifest(tensors=(("uint8", (LARGE,)),), names=(("large", 0),))
     return Offer(
-        host=HOST, port=port, manifest=manifest, backend="gloo", bucket_bytes=LARGE // HALVES, timeout_s=timeout_s
-    )
+        host=HOST, port=port, manifest=manifest, publication=f"large-{port}", backend="gloo",
+        bucket_bytes=LARGE // HALVES, timeout_s=timeout_s,
+    )  # fmt: skip
 
 
 def send_half(parent: Connection, deadly: bool) -> None:
@@ -78,6 +80,7 @@ def send_half(parent: Connection, deadly: bool) -> None:
     offered = large_offer(listener.getsockname()[1], 60.0)
     parent.send(offered)
     with transfer.joined(offered, transfer.SENDER, listener) as channel:
+        channel.receive([torch.empty(1, dtype=torch.uint8)])
         channel.send([torch.zeros(LARGE // HALVES, dtype=torch.uint8)])
         end(parent, deadly)
 
@@ -87,6 +90,7 @@ def receive_half(parent: Connection, deadly: bool) -> None:
     parent.send("up")
     offered: Any = replace(parent.recv(), timeout_s=60.0)
     with transfer.joined(offered, transfer.RECEIVER) as channel:
+        channel.send([torch.ones(1, dtype=torch.uint8)])
         channel.receive([torch.empty(LARGE // HALVES, dtype=torch.uint8)])
         end(parent, deadly)
 

@@ -59,10 +59,19 @@ AT_REST = "the test wants it to rest"
 class Adversary:
     """Executor whose every effect waits until the test asks for it."""
 
-    def __init__(self, limits: Limits, policies: PolicySet, prompts: int, slots: int, snapshot_every: int = 0) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        policies: PolicySet,
+        prompts: int,
+        slots: int,
+        snapshot_every: int = 0,
+        samples: int = 1,
+    ) -> None:
         self.limits = limits
         self.prompts = prompts
         self.slots = slots
+        self.samples = samples
         self.drawn = 0
         self.time = 0.0
         self.store = SimStore(lambda group: 1 + group * 7 % 5)
@@ -216,8 +225,12 @@ class Adversary:
         incarnation = self.starting.pop((REPLICA, id), 1 if known is None else known.incarnation + 1)
         self.incarnations[id] = incarnation
         self.down.pop(id, None)
-        self.replicas[id] = SimReplica(id, incarnation, self.slots, 0, self.store, self._post(id))
-        self._post(id)(ProcessUp(kind=REPLICA, index=id, incarnation=incarnation, slots=self.slots, version=0))
+        self.replicas[id] = SimReplica(id, incarnation, self.slots, 0, self.store, self._post(id), self.samples)
+        self._post(id)(
+            ProcessUp(
+                kind=REPLICA, index=id, incarnation=incarnation, slots=self.slots, samples=self.samples, version=0
+            )
+        )  # fmt: skip
 
     def come_up(self, process: tuple[str, int]) -> None:
         """Any process that was ordered to start is up."""

@@ -35,6 +35,7 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    GroupProgressed,
     OrderDone,
     PrefixStored,
     PublishFailed,
@@ -71,6 +72,8 @@ class SimGroup:
     """Number of tokens when its prefixes were last stored."""
     stuck: bool = False
     """This attempt gets no more tokens."""
+    ended: int = 0
+    """Trajectories that it has reported as ended."""
     since: float = NEVER
     """Time of `progress`, in seconds of the caller's clock."""
 
@@ -120,11 +123,13 @@ class SimReplica:
     """One incarnation of a rollout engine."""
 
     def __init__(
-        self, id: ReplicaId, incarnation: Incarnation, slots: int, version: Version, store: SimStore, emit: Emit
-    ) -> None:
+        self, id: ReplicaId, incarnation: Incarnation, slots: int, version: Version, store: SimStore, emit: Emit,
+        samples: int = 1,
+    ) -> None:  # fmt: skip
         self.id = id
         self.incarnation = incarnation
         self.slots = slots
+        self.samples = samples
         self.version = version
         self.store = store
         self.emit = emit
@@ -188,6 +193,8 @@ class SimReplica:
             group.spans = list(self.store.spans.get(command.group, ()))  # dropped meanwhile: an abort is on its way
             group.progress = group.tokens
         self.groups[command.group] = group
+        running = sum(self.samples - one.ended for one in self.groups.values()) + self.samples * len(self.measuring)
+        assert running <= self.slots * self.samples, f"law 2: replica {self.id} generates {running} trajectories"
         if self.is_behind(group):
             self._cut(command.group)
             return
@@ -213,6 +220,16 @@ class SimReplica:
             GroupGenerated(
                 group=id, attempt=group.attempt, replica=self.id, incarnation=self.incarnation, tokens=group.tokens,
                 oldest_version=oldest, newest_version=newest, live=live, reward_mean=0.5, reward_spread=spread,
+            )
+        )  # fmt: skip
+
+    def report_ended(self, id: GroupId, ended: int) -> None:
+        """Report that at least `ended` trajectories of a group have ended, if that is more than before."""
+        group = self.groups[id]
+        group.ended = max(group.ended, min(ended, self.samples))
+        self.emit(
+            GroupProgressed(
+                group=id, attempt=group.attempt, replica=self.id, incarnation=self.incarnation, finished=group.ended
             )
         )  # fmt: skip
 
@@ -243,10 +260,11 @@ class SimReplica:
             return
         rewards = [row_reward(row, self.version) for row in range(order.first, order.first + order.count)]
         measured = [reward for reward in rewards if reward is not None]
+        rows = tuple(order.first + place for place, reward in enumerate(rewards) if reward is not None)
         self.emit(
             RowsMeasured(
                 **place, version=self.version, measured=len(measured), right=sum(r >= 1.0 for r in measured),
-                reward=sum(measured),
+                reward=sum(measured), rows=rows, rewards=tuple(measured), answers=(0,) * len(rows),
             )
         )  # fmt: skip
 

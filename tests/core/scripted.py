@@ -19,6 +19,7 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    GroupProgressed,
     PrefixStored,
     ProcessProbed,
     ProcessUp,
@@ -50,6 +51,7 @@ class Scripted:
         *,
         replicas: int = 1,
         slots: int = 100,
+        samples: int = 1,
         prompts: int = 1000,
         policies: dict[str, str] | None = None,
         answers_draws: bool = True,
@@ -70,7 +72,7 @@ class Scripted:
         """Restored from a snapshot of the scheduler. It must decide as the scheduler does."""
         self.tell(RunStarted(replicas=replicas))
         for id in range(replicas):
-            self.tell(ProcessUp(kind="replica", index=id, incarnation=1, slots=slots, version=0))
+            self.tell(ProcessUp(kind="replica", index=id, incarnation=1, slots=slots, samples=samples))
         self.orders = [order for order in self.orders if not isinstance(order, StartProcess)]
 
     def tell(self, event: Event, at: float | None = None) -> list[Command]:
@@ -133,6 +135,16 @@ class Scripted:
 
     def keep_prefix(self, *groups: int, tokens: int = 5) -> None:
         self._report(PrefixStored, groups, tokens)
+
+    def end_trajectories(self, id: int, finished: int) -> list[Command]:
+        """`finished` trajectories of a running group have ended."""
+        group = self.state.groups[id]
+        replica = self.state.fleet.replicas[group.replica]
+        return self.tell(
+            GroupProgressed(
+                group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, finished=finished
+            )
+        )  # fmt: skip
 
     def _report(self, kind: type[GroupAborted | PrefixStored], groups: tuple[int, ...], tokens: int) -> None:
         for id in groups:

@@ -239,7 +239,7 @@ def test_a_state_policy_in_error_is_named_and_with_builtin_every_group_enters(ow
     [
         ({"machine": "step"}, "machine is 'step', but must be group: only prompt groups"),
         ({"phase": "ready"}, "a train step may take a ready group.*; use parked"),
-        ({"phase": "running"}, "law 2 would count a slot that this one has left"),
+        ({"phase": "running"}, "law 2 would count a slot that this group no longer has"),
         ({"phase": "waiting"}, "law 4 would not count"),
         ({"phase": "idle"}, "is not a phase"),
         ({"between": ("queued", "generating")}, "lies between a group's last token and its train step"),
@@ -304,3 +304,9 @@ def test_a_state_that_nobody_added_is_refused_with_the_nearest_name() -> None:
 def test_the_order_to_do_the_work_is_recorded() -> None:
     order = EnterState(group=3, attempt=2, state="weighing", cause=7)
     assert decode_command(encode_command(order), 7) == order
+
+
+@pytest.mark.parametrize("concurrency", [0, 1.5, True])
+def test_a_state_works_on_a_whole_number_of_groups(concurrency: Any) -> None:
+    with pytest.raises(ConfigError, match=r"scheduler\.states\.judged\.concurrency"):
+        AddedState(name="judged", concurrency=concurrency)

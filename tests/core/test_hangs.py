@@ -84,7 +84,7 @@ def test_groups_that_are_stuck_are_cut_short_and_go_on(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_a_world_whose_agents_hang_recovers_or_ends_within_the_limits(seed: int) -> None:
     timeouts = every(100.0, cut_s=5.0)
-    world = a_world(seed, timeouts, Faults(hang=0.004))
+    world = a_world(seed, timeouts, Faults(hang=0.004), keeps_batches=True)
     calm = a_world(seed, timeouts, Faults())
     assert calm.run().outcome == "finished"
     outcome = world.run()
@@ -188,7 +188,7 @@ def test_whatever_hangs_is_stopped_in_time_and_another_carries_on(
     assert 0 <= (world.stopped_at or world.time) - world.hung_at <= longest + timeouts.cut_s + ahead
     assert world.seen["StopProcess"] == (kind != "data source")
     if end == "finished":
-        assert world.stopped_at < world.up_at < world.stopped_at + 60.0 + 2 * train_s, "it trains two steps again"
+        assert world.stopped_at < world.up_at < world.stopped_at + 60.0 + 2 * 1.5 * train_s, "it trains two steps again"
     else:
         assert f"{kind}{' 0' * (kind == 'replica')} exceeded its time limit of" in last.reason
 

@@ -120,10 +120,13 @@ class AnyOrder(RuleBasedStateMachine):
         names=any_policies(),
         prompts=st.integers(1, 24),
         slots=st.integers(1, 4),
+        samples=st.integers(1, 4),
         replicas=st.integers(1, 3),
     )
-    def begin(self, limits: Limits, names: dict[str, str], prompts: int, slots: int, replicas: int) -> None:
-        self.world = Adversary(limits, policies.PolicySet.from_names(names), prompts, slots)
+    def begin(
+        self, limits: Limits, names: dict[str, str], prompts: int, slots: int, samples: int, replicas: int
+    ) -> None:
+        self.world = Adversary(limits, policies.PolicySet.from_names(names), prompts, slots, samples=samples)
         self.replicas = max(replicas, limits.validators().stop)
         for id in range(self.replicas):
             self.world.join(id)
@@ -155,6 +158,13 @@ class AnyOrder(RuleBasedStateMachine):
         if not replica.frozen:
             replica.sample(group, tokens)
             replica.finish(group, spread=spread)
+
+    @rule(choice=ANY, ended=st.integers(0, 4))
+    @precondition(lambda self: self.world.running())
+    def report_ended(self, choice: int, ended: int) -> None:
+        running = self.world.running()
+        replica, group = running[choice % len(running)]
+        replica.report_ended(group, ended)
 
     @rule(choice=ANY)
     @precondition(lambda self: self.world.running())

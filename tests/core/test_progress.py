@@ -7,6 +7,7 @@ import pytest
 
 from engine import policies
 from engine.commands import FinishRun, ParkGroup, SaveCheckpoint, SetTimer, TrainStep
+from engine.errors import ConfigError
 from engine.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -23,6 +24,7 @@ from engine.record.frames import Header
 from engine.record.reader import read
 from engine.record.recorder import MemoryRecorder
 from engine.record.replayer import replay
+from engine.scheduling.settings import changed_limits
 from engine.simulation.proof import prove
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, Pool, ValidationLimits
@@ -325,3 +327,67 @@ def test_a_run_whose_stragglers_were_all_dropped_has_failed() -> None:
 def test_a_run_without_prompts_is_finished() -> None:
     (end,) = small(prompts=0).ordered(FinishRun)
     assert (end.outcome, end.reason) == ("finished", "0 train steps")
+
+
+# rewards that fail too often
+
+
+def judged(outcomes: str, **others: object) -> Scripted:
+    """Attempts in order: `.` ends with rewards, `x` fails on its data, `i` on its replica."""
+    run = small(prompts=1000, data_attempts=1000, infrastructure_attempts=1000, **{"max_failure_share": 0.25, **others})
+    for outcome in outcomes:
+        group = run.running()[0]
+        if outcome == ".":
+            run.finish(group)
+            while run.state.training_step is not None:
+                run.train()
+                run.publish()
+                run.install()
+        else:
+            run.fail(group, cause="data" if outcome == "x" else "infrastructure")
+    return run
+
+
+def test_a_run_whose_rewards_fail_too_often_ends_by_name() -> None:
+    run = judged("...x" * 16)
+    assert not run.ordered(FinishRun), "a quarter is allowed"
+    run.fail(run.running()[0], cause="data")
+    (end,) = run.ordered(FinishRun)
+    assert end.outcome == "failed"
+    assert end.reason == (
+        "17 of the latest 65 attempts failed on their reward or their data, more than reward.max_failure_share = 0.25: "
+        "training without them would bias the data; last error: no number"
+    )
+    run.tell(RunResumed(steps=run.state.steps_trained, replicas=1, consumed=(), released=(), kept=True))
+    assert (run.state.judged, run.state.misjudged) == (0, 0) and len(run.ordered(FinishRun)) == 1
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "others"),
+    [
+        ("x" * 15 + "." * 40, {}),
+        ("x" * 63, {}),
+        ("." * 48 + "i" * 60, {}),
+        (".x" * 40, {"max_failure_share": None}),
+        (".x" * 40, {"max_failure_share": 0.5}),
+    ],
+)
+def test_a_run_continues_with_fewer_failures(outcomes: str, others: dict[str, object]) -> None:
+    assert not judged(outcomes, **others).ordered(FinishRun)
+
+
+def test_only_the_latest_attempts_count() -> None:
+    run = judged("." * 500 + "x" * 30, max_failure_share=0.25)
+    assert run.ordered(FinishRun), "of all, 6 % have failed; of the latest, a quarter"
+    assert run.state.judged < 128
+
+
+def test_the_share_may_be_changed_while_the_run_runs() -> None:
+    run = judged("...x" * 16)
+    run.tell(SettingChanged(setting="reward.max_failure_share", value="0.1"))
+    assert run.ordered(FinishRun)[0].outcome == "failed"
+    assert changed_limits(run.state.limits, "reward.max_failure_share", "null").max_failure_share is None
+    with pytest.raises(
+        ConfigError, match=r"reward\.max_failure_share is 2\.0, but must be a number from 0 to 1, or null"
+    ):
+        changed_limits(run.state.limits, "reward.max_failure_share", "2")

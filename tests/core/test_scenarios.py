@@ -100,6 +100,40 @@ def test_slots_bound_each_replica_and_load_is_even() -> None:
     assert [(s.group, s.replica) for s in run.starts()] == [(0, 0), (1, 1)]
 
 
+def test_ended_trajectories_of_several_groups_make_room_for_the_next_group() -> None:
+    run = small(slots=2, samples=4)
+    assert [start.group for start in run.starts()] == [0, 1]
+    run.end_trajectories(0, 3)
+    assert not [order for order in run.end_trajectories(0, 2) if isinstance(order, StartGroup)], "an older report"
+    assert [start.group for start in run.starts()] == [0, 1], "three trajectories are not a group"
+    run.end_trajectories(1, 1)
+    assert [start.group for start in run.starts()] == [0, 1, 2]
+    run.end_trajectories(1, 4)
+    assert [start.group for start in run.starts()] == [0, 1, 2], "7 of 8 are not two groups"
+    run.end_trajectories(0, 4)
+    assert [start.group for start in run.starts()] == [0, 1, 2, 3], "both wait only for their rewards"
+    run.finish(0)
+    assert [start.group for start in run.starts()] == [0, 1, 2, 3], "the replica gave its slot away before"
+    run.abort(1, 2, 3)
+    resumed = [order.group for order in run.orders if isinstance(order, ResumeGroup)]
+    assert resumed == [1, 2, 3][: len(resumed)] and len(resumed) == 2, "after an abort each counts in full again"
+
+
+def test_more_ended_trajectories_than_a_group_has_are_a_defect() -> None:
+    run = small(slots=2, samples=4)
+    with pytest.raises(InvariantViolated, match="more trajectories ended than the group has"):
+        run.end_trajectories(0, 5)
+
+
+def test_the_dispatch_counts_the_trajectories_that_have_not_ended() -> None:
+    run = small(replicas=2, slots=2, samples=4)
+    assert [(s.group, s.replica) for s in run.starts()] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    run.end_trajectories(2, 4)
+    run.end_trajectories(3, 1)
+    run.finish(0)
+    assert [*run.starts()][-1].replica == 1, "three trajectories there, four on the other"
+
+
 def test_a_short_step_is_charged_in_full() -> None:
     run = small(policies={"deadline": "shrink"}, prompts=100)
     run.finish(0, 1)

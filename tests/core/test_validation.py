@@ -7,11 +7,21 @@ from typing import Any
 
 import pytest
 
-from engine.commands import FinishRun, MeasureRows, RetireWeights, StageWeights, StartGroup, StopMeasuring, StopProcess
+from engine.commands import (
+    DeleteCheckpoint,
+    FinishRun,
+    MeasureRows,
+    RetireWeights,
+    StageWeights,
+    StartGroup,
+    StopMeasuring,
+    StopProcess,
+)
 from engine.errors import ConfigError, EngineError
 from engine.events import (
     CheckpointSaved,
     DrainRequested,
+    OrderDone,
     ProcessLost,
     ProcessUp,
     ReplicaPaused,
@@ -25,7 +35,7 @@ from engine.policies import PolicySet
 from engine.scheduling.validation import ValidationScheduling
 from engine.scheduling.weights import SyncScheduling
 from engine.simulation.world import Faults, Setting, World
-from engine.states.limits import Limits, ValidationLimits
+from engine.states.limits import Limits, ValidationLimits, ValidationSet
 from engine.states.state import State
 from engine.states.timeouts import Timeouts
 from engine.states.validation import Validation, Validations
@@ -557,7 +567,7 @@ def rows_of_a_lost_replica_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
 def repeated_answers_count(monkeypatch: pytest.MonkeyPatch) -> None:
     def count(self: Validations, run: Validation, *rest: Any) -> None:
         honest(self, run, *rest)
-        run.measured += rest[-3]
+        run.measured += rest[-1].measured
 
     honest = Validations.count
     monkeypatch.setattr(Validations, "count", count)
@@ -625,3 +635,99 @@ def test_figures_travel_in_a_header() -> None:
 def test_replicas_of_its_own_are_not_among_those_that_generate(first: int, last: int, count: int) -> None:
     world = Measured(replace(ON_THE_WAY, own_from=3), replicas=4, max_steps=3)
     assert world.state.limits.rollouts_among(first, last) == count
+
+
+# the best checkpoint
+
+TWO_SETS = replace(
+    ON_THE_WAY,
+    rows=5,
+    sets=(ValidationSet(name="one", prompts=1), ValidationSet(name="four", prompts=1, samples=4, k=(4,))),
+)
+
+
+def rated(best: str = "four/avg@4", **more: Any) -> Measured:
+    return Measured(TWO_SETS, checkpoint_every=1, keep_checkpoints=1, keep_best=best, **more)
+
+
+def measure(world: Measured, right: int) -> None:
+    """Answer every open chunk: so many of the four responses are right, the first row is wrong."""
+    while world.out():
+        order = world.out()[0]
+        rows = tuple(range(order.first, order.first + order.count))
+        rewards = tuple(float(0 < row <= right) for row in rows)
+        told = {"measured": len(rows), "right": int(sum(rewards)), "reward": sum(rewards)}
+        world.measured(order, rows=rows, rewards=rewards, answers=(5,) * len(rows), **told)
+
+
+def save_and_measure(world: Measured, *shares: int) -> None:
+    """A step, its version and its checkpoint for each share, and its validation."""
+    for right in shares:
+        world.next_version()
+        for id in (0, 1):
+            world.install(id)
+        world.tell(CheckpointSaved(steps=world.state.steps_trained))
+        measure(world, right)
+        for order in world.ordered(DeleteCheckpoint):
+            world.tell(OrderDone(orders=(order.number,)))
+
+
+def test_the_best_checkpoint_stays_until_a_better_one_is_measured() -> None:
+    world = rated()
+    save_and_measure(world, 1, 3, 2, 3)
+    assert world.state.checkpoints.steps == [2, 4], "the best, of equal ones the oldest, and the newest"
+    save_and_measure(world, 4)
+    assert world.state.checkpoints.steps == [5]
+    assert world.state.checkpoints.ratings == {1: 0.25, 2: 0.75, 3: 0.5, 4: 0.75, 5: 1.0}
+
+
+def test_the_smallest_value_can_be_best() -> None:
+    world = rated("reward_mean", keep_best_mode="min")
+    save_and_measure(world, 3, 1, 2)
+    assert world.state.checkpoints.steps == [2, 3]
+
+
+def test_a_checkpoint_stays_while_its_weights_are_measured() -> None:
+    world = rated()
+    for _ in range(2):
+        world.next_version()
+        world.tell(CheckpointSaved(steps=world.state.steps_trained))
+        if world.state.steps_trained == 1:
+            world.install(0)
+    assert [run.steps for run in world.state.validations.runs.values()] == [1, 2]
+    assert world.state.surplus_checkpoints() == []
+
+
+def test_going_back_forgets_what_later_weights_measured() -> None:
+    world = rated(keep_checkpoints_every=1)
+    save_and_measure(world, 1, 3, 2)
+    world.state.checkpoints.branch(1)
+    assert world.state.checkpoints.ratings == {1: 0.25}
+    assert world.state.checkpoints.best(world.state.limits) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rows": (0,)},
+        {"rows": (0, 7)},
+        {"rows": (1, 1)},
+        {"rewards": (1.0,)},
+        {"answers": ()},
+    ],
+)
+def test_an_answer_that_does_not_name_each_row_once_costs_the_chunk_an_attempt(changes: dict[str, Any]) -> None:
+    world = rated()
+    world.next_version()
+    world.install(0)
+    order = world.out()[0]
+    assert (order.first, order.count) == (0, 2)
+    world.measured(order, **{"rows": (0, 1), "rewards": (0.0, 1.0), "answers": (0, 0), **changes})
+    (run,) = world.state.validations.runs.values()
+    assert run.chunks[0].failures == 1 and not run.measured
+
+
+def test_a_best_checkpoint_needs_checkpoints_and_a_validation() -> None:
+    for limits in ({"checkpoint_every": 0}, {"validation": None}, {"keep_best_mode": "best"}):
+        with pytest.raises(ConfigError, match=r"trainer\.keep_best"):
+            replace(rated().state.limits, **limits)  # type: ignore[arg-type]

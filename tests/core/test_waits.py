@@ -164,7 +164,7 @@ def test_a_silence_is_told_once_and_again_after_twice_as_long() -> None:
     assert silence.look(200.0) == 100.0 and world.metrics.status(200.0).silence == ""
     assert silence.look(300.0) == 600.0
     first = world.metrics.status(310.0).silence
-    assert first.startswith("nothing has changed for 300 s; waited for is replica 0: generates groups 0, 2")
+    assert first.startswith("nothing has changed for 300 s; the run waits for replica 0: generates groups 0, 2")
     assert silence.look(900.0) == 1200.0
     assert world.metrics.status(910.0).silence.startswith("nothing has changed for 900 s")
 

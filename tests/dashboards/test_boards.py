@@ -98,7 +98,7 @@ def test_what_is_named_at_a_glance_is_what_holds_now() -> None:
     ("board", "title", "values", "lines"),
     [
         ("rollout", "State of each replica", names.REPLICA_STATE.labels["state"], "replica {{replica}}"),
-        ("scheduler", "What keeps the next group from starting", names.ADMISSION_LIMIT.labels["limit"], "limit"),
+        ("scheduler", "What prevents the next group from starting", names.ADMISSION_LIMIT.labels["limit"], "limit"),
     ],
 )
 def test_a_timeline_has_one_line_that_names_and_colours_what_is(
@@ -115,12 +115,12 @@ def test_a_timeline_has_one_line_that_names_and_colours_what_is(
         assert re.search(rf'="{said["text"]}"[^}}]*}} \* {code}\b', target["expr"]), said["text"]
 
 
-def test_what_the_rollout_board_tells_of_each_replica_is_told_apart() -> None:
+def test_panels_of_the_rollout_board_distinguish_replicas() -> None:
     for title in (
         "Slots of each replica",
-        "Response tokens a second, by replica",
-        "Attempts aborted, failed and gone on with, by replica",
-        "Share of time a replica stands still for new weights",
+        "Response tokens per second, by replica",
+        "Aborted, failed and resumed attempts, by replica",
+        "Share of time that a replica pauses for new weights",
         "Response tokens of a group, by replica",
     ):
         for target in titled("rollout", title)["targets"]:
@@ -242,7 +242,7 @@ def test_the_queries_that_reckon_say_what_they_should(tmp_path: Path) -> None:
         for name in states
     ]
     codes = [(f'{{replica="{id}"}}', float(1 + states.index(now))) for id, now in (("0", "ready"), ("1", "gone"))]
-    (alerts,) = titled("overview", "Alerts that fire")["targets"]
+    (alerts,) = titled("overview", "Firing alerts")["targets"]
     firing = [
         {"series": 'engine_uptime_seconds{run="a"}', "values": "7x20"},
         {"series": 'ALERTS{run="a", alertname="EngineReplicaLost", alertstate="firing"}', "values": "1x20"},

@@ -16,6 +16,7 @@ import yaml
 from prometheus_server import ALERTS, BOARDS, Prometheus, hurried, needs_prometheus
 
 from dashboards.rollout import VLLM
+from dashboards.training import AGENTS
 from engine.actors.launch import RunHandle, launch
 from engine.config.loading import parse_config
 from engine.metrics.address_files import FILE, FOLDER, HOST
@@ -59,7 +60,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory, cluster: None) -> Iterator
         {
             "run": {"dir": str(made), "max_steps": 100_000, "epochs": None, "seed": 3},
             "model": {"path": ready.model_path},
-            "data": {"path": str(prompts), "validation_path": str(held_out)},
+            "data": {"sources": [{"name": "all", "path": str(prompts)}], "validation_path": str(held_out)},
             "reward": {"function": "hanging_reward:score", "timeout_s": 0.5},
             "scheduler": {
                 "train_batch_size": 4,
@@ -99,7 +100,7 @@ def test_every_query_of_every_panel_has_data_and_no_alert_fires(watched: Watched
         empty = [
             (board, panel, asked)
             for board, panel, asked in queries
-            if not any(name in asked for name in VLLM) and not prometheus.query(asked)
+            if not any(name in asked for name in (*VLLM, *AGENTS)) and not prometheus.query(asked)
         ]
         assert empty == []
         for _, _, asked in queries:

@@ -25,7 +25,7 @@ messages = [{"role": "user", "content": text}]
 for _ in range(2):
     asked = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/chat/completions",
-        json.dumps({"model": "any", "messages": messages}).encode(),
+        json.dumps({"model": "model", "messages": messages}).encode(),
         {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
     )
     with urllib.request.urlopen(asked) as answer:

@@ -41,7 +41,7 @@ async def converse(base_url: str, api_key: str, prompt: Prompt) -> None:
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         messages: list[Any] = [{"role": "user", "content": prompt.text}]
         for turn in range(TURNS):
-            done = await client.chat.completions.create(model="any", messages=messages)
+            done = await client.chat.completions.create(model="model", messages=messages)
             messages += [done.choices[0].message.model_dump(), {"role": "user", "content": f"turn {turn}"}]
     told(f"ended {prompt.row} {api_key}")
 

@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from engine.gateway.agents import Agents
 from engine.gateway.server import GatewayServer
 from engine.gateway.sessions import Bounds
-from engine.gateway.tool_calls import PARSERS
 from engine.http_listener import ConnectionBounds
 from engine.protocols import Generated, GroupWork
 from engine.rollout.agents.agent_generator import AgentCall, AgentGenerator, GroupOutcome, OpenGroup
 from engine.rollout.agents.conversation import Chat
+from engine.rollout.agents.tool_calls import PARSERS
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
 from engine.rollout.scoring import Scorer
 from engine.rollout.torch.torch_backend import TorchBackend

@@ -6,7 +6,7 @@ import pytest
 from gateway_rig import Scripted, model, one_group, run, tokenizer
 from openai import AsyncOpenAI
 
-from engine.rollout.agents.conversation import Asked, Call, Conversation, text
+from engine.rollout.agents.conversation import Call, CallHistory, Conversation, text
 from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams, derive_seed
 from engine.rollout.torch.torch_backend import TorchBackend
 from engine.trajectory import Prompt, Span, Trajectory
@@ -15,7 +15,7 @@ SUM = {"type": "function", "function": {"name": "sum", "parameters": {"type": "o
 
 
 async def ask(client: AsyncOpenAI, messages: list[Any], **more: Any) -> Any:
-    done = await client.chat.completions.create(model="any", messages=messages, **more)
+    done = await client.chat.completions.create(model="model", messages=messages, **more)
     message = done.choices[0].message
     messages.append(message.model_dump(exclude_none=True))
     return done
@@ -155,15 +155,15 @@ def test_tool_calls_are_parsed_and_come_back_as_the_tokens_that_they_were() -> N
 def test_completions_go_on_from_what_they_said(prompt: str) -> None:
     async def plain(client: AsyncOpenAI, _: Prompt) -> None:
         if prompt == "text":
-            first = await client.completions.create(model="any", prompt="count: ", stop=["!"])
+            first = await client.completions.create(model="model", prompt="count: ", stop=["!"])
             text = first.choices[0].text
             assert text == "one, two"
-            await client.completions.create(model="any", prompt="count: " + text + "! and ")
+            await client.completions.create(model="model", prompt="count: " + text + "! and ")
         else:
             ids = tokenizer().encode("count: ")
-            await client.completions.create(model="any", prompt=ids)
+            await client.completions.create(model="model", prompt=ids)
             ids += tokenizer().encode("one, two! more<end> and ")
-            await client.completions.create(model="any", prompt=ids)
+            await client.completions.create(model="model", prompt=ids)
 
     (only,) = run(one_group(plain, Scripted("one, two! more<end>", "three<end>"), max_tokens=100))
     kept = "one, two!" if prompt == "text" else "one, two! more<end>"
@@ -174,8 +174,8 @@ def test_a_text_that_leaves_the_end_of_an_answer_out_begins_a_segment() -> None:
     """The model would be conditioned on an end of text that the agent's prompt does not have."""
 
     async def joining(client: AsyncOpenAI, _: Prompt) -> None:
-        first = await client.completions.create(model="any", prompt="count: ")
-        await client.completions.create(model="any", prompt="count: " + first.choices[0].text + " and ")
+        first = await client.completions.create(model="model", prompt="count: ")
+        await client.completions.create(model="model", prompt="count: " + first.choices[0].text + " and ")
 
     first, second = run(one_group(joining, Scripted("one<end>", "two<end>")))
     assert (runs_of(first), runs_of(second)) == ([(1, "one<end>")], [(1, "two<end>")])
@@ -189,7 +189,7 @@ def answered(conversation: Conversation, call: Call, said: str) -> None:
     conversation.commit(call, shown=said, hidden="")
 
 
-def asking(prompt: str) -> Asked:
+def asking(prompt: str) -> CallHistory:
     return text(prompt, lambda added, begins: tokenizer().encode(added))
 
 
@@ -224,7 +224,7 @@ def test_a_stream_says_what_the_whole_answer_says(tools: bool) -> None:
 
     async def whole(client: AsyncOpenAI, prompt: Prompt) -> None:
         messages: list[Any] = [{"role": "user", "content": prompt.text}]
-        done = await client.chat.completions.create(model="any", messages=messages, **more)
+        done = await client.chat.completions.create(model="model", messages=messages, **more)
         calls = done.choices[0].message.tool_calls or []
         usage = done.usage.total_tokens
         seen.append((done.choices[0].message.content, [c.function.name for c in calls], usage))
@@ -233,7 +233,7 @@ def test_a_stream_says_what_the_whole_answer_says(tools: bool) -> None:
         messages: list[Any] = [{"role": "user", "content": prompt.text}]
         text, names, finish, usage = "", [], "", 0
         async for chunk in await client.chat.completions.create(
-            model="any", messages=messages, stream=True, stream_options={"include_usage": True}, **more
+            model="model", messages=messages, stream=True, stream_options={"include_usage": True}, **more
         ):
             usage = chunk.usage.total_tokens if chunk.usage else usage
             for choice in chunk.choices:

@@ -17,7 +17,7 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
 async def hello(client: AsyncOpenAI, prompt: Prompt) -> None:
-    await client.chat.completions.create(model="any", messages=HELLO)
+    await client.chat.completions.create(model="model", messages=HELLO)
 
 
 async def refused(client: AsyncOpenAI, prompt: Prompt) -> float:
@@ -26,21 +26,24 @@ async def refused(client: AsyncOpenAI, prompt: Prompt) -> float:
     with pytest.raises(openai.AuthenticationError, match="does not belong to a running agent"):
         await client.with_options(api_key="sk-wrong").models.list()
     with pytest.raises(openai.APIStatusError) as large:
-        await create(model="any", messages=[{"role": "user", "content": "x" * 30_000}])
+        await create(model="model", messages=[{"role": "user", "content": "x" * 30_000}])
     assert large.value.status_code == 413
     assert large.value.code == "request_too_large"
     with pytest.raises(openai.BadRequestError) as long:
-        await create(model="any", messages=[{"role": "user", "content": "x" * (CONTEXT + 1)}])
+        await create(model="model", messages=[{"role": "user", "content": "x" * (CONTEXT + 1)}])
     assert long.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="n must be 1"):
-        await create(model="any", messages=HELLO, n=2)
+    with pytest.raises(openai.BadRequestError, match="n is 2, but must be 1"):
+        await create(model="model", messages=HELLO, n=2)
     picture: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     with pytest.raises(openai.BadRequestError, match="messages"):
-        await create(model="any", messages=picture)
+        await create(model="model", messages=picture)
     with pytest.raises(openai.NotFoundError):
-        await client.embeddings.create(model="any", input="x")
+        await client.embeddings.create(model="model", input="x")
+    with pytest.raises(openai.NotFoundError, match="model 'gpt' does not exist; this run serves 'tiny'") as unknown:
+        await create(model="gpt", messages=HELLO)
+    assert unknown.value.code == "model_not_found"
     assert [m.id async for m in client.models.list()] == ["tiny"]
-    await create(model="any", messages=HELLO)
+    await create(model="model", messages=HELLO)
     return 1.0
 
 
@@ -54,7 +57,7 @@ def test_a_spent_context_ends_the_conversation_and_what_was_sampled_stays_traina
         messages = list(HELLO)
         try:
             while True:
-                done = await client.chat.completions.create(model="any", messages=messages)
+                done = await client.chat.completions.create(model="model", messages=messages)
                 messages += [done.choices[0].message.model_dump(), {"role": "user", "content": "x" * 100}]
         except openai.BadRequestError as error:
             assert error.code == "context_length_exceeded"
@@ -69,8 +72,8 @@ def test_a_spent_context_ends_the_conversation_and_what_was_sampled_stays_traina
 def test_a_model_without_a_chat_template_is_named_for_chats_and_serves_completions() -> None:
     async def both(client: AsyncOpenAI, prompt: Prompt) -> float:
         with pytest.raises(openai.BadRequestError, match="no chat template"):
-            await client.chat.completions.create(model="any", messages=HELLO)
-        await client.completions.create(model="any", prompt="hello")
+            await client.chat.completions.create(model="model", messages=HELLO)
+        await client.completions.create(model="model", prompt="hello")
         return 0.0
 
     (only,) = run(one_group(both, template=None))
@@ -119,6 +122,24 @@ def test_an_agent_that_takes_too_long_is_cancelled() -> None:
     run(scenario())
 
 
+def test_a_call_of_an_agent_reports_the_siblings_that_have_ended() -> None:
+    async def scenario() -> None:
+        counts: list[int] = []
+        first: list[AsyncOpenAI] = []
+
+        async def the_second_goes_on(client: AsyncOpenAI, prompt: Prompt) -> None:
+            first.append(client)
+            await hello(client, prompt)
+            while client is not first[0] and counts[-1] < 1:
+                await hello(client, prompt)
+
+        async with Rig(the_second_goes_on, Scripted(*["yes<end>"] * 1000)) as rig:
+            await rig.generate(samples=2, finished=counts.append)
+        assert sorted(set(counts)) == [0, 1, 2] and counts == sorted(counts)
+
+    run(scenario())
+
+
 class Halting(TorchBackend):
     """Samples so many tokens, then waits for its next order."""
 
@@ -138,7 +159,7 @@ async def halted(backend: TorchBackend) -> None:
 
 
 async def long_answer(client: AsyncOpenAI, prompt: Prompt) -> float:
-    done = await client.chat.completions.create(model="any", messages=HELLO, max_tokens=20, stop=[])
+    done = await client.chat.completions.create(model="model", messages=HELLO, max_tokens=20, stop=[])
     return float(done.usage.completion_tokens)
 
 
@@ -187,7 +208,7 @@ def test_a_replica_with_older_weights_cannot_go_on_so_the_agents_begin_anew() ->
 
     async def twice(client: AsyncOpenAI, prompt: Prompt) -> float:
         await hello(client, prompt)
-        await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "more"}])
+        await client.chat.completions.create(model="model", messages=[{"role": "user", "content": "more"}])
         return 1.0
 
     async def scenario() -> None:
@@ -261,7 +282,7 @@ def test_a_caller_that_goes_away_leaves_no_answer_behind() -> None:
             await halted(backend)
             call.cancel()
             await asyncio.wait([call])
-            await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "other"}])
+            await client.chat.completions.create(model="model", messages=[{"role": "user", "content": "other"}])
             return 1.0
 
         async with Rig(impatient, backend, max_tokens=20) as rig:

@@ -44,14 +44,14 @@ def test_turns_are_kept_with_vllms_own_tokens_logprobs_and_versions(tmp_path: Pa
 
     async def agent(client: AsyncOpenAI, prompt: Prompt) -> None:
         messages: list[Any] = [{"role": "user", "content": prompt.text}]
-        done = await client.chat.completions.create(model="any", messages=messages)
+        done = await client.chat.completions.create(model="model", messages=messages)
         messages.append(done.choices[0].message.model_dump(exclude_none=True))
         await backend.stage(1, second.state_dict())
         await backend.pause("keep")
         await backend.install(1)
         await backend.resume()
         messages.append({"role": "user", "content": "again"})
-        await client.chat.completions.create(model="any", messages=messages)
+        await client.chat.completions.create(model="model", messages=messages)
 
     async def scene() -> list[Trajectory]:
         async with Rig(agent, backend) as rig:

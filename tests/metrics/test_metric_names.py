@@ -13,10 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine import events as fact
 from engine.errors import ConfigError
 from engine.metrics.document import markdown
-from engine.metrics.export import Around, registry
+from engine.metrics.export import ExternalFigures, registry
 from engine.metrics.names import FIGURES_KEPT, METRICS
 from engine.metrics.server import MetricsServer, check_address
 from engine.states.limits import ValidationLimits
+from engine.trajectory import SOURCES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -51,8 +52,8 @@ def half_way(**others: Any) -> Clockwork:
     return world
 
 
-def everything(directory: Path) -> Around:
-    return Around(
+def everything(directory: Path) -> ExternalFigures:
+    return ExternalFigures(
         now=lambda: 77.0,
         events_waiting=lambda: 3,
         record=lambda: (10, 2),
@@ -61,11 +62,22 @@ def everything(directory: Path) -> Around:
     )
 
 
+class TwoSources:
+    """Prompts of two sources, of which the batch has one."""
+
+    def figures(self) -> dict[str, dict[str, int]]:
+        return {name: {"drawn": 9, "dropped": 1, "rested": 0} for name in ("code", "math")}
+
+
 def test_exactly_these_names_are_scraped_over_http(tmp_path: Path) -> None:
-    server = MetricsServer(registry(half_way().metrics, everything(tmp_path)))
+    metrics = half_way().metrics
+    metrics.mixed = TwoSources()
+    metrics.report(3, {SOURCES: {"math": {"groups": 2, "share": 1.0, "reward_mean": 0.5}}})
+    server = MetricsServer(registry(metrics, everything(tmp_path)))
     try:
         assert server.port > 0
         assert set(scrape(server)) == {m.name + suffix for m in METRICS for suffix in SUFFIXES[m.kind]}
+        assert scrape(server)["engine_source_share"] == {(("source", "code"),): 0.0, (("source", "math"),): 1.0}
     finally:
         server.close()
 
@@ -125,7 +137,7 @@ def test_labels_are_those_documented(tmp_path: Path) -> None:
 
 def test_a_scrape_in_the_middle_of_a_run_tells_its_state() -> None:
     world = clockwork(steps=None).run(lambda world: world.scheduler.state.steps_trained == 3)
-    server = MetricsServer(registry(world.metrics, Around(now=lambda: 77.0)))
+    server = MetricsServer(registry(world.metrics, ExternalFigures(now=lambda: 77.0)))
     try:
         found = scrape(server)
     finally:

@@ -6,7 +6,7 @@ from clockwork import Clockwork, clockwork
 from engine import events as fact
 from engine.metrics.collector import RunMetrics
 from engine.metrics.counts import Histogram
-from engine.metrics.export import Around, registry
+from engine.metrics.export import ExternalFigures, registry
 from engine.metrics.names import ROLLOUT_IDLE_CAUSES
 from engine.metrics.step_rows import ReplayedRows
 from engine.metrics.transitions import Transitions
@@ -24,7 +24,7 @@ def test_a_drain_idles_slots_and_trainer_by_its_name_and_is_told() -> None:
     status = world.metrics.status(world.at + 3.0)
     assert (status.draining, status.draining_s, status.silent_s) == ("a user asked", 3.0, 3.0)
     assert status.rollout_now.startswith("the run is draining")
-    assert world.metrics.going_on.requests["drain"] == 1
+    assert world.metrics.progress.requests["drain"] == 1
     state, idle = world.scheduler.state, world.metrics.idle
     world.run()  # all there is to hear, but for the checkpoint
     assert {replica.state for replica in state.fleet.replicas.values()} == {"drained"} and state.outcome is None
@@ -56,7 +56,7 @@ def test_the_age_of_the_newest_checkpoint_and_what_it_leaves_out() -> None:
         train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=2, keeps_batches=True
     )
     world = Clockwork(limits).run(lambda world: world.scheduler.state.steps_trained == 2)
-    own = registry(world.metrics, Around(now=lambda: world.at + 1.0))
+    own = registry(world.metrics, ExternalFigures(now=lambda: world.at + 1.0))
     assert own.get_sample_value("engine_checkpoint_every_steps") == 2
     assert own.get_sample_value("engine_checkpoint_steps") == 0
     assert own.get_sample_value("engine_batches_kept_steps") == 2
@@ -73,8 +73,8 @@ def test_attempts_that_take_too_long_are_counted_as_parked() -> None:
     timer = world.scheduler.state.limit_timer
     assert timer is not None
     world.after(4.0, fact.TimerFired(timer=timer))
-    world.run(lambda world: sum(world.metrics.going_on.parked.values()) > 0)
-    assert world.metrics.going_on.parked == {"timeout": 1, "moved": 0}
+    world.run(lambda world: sum(world.metrics.progress.parked.values()) > 0)
+    assert world.metrics.progress.parked == {"timeout": 1, "moved": 0}
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -105,8 +105,8 @@ def test_after_a_resume_groups_count_in_the_line_of_weights_that_goes_on(kept: b
     assert metrics.groups.by_state() == {
         name: sum(group.state == name for group in records) for name in metrics.groups.by_state()
     }
-    assert metrics.going_on.recoveries == {"resumed": int(kept), "branched": int(not kept), "scheduler": 0}
-    assert metrics.going_on.checkpoint_steps == (0 if kept else 2)
+    assert metrics.progress.recoveries == {"resumed": int(kept), "branched": int(not kept), "scheduler": 0}
+    assert metrics.progress.checkpoint_steps == (0 if kept else 2)
 
 
 @pytest.mark.parametrize("snapshot_every", [0, 1, 7])
@@ -136,7 +136,7 @@ def test_recoveries_and_a_drain_outlive_the_process_that_saw_them(snapshot_every
     event = fact.SchedulerRecovered()
     fact.stamp(event, recovered.events, world.at)
     metrics.observe(event, recovered.scheduler.handle(event))
-    assert metrics.going_on.recoveries == {"resumed": 0, "branched": 0, "scheduler": 11}
+    assert metrics.progress.recoveries == {"resumed": 0, "branched": 0, "scheduler": 11}
     assert metrics.status(world.at).draining_s == world.at - asked == 5.0
 
 
@@ -226,11 +226,11 @@ def test_a_run_that_goes_on_is_not_taken_for_one_that_stands_since_it_began(how:
     metrics = RunMetrics(recovered.scheduler, Transitions())
     event: fact.Event = recovered.resumed(steps=5, replicas=2)
     if how != "resumed":
-        metrics.go_on()
+        metrics.finish_replay()
         event = fact.SchedulerRecovered()
     fact.stamp(event, recovered.events, recovered.at + 2.0)
     metrics.observe(event, recovered.scheduler.handle(event))
-    own = registry(metrics, Around(now=lambda: recovered.at + 5.0))
+    own = registry(metrics, ExternalFigures(now=lambda: recovered.at + 5.0))
     assert own.get_sample_value("engine_step_age_seconds") == age_s
     assert own.get_sample_value("engine_checkpoint_age_seconds") == age_s
     assert metrics.status(recovered.at + 5.0).checkpoint_age_s == age_s

@@ -43,6 +43,7 @@ def test_a_line_per_train_step(tmp_path: Path) -> None:
     wanted = {
         "step", "version", "groups", "reward_mean", "accuracy", "loss", "staleness_min", "staleness_mean",
         "staleness_max", "tokens", "elapsed_s", "seconds", "groups_aborted", "groups_resumed", "groups_filtered",
+        "groups_failed",
     }  # fmt: skip
     for row in rows:
         assert wanted <= set(row)

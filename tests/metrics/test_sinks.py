@@ -4,7 +4,7 @@ import json
 import struct
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,35 @@ from clockwork import clockwork
 from engine.config.loading import parse_config
 from engine.errors import ConfigError
 from engine.metrics.journal import Journal
-from engine.metrics.sinks import MLFLOW_RUN, QUEUED_ROWS, Books, Sink, check_sinks, figures_at, figures_of, open_books
+from engine.metrics.sinks import (
+    MLFLOW_RUN,
+    QUEUED_ROWS,
+    RowWriter,
+    Sink,
+    check_sinks,
+    figures_at,
+    figures_of,
+    open_row_writer,
+)
 from engine.states.limits import ValidationLimits
 
 RUN = "20260101-000000-sunk"
 CONFIG = {"run": {"seed": 3}, "trainer": {"learning_rate": 0.5, "loss": "ppo_clip"}}
 
 
+def kept(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A sample for each second step and for each validation."""
+    if row.get("step", 0) % 2:
+        return []
+    name = f"validation {row['validation']}" if "validation" in row else f"step {row['step']}"
+    texts = {"prompt": "3+4=", "response": f"{name}:\n<b>7</b>"}
+    return [{"group": 5, "reasons": ["best", "random"], "reward": 0.5, "advantage": None, **texts}]
+
+
 def train(directory: Path, chosen: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Four steps of a run that writes to the sinks; the lines of its metrics.jsonl."""
     directory.mkdir(parents=True, exist_ok=True)
-    books = open_books(directory, CONFIG, chosen)
+    books = open_row_writer(directory, CONFIG, chosen, kept)
     world = clockwork(steps=4, validation=ValidationLimits(rows=4))
     world.metrics._journal = books
     world.run()
@@ -52,6 +70,15 @@ def test_tensorboard(tmp_path: Path) -> None:
         values = [float(tensor_util.make_ndarray(point.tensor_proto)) for point in points]
         assert values == pytest.approx([figures_of(row)[name] for row in rows])
     assert "ess" not in read.Tags()["tensors"], "a figure that is not finite is left out"
+    texts = EventAccumulator(str(tmp_path / RUN / "tensorboard" / "samples"))
+    texts.Reload()
+    shown = {}
+    for name in ("train", "validation"):
+        for point in texts.Tensors(f"samples/{name}"):
+            shown[name, point.step] = tensor_util.make_ndarray(point.tensor_proto).item().decode()
+    assert sorted(shown) == [("train", 0), ("train", 2), ("validation", 0), ("validation", 4)]
+    figures = "group: 5, reasons: best, random, reward: 0.5"
+    assert shown["train", 2] == f"{figures}\n\n**prompt**\n\n    3+4=\n\n**response**\n\n    step 2:\n    <b>7</b>"
 
 
 def transaction_log(data: bytes) -> Iterator[bytes]:
@@ -89,6 +116,12 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
             logged.append({key: json.loads(value) for key, value in items.items()})
     assert [row["_step"] for row in logged] == [0, 1, 2, 3, 4]
+    names = ("samples/train/path", "samples/validation/path")
+    tables = {(name, row["_step"]): row[name] for row in logged for name in names if name in row}
+    assert sorted(tables) == [(names[0], 0), (names[0], 2), (names[1], 0), (names[1], 4)]
+    table = json.loads((path.parent / "files" / tables["samples/train/path", 2]).read_text("utf-8"))
+    assert table["columns"] == ["group", "reasons", "reward", "advantage", "prompt", "response"]
+    assert table["data"] == [[5, "best, random", 0.5, None, "3+4=", "step 2:\n<b>7</b>"]]
     assert "validation/accuracy" in logged[0] and "validation/accuracy" in logged[4]
     for name in ("reward_mean", "loss", "seconds/training"):
         assert [row[name] for row in logged[:4]] == pytest.approx([figures_of(row)[name] for row in rows])
@@ -109,6 +142,11 @@ def test_mlflow_in_a_local_store(tmp_path: Path) -> None:
         points = sorted(client.get_metric_history(run.info.run_id, name), key=lambda point: point.step)
         assert [point.step for point in points] == [0, 1, 2, 3]
         assert [point.value for point in points] == pytest.approx([figures_of(row)[name] for row in rows])
+    texts = [file.path for file in client.list_artifacts(run.info.run_id, "samples")]
+    assert texts == [f"samples/{name}.md" for name in ("train-000000", "train-000002", "validation-000000",
+                                                       "validation-000004")]  # fmt: skip
+    path = client.download_artifacts(run.info.run_id, "samples/validation-000004.md", str(tmp_path))
+    assert "    validation 1:\n    <b>7</b>" in Path(path).read_text("utf-8")
 
 
 # -- a run that is resumed ---------------------------------------------------------------------------------------------
@@ -118,7 +156,7 @@ def two_lives(directory: Path, chosen: dict[str, Any]) -> None:
     """Steps 0 and 1, then in another life of the run, with another setting, 2 and 3."""
     directory.mkdir(parents=True)
     for steps, config in (((0, 1), CONFIG), ((2, 3), {**CONFIG, "seed": 8})):
-        books = open_books(directory, config, chosen)
+        books = open_row_writer(directory, config, chosen)
         for step in steps:
             books.write({"step": step, "loss": 1.0 / (1 + step)})
         books.close()
@@ -140,7 +178,7 @@ def test_mlflow_goes_on_with_its_run(tmp_path: Path) -> None:
 
     client.delete_run(run.info.run_id)
     (tmp_path / RUN / MLFLOW_RUN).write_text("0" * 32)
-    books = open_books(tmp_path / RUN, CONFIG, {"mlflow": {}})
+    books = open_row_writer(tmp_path / RUN, CONFIG, {"mlflow": {}})
     books.write({"step": 4, "loss": 0.1})
     books.close()
     books.sinks[0].wait(90)
@@ -175,6 +213,9 @@ class Broken:
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         raise ConnectionError("no route to host")
 
+    def show(self, step: int, name: str, samples: Sequence[Mapping[str, Any]]) -> None:
+        raise ConnectionError("no route to host")
+
     def close(self) -> None:
         raise ConnectionError("no route to host")
 
@@ -190,6 +231,8 @@ class Stuck:
         self.go.wait()
         self.steps.append(step)
 
+    def show(self, step: int, name: str, samples: Sequence[Mapping[str, Any]]) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -199,15 +242,16 @@ def unmade() -> Any:
 
 @pytest.mark.parametrize("make", [Broken, unmade], ids=["broken", "unmade"])
 def test_a_sink_that_fails_costs_the_run_nothing(tmp_path: Path, make: Any, caplog: pytest.LogCaptureFixture) -> None:
-    sink = Sink("elsewhere", make)
+    sink = Sink("elsewhere", make, lambda row: [{"prompt": "?", "response": "!"}])
     world = clockwork(steps=4)
-    world.metrics._journal = Books(Journal(tmp_path / "metrics.jsonl"), [sink])
+    world.metrics._journal = RowWriter(Journal(tmp_path / "metrics.jsonl"), [sink])
     world.run()
     world.metrics.close()
     assert world.scheduler.state.outcome is not None and world.scheduler.state.outcome.outcome == "finished"
     assert len((tmp_path / "metrics.jsonl").read_text("utf-8").splitlines()) == 4
     assert sink.lost == 4
-    assert "elsewhere" in caplog.text and caplog.text.count("Traceback") <= 2, "told once, not for every row"
+    assert "elsewhere" in caplog.text and caplog.text.count("Traceback") <= 3, "told once, not for every row"
+    assert caplog.text.count("did not accept samples") <= 1
 
 
 def test_a_sink_that_stands_still_never_makes_the_run_wait() -> None:
@@ -232,6 +276,7 @@ def test_numbers_of_a_row_by_name() -> None:
         "steps": 4,
         "outcome": "reported",
         "accuracy": 0.5,
+        "sets": {"math": {"prompts": 3, "pass@4": 0.25, "pass@4_low": None}},
         "seconds": {"running": 2.0},
     }
     assert figures_at(validation) == (
@@ -241,6 +286,8 @@ def test_numbers_of_a_row_by_name() -> None:
             "validation/steps": 4.0,
             "validation/accuracy": 0.5,
             "validation/seconds/running": 2.0,
+            "validation/math/prompts": 3.0,
+            "validation/math/pass@4": 0.25,
         },
     )
     assert figures_of(row) == {"step": 3.0, "a/b/c": 1.0, "yes": 1.0}

@@ -232,7 +232,7 @@ def test_what_interrupts_or_changes_a_run_is_shown_while_it_lasts() -> None:
         return "\n".join(lines)
 
     before = shown()
-    assert "a checkpoint is written every 2 steps" in before and "nothing has been heard for 0:12" in before
+    assert "one is written every 2 steps" in before and "no event for 0:12" in before
     assert "changed" not in before and "rest" not in before
     world.driver.deliver(fact.SettingChanged(setting="scheduler.max_concurrent_groups", value="11"))
     world.driver.deliver(fact.ReplicasWanted(replicas=5))
@@ -272,7 +272,7 @@ def test_a_run_without_a_checkpoint_says_so(served: Served) -> None:
         console.print(screen(status, "Step Engine  runs/latest"))
         return console.export_text()
 
-    assert "saved     nothing yet; a checkpoint is written every 50 steps" in shown(step=3, checkpoint_steps=0)
+    assert "saved     no checkpoint yet; one is written every 50 steps" in shown(step=3, checkpoint_steps=0)
     assert "saved     a checkpoint of 100 steps, 3 fewer than trained" in shown(step=103, checkpoint_steps=100)
 
 

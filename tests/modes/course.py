@@ -26,6 +26,7 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    GroupProgressed,
     ProcessLost,
     ProcessUp,
     ReplicaPaused,
@@ -60,6 +61,23 @@ class Cut:
     asleep: bool
 
 
+@dataclass(frozen=True)
+class Freed:
+    """A trajectory or a group ended on a replica that was not paused, and everything that follows was ordered."""
+
+    group: GroupId
+    at: int
+    empty: int
+    """Slots of the replica that no group needs."""
+    running: int
+    begun: int
+    """Groups that had started."""
+    parked: int
+    """Groups that could resume on the replica."""
+    steps: int
+    """Train steps in the version of the replica."""
+
+
 @dataclass
 class Trained:
     """A train step: its groups, the positions between which it was trained, and who ran at any time between them."""
@@ -86,6 +104,8 @@ class Course:
         """Of every group that continues: unfinished trajectories, tokens (negative), oldest version; and the least that
         any parked group had then."""
         self._parked: dict[GroupId, Key] = {}
+        self._parked_on: dict[GroupId, Version] = {}
+        """The version that a parked group ran on last; one that is older cannot continue it."""
         self.failed: set[GroupId] = set()
         self.steps: dict[StepId, Trained] = {}
         self.steps_in: dict[Version, int] = {0: 0}
@@ -95,9 +115,11 @@ class Course:
         self.scored: list[tuple[int, int, StepId, str]] = []
         """(ordered at, done at, step, task)."""
         self.entered: list[tuple[int, GroupId, str]] = []
-        self.left_empty: dict[GroupId, int] = {}
-        """Slots that stayed empty on the replica where a group was generated, unless that was on its way to sleep."""
+        self.freed: list[Freed] = []
         self._slots: dict[ReplicaId, int] = {}
+        self._samples = 1
+        self._ended: dict[GroupId, int] = {}
+        """Trajectories of running groups that have ended."""
         self._incarnations: dict[ReplicaId, int] = {}
         self._paused: set[ReplicaId] = set()
         self._running: dict[GroupId, ReplicaId] = {}
@@ -108,17 +130,29 @@ class Course:
         self._scoring: dict[tuple[StepId, str], int] = {}
         self._training: StepId | None = None
         for at, (event, commands) in enumerate(frames):
+            frees = isinstance(event, GroupGenerated | GroupProgressed) and self._is_newest(event)
             self._happened(at, event)
             for command in commands:
                 self._ordered(at, command)
-            if self.ready_at and next(reversed(self.ready_at.values())) == at:
-                self._look_at_slot(event)
+            if frees and event.replica not in self._paused:
+                self._look_at_slots(at, event)
 
-    def _look_at_slot(self, event: Event) -> None:
-        """A group was generated, and everything that follows was ordered: was its slot taken?"""
-        if isinstance(event, GroupGenerated) and event.replica not in self._paused:
-            held = sum(replica == event.replica for replica in self._running.values())
-            self.left_empty[event.group] = self._slots[event.replica] - held
+    def _look_at_slots(self, at: int, event: GroupGenerated | GroupProgressed) -> None:
+        replica = event.replica
+        held = [group for group, where in self._running.items() if where == replica]
+        ended = sum(self._ended[group] for group in held)
+        version = self._versions[replica]
+        self.freed.append(
+            Freed(
+                group=event.group,
+                at=at,
+                empty=self._slots[replica] - len(held) + ended // self._samples,
+                running=len(self._running),
+                begun=len(self.begun),
+                parked=sum(needed <= version for needed in self._parked_on.values()),
+                steps=self.steps_in[version],
+            )
+        )
 
     # facts
 
@@ -128,7 +162,7 @@ class Course:
                 self._lose(event.index)
                 self._incarnations[event.index] = event.incarnation
                 self._versions[event.index] = event.version
-                self._slots[event.index] = event.slots
+                self._slots[event.index], self._samples = event.slots, event.samples
                 self._to_sleep.discard(event.index)
                 self._paused.discard(event.index)
             case WeightsInstalled():
@@ -138,12 +172,15 @@ class Course:
                 self.sleeps.append((at, event.replica))
             case ProcessLost(kind="replica") if self._incarnations.get(event.index) == event.incarnation:
                 self._lose(event.index)
+            case GroupProgressed() if self._is_newest(event):
+                self._ended[event.group] = event.finished
             case GroupGenerated() if self._leaves(event):
                 self.generated[event.group] = event
                 self.ready_at[event.group] = at
             case GroupAborted() if self._leaves(event):
                 self.cut.append(Cut(event.group, at, event.tokens, event.replica in self._to_sleep))
                 self._parked[event.group] = (event.unfinished, -event.tokens, event.oldest_version)
+                self._parked_on[event.group] = self._versions[event.replica]
             case GroupFailed() if self._leaves(event):
                 self.failed.add(event.group)
             case WeightsPublished():
@@ -161,9 +198,13 @@ class Course:
         """An incarnation ended, with what ran on it."""
         self._running = {group: where for group, where in self._running.items() if where != replica}
 
+    def _is_newest(self, event: GroupGenerated | GroupProgressed | GroupAborted | GroupFailed) -> bool:
+        """Whether this is about the group's newest attempt, and it runs."""
+        return self._attempts.get(event.group) == event.attempt and event.group in self._running
+
     def _leaves(self, event: GroupGenerated | GroupAborted | GroupFailed) -> bool:
         """Whether this is the group's newest attempt, which then holds no slot any more."""
-        if self._attempts.get(event.group) != event.attempt or event.group not in self._running:
+        if not self._is_newest(event):
             return False
         del self._running[event.group]
         return True
@@ -201,8 +242,10 @@ class Course:
 
     def _seat(self, command: StartGroup | ResumeGroup) -> None:
         self._parked.pop(command.group, None)
+        self._parked_on.pop(command.group, None)
         self._running[command.group] = command.replica
         self._attempts[command.group] = command.attempt
+        self._ended[command.group] = 0
         if self._training is not None:
             self.steps[self._training].beside.add(command.group)
 

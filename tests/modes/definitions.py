@@ -50,8 +50,9 @@ def is_fully_async(course: Course, staleness: int) -> None:
     takes_ready_first(course)
 
 
-def is_partial_rollout(course: Course, staleness: int) -> None:
-    """What runs when a batch is full is interrupted, sleeps through training, and continues from what it has."""
+def is_partial_rollout(course: Course, staleness: int, most: int) -> None:
+    """At most `most` groups run. What runs when a batch is full is interrupted, sleeps through training, and continues
+    from what it has."""
     assert max(course.every_staleness()) <= staleness
     for step, trained in course.steps.items():
         assert not trained.beside, f"groups {sorted(trained.beside)} ran beside step {step}"
@@ -62,7 +63,7 @@ def is_partial_rollout(course: Course, staleness: int) -> None:
         "an interrupted group began anew"
     )
     assert all(key == least for key, least in course.preferred), "another group should have gone on first"
-    kept_busy(course, len(course.steps[0].groups))
+    kept_busy(course, len(course.steps[0].groups), staleness, most)
 
 
 def interrupted(course: Course) -> set[GroupId]:
@@ -114,16 +115,17 @@ def takes_ready_first(course: Course) -> None:
             assert all(older), f"step {step} passed over group {left}, which was ready before {passed}"
 
 
-def kept_busy(course: Course, batch: int) -> None:
-    """Whenever a group ends and the batch is not full, the slot is taken in the same breath; but for the end of the
-    run, when nothing is started any more."""
-    last = max(begun.at for begun in course.begun.values())
+def kept_busy(course: Course, batch: int, staleness: int, most: int) -> None:
+    """Whenever trajectories end and the batch is not full, the same event fills their slot. Three bounds leave it
+    empty: `most` groups run; nothing is parked, and the weights have as many groups as the staleness bound allows; or
+    the last step has all its groups."""
     looked_at = 0
-    for group, slots in course.left_empty.items():
-        at = course.ready_at[group]
-        formed = sum(trained.ordered <= at for trained in course.steps.values())
-        ready = sum(other <= at for other in course.ready_at.values()) - formed * batch
-        if ready < batch and at <= last:
-            assert slots == 0, f"{slots} slots stayed empty when group {group} ended"
+    for freed in course.freed:
+        formed = sum(trained.ordered <= freed.at for trained in course.steps.values())
+        ready = sum(other <= freed.at for other in course.ready_at.values()) - formed * batch
+        places = min(staleness + 1 + freed.steps, len(course.steps)) * batch
+        assert freed.empty >= 0, f"{-freed.empty} slots too many were taken at {freed.at}, by group {freed.group}"
+        if ready < batch and freed.running < most and (freed.parked or freed.begun < places):
+            assert freed.empty == 0, f"{freed.empty} slots stayed empty at {freed.at}, where group {freed.group} ran"
             looked_at += 1
-    assert looked_at, "no group ended before its batch was full"
+    assert looked_at, "no trajectory ended before its batch was full"

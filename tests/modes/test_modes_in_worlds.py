@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.record.frames import Header
@@ -68,10 +68,15 @@ def test_generation_is_ahead_of_a_slow_trainer_by_as_many_batches_as_it_may() ->
     assert all(course.steps[step].beside for step in range(STEPS - 3))
 
 
-@given(times=TIMES)
+@given(times=TIMES, staleness=st.sampled_from([2, 3]))
 @settings(max_examples=40)
-def test_partial_rollout(times: dict[str, float]) -> None:
-    definitions.is_partial_rollout(course_in_world("partial_rollout", times), staleness=3)
+@example(times={"seed": 0, "train_s": 5.0, "mean_tokens": 20.0}, staleness=2)
+def test_partial_rollout(times: dict[str, float], staleness: int) -> None:
+    """With S = 2, the staleness bound leaves slots empty: fewer groups run than K allows, because others are ready."""
+    most = (staleness + 1) * BATCH
+    bounds = [f"scheduler.max_staleness_steps={staleness}", f"scheduler.max_concurrent_groups={most}"]
+    course = course_in_world("partial_rollout", times, *bounds)
+    definitions.is_partial_rollout(course, staleness=staleness, most=most)
 
 
 def test_partial_rollout_goes_on_with_what_it_interrupted() -> None:

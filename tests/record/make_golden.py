@@ -43,6 +43,7 @@ RUNS: dict[str, dict[str, Any]] = {
 def sample(cls: type[Any]) -> dict[str, Any]:
     """Fixed values for the fields of a class, stamps left out."""
     values = {int: 300, float: 0.25, bool: True, str: "grund: ±", tuple[int, ...]: (1, 200, 70_000)}
+    values[tuple[float, ...]] = (0.25, -1.0)
     hints = get_type_hints(cls)
     names = [f.name for f in fields(cls) if f.default != -1 and f.name not in ("at", "tag")]
     return {name: values[hints[name]] for name in names if not (name == "cause" and hints[name] is int)}

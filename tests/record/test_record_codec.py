@@ -13,7 +13,7 @@ from record_samples import COMMAND_CLASSES, EVENT_CLASSES, commands, event, even
 
 from engine.commands import COMMANDS, Command, SetTimer, StartGroup, TrainStep
 from engine.errors import EngineError
-from engine.events import EVENTS, Event, GroupGenerated, RunStarted, StopRequested
+from engine.events import EVENTS, Event, GroupGenerated, RowsMeasured, RunStarted, StopRequested
 from engine.record import CodecError, decode_command, decode_event, encode_command, encode_event
 from engine.record.frames import decode_frame, decode_header, encode_handled, encode_rejected
 from engine.record.msgpack_values import CHECKED_FROM_BYTES, MAX_TEXT_BYTES
@@ -254,3 +254,14 @@ def test_claimed_lengths_allocate_nothing(claim: bytes, size: int) -> None:
             assert tracemalloc.get_traced_memory()[1] < 4_000_000 + 100 * size
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reason"),
+    [((1.0, float("nan")), "not finite"), ((float("inf"),), "not finite"), ((1.0, 2), "not floats")],
+)
+def test_a_tuple_of_floats_holds_finite_floats_alone(rewards: tuple[float, ...], reason: str) -> None:
+    place = dict.fromkeys(("validation", "chunk", "attempt", "replica", "incarnation", "version"), 0)
+    told = RowsMeasured(**place, measured=2, right=1, reward=1.0, rows=(0, 1), rewards=rewards, answers=(0, 0))
+    with pytest.raises(CodecError, match=reason):
+        encode_event(told)

@@ -53,7 +53,7 @@ class VllmServer:
     It, and what it starts, ends with the test process. Its requests stop where its gate says.
     """
 
-    def __init__(self, directory: Path, key: str) -> None:
+    def __init__(self, directory: Path, key: str, lora_rank: int = 0) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -73,9 +73,12 @@ class VllmServer:
             "--worker-extension-cls",
             "engine.rollout.vllm.worker_extension.InstallWeights",
         ]
+        if lora_rank:
+            command += ["--enable-lora", "--max-lora-rank", str(lora_rank)]
         path = f"{ROOT}:{Path(__file__).parent}"
         owner = f"{os.getpid()}:{directory / 'left'}"  # its engine watches this process, and ends with it
         environment = os.environ | QUIET | {"PYTHONPATH": path, "STEP_ENGINE_VLLM_OWNER": owner}
+        environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if lora_rank else {}
         with self._log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, env=environment, stdout=output, stderr=output, start_new_session=True,
@@ -101,14 +104,15 @@ class VllmServer:
 
 
 @contextlib.contextmanager
-def vllm_servers(directory: Path, *, count: int = 1, key: str = KEY) -> Iterator[list[VllmServer]]:
-    """Servers of a small model, which is put into `directory`; up when this yields."""
+def vllm_servers(directory: Path, *, count: int = 1, key: str = KEY, lora_rank: int = 0) -> Iterator[list[VllmServer]]:
+    """Servers of a small model, which is put into `directory`; up when this yields. `lora_rank`: they take adapters of
+    at most that rank."""
     model().save_pretrained(directory)
     save_character_tokenizer(directory, ALPHABET)
     servers: list[VllmServer] = []
     try:
         for _ in range(count):
-            servers.append(VllmServer(directory, key))
+            servers.append(VllmServer(directory, key, lora_rank))
         for server in servers:
             server.until_up()
         yield servers

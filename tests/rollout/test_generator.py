@@ -18,7 +18,7 @@ from engine.errors import DataFailure, EngineError
 from engine.protocols import Generated, GroupWork
 from engine.rollout.backend import SamplingParams
 from engine.rollout.generator import ModelGenerator
-from engine.rollout.scoring import MOST_STUCK, RewardCalls, Scorer, Waiting
+from engine.rollout.scoring import MAX_HANGING_CALLS, RewardCalls, Scorer, Waiting
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
 LONG = 150
@@ -30,15 +30,15 @@ class Letters:
 
     chat_template: str | None = None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(letter) % 31 for letter in text]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return "".join(chr(97 + i) for i in token_ids if not (skip_special_tokens and i == SPECIAL))
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
-        assert options == {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
-        return [SPECIAL, *(i for message in messages for i in self.encode(message["content"]))]
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
+        assert options == {"tools": None, "add_generation_prompt": True, "tokenize": False}
+        return "".join(f"({message['role']}) {message['content']}" for message in messages)
 
 
 def length_reward(prompt: Prompt, trajectory: Trajectory) -> float:
@@ -189,6 +189,22 @@ def test_slow_reward_does_not_hold_up_other_groups() -> None:
     run(make(slow_for_one, max_tokens=5), scenario)
 
 
+def test_trajectories_are_reported_as_they_end_and_kept_ones_at_the_start() -> None:
+    counts: list[int] = []
+
+    async def scenario(generator: ModelGenerator) -> TrajectoryGroup:
+        generated = await generator.generate(work(finished=counts.append))
+        lengths = {len(trajectory.token_ids) for trajectory in generated.group.trajectories}
+        assert len(lengths) > 1 and counts == [0, 1, 2, 3, 4], "they end one after another"
+        counts.clear()
+        partial = TrajectoryGroup(group=1, prompt=work().prompt, trajectories=generated.group.trajectories[:3])
+        await generator.generate(work(attempt=2, partial=partial, finished=counts.append))
+        assert counts == [3, 4]
+        return generated.group
+
+    run(make(max_tokens=LONG + 10), scenario)
+
+
 def test_a_group_progresses_with_its_own_rewards_and_while_it_is_queued_with_those_ahead() -> None:
     told: list[str] = []
     turns, entered = threading.Semaphore(0), threading.Semaphore(0)
@@ -302,7 +318,7 @@ def test_too_many_rewards_that_never_return_are_the_end_of_the_replica_by_name()
 
     async def scenario(generator: ModelGenerator) -> None:
         failed = asyncio.create_task(generator.failed())
-        for group in range(MOST_STUCK):
+        for group in range(MAX_HANGING_CALLS):
             assert not failed.done()
             with pytest.raises(DataFailure, match="took longer"):
                 await generator.generate(work(group, samples=1))
@@ -321,9 +337,9 @@ def test_calls_that_return_late_are_not_counted_as_stuck() -> None:
     async def scene() -> None:
         rewards = RewardCalls(lambda *_: float(leave.acquire()), threads=1, timeout_s=0.001)
         failed = asyncio.create_task(rewards.failed())
-        for _ in range(MOST_STUCK + 1):
+        for _ in range(MAX_HANGING_CALLS + 1):
             with pytest.raises(DataFailure, match="took longer"):
-                await rewards.score(Prompt(row=1, text=""), Trajectory(prompt_ids=[1]), Waiting(lambda: None))
+                await rewards.score(Prompt(row=1, text=""), [Trajectory(prompt_ids=[1])], Waiting(lambda: None))
             leave.release()
             for thread in threading.enumerate():
                 if thread.name == "reward":
@@ -348,7 +364,7 @@ def test_a_cancelled_group_keeps_its_places_until_its_rewards_return() -> None:
         rewards = RewardCalls(slow, threads=1, timeout_s=None)
         first, second = (
             asyncio.create_task(
-                rewards.score(Prompt(row=row, text=""), Trajectory(prompt_ids=[1]), Waiting(lambda: None))
+                rewards.score(Prompt(row=row, text=""), [Trajectory(prompt_ids=[1])], Waiting(lambda: None))
             )
             for row in (1, 2)
         )
@@ -359,7 +375,7 @@ def test_a_cancelled_group_keeps_its_places_until_its_rewards_return() -> None:
             await asyncio.sleep(0)
         assert first.cancelled() and running == [1]
         leave.set()
-        assert await second == 1.0 and running == [1, 2]
+        assert await second == [1.0] and running == [1, 2]
 
     asyncio.run(scene())
 
@@ -373,7 +389,7 @@ from engine.trajectory import Prompt, Trajectory
 async def scene():
     rewards = RewardCalls(lambda prompt, trajectory: threading.Event().wait(), threads=1, timeout_s=0.01)
     try:
-        await rewards.score(Prompt(row=1, text=""), Trajectory(prompt_ids=[1]), Waiting(lambda: None))
+        await rewards.score(Prompt(row=1, text=""), [Trajectory(prompt_ids=[1])], Waiting(lambda: None))
     except DataFailure:
         print("given up")
 
@@ -469,16 +485,17 @@ def test_prompt_longer_than_the_context_is_a_data_failure_of_that_row() -> None:
     run(make(max_tokens=3), scenario)
 
 
-def test_messages_go_through_the_chat_template_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = Prompt(row=1, text="plain", fields={"messages": [{"role": "user", "content": "hi"}]})
+def test_prompts_go_through_the_chat_template_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = Prompt(row=1, text="hi", fields={"messages": [{"role": "user", "content": "hi"}]})
 
-    def prompt_ids() -> list[int]:
+    def prompt_ids(prompt: Prompt) -> list[int]:
         generated: Generated = run(make(max_tokens=1), lambda generator: generator.generate(work(prompt=prompt)))
         return generated.group.trajectories[0].prompt_ids
 
-    assert prompt_ids() == Letters().encode("plain")
+    with pytest.raises(DataFailure, match="prompt row 1: the model's tokenizer has no chat template"):
+        prompt_ids(chat)
     monkeypatch.setattr(Letters, "chat_template", "{{ messages }}")
-    assert prompt_ids() == [SPECIAL, *Letters().encode("hi")]
+    assert prompt_ids(chat) == prompt_ids(Prompt(row=2, text="hi")) == Letters().encode("(user) hi")
 
 
 def test_group_cannot_be_generated_twice_at_once() -> None:

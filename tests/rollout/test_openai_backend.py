@@ -218,7 +218,7 @@ def test_nobody_there(tmp_path: Path) -> None:
 def test_a_key_that_is_in_no_environment_variable() -> None:
     served = {"backend": "openai", "urls": ["http://127.0.0.1:1"], "weights_dir": "/tmp", "api_key_env": "NO_SUCH_KEY"}
     config = parse_config({"model": {"make": "arithmetic"}, "rollout": served})
-    with pytest.raises(ConfigError, match=r"rollout.api_key_env.*no such environment variable"):
+    with pytest.raises(ConfigError, match=r"rollout.api_key_env.*is not set in the environment"):
         openai_backend(config, Inputs("model", "data", None, None, "prompt"), 0)
 
 
@@ -388,7 +388,7 @@ def test_weights_of_somebody_else_are_noticed(connect: Callable[..., Any], serve
             assert "was given other weights" in await backend.failed()
         else:
             go_on(backend)
-        with pytest.raises(EngineError, match="other weights" if breaks else "not this run's: 'somebody-elses:7'"):
+        with pytest.raises(EngineError, match="other weights" if breaks else "another run: 'somebody-elses:7'"):
             await running
 
     with Hiding(served[0].url) as between:

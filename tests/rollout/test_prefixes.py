@@ -1,4 +1,4 @@
-"""What becomes known of a request while it continues: backends tell it, the generator makes groups of it."""
+"""Partial results of a running request: backends report them, and the generator makes groups of them."""
 
 import asyncio
 from itertools import pairwise
@@ -17,30 +17,36 @@ EVERY = 20
 
 
 def request(
-    told: list[SampleResult], *, tell_every: int = EVERY, name: str = "r", max_tokens: int = LONG
+    partial: list[SampleResult], *, report_every: int = EVERY, name: str = "r", max_tokens: int = LONG
 ) -> SampleRequest:
     params = SamplingParams(max_tokens=max_tokens)
     return SampleRequest(
-        id=name, prompt_ids=[5, 6, 7], prefix_ids=[8], params=params, seed=1, tell_every=tell_every, tell=told.append
+        id=name,
+        prompt_ids=[5, 6, 7],
+        prefix_ids=[8],
+        params=params,
+        seed=1,
+        report_every=report_every,
+        report=partial.append,
     )
 
 
-def assert_begins(result: SampleResult, told: SampleResult) -> None:
-    """What was told is the beginning of what came of it, versions included."""
-    count = len(told.token_ids)
-    assert told.token_ids == result.token_ids[:count] and told.finish_reason == ""
-    assert told.logprobs == pytest.approx(result.logprobs[:count], abs=1e-6)
+def assert_begins(result: SampleResult, partial: SampleResult) -> None:
+    """A partial result is the beginning of the final result, including versions."""
+    count = len(partial.token_ids)
+    assert partial.token_ids == result.token_ids[:count] and partial.finish_reason == ""
+    assert partial.logprobs == pytest.approx(result.logprobs[:count], abs=1e-6)
     spans = [Span(s.start, min(s.stop, count), s.version) for s in result.spans if s.start < count]
-    assert told.spans == spans
+    assert partial.spans == spans
 
 
-def test_a_backend_tells_what_it_has_every_so_many_tokens(kind: Kind) -> None:
+def test_a_backend_reports_partial_results_every_few_tokens(kind: Kind) -> None:
     async def scenario(backend: RolloutBackend) -> None:
-        told: list[SampleResult] = []
-        result = await backend.sample(request(told))
+        partial: list[SampleResult] = []
+        result = await backend.sample(request(partial))
         assert len(result.token_ids) == LONG - 1
-        assert [len(one.token_ids) for one in told] == list(range(EVERY, LONG - 1, EVERY))
-        for one in told:
+        assert [len(one.token_ids) for one in partial] == list(range(EVERY, LONG - 1, EVERY))
+        for one in partial:
             assert_begins(result, one)
 
     run_over(kind.make("qwen2"), scenario)
@@ -49,19 +55,20 @@ def test_a_backend_tells_what_it_has_every_so_many_tokens(kind: Kind) -> None:
 def test_each_request_is_told_of_by_its_own_count_though_others_end_before_it(kind: Kind) -> None:
     async def scenario(backend: RolloutBackend) -> None:
         lengths = [30, LONG, 50, LONG, 70, LONG - 7]
-        told: list[list[SampleResult]] = [[] for _ in lengths]
+        partial: list[list[SampleResult]] = [[] for _ in lengths]
         requests = [
-            request(told[i], name=f"{i}", max_tokens=length, tell_every=EVERY + i) for i, length in enumerate(lengths)
+            request(partial[i], name=f"{i}", max_tokens=length, report_every=EVERY + i)
+            for i, length in enumerate(lengths)
         ]
         results = await asyncio.gather(*map(backend.sample, requests))
         for i, (length, result) in enumerate(zip(lengths, results, strict=True)):
-            counts = [len(one.token_ids) for one in told[i]]
+            counts = [len(one.token_ids) for one in partial[i]]
             if kind.exact:
                 assert counts == list(range(EVERY + i, length - 1, EVERY + i))
             else:  # vLLM hands a slow reader several tokens at once
                 assert all(after - before >= EVERY + i for before, after in pairwise([0, *counts]))
                 assert counts or length <= EVERY + i + 1
-            for one in told[i]:
+            for one in partial[i]:
                 assert_begins(result, one)
 
     run_over(kind.make("qwen2"), scenario)
@@ -69,18 +76,18 @@ def test_each_request_is_told_of_by_its_own_count_though_others_end_before_it(ki
 
 def test_nothing_is_told_unasked(kind: Kind) -> None:
     async def scenario(backend: RolloutBackend) -> None:
-        told: list[SampleResult] = []
-        await backend.sample(request(told, tell_every=0))
-        assert told == []
+        partial: list[SampleResult] = []
+        await backend.sample(request(partial, report_every=0))
+        assert partial == []
 
     run_over(kind.make("qwen2"), scenario)
 
 
 def test_what_is_told_after_an_install_says_which_version_sampled_what(kind: Kind) -> None:
     async def scenario(backend: RolloutBackend) -> None:
-        told: list[SampleResult] = []
+        partial: list[SampleResult] = []
         before = backend.tokens_sampled()
-        running = asyncio.create_task(backend.sample(request(told)))
+        running = asyncio.create_task(backend.sample(request(partial)))
         await until_sampled(backend, before + 30)
         await backend.pause("keep")
         go_on(backend)
@@ -89,8 +96,8 @@ def test_what_is_told_after_an_install_says_which_version_sampled_what(kind: Kin
         await backend.resume()
         result = await running
         assert [span.version for span in result.spans] == [0, 1]
-        assert [len(one.spans) for one in told][:1] == [1] and len(told[-1].spans) == 2
-        for one in told:
+        assert [len(one.spans) for one in partial][:1] == [1] and len(partial[-1].spans) == 2
+        for one in partial:
             assert_begins(result, one)
 
     run_over(kind.make("qwen2"), scenario)

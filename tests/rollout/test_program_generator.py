@@ -143,6 +143,33 @@ def test_a_rollout_that_was_cut_short_goes_on_from_what_it_had() -> None:
     run(scenario())
 
 
+def test_each_rollout_is_reported_as_it_ends() -> None:
+    async def scenario() -> None:
+        counts: list[int] = []
+        running: list[RolloutClient] = []
+        reported = asyncio.Event()
+
+        def report(count: int) -> None:
+            counts.append(count)
+            if count:
+                reported.set()
+
+        async def one_after_the_other(client: RolloutClient, prompt: Prompt) -> float:
+            client.add(prompt.text)
+            await client.sample()
+            running.append(client)
+            if len(running) == 2:
+                await reported.wait()
+            return 1.0
+
+        made = generator(one_after_the_other, Scripted("done<end>", "done<end>"))
+        await made.generate(work(finished=report))
+        assert counts == [0, 1, 2]
+        await made.close()
+
+    run(scenario())
+
+
 def test_a_rollout_that_asks_for_something_else_is_not_answered_with_the_old() -> None:
     async def scenario() -> None:
         old = (await generated(three_turns, TorchBackend(model(), rows=8))).group

@@ -1,5 +1,5 @@
-"""Whole runs through Ray whose rollouts come from servers: vLLM in processes of its own, with all its routes, with some
-of them, and with none."""
+"""Whole runs through Ray whose rollouts come from servers: vLLM in processes of its own, with all its routes and with
+some of them."""
 
 import json
 import os
@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from http_servers import Hiding, VllmServer, vllm_servers
 
-from engine import cli
 from engine.actors.launch import launch
 from engine.config.loading import parse_config
 from engine.events import GroupGenerated, WeightsInstalled
@@ -32,7 +30,6 @@ RIGHT = "HOME"
 environment of then."""
 MOST = 60
 PAUSING = ("/pause", "/resume", "/is_paused", "/abort_requests", "/inference/v1/generate")
-LEARNING = ("/collective_rpc", "/update_weight_version", "/weight_info")
 
 
 @pytest.fixture(scope="module")
@@ -102,22 +99,3 @@ def test_a_server_that_cannot_pause_is_updated_all_the_same(
     assert events_of(tmp_path, WeightsInstalled)
     assert any(event.newest_version > 0 for event in events_of(tmp_path, GroupGenerated))
     check_record(tmp_path)
-
-
-def refused(tmp_path: Path, capture: pytest.CaptureFixture[str], config: dict[str, Any]) -> str:
-    """What `engine run` says of it: exit 2, on stderr, without a traceback."""
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(config))
-    assert cli.main(["run", str(path), "--plain"]) == 2
-    said = capture.readouterr().err
-    assert "Traceback" not in said
-    return said
-
-
-def test_a_server_whose_weights_never_change_is_no_replica_of_a_run(
-    tmp_path: Path, served: tuple[list[VllmServer], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    (server, _), model = served
-    with Hiding(server.url, *PAUSING, *LEARNING) as plain:
-        said = refused(tmp_path, capsys, tree(tmp_path, model, [plain.url], sync_mode="keep"))
-    assert plain.url in said and "cannot load new weights" in said and "VLLM_SERVER_DEV_MODE=1" in said

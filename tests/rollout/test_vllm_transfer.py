@@ -18,8 +18,9 @@ from test_vllm_weights import LONG, assert_samples, greedy
 
 from engine.actors.transports import KeptTensors, Senders, Wire
 from engine.errors import EngineError
-from engine.rollout.sent_weights import Answer, Call, Join, Manifest, Send, Turn
+from engine.rollout.sent_weights import Answer, Call, Join, Send, Turn
 from engine.rollout.torch import transfer
+from engine.shared_weights import Manifest
 from engine.trajectory import Span
 
 pytest.importorskip("vllm", reason="vLLM is not installed")

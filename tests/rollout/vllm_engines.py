@@ -96,9 +96,9 @@ class Rented:
     async def sample(self, request: SampleRequest) -> SampleResult:
         if self._ready is None or not self._ready.done():
             await self._open()
-        tell = request.tell
-        if tell is not None:
-            request = replace(request, tell=lambda result: tell(self._rebased(result)))
+        report = request.report
+        if report is not None:
+            request = replace(request, report=lambda result: report(self._rebased(result)))
         return self._rebased(await self.engine.sample(request))
 
     def _rebased(self, result: SampleResult) -> SampleResult:

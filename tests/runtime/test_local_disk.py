@@ -55,7 +55,7 @@ def test_a_store_over_its_bound_stops_the_run_and_a_higher_one_lets_it_go_on(tmp
     bounded = wordy(tmp_path, store_policy=StorePolicy(segment_bytes=16 << 10, max_bytes=80 << 10))
     status = run_plan(bounded)
     assert status.outcome == "stopped"
-    assert "cannot store anything more" in status.reason and "durability.max_bytes are used up" in status.reason
+    assert "can no longer store data" in status.reason and "durability.max_bytes are used up" in status.reason
     assert run_plan(replace(bounded, resume=True, store_policy=StorePolicy())).outcome == "finished"
     check_finished(tmp_path)
 

@@ -18,13 +18,14 @@ from embedded_run import FIGURES, PROMPTS, Quick, Saving, options
 
 import engine.runtime.local
 from engine.cli import main
-from engine.errors import ConfigError, RunDamaged
+from engine.errors import ConfigError, RunDamaged, RunFinished
 from engine.events import ProcessLost, StepTrained
 from engine.protocols import Batch, GroupWork
 from engine.record import Handled, read, replay
 from engine.runtime.local import RunResult, SimpleTrainer, response
 from engine.states.limits import Limits
 from engine.storage.checkpoints import list_checkpoints
+from engine.storage.samples import SampleFiles
 from engine.trajectory import Trajectory
 
 sys.path.append(str(Path(__file__).parent.parent / "storage"))
@@ -60,6 +61,8 @@ def test_a_killed_run_is_resumed_and_loses_nothing(tmp_path: Path, step: int) ->
     assert replay(read(tmp_path / "schedule")).identical
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(PROMPTS // 4))
+    kept = [(row["step"], row["group"], row["sample"]) for row in SampleFiles(tmp_path / "samples").rows("train")]
+    assert {step for step, _, _ in kept} == set(range(PROMPTS // 4)) and len(kept) == len(set(kept))
 
 
 def test_groups_whose_trajectories_were_in_memory_are_generated_again(tmp_path: Path) -> None:
@@ -79,6 +82,9 @@ def test_a_run_goes_back_to_an_older_checkpoint_where_it_is_told_to(tmp_path: Pa
     assert sorted(trainer.groups) == ONCE
     assert trained_in(tmp_path) == [*range(7), *range(3, PROMPTS // 4)]
     assert (tmp_path / "checkpoints" / ".step-000006-left-1").exists(), "it is put aside, not deleted"
+    later = SampleFiles(tmp_path / ".samples-left-1").numbers("train")
+    assert later == list(range(7)), "so are samples of steps that are trained anew"
+    assert SampleFiles(tmp_path / "samples").numbers("train") == list(range(PROMPTS // 4))
 
 
 def test_a_finished_run_cannot_be_resumed_and_another_is_refused_by_name(tmp_path: Path) -> None:
@@ -103,6 +109,28 @@ def test_a_finished_run_cannot_be_resumed_and_another_is_refused_by_name(tmp_pat
         resumed(tmp_path)
     with pytest.raises(ConfigError, match="run_dir"):
         engine.runtime.local.run(**{**options(tmp_path, Saving(), resume=True), "run_dir": None})
+
+
+def test_a_finished_run_trains_more_steps_when_it_is_told_to(tmp_path: Path) -> None:
+    def steps(most: int) -> dict[str, Any]:
+        return {"limits": Limits(**{**FIGURES, "max_steps": most})}
+
+    first = Saving()
+    assert engine.runtime.local.run(**options(tmp_path, first, **steps(4))).steps == 4
+    for most in (4, 3):
+        with pytest.raises(
+            RunFinished, match=r"has finished \(4 train steps\); to train more steps, .* larger run.max"
+        ):
+            resumed(tmp_path, **steps(most))
+    result, second = resumed(tmp_path, **steps(7))
+    assert (result.outcome, result.steps) == ("finished", 7)
+    assert result.resumed.startswith("resumed from step-000004")
+    assert len(second.groups) == len(set(second.groups)) == 7 * 4 and second.groups[: 4 * 4] == first.groups
+    assert trained_in(tmp_path) == list(range(7)) and replay(read(tmp_path / "schedule")).identical
+    result, _ = resumed(tmp_path, **steps(8))
+    assert result.steps == 8, "and again"
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(8))
 
 
 class Forgetful(SimpleTrainer):

@@ -12,7 +12,7 @@ from engine.commands import Command, StartProcess, StopProcess
 from engine.events import ProcessLost, ProcessUp, ReplicasWanted
 from engine.protocols import GroupWork
 from engine.record import read, replay
-from engine.runtime.session import Session
+from engine.runtime.run_loop import RunLoop
 from engine.trajectory import Trajectory
 
 PROMPTS = 120
@@ -21,25 +21,25 @@ PROMPTS = 120
 class Wanting(Steady):
     """Asks for other numbers of replicas after so many groups, over all of its kind."""
 
-    def __init__(self, sessions: list[Session], wanted: dict[int, int], seen: list[int]) -> None:
+    def __init__(self, loops: list[RunLoop], wanted: dict[int, int], seen: list[int]) -> None:
         super().__init__()
-        self._sessions = sessions
+        self._loops = loops
         self._wanted = wanted
         self._seen = seen
 
     async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
         self._seen.append(work.group)
         if (replicas := self._wanted.get(len(self._seen))) is not None:
-            self._sessions[0].deliver(ReplicasWanted(replicas=replicas))
+            self._loops[0].deliver(ReplicasWanted(replicas=replicas))
         return await super().sample(work, weights, version)
 
 
 @pytest.fixture
-def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
+def loops(monkeypatch: pytest.MonkeyPatch) -> list[RunLoop]:
     """Those that runs of the test make, as they are made. They get each order about a life twice."""
-    made: list[Session] = []
+    made: list[RunLoop] = []
 
-    class Noted(Session):
+    class Noted(RunLoop):
         def connect(self, *given: Any) -> None:
             super().connect(*given)
             made.append(self)
@@ -50,16 +50,16 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
 
             monkeypatch.setattr(self.executor, "execute", twice)
 
-    monkeypatch.setattr(sys.modules["engine.runtime.local.run"], "Session", Noted)
+    monkeypatch.setattr(sys.modules["engine.runtime.local.run"], "RunLoop", Noted)
     return made
 
 
-def test_replicas_are_started_let_go_and_started_again(sessions: list[Session]) -> None:
+def test_replicas_are_started_let_go_and_started_again(loops: list[RunLoop]) -> None:
     trainer, seen, made = Counting(), list[int](), list[int]()
 
     def make(replica: int) -> Wanting:
         made.append(replica)
-        return Wanting(sessions, wanted, seen)
+        return Wanting(loops, wanted, seen)
 
     wanted = {8: 3, 40: 1, 80: 2}
     result = run(
@@ -77,9 +77,9 @@ def test_replicas_are_started_let_go_and_started_again(sessions: list[Session]) 
     assert replay(read(result.record)).identical
 
 
-def test_a_run_that_was_given_its_generators_cannot_have_more_and_goes_on(sessions: list[Session]) -> None:
+def test_a_run_that_was_given_its_generators_cannot_have_more_and_goes_on(loops: list[RunLoop]) -> None:
     trainer, seen = Counting(), list[int]()
-    generators = [Wanting(sessions, {8: 3}, seen) for _ in range(2)]
+    generators = [Wanting(loops, {8: 3}, seen) for _ in range(2)]
     result = run(generators=generators, trainer=trainer)
     assert sorted(trainer.groups) == list(range(30))
     (lost,) = events_of(result, ProcessLost)
@@ -90,8 +90,8 @@ def test_a_run_that_was_given_its_generators_cannot_have_more_and_goes_on(sessio
 class Closing(Wanting):
     """Takes some turns of the event loop to close, or never ends it."""
 
-    def __init__(self, sessions: list[Session], seen: list[int], *, hangs: bool = False) -> None:
-        super().__init__(sessions, {8: 1}, seen)
+    def __init__(self, loops: list[RunLoop], seen: list[int], *, hangs: bool = False) -> None:
+        super().__init__(loops, {8: 1}, seen)
         self._hangs = hangs
         self.state_then = ""
         """Of replica 1, once it has closed."""
@@ -101,12 +101,12 @@ class Closing(Wanting):
             await asyncio.sleep(0)
         if self._hangs:
             await asyncio.Event().wait()
-        self.state_then = self._sessions[0].scheduler.state.fleet.replicas[1].process.state
+        self.state_then = self._loops[0].scheduler.state.fleet.replicas[1].process.state
 
 
-def test_a_replica_that_is_stopped_is_lost_once_it_has_closed(sessions: list[Session]) -> None:
+def test_a_replica_that_is_stopped_is_lost_once_it_has_closed(loops: list[RunLoop]) -> None:
     trainer, seen = Counting(), list[int]()
-    generators = [Closing(sessions, seen) for _ in range(2)]
+    generators = [Closing(loops, seen) for _ in range(2)]
     result = run(generators=generators, trainer=trainer)
     (lost,) = events_of(result, ProcessLost)
     assert (lost.index, lost.incarnation, lost.reason) == (1, 1, "1 replicas are wanted")
@@ -115,11 +115,11 @@ def test_a_replica_that_is_stopped_is_lost_once_it_has_closed(sessions: list[Ses
 
 
 def test_a_replica_that_never_closes_is_lost_and_the_run_ends(
-    sessions: list[Session], monkeypatch: pytest.MonkeyPatch
+    loops: list[RunLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["engine.runtime.local.local_processes"], "CLOSE_S", 0.0)
     trainer, seen = Counting(), list[int]()
-    result = run(generators=[Closing(sessions, seen, hangs=True) for _ in range(2)], trainer=trainer)
+    result = run(generators=[Closing(loops, seen, hangs=True) for _ in range(2)], trainer=trainer)
     (lost,) = events_of(result, ProcessLost)
     assert (lost.index, lost.incarnation) == (1, 1)
     assert (result.outcome, sorted(trainer.groups)) == ("finished", list(range(30)))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.errors import DataFailure, EngineError
 from engine.storage.group_codec import FIELD_DEPTH, pack_group, plain_prompt, unpack_group
-from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
+from engine.trajectory import Prompt, Span, StepReward, Trajectory, TrajectoryGroup
 
 texts = st.text(st.characters(), max_size=8)
 plain = st.recursive(
@@ -18,6 +18,9 @@ plain = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=8,
 )
+
+
+steps = st.tuples(st.integers(0, 2**31 - 1), st.floats(allow_nan=False))
 
 
 @st.composite
@@ -33,6 +36,9 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         finish_reason=draw(st.sampled_from(["", "stop", "length"])),
         reward=draw(st.none() | st.floats(allow_nan=False)),
         continues=draw(st.booleans()),
+        reward_parts=draw(st.dictionaries(texts, st.floats(allow_nan=False), max_size=2)),
+        step_rewards=[StepReward(*one) for one in draw(st.lists(steps, max_size=2))],
+        figures=draw(st.dictionaries(texts, st.floats(allow_nan=False), max_size=2)),
     )
 
 
@@ -40,11 +46,22 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 @given(
     group=st.integers(-(2**40), 2**40),
     fields=st.dictionaries(texts, plain, max_size=3),
+    source=st.sampled_from(["", "math"]),
     made=st.lists(trajectories(), max_size=3),
 )
-def test_a_group_comes_back_as_it_was(group: int, fields: dict[str, object], made: list[Trajectory]) -> None:
-    whole = TrajectoryGroup(group=group, prompt=Prompt(row=7, text="?", fields=fields), trajectories=made)
+def test_a_group_comes_back_as_it_was(
+    group: int, fields: dict[str, object], source: str, made: list[Trajectory]
+) -> None:
+    prompt = Prompt(row=7, text="?", fields=fields, source=source)
+    whole = TrajectoryGroup(group=group, prompt=prompt, trajectories=made)
     assert unpack_group(pack_group(whole)) == whole
+
+
+def test_a_group_without_parts_of_its_reward_is_readable() -> None:
+    plain = [1, 5, [0, "?", {}], [[b"", b"", b"", b"", b"", "a", "stop", 1.0, False]]]
+    whole = unpack_group(msgpack.packb(plain))
+    assert whole.trajectories == [Trajectory(text="a", finish_reason="stop", reward=1.0)]
+    assert msgpack.unpackb(pack_group(whole)) == plain
 
 
 @settings(max_examples=60, deadline=None)
@@ -72,6 +89,9 @@ def test_bytes_that_are_no_group_are_refused(data: st.DataObject) -> None:
         [1, 0, ["0", "", {}], []],
         [1, 0, [0, "", {}], [[b"", b"", b"", b"", b"", 5, "stop", None, False]]],
         [1, 0, [0, "", {}], [[b"", b"", b"", b"", b"", "", "stop", None, 0]]],
+        [1, 0, [0, "", {}], [[b"", b"", b"", b"", b"", "", "stop", None, False, {"a": 1}]]],
+        [1, 0, [0, "", {}], [[b"", b"", b"", b"", b"", "", "stop", None, False, {}, {"a": 1}]]],
+        [1, 0, [0, "", {}], [[b"", b"", b"", b"", b"", "", "stop", None, False, {}, {}, {}]]],
     ],
 )
 def test_values_that_are_no_group_are_refused(plain: object) -> None:

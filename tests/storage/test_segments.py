@@ -43,7 +43,7 @@ def test_segments_are_of_the_rollout_before_them() -> None:
     [
         ([first(), first(), first(0.0)], "returned 3 trajectories, not the 2"),
         ([first(), segment(), segment()], "returned 1 trajectories, not the 2"),
-        ([segment(), first(), first()], "continues a trajectory, but is the first"),
+        ([segment(), first(), first()], "it is the first trajectory of its group"),
         ([first(1.0), segment(0.5), first()], "its reward is 0.5, but must be 1.0"),
     ],
 )

@@ -60,6 +60,18 @@ def test_chats_keep_their_messages(tmp_path: Path, field: str) -> None:
     assert prompt.text == "2+2?" and prompt.fields == {"messages": CHAT, "answer": "4"}
 
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])
+def test_chats_keep_their_tools_calls_and_parts(tmp_path: Path, tools: Any) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
+    chat = [CHAT[1], {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": parts}]
+    prompt = Dataset.load(jsonl(tmp_path, {"messages": chat, "tools": tools})).prompt(0)
+    assert prompt.text == "2+2?" and prompt.fields == {"messages": chat, "tools": [TOOL]}
+
+
 def test_parquet_reads_the_same(tmp_path: Path) -> None:
     file = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "answer": [1, 2]}), file)
@@ -67,6 +79,13 @@ def test_parquet_reads_the_same(tmp_path: Path) -> None:
     assert len(data) == 2 and data.prompt(1).text == "b" and data.prompt(1).fields == {"answer": 2}
     pyarrow.parquet.write_table(pyarrow.table({"messages": [CHAT]}), file)
     assert Dataset.load(file).prompt(0).fields == {"messages": CHAT}
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+    pyarrow.parquet.write_table(pyarrow.table({"messages": [[*CHAT, called]], "other": [[{"a": 1}, {"b": 2}]]}), file)
+    fields = Dataset.load(file).prompt(0).fields
+    assert fields["messages"] == [*CHAT, {"role": "assistant", "tool_calls": called["tool_calls"]}], (
+        "no filled-in nulls"
+    )
+    assert fields["other"] == [{"a": 1, "b": None}, {"a": None, "b": 2}], "as the file has it"
 
 
 def test_missing_files_are_named_with_the_nearest(tmp_path: Path) -> None:
@@ -74,10 +93,10 @@ def test_missing_files_are_named_with_the_nearest(tmp_path: Path) -> None:
     error = refused(tmp_path / "trian.jsonl", config_field="data.validation_path")
     assert error.details["field"] == "data.validation_path"
     assert error.details["law"] == "does not exist" and "train.jsonl" in error.details["fix"]
-    assert "no directory" in refused(tmp_path / "nowhere" / "x.jsonl").details["fix"]
-    assert "is not a file" in str(refused(tmp_path))
-    (tmp_path / "rows.csv").write_text("prompt\n")
-    assert "unknown suffix '.csv'" in str(refused(tmp_path / "rows.csv"))
+    assert "does not exist either" in refused(tmp_path / "nowhere" / "x.jsonl").details["fix"]
+    assert f"use {tmp_path}/*.jsonl for all its files" in str(refused(tmp_path))
+    (tmp_path / "rows.txt").write_text("prompt\n")
+    assert "unknown suffix '.txt'" in str(refused(tmp_path / "rows.txt"))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +111,18 @@ def test_missing_files_are_named_with_the_nearest(tmp_path: Path) -> None:
         ([{"prompt": ""}], "line 1: 'prompt' is empty"),
         ([{"prompt": 7}], "line 1: 'prompt' is int 7"),
         ([{"messages": []}], "line 1: 'messages' is empty"),
-        ([{"messages": [{"role": "user"}]}], "line 1: 'messages' is list"),
+        ([{"messages": [{"role": "user"}]}], "line 1: message 1 of 'messages' has no text under 'content'"),
+        ([{"messages": [{"role": "user", "contents": "a"}]}], "no text under 'content' (did you mean contents?)"),
+        (
+            [{"messages": [CHAT[1], {"from": "user", "content": "a"}]}],
+            "message 2 of 'messages' has no text under 'role'",
+        ),
+        ([{"messages": [CHAT[1], "b"]}], "line 1: message 2 of 'messages' is str 'b'"),
+        ([{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], "has a part of type 'image'; only parts"),
+        ([{"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}], "'tool_calls' that are not a list"),
+        ([{"prompt": "a"}, {"messages": CHAT}], "line 2 is a list of messages, but line 1 is a text"),
+        ([{"prompt": "a", "messages": CHAT}], "line 1 has both 'prompt' and 'messages'"),
+        ([{"messages": CHAT, "tools": "calculator"}], "line 1: 'tools' is str 'calculator'"),
     ],
 )
 def test_bad_rows_are_refused_by_line(tmp_path: Path, rows: list[Any], said: str) -> None:
@@ -143,6 +173,11 @@ def test_the_order_of_a_seed_never_changes(tmp_path: Path) -> None:
     """Written down once: a run resumed under a newer release must draw the same rows."""
     source = PromptSource(numbered(tmp_path, 8), seed=7)
     assert [source.draw(i).row for i in range(16)] == GOLDEN
+
+
+def test_a_part_of_a_data_set_keeps_the_row_numbers(tmp_path: Path) -> None:
+    part = numbered(tmp_path, 5).only([1, 4])
+    assert len(part) == 2 and [part.prompt(i).row for i in range(2)] == [1, 4] and part.prompt(1).text == "p4"
 
 
 def test_without_shuffling_rows_come_in_file_order(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """Rewards: how a bad name is reported, and the built-in ones by hand."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from engine.errors import ConfigError, DataFailure
-from engine.tasks.rewards import Reward, boxed_answer, exact_match, final_number, load_reward
+from engine.tasks.rewards import Reward, boxed_answer, exact_match, final_number, load_reward, multiple_choice
 from engine.trajectory import Prompt, Trajectory
 
 
@@ -19,7 +20,7 @@ def said(text: str) -> Trajectory:
 
 
 MODULE = """
-import functools
+import asyncio
 limit = 3
 class Judge:
     def __call__(self, prompt, trajectory): return 2
@@ -27,20 +28,26 @@ judge = Judge()
 def good(prompt, trajectory): return 1
 def one(prompt): return 1
 def extra(prompt, trajectory, strict=True): return 0.5
-async def later(prompt, trajectory): return 1
+async def later(prompt, trajectory):
+    await asyncio.sleep(0)
+    return 1
+async def later_one(prompt): return 1
+class Asks:
+    async def __call__(self, prompt, trajectory): return 3
+asks = Asks()
 """
 
 
 @pytest.fixture
-def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     monkeypatch.chdir(tmp_path)
-    for name in ("my_rewards", "needs_more", "broken"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / "my_rewards.py").write_text(MODULE)
     (tmp_path / "needs_more.py").write_text("import not_there_at_all\n")
     (tmp_path / "broken.py").write_text("1 / 0\n")
-    return tmp_path
+    yield tmp_path
+    for name in ("my_rewards", "needs_more", "broken"):
+        sys.modules.pop(name, None)
 
 
 def test_rewards_in_the_working_directory_are_found(working_directory: Path) -> None:
@@ -48,6 +55,12 @@ def test_rewards_in_the_working_directory_are_found(working_directory: Path) -> 
     assert load_reward("my_rewards:extra")(prompt(), said("")) == 0.5
     assert load_reward("my_rewards:judge")(prompt(), said("")) == 2.0
     assert load_reward("engine.tasks.rewards:exact_match") is exact_match
+
+
+def test_coroutine_functions_run_to_their_end(working_directory: Path) -> None:
+    later = load_reward("my_rewards:later")
+    assert later(prompt(), said("")) == 1.0 and later.__qualname__ == "later"
+    assert load_reward("my_rewards:asks")(prompt(), said("")) == 3.0
 
 
 @pytest.mark.parametrize(
@@ -63,7 +76,7 @@ def test_rewards_in_the_working_directory_are_found(working_directory: Path) -> 
         ("my_rewards:limit", "cannot be called"),
         ("my_rewards:Judge", "is a class"),
         ("my_rewards:one", "cannot be called with (prompt, trajectory)"),
-        ("my_rewards:later", "coroutine"),
+        ("my_rewards:later_one", "cannot be called with (prompt, trajectory)"),
     ],
 )
 def test_what_is_wrong_with_a_name_is_said(working_directory: Path, spec: str, fault: str) -> None:
@@ -77,6 +90,17 @@ def test_what_is_wrong_with_a_name_is_said(working_directory: Path, spec: str, f
     [
         (exact_match, "yes", " yes\n", 1.0),
         (exact_match, "yes", "yes.", 0.0),
+        (multiple_choice, "B", "It is not A. The answer is (B).", 1.0),
+        (multiple_choice, "B", "The answer is A", 0.0),
+        (multiple_choice, "B", "B. Am I right?", 1.0),
+        (multiple_choice, "(C)", "**C**", 1.0),
+        (multiple_choice, "C", "Certainly not", 0.0),
+        (multiple_choice, "B", "B. A triangle has three sides.", 1.0),
+        (multiple_choice, "A", "A triangle has three sides.", 0.0),
+        (multiple_choice, "A", "Not B: A is right", 1.0),
+        (multiple_choice, "A", "(A) a triangle", 1.0),
+        (multiple_choice, "A", "A", 1.0),
+        (multiple_choice, "C", "C, because I'm sure", 1.0),
         (exact_match, 4, "4", 1.0),
         (final_number, "72", "6 * 12 = 72", 1.0),
         (final_number, "... #### 72", "the answer is 72.", 1.0),

@@ -61,7 +61,7 @@ def test_the_model_learns_the_answers_once(made: Prepared, tmp_path: Path) -> No
 
     said.clear()
     assert inputs_of(config, lambda done, text: said.append(text)).model == model and not said, "found, not made"
-    other = configured(made, tmp_path, rows=ROWS[:4], start={"epochs": 1})
+    other = configured(made, tmp_path, rows=ROWS[:4], start={"epochs": 1, "path": str(tmp_path / "ans*.jsonl")})
     assert inputs_of(other).model != model and RECIPE == 1
 
 

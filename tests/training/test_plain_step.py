@@ -1,4 +1,5 @@
-"""The default train step, GRPO with clipped PPO and no correction, equals one written out plainly, to the bit.
+"""The default train step over padded rows, GRPO with clipped PPO and no correction, equals one written out plainly, to
+the bit.
 
 What the other objectives need must neither change nor round a single weight of a run that does not use them.
 """
@@ -46,10 +47,10 @@ def plain_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: 
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_default_step_is_the_plain_one_to_the_bit(
+def test_the_padded_step_is_the_plain_one_to_the_bit(
     model_path: str, batch: Callable[..., Batch], asynchronous: bool
 ) -> None:
-    trainer = ModelTrainer(model_path, TrainerSettings(learning_rate=1e-2, device="cpu"))
+    trainer = ModelTrainer(model_path, TrainerSettings(learning_rate=1e-2, device="cpu", packing="off"))
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]

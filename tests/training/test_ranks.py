@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,10 @@ def test_three_steps_equal_those_of_one_rank_and_resume_on_any_number(
     model_path: str, batch: MakeBatch, tmp_path: Path
 ) -> None:
     with of_ranks(1, model_path) as alone:
-        expected = [alone.train(batch(step)) for step in range(3)]
+        expected, figures = [], []
+        for step in range(3):
+            expected.append(alone.train(batch(step)))
+            figures.append(alone.rollout_figures())
         weights = alone.weights()
     for count, begins in ((2, 0), (1, 1), (4, 2)):  # each continues from the checkpoint of the one before
         with of_ranks(count, model_path) as trainer:
@@ -64,6 +68,9 @@ def test_three_steps_equal_those_of_one_rank_and_resume_on_any_number(
             for name, value in expected[begins].items():
                 if not name.startswith("seconds_"):
                     assert metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+            told = [rollout for own in trainer.rollout_figures() for rollout in own]
+            for mine, rollout in zip(told, chain.from_iterable(figures[begins]), strict=True):
+                assert mine == pytest.approx(rollout, rel=1e-3, abs=1e-5), "every rank's share is known"
             trainer.save(str(tmp_path / f"step-{begins + 1}"), begins + 1)
             final = {name: value.clone() for name, value in trainer.weights().items()}
     assert close_to(final, weights)

@@ -68,7 +68,7 @@ def test_trajectories_without_advantage_are_passed_over_exactly(
     trainer = ModelTrainer(model_path, TrainerSettings(**settings))
     samples = prepared(trainer, mixed(group, as_batch))
     passed: list[int] = []
-    monkeypatch.setattr(gradients, "pack", lambda given, tokens: passed.append(len(given)) or pack(given, tokens))
+    monkeypatch.setattr(gradients, "pack", lambda given, *how: passed.append(len(given)) or pack(given, *how))
     saved = gradient_of(trainer, samples)
     monkeypatch.setattr(Sample, "teaches_nothing", False)
     assert close(saved, gradient_of(trainer, samples))

@@ -130,7 +130,7 @@ def test_a_checkpoint_is_exported_as_a_model(
     run, target = tmp_path / "run", tmp_path / "model"
     (run / "schedule").mkdir(parents=True)
     export = ["export", str(run), "--to", str(target)]
-    assert main(export) == 2 and "has no checkpoint" in capsys.readouterr().err
+    assert main(export) == 2 and "without a checkpoint" in capsys.readouterr().err
     trainer = ModelTrainer(model_path, SETTINGS)
     for step in (1, 2):
         trainer.train(batch(step))
@@ -147,10 +147,10 @@ def test_a_checkpoint_is_exported_as_a_model(
     assert AutoTokenizer.from_pretrained(target)("w3 w5").input_ids == [3, 5]
 
     assert main(export) == 2 and "is there already" in capsys.readouterr().err
-    assert main(["export", str(run), "--to", str(tmp_path / "other"), "--step", "7"]) == 2
-    assert "use one of 1, 2" in capsys.readouterr().err
+    assert main(["export", f"{run}@step-7", "--to", str(tmp_path / "other")]) == 2
+    assert "nearest: step-1, step-2" in capsys.readouterr().err
     with (run / "checkpoints" / "step-000001" / "model.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\xff")
-    assert main(["export", str(run), "--to", str(tmp_path / "other"), "--step", "1"]) == 2
+    assert main(["export", f"{run}@step-1", "--to", str(tmp_path / "other")]) == 2
     assert "model.safetensors" in capsys.readouterr().err and not (tmp_path / "other").exists()

@@ -211,6 +211,29 @@ def test_a_gradient_that_is_not_finite_skips_its_minibatch(model_path: str, batc
     assert (metrics["loss"], metrics["entropy"]) == (expected["loss"], expected["entropy"])
 
 
+@pytest.mark.parametrize("minibatch", [4, 2], ids=["one minibatch", "two minibatches"])
+@pytest.mark.parametrize("old_policy", ["behavior", "proximal"])
+def test_figures_of_rollouts_are_those_of_the_step(
+    model_path: str, group: Make, as_batch: MakeBatch, minibatch: int, old_policy: str
+) -> None:
+    settings = TrainerSettings(policy_mini_batch_size=minibatch, old_policy=old_policy, learning_rate=1e-3)
+    trainer = ModelTrainer(model_path, settings)
+    assert trainer.rollout_figures() == []
+    equal, differing = group(0, [1.0, 1.0]), [group(number, [0.0, 1.0, 0.5]) for number in (1, 2, 3)]
+    metrics = trainer.train(as_batch(0, [equal, *differing]))
+    figures = trainer.rollout_figures()
+    assert [len(own) for own in figures] == [2, 3, 3, 3]
+    assert [rollout.advantage for rollout in figures[0]] == [0.0, 0.0]
+    for own in figures[1:]:
+        worst, best, middle = (rollout.advantage for rollout in own)
+        assert worst is not None and best is not None
+        assert worst < 0 < best and middle == pytest.approx(0, abs=1e-6)
+    gaps = [[rollout.logprob_gap for rollout in own] for own in figures]
+    assert max(gap for own in gaps[1:] for gap in own if gap) == pytest.approx(metrics["logprob_gap_max"])
+    assert gaps[0] == [None, None], "no gradient, no pass"
+    assert all(worst and best for worst, best, _ in gaps[1:])
+
+
 def test_published_weights_are_a_copy_by_state_dict_name(model_path: str, batch: MakeBatch) -> None:
     trainer = ModelTrainer(model_path, TrainerSettings(learning_rate=1e-2))
     published = trainer.weights()

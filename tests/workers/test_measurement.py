@@ -10,11 +10,12 @@ from test_replica_worker import WHO, Stage, play
 
 from engine.commands import InstallWeights, MeasureRows, PauseReplica, ResumeReplica, StageWeights, StopMeasuring
 from engine.errors import DataFailure, EngineError
-from engine.events import Event, ReplicaPaused, RowsFailed, RowsMeasured
+from engine.events import NO_ANSWER, Event, ReplicaPaused, RowsFailed, RowsMeasured
 from engine.protocols import Generated, GroupWork
 from engine.runtime.local import SimpleGenerator, response
 from engine.trajectory import Prompt, Trajectory
-from engine.workers.measurement import HeldOut, held_out_group
+from engine.workers.measurement import HeldOut, answer_number, held_out_group
+from engine.workers.sample_keeper import HeldOutRow
 
 PROMPTS = [Prompt(row=row, text=f"{row} + 1") for row in range(6)]
 
@@ -202,5 +203,34 @@ def test_what_is_stopped_reports_nothing_and_samples_nothing_once_the_replica_is
         await on.until(1)
         assert [type(e) for e in on.events] == [ReplicaPaused]
         assert not on.generator._sampling
+
+    play(scene)
+
+
+def test_rows_tell_their_rewards_and_answers_and_each_set_its_name() -> None:
+    class Saying(Answering):
+        async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+            (said,) = await super().sample(work, weights, version)
+            said.text = "no answer" if work.prompt.row == 1 else f"it is {work.prompt.row % 2}"
+            return [said]
+
+    def extract(prompt: Prompt, trajectory: Trajectory) -> str | None:
+        assert prompt.row != 2, "a defect of the user's"
+        return trajectory.text.removeprefix("it is ") if trajectory.text.startswith("it") else None
+
+    async def scene() -> None:
+        generator = Saying()
+        rows = [HeldOutRow("voting", row // 2, row % 2, 2) for row in range(4)] + [HeldOutRow("plain", 0, 0, 2)] * 2
+        held_out = HeldOut(prompts=PROMPTS, evaluator=generator, rows=rows, answers={"voting": extract})
+        on = Stage(generator, held_out=held_out)
+        generator.let.set()
+        on.worker.carry_out(measure(0, 0, 6))
+        await on.until(1)
+        (event,) = news(on, RowsMeasured)
+        assert (event.rows, event.rewards) == ((0, 1, 2, 3, 4), (1.0, 0.0, 0.0, 1.0, 0.0)), "row 5 is not measured"
+        zero, none, broken, one, plain = event.answers
+        assert (none, broken, plain) == (NO_ANSWER,) * 3 and NO_ANSWER != zero != one != NO_ANSWER
+        assert zero == answer_number("0") and one == answer_number("1")
+        assert [work.validation_set for work in generator.works] == ["voting"] * 4 + ["plain"] * 2
 
     play(scene)

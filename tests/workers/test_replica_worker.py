@@ -138,7 +138,7 @@ def test_a_group_is_kept_before_it_is_reported() -> None:
         await stage.settle()
         stage.generator.tick(3)
         joined, generated = await stage.until(2)
-        assert joined == ProcessUp(kind="replica", index=0, incarnation=1, slots=4, version=0)
+        assert joined == ProcessUp(kind="replica", index=0, incarnation=1, slots=4, samples=2, version=0)
         assert generated == GroupGenerated(
             group=0, attempt=1, replica=0, incarnation=1, tokens=6, oldest_version=0, newest_version=0, live=2,
             reward_mean=0.5, reward_spread=1.0,
@@ -272,6 +272,56 @@ def test_groups_that_progress_are_reported_together_and_only_while_they_run() ->
         generator.works[0].progress()
         await stage.settle()
         assert len(stage.events) == 5, "the group has ended"
+
+    play(scene)
+
+
+class Ends(TokenGenerator):
+    """Groups of which the test says how many trajectories have ended."""
+
+    async def generate(self, work: GroupWork) -> Generated:
+        self.works.append(work)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+def test_ended_trajectories_are_reported_once_they_make_room_for_a_group() -> None:
+    async def scene() -> None:
+        stage = Stage(generator := Ends(), samples=4)
+        stage.worker.join(slots=3)
+        for group in range(3):
+            stage.start(group)
+        await stage.settle()
+        first, second, third = generator.works
+
+        def reported() -> list[tuple[int, int]]:
+            news = [(event.group, event.finished) for event in stage.events if isinstance(event, GroupProgressed)]
+            stage.events.clear()
+            return news
+
+        first.finished(2)
+        second.finished(1)
+        first.finished(1)
+        assert not reported(), "three of four, and an older count"
+        third.finished(1)
+        assert reported() == [(0, 2), (1, 1), (2, 1)]
+        third.finished(4)
+        assert not reported()
+        second.finished(2)
+        assert reported() == [(1, 2), (2, 4)]
+        stage.worker.carry_out(AbortGroup(group=2, attempt=1, number=1, **WHO))
+        await stage.settle()
+        third.finished(4)
+        assert not reported(), "the scheduler has given it up"
+        first.finished(3)
+        second.finished(3)
+        assert not reported(), "6 of 8: as many groups as the 4 reported"
+        first.finished(4)
+        second.finished(4)
+        assert reported() == [(0, 4), (1, 4)]
+        with pytest.raises(EngineError, match="5 trajectories of group 0 ended, but it has 4"):
+            first.finished(5)
+        await stage.worker.close()
 
     play(scene)
 
@@ -615,7 +665,7 @@ def good(**changes: Any) -> Trajectory:
         ([good(), good(reward=10**400)], "data", "its reward is a int, not a number"),
         ([good(), good(loss_mask=[1, 2])], "infrastructure", "must hold only 0 and 1"),
         ([good(), good(spans=[Span(0, 1, 0)])], "infrastructure", "spans cover 1 of 2 tokens"),
-        ([good(), good(spans=[Span(1, 2, 0)])], "infrastructure", "must start at 0, where the one before ended"),
+        ([good(), good(spans=[Span(1, 2, 0)])], "infrastructure", "must start at 0, where the previous span ends"),
         ([good(), good(spans=[Span(0, 2, 5)])], "infrastructure", "have version 5, but it must be 0 to 0"),
         ([good(), good(spans=[(0, 2)])], "infrastructure", "is not (start, stop, version)"),
         ([good(), good(finish_reason="")], "infrastructure", "it has no finish_reason"),

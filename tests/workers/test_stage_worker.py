@@ -12,15 +12,16 @@ from engine.commands import EnterState
 from engine.errors import DataFailure, EngineError
 from engine.events import Event, GroupGenerated, StateFailed, StateLeft
 from engine.protocols import Generated, GroupWork
-from engine.rollout.scoring import MOST_STUCK, Rewarding, Scorer
+from engine.rollout.reward_parts import RewardPart, RewardParts
+from engine.rollout.scoring import MAX_HANGING_CALLS, RewardWork, Scorer
 from engine.runtime.local import response
 from engine.runtime.local.local_processes import LocalTrajectories
 from engine.states.limits import REWARDING
 from engine.storage.trajectories import copy_group
-from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
+from engine.trajectory import Prompt, StepReward, Trajectory, TrajectoryGroup
 from engine.workers.group_checks import Versions, check_generated
 from engine.workers.reports import generated_event
-from engine.workers.stage import StageWorker, Work
+from engine.workers.stage import StageWorker, Work, check_worked
 
 PROMPT = Prompt(row=7, text="?")
 INITIAL = Versions(admitted=0, oldest=0, newest=0)
@@ -208,7 +209,7 @@ def test_work_that_takes_too_long_is_ended() -> None:
     play(lambda: Bench(for_ever, timeout_s=0.01), scene)
 
 
-@pytest.mark.parametrize("stuck", [1, MOST_STUCK])
+@pytest.mark.parametrize("stuck", [1, MAX_HANGING_CALLS])
 def test_the_calls_of_a_reward_have_a_time_of_their_own_and_may_get_stuck(stuck: int) -> None:
     go_on = threading.Event()
 
@@ -218,7 +219,7 @@ def test_the_calls_of_a_reward_have_a_time_of_their_own_and_may_get_stuck(stuck:
 
     def bench() -> Bench:
         scorer = Scorer(Digits(), reward, threads=stuck, timeout_s=0.01)
-        return Bench(Rewarding(scorer), timeout_s=1e-9, state=REWARDING)
+        return Bench(RewardWork(scorer), timeout_s=1e-9, state=REWARDING)
 
     async def scene(bench: Bench) -> None:
         for number in range(10, 10 + stuck):
@@ -229,11 +230,25 @@ def test_the_calls_of_a_reward_have_a_time_of_their_own_and_may_get_stuck(stuck:
         failed = await bench.until(stuck)
         assert isinstance(failed, StateFailed) and failed.cause == "data", failed
         assert "took longer than 0.01 s on prompt row 7" in failed.reason
-        while stuck == MOST_STUCK and not bench.reasons:
+        while stuck == MAX_HANGING_CALLS and not bench.reasons:
             await asyncio.sleep(0)
-        assert len(bench.reasons) == (stuck == MOST_STUCK)
+        assert len(bench.reasons) == (stuck == MAX_HANGING_CALLS)
         assert all("64 calls of reward" in reason for reason in bench.reasons)
         go_on.set()
+
+    play(bench, scene)
+
+
+def test_the_processes_of_a_reward_end_with_the_worker() -> None:
+    closed: list[str] = []
+
+    def bench() -> Bench:
+        part = RewardPart(function=lambda *_: 1.0, close=lambda: closed.append("reward"))
+        return Bench(RewardWork(Scorer(Digits(), RewardParts((part,)))), state=REWARDING)
+
+    async def scene(bench: Bench) -> None:
+        await bench.worker.close()
+        assert closed == ["reward"]
 
     play(bench, scene)
 
@@ -320,3 +335,17 @@ def test_rewards_may_be_left_out_where_they_are_given_later_and_only_there() -> 
     with pytest.raises(DataFailure, match="its reward is inf"):
         check_generated(work, Generated(group=group), INITIAL, rewarded=False)
     assert issubclass(DataFailure, EngineError)
+
+
+BAD_STEPS: list[list[Any]] = [[(2, 1.0)], [(-1, 1.0)], [(1, 1.0), (0, 1.0)], [(0, 1.0)] * 2, [(0, math.nan)], [0.5]]
+
+
+@pytest.mark.parametrize("steps", BAD_STEPS)
+def test_rewards_of_tokens_that_do_not_fit_the_response_are_refused(steps: list[Any]) -> None:
+    before = TrajectoryGroup(group=3, prompt=PROMPT, trajectories=[response([5, 6], reward=0.0, version=0)])
+    after = copy_group(before)
+    after.trajectories[0].step_rewards = [StepReward(0, 1.0), StepReward(1, 2.0)]
+    check_worked("judging", before, after)
+    after.trajectories[0].step_rewards = steps
+    with pytest.raises(DataFailure, match=r"trajectory 0: its step_rewards have .*, which must be \(position of a"):
+        check_worked("judging", before, after)

@@ -7,8 +7,8 @@ import torch
 
 from engine.protocols import Batch
 from engine.states.limits import Limits, Pool
-from engine.training.device import move
-from engine.workers.trainer import taking_turns
+from engine.training.masters import Masters, move
+from engine.workers.trainer import with_offloading
 
 BATCH = Batch(step=0, groups=[], staleness=[])
 
@@ -62,7 +62,7 @@ class Noting(Plain):
 
 def test_it_is_there_from_the_first_score_to_the_end_of_training() -> None:
     inner = Noting()
-    trainer = taking_turns(inner)
+    trainer = with_offloading(inner)
     assert inner.noted == ["offload"], "replicas generate first"
     trainer.score(BATCH, "old_logprobs")
     assert trainer.train(BATCH) == {"loss": 0.5}
@@ -74,7 +74,7 @@ def test_it_is_there_from_the_first_score_to_the_end_of_training() -> None:
 @pytest.mark.parametrize("fail", ["score", "train"])
 def test_one_that_fails_leaves_and_comes_back(fail: str) -> None:
     inner = Noting(fail)
-    trainer = taking_turns(inner)
+    trainer = with_offloading(inner)
     with pytest.raises(RuntimeError, match=fail):
         trainer.score(BATCH, "old_logprobs") if fail == "score" else trainer.train(BATCH)
     assert inner.noted == ["offload", "onload", fail, "offload"]
@@ -84,7 +84,7 @@ def test_one_that_fails_leaves_and_comes_back(fail: str) -> None:
 
 def test_one_that_cannot_leave_stays() -> None:
     trainer = Plain()
-    assert taking_turns(trainer) is trainer
+    assert with_offloading(trainer) is trainer
 
 
 def test_a_trainer_takes_turns_where_replicas_stand_in_its_pool() -> None:
@@ -103,7 +103,7 @@ def test_models_and_what_the_optimizer_remembers_of_them_move() -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    move([model], optimizer, torch.device("meta"))
+    move([model], Masters(), optimizer, torch.device("meta"))
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     assert len(moments) == 4 and {moment.device.type for moment in moments} == {"meta"}

@@ -31,6 +31,7 @@ from engine.storage.checkpoints import list_checkpoints
 from engine.storage.trajectories import copy_group
 from engine.trajectory import Prompt, TrajectoryGroup
 from engine.workers import order_queue
+from engine.workers.response_figures import NAMES
 from engine.workers.trainer import TrainerWorker, figure_of
 
 
@@ -74,6 +75,8 @@ class Bench:
         self.events: list[Event] = []
         self.figures: list[tuple[int, Mapping[str, Any]]] = []
         self.broken: list[str] = []
+        self.responses: dict[str, Any] = {}
+        """Figures of the responses of the newest step."""
         self.trajectories, self.weights = LocalTrajectories(), LocalWeights()
         self._news = asyncio.Event()
         self.worker = TrainerWorker(
@@ -81,10 +84,15 @@ class Bench:
             trajectories=self.trajectories,
             weights=self.weights,
             emit=self._emit,
-            report=lambda step, figures: self.figures.append((step, figures)),
+            report=self._report,
             broken=self.broken.append,
             checkpoints=checkpoints,
         )
+
+    def _report(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Keep the trainer's own figures."""
+        self.responses = {name: figure for name, figure in figures.items() if name in NAMES}
+        self.figures.append((step, {name: figure for name, figure in figures.items() if name not in NAMES}))
 
     def _emit(self, event: Event) -> None:
         self.events.append(event)
@@ -105,6 +113,21 @@ class Bench:
             kept = TrajectoryGroup(group=group, prompt=Prompt(row=group, text="?"), trajectories=[])
             kept.trajectories.append(response([1], reward=1.0, version=0))
             await self.trajectories.put(kept, attempt=1)
+
+
+def test_a_step_reports_figures_of_its_responses_unless_its_trainer_has_its_own() -> None:
+    class Own(SimpleTrainer):
+        def train(self, batch: Batch) -> dict[str, float]:
+            batch.groups.clear()
+            return {"reward_max": 7.0}
+
+    async def scene() -> None:
+        bench = Bench(Own())
+        await bench.fill(2, 4)
+        await bench.answer(train())
+        assert bench.responses == dict.fromkeys(NAMES[:3], 0.0) | dict.fromkeys(NAMES[3:], 1.0) | {"reward_max": 7.0}
+
+    play(scene)
 
 
 def train(step: int = 0, attempt: int = 1) -> TrainStep:
@@ -476,7 +499,7 @@ def test_a_spoiled_trainer_is_replaced_and_its_step_is_not_answered() -> None:
         while not (bench.broken and bench.worker._orders.empty()):
             await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert bench.broken == ["train() failed half-way: out of memory"]
+        assert bench.broken == ["train() failed and spoiled the trainer: out of memory"]
         assert bench.events == [] and bench.weights.store.newest == 0, "spoiled weights are not published"
         await bench.worker.close()
 

@@ -1,8 +1,8 @@
-"""The `Generator` of runs with agents: a gateway runs them, this replica samples what they ask for.
+"""The `Generator` of runs with agents: a gateway runs the agents, and this replica samples the answers to their calls.
 
-Hosted by the rollout actor, one per replica, over any `RolloutBackend`. `generate` opens a group at the gateway and
-waits until its agents have ended; their calls come back here as `sample`. It must never answer a call of an attempt
-that is over, nor sample after `pause` has returned.
+The rollout actor hosts one per replica, on any `RolloutBackend`. `generate` opens a group at the gateway and waits
+until its agents have ended; the gateway sends their calls here, to `sample`. It must never sample for an attempt that
+has ended, or after `pause` has returned.
 """
 
 import asyncio
@@ -14,86 +14,91 @@ from engine.errors import EngineError
 from engine.ids import GroupId, Version
 from engine.protocols import Generated, GroupWork
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams, derive_seed
-from engine.rollout.generator import OverBackend
+from engine.rollout.generator import BackendGenerator
 from engine.rollout.scoring import Scorer
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentCall:
-    """What the gateway asks a replica to sample."""
+    """A request of the gateway to sample the answer to one call of an agent."""
 
     id: str
     group: GroupId
     attempt: int
     prompt_ids: list[int]
     prefix_ids: list[int]
-    """Tokens of this call that an earlier sampling brought; they count towards `max_tokens`."""
+    """Tokens of this answer that were sampled before an abort. They count towards `max_tokens`."""
     max_tokens: int
     place: tuple[int, ...]
-    """Sample, segment and call: with the group, what the call's random numbers depend on."""
+    """Sample index, segment number and call number. With the group, they determine the call's random numbers."""
+    top_logprobs: int = 0
+    """Return the log-probs of this many likeliest tokens at each place."""
+    ended: int = 0
+    """Agents of the group that have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenGroup:
-    """A group that may sample on a replica from now on."""
+    """A request to let a group sample on this replica from now on."""
 
     group: GroupId
     attempt: int
     prompt: Prompt
     samples: int
     version: Version
-    """The weights that the replica has at least."""
+    """A lower bound of the replica's weights version."""
     truncate: bool = False
-    """Let nothing more be sampled: finish with what there is."""
+    """Sample nothing more: end the group with the tokens that it has."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RolloutOutcome:
-    """What came of one agent: the segments of its conversation."""
+    """The result of one agent: the segments of its conversation."""
 
     trajectories: list[Trajectory]
     reward: float | None
-    """The agent's own; None where it gave none."""
+    """The reward that the agent returned; None if it returned none."""
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupOutcome:
-    """How an opening of a group ended."""
+    """The result of `Gateway.open`."""
 
     rollouts: list[RolloutOutcome] = field(default_factory=list)
     aborted: bool = False
     carried: bool = False
-    """Its agents had begun before this opening."""
+    """Its agents were started before this `open`."""
     missing: bool = False
-    """It was to be cut short and has no agents."""
+    """`OpenGroup.truncate` was set and the gateway has no agents of the group."""
 
 
 class Gateway(Protocol):
     """The gateway as a replica sees it."""
 
     async def open(self, work: OpenGroup) -> GroupOutcome:
-        """Let a group sample on this replica, until its agents have ended or it is cut."""
+        """Let a group sample on this replica. Returns when its agents have ended or `cut` was called."""
 
     async def cut(self, group: GroupId, attempt: int, how: str) -> None:
-        """`park` or `truncate`: let no call of an attempt through any more, and answer its `open`."""
+        """Stop all calls of an attempt, so that its `open` returns. `how` is `park` or `truncate`."""
 
 
 @dataclass(slots=True, eq=False)
-class Opened:
+class OpenedGroup:
     """One running `generate` call."""
 
     work: GroupWork
     cut: str = ""
     running: dict[str, None] = field(default_factory=dict)
-    """Ids of the requests that the backend has."""
+    """Ids of the requests that the backend is running."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class AgentGenerator(OverBackend):
-    """Samples for agents with `backend`, under `params` but for their token bounds, and scores what they leave.
+class AgentGenerator(BackendGenerator):
+    """Samples for agents with `backend` and scores their trajectories.
 
-    `connect` must be called once, before the first group.
+    The sampling parameters are `params`, except that each call has its own `max_tokens`. `connect` must be called once,
+    before the first group.
     """
 
     def __init__(self, backend: RolloutBackend, scorer: Scorer, *, params: SamplingParams, seed: int) -> None:
@@ -101,7 +106,7 @@ class AgentGenerator(OverBackend):
         self._params = params
         self._seed = seed
         self._gateway: Gateway | None = None
-        self._opened: dict[GroupId, Opened] = {}
+        self._opened: dict[GroupId, OpenedGroup] = {}
         self._version: Version = 0
         self._unpaused = asyncio.Event()
         self._unpaused.set()
@@ -110,12 +115,16 @@ class AgentGenerator(OverBackend):
         self._gateway = gateway
 
     async def generate(self, work: GroupWork) -> Generated:
-        """Let the group's agents run here. Raises what they failed of, and `DataFailure` for a reward at fault."""
+        """Let the group's agents sample here until they end.
+
+        Raises: `EngineError` if no gateway is connected or the group is already being generated. `DataFailure` if the
+        reward function fails. The error of an agent that failed.
+        """
         if self._gateway is None:
-            raise EngineError("no gateway is connected")
+            raise EngineError("no gateway is connected; call connect() before generate()")
         if work.group in self._opened:
             raise EngineError(f"group {work.group} is already being generated", group=work.group)
-        opened = self._opened[work.group] = Opened(work, cut="truncate" if work.truncate else "")
+        opened = self._opened[work.group] = OpenedGroup(work, cut="truncate" if work.truncate else "")
         try:
             outcome = await self._gateway.open(
                 OpenGroup(
@@ -130,6 +139,7 @@ class AgentGenerator(OverBackend):
             group = self._group_of(work, outcome)
             oldest = group.versions() if outcome.carried else None
             if not outcome.aborted:
+                work.finished(work.samples)
                 await self._scorer.score(group, work.progress)
             return Generated(group=group, aborted=outcome.aborted, oldest_version=None if oldest is None else oldest[0])
         finally:
@@ -137,16 +147,19 @@ class AgentGenerator(OverBackend):
             del self._opened[work.group]
 
     async def sample(self, call: AgentCall) -> SampleResult:
-        """A call of an agent, on this replica. One of an attempt that is over, or cut, brings nothing."""
+        """Sample the answer to an agent's call. If its attempt has ended or was cut, there are no tokens and
+        `finish_reason` is `abort`."""
         opened = self._opened.get(call.group)
         await self._unpaused.wait()
         if opened is None or opened.work.attempt != call.attempt or opened.cut or opened.done.is_set():
             return SampleResult(token_ids=[], logprobs=[], spans=[], finish_reason="abort")
+        opened.work.finished(call.ended)
         params = SamplingParams(
             temperature=self._params.temperature,
             top_p=self._params.top_p,
             max_tokens=call.max_tokens,
             stop_ids=self._params.stop_ids,
+            top_logprobs=call.top_logprobs,
         )
         opened.running[call.id] = None
         try:
@@ -171,7 +184,7 @@ class AgentGenerator(OverBackend):
         await self._cut(groups, "truncate")
 
     async def pause(self, mode: str) -> None:
-        """See `protocols.Generator`. `wait` lets agents that have begun run to their end."""
+        """See `protocols.Generator`. `wait` returns when the agents of all open groups have ended."""
         if mode == "abort":
             await self._cut(list(self._opened), "park")
         elif mode == "wait":
@@ -204,7 +217,7 @@ class AgentGenerator(OverBackend):
             await self._gateway.cut(one.work.group, one.work.attempt, how)  # type: ignore[union-attr]
 
     def _group_of(self, work: GroupWork, outcome: GroupOutcome) -> TrajectoryGroup:
-        """The agents' conversations as a group; those kept from an earlier attempt where the agents are gone."""
+        """The agents' conversations as a group. If the agents no longer exist, the trajectories of `work.partial`."""
         group = TrajectoryGroup(group=work.group, prompt=work.prompt, trajectories=[])
         for rollout in outcome.rollouts:
             for trajectory in rollout.trajectories:

@@ -1,18 +1,17 @@
-"""The token-exact capture of a conversation: what was sampled, what was put between, and under which weights.
+"""Token-exact capture of a conversation: the sampled tokens, the inserted tokens, and the weights version of each.
 
-Used by the gateway, one `Conversation` for every agent, and by `rollout.agents.program_generator` for rollouts in
-Python. A call brings the whole history, as a chat or as text or ids; what it adds to a captured segment is appended
-masked from the loss, and the model continues from the captured ids, never from a second tokenization of its own words.
-A history that continues no captured segment begins a new one. It must never put into a trajectory a token that the
-model was not conditioned on in just that place.
+The gateway uses one `Conversation` per agent, `rollout.agents.program_generator` one per rollout. A call brings the
+whole history, as messages, text or ids. What the history adds to a captured segment is appended and masked from the
+loss. The model continues from the captured ids; its own answers are never tokenized again. A history that continues no
+captured segment starts a new one. It must never put a token into a trajectory at a position where the model was not
+conditioned on that token.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from engine.errors import DataFailure
+from engine.chat import Message, content_of, has_template, parsed_arguments, render
 from engine.ids import Version
 from engine.rollout.backend import SampleResult
 from engine.trajectory import Trajectory
@@ -20,24 +19,24 @@ from engine.trajectory import Trajectory
 # -- the capture of a conversation -------------------------------------------------------------------------------------
 
 
-Message: TypeAlias = Mapping[str, Any]
 History: TypeAlias = str | list[int]
-"""What a call brings, rendered: text, or token ids."""
+"""The rendered history of a call: text, or token ids."""
 Encode: TypeAlias = Callable[[str, bool], list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """One call's history, in a form that can be compared with what came before. Make it with `chat`, `text` or
-    `ids`."""
+class CallHistory:
+    """The history of one call, which can be compared with captured segments. `chat`, `text` and `ids` create it."""
 
     form: str
     render: Callable[["Segment | None"], History]
-    """The history; for a segment, with that segment's own turns marked in it instead of written out."""
+    """Returns the history. For a segment, each turn of that segment is replaced by its mark."""
     encode: Encode
-    """Ids of a text; True for one that begins a sequence."""
+    """Tokenizes a text. The second argument says whether the text begins a sequence."""
     place: int = 0
-    """Of a chat: the number of its messages, which is the place that the answer will have."""
+    """For a chat, the number of its messages: the index that the answer will have."""
+    messages: Sequence[Message] = ()
+    """For a chat, its messages."""
 
 
 @dataclass(slots=True)
@@ -46,7 +45,7 @@ class Turn:
 
     place: int
     key: object
-    """What the message must be equal to, in the history of a later call."""
+    """`key_of` of the answer. In a later history, the message at `place` is this answer if its key is equal."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,55 +56,61 @@ class Segment:
     trajectory: Trajectory
     form: str
     known: History
-    """The history up to and with the last answer, as `Asked.render` gives it."""
+    """The history including the last answer, as `CallHistory.render` returns it."""
     hidden: str = ""
-    """Text at the end of the last answer that was not shown, such as the end of a turn; the history may repeat it."""
+    """Text at the end of the last answer that was not shown, such as an end-of-turn token. A later history must repeat
+    it."""
     turns: list[Turn] = field(default_factory=list)
     calls: int = 0
     busy: bool = False
-    """A call is running: no other call can continue from here yet."""
+    """A call is running, so no other call can continue this segment yet."""
 
     @property
     def ids(self) -> list[int]:
         return self.trajectory.prompt_ids + self.trajectory.token_ids
 
     def mark(self, place: int) -> str:
-        """Stands for the answer in `place` while a history is rendered. One word, which no template changes."""
+        """The placeholder of the answer at `place` in a rendered history: one word, which templates do not change."""
         return f"xTURN{self.number}AT{place}OF{id(self):x}x"
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A running call, from the match of its history to its answer."""
+    """A running call, from `Conversation.begin` to `commit` or `drop`."""
 
     segment: Segment
     history: History
     place: int
     given_ids: list[int]
-    """Tokens that the history adds to the segment; for a new one, the prompt."""
+    """Tokens that the history adds to the segment; for a new segment, the prompt."""
     fresh: bool
-    """The segment begins with this call."""
+    """Whether this call started the segment."""
+    added: Sequence[Message] = ()
+    """For a chat, the messages that the history adds to the segment."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     parts: list[SampleResult] = field(default_factory=list)
     finish_reason: str = ""
+    top: list[Sequence[tuple[int, float]]] = field(default_factory=list)
+    """The likeliest tokens at each place, if requested."""
 
     @property
     def prompt_ids(self) -> list[int]:
-        """What the model is to continue from, without what this call has sampled already."""
+        """Tokens before the answer. They do not include tokens that this call has already sampled."""
         return self.segment.ids + self.given_ids
 
     def take(self, result: SampleResult) -> None:
-        """Keep what a sampling, whole or aborted, has brought."""
+        """Append the tokens of a sampling result, whether it finished or was aborted."""
         self.token_ids.extend(result.token_ids)
         self.logprobs.extend(result.logprobs)
+        self.top.extend(result.top)
         if result.token_ids:
             self.parts.append(result)
         self.finish_reason = result.finish_reason
 
     def cut(self, tokens: int) -> None:
-        """Keep the first so many sampled tokens: a string that ends the answer stands right after them."""
-        del self.token_ids[tokens:], self.logprobs[tokens:]
+        """Keep only the first `tokens` sampled tokens, because a stop string ended the answer there."""
+        del self.token_ids[tokens:], self.logprobs[tokens:], self.top[tokens:]
         left, parts = tokens, []
         for part in self.parts:
             keep, left = min(left, len(part.token_ids)), left - min(left, len(part.token_ids))
@@ -119,25 +124,31 @@ class Call:
         self.parts = parts
 
 
+FIGURES = ("turns", "tokens_prompt", "tokens_assistant", "tokens_tool", "tokens_user")
+"""Figures of every conversation: answers of the model, and tokens of the first prompts, sampled, and inserted."""
+
+
 class Conversation:
-    """Every token of one rollout, in segments. Not for several threads."""
+    """Every token of one rollout, in segments. Not thread-safe."""
 
     def __init__(self) -> None:
         self._begun = 0
         self.segments: list[Segment] = []
         self.running: list[Call] = []
         self.finish_reason = ""
-        """That of the last answer, or `length` where the context was spent."""
+        """Finish reason of the last answer, or `length` if the model's context is full."""
+        self.figures: dict[str, float] = dict.fromkeys(FIGURES, 0.0)
+        """Turns, and tokens by role, of all segments. Callers may add figures of their own."""
 
     @property
     def newest_version(self) -> Version | None:
-        """The newest weights that any token was sampled under; None before the first."""
+        """The newest weights version of any sampled token; None if no token was sampled."""
         seen = [segment.trajectory.spans[-1].version for segment in self.segments if segment.trajectory.spans]
         seen += [part.spans[-1].version for call in self.running for part in call.parts]
         return max(seen, default=None)
 
-    def begin(self, asked: Asked) -> Call:
-        """Return the longest segment that a history continues, or a new one."""
+    def begin(self, asked: CallHistory) -> Call:
+        """Start a call on the longest segment that the history continues, or on a new segment."""
         best: tuple[Segment, History] | None = None
         for segment in self.segments:
             if segment.busy or segment.form != asked.form:
@@ -149,7 +160,8 @@ class Conversation:
             segment, history = best
             rest = _rest(segment, history)
             given = asked.encode(rest, False) if isinstance(rest, str) else rest
-            call = Call(segment, history, asked.place, given, fresh=False)
+            added = asked.messages[segment.turns[-1].place + 1 :] if segment.turns else ()
+            call = Call(segment, history, asked.place, given, fresh=False, added=added)
         else:
             history = asked.render(None)
             given = asked.encode(history, True) if isinstance(history, str) else history
@@ -163,7 +175,7 @@ class Conversation:
         return call
 
     def drop(self, call: Call) -> None:
-        """Forget a call that nobody waits for any more, and what it sampled. Twice is once."""
+        """Discard a call and its sampled tokens because its caller left. Does nothing if the call is not running."""
         if call not in self.running:
             return
         self.running.remove(call)
@@ -172,15 +184,18 @@ class Conversation:
             self.segments.remove(call.segment)
 
     def commit(self, call: Call, *, shown: str, hidden: str, key: object = None) -> None:
-        """A call was answered with `shown`; `hidden` is text of its tokens after that, `key` what it will be known
-        by."""
+        """End a call whose answer is `shown`.
+
+        `hidden` is the text of its tokens after `shown`. `key` identifies the answer in later histories (`key_of`).
+        """
         self.running.remove(call)
         segment = call.segment
         segment.busy = False
         self.finish_reason = call.finish_reason
         _append(segment.trajectory, call)
         if not call.parts:
-            return  # nothing was sampled: the next history tells again what this one added
+            return  # nothing was sampled: the next history contains again what this one added
+        self._count(call)
         segment.hidden = hidden
         if segment.form == "chat":
             segment.turns.append(Turn(call.place, key))
@@ -190,11 +205,21 @@ class Conversation:
         else:
             segment.known = segment.ids
 
-    def trajectories(self) -> list[Trajectory]:
-        """What there is, finished or not, in segments of one rollout; at least one, be it empty.
+    def add_figure(self, name: str, value: float) -> None:
+        """Add to a figure of the rollout."""
+        self.figures[name] = self.figures.get(name, 0.0) + value
 
-        Includes the tokens that running calls have sampled so far. The trajectories share nothing with the
-        conversation.
+    def _count(self, call: Call) -> None:
+        self.figures["turns"] += 1
+        self.figures["tokens_assistant"] += len(call.token_ids)
+        shares = {"tokens_prompt": len(call.given_ids)} if call.fresh else tokens_by_role(call.given_ids, call.added)
+        for name, tokens in shares.items():
+            self.figures[name] += tokens
+
+    def trajectories(self) -> list[Trajectory]:
+        """Copies of all segments of the rollout, finished or not: at least one, which may be empty.
+
+        They include the tokens that running calls have sampled so far.
         """
         found = []
         running = {call.segment.number: call for call in self.running}
@@ -205,13 +230,14 @@ class Conversation:
                 _append(copy, call)
             found.append(copy)
         found = [one for one in found if one.token_ids] or found[:1] or [Trajectory()]
-        for one in found[1:]:
-            one.continues = True
+        for one in found:
+            one.continues = one is not found[0]
+            one.figures = dict(self.figures)
         return found
 
 
 def _append(trajectory: Trajectory, call: Call) -> None:
-    """The tokens of a call; those it was given belong to the version that continued from them."""
+    """Append the tokens of a call. Its given tokens get the version of the sampled tokens after them."""
     given = call.given_ids
     if call.fresh:
         trajectory.prompt_ids = list(given)
@@ -221,8 +247,18 @@ def _append(trajectory: Trajectory, call: Call) -> None:
         given = []
 
 
+def tokens_by_role(given_ids: Sequence[int], added: Sequence[Message]) -> dict[str, int]:
+    """The tokens that a call inserted, by whose they are: of a tool, or of the user. If it inserted messages of both,
+    the tokens are divided in proportion to the lengths of their texts."""
+    lengths = {"tokens_tool": 0, "tokens_user": 0}
+    for message in added:
+        lengths["tokens_tool" if message.get("role") == "tool" else "tokens_user"] += 1 + len(content_of(message))
+    tool = round(len(given_ids) * lengths["tokens_tool"] / max(1, sum(lengths.values())))
+    return {"tokens_tool": tool, "tokens_user": len(given_ids) - tool}
+
+
 def _added(segment: Segment, history: History) -> bool:
-    """Whether a history continues a segment and adds something to it."""
+    """Whether a history continues a segment and adds to it."""
     known: Any = segment.known
     rest: Any = history[len(known) :]
     if history[: len(known)] != known or not rest:
@@ -234,18 +270,18 @@ def _rest(segment: Segment, history: History) -> History:
     return history[len(segment.known) + (len(segment.hidden) if isinstance(history, str) else 0) :]
 
 
-def text(prompt: str, encode: Encode) -> Asked:
+def text(prompt: str, encode: Encode) -> CallHistory:
     """A history as plain text."""
-    return Asked(form="text", render=lambda segment: prompt, encode=encode)
+    return CallHistory(form="text", render=lambda segment: prompt, encode=encode)
 
 
-def ids(prompt: Sequence[int], encode: Encode) -> Asked:
+def ids(prompt: Sequence[int], encode: Encode) -> CallHistory:
     """A history as token ids."""
-    return Asked(form="ids", render=lambda segment: list(prompt), encode=encode)
+    return CallHistory(form="ids", render=lambda segment: list(prompt), encode=encode)
 
 
-def chat(messages: Sequence[Message], template: Callable[[Sequence[Message]], str], encode: Encode) -> Asked:
-    """A history as messages, through a chat template."""
+def chat(messages: Sequence[Message], template: Callable[[Sequence[Message]], str], encode: Encode) -> CallHistory:
+    """A history as messages, rendered by a chat template."""
 
     def render(segment: Segment | None) -> str:
         marked = list(messages)
@@ -254,114 +290,77 @@ def chat(messages: Sequence[Message], template: Callable[[Sequence[Message]], st
                 marked[turn.place] = {"role": "assistant", "content": segment.mark(turn.place)}  # type: ignore[union-attr]
         return template(marked)
 
-    return Asked(form="chat", render=render, encode=encode, place=len(messages))
+    return CallHistory(form="chat", render=render, encode=encode, place=len(messages), messages=messages)
 
 
 def key_of(message: Message) -> object:
-    """What makes two assistant messages the same: their text but for white space around it, and their tool calls."""
+    """The key of a message: its role, its text without surrounding white space, and its tool calls. Messages with equal
+    keys are the same answer."""
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     calls = [(function["name"], parsed_arguments(function["arguments"])) for function in functions]
     return message.get("role"), content_of(message).strip(), calls
-
-
-def content_of(message: Message) -> str:
-    """The text of a message, whose content may be text, parts of text, or nothing."""
-    content = message.get("content")
-    if isinstance(content, list):
-        return "".join(part["text"] for part in content)
-    return content or ""
-
-
-def parsed_arguments(arguments: Any) -> Any:
-    """Arguments of a tool call, which travel as JSON in a string; what is no JSON stays as it is."""
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        return arguments
 
 
 # -- templates ---------------------------------------------------------------------------------------------------------
 
 
 class Chat:
-    """`tokenizer` is a Hugging Face one; `stop_ids` are the tokens that end an answer."""
+    """`tokenizer` is a Hugging Face one; `stop_ids` are the tokens that end an answer; `template_kwargs` go to its chat
+    template."""
 
-    def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, stop_ids: Sequence[int], template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._template_kwargs = template_kwargs
         self.stop_ids = frozenset(stop_ids)
 
     @property
     def has_template(self) -> bool:
-        return bool(getattr(self._tokenizer, "chat_template", None))
+        return has_template(self._tokenizer)
 
     def template(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """Messages as the text that the model continues from. Raises: `DataFailure` where the template refuses them."""
-        if not self.has_template:
-            raise DataFailure("the model's tokenizer has no chat template: messages cannot be rendered")
-        try:
-            rendered: str = self._tokenizer.apply_chat_template(
-                [plain_message(message) for message in messages],
-                tools=list(tools) if tools else None,
-                add_generation_prompt=True,
-                tokenize=False,
-            )
-        except Exception as error:
-            raise DataFailure(f"the chat template refuses these messages: {error}") from error
-        return rendered
+        return render(self._tokenizer, messages, tools, self._template_kwargs)
 
     def encode(self, text: str, begins: bool) -> list[int]:
-        """Ids of a plain text; one that begins a sequence gets the tokenizer's own beginning."""
+        """Ids of a plain text. If it begins a sequence, the tokenizer adds its special tokens."""
         return list(self._tokenizer.encode(text, add_special_tokens=begins))
 
     def encode_rendered(self, text: str, begins: bool) -> list[int]:
-        """Ids of what `template` gave: it holds its special tokens already."""
+        """Ids of a text that `template` returned, which already contains its special tokens."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def shown(self, token_ids: Sequence[int]) -> str:
-        """What a reader is shown of an answer: no special tokens."""
+        """The text of tokens without special tokens."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def full(self, token_ids: Sequence[int]) -> str:
-        """All of it."""
+        """The text of tokens, including special tokens."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def ending(self, token_ids: Sequence[int]) -> str:
-        """The text of the token that ended an answer; empty where its length did."""
+        """The text of the stop token that ended an answer; empty if no stop token did."""
         return self.full(token_ids[-1:]) if token_ids and token_ids[-1] in self.stop_ids else ""
 
     def answer(self, token_ids: Sequence[int]) -> str:
-        """An answer without the token that ended it."""
+        """The text of an answer without the stop token that ended it."""
         ended = bool(token_ids) and token_ids[-1] in self.stop_ids
         return self.shown(token_ids[:-1] if ended else token_ids)
 
     def find_stop(self, token_ids: Sequence[int], stops: Sequence[str]) -> tuple[int, str] | None:
-        """Where the first of some strings ends an answer: how many tokens it takes with that string, and the text
-        before it."""
+        """Find the first of some stop strings in an answer: the number of tokens up to the end of that string, and the
+        text before it. None if the answer has none of them."""
         text = self.answer(token_ids)
         places = [(text.find(stop), stop) for stop in stops if stop in text]
         if not places:
             return None
         place, stop = min(places)
         low, high = 0, len(token_ids)
-        while low < high:  # the fewest tokens whose text holds the whole string
+        while low < high:  # the fewest tokens whose text includes the whole string
             middle = (low + high) // 2
             if len(self.answer(token_ids[:middle])) >= place + len(stop):
                 high = middle
             else:
                 low = middle + 1
         return low, text[:place]
-
-
-def plain_message(message: Message) -> dict[str, Any]:
-    """A message as chat templates take it: text for content, parsed arguments for tool calls."""
-    plain = {name: value for name, value in message.items() if value is not None}
-    plain["content"] = content_of(message)
-    if message.get("tool_calls"):
-        plain["tool_calls"] = [
-            {
-                **call,
-                "function": {**call["function"], "arguments": parsed_arguments(call["function"].get("arguments", {}))},
-            }
-            for call in message["tool_calls"]
-        ]
-    return plain

@@ -1,31 +1,49 @@
-"""The `Generator` of rollouts that a user writes in Python: a coroutine for each sample, run in the replica itself.
+"""The `Generator` of rollouts that a user writes in Python: one coroutine per sample, which runs inside the replica.
 
-Hosted by the rollout actor, one per replica, over any `RolloutBackend`. The coroutine samples through a
-`RolloutClient`, which keeps the conversation token by token. A rollout that an abort cut short is run again on the next
-replica; as long as it asks for the same, it is answered from what was sampled before. It must never sample after
+The rollout actor hosts one per replica, on any `RolloutBackend`. The coroutine samples through a `RolloutClient`, which
+captures the conversation token by token. After an abort, the coroutine runs again from its beginning on the next
+replica; while its calls are the same as before, they are answered with the recorded tokens. It must never sample after
 `pause` has returned.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from engine.chat import Message
 from engine.errors import DataFailure, EngineError, message_of
 from engine.ids import GroupId
 from engine.protocols import Generated, GroupWork
-from engine.rollout.agents.conversation import Asked, Call, Chat, Conversation, Message, chat, ids, key_of, text
+from engine.rollout.agents.conversation import Call, CallHistory, Chat, Conversation, chat, ids, key_of, text
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams, derive_seed
-from engine.rollout.generator import OverBackend
-from engine.rollout.scoring import Scorer, name_of
+from engine.rollout.generator import BackendGenerator
+from engine.rollout.reward_parts import name_of
+from engine.rollout.scoring import Scorer
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 from engine.user_code import awaited
 
-GOODBYE_S = 5.0
-"""How long a cancelled rollout may take to end."""
+CLOSE_TIMEOUT_S = 5.0
+"""Seconds that a cancelled rollout may take to end."""
 
-Program: TypeAlias = Callable[["RolloutClient", Prompt], Awaitable[Trajectory | float | None]]
-"""`async def rollout(client, prompt)`: returns nothing, a reward, or a trajectory of its own making."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutResult:
+    """How a rollout ended, in more words than its reward."""
+
+    reward: float | None = None
+    finish_reason: str = ""
+    """Empty: that of the last answer."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Figures of the rollout by name: the metrics `agent_<name>`."""
+
+
+class ProgramFailure(DataFailure):
+    """A failure of a rollout. Its message names whose code failed and the prompt row."""
+
+
+Program: TypeAlias = Callable[["RolloutClient", Prompt], Awaitable[Trajectory | RolloutResult | float | None]]
+"""`async def rollout(client, prompt)`. Returns None, a reward, a result, or a trajectory that it built itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +56,12 @@ class Sampled:
 
     @property
     def message(self) -> dict[str, str]:
-        """To be appended to the messages that it answers."""
+        """The answer as a message, to append to the messages of the next call."""
         return {"role": "assistant", "content": self.text}
 
 
 class RolloutClient:
-    """What a rollout samples with. One call at a time continues from where the last one ended."""
+    """Samples for one rollout. Only one call at a time can continue the conversation."""
 
     def __init__(self, program: "ProgramGenerator", running: "Running", index: int, recorded: list[Trajectory]) -> None:
         self._program = program
@@ -55,9 +73,19 @@ class RolloutClient:
         self.conversation = Conversation()
 
     def add(self, given: str | Sequence[int]) -> None:
-        """Put text or ids behind what there is, masked from the loss; before the first sample: the prompt."""
+        """Append text or ids to the history, masked from the loss. Before the first `sample`, they are the prompt."""
         new = self._program.chat.encode(given, not self._history) if isinstance(given, str) else list(given)
         self._history += new
+
+    @property
+    def seed(self) -> int:
+        """A seed for this rollout only: the same in every attempt."""
+        return derive_seed(self._program.seed, self._running.work.group, self._index)
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens after the first prompt, in the longest segment."""
+        return max((len(segment.trajectory.token_ids) for segment in self.conversation.segments), default=0)
 
     async def sample(
         self,
@@ -65,19 +93,24 @@ class RolloutClient:
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> Sampled:
-        """The model's next answer: to messages, to a text, to ids, or (None) to what `add` has put there.
+        """Sample the model's next answer.
 
-        Raises: `DataFailure` where it does not fit the model's context.
+        `history` is the whole conversation as messages, text or ids; None: the earlier answers and what `add` appended.
+        `max_tokens` can only lower the configured bound. The first string of `stop` in the answer ends it. `tools` are
+        JSON schemas for the chat template.
+
+        Raises: `DataFailure` if the history does not fit into the model's context.
         """
         program = self._program
-        call = self.conversation.begin(self._asked(history))
+        call = self.conversation.begin(self._asked(history, tools))
         self._calls += 1
         try:
             self._replay(call, max_tokens or program.params.max_tokens)
             await program.sample(self._running, self._index, self._calls, call, max_tokens)
         except BaseException:
-            if not self._running.cut:  # what was sampled until a cut is kept
+            if not self._running.cut:  # after a cut, the sampled tokens are kept
                 self.conversation.drop(call)
             raise
         stopped = program.chat.find_stop(call.token_ids, stop) if stop else None
@@ -92,18 +125,18 @@ class RolloutClient:
         self._history = call.segment.ids
         return answer
 
-    def _asked(self, history: Any) -> Asked:
+    def _asked(self, history: Any, tools: Sequence[Mapping[str, Any]]) -> CallHistory:
         program = self._program
         if history is None:
             return ids(self._history, program.chat.encode)
         if isinstance(history, str):
             return text(history, program.chat.encode)
         if history and not isinstance(history[0], int):
-            return chat(history, program.chat.template, program.chat.encode_rendered)
+            return chat(history, lambda messages: program.chat.template(messages, tools), program.chat.encode_rendered)
         return ids(history, program.chat.encode)
 
     def _replay(self, call: Call, most: int) -> None:
-        """Answer from what an earlier run of this rollout sampled at this very place, as far as that goes."""
+        """Take the tokens that an earlier run of this rollout sampled at this position with the same history."""
         recorded = self._recorded.get(call.segment.number)
         if recorded is None:
             return
@@ -141,12 +174,15 @@ class Running:
     cut: str = ""
     was_cut: asyncio.Event = field(default_factory=asyncio.Event)
     requests: dict[str, None] = field(default_factory=dict)
-    landed: asyncio.Event = field(default_factory=asyncio.Event)
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class ProgramGenerator(OverBackend):
-    """Runs `program` for every sample, at most `timeout_s` long, and scores those without a reward of their own."""
+class ProgramGenerator(BackendGenerator):
+    """Runs `program` once per sample and scores the rollouts that return no reward.
+
+    The rollouts of a group may take at most `timeout_s` together.
+    """
 
     def __init__(
         self,
@@ -163,14 +199,18 @@ class ProgramGenerator(OverBackend):
         self.chat = chat
         self.params = params
         self._program = program
-        self._seed = seed
+        self.seed = seed
         self._timeout_s = timeout_s
         self._groups: dict[GroupId, Running] = {}
         self._unpaused = asyncio.Event()
         self._unpaused.set()
 
     async def generate(self, work: GroupWork) -> Generated:
-        """See `protocols.Generator`. Raises: `DataFailure` for what program or reward do wrong."""
+        """See `protocols.Generator`.
+
+        Raises: `DataFailure` if a rollout or the reward function fails or a rollout exceeds `timeout_s`; `EngineError`
+        if the group is already being generated.
+        """
         if work.group in self._groups:
             raise EngineError(f"group {work.group} is already being generated", group=work.group)
         running = self._groups[work.group] = Running(work, cut="truncate" if work.truncate else "")
@@ -187,7 +227,7 @@ class ProgramGenerator(OverBackend):
             del self._groups[work.group]
 
     async def sample(self, running: Running, index: int, number: int, call: Call, limit: int | None) -> None:
-        """Sample for a client until its call has its answer; does not return where the group was cut."""
+        """Sample the answer to a client's call. If the group is cut, it does not return: the rollout is cancelled."""
         await self._unpaused.wait()
         work, most = running.work, min(limit or self.params.max_tokens, self.params.max_tokens)
         name = f"{work.group}.{index}.{work.attempt}.{number}"
@@ -197,10 +237,10 @@ class ProgramGenerator(OverBackend):
             max_tokens=most,
             stop_ids=self.params.stop_ids,
         )
-        seed = derive_seed(self._seed, work.group, index, call.segment.number, call.segment.calls)
+        seed = derive_seed(self.seed, work.group, index, call.segment.number, call.segment.calls)
         if not running.cut:
             running.requests[name] = None
-            running.landed.clear()
+            running.idle.clear()
             try:
                 result = await self._backend.sample(
                     SampleRequest(
@@ -210,12 +250,12 @@ class ProgramGenerator(OverBackend):
             finally:
                 del running.requests[name]
                 if not running.requests:
-                    running.landed.set()
+                    running.idle.set()
             call.take(result)
             work.progress()
             if result.finish_reason != "abort":
                 return
-        await asyncio.Event().wait()  # until the group's end cancels it
+        await asyncio.Event().wait()  # `_run_all` cancels it
 
     async def abort(self, groups: Sequence[GroupId]) -> None:
         await self._cut(groups, "abort")
@@ -224,7 +264,7 @@ class ProgramGenerator(OverBackend):
         await self._cut(groups, "truncate")
 
     async def pause(self, mode: str) -> None:
-        """See `protocols.Generator`. `wait` lets rollouts that have begun run to their end."""
+        """See `protocols.Generator`. `wait` returns when all started rollouts have ended."""
         if mode == "abort":
             running = list(self._groups.values())
             await self._cut(list(self._groups), "abort")
@@ -255,7 +295,7 @@ class ProgramGenerator(OverBackend):
         await self._backend.abort([name for running in chosen for name in running.requests])
 
     async def _run_group(self, running: Running) -> TrajectoryGroup:
-        """Every rollout of the group, whole or as far as it came before a cut."""
+        """Run every unfinished rollout of the group. After a cut, rollouts have the tokens sampled before it."""
         work = running.work
         kept = work.partial.rollouts if work.partial is not None else []
         kept = [[trajectory.copy() for trajectory in rollout] for rollout in kept]
@@ -265,6 +305,7 @@ class ProgramGenerator(OverBackend):
         if work.truncate:
             group.trajectories = [one for rollout in kept for one in rollout or [Trajectory()]]
             return group
+        work.finished(sum(finished))
         clients = {n: RolloutClient(self, running, n, kept[n]) for n, done in enumerate(finished) if not done}
         outcomes = await self._run_all(running, clients)
         for index, rollout in enumerate(kept):
@@ -274,7 +315,7 @@ class ProgramGenerator(OverBackend):
         return group
 
     async def _run_all(self, running: Running, clients: dict[int, RolloutClient]) -> dict[int, Any]:
-        """What each rollout returned that came to its end, as a list of one."""
+        """For each rollout that ended, a list with the value that it returned."""
         prompt, loop = running.work.prompt, asyncio.get_running_loop()
         tasks = {index: loop.create_task(_called(self._program, client, prompt)) for index, client in clients.items()}
         cut = loop.create_task(running.was_cut.wait())
@@ -291,20 +332,24 @@ class ProgramGenerator(OverBackend):
                 for index in sorted(tasks):
                     if tasks[index].done():
                         self._check(tasks[index], prompt)
+                ended = sum(task.done() for task in tasks.values())
+                running.work.finished(running.work.samples - len(tasks) + ended)
             if running.requests:
-                await running.landed.wait()
+                await running.idle.wait()
             return {index: [task.result()] for index, task in tasks.items() if task.done()}
         finally:
             cut.cancel()
             for task in tasks.values():
                 task.cancel()
             if tasks:
-                await asyncio.wait(tasks.values(), timeout=GOODBYE_S)
+                await asyncio.wait(tasks.values(), timeout=CLOSE_TIMEOUT_S)
 
     def _check(self, task: asyncio.Task[Any], prompt: Prompt) -> None:
         error = task.exception()
         if isinstance(error, EngineError) and not isinstance(error, DataFailure):
-            raise error  # the replica's fault
+            raise error  # an error of the replica, not of the rollout
+        if isinstance(error, ProgramFailure):
+            raise error
         if error is not None:
             story = f"rollout {name_of(self._program)} raised {type(error).__name__} on prompt row {prompt.row}"
             raise DataFailure(f"{story}: {message_of(error)}", row=prompt.row) from error
@@ -315,14 +360,17 @@ async def _called(program: Program, client: RolloutClient, prompt: Prompt) -> An
 
 
 def _trajectories(client: RolloutClient, returned: list[Any] | None) -> list[Trajectory]:
-    """The segments of a rollout; of one that came to its end, finished."""
+    """The segments of a rollout, marked as finished if the rollout ended. `returned` is None if it did not end."""
     if returned is not None and isinstance(returned[0], Trajectory):
         own = returned[0]
         own.finish_reason = own.finish_reason or "stop"
         return [own]
     found = client.conversation.trajectories()
     if returned is not None:
+        value = returned[0]
+        result = value if isinstance(value, RolloutResult) else RolloutResult(reward=value)
         for trajectory in found:
-            trajectory.finish_reason, trajectory.reward = "stop", returned[0]
-        found[-1].finish_reason = client.conversation.finish_reason or "stop"
+            trajectory.finish_reason, trajectory.reward = "stop", result.reward
+            trajectory.figures |= result.figures
+        found[-1].finish_reason = result.finish_reason or client.conversation.finish_reason or "stop"
     return found

@@ -1,7 +1,7 @@
-"""The two ways to ask a server for tokens, as request bodies and as readers of the pieces that it streams.
+"""The two routes for sampling on a server: the request bodies, and the parsing of streamed events.
 
-Used by `rollout.openai.openai_backend`. `Completions` is the OpenAI route that every such server has. `TokensInOut` is
-vLLM's own route, which also says under which weights each token was sampled; a server that has it is asked through it.
+`rollout.openai.openai_backend` uses them. `Completions` is the OpenAI route, which every such server has. `TokensInOut`
+is vLLM's route, which also reports the weights version of each token; it is used if the server has it.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from engine.rollout.backend import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """What one HTTP request asks for."""
+class TokenRequest:
+    """The parameters of one HTTP request for tokens."""
 
     id: str
     model: str
@@ -24,12 +24,12 @@ class Ask:
     seed: int
     params: SamplingParams
     salt: str
-    """Keeps the server's prefix cache apart from that of other weights."""
+    """Separates the server's prefix cache of these weights from that of other weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A part of a response. `labels`: (label of the weights, start, stop) over the whole response, if it was said."""
+    """A part of a response. `labels`: (label of the weights, start, stop) for the whole response, if reported."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -38,23 +38,20 @@ class Piece:
 
 
 class Wire(Protocol):
-    """One route: its path, whether it tells the weights, and both directions.
-
-    `id_prefix`: what the server puts before a request's id, where requests can be aborted by id; None: only by
-    disconnecting.
-    """
+    """One route. `tells_weights`: whether it reports the weights of each token. `id_prefix`: the prefix that the server
+    adds to a request's id, for aborts by id; None: a request can be aborted only by disconnecting."""
 
     path: str
     tells_weights: bool
     id_prefix: str | None
 
-    def body(self, ask: Ask) -> dict[str, Any]: ...
+    def body(self, ask: TokenRequest) -> dict[str, Any]: ...
 
     def piece(self, event: dict[str, Any]) -> Piece | None: ...
 
 
 class Completions:
-    """`/v1/completions`. `fields`: those the server says it knows; None: nobody knows, so all are sent."""
+    """`/v1/completions`. `fields`: the request fields in the server's schema; None: unknown, so all are sent."""
 
     path = "/v1/completions"
     tells_weights = False
@@ -63,7 +60,7 @@ class Completions:
     def __init__(self, fields: frozenset[str] | None = None) -> None:
         self._fields = fields
 
-    def body(self, ask: Ask) -> dict[str, Any]:
+    def body(self, ask: TokenRequest) -> dict[str, Any]:
         params = ask.params
         whole = {
             "model": ask.model,
@@ -74,7 +71,7 @@ class Completions:
             "seed": ask.seed,
             "logprobs": 1,
             "stream": True,
-            # Not OpenAI's own. Servers have defaults for some of these that would bend the distribution.
+            # Not part of OpenAI's API. Some servers' defaults for these would change the sampling distribution.
             "return_token_ids": True,
             "stop_token_ids": list(params.stop_ids),
             "ignore_eos": True,
@@ -102,7 +99,7 @@ class TokensInOut:
     tells_weights = True
     id_prefix: str | None = "generate-tokens-"
 
-    def body(self, ask: Ask) -> dict[str, Any]:
+    def body(self, ask: TokenRequest) -> dict[str, Any]:
         params = ask.params
         sampling = {
             "max_tokens": ask.max_tokens,
@@ -149,16 +146,17 @@ def _piece(
     has_text: bool,
     labels: list[tuple[str, int, int]] | None,
 ) -> Piece:
-    """Raises: `EngineError` where tokens or log-probs are kept back."""
+    """Raises: `EngineError` if token ids or log-probs are missing."""
     tokens, values = token_ids or [], logprobs or []
     if (has_text and not tokens) or len(values) > len(tokens):
         raise EngineError(
-            "the server returns no token ids (`return_token_ids`), and text cannot be turned back into the tokens that "
-            "were sampled: vLLM 0.10.2 or newer returns them"
+            "the server returns no token ids (`return_token_ids`), and text does not determine the sampled tokens: use "
+            "vLLM 0.10.2 or newer"
         )
     known = [value for value in values if value is not None]
     if len(known) != len(tokens):
         raise EngineError(
-            f"the server returned {len(known)} log-probs for {len(tokens)} tokens (`logprobs`): training needs one each"
+            f"the server returned {len(known)} log-probs for {len(tokens)} tokens (`logprobs`), but training needs one "
+            "for each token"
         )
     return Piece(token_ids=tokens, logprobs=known, finish_reason=choice.get("finish_reason"), labels=labels)

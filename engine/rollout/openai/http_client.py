@@ -1,7 +1,7 @@
-"""One server's HTTP: JSON calls and streams of server-sent events, with timeouts and errors that say whose fault it is.
+"""The HTTP client of one server: JSON calls and streams of server-sent events, with timeouts.
 
-Used by `rollout.openai.openai_backend` and `rollout.openai.server_probe`. One pool of connections, on one event loop.
-It asks once: whether to ask again is the caller's to decide.
+`rollout.openai.openai_backend` and `rollout.openai.server_probe` use it. It has one pool of connections, on one event
+loop. It never retries: its exceptions tell the caller whether a retry may help.
 """
 
 import json
@@ -16,19 +16,19 @@ CONNECT_TIMEOUT_S = 5.0
 LARGEST_EVENT_BYTES = 16 * 2**20
 LARGEST_ANSWER_BYTES = 64 * 2**20
 SHOWN = 300
-"""Characters of a server's complaint that are repeated."""
+"""Maximum number of characters of a server's error message that are repeated."""
 
 
 class Unavailable(EngineError):
-    """The server did not answer, or not to the end: asking again may help."""
+    """The server did not answer, or not completely. A retry may help."""
 
 
 class Refused(EngineError):
-    """The server will not do this, however often it is asked. `details["status"]` is the HTTP status."""
+    """The server refused the request, and a retry would not help. `details["status"]` is the HTTP status."""
 
 
 class Http:
-    """`url` may end in `/v1`. `timeout_s` bounds a call, and in a stream each wait for more."""
+    """`url` may end in `/v1`. `timeout_s` bounds a call, and in a stream each wait for more data."""
 
     def __init__(self, url: str, key: str | None, *, timeout_s: float) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -45,8 +45,10 @@ class Http:
         *,
         query: Mapping[str, str] | None = None,
         further_s: float = 0.0,
+        reads: bool = True,
     ) -> Any:
-        """The JSON answer, None where it has no body. `further_s`: what the server may take beyond the usual time.
+        """The JSON answer; None if it has no body. `further_s`: seconds that are added to `timeout_s`.
+        `reads`: whether the answer of a successful call is read; if not, it need not be JSON.
 
         Raises: `Unavailable`, `Refused`.
         """
@@ -60,14 +62,15 @@ class Http:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unavailable(path, error) from error
         try:
-            return json.loads(text) if text.strip() else None
+            return json.loads(text) if reads and text.strip() else None
         except ValueError:
             raise Refused(f"{self.url}{path} did not answer with JSON", status=200) from None
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of a stream until its `[DONE]`. Leaving early closes the connection, which ends the request.
+        """The events of a stream until its `[DONE]`. Closing the generator early closes the connection, which ends the
+        request.
 
-        Raises: `Unavailable`, also when the stream breaks off; `Refused`.
+        Raises: `Unavailable`, also if the stream ends early; `Refused`.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=self._timeout_s)
         done = False
@@ -84,14 +87,14 @@ class Http:
             raise Unavailable(f"{self.url}{path} closed the connection during its answer")
 
     async def close(self) -> None:
-        """Let go of every connection. The next call opens them again, on whatever loop it is made."""
+        """Close every connection. The next call opens a new pool on its event loop."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # No bound of its own on connections: one for each running trajectory.
+            # The number of connections is not limited here: there is one per running trajectory.
             self._session = aiohttp.ClientSession(
                 headers=self._headers, connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
             )
@@ -121,7 +124,7 @@ class Http:
         return kind(f"{self.url}{path} answered {status}: {_shown(said)}", status=status, said=said)
 
     def _without_key(self, said: str) -> str:
-        """What a server says is repeated in the record, and some repeat the key they were given."""
+        """Remove the key, because the message is written to the record and some servers repeat the key."""
         return said.replace(self._key, "(the key)") if self._key else said
 
     def _shown(self, said: bytes) -> str:
@@ -129,11 +132,11 @@ class Http:
 
     def _unavailable(self, path: str, error: BaseException) -> Unavailable:
         story = self._without_key(str(error)) or type(error).__name__
-        return Unavailable(f"{self.url}{path} cannot be reached or broke off: {_shown(story)}")
+        return Unavailable(f"{self.url}{path} cannot be reached or closed the connection: {_shown(story)}")
 
 
 async def _bounded(response: aiohttp.ClientResponse) -> bytes:
-    """The body, if it is no larger than an answer may be."""
+    """The body. Raises: `aiohttp.ClientPayloadError` if it is larger than `LARGEST_ANSWER_BYTES`."""
     whole = bytearray()
     async for piece in response.content.iter_any():
         whole += piece
@@ -143,7 +146,8 @@ async def _bounded(response: aiohttp.ClientResponse) -> bytes:
 
 
 async def _data_of(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The `data:` lines. Lines are put together here: the library's own are bounded too low for long prompts."""
+    """The contents of the `data:` lines. Lines are joined here, because aiohttp's line limit is too low for long
+    prompts."""
     rest = b""
     async for piece in response.content.iter_any():
         *lines, rest = (rest + piece).split(b"\n")

@@ -1,10 +1,9 @@
-"""The HTTP rollout backend: an OpenAI-compatible server (vLLM, SGLang, ...) somewhere else, behind `RolloutBackend`.
+"""The HTTP rollout backend: a `RolloutBackend` that samples on an OpenAI-compatible server (vLLM, SGLang, ...).
 
-Called by `rollout.generator` on its event loop. Every trajectory is one streamed request, so that whatever cuts it
-short leaves the tokens so far with their log-probs. Dispatch is held here while paused. Must never label a token with
-newer weights than sampled it, never sample a received token again, and never wait without an end: a request that fails
-is asked again from where it broke off, a bounded number of times, and a server that is gone is told to whoever awaits
-`failed`.
+`rollout.generator` calls it on its event loop. Every trajectory is one streamed request, so after any interruption the
+tokens so far are known with their log-probs. While it is paused, it holds requests back. A request that fails is sent
+again with the tokens received so far, at most `RETRIES` times in a row; if the server is lost, `failed` returns. It
+must never label a token with a newer version than sampled it, never sample a received token again, and never hang.
 """
 
 import asyncio
@@ -18,6 +17,7 @@ from typing import Any
 
 from engine.errors import ConfigError, DataFailure, EngineError
 from engine.ids import Version
+from engine.lora import Lora
 from engine.rollout.backend import (
     RemoteEngine,
     SampleRequest,
@@ -27,10 +27,10 @@ from engine.rollout.backend import (
     over_already,
     refusal_of,
 )
-from engine.rollout.openai.completions import Ask
+from engine.rollout.openai.completions import TokenRequest
 from engine.rollout.openai.http_client import Http, Refused, Unavailable
 from engine.rollout.openai.server_probe import Abilities, abilities_of, check_training
-from engine.rollout.openai.weight_files import ServerWeights
+from engine.rollout.openai.weight_files import ServerAdapters, ServerWeights
 from engine.trajectory import Span
 
 # -- one trajectory ----------------------------------------------------------------------------------------------------
@@ -46,12 +46,12 @@ class Running:
     spans: list[Span] = field(default_factory=list)
     cut: bool = False
     asked: int = 0
-    """HTTP requests made for it."""
+    """Number of HTTP requests made for it."""
     fresh: bool = True
-    """Nothing of the newest of them has come."""
+    """No token of the newest HTTP request has arrived."""
     woken: asyncio.Event = field(default_factory=asyncio.Event)
-    told: int = 0
-    """New tokens when it was last told of."""
+    tokens_reported: int = 0
+    """Number of new tokens at the last call of `request.report`."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     reader: "asyncio.Future[str] | None" = None
 
@@ -59,16 +59,16 @@ class Running:
         return self.cut
 
     def rest(self) -> SampleRequest:
-        """What is still to be sampled, as a request."""
+        """A request for the tokens that are still missing."""
         return replace(self.request, prefix_ids=[*self.request.prefix_ids, *self.token_ids])
 
-    def mark(self, first: int, began: Version, told: Sequence[Span] | None) -> None:
-        """Add the spans of the tokens from `first` on, which one HTTP request brought.
+    def mark(self, first: int, began: Version, reported: Sequence[Span] | None) -> None:
+        """Add the spans of the tokens from `first` on, which one HTTP request returned.
 
-        Where the server did not tell them, or could not in the end, they count as sampled under `began`, the version
-        in force when it was asked: never newer than they are.
+        `reported` are the spans according to the server. If it reports none, the tokens get `began`, the installed
+        version when the request was sent, which is never too new.
         """
-        for start, stop, version in told if told is not None else [Span(0, len(self.token_ids) - first, began)]:
+        for start, stop, version in reported if reported is not None else [Span(0, len(self.token_ids) - first, began)]:
             last = self.spans[-1] if self.spans else None
             if stop == start:
                 continue
@@ -77,15 +77,15 @@ class Running:
             else:
                 self.spans.append(Span(first + start, first + stop, version))
 
-    def tell(self, first: int, version: Version) -> None:
-        """Tell whoever wants to know, if it is time; the tokens from `first` on are of `version`."""
+    def report(self, first: int, version: Version) -> None:
+        """Call `request.report` if `report_every` new tokens have arrived. Tokens from `first` on are of `version`."""
         request, tokens = self.request, len(self.token_ids)
-        if request.tell is None or not 0 < request.tell_every <= tokens - self.told:
+        if request.report is None or not 0 < request.report_every <= tokens - self.tokens_reported:
             return
-        self.told = tokens
+        self.tokens_reported = tokens
         so_far = replace(self, spans=[*self.spans])
         so_far.mark(first, version, None)
-        request.tell(
+        request.report(
             SampleResult(token_ids=[*self.token_ids], logprobs=[*self.logprobs], spans=so_far.spans, finish_reason="")
         )
 
@@ -94,12 +94,12 @@ class Running:
 
 
 def complaint_of(error: Refused, request: SampleRequest) -> EngineError:
-    """A server's refusal as its caller should see it: what does not fit the context is the prompt's fault."""
+    """The error for the caller of `sample`: a `DataFailure` if the server says that the context is too small."""
     said = str(error.details.get("said", ""))
     if error.details.get("status") == 400 and "context" in said:
         return DataFailure(
-            f"a prompt of {len(request.prompt_ids)} and a prefix of {len(request.prefix_ids)} tokens do not fit: "
-            f"{error.message}", prompt_tokens=len(request.prompt_ids),
+            f"a prompt of {len(request.prompt_ids)} tokens and a prefix of {len(request.prefix_ids)} do not fit into "
+            f"the model's context: {error.message}", prompt_tokens=len(request.prompt_ids),
         )  # fmt: skip
     return error
 
@@ -110,30 +110,33 @@ def complaint_of(error: Refused, request: SampleRequest) -> EngineError:
 log = logging.getLogger(__name__)
 
 RETRIES = 5
-"""Failures in a row, none of which brought a token, after which a request is given up."""
+"""Retries of a request since its last received token. After one more failure, the request fails."""
 BACKOFF_S = 0.2
-"""Wait before the first retry; doubled for each further one, times 0.5 to 1.5 by the request's seed."""
-LAST_WORDS_S = 5.0
-"""How long a server may take to end an aborted request itself; then it is disconnected from."""
+"""Seconds before the first retry. Doubled for each further one; times 0.5 to 1.5, derived from the request's seed."""
+ABORT_TIMEOUT_S = 5.0
+"""Seconds that a server may take to end an aborted request. Then the backend disconnects."""
 UNBOUNDED = 2**31
-"""Context or vocabulary of a server that names none: it refuses by itself what does not fit."""
+"""Context or vocabulary of a server that does not report one. The server itself refuses what does not fit."""
 
 
 class OpenAIBackend(RemoteEngine):
-    """A `RolloutBackend`. Constructing it asks the server who it is, and waits: do that on a thread.
+    """A `RolloutBackend`. Its constructor asks the server what it can do, which blocks: call it on a thread.
 
-    `model` is the model's directory or hub name on this side, whose `initial` weights (by name) become version 0 on the
-    server, whatever it held before. With `weights_dir=None` the backend only samples: no version can be installed.
-    `served_model_name` may be None where the server serves one model. `encode` is this side's tokenizer, compared with
-    the server's where it has /tokenize. `timeout_s` bounds every call, and in a stream each wait for the next token;
-    `install_timeout_s` the swap of weights, which are written in files of at most `bucket_mb`;
-    `wait_s` how long the server may take to answer at all.
+    `model` is the model's directory or hub name here. Its `initial` weights (tensors by name) become version 0 on the
+    server, whatever weights it has. With `weights_dir=None`, the backend only samples and cannot install versions.
+    `served_model_name` may be None if the server serves one model. `encode` is the local tokenizer; it must agree with
+    the server's /tokenize, if it has that route. `timeout_s` bounds every call, and in a stream each wait for the next
+    token. `install_timeout_s` bounds an install, whose files have at most `bucket_mb` MiB each. `wait_s` bounds the
+    wait for the server's first answer.
 
-    `keep` freezes requests inside the server, so it needs one that can, and that says which weights sampled which token
-    (vLLM in development mode). `abort` and `wait` need neither. Seeds: (seed, length of the prefix) for each request;
-    one that was aborted and resumed draws other random numbers than one left alone.
+    `keep` freezes requests inside the server. It requires a server that can pause and that reports the version of each
+    token (vLLM in development mode); `abort` and `wait` do not. Each HTTP request has the seed (seed, length of the
+    prefix), so a resumed request draws other random numbers than an uninterrupted one.
 
-    Raises: `ConfigError` for a server that cannot be used.
+    With `lora`, every version is an adapter, the first one all zeros, and `initial` is not read. A request ends with
+    the adapter it began with, so `keep` is not possible.
+
+    Raises: `ConfigError` if the server cannot be used.
     """
 
     def __init__(
@@ -154,6 +157,7 @@ class OpenAIBackend(RemoteEngine):
         install_timeout_s: float = 300.0,
         bucket_mb: float = 64,
         wait_s: float = 10.0,
+        lora: Lora | None = None,
     ) -> None:
         super().__init__()
         self._http = Http(url, key, timeout_s=timeout_s)
@@ -163,18 +167,22 @@ class OpenAIBackend(RemoteEngine):
         self._runs: dict[str, Running] = {}
         self._weights: ServerWeights | None = None
         options: dict[str, Any] = {"model": served_model_name, "key_field": key_field, "wait_s": wait_s}
+        options["adapter"] = lora is not None
         self._can = _wait_for(abilities_of(self._http, encode=encode, **options), self._http)
         self._sleeps = self._can.sleeps
         if weights_dir is not None:
-            check_training(self._http, self._can, sync_mode)
-            told = self._can.wire.tells_weights
-            self._weights = ServerWeights(
-                self._http, model, weights_dir, told=told, limit_s=install_timeout_s, bucket_mb=bucket_mb
-            )
+            check_training(self._http, self._can, sync_mode, adapter=lora is not None)
+            place = (self._http, model, weights_dir)
+            limits: dict[str, Any] = {"limit_s": install_timeout_s, "bucket_mb": bucket_mb}
+            if lora is None:
+                self._weights = ServerWeights(*place, labeled=self._can.wire.tells_weights, **limits)
+            else:
+                self._weights = adapters = ServerAdapters(*place, lora=lora, **limits)
+                initial = adapters.zeros()
             _wait_for(self._give_first_weights(self._http, initial), self._http)
 
     async def _give_first_weights(self, http: Http, initial: Any) -> None:
-        """A server may hold anything: an earlier run's weights, or be paused by one that was killed."""
+        """Install version 0. An earlier run may have left other weights on the server, or left it paused."""
         assert self._weights is not None
         try:
             await self._weights.stage(0, initial)
@@ -186,12 +194,12 @@ class OpenAIBackend(RemoteEngine):
         except EngineError as error:
             self._weights.close()
             law = f"{http.url} cannot load the initial weights: {error.message}"
-            fix = "set a directory that the server sees under the same path, and serve the model of model.path"
+            fix = "use a directory that the server sees under the same path, and serve the model of model.path"
             raise ConfigError("rollout.weights_dir", None, law, fix) from None
 
     @property
     def abilities(self) -> Abilities:
-        """What the server was found to be able to do."""
+        """The abilities of the server, as found by the constructor."""
         return self._can
 
     # Sampling.
@@ -206,12 +214,12 @@ class OpenAIBackend(RemoteEngine):
             raise refusal
         run = self._runs[request.id] = Running(request)
         try:
-            return await self._to_the_end(run, context)
+            return await self._sample_until_done(run, context)
         finally:
             del self._runs[request.id]
             run.ended.set()
 
-    async def _to_the_end(self, run: Running, context: int) -> SampleResult:
+    async def _sample_until_done(self, run: Running, context: int) -> SampleResult:
         failures = 0
         while True:
             over = over_already(run.rest(), context)
@@ -234,7 +242,7 @@ class OpenAIBackend(RemoteEngine):
                 await self._after_failure(run, error, failures)
 
     async def _stream(self, run: Running, context: int) -> str:
-        """Ask once, and read; why it ended. Being cut by disconnecting is an end too."""
+        """Send one HTTP request and read its stream. Returns the finish reason; `abort` if the stream was cut here."""
         run.asked += 1
         run.fresh = True
         run.reader = asyncio.ensure_future(self._read(run, context))
@@ -250,9 +258,9 @@ class OpenAIBackend(RemoteEngine):
 
     async def _read(self, run: Running, context: int) -> str:
         wire, rest, first, began = self._can.wire, run.rest(), len(run.token_ids), self._version
-        ask = Ask(
+        ask = TokenRequest(
             id=self._id_of(run),
-            model=self._can.model,
+            model=self._can.model if self._weights is None else self._weights.model(began, self._can.model),
             token_ids=[*rest.prompt_ids, *rest.prefix_ids],
             max_tokens=budget_of(rest, context) - len(rest.prefix_ids),
             seed=derive_seed(rest.seed, len(rest.prefix_ids)) >> 1,
@@ -272,15 +280,18 @@ class OpenAIBackend(RemoteEngine):
                     run.logprobs += piece.logprobs
                     self._sampled += len(piece.token_ids)
                     reason = piece.finish_reason or reason
-                    if not reason and self._version == began:  # later it is not certain which tokens are whose
-                        run.tell(first, began)
+                    if not reason and self._version == began:  # after an install, the version of a token is unknown
+                        run.report(first, began)
                     labels = piece.labels if piece.labels is not None else labels
         except Refused as error:
+            if isinstance(self._weights, ServerAdapters) and error.details.get("status") == 404:
+                # The server does not know the adapter: it may have started again.
+                raise Unavailable(error.message) from None
             raise complaint_of(error, run.request) from None
         finally:
             run.mark(first, began, self._versions(labels))
         if reason not in ("stop", "length", "abort"):
-            raise Unavailable(f"{self._http.url} ended a request with {reason or 'nothing'}")
+            raise Unavailable(f"{self._http.url} ended a request with the finish reason {reason or 'None'}")
         return reason
 
     def _holds(self, run: Running) -> bool:
@@ -292,7 +303,7 @@ class OpenAIBackend(RemoteEngine):
         return [Span(start, stop, self._weights.version_of(label)) for label, start, stop in labels]
 
     async def _after_failure(self, run: Running, error: EngineError, failures: int) -> None:
-        """Wait before the next try. Raises: `EngineError` when there is none."""
+        """Wait before the next retry. Raises: `EngineError` if there were too many or the server is lost."""
         if run.cut or self._paused:
             return
         if failures > RETRIES:
@@ -307,7 +318,7 @@ class OpenAIBackend(RemoteEngine):
         if self._weights is not None:
             with contextlib.suppress(Unavailable):
                 if not self._paused and not await self._weights.in_force(self._version):
-                    self._fail(f"{self._http.url} started again, or was given other weights")
+                    self._fail(f"{self._http.url} was restarted or was given other weights")
 
     async def _check_alive(self, error: EngineError) -> None:
         try:
@@ -321,7 +332,8 @@ class OpenAIBackend(RemoteEngine):
         await self._cut([self._runs[name] for name in ids if name in self._runs])
 
     async def _cut(self, runs: Sequence[Running]) -> None:
-        """By the server where it then says its last tokens and their weights, else by disconnecting."""
+        """End requests: through the server if it has the route, because it then returns the last tokens and their
+        versions; else by disconnecting."""
         for run in runs:
             run.cut = True
             run.woken.set()
@@ -332,7 +344,7 @@ class OpenAIBackend(RemoteEngine):
             with contextlib.suppress(EngineError):
                 names = [prefix + self._id_of(run) for run in begun]
                 await self._http.call("POST", "/abort_requests", {"request_ids": names})
-                await asyncio.wait([run.reader for run in begun if run.reader], timeout=LAST_WORDS_S)
+                await asyncio.wait([run.reader for run in begun if run.reader], timeout=ABORT_TIMEOUT_S)
         for reader in readers:
             reader.cancel()
         for run in runs:
@@ -341,6 +353,8 @@ class OpenAIBackend(RemoteEngine):
     # Weights.
 
     async def pause(self, mode: str) -> None:
+        """See `protocols.Generator`. Raises: `EngineError` if the server cannot pause requests (`keep`), or if `resume`
+        was called before `wait` ended."""
         self._check_mode(mode)
         self._check_open()
         if mode == "keep" and not self._can.pauses and any(run.reader for run in self._runs.values()):
@@ -359,7 +373,7 @@ class OpenAIBackend(RemoteEngine):
             clear = "true" if self._recompute or mode != "keep" else "false"
             wanted = "keep" if self._frozen else mode
             await self._http.call("POST", "/pause", query={"mode": wanted, "clear_cache": clear})
-            await self._http.call("GET", "/is_paused")  # behind the last tokens on their way here
+            await self._http.call("GET", "/is_paused")  # its answer arrives after the last tokens
         self._frozen = True
 
     async def stage(self, version: Version, weights: Any) -> None:
@@ -370,18 +384,20 @@ class OpenAIBackend(RemoteEngine):
         held.keep_only(self._version, version)
 
     async def install(self, version: Version) -> None:
+        """See `protocols.Generator`. Raises: `EngineError` if the install failed. Then the version before it is loaded
+        again; if that fails, too, the backend has failed."""
         self._check_open()
         held = self._held_weights()
         self._check_install(version, held.staged(version))
         try:
             await held.load(version)
         except EngineError as error:
-            await self._go_back(version, error)
+            await self._restore_installed(version, error)
             raise EngineError(f"version {version} could not be installed: {error.message}", version=version) from None
         self._version = version
         held.keep_only(version)
 
-    async def _go_back(self, version: Version, why: EngineError) -> None:
+    async def _restore_installed(self, version: Version, why: EngineError) -> None:
         try:
             await self._held_weights().load(self._version)
         except EngineError as error:
@@ -398,7 +414,7 @@ class OpenAIBackend(RemoteEngine):
         self._wake()
 
     async def sleep(self) -> None:
-        """See `protocols.Sleeper`. A server that says that it cannot keeps its memory from then on."""
+        """See `protocols.Sleeper`. If the server refuses, it is not asked again and keeps its memory."""
         self._check_open()
         if self._sleeps:
             try:
@@ -415,10 +431,10 @@ class OpenAIBackend(RemoteEngine):
             await self._http.call("POST", "/wake_up", further_s=self._timeout_s)
             await self._http.call("POST", "/pause", query={"mode": "keep", "clear_cache": "false"})
 
-    # The server's life, as far as it is known here.
+    # The end of the backend.
 
     async def close(self) -> None:
-        """Let go of the server; requests still running fail. Closing twice is closing once."""
+        """Disconnect from the server; running requests fail. A second call does nothing."""
         if not self._reason:
             self._reason = "the rollout backend is closed"
             if self._paused and self._can.pauses:
@@ -449,7 +465,7 @@ class OpenAIBackend(RemoteEngine):
 
     def _held_weights(self) -> ServerWeights:
         if self._weights is None:
-            raise EngineError("this backend cannot install weights: rollout.weights_dir is not set")
+            raise EngineError("this backend cannot install weights: set rollout.weights_dir")
         return self._weights
 
     def _label(self, version: Version) -> str:
@@ -460,7 +476,7 @@ class OpenAIBackend(RemoteEngine):
 
 
 def _wait_for(work: Coroutine[Any, Any, Any], http: Http) -> Any:
-    """Run on a loop of its own, and leave no connection that belongs to it."""
+    """Run a coroutine on a new event loop and thread, and close the connections that belong to that loop."""
 
     async def whole() -> Any:
         try:

@@ -1,7 +1,7 @@
-"""What a server can do, found out at start by asking it, and refused there where it would not do.
+"""Finds out at the start what a server can do, and refuses one that cannot be used.
 
-Called by `rollout.openai.openai_backend` before anything is sampled. Every complaint is a `ConfigError` that names the
-field, the server and the fix. The only requests that sample are three of one token.
+`rollout.openai.openai_backend` calls it before the first request. Every error is a `ConfigError` that names the field,
+the server and the fix. The probe samples three tokens, one per request.
 """
 
 import asyncio
@@ -11,41 +11,52 @@ from typing import Any
 
 from engine.errors import ConfigError, EngineError
 from engine.rollout.backend import SamplingParams
-from engine.rollout.openai.completions import Ask, Completions, TokensInOut, Wire
+from engine.rollout.openai.completions import Completions, TokenRequest, TokensInOut, Wire
 from engine.rollout.openai.http_client import Http, Refused, Unavailable
 
 PROBE_TEXT = "12 + 30 = 42. The quick brown fox,\n"
 DEV_MODE = "vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"
 EXTENSION = "engine.rollout.vllm.worker_extension.InstallWeights"
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+ADAPTER_FIX = "start vLLM with --enable-lora, --max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
 UNIFORM = 1e-3
-"""Log-probs closer together than this tell nothing about temperature."""
+"""If the two largest log-probs differ by less than this, they cannot show the effect of the temperature."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """What a server can do beyond sampling."""
+    """The abilities of a server."""
 
     model: str
     context: int | None
-    """Tokens of prompt and response together; None: it does not say."""
+    """Maximum number of tokens of prompt plus response; None if the server does not report it."""
     wire: Wire
     pauses: bool
     sleeps: bool
-    """It has the routes; whether it was started for it is known when it is asked to."""
+    """Whether it has the routes. A server that was not started with sleep mode refuses the first call."""
     installs: bool
+    adapts: bool
+    """It loads adapters while it runs."""
     health: str
-    """A path that is answered while the server can sample."""
+    """A path that the server answers while it can sample."""
 
 
 async def abilities_of(
-    http: Http, *, model: str | None, key_field: str, wait_s: float, encode: Callable[[str], Sequence[int]] | None
+    http: Http,
+    *,
+    model: str | None,
+    key_field: str,
+    wait_s: float,
+    encode: Callable[[str], Sequence[int]] | None,
+    adapter: bool = False,
 ) -> Abilities:
-    """Ask the server who it is. `wait_s`: how long it may take to come up. Raises: `ConfigError`."""
+    """Find out what the server can do. `wait_s`: seconds that it may take to start. `adapter`: the versions of the
+    weights are adapters, which a request names; the server is not asked for its version. Raises: `ConfigError`."""
     listed = await _until_up(http, key_field, wait_s)
     card = _card(http, listed, model)
     described = await _described(http)
     paths = described.get("paths", {})
-    tells = all(
+    tells = not adapter and all(
         path in paths for path in (TokensInOut.path, "/abort_requests", "/update_weight_version", "/weight_info")
     )
     found = Abilities(
@@ -55,6 +66,7 @@ async def abilities_of(
         pauses="/pause" in paths and "/resume" in paths,
         sleeps=all(path in paths for path in ("/sleep", "/wake_up", "/pause", "/resume")),
         installs="/collective_rpc" in paths,
+        adapts=LOAD_ADAPTER in paths,
         health="/health" if "/health" in paths else "/v1/models",
     )
     ids = await _same_tokens(http, found, encode)
@@ -65,8 +77,13 @@ async def abilities_of(
     return found
 
 
-def check_training(http: Http, found: Abilities, sync_mode: str) -> None:
-    """Raises: `ConfigError` where the server cannot take new weights in the way that is asked for."""
+def check_training(http: Http, found: Abilities, sync_mode: str, *, adapter: bool = False) -> None:
+    """Raises: `ConfigError` if the server cannot install weights in this `sync_mode`."""
+    if adapter:
+        if not found.adapts:
+            law = f"this server cannot load adapters: it has no route {LOAD_ADAPTER}"
+            raise ConfigError("rollout.urls", http.url, law, ADAPTER_FIX)
+        return
     if not found.installs:
         raise ConfigError(
             "rollout.urls", http.url,
@@ -99,7 +116,7 @@ async def _until_up(http: Http, key_field: str, wait_s: float) -> list[dict[str,
             if loop.time() + pause_s > until:
                 law = f"does not answer: {error.message}"
                 raise ConfigError("rollout.urls", http.url, law, "start the server first") from None
-            await _timer(pause_s)  # nothing tells when a server elsewhere comes up
+            await _timer(pause_s)  # a server does not announce that it has started
             pause_s *= 2
         else:
             listed = answer.get("data") if isinstance(answer, dict) else None
@@ -108,19 +125,20 @@ async def _until_up(http: Http, key_field: str, wait_s: float) -> list[dict[str,
 
 async def _timer(seconds: float) -> None:
     loop = asyncio.get_running_loop()
-    rung: asyncio.Future[None] = loop.create_future()
-    loop.call_later(seconds, rung.cancel)
-    await asyncio.wait([rung])
+    ended: asyncio.Future[None] = loop.create_future()
+    loop.call_later(seconds, ended.cancel)
+    await asyncio.wait([ended])
 
 
 def _card(http: Http, listed: list[dict[str, Any]], model: str | None) -> dict[str, Any]:
+    listed = [card for card in listed if not card.get("parent")]  # adapters, perhaps of an earlier run
     names = [card["id"] for card in listed]
     if model is None and len(listed) == 1:
         return listed[0]
     for card in listed:
         if card["id"] == model:
             return card
-    law = f"{http.url} serves {', '.join(names) or 'nothing'}"
+    law = f"{http.url} serves {', '.join(names) or 'no model'}"
     raise ConfigError("rollout.served_model_name", model, law, "use one of these" if names else "")
 
 
@@ -138,7 +156,7 @@ def _fields(described: dict[str, Any]) -> frozenset[str] | None:
 
 
 async def _awake(http: Http) -> None:
-    """A run that was killed may have left the server paused: then it would answer nothing, without saying why."""
+    """Resume the server. An earlier run that was killed may have left it paused, and then requests would hang."""
     try:
         await http.call("POST", "/resume")
     except EngineError as error:
@@ -146,7 +164,8 @@ async def _awake(http: Http) -> None:
 
 
 async def _same_tokens(http: Http, found: Abilities, encode: Callable[[str], Sequence[int]] | None) -> list[int] | None:
-    """Token ids of a text, which this side and the server must agree on. A server without /tokenize is trusted."""
+    """Token ids of a test text, which must be the same here and on the server. A server without /tokenize is not
+    checked."""
     if encode is None:
         return None
     ours = list(encode(PROBE_TEXT))
@@ -162,8 +181,8 @@ async def _same_tokens(http: Http, found: Abilities, encode: Callable[[str], Seq
 
 
 async def _check_samples(http: Http, found: Abilities, ids: Sequence[int]) -> None:
-    """One token, asked for as the run will."""
-    ask = Ask(
+    """Sample one token with the same kind of request as the run."""
+    ask = TokenRequest(
         id="probe", model=found.model, token_ids=ids, max_tokens=1, seed=1,
         params=SamplingParams(max_tokens=1), salt="probe",
     )  # fmt: skip
@@ -180,7 +199,7 @@ async def _check_samples(http: Http, found: Abilities, ids: Sequence[int]) -> No
 
 
 async def _check_logprobs(http: Http, found: Abilities, ids: Sequence[int]) -> None:
-    """Twice the temperature halves the distance of two log-probs, if they are those that are sampled from."""
+    """Check that log-probs are those of the sampling distribution: twice the temperature halves their differences."""
     warm, hot = [await _top_two(http, found, ids, temperature) for temperature in (1.0, 2.0)]
     common = [token for token in warm if token in hot]
     if len(common) < 2:

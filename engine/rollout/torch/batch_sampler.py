@@ -1,13 +1,13 @@
-"""Continuous batching: the rows of running requests, and the step that gives each its next token.
+"""Continuous batching: the rows of running requests, and the step that samples the next token of each.
 
-Called by `rollout.torch.torch_backend` on its sampling thread, one method at a time. Knows nothing of threads, event
-loops or pauses. Must never let one request change another's tokens, and never touch Python per row and token: books are
-kept in arrays.
+Called by `rollout.torch.torch_backend` on its sampling thread, one method at a time. Does not use threads, event loops
+or pauses. Must never let one request change another's tokens, and never run Python code per row and token: all state of
+the rows is in arrays.
 
-A row holds known tokens (prompt, prefix, then what was sampled) and a position, the next one to feed to the model. A
-*cold* row has more than its last known token to feed: prefill does that at once, except in deterministic mode, where
-every token goes through the one decode shape, `FIXED_ROWS` rows and all columns a call, so that a row's bits depend
-neither on its neighbors, nor on how many rows there are, nor on having been resumed.
+A row holds known tokens (prompt, prefix, then sampled tokens) and a position: the next token to feed to the model. A
+*cold* row has to feed more than its last known token. Prefill feeds them all at once, except in deterministic mode.
+There, every token goes through the same decode shape, with `FIXED_ROWS` rows and all columns in each call. A row's bits
+then depend neither on its neighbors, nor on the number of rows, nor on whether it was resumed.
 """
 
 from collections import deque
@@ -37,15 +37,15 @@ from engine.trajectory import Span
 # -- from logits to tokens ---------------------------------------------------------------------------------------------
 
 
-_DRAW_BITS = 52  # u <= 1 - 2^-52, so that u * total stays below total in float64 whatever total is
+_DRAW_BITS = 52  # u <= 1 - 2^-52, so u * total is less than total in float64 for every total
 
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """How each row samples, on the model's device. Rebuilt only when a row joins or leaves.
+    """The sampling settings of each row, on the model's device. Rebuilt only when a row joins or leaves.
 
-    `temperature` [rows] float32, 1 where the row is greedy; `greedy` [rows] bool, None while no row is; `top_p` [rows]
-    float64, None while every row keeps all tokens.
+    `temperature` [rows] float32, 1 for greedy rows; `greedy` [rows] bool, None if no row is greedy; `top_p` [rows]
+    float64, None if every row keeps all tokens.
     """
 
     temperature: torch.Tensor
@@ -54,7 +54,7 @@ class RowSettings:
 
     @classmethod
     def of(cls, temperature: np.ndarray, top_p: np.ndarray, device: torch.device) -> "RowSettings":
-        """From what the requests asked for, both [rows]."""
+        """Build them from the settings of the requests, both [rows]."""
         greedy = temperature == 0.0
         return cls(
             temperature=torch.from_numpy(np.where(greedy, 1.0, temperature).astype(np.float32)).to(device),
@@ -67,7 +67,7 @@ def uniform_draws(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """One number in [0, 1) per row, a function of (seed, position) only. `seeds` [rows] uint64, `positions` [rows]
     int64.
 
-    `seeds` come out of `rollout.backend.derive_seed`, so that neighbouring seeds do not give shifted copies of one
+    `seeds` must come from `rollout.backend.derive_seed`, so that neighboring seeds do not give shifted copies of one
     stream.
     """
     state = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
@@ -80,9 +80,9 @@ def uniform_draws(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 def choose(logits: torch.Tensor, settings: RowSettings, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [rows] int64 and their behavior log-probs [rows] float32, from `logits` [rows, vocabulary].
 
-    Draws by inverting the cumulative distribution in vocabulary order. The log-prob is that of the distribution
-    sampled: after temperature, and renormalised over the nucleus. A greedy row samples a point mass, so its log-prob is
-    0. Logits that are not finite come back as a NaN log-prob, for the caller to refuse.
+    Draws by inverting the cumulative distribution in vocabulary order. The log-prob is that of the sampled
+    distribution: after temperature, and renormalized over the nucleus. A greedy row samples a point mass, so its
+    log-prob is 0. Logits that are not finite give a NaN log-prob, which the caller must reject.
     """
     logprobs = torch.log_softmax(logits.float() / settings.temperature[:, None], dim=-1)
     weights = logprobs.double().exp_()
@@ -96,7 +96,7 @@ def choose(logits: torch.Tensor, settings: RowSettings, draws: torch.Tensor) -> 
         tokens = torch.where(settings.greedy[:, None], logits.argmax(dim=-1, keepdim=True), tokens)
     chosen = logprobs.gather(1, tokens)
     if settings.top_p is not None:
-        mass = torch.where(settings.top_p[:, None] < 1.0, total, 1.0)  # a row that keeps all is as it is without others
+        mass = torch.where(settings.top_p[:, None] < 1.0, total, 1.0)  # other rows must not change a row that keeps all
         chosen = chosen - mass.log().float()
     if settings.greedy is not None:
         chosen = torch.where(settings.greedy[:, None], chosen - chosen, chosen)
@@ -104,43 +104,45 @@ def choose(logits: torch.Tensor, settings: RowSettings, draws: torch.Tensor) -> 
 
 
 def nucleus(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Which tokens [rows, vocabulary] (bool) the nucleus keeps: the fewest whose probability reaches `top_p` [rows].
+    """The tokens [rows, vocabulary] (bool) in the nucleus: the fewest whose total probability reaches `top_p` [rows].
 
-    Holtzman et al.: The Curious Case of Neural Text Degeneration, ICLR 2020. Equal probabilities are taken in
-    vocabulary order; the likeliest token is always kept, and a row with `top_p` 1 keeps all.
+    Holtzman et al.: The Curious Case of Neural Text Degeneration, ICLR 2020. Tokens of equal probability are taken in
+    vocabulary order. The likeliest token is always in the nucleus. A row with `top_p` 1 keeps all tokens.
     """
     ordered, index = weights.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(dim=-1) - ordered
-    kept = (before < top_p[:, None]) | (top_p[:, None] >= 1.0)
-    kept[:, 0] = True
-    return torch.zeros_like(kept).scatter_(1, index, kept)
+    inside = (before < top_p[:, None]) | (top_p[:, None] >= 1.0)
+    inside[:, 0] = True
+    return torch.zeros_like(inside).scatter_(1, index, inside)
 
 
 # -- continuous batching -----------------------------------------------------------------------------------------------
 
 
-Outcome = Callable[[SampleResult | BaseException], None]
-Told = Callable[[SampleResult], None]
+Finish = Callable[[SampleResult | BaseException], None]
+Report = Callable[[SampleResult], None]
 
 _NEVER = np.iinfo(np.int64).max
 
 _COLUMN_BUCKET = 32
 _PREFILL_BUCKET = 16
-_PREFILL_TOKENS = 4096  # padded tokens of one prefill call: bounds its memory and how long it holds up the others
+_PREFILL_TOKENS = 4096  # padded tokens of one prefill call: bounds its memory, and the delay of the other requests
 
 
 @dataclass(slots=True)
 class Running:
-    """What a row remembers of its request outside the arrays."""
+    """The state of a request that is not in the arrays."""
 
     request: SampleRequest
-    ended: Outcome
+    finish: Finish
     first: int
-    """Known tokens when it came: prompt plus prefix. New tokens start here."""
-    told: Told | None = None
-    """Takes what there is each time `request.tell_every` more tokens have been sampled."""
+    """Number of known tokens at the start: prompt plus prefix. New tokens start here."""
+    report: Report | None = None
+    """Called with the new tokens so far each time `request.report_every` more tokens have been sampled."""
     versions: list[tuple[int, Version]] = field(default_factory=list)
-    """From which known token on each weights version sampled."""
+    """The known token at which each weights version began to sample."""
+    top: list[Sequence[tuple[int, float]]] = field(default_factory=list)
+    """Of each new token, the likeliest tokens at its place, if requested."""
 
 
 class BatchSampler:
@@ -152,7 +154,7 @@ class BatchSampler:
         self.deterministic = deterministic
         self.tokens_sampled = 0
         self._rows = rows
-        rows = model.rows  # from here on: of the cache, which may have more
+        rows = model.rows  # from here on, the rows of the cache, which may have more
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []
         self._ids = np.zeros((rows, model.context), dtype=np.int64)
@@ -160,57 +162,57 @@ class BatchSampler:
         self._position = np.zeros(rows, dtype=np.int64)
         self._known = np.zeros(rows, dtype=np.int64)
         self._start = np.zeros(rows, dtype=np.int64)  # prompt tokens
-        self._limit = np.zeros(rows, dtype=np.int64)  # known tokens at which the budget is spent
-        self._tell_at = np.full(rows, _NEVER)  # known tokens at which to tell of them
+        self._limit = np.zeros(rows, dtype=np.int64)  # number of known tokens at which the budget is used up
+        self._report_at = np.full(rows, _NEVER)  # number of known tokens at the next report
         self._seed = np.zeros(rows, dtype=np.uint64)
         self._temperature = np.ones(rows, dtype=np.float64)
         self._top_p = np.ones(rows, dtype=np.float64)
         self._kv_version = np.zeros(rows, dtype=np.int64)
         self._stops = np.full((rows, 1), -1, dtype=np.int64)
-        self._settings: dict[int, RowSettings] = {}  # of the rows from a first one on
+        self._settings: dict[int, RowSettings] = {}  # by the first row of each call
         self._any_cold = False
 
     @property
     def busy(self) -> bool:
-        """Whether a step has something to do."""
+        """Whether there are requests to sample."""
         return bool(self._running or self._waiting)
 
     @property
     def running(self) -> int:
-        """Requests that have rows, and keys and values in them."""
+        """Number of requests that have a row, and keys and values in it."""
         return len(self._running)
 
     def holds(self, request_id: str) -> bool:
         return any(run.request.id == request_id for run in (*self._running, *self._waiting))
 
-    def submit(self, request: SampleRequest, ended: Outcome, told: Told | None = None) -> None:
-        """Take a request; `ended` is called once with its result or its failure, possibly at once."""
+    def submit(self, request: SampleRequest, finish: Finish, report: Report | None = None) -> None:
+        """Add a request. `finish` is called once with its result or its error, possibly before this returns."""
         refusal = refusal_of(request, context=self.model.context, vocabulary=self.model.vocabulary)
         if refusal is None and self.holds(request.id):
-            refusal = EngineError(f"request {request.id} is running already", request=request.id)
+            refusal = EngineError(f"request {request.id} is already running", request=request.id)
         outcome = refusal or over_already(request, self.model.context)
         if outcome is not None:
-            ended(outcome)
+            finish(outcome)
         else:
             first = len(request.prompt_ids) + len(request.prefix_ids)
-            self._waiting.append(Running(request, ended, first=first, told=told))
+            self._waiting.append(Running(request, finish, first=first, report=report))
 
     def abort(self, ids: Sequence[str] | None = None) -> None:
-        """End these requests (all of them: None) with what they have."""
+        """End these requests (None: all requests) with the tokens that they have."""
         chosen = None if ids is None else set(ids)
         for row in reversed(range(len(self._running))):
             if chosen is None or self._running[row].request.id in chosen:
                 self._end(row, "abort")
-        kept: deque[Running] = deque()
+        remaining: deque[Running] = deque()
         for run in self._waiting:
             if chosen is None or run.request.id in chosen:
-                run.ended(nothing_new("abort"))
+                run.finish(nothing_new("abort"))
             else:
-                kept.append(run)
-        self._waiting = kept
+                remaining.append(run)
+        self._waiting = remaining
 
     def fail(self, error: BaseException) -> None:
-        """End every request with a failure and forget the cache, which may hold anything."""
+        """End every request with an error, and clear the cache, whose contents may be invalid."""
         failed = [*self._running, *self._waiting]
         self._running.clear()
         self._waiting.clear()
@@ -218,10 +220,10 @@ class BatchSampler:
         self.model.cache.clear()
         self._settings = {}
         for run in failed:
-            run.ended(error)
+            run.finish(error)
 
     def weights_changed(self, version: Version, *, recompute: bool) -> None:
-        """The model has other weights now. `recompute` feeds every running row's tokens through them again."""
+        """Called after other weights are installed. `recompute`: feed the tokens of every running row again."""
         self.version = version
         for row, run in enumerate(self._running):
             if run.versions[-1][1] != version:
@@ -232,7 +234,7 @@ class BatchSampler:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Admit what fits, prefill it, then one token for every running request."""
+        """Start waiting requests in free rows, prefill them, and sample one token of every running request."""
         self._admit()
         if self._any_cold and not self.deterministic:
             self._prefill_cold_rows()
@@ -245,7 +247,8 @@ class BatchSampler:
             self._append(*self._draw(0, count, length))
 
     def _draw(self, first: int, count: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Feed `count` rows from `first` on one token each; the next ones and their log-probs, both [count]."""
+        """Feed one token to each of `count` rows from `first` on. Returns the next tokens and their log-probs, both
+        [count]."""
         part = slice(first, first + count)
         position, device = self._position[part], self.model.device
         fed = self._ids[np.arange(first, first + count), position]
@@ -254,12 +257,29 @@ class BatchSampler:
         )
         if first not in self._settings:
             self._settings[first] = RowSettings.of(self._temperature[part], self._top_p[part], device)
+        self._find_likeliest(first, logits, self._settings[first])
         draws = uniform_draws(self._seed[part], self._known[part] - self._start[part])
         tokens, logprobs = choose(logits, self._settings[first], torch.from_numpy(draws).to(device))
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
+    def _find_likeliest(self, first: int, logits: torch.Tensor, settings: RowSettings) -> None:
+        """Keep the likeliest tokens of the rows that request them and get a new token now."""
+        rows = range(first, min(first + len(logits), len(self._running)))
+        wanted = [row for row in rows if self._running[row].request.params.top_logprobs]
+        fresh = [row for row in wanted if self._position[row] + 1 == self._known[row]]
+        if not fresh:
+            return
+        places = [row - first for row in fresh]
+        logprobs = torch.log_softmax(logits[places].float() / settings.temperature[places, None], dim=-1)
+        most = max(self._running[row].request.params.top_logprobs for row in fresh)
+        values, ids = logprobs.topk(min(most, logprobs.shape[-1]))
+        for row, some, named in zip(fresh, values.tolist(), ids.tolist(), strict=True):
+            run = self._running[row]
+            run.top.append(list(zip(named, some, strict=True))[: run.request.params.top_logprobs])
+
     def _append(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Write the rows' new tokens down; end those that are done. Rows still fed known tokens sampled nothing."""
+        """Store the new tokens of the rows, and end the requests that are done. A row that was fed a known token before
+        its last one has no new token."""
         count = len(self._running)
         position, known = self._position[:count], self._known[:count]
         position += 1
@@ -276,16 +296,17 @@ class BatchSampler:
         stopped = (tokens[:, None] == self._stops[fresh]).any(axis=1)
         done = stopped | (known[fresh] >= self._limit[fresh])
         if done.any():
-            for index in np.flatnonzero(done)[::-1]:  # from the last row down: ending a row moves the last one into it
+            for index in np.flatnonzero(done)[::-1]:  # last row first: `_end` moves the last row to the free one
                 self._end(int(fresh[index]), "stop" if stopped[index] else "length")
-        for row in np.flatnonzero(self._known[: len(self._running)] >= self._tell_at[: len(self._running)]).tolist():
-            self._tell(row)
+        count = len(self._running)
+        for row in np.flatnonzero(self._known[:count] >= self._report_at[:count]).tolist():
+            self._report(row)
 
-    def _tell(self, row: int) -> None:
+    def _report(self, row: int) -> None:
         run = self._running[row]
-        self._tell_at[row] += run.request.tell_every
-        if run.told is not None:
-            run.told(self._result(row, ""))
+        self._report_at[row] += run.request.report_every
+        if run.report is not None:
+            run.report(self._result(row, ""))
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._rows:
@@ -299,7 +320,8 @@ class BatchSampler:
             self._known[row] = run.first
             self._start[row] = len(request.prompt_ids)
             self._limit[row] = len(request.prompt_ids) + budget_of(request, self.model.context)
-            self._tell_at[row] = run.first + request.tell_every if run.told and request.tell_every else _NEVER
+            reports = run.report is not None and request.report_every
+            self._report_at[row] = run.first + request.report_every if reports else _NEVER
             self._seed[row] = derive_seed(request.seed)
             self._temperature[row] = params.temperature
             self._top_p[row] = params.top_p
@@ -315,8 +337,8 @@ class BatchSampler:
         self._stops[row, : len(stop_ids)] = stop_ids
 
     def _prefill_cold_rows(self) -> None:
-        """Fill the cache up to each cold row's last known token; equal ones, a group's first samples, are computed
-        once."""
+        """Fill the cache up to the last known token of each cold row. Equal rows, such as the new samples of a group,
+        are computed once."""
         self._any_cold = False
         count = len(self._running)
         cold = np.flatnonzero(self._position[:count] < self._known[:count] - 1)
@@ -342,7 +364,7 @@ class BatchSampler:
         self._kv_version[cold] = self.version
 
     def _prefill_rows(self, rows: Sequence[int]) -> None:
-        """In calls of similar lengths, `rows` sorted by length."""
+        """Prefill `rows`, which are sorted by length, in calls of rows with similar lengths."""
         while rows:
             take = len(rows)
             while take > 1 and take * int(self._known[rows[take - 1]]) > _PREFILL_TOKENS:
@@ -368,10 +390,11 @@ class BatchSampler:
             logprobs=self._logprobs[row, first:known].tolist(),
             spans=spans,
             finish_reason=reason,
+            top=list(run.top),
         )
 
     def _end(self, row: int, reason: str) -> None:
-        """Hand a row's new tokens back and move the last row into its place."""
+        """Return the new tokens of a row to its caller, and move the last row to the free row."""
         run, result = self._running[row], self._result(row, reason)
         last = len(self._running) - 1
         self._running[row] = self._running[last]
@@ -379,14 +402,14 @@ class BatchSampler:
         if row != last:
             self._move(last, row)
         self._settings = {}
-        self._position[last] = 0  # idle rows of the deterministic mode stay where any context reaches
+        self._position[last] = 0  # deterministic mode also feeds idle rows: their position must fit any context
         self._known[last] = 0
-        run.ended(result)
+        run.finish(result)
 
     def _move(self, source: int, target: int) -> None:
         for array in (
-            self._ids, self._logprobs, self._position, self._known, self._start, self._limit, self._tell_at, self._seed,
-            self._temperature, self._top_p, self._kv_version, self._stops,
+            self._ids, self._logprobs, self._position, self._known, self._start, self._limit, self._report_at,
+            self._seed, self._temperature, self._top_p, self._kv_version, self._stops,
         ):  # fmt: skip
             array[target] = array[source]
         self.model.cache.copy_row(source, target, int(self._position[source]))

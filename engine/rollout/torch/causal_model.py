@@ -1,11 +1,12 @@
-"""A Hugging Face causal language model as the batch sampler sees it: two calls, prefill and decode, over a row cache.
+"""Wraps a Hugging Face causal language model for the batch sampler: two calls, prefill and decode, with a row cache.
 
 Called by `rollout.torch.batch_sampler` on the sampling thread. Uses only the public forward (`input_ids`,
-`attention_mask`, `position_ids`, `past_key_values`). Must never accept a model that it cannot batch: what a signature
-does not show, a probe at construction does.
+`attention_mask`, `position_ids`, `past_key_values`). Must never accept a model that it cannot batch: it checks the
+signature of the forward, and compares the results of a probe at construction.
 """
 
 import inspect
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from engine.errors import ConfigError
+from engine.lora import Lora, adapter_tensors, add_adapter, drawn_adapter
 
 # -- keys and values ---------------------------------------------------------------------------------------------------
 
@@ -29,9 +31,9 @@ GROUPED_ATTENTION = "engine_grouped"
 
 
 class RowCache(Cache):
-    """Per layer two tensors [rows, kv heads, columns, head size]; active requests are always rows 0 to n - 1.
+    """Two tensors [rows, kv heads, columns, head size] per layer. Active requests always have the rows 0 to n - 1.
 
-    Before each forward the sampler says what is being written: `begin_prefill` or `begin_decode`.
+    Before each forward, call `begin_prefill` or `begin_decode` to say what the forward writes.
     """
 
     def __init__(self, layers: int, rows: int, columns: int) -> None:
@@ -46,7 +48,7 @@ class RowCache(Cache):
         self._length = 0
 
     def begin_prefill(self, rows: torch.Tensor) -> None:
-        """The next forward writes columns 0 up of these rows [n] and attends within itself only."""
+        """The next forward writes these rows [n] from column 0 on, and attends only to its own tokens."""
         self._prefill_rows = rows
         self._length = 0
 
@@ -61,7 +63,8 @@ class RowCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new tokens' keys and values [n, kv heads, tokens, head size]; return what they may attend to."""
+        """Write the keys and values [n, kv heads, tokens, head size] of new tokens. Returns those that the tokens may
+        attend to."""
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         if keys is None or values is None:
             keys = self.keys[layer_idx] = self._allocate(key_states)
@@ -76,7 +79,7 @@ class RowCache(Cache):
         return key_states, value_states
 
     def reserve(self, columns: int, limit: int) -> None:
-        """Make room for this many columns, doubling up to `limit`; what is there stays."""
+        """Provide at least this many columns: doubles the number, up to `limit`, and keeps the contents."""
         if columns <= self.columns:
             return
         self.columns = min(max(columns, 2 * self.columns), limit)
@@ -88,14 +91,14 @@ class RowCache(Cache):
 
     @torch.inference_mode()
     def copy_row(self, source: int, target: int, tokens: int) -> None:
-        """Give row `target` the first `tokens` columns of row `source`."""
+        """Copy the first `tokens` columns of row `source` to row `target`."""
         for tensors in (self.keys, self.values):
             for tensor in tensors:
                 if tensor is not None:
                     tensor[target, :, :tokens] = tensor[source, :, :tokens]
 
     def clear(self) -> None:
-        """Forget everything, so that a NaN left by a failed step cannot reach a later request (0 x NaN is NaN)."""
+        """Drop all contents, so that a NaN from a failed step cannot reach a later request (0 x NaN is NaN)."""
         self.keys = [None] * len(self.keys)
         self.values = [None] * len(self.values)
 
@@ -110,8 +113,8 @@ class RowCache(Cache):
 
 
 class Masks:
-    """Additive attention masks in the form the model takes: one tensor, or one per kind of layer where
-    windows differ."""
+    """Additive attention masks in the form that the model takes: one tensor, or one per kind of layer if their windows
+    differ."""
 
     def __init__(self, config: PretrainedConfig, context: int, dtype: torch.dtype, device: torch.device) -> None:
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -159,7 +162,7 @@ def grouped_attention(
     """Scaled dot-product attention that does not copy the cache to repeat its kv heads.
 
     For one query per row: `query` [rows, heads, 1, size], `key` and `value` [rows, kv heads, columns, size]; returns
-    [rows, 1, heads, size]. Anything else goes to the library's own function, which this equals up to rounding.
+    [rows, 1, heads, size]. All other calls use the library's own function. Both give equal results up to rounding.
     """
     rows, heads, queries, size = query.shape
     kv_heads = key.shape[1]
@@ -182,7 +185,7 @@ AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)
 
 
 def use_grouped_attention(model: PreTrainedModel) -> None:
-    """Swap the attention in where the model takes it by name and would otherwise use the one it equals."""
+    """Use `grouped_attention` if the model accepts attention by name and uses `sdpa`, which gives equal results."""
     if model._supports_attention_backend and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(GROUPED_ATTENTION)
 
@@ -191,19 +194,20 @@ def use_grouped_attention(model: PreTrainedModel) -> None:
 
 
 FIXED_ROWS = 32
-"""Rows of every decode call at fixed shapes, whatever the slots. Vector loops of 32 floats then end where a row ends,
-and no row falls into a loop's tail, which may round otherwise."""
+"""Rows of every decode call with fixed shapes, for any number of slots. Vector loops of 32 floats then end where a row
+ends, and no row is in the tail of a loop, which may round differently."""
 
 _PROBE_TOKENS = 6
 _FIRST_COLUMNS = 64
 
 
 class CausalModel:
-    """The model, its cache of `rows` requests and its masks. `context` is the longest prompt plus response,
-    in tokens.
+    """The model, its cache of `rows` requests and its masks. `context` is the maximum length of prompt plus response in
+    tokens.
 
-    With `fixed_shapes` the cache has all its columns from the start, its rows are rounded up to whole calls of
-    `FIXED_ROWS`, and a probe makes sure that a row's bits depend neither on its place in a call nor on its neighbors.
+    With `fixed_shapes` the cache has all its columns from the start, and its rows are rounded up to a multiple of
+    `FIXED_ROWS`. A probe then checks that a row's bits depend neither on its place in a call nor on its neighbors. With
+    `lora` the model has an adapter, which has no effect until weights are installed in it.
     """
 
     def __init__(
@@ -215,9 +219,13 @@ class CausalModel:
         device: str,
         dtype: str | None,
         fixed_shapes: bool,
+        lora: Lora | None = None,
     ) -> None:
         if isinstance(model, str):
             model = AutoModelForCausalLM.from_pretrained(model)
+        if lora is not None:
+            add_adapter(model, lora)
+        self.adapted = lora is not None
         self.device = torch.device(device)
         self.model: Any = model.to(self.device, type_named(dtype) or model.dtype).eval().requires_grad_(False)
         self.context = context_of(model, context)
@@ -229,13 +237,20 @@ class CausalModel:
         self.rows = -(-rows // FIXED_ROWS) * FIXED_ROWS if fixed_shapes else rows
         self.cache = RowCache(config.num_hidden_layers, self.rows, columns)
         self.masks = Masks(config, self.context, model.dtype, self.device)
-        self._probe()
-        if fixed_shapes:
-            self._probe_places()
+        with drawn_adapter(self.model) if self.adapted else nullcontext():
+            self._probe()
+            if fixed_shapes:
+                self._probe_places()
+
+    def installable(self) -> dict[str, torch.Tensor]:
+        """The tensors that a new version replaces, by the names under which it is published. Tied tensors appear under
+        each of their names."""
+        parameters: dict[str, torch.Tensor] = self.model.state_dict(keep_vars=True)
+        return adapter_tensors(self.model) if self.adapted else parameters
 
     def prefill(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Write the keys and values of `token_ids` [n, tokens], padded on the right, into these rows [n] of
-        the cache."""
+        """Write the keys and values of `token_ids` [n, tokens], padded on the right, into these rows [n] of the
+        cache."""
         tokens = token_ids.shape[1]
         self.cache.reserve(tokens, self.context)
         self.cache.begin_prefill(rows)
@@ -243,24 +258,24 @@ class CausalModel:
         self._forward(token_ids, positions, self.masks.prefill(tokens))
 
     def decode(self, token_ids: torch.Tensor, columns: torch.Tensor, length: int, first: int = 0) -> torch.Tensor:
-        """Feed one token to each row from `first` on, `token_ids` [n] at positions `columns` [n]; return the next ones'
-        logits [n, vocabulary].
+        """Feed one token to each row from `first` on: `token_ids` [n] at positions `columns` [n]. Returns the logits
+        [n, vocabulary] of the next tokens.
 
-        `length` is how many columns the attention looks at, at least the largest position plus one.
+        `length`: number of columns that the tokens attend to, at least the largest position plus one.
         """
         self.cache.reserve(length, self.context)
         self.cache.begin_decode(columns, length, first)
         return self._forward(token_ids[:, None], columns[:, None], self.masks.decode(columns, length))[:, -1]
 
     def sleep(self) -> None:
-        """Give back the cache and, where the model is not on the CPU, its memory there. What was cached is gone."""
+        """Free the cache, and move the model to the CPU. The cached keys and values are lost."""
         self.cache.clear()
         if self.device.type != "cpu":
             self.model.to("cpu")
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Go back to the device. Raises what torch raises; the model is then where it slept."""
+        """Move the model back to its device. Raises what torch raises; the model then stays on the CPU."""
         try:
             self.model.to(self.device)
         except BaseException:
@@ -275,7 +290,7 @@ class CausalModel:
 
     @torch.inference_mode()
     def _probe(self) -> None:
-        """Refuse a model whose batched decoding differs from its own plain forward (recurrent state, ALiBi, chunks)."""
+        """Reject a model whose batched decoding differs from its plain forward (recurrent state, ALiBi, chunks)."""
         tokens = min(_PROBE_TOKENS, self.context)
         ids = (torch.arange(tokens, device=self.device) * 7 + 1) % self.vocabulary
         plain = self.model(input_ids=ids[None]).logits[0, -1].float()
@@ -285,36 +300,38 @@ class CausalModel:
             last = torch.full((1,), tokens - 1, device=self.device)
             ours = self.decode(ids[-1:], last, self.cache.columns)[0].float()
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-            raise _unbatchable(self.model, f"its forward refuses the row cache ({error})") from error
+            raise _unbatchable(self.model, f"its forward fails with the row cache ({error})") from error
         tolerance = 1e-3 if self.model.dtype == torch.float32 else 5e-2
-        moved = (ours - plain).abs().max().item() / max(plain.abs().max().item(), 1e-6)
-        if not moved <= tolerance:
-            raise _unbatchable(self.model, f"decoding over the row cache moves its logits by {moved:.1%}")
+        difference = (ours - plain).abs().max().item() / max(plain.abs().max().item(), 1e-6)
+        if not difference <= tolerance:
+            raise _unbatchable(self.model, f"decoding with the row cache changes its logits by {difference:.1%}")
         self.cache.clear()
 
     @torch.inference_mode()
     def _probe_places(self) -> None:
-        """Refuse fixed shapes where they do not help: odd widths leave tails to vector loops, and experts share calls.
+        """Reject fixed shapes if rows still depend on other rows: odd widths leave tails in vector loops, and experts
+        share calls.
 
-        Every row is decoded once more in another place, among neighbors half of which are others.
+        Decodes every row a second time in another place, with half of its neighbors replaced.
         """
         tokens = min(_PROBE_TOKENS, self.context)
         drawn = torch.Generator().manual_seed(0)
         first, others = torch.randint(self.vocabulary, (2, FIXED_ROWS, tokens), generator=drawn).to(self.device)
         other = torch.arange(FIXED_ROWS, device=self.device)[:, None] % 2 == 0
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # as the sampling thread has it
+        torch.set_num_threads(1)  # like the sampling thread
         try:
-            here = self._probe_logits(first)
-            there = self._probe_logits(torch.where(other, others, first).flip(0)).flip(0)
+            expected = self._probe_logits(first)
+            again = self._probe_logits(torch.where(other, others, first).flip(0)).flip(0)
         finally:
             torch.set_num_threads(threads)
-        if not torch.equal(here[~other[:, 0]], there[~other[:, 0]]):
+        if not torch.equal(expected[~other[:, 0]], again[~other[:, 0]]):
             law = f"on this machine, results of {type(self.model).__name__} depend on the other rows of the batch"
             raise ConfigError("rollout.deterministic", True, law, "use false, or a model of even sizes without experts")
 
     def _probe_logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """Of every token of `ids` [FIXED_ROWS, tokens], one decode call after the other: [rows, tokens, vocabulary]."""
+        """The logits [rows, tokens, vocabulary] of every token of `ids` [FIXED_ROWS, tokens], one decode call after the
+        other."""
         logits = []
         for place in range(ids.shape[1]):
             columns = torch.full((FIXED_ROWS,), place, device=self.device)
@@ -324,7 +341,7 @@ class CausalModel:
 
 
 def type_named(dtype: str | None) -> torch.dtype | None:
-    """`float32`, `bfloat16` or `float16`; None stays None."""
+    """The torch type named `float32`, `bfloat16` or `float16`; None for None."""
     types = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype is not None and dtype not in types:
         raise ConfigError("rollout.dtype", dtype, f"must be one of {', '.join(types)}")
@@ -332,14 +349,15 @@ def type_named(dtype: str | None) -> torch.dtype | None:
 
 
 def context_of(model: PreTrainedModel, wanted: int | None) -> int:
-    """Tokens of prompt plus response: what the config asks for, bounded by what the model can hold."""
+    """Maximum tokens of prompt plus response: the wanted number, or the model's maximum if None. Raises: `ConfigError`
+    if the model cannot have that many."""
     limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     context = limit if wanted is None else wanted
     if context is None:
         raise ConfigError(
             "rollout.context",
             None,
-            "this model does not give its longest context",
+            "this model does not declare its maximum context",
             "set it to prompt + response tokens",
         )
     if context < 2 or (limit is not None and context > limit):
@@ -348,11 +366,12 @@ def context_of(model: PreTrainedModel, wanted: int | None) -> int:
 
 
 def _accepted_options(model: PreTrainedModel) -> dict[str, Any]:
-    """The constant keyword arguments of every forward; refuses a model that cannot be told positions or a cache."""
+    """The constant keyword arguments of every forward. Raises: `ConfigError` if the forward does not take positions or
+    a cache."""
     accepted = inspect.signature(model.forward).parameters
     for name in ("position_ids", "past_key_values"):
         if name not in accepted:
-            raise _unbatchable(model, f"its forward takes no {name}")
+            raise _unbatchable(model, f"its forward has no parameter {name}")
     return {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in accepted else {})
 
 

@@ -1,7 +1,7 @@
-"""Weights on their way into a model: copied into host memory while it samples, then swapped in between two tokens.
+"""Stages weights for a model: brings them to its device while it samples, and swaps them in between two tokens.
 
-Called by `rollout.torch.torch_backend`: `copy_to_host` on the thread that asked, `swap_in` on the sampling thread. Must
-never leave a model half swapped: everything is checked and moved first, and only then do the pointers change.
+Called by `rollout.torch.torch_backend`: `stage` on the caller's thread, `swap_in` on the sampling thread. Must
+never leave a model half swapped: it first checks and moves all tensors, and only then changes the pointers.
 """
 
 from collections.abc import Mapping
@@ -12,54 +12,46 @@ import torch
 
 from engine.errors import EngineError
 from engine.ids import Version
+from engine.shared_weights import PublishedTensors
 
 
 @dataclass(frozen=True, slots=True)
 class StagedWeights:
-    """A version's tensors in this process' host memory, by the names of `state_dict()`."""
+    """A version's tensors by the names under which they were published, with the model's types, on its device."""
 
     version: Version
     tensors: dict[str, torch.Tensor]
 
 
-class OwnTensors(dict[str, torch.Tensor]):
-    """Tensors in host memory that only their receiver has: it may keep them as they are instead of copying them."""
+def stage(own: Mapping[str, torch.Tensor], version: Version, weights: Any, *, shares: bool = False) -> StagedWeights:
+    """Bring tensors (or arrays) by name to the types and device of the model's `own` tensors.
 
-
-def copy_to_host(model: torch.nn.Module, version: Version, weights: Any) -> StagedWeights:
-    """Copy tensors (or arrays) by name, in the model's own types, so that the swap has nothing left to convert.
-
-    `OwnTensors` that are as the swap wants them are taken, not copied.
+    Of `PublishedTensors`, which nobody writes, a tensor that already has them is used without a copy: all models of a
+    machine share one copy. `shares`: other weights are never written either.
     """
+    copy = not shares and not isinstance(weights, PublishedTensors)
     if not isinstance(weights, Mapping):
         raise EngineError(f"weights of version {version} must map names to tensors, not be {type(weights).__name__}")
-    types = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    pin = any(tensor.is_cuda for tensor in model.state_dict().values())
-    take = isinstance(weights, OwnTensors) and not pin
     tensors: dict[str, torch.Tensor] = {}
-    copied: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
+    staged: dict[tuple[Any, ...], torch.Tensor] = {}
     for name, value in weights.items():
         source = torch.as_tensor(value).detach()
-        dtype = types.get(name, source.dtype)
-        place = (source.data_ptr(), source.shape, dtype)
-        if place not in copied or source.numel() == 0:
-            if take and source.dtype == dtype:
-                copied[place] = source
-            else:
-                copied[place] = torch.empty(source.shape, dtype=dtype, pin_memory=pin).copy_(source)
-        tensors[name] = copied[place]  # tied at the sender: one copy here too
+        wanted = own.get(name, source)
+        place = (source.data_ptr(), source.shape, wanted.dtype, wanted.device)
+        if place not in staged or source.numel() == 0:
+            staged[place] = source.to(wanted.device, wanted.dtype, copy=copy).contiguous()
+        tensors[name] = staged[place]  # tensors that share memory at the sender get one copy
     return StagedWeights(version, tensors)
 
 
-def swap_in(model: torch.nn.Module, staged: StagedWeights) -> None:
-    """Replace the model's tensors by staged ones. Raises `EngineError` and changes nothing where they do not
-    fit.
+def swap_in(own: Mapping[str, torch.Tensor], staged: StagedWeights) -> None:
+    """Replace a model's `own` tensors by staged ones. If they do not fit, raises `EngineError` and changes nothing.
 
-    Tied parameters are one tensor under several names: any of the names will do, and where several are given they must
-    agree. Untied ones must all be there.
+    A tied parameter is one tensor with several names: it may be given under any of them; if it is given under several,
+    the values must be equal. All other parameters must be given.
     """
     owners: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in own.items():
         owners.setdefault(id(tensor), (tensor, []))[1].append(name)
     known = {name for _, names in owners.values() for name in names}
     unknown = [name for name in staged.tensors if name not in known]
@@ -76,7 +68,8 @@ def swap_in(model: torch.nn.Module, staged: StagedWeights) -> None:
 
 
 def _agreed(staged: StagedWeights, names: list[str], old: torch.Tensor) -> torch.Tensor:
-    """The one tensor staged under any of these names, checked against the one it replaces and against its aliases."""
+    """The tensor staged under any of these names, checked against the tensor that it replaces and against its
+    aliases."""
     given = [(name, staged.tensors[name]) for name in names if name in staged.tensors]
     for name, new in given:
         if new.shape != old.shape:

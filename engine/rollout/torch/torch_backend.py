@@ -1,10 +1,8 @@
-"""The embedded rollout backend: any Hugging Face causal language model, sampled in this process by one thread of its
-own.
+"""The embedded rollout backend: samples any Hugging Face causal language model in this process, on its own thread.
 
-Called by `rollout.generator` on its event loop. The loop posts orders to the thread's inbox; the thread carries them
-out between two tokens and answers through the loop. Must never block the loop, never poll (the thread sleeps on its
-inbox when it has nothing to sample), and never leave a caller waiting: whatever ends the thread fails every pending
-call.
+Called by `rollout.generator` on its event loop. The loop puts orders into the thread's inbox. The thread carries them
+out between two tokens and answers through the loop. Must never block the loop, and never poll: the thread sleeps on its
+inbox when it has nothing to sample. Must never leave a caller waiting: if the thread ends, every pending call fails.
 """
 
 import asyncio
@@ -19,10 +17,11 @@ from transformers import PreTrainedModel
 
 from engine.errors import ConfigError, EngineError
 from engine.ids import Version
+from engine.lora import Lora
 from engine.rollout.backend import SampleRequest, SampleResult, nothing_new
-from engine.rollout.torch.batch_sampler import BatchSampler
+from engine.rollout.torch.batch_sampler import BatchSampler, Report
 from engine.rollout.torch.causal_model import CausalModel
-from engine.rollout.torch.host_weights import StagedWeights, copy_to_host, swap_in
+from engine.rollout.torch.host_weights import StagedWeights, stage, swap_in
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +40,14 @@ class Reply:
         try:
             self._loop.call_soon_threadsafe(self._complete, outcome)
         except RuntimeError:
-            log.debug("a reply of the sampling thread found its event loop closed")
+            log.debug("a reply of the sampling thread was dropped: its event loop is closed")
 
-    def tell(self, told: Callable[[SampleResult], None], result: SampleResult) -> None:
-        """Have `told` called on the loop, before the future is completed or not at all. Any thread."""
+    def report(self, report: Report, result: SampleResult) -> None:
+        """Call `report` on the loop, unless the future is already complete. Any thread."""
         try:
-            self._loop.call_soon_threadsafe(lambda: None if self.future.done() else told(result))
+            self._loop.call_soon_threadsafe(lambda: None if self.future.done() else report(result))
         except RuntimeError:
-            log.debug("a reply of the sampling thread found its event loop closed")
+            log.debug("a reply of the sampling thread was dropped: its event loop is closed")
 
     def _complete(self, outcome: Any) -> None:
         if self.future.done():
@@ -63,13 +62,14 @@ Order = tuple[Callable[[Reply], None], Reply]
 
 
 class TorchBackend:
-    """A `RolloutBackend`. Takes the model over: it is moved, put in evaluation mode and must not be trained by anyone
-    else.
+    """A `RolloutBackend`. It owns the model: it moves it, sets evaluation mode, and nothing else may train it.
 
-    `rows` trajectories are sampled at a time, the rest wait. `kv` says what becomes of frozen requests' keys and values
-    at an install: `keep` them, or `recompute` them under the new weights. `deterministic` decodes at one fixed shape on
-    one CPU thread, so that a trajectory's tokens and log-probs are the same to the bit whatever else is in the batch
-    and however many rows there are; it costs speed, and a cache of `rows` times `context` from the start.
+    At most `rows` trajectories are sampled at a time; the others wait. At an install, `kv` either keeps the keys and
+    values of frozen requests (`keep`) or computes them again with the new weights (`recompute`). `deterministic`
+    decodes at one fixed shape on one CPU thread. A trajectory's tokens and log-probs are then the same to the bit,
+    whatever else is in the batch and however many rows there are. This mode is slower, and allocates a cache of `rows`
+    times `context` at the start. With `lora` the model gets an adapter, and every version consists only of the
+    adapter's tensors.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class TorchBackend:
         threads: int = 1,
         deterministic: bool = False,
         version: Version = 0,
+        lora: Lora | None = None,
     ) -> None:
         if kv not in ("keep", "recompute"):
             raise ConfigError("rollout.kv", kv, "must be keep or recompute")
@@ -98,16 +99,16 @@ class TorchBackend:
         self._threads = threads
         self._recompute = kv == "recompute"
         self._model = CausalModel(
-            model, rows=rows, context=context, device=device, dtype=dtype, fixed_shapes=deterministic
+            model, rows=rows, context=context, device=device, dtype=dtype, fixed_shapes=deterministic, lora=lora
         )
         self._sampler = BatchSampler(self._model, rows=rows, version=version, deterministic=deterministic)
         self._staged: StagedWeights | None = None
         self._inbox: queue.SimpleQueue[Order] = queue.SimpleQueue()
-        self._gate = threading.Lock()  # held to post and to close: no order can slip in after the thread's last look
+        self._gate = threading.Lock()  # for posting and closing, so that no order arrives after the thread's last check
         self._closed = False
         self._frozen = False
         self._draining: Reply | None = None
-        self._held: list[tuple[SampleRequest, Reply]] = []
+        self._backlog: list[tuple[SampleRequest, Reply]] = []
         self._crash = ""
         self._watchers: list[Reply] = []
         self._thread = threading.Thread(target=self._run, name="rollout-torch", daemon=True)
@@ -115,7 +116,7 @@ class TorchBackend:
 
     @property
     def context(self) -> int:
-        """Tokens of prompt plus response that a request may have."""
+        """Maximum number of tokens of a request: prompt plus response."""
         return self._model.context
 
     def tokens_sampled(self) -> int:
@@ -139,7 +140,7 @@ class TorchBackend:
         await self._ask(lambda reply: self._pause(mode, reply))
 
     async def stage(self, version: Version, weights: Any) -> None:
-        self._staged = await asyncio.to_thread(copy_to_host, self._model.model, version, weights)
+        self._staged = await asyncio.to_thread(stage, self._model.installable(), version, weights)
 
     async def install(self, version: Version) -> None:
         await self._ask(lambda reply: self._install(version, reply))
@@ -148,14 +149,14 @@ class TorchBackend:
         await self._ask(self._resume)
 
     async def sleep(self) -> None:
-        """See `protocols.Sleeper`: keys and values go, and weights on a GPU move to the CPU."""
+        """See `protocols.Sleeper`. Frees the keys and values, and moves weights from a GPU to the CPU."""
         await self._ask(self._sleep)
 
     async def wake(self) -> None:
         await self._ask(self._wake)
 
     async def close(self) -> None:
-        """End the thread; requests still running fail. Closing twice is closing once."""
+        """End the thread. Requests that are still running fail. A second call does nothing."""
         self._post((self._stop, Reply()), strict=False)
         await asyncio.to_thread(self._thread.join)
 
@@ -202,7 +203,7 @@ class TorchBackend:
         self._fail_pending(cause)
 
     def _turn(self) -> None:
-        """One order, or one token for everyone when there is none."""
+        """Carry out one order; if there is none, sample one token of every request."""
         if self._sampler.busy and not self._frozen and self._inbox.empty():
             self._sample_once()
         else:
@@ -217,7 +218,7 @@ class TorchBackend:
             reply.send(error)
 
     def _sample_once(self) -> None:
-        """A failed step costs the requests in it one attempt each; the thread lives on for the next ones."""
+        """Sample one token of every request. If that fails, the requests fail, and the thread continues."""
         try:
             self._sampler.step()
         except Exception as error:
@@ -228,56 +229,58 @@ class TorchBackend:
 
     def _submit(self, request: SampleRequest, reply: Reply) -> None:
         if self._draining is not None:
-            self._held.append((request, reply))
+            self._backlog.append((request, reply))
         else:
             self._enter(request, reply)
 
     def _enter(self, request: SampleRequest, reply: Reply) -> None:
-        tell = request.tell
-        self._sampler.submit(request, reply.send, None if tell is None else lambda result: reply.tell(tell, result))
+        report = request.report
+        self._sampler.submit(
+            request, reply.send, None if report is None else lambda result: reply.report(report, result)
+        )
 
     def _abort(self, ids: list[str] | None, reply: Reply) -> None:
         self._sampler.abort(ids)
-        kept = []
-        for request, waiting in self._held:
+        remaining = []
+        for request, waiting in self._backlog:
             if ids is None or request.id in ids:
                 waiting.send(nothing_new("abort"))
             else:
-                kept.append((request, waiting))
-        self._held = kept
+                remaining.append((request, waiting))
+        self._backlog = remaining
         reply.send(None)
 
     def _pause(self, mode: str, reply: Reply) -> None:
         if mode == "wait" and not self._frozen:
             if self._draining is not None:
-                self._draining.send(EngineError("another pause took this one's place"))
-            self._draining = reply  # answered by `_turn` once nothing runs
+                self._draining.send(EngineError("another pause replaced this one"))
+            self._draining = reply  # `_turn` answers it when no request is running
             return
         if mode == "abort":
             self._abort(None, reply)
         self._freeze(reply)
 
     def _freeze(self, reply: Reply) -> None:
-        """From here on no token is sampled; a pause that waited for the end of requests has what it wanted."""
+        """Stop sampling. This also completes a pause that waits for running requests to end."""
         self._frozen = True
         if self._draining is not None and self._draining is not reply:
             self._draining.send(None)
         self._draining = None
-        held, self._held = self._held, []
-        for request, waiting in held:
+        backlog, self._backlog = self._backlog, []
+        for request, waiting in backlog:
             self._enter(request, waiting)
         reply.send(None)
 
     def _install(self, version: Version, reply: Reply) -> None:
         staged = self._staged
         if staged is None or staged.version != version:
-            there = "nothing is" if staged is None else f"version {staged.version} is"
-            raise EngineError(f"version {version} cannot be installed: {there} staged", version=version)
+            found = "nothing is" if staged is None else f"version {staged.version} is"
+            raise EngineError(f"version {version} cannot be installed: {found} staged", version=version)
         if version < self._sampler.version:
             raise EngineError(
                 f"version {version} is older than the installed version {self._sampler.version}", version=version
             )
-        swap_in(self._model.model, staged)
+        swap_in(self._model.installable(), staged)
         self._staged = None
         self._sampler.weights_changed(version, recompute=self._recompute)
         reply.send(None)
@@ -286,6 +289,9 @@ class TorchBackend:
         if not self._frozen or self._sampler.running:
             raise EngineError("the backend can sleep only when paused and without started requests")
         self._model.sleep()
+        if self._staged is not None:  # it leaves the device, too
+            model, staged = self._model.installable(), self._staged
+            self._staged = stage(model, staged.version, staged.tensors, shares=True)
         reply.send(None)
 
     def _wake(self, reply: Reply) -> None:
@@ -296,7 +302,7 @@ class TorchBackend:
         if self._draining is not None:
             draining, self._draining = self._draining, None
             draining.send(EngineError("resumed before the running requests had ended"))
-            self._freeze(reply)  # let the requests in that this pause held back
+            self._freeze(reply)  # submit the requests that this pause held back
         self._frozen = False
         reply.send(None)
 
@@ -305,9 +311,9 @@ class TorchBackend:
         reply.send(None)
 
     def _fail_pending(self, cause: BaseException) -> None:
-        """The thread's last act: nobody is left waiting."""
+        """Called when the thread ends: fail every call that still waits."""
         self._sampler.fail(cause)
-        for _, waiting in self._held:
+        for _, waiting in self._backlog:
             waiting.send(cause)
         if self._draining is not None:
             self._draining.send(cause)

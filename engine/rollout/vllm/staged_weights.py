@@ -1,4 +1,5 @@
-"""Stages weights for vLLM: a new directory of safetensors for each version, in shared memory if there is room.
+"""Stages weights for vLLM: a new directory of safetensors for each version, in shared memory if there is room. With
+`trainer.lora` it is the directory of an adapter, as peft writes it.
 
 `rollout.vllm.vllm_backend` calls it on threads. A version is checked against the model before it is written, because
 vLLM would load a part of it without an error. At most two versions are kept: the installed one, to go back to, and the
@@ -7,6 +8,7 @@ next.
 
 import fcntl
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -20,6 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.errors import EngineError
 from engine.ids import Version
+from engine.lora import Lora, adapter_tensors, add_adapter, write_adapter
+from engine.shared_weights import publication_of, turn
 
 MEMORY = Path("/dev/shm")
 PREFIX = "step-engine-weights-"
@@ -34,10 +38,13 @@ class ModelTensors:
     aliases: dict[str, str]
 
     @classmethod
-    def of(cls, model: str) -> "ModelTensors":
-        """Created without allocating memory for weights."""
+    def of(cls, model: str, lora: Lora | None = None) -> "ModelTensors":
+        """Created without allocating memory for weights. Of the model's adapter alone, if it has one."""
         with torch.device("meta"):
             whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+            if lora is not None:
+                add_adapter(whole, lora)
+                return cls({name: tensor.shape for name, tensor in adapter_tensors(whole).items()}, {})
         shapes: dict[str, torch.Size] = {}
         aliases: dict[str, str] = {}
         first: dict[int, str] = {}
@@ -48,6 +55,10 @@ class ModelTensors:
             else:
                 aliases[name] = owner
         return cls(shapes, aliases)
+
+    def zeros(self) -> dict[str, torch.Tensor]:
+        """All of them zero: of an adapter, one that changes nothing."""
+        return {name: torch.zeros(shape) for name, shape in self.shapes.items()}
 
     def checked(self, version: Version, weights: Any) -> dict[str, torch.Tensor]:
         """One tensor for each tensor of the model. Raises: `EngineError` that names what does not fit."""
@@ -84,13 +95,16 @@ class ModelTensors:
 
 
 class StagingArea:
-    """The staging directories of one backend, below `root`. Directories of owners that died are removed by the next
-    one."""
+    """The staging directories of one backend, below `root`. Backends of one machine that stage the same publication
+    share its files. Directories of owners that died are removed by the next one."""
 
-    def __init__(self, model: str, bucket_mb: float, place: Path | None = None) -> None:
-        self.tensors = ModelTensors.of(model)
+    def __init__(self, model: str, bucket_mb: float, place: Path | None = None, lora: Lora | None = None) -> None:
+        self.tensors = ModelTensors.of(model, lora)
+        self._model = model
+        self._lora = lora
         self._bucket = int(bucket_mb * MIB)
         place = place or (MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir()))
+        self._place = place
         _sweep(place)
         made = Path(tempfile.mkdtemp(prefix=".step-engine-", dir=place))
         self._lock = _locked(made)
@@ -98,23 +112,51 @@ class StagingArea:
         self._staged: dict[Version, Path] = {}
 
     def write(self, version: Version, weights: Any) -> None:
-        """Write a version, in files of at most one bucket each; a larger tensor has a separate file. Blocks."""
+        """Write a version, in files of at most one bucket each; a larger tensor has a separate file, an adapter
+        only one. Blocks.
+
+        Raises: `EngineError` if the weights do not fit the model or there is no space.
+        """
         tensors = self.tensors.checked(version, weights)
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        free = shutil.disk_usage(self.root).free
-        if size > free:
-            raise EngineError(f"version {version} takes {size} bytes, {self.root} has {free} left", version=version)
-        directory = Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self.root))
+        publication = publication_of(weights)
+        making = Path(tempfile.mkdtemp(prefix=f".{version}-", dir=self.root))
         try:
-            for number, bucket in enumerate(_buckets(tensors, self._bucket)):
-                save_file(bucket, directory / f"{number:06}.safetensors")
+            with turn(publication):
+                if not self._link(publication, making):
+                    self._save(version, tensors, making)
+                directory = making.rename(self.root / f"{version}-{secrets.token_hex(4)}-{publication}")
         except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)
+            shutil.rmtree(making, ignore_errors=True)
             raise
         before = self._staged.pop(version, None)
         self._staged[version] = directory
         if before is not None:
             shutil.rmtree(before)
+
+    def _link(self, publication: str, target: Path) -> bool:
+        """Link the files of another backend that has staged the same publication, so that both are one copy: the kernel
+        counts the links. Returns whether there is one."""
+        for staged in self._place.glob(f"{PREFIX}*/*-{publication}"):
+            try:
+                for path in sorted(staged.iterdir()):
+                    os.link(path, target / path.name)
+                return True
+            except OSError:  # its owner has just removed it, or the file system has no links
+                for path in target.iterdir():
+                    path.unlink()
+        return False
+
+    def _save(self, version: Version, tensors: Mapping[str, torch.Tensor], target: Path) -> None:
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        free = shutil.disk_usage(self.root).free
+        if size > free:
+            story = f"version {version} needs {size} bytes, but {self.root} has only {free} bytes left"
+            raise EngineError(story, version=version)
+        if self._lora is not None:
+            write_adapter(target, dict(tensors), self._lora, self._model)
+            return
+        for number, bucket in enumerate(_buckets(tensors, self._bucket)):
+            save_file(bucket, target / f"{number:06}.safetensors")
 
     def directory(self, version: Version) -> Path | None:
         return self._staged.get(version)

@@ -1,8 +1,8 @@
 """The vLLM rollout backend: a `RolloutBackend` around an `AsyncLLM`, whose engine runs in a separate process.
 
 `rollout.generator` calls it on its event loop. While it is paused, it holds requests back, because vLLM would queue
-them without saying so. It must never report a token under another version than vLLM does, never leave a partly
-installed version, and never leave a caller waiting: if the engine ends, every pending call fails and `failed` is set.
+them without a report. It must never report a token under another version than vLLM does, never leave a partly
+installed version, and never let a call hang: if the engine ends, every pending call fails and `failed` returns.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from typing import Any
 
 from engine.errors import ConfigError, EngineError
 from engine.ids import Version
+from engine.lora import Lora
 from engine.rollout.backend import (
     RemoteEngine,
     SampleRequest,
@@ -28,7 +29,7 @@ from engine.rollout.backend import (
 )
 from engine.rollout.vllm.engine_args import all_engine_args, prepare_environment
 from engine.rollout.vllm.staged_weights import StagingArea
-from engine.rollout.vllm.weight_receiver import Incoming
+from engine.rollout.vllm.weight_receiver import Incoming, IncomingAdapter
 from engine.trajectory import Span
 
 # -- sleep -------------------------------------------------------------------------------------------------------------
@@ -47,7 +48,8 @@ class SleepingEngine(RemoteEngine):
         raise NotImplementedError
 
     async def sleep(self) -> None:
-        """Free memory (level 1): weights move to host memory, keys and values are dropped."""
+        """Free memory (level 1): weights move to host memory, keys and values are dropped. Without sleep mode, only
+        cached prefixes are dropped. Raises: `EngineError` if the engine is not paused."""
         self._check_open()
         if not self._frozen:
             raise EngineError("vLLM can sleep only when paused")
@@ -57,12 +59,12 @@ class SleepingEngine(RemoteEngine):
             await self._control(self._engine.reset_prefix_cache())
 
     async def wake(self) -> None:
-        """Take the memory back with the same weights. The engine stays paused, although vLLM's own wake-up would let it
+        """Allocate the memory again, with the same weights. The engine stays paused; vLLM's own wake-up would let it
         sample."""
         self._check_open()
         if self._sleep_mode:
             if not await self._control(self._engine.wake_up()):
-                raise EngineError("vLLM woke up only partly")
+                raise EngineError("vLLM did not wake up completely")
             await self._control(self._engine.pause_generation(mode="keep", clear_cache=False))
 
 
@@ -72,7 +74,7 @@ class SleepingEngine(RemoteEngine):
 log = logging.getLogger(__name__)
 
 OWNER = "STEP_ENGINE_VLLM_OWNER"
-GOODBYE_S = 2.0
+CLOSE_TIMEOUT_S = 2.0
 """Seconds that the engine gets to end by itself."""
 CONTROL_S = 120.0
 """Seconds that vLLM gets to answer any call but an install. Then it counts as stuck, and the backend has failed."""
@@ -95,7 +97,7 @@ class Running:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     work: "asyncio.Future[SampleResult] | None" = None
 
-    def goes_on_under(self, version: Version) -> None:
+    def continue_under(self, version: Version) -> None:
         self.versions.append(version)
         self.starts.append(self.sampled)
 
@@ -107,22 +109,24 @@ class Running:
 
 
 class VllmBackend(SleepingEngine):
-    """A `RolloutBackend`. Starting it takes many seconds: construct it on a thread, use it on one event loop.
+    """A `RolloutBackend`. The constructor takes many seconds: call it on a thread, and use the backend on one event
+    loop.
 
-    `rows` trajectories are sampled at a time unless `engine_args` says otherwise, the rest wait inside vLLM. `kv` says
-    what becomes of frozen requests' keys and values at a pause: `keep`, or `recompute` after it. Prefixes are cached by
-    version: no new request meets the keys and values of older weights.
+    At most `rows` trajectories are sampled at a time, unless `engine_args` has another bound; the others wait inside
+    vLLM. `kv` says what happens to the keys and values of frozen requests at a pause: `keep` them, or `recompute` them
+    after it. The prefix cache is separate for each version, so new requests never use keys and values of older weights.
 
-    A version is staged in files of at most `receive_bucket_mb`; its install may take `install_timeout_s`. One that
-    fails or takes longer is undone by loading the version before it again; if that fails too, the backend has failed.
-    With `weight_transfer` (`gloo` or `nccl`) it takes `SentWeights` too, which come in within the install.
+    A version is staged in files of at most `receive_bucket_mb` MiB; its install may take `install_timeout_s`. After a
+    failed install, the version before it is loaded again; if that fails too, the backend has failed. With
+    `weight_transfer` (`gloo` or `nccl`), `stage` also accepts `SentWeights`, which arrive during the install.
+    With `lora`, each version consists of the tensors of an adapter.
 
-    Seeds: each request has its own, made of (seed, length of its prefix). So a request is repeatable, but one that was
-    aborted and resumed draws other random numbers than one left alone: vLLM's generators cannot be moved on.
+    Each request has a seed made of (seed, length of its prefix). A request is repeatable, but a resumed request draws
+    other random numbers than an uninterrupted one, because the state of vLLM's generators cannot be set.
 
-    At temperature 0 the log-probs are those of the softmax at temperature 1, as vLLM has it.
+    At temperature 0, the log-probs are those of the softmax at temperature 1, as vLLM defines it.
 
-    Raises: `ConfigError` for arguments that cannot be, `EngineError` when vLLM does not start.
+    Raises: `ConfigError` for invalid arguments, `EngineError` if vLLM does not start.
     """
 
     def __init__(
@@ -137,21 +141,24 @@ class VllmBackend(SleepingEngine):
         receive_bucket_mb: float = 128,
         install_timeout_s: float = 300.0,
         weight_transfer: str | None = None,
+        lora: Lora | None = None,
     ) -> None:
         if kv not in ("keep", "recompute"):
             raise ConfigError("rollout.kv", kv, "must be keep or recompute")
         self._recompute = kv == "recompute"
         self.install_timeout_s = install_timeout_s
-        arguments = all_engine_args(model, rows, seed, engine_args or {}, weight_transfer)
+        rank = None if lora is None else lora.rank
+        arguments = all_engine_args(model, rows, seed, engine_args or {}, weight_transfer, rank)
         prepare_environment(threads)
-        self._area = StagingArea(model, receive_bucket_mb)
+        self._area = StagingArea(model, receive_bucket_mb, lora=lora)
         os.environ[OWNER] = f"{os.getpid()}:{self._area.root}"
         try:
             self._engine: Any = _start(arguments)
         except BaseException:
             self._area.close()
             raise
-        self._incoming = Incoming(self._area, self._engine, self._control, CONTROL_S)
+        incoming = Incoming if lora is None else IncomingAdapter
+        self._incoming = incoming(self._area, self._engine, self._control, CONTROL_S)
         config = self._engine.model_config
         self._context: int = config.max_model_len
         self._vocabulary: int = config.get_vocab_size()
@@ -204,9 +211,9 @@ class VllmBackend(SleepingEngine):
             await run.turn.wait()
         if run.cut:
             return nothing_new("abort")
-        run.goes_on_under(self._version)
+        run.continue_under(self._version)
         try:
-            return await self._stream(run)  # nothing between the gate and the send lets a pause in
+            return await self._stream(run)  # no await before the send, so no pause can happen in between
         except EngineError:
             raise
         except Exception as error:
@@ -216,28 +223,33 @@ class VllmBackend(SleepingEngine):
         from vllm.inputs.engine import tokens_input
 
         request, tokens, logprobs = run.request, [], []
+        top: list[Sequence[tuple[int, float]]] = []
         known = [*request.prompt_ids, *request.prefix_ids]
         budget = budget_of(request, self._context) - len(request.prefix_ids)
         last: Any = None
-        told = 0
+        reported = 0
         async for output in self._engine.generate(
-            tokens_input(known, cache_salt=str(self._version)), _sampling_params(request, budget), request.id
-        ):
+            tokens_input(known, cache_salt=str(self._version)), _sampling_params(request, budget), request.id,
+            lora_request=self._incoming.adapter(self._version),
+        ):  # fmt: skip
             last = output.outputs[0]
             tokens += last.token_ids
             logprobs += [step[token].logprob for token, step in zip(last.token_ids, last.logprobs or (), strict=True)]
+            top += _likeliest(request, last.logprobs or ())
             self._sampled += len(last.token_ids)
             run.sampled = len(tokens)
-            if request.tell is not None and 0 < request.tell_every <= run.sampled - told and not last.finish_reason:
-                told = run.sampled
+            due = 0 < request.report_every <= run.sampled - reported and not last.finish_reason
+            if request.report is not None and due:
+                reported = run.sampled
                 result = SampleResult(token_ids=[*tokens], logprobs=[*logprobs], spans=run.spans(), finish_reason="")
-                request.tell(result)
+                request.report(result)
         if last is None or last.finish_reason not in ("stop", "length", "abort"):
-            raise EngineError(f"vLLM ended a request with {getattr(last, 'finish_reason', 'nothing')}")
+            raise EngineError(f"vLLM ended a request with the finish reason {getattr(last, 'finish_reason', None)}")
         if not all(map(math.isfinite, logprobs)):
             raise EngineError(f"weights of version {self._version} give logits that are not finite")
         spans = spans_of(last.weight_versions, len(tokens), run.versions)
-        return SampleResult(token_ids=tokens, logprobs=logprobs, spans=spans, finish_reason=last.finish_reason)
+        reason = last.finish_reason
+        return SampleResult(token_ids=tokens, logprobs=logprobs, spans=spans, finish_reason=reason, top=top)
 
     async def abort(self, ids: Sequence[str]) -> None:
         await self._open()
@@ -254,6 +266,7 @@ class VllmBackend(SleepingEngine):
     # Weights.
 
     async def pause(self, mode: str) -> None:
+        """See `protocols.Generator`. Raises: `EngineError` if `resume` was called before `wait` ended."""
         self._check_mode(mode)
         await self._open()
         self._paused = True
@@ -278,6 +291,8 @@ class VllmBackend(SleepingEngine):
         self._incoming.keep_only(self._version, version)
 
     async def install(self, version: Version) -> None:
+        """See `protocols.Generator`. Raises: `EngineError` if the install failed. Then the version before it is loaded
+        again; if that fails, too, the backend has failed."""
         await self._open()
         self._check_install(version, staged=self._incoming.holds(version))
         wrong = await self._incoming.swap(version, self.install_timeout_s)
@@ -288,9 +303,9 @@ class VllmBackend(SleepingEngine):
             raise EngineError(f"version {version} could not be installed: {wrong}", version=version)
         await self._control(self._engine.update_weight_version(str(version)))
         self._version = version
-        for run in self._runs.values():  # what was sampled before the pause has arrived before these answers
+        for run in self._runs.values():  # all tokens from before the pause have arrived by now
             if run.versions:
-                run.goes_on_under(version)
+                run.continue_under(version)
         self._incoming.keep_only(version)
 
     async def resume(self) -> None:
@@ -301,7 +316,7 @@ class VllmBackend(SleepingEngine):
         for run in self._runs.values():
             run.turn.set()
 
-    # The engine's life.
+    # The start and the end of the engine.
 
     async def close(self) -> None:
         """End the engine; requests that still run fail. Can be called twice."""
@@ -314,10 +329,11 @@ class VllmBackend(SleepingEngine):
         if self._engine.output_handler is not None:
             self._engine.output_handler.cancel()
         await asyncio.to_thread(self._shut_down)
-        self._engine = None  # or it would end itself once more, and fail, as the interpreter goes down
+        self._engine = None  # otherwise it would shut down again at the interpreter's exit, and fail
 
     async def _open(self) -> None:
-        """Called once, on the event loop in use: watch the engine's process and name the first version."""
+        """Before the first call on the event loop: watch the engine's process and set the first version. Later calls
+        only check that the backend has not ended."""
         self._check_open()
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._begin())
@@ -330,9 +346,10 @@ class VllmBackend(SleepingEngine):
             loop.add_reader(sentinel, self._fail, "vLLM's engine process died")
         await self._control(self._engine.get_supported_tasks())  # cached: from now on no send waits for it
         await self._control(self._engine.update_weight_version(str(self._version)))
+        await self._incoming.open(self._version)
 
     def _fail(self, reason: str) -> None:
-        """Fail every waiting call, and end what is left of the engine."""
+        """Fail every waiting call, and shut the engine down."""
         self._unwatch()
         if not self._ends(reason):
             return
@@ -346,7 +363,7 @@ class VllmBackend(SleepingEngine):
                 run.work.cancel()
 
     def _shut_down(self) -> None:
-        self._engine.shutdown(timeout=GOODBYE_S)
+        self._engine.shutdown(timeout=CLOSE_TIMEOUT_S)
         self._area.close()
 
     def _sentinels(self) -> list[int]:
@@ -382,7 +399,8 @@ class VllmBackend(SleepingEngine):
         return asked.result()
 
     def _refused(self, error: BaseException) -> EngineError:
-        """What a caller is told; the end of the engine is known by it before its process has gone."""
+        """The error for the caller. If it shows that the engine has failed, the backend fails before the engine's
+        process ends."""
         said = f"{type(error).__name__}: {error}"
         if self._engine is not None and self._engine.errored:
             self._fail(f"vLLM's engine failed: {said}")
@@ -403,6 +421,15 @@ def spans_of(reported: Any, tokens: int, in_force: Sequence[Version]) -> list[Sp
     return spans
 
 
+def _likeliest(request: SampleRequest, steps: Sequence[Mapping[int, Any]]) -> list[Sequence[tuple[int, float]]]:
+    """Of each token, the likeliest tokens at its place, if they were requested."""
+    most = request.params.top_logprobs
+    if not most:
+        return []
+    ranked = ([(id, one.logprob) for id, one in step.items() if one.rank <= most] for step in steps)
+    return [sorted(some, key=lambda pair: -pair[1]) for some in ranked]
+
+
 def _sampling_params(request: SampleRequest, budget: int) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -414,7 +441,7 @@ def _sampling_params(request: SampleRequest, budget: int) -> Any:
         max_tokens=budget,
         stop_token_ids=list(params.stop_ids),
         ignore_eos=True,  # the request's stop ids are the only ones
-        logprobs=0,  # of the token sampled
+        logprobs=params.top_logprobs,  # besides that of the token sampled
         detokenize=False,
         seed=derive_seed(request.seed, len(request.prefix_ids)) >> 1,
         output_kind=RequestOutputKind.DELTA,
@@ -430,6 +457,6 @@ def _start(arguments: Mapping[str, Any]) -> Any:
     try:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except TypeError as error:
-        raise ConfigError("rollout.engine_args", dict(arguments), f"vLLM refuses them: {error}") from error
+        raise ConfigError("rollout.engine_args", dict(arguments), f"vLLM does not accept them: {error}") from error
     except Exception as error:
         raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}") from error

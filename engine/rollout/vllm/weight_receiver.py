@@ -1,7 +1,7 @@
-"""Brings weights into one vLLM engine: from staged files, or sent by the weights store during the install.
+"""Installs weights in one vLLM engine: from staged files, or sent by the weights store during the install.
 
-Used by `rollout.vllm.vllm_backend.VllmBackend`, which pauses the engine first and undoes a failed swap with another
-one.
+`rollout.vllm.vllm_backend.VllmBackend` uses it. The backend pauses the engine before an install, and after a failed
+install installs the version before it again.
 """
 
 import asyncio
@@ -14,12 +14,16 @@ import torch
 
 from engine.errors import EngineError
 from engine.ids import Version
-from engine.rollout.sent_weights import Answer, Call, Join, Manifest, Send, SentWeights, Turn
+from engine.rollout.sent_weights import Answer, Call, Join, Send, SentWeights, Turn
 from engine.rollout.vllm.staged_weights import ModelTensors, StagingArea
+from engine.shared_weights import Manifest
 
 Control = Callable[..., Awaitable[Any]]
 """`VllmBackend._control`: calls vLLM and returns its answer. The number is a limit in seconds, after which the backend
 has failed."""
+ADAPTER = 1
+"""vLLM's number of the adapter. Each version replaces the one before under the same number, so that requests that are
+frozen during an install continue with the new one."""
 JOIN_S = 300.0
 """Seconds that forming a group may take. Most of it is the first import of vLLM in the store's process."""
 
@@ -35,6 +39,13 @@ class Incoming:
         self._grace_s = grace_s
         self._sent: dict[Version, tuple[SentWeights, tuple[tuple[str, str], ...]]] = {}
         self._group: str | None = None
+
+    async def open(self, version: Version) -> None:
+        """Called once, before any request."""
+
+    def adapter(self, version: Version) -> Any:
+        """vLLM's `LoRARequest` for what is sampled under an installed version; None where versions are whole models."""
+        return None
 
     async def stage(self, version: Version, weights: Any) -> None:
         """Raises: `EngineError` if the weights do not fit the model, or no group can be formed."""
@@ -54,11 +65,10 @@ class Incoming:
         self._sent = {version: sent for version, sent in self._sent.items() if version in versions}
 
     async def swap(self, version: Version, limit_s: float) -> str:
-        """Install a version. Returns nothing, or why it failed. A version that is not staged is the one that the engine
-        started with.
+        """Install a version. Returns an empty text, or why it failed. A version that is not staged is the one that the
+        engine started with.
 
-        A worker stops an install that exceeds its limit; one that does not is stuck. Raises: `EngineError` if vLLM is
-        stuck.
+        `limit_s`: seconds after which a worker stops the install. Raises: `EngineError` if vLLM then does not answer.
         """
         if version in self._sent:
             weights, wanted = self._sent[version]
@@ -90,7 +100,7 @@ class Incoming:
         self._group = group
 
     async def _leave(self, wrong: str) -> str:
-        """Give up the group and partly received weights. Returns the reason, or why vLLM cannot."""
+        """Leave the group and drop partly received weights. Returns `wrong`, with the error if this fails."""
         self._group = None
         try:
             await self._control(self._engine.collective_rpc("abandon_weight_update"))
@@ -113,7 +123,7 @@ class Incoming:
             raise EngineError(f"the weights did not arrive within {limit_s:g} s") from None
 
     async def _carry_out(self, call: Call, left_s: float) -> str:
-        """Carry out one call. Returns nothing, or why vLLM refused it."""
+        """Carry out one call. Returns an empty text, or why vLLM refused it."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
         requests: dict[str, Callable[[Any], Any]] = {
@@ -128,6 +138,35 @@ class Incoming:
         return ""
 
 
+class IncomingAdapter(Incoming):
+    """Versions that are adapters. vLLM loads each from its staged directory, in place of the one before."""
+
+    async def open(self, version: Version) -> None:
+        """Install an adapter of zeros: a request without one would never get one. Raises: `EngineError`."""
+        await self.stage(version, self._area.tensors.zeros())
+        wrong = await self.swap(version, JOIN_S)
+        if wrong:
+            raise EngineError(f"vLLM cannot sample with an adapter: {wrong}")
+
+    def adapter(self, version: Version) -> Any:
+        return self._adapter(version, replaces=False)
+
+    async def swap(self, version: Version, limit_s: float) -> str:
+        """Install a staged version. Returns nothing, or why it failed; then vLLM may hold parts of both."""
+        try:
+            call = self._engine.add_lora(self._adapter(version, replaces=True))
+            loaded = await self._control(call, limit_s + self._grace_s)
+        except EngineError as error:
+            return str(error)
+        return "" if loaded else "a worker did not load it"
+
+    def _adapter(self, version: Version, *, replaces: bool) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        directory = self._area.directory(version)
+        return LoRARequest(lora_name="policy", lora_int_id=ADAPTER, lora_path=str(directory), load_inplace=replaces)
+
+
 def wanted_names(model: ModelTensors, version: Version, manifest: Manifest) -> tuple[tuple[str, str], ...]:
     """(name in the model, name in the manifest) for every name of the model, including tied names: vLLM may keep a
     packed copy for each, and does not update names that are not given. Raises: `EngineError` that names what does not
@@ -139,8 +178,8 @@ def wanted_names(model: ModelTensors, version: Version, manifest: Manifest) -> t
         held, place = owners.setdefault(owner, (name, index))
         if place != index:
             raise EngineError(
-                f"weights of version {version}: {held} and {name} are one tensor in this model (tied) but are two "
-                "where they were published", version=version, name=name,
+                f"weights of version {version}: {held} and {name} are one tensor in this model (tied), but two tensors "
+                "were published", version=version, name=name,
             )  # fmt: skip
     model.checked(version, {name: shapes[index] for name, index in manifest.names})
     return tuple(

@@ -40,8 +40,8 @@ class InstallWeights:
     def install_staged_weights(self, directory: str | None, aliases: Mapping[str, str], limit_s: float) -> str:
         """Install the tensors of a staged directory, or with None those that the model was first loaded from.
 
-        `aliases` maps tied names to the staged name. Returns nothing, or why it failed. After a failure the weights are
-        undefined until another call installs a complete version.
+        `aliases` maps tied names to the staged name. `limit_s`: maximum seconds. Returns an empty text, or why it
+        failed. After a failure the weights are undefined until another call installs a complete version.
         """
         until = time.monotonic() + limit_s
         try:
@@ -108,10 +108,10 @@ def with_aliases(
 
 
 def in_time(source: Iterator[tuple[str, torch.Tensor]], until: float) -> Iterator[tuple[str, torch.Tensor]]:
-    """Passes tensors on. Raises: TimeoutError before the first tensor that comes after the limit."""
+    """Yields the tensors. Raises: `TimeoutError` before the first tensor after the limit."""
     for item in source:
         if time.monotonic() > until:
-            raise TimeoutError(f"the install took too long; {item[0]} was next")
+            raise TimeoutError(f"the install exceeded its time limit before tensor {item[0]}")
         yield item
 
 

@@ -77,6 +77,8 @@ class LocalTrajectories:
 
 
 class LocalWeights:
+    """The weights store of this process, for workers."""
+
     def __init__(self) -> None:
         self.store = WeightsStore()
 
@@ -113,7 +115,7 @@ class LocalProcess:
     async def bring_up(self, restore: Restore | None) -> None:
         async with self._loading:
             if self._closing is not None:
-                raise EngineError("it was ended before it could load")
+                raise EngineError("the process was ended before it could load")
             await self._worker.open(self._peers, restore)
 
     def join(self) -> None:
@@ -125,11 +127,11 @@ class LocalProcess:
             self._worker.carry_out(command, prompt)
 
     async def probe(self) -> Sign:
-        """Answers always: the worker shares this event loop."""
+        """Always answers, because the worker shares this event loop."""
         return Sign(os.getpid(), self._waits.oldest)
 
     async def lost(self) -> Ended:
-        return Ended(await asyncio.shield(self._broken), told=True)
+        return Ended(await asyncio.shield(self._broken), self_reported=True)
 
     async def stacks(self) -> str:
         return ""
@@ -158,7 +160,7 @@ class LocalProcess:
         if unfinished:
             closing.cancel()
             who = name_of(self._worker.kind, self._worker.index)
-            log.warning("%s did not close within %g s: its close is canceled", who, CLOSE_S)
+            log.warning("%s did not close within %g s, so its close is canceled", who, CLOSE_S)
 
     def _break(self, reason: str) -> None:
         if not self._broken.done():
@@ -166,7 +168,7 @@ class LocalProcess:
 
 
 class LocalStore:
-    """The trajectory store of this process. It is lost when it cannot store anything more."""
+    """The trajectory store of this process. It is lost when it can no longer store data."""
 
     def __init__(self, store: TrajectoryService | LocalTrajectories) -> None:
         self._store = store
@@ -181,7 +183,7 @@ class LocalStore:
         return Sign(os.getpid())
 
     async def lost(self) -> Ended:
-        return Ended(await self._store.alive(), told=True)
+        return Ended(await self._store.alive(), self_reported=True)
 
     async def stacks(self) -> str:
         return ""

@@ -1,6 +1,6 @@
 """`run`: runs a user's generators and trainer in this process until the run ends, and returns the result.
 
-Called by users. It makes a plan from the arguments, and a session whose processes are all in this process. Must never
+Called by users. It makes a plan from the arguments, and a run loop whose processes are all in this process. Must never
 leave anything open, however the run ends.
 """
 
@@ -26,12 +26,14 @@ from engine.record.files import make_run_private
 from engine.runtime.local.local_processes import LocalProcesses, LocalStores, LocalTrajectories, LocalWeights
 from engine.runtime.plan import Plan, Restore, Rollout
 from engine.runtime.prompts import Prompts, as_prompts, listed
-from engine.runtime.recovery import past_of
-from engine.runtime.session import Session, Watchers, header_of, recorder_of
+from engine.runtime.recovery import history_of
+from engine.runtime.run_loop import RunLoop, Watchers, header_of, recorder_of
 from engine.runtime.trajectory_service import TrajectoryService
+from engine.scheduling.settings import MAX_STEPS
 from engine.states.group import GROUP
 from engine.states.limits import Limits, ValidationLimits
 from engine.storage.checkpoints import list_checkpoints
+from engine.storage.samples import SamplePolicy, lacks_pyarrow
 from engine.trajectory import Prompt
 from engine.workers.stage import Work, unchanged
 from engine.workers.threads import contained
@@ -68,7 +70,7 @@ class RunResult:
     """Each ended validation, with the fields of its line in `metrics.jsonl`: `version`, `steps`, `outcome`,
     `accuracy`, `reward_mean` and so on."""
     resumed: str = ""
-    """What a resumed run continued from, in words."""
+    """A description of what a resumed run continued from; empty for a new run."""
     record: MemoryRecorder | Path | None = None
     """The schedule's record, or its directory if it is on disk. `engine.record.read` accepts either."""
 
@@ -99,6 +101,7 @@ async def run_async(
     resume: bool = False,
     force_from: str | None = None,
     trajectories: str = "disk",
+    sample_policy: SamplePolicy | None = None,
     metrics_port: int | None = None,
     control_port: int | None = None,
 ) -> RunResult:
@@ -115,18 +118,18 @@ async def run_async(
 
     `run_dir`: directory of the record, `metrics.jsonl`, checkpoints and trajectories (`trajectories`: `disk` or
     `memory`); None: all stay in memory. `resume`: continue the run in it, with the same limits and a trainer in its
-    initial state, which has `load` (`protocols.Restorable`) if there is a checkpoint. `force_from`: an older checkpoint
-    to go back to, or `initial`. `metrics_port`, `control_port`: ports for `engine top`, `waits`, `drain` and so on.
+    initial state, which has `load` (`protocols.Restorable`) if there is a checkpoint; a larger `max_steps` also extends
+    a finished run. `force_from`: an older checkpoint to go back to, or `initial`. `sample_policy`: responses kept for
+    `engine samples`, if pyarrow is installed. `metrics_port`, `control_port`: for `engine top`, `waits`, `drain` etc.
 
-    Raises: `ConfigError` for invalid arguments, `RunFailed` with the cause if the run fails, `EngineError` for a
-    defect of the engine.
+    Raises: `ConfigError` for invalid arguments, `RunFailed` with the cause if the run fails, `EngineError` for defects.
     """
     _require_counts(limits, samples, slots, run_dir, trajectories)
     if run_dir is None and (resume or control_port is not None):
         raise ConfigError("run_dir", None, "is required by resume and control_port", "set run_dir")
     keeps = run_dir is not None and trajectories == "disk" and limits.checkpoint_every > 0
     limits = _for_one_process(_with_held_out(limits, held_out, samples), replacements, keeps)
-    given = _Given(generators, replicas + len(limits.validators()), trainer, make_scorer, works or {})
+    given = _Arguments(generators, replicas + len(limits.validators()), trainer, make_scorer, works or {})
     plan = given.plan(
         limits,
         samples=samples,
@@ -140,11 +143,12 @@ async def run_async(
         resume=resume,
         force_from=force_from,
         trajectories=trajectories,
+        sample_policy=sample_policy or SamplePolicy(),
         metrics_port=metrics_port,
         control_port=control_port,
     )
     if plan.resume:
-        _require_same(plan, given.trainer)
+        plan = _as_recorded(plan, given.trainer)
     return await LocalRun(plan, given.can_make).to_end()
 
 
@@ -168,7 +172,7 @@ def _load(trainer: Trainer, restore: Restore) -> None:
 
 
 class LocalRun:
-    """A session whose processes are all in this process."""
+    """A run loop whose processes are all in this process."""
 
     def __init__(self, plan: Plan, can_make: Callable[[ReplicaId], bool]) -> None:
         """`can_make`: whether another incarnation of a replica can be made."""
@@ -178,71 +182,72 @@ class LocalRun:
                 check_address(plan.metrics_host, port)
         if plan.run_dir is not None:
             make_run_private(plan.run_dir)
+            _tell_missing_package(plan)
         self.transitions = Transitions()
-        self.past = past_of(plan, self.transitions) if plan.resume else None
+        self.history = history_of(plan, self.transitions) if plan.resume else None
         directory = plan.trajectories_dir
         self._reports: list[dict[str, Any]] = []
         with ExitStack() as opened:
-            if self.past is not None:
-                opened.callback(self.past.lock.release)
+            if self.history is not None:
+                opened.callback(self.history.lock.release)
             self._store = (
                 LocalTrajectories()
                 if directory is None
                 else TrajectoryService(directory, plan.store_policy, fresh=not plan.resume)
             )
-            self.recorder: Any = recorder_of(plan, self.past)
+            self.recorder: Any = recorder_of(plan, self.history)
             if isinstance(self.recorder, NullRecorder):
                 self.recorder = MemoryRecorder(header_of(plan))
             opened.callback(self.recorder.close)
-            self.session = session = Session(plan, self.recorder, self.transitions, Watchers(), self.past)
-            session.take_settings()
+            self.loop = loop = RunLoop(plan, self.recorder, self.transitions, Watchers(), self.history)
+            loop.take_settings()
             weights = LocalWeights()
-            processes = LocalProcesses(plan, self._store, weights, session.deliver, self._report, can_make)
-            session.connect(prompts, processes, LocalStores(self._store, weights), self._store.stats)
+            processes = LocalProcesses(plan, self._store, weights, loop.deliver, self._report, can_make)
+            loop.connect(prompts, processes, LocalStores(self._store, weights), self._store.stats)
             opened.pop_all()
 
     async def to_end(self) -> RunResult:
         """Run until the run ends, then close everything. Raises: `RunFailed` with the cause, `EngineError` for a
         defect of the engine."""
-        session = self.session
+        loop = self.loop
         try:
-            await session.control.open()
-            await session.supervisor.open(None if self.past is None else self.past.restore)
-            session.begin(self.past)
-            finish = await asyncio.shield(session.over)
+            await loop.control.open()
+            await loop.supervisor.open(None if self.history is None else self.history.restore)
+            loop.begin(self.history)
+            finish = await asyncio.shield(loop.over)
         except asyncio.CancelledError:
-            if session.driver.events_handled:
-                session.deliver(StopRequested(reason="interrupted"))
+            if loop.driver.events_handled:
+                loop.deliver(StopRequested(reason="interrupted"))
             raise
         finally:
             await asyncio.shield(asyncio.ensure_future(self._close()))
         if finish.outcome == "failed":
-            raise RunFailed(finish.reason, steps=session.scheduler.state.steps_trained)
+            raise RunFailed(finish.reason, steps=loop.scheduler.state.steps_trained)
         return self._result(finish)
 
     async def _close(self) -> None:
         """Close everything, the record last. A failure is logged: it must not hide why the run ended."""
-        session = self.session
-        session.stop()
+        loop = self.loop
+        loop.stop()
         try:
-            for close in (session.control.close, session.supervisor.close, self._store.close):
+            for close in (loop.control.close, loop.supervisor.close, self._store.close):
                 try:
                     await close()
                 except Exception:
                     log.exception("the run could not be closed completely")
         finally:
-            session.close()
-            begun = session.driver.events_handled or session.driver.failure is not None
+            loop.close()
+            begun = loop.driver.events_handled or loop.driver.failure is not None
             if isinstance(self.recorder, Recorder) and not begun:
-                shutil.rmtree(self.recorder.directory)  # a run that never began must not be in the way of the next
+                shutil.rmtree(self.recorder.directory)  # the record of a run that never began would block the next run
 
     def _report(self, step: StepId, figures: Mapping[str, Any]) -> None:
         self._reports.append({"step": step} | dict(figures) | {"step": step})
-        self.session.metrics.report(step, figures)
+        self.loop.metrics.report(step, figures)
 
     def _result(self, finish: FinishRun) -> RunResult:
-        session = self.session
-        metrics, state = session.metrics, session.scheduler.state
+        loop = self.loop
+        metrics, state = loop.metrics, loop.scheduler.state
         return RunResult(
             outcome=finish.outcome,
             reason=finish.reason,
@@ -252,16 +257,16 @@ class LocalRun:
             staleness_mean=metrics.staleness.mean or 0.0,
             staleness_max=int(metrics.staleness.largest or 0),
             tokens=metrics.tokens_trained,
-            events=session.driver.events_handled,
-            seconds=session.now(),
+            events=loop.driver.events_handled,
+            seconds=loop.now(),
             metrics=self._reports,
             validations=metrics.validations,
-            resumed="" if self.past is None else str(self.past),
+            resumed="" if self.history is None else str(self.history),
             record=self.recorder.directory if isinstance(self.recorder, Recorder) else self.recorder,
         )
 
 
-class _Given:
+class _Arguments:
     """The user's arguments: generators or a function that makes them, a trainer, scorers, works."""
 
     def __init__(
@@ -312,7 +317,7 @@ class _Given:
         elif replica in self._generators:
             generator = self._generators.pop(replica)
         else:
-            raise EngineError("no generator is left: pass a function as generators to add or replace replicas")
+            raise EngineError("no generator is left; to add or replace replicas, pass a function as `generators`")
         return Rollout(generator=generator, evaluator=generator)
 
     def _scorer(self, tasks: Tasks) -> Scorer:
@@ -323,15 +328,24 @@ class _Given:
         return self._make is not None or replica in self._generators
 
 
+def _tell_missing_package(plan: Plan) -> None:
+    policy = plan.sample_policy
+    if (policy.per_step or policy.validation) and lacks_pyarrow():
+        log.warning("the package pyarrow is not installed, so no samples are kept; `pip install pyarrow` adds it")
+
+
 def _for_one_process(limits: Limits, replacements: int | None, keeps_batches: bool) -> Limits:
     """The limits without automatic restarts of the run. `keeps_batches`: keep batches that no checkpoint contains."""
     restarts = limits.replica_restarts if replacements is None else replacements
     return replace(limits, replica_restarts=restarts, run_restarts=0, keeps_batches=keeps_batches)
 
 
-def _require_same(plan: Plan, trainer: Trainer) -> None:
-    """Raises: `ConfigError` if the recorded run has other limits or was started from a configuration, or if the trainer
-    cannot load its checkpoints."""
+def _as_recorded(plan: Plan, trainer: Trainer) -> Plan:
+    """The plan with the recorded limits. Another `max_steps` becomes a setting.
+
+    Raises: `ConfigError` if the recorded run has other limits or was started from a configuration, or if the trainer
+    cannot load its checkpoints.
+    """
     assert plan.run_dir is not None
     header = read(plan.run_dir / "schedule", missing_end=plan.force_from is not None).header
     if header.config:
@@ -345,13 +359,19 @@ def _require_same(plan: Plan, trainer: Trainer) -> None:
         changed = {decision: name for decision, name in names.items() if header.policies.get(decision) != name}
         law = f"are not the policies that the run in {plan.run_dir} began with"
         raise ConfigError("policies", changed, law, "resume it with the same policies")
-    then, now = Limits.from_plain(dict(header.limits)).to_plain(), plan.limits.to_plain()
+    recorded = Limits.from_plain(dict(header.limits))
+    if recorded.max_steps != plan.limits.max_steps:
+        steps = plan.limits.max_steps
+        setting = (MAX_STEPS, "null" if steps is None else str(steps))
+        plan = replace(plan, limits=replace(plan.limits, max_steps=recorded.max_steps), settings=(setting,))
+    then, now = recorded.to_plain(), plan.limits.to_plain()
     for name, value in then.items():
         if now[name] != value:
             law = f"was {value!r} when the run in {plan.run_dir} began"
             argument = {"replica_restarts": "limits.replica_restarts or replacements", "keeps_batches": "trajectories"}
             field = argument.get(name, f"limits.{name}")
             raise ConfigError(field, now[name], law, "resume it with the same limits")
+    return plan
 
 
 def _with_held_out(limits: Limits, held_out: Sequence[Prompt | str], samples: int) -> Limits:

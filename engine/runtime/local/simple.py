@@ -39,8 +39,8 @@ def response(
 class SimpleGenerator:
     """A generator that needs only a `sample` method. It samples each group under the weights that it began with.
 
-    In the sync mode `keep`, new weights do not wait for running groups; `wait` waits; `abort` cancels the groups, which
-    then begin again.
+    In the sync mode `keep`, new weights are installed while groups are being sampled; `wait` waits for the groups;
+    `abort` cancels them, and they are sampled again from the start.
     """
 
     def __init__(self) -> None:

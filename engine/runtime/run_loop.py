@@ -17,7 +17,7 @@ from engine.control.request_events import after_resuming
 from engine.errors import clean
 from engine.events import Event, RunInterrupted, RunStarted
 from engine.metrics.collector import RunMetrics
-from engine.metrics.sinks import open_books
+from engine.metrics.sinks import open_row_writer
 from engine.metrics.step_rows import StepRows
 from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
@@ -29,10 +29,11 @@ from engine.runtime.executor import RunExecutor
 from engine.runtime.metrics_endpoint import Endpoint
 from engine.runtime.plan import Plan
 from engine.runtime.process_port import Found, Processes, Stores
-from engine.runtime.prompts import Prompts
-from engine.runtime.recovery import Past
+from engine.runtime.prompts import MixedPrompts, Prompts, WatchingPrompts
+from engine.runtime.recovery import RunHistory
 from engine.runtime.supervisor import Supervisor
 from engine.scheduling.scheduler import Scheduler
+from engine.storage.samples import FOLDER, samples_for_sinks
 from engine.storage.trajectories import StoreStats
 from engine.workers.clock import LoopClock
 
@@ -58,7 +59,7 @@ class Watchers:
         await changed
 
     def soon(self) -> None:
-        """Something happened: wake the observers soon."""
+        """Wake the observers within `STATUS_EVERY_S`, because an event was handled."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(STATUS_EVERY_S, self.changed)
 
@@ -74,14 +75,15 @@ class Watchers:
                 watcher.set_result(None)
 
 
-# -- the session -------------------------------------------------------------------------------------------------------
+# -- the loop -------------------------------------------------------------------------------------------------------
 
 
 log = logging.getLogger(__name__)
 
 
-class Earlier(Protocol):
-    """The recovered state of an earlier scheduler: `runtime.recovery.Past`, or what a restarted scheduler finds."""
+class RecoveredRun(Protocol):
+    """The recovered state of an earlier scheduler: `runtime.recovery.RunHistory`, or a restarted scheduler's
+    `actors.failover.RunRecovery`."""
 
     @property
     def recovered(self) -> Recovered: ...
@@ -104,7 +106,7 @@ def header_of(plan: Plan) -> Header:
     )
 
 
-def recorder_of(plan: Plan, earlier: Earlier | None) -> Recorder | NullRecorder:
+def recorder_of(plan: Plan, earlier: RecoveredRun | None) -> Recorder | NullRecorder:
     """The recorder of a run: writes a new record, continues an earlier one, or writes nothing if there is no run
     directory. Raises: `RecordError`."""
     if plan.run_dir is None:
@@ -114,7 +116,7 @@ def recorder_of(plan: Plan, earlier: Earlier | None) -> Recorder | NullRecorder:
     return Recorder(plan.run_dir / "schedule", header_of(plan))
 
 
-class Session:
+class RunLoop:
     """Call `connect`, then `begin`, finally `stop` and `close`. `over` completes when the run ends: with its
     `FinishRun`, or with the exception that ended it."""
 
@@ -124,13 +126,14 @@ class Session:
         recorder: Recorder | NullRecorder | MemoryRecorder,
         transitions: Transitions,
         watchers: Watchers,
-        earlier: Earlier | None = None,
+        earlier: RecoveredRun | None = None,
     ) -> None:
         self.plan = plan
         self.recorder = recorder
         self.watchers = watchers
         self.transitions = transitions
         self.over: asyncio.Future[FinishRun] = asyncio.get_running_loop().create_future()
+        self._earlier = earlier
         self._before = 0 if earlier is None else earlier.recovered.events
         self._at = 0.0 if earlier is None else earlier.recovered.at
         if earlier is None:
@@ -138,10 +141,14 @@ class Session:
             self.scheduler = Scheduler(plan.limits, policies, observe=transitions.changed)
         else:
             self.scheduler = earlier.recovered.scheduler
-        journal = None if plan.run_dir is None else open_books(plan.run_dir, plan.config, plan.sinks)
+        journal = None
+        if plan.run_dir is not None:
+            samples = samples_for_sinks(plan.run_dir / FOLDER, plan.sample_policy)
+            journal = open_row_writer(plan.run_dir, plan.config, plan.sinks, samples)
         self.metrics = RunMetrics(self.scheduler, transitions, journal, None if earlier is None else earlier.rows)
         self.clock = LoopClock(self._at)
         self._settings: Sequence[Event] = ()
+        self._watching: WatchingPrompts | None = None
         self._draining = False
         self.endpoint: Endpoint | None = None
 
@@ -159,6 +166,7 @@ class Session:
     ) -> None:
         """Connect the scheduler with the processes of the run. `held()` returns the trajectory store's statistics."""
         plan = self.plan
+        self._watch_with(prompts)
         self.supervisor = Supervisor(plan, processes, self.scheduler.state, self.deliver, self.lose, found)
         self.executor = RunExecutor(
             supervisor=self.supervisor,
@@ -178,16 +186,26 @@ class Session:
             self.endpoint = Endpoint(plan, self.metrics, self.driver, held, self.now, plan.metrics_port)
         self.control = Control(plan, self.metrics, self.driver, self.deliver, self.now, self.watchers.changed)
 
+    def _watch_with(self, prompts: Prompts) -> None:
+        """Let a source that depends on the run catch up with the record. Raises: `RecordError`."""
+        if isinstance(prompts, MixedPrompts):
+            self.metrics.mixed = prompts
+        if not isinstance(prompts, WatchingPrompts):
+            return
+        for frame in () if self._earlier is None else self._earlier.recovered.frames():
+            prompts.watch(frame.event, frame.commands)
+        self._watching = prompts
+
     def now(self) -> float:
         """Seconds since the run began, without the time between an end and a resume."""
         return self.clock.now()
 
-    def begin(self, past: Past | None) -> None:
-        """Start the run, or resume it from `past`, once every process is open."""
+    def begin(self, history: RunHistory | None) -> None:
+        """Start the run, or resume it from `history`, once every process is open."""
         self.clock = self.driver.clock = LoopClock(self._at)
         lives = len(self.plan.lives())
-        begun = past is not None and past.recovered.events > 0
-        resumed = past.event(lives, self.plan.again) if begun and past is not None else None
+        begun = history is not None and history.recovered.events > 0
+        resumed = history.event(lives, self.plan.again) if begun and history is not None else None
         self.deliver(resumed or RunStarted(replicas=lives))
         self.deliver(*self._settings)
         self.announce()
@@ -236,5 +254,7 @@ class Session:
             self.over.set_result(command)
 
     def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
+        if self._watching is not None:
+            self._watching.watch(event, commands)
         self.metrics.observe(event, commands)
         self.watchers.soon()

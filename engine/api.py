@@ -1,0 +1,260 @@
+"""`engine.train` and `engine.resume`: a run from a script or a notebook, as `engine run` and `engine resume` make it.
+
+`engine` exports these names. docs/API.md shows their use. Must not import Ray or torch before a run starts.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from engine.config.paths import RUNS
+from engine.errors import ConfigError, RunFailed
+from engine.trajectory import Prompt, Trajectory
+
+if TYPE_CHECKING:
+    from engine.cli.run import Mode
+    from engine.config import Config
+    from engine.storage.run_directory import RunDirectory
+
+Reward: TypeAlias = Callable[[Prompt, Trajectory], float]
+Rows: TypeAlias = Iterable[Mapping[str, Any]]
+Data: TypeAlias = str | Path | Sequence[str | Path] | Rows
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedRun:
+    """A run that has ended, and the results in its directory."""
+
+    run_dir: Path
+    outcome: str
+    """`finished` or `stopped`; a failed run raises instead."""
+    reason: str = ""
+    """Why the run was stopped."""
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One row for each train step, as in metrics.jsonl (docs/METRICS.md). `pandas.DataFrame(run.metrics)` works."""
+        return [row for row in self._rows() if "validation" not in row]
+
+    @property
+    def validations(self) -> list[dict[str, Any]]:
+        """One row for each validation, as in metrics.jsonl."""
+        return [row for row in self._rows() if "validation" in row]
+
+    def samples(self, *, validation: bool = False) -> list[dict[str, Any]]:
+        """The stored responses of train steps, or of validations. docs/SAMPLES.md lists the columns."""
+        from engine.storage.samples import TRAIN, VALIDATION, SampleFiles
+
+        return list(SampleFiles(self._directory.samples).rows(VALIDATION if validation else TRAIN))
+
+    @property
+    def model_path(self) -> Path | None:
+        """Directory of the newest checkpoint, which transformers can load; None if there is none."""
+        from engine.storage.checkpoints import list_checkpoints
+
+        found = list_checkpoints(self._directory.checkpoints)
+        return found[-1][1] if found else None
+
+    @property
+    def _directory(self) -> "RunDirectory":
+        from engine.storage.run_directory import RunDirectory
+
+        return RunDirectory(self.run_dir)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        file = self._directory.metrics
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+
+
+def train(
+    model: str | Path,
+    data: Data | None,
+    reward: str | Reward,
+    *,
+    validation_data: Data | None = None,
+    max_steps: int | None = None,
+    run_dir: str | Path | None = None,
+    plain: bool = False,
+    **settings: Any,
+) -> TrainedRun:
+    """Train a model on Ray, show the progress, and return the run when it has ended.
+
+    `model`: a directory in Hugging Face format, or a hub name. `data`, `validation_data`: a file, a directory or a
+    glob, a list of these (docs/DATA.md), or rows, which are written to a file under `run.dir`. `data` is None if
+    `settings` have `data.sources`. `reward`: a function (prompt, trajectory) -> float, which may be defined in this
+    script or notebook, or a name "module:function". `max_steps`: number of train steps, with as many passes over the
+    data as they need; None: one pass. `run_dir`: directory of the run; None: `runs/<id>`. `plain`: print one line for
+    each train step instead of the live view. `settings`: other fields of the configuration by their dotted names, for
+    example `**{"scheduler.train_batch_size": 16}`. Ctrl-C drains the run; a second Ctrl-C stops it.
+
+    Raises: `ConfigError` for an invalid argument or setting, before anything starts; `RunFailed` if the run fails; and
+    any exception that a bug of the engine raises.
+    """
+    from engine.cli import run as running
+    from engine.storage import run_directory
+
+    config, function = configured(model, data, reward, validation_data, max_steps, settings)
+    _check(config, function)
+    running.check_start(config, function)
+    running.join(config)
+    directory = run_directory.create(config.run.dir, config.run.name, config_yaml=config.dump_yaml(), chosen=run_dir)
+    return _watched(config, directory, running.Mode(plain=plain, reward=function))
+
+
+def resume(
+    run: str | Path | TrainedRun, reward: Reward | None = None, *, plain: bool = False, **settings: Any
+) -> TrainedRun:
+    """Continue an unfinished run from its newest state, as `engine resume` does, and return it when it has ended.
+
+    `run`: its directory, its name under `runs/`, or a `TrainedRun`. `reward`: the function that the run began with, if
+    it cannot be imported: one of this script or notebook. `settings`: fields that a resume may change, by their dotted
+    names, for example `**{"run.max_steps": 100}`, which also extends a finished run.
+
+    Raises: as `train`, and `RunFinished` if no step is left.
+    """
+    from engine.cli import run as running
+    from engine.storage import run_directory
+
+    directory = run_directory.open_run(run.run_dir if isinstance(run, TrainedRun) else run)
+    config, changed, function = resumption(directory, reward, settings)
+    running.require_packages()
+    running.join(config)
+    return _watched(config, directory, running.Mode(plain=plain, resume=True, settings=changed, reward=function))
+
+
+def resumption(
+    directory: "RunDirectory", reward: Reward | None, settings: Mapping[str, Any]
+) -> tuple["Config", Sequence[tuple[str, str]], Reward | None]:
+    """The configuration of a resumed run, the new settings of its scheduler, and the reward if it cannot be imported by
+    name. Raises: `ConfigError`."""
+    from engine.cli.run import resumption_of
+    from engine.tasks.rewards import name_of
+
+    given = [f"{field}={json.dumps(_plain_value(value))}" for field, value in settings.items()]
+    config, changed = resumption_of(directory, directory.config, given)
+    if reward is None:
+        return config, changed, None
+    name, importable = name_of(reward)
+    began = config.reward.function or ""
+    if name.rpartition(":")[2] != began.rpartition(":")[2]:  # a script may have become a module
+        raise ConfigError("reward", name, f"is not the reward that the run began with, {began}", "give that function")
+    return config, changed, None if importable and name == began else reward
+
+
+def _watched(config: "Config", directory: "RunDirectory", mode: "Mode") -> TrainedRun:
+    """Show a run until it ends. Raises: as `train`."""
+    from rich.console import Console
+
+    from engine.cli import run as running
+    from engine.cli.interrupts import Interrupts
+    from engine.cli.run_view import summary
+
+    console = Console(highlight=False)
+    start_s = time.monotonic()
+    console.print(f"run: {directory.shown}")
+    try:
+        # Install no signal handlers: a script or a notebook raises KeyboardInterrupt by itself.
+        status, _ = running.watch(config, directory, console, Interrupts(), mode)
+    except BaseException as error:
+        error.add_note(f"the files of the run are in {directory.shown}")
+        raise
+    if status is None or status.outcome not in ("finished", "stopped"):
+        raise RunFailed(f"{'no status' if status is None else status.reason}; the run is in {directory.shown}")
+    console.print(summary(status, where=directory.shown, wall_s=time.monotonic() - start_s))
+    return TrainedRun(directory.path, status.outcome, status.reason)
+
+
+def configured(
+    model: str | Path,
+    data: Data | None,
+    reward: str | Reward,
+    validation_data: Data | None = None,
+    max_steps: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> tuple["Config", Reward | None]:
+    """The configuration that the arguments of `train` describe, and the reward function if it cannot be imported by
+    name. Raises: `ConfigError`."""
+    from engine.config.loading import parse_config
+    from engine.tasks.rewards import name_of
+
+    settings = settings or {}
+    name, importable = (reward, True) if isinstance(reward, str) else name_of(reward)
+    folder = Path(settings.get("run.dir", RUNS)) / ".made"
+    arguments: dict[str, Any] = {
+        "model.path": str(model),
+        "reward.function": name,
+    }
+    if data is not None:
+        arguments["data.path"] = _file_of(data, "data", folder)
+    if validation_data is not None:
+        arguments["data.validation_path"] = _file_of(validation_data, "validation_data", folder)
+    if max_steps is not None:
+        arguments["run.max_steps"] = max_steps
+    for field in arguments:
+        if field in settings:
+            raise ConfigError(field, settings[field], "is also an argument of engine.train", "give only one of them")
+    passes = {} if max_steps is None else {"run.epochs": None}
+    config = parse_config(_tree({**passes, **arguments, **settings}))
+    return config, None if importable or isinstance(reward, str) else reward
+
+
+def _tree(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert values by dotted names to nested sections. Raises: `ConfigError`."""
+    tree: dict[str, Any] = {}
+    for field, value in fields.items():
+        *sections, last = field.split(".")
+        if not sections:
+            law = "is not the dotted name of a field of the configuration"
+            raise ConfigError(field, value, law, "for example **{'scheduler.train_batch_size': 16}")
+        inner = tree
+        for section in sections:
+            inner = inner.setdefault(section, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(field, value, f"{section} is given as a value too", "give only one of them")
+        inner[last] = _plain_value(value)
+    return tree
+
+
+def _plain_value(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def _file_of(data: Data, argument: str, folder: Path) -> str | list[str]:
+    """Paths as they are. Rows are written to a file named by their content, so that a resumed run finds them.
+
+    Raises: `ConfigError`.
+    """
+    if isinstance(data, str | Path):
+        return str(data)
+    if isinstance(data, list | tuple) and data and all(isinstance(one, str | Path) for one in data):
+        return [str(one) for one in data]
+    rows: Any = data
+    try:
+        text = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
+    except (TypeError, ValueError) as error:
+        law = f"has a row that is not a mapping of JSON values: {error}"
+        raise ConfigError(
+            argument, type(data).__name__, law, "give dictionaries of texts, numbers and lists"
+        ) from error
+    path = folder / f"rows-{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def _check(config: "Config", reward: Reward | None) -> None:
+    """Run the checks of `engine run`, and print their warnings. Raises: `ConfigError`."""
+    from engine.config import check_config
+    from engine.config.inputs import check_inputs
+    from engine.metrics.server import check_address
+    from engine.metrics.sinks import check_sinks
+
+    check_sinks(list(config.metrics.sinks.chosen()))
+    for line in (*check_config(config), *check_inputs(config, reward=reward)):
+        if not line.startswith("ok:"):
+            print(line)
+    check_address(config.metrics.host, config.metrics.port)

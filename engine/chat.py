@@ -1,0 +1,364 @@
+"""Renders prompts as the model reads them: chat messages with the tokenizer's template, texts unchanged; and encodes
+them as token ids.
+
+Called by the built-in generator, the gateway, the warm start, the data set and `engine check`, so that all of them give
+a model the same tokens. `tokenizer` is always a Hugging Face tokenizer. Reads no files, and imports no large package
+before it reads a template.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from engine.errors import DataFailure, message_of, suggestion
+from engine.trajectory import Prompt
+
+Message: TypeAlias = Mapping[str, Any]
+Tool: TypeAlias = Mapping[str, Any]
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def content_of(message: Message) -> str:
+    """The text of a message. Its content may be text, a list of text parts, or nothing."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content)
+    return content or ""
+
+
+def parsed_arguments(arguments: Any) -> Any:
+    """Arguments of a tool call, parsed if they are JSON in a string; otherwise unchanged."""
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+
+
+def plain_message(message: Message) -> dict[str, Any]:
+    """A message in the form that chat templates expect: text as content, parsed arguments of tool calls."""
+    plain = {name: value for name, value in message.items() if value is not None}
+    plain["content"] = content_of(message)
+    if message.get("tool_calls"):
+        plain["tool_calls"] = [_plain_call(call) for call in message["tool_calls"]]
+    return plain
+
+
+def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    if "function" not in call:
+        return {**call, "arguments": parsed_arguments(call.get("arguments", {}))}
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": parsed_arguments(function.get("arguments", {}))}}
+
+
+def problem_of(messages: Any, name: str) -> str:
+    """What is wrong with a list of messages under this name; "" if it is valid."""
+    if not isinstance(messages, list) or not messages:
+        return f"{name!r} is " + ("empty" if messages in ("", []) else f"{type(messages).__name__} {messages!r:.60}")
+    for number, message in enumerate(messages, start=1):
+        problem = _problem_of_message(message)
+        if problem:
+            return f"message {number} of {name!r} {problem}"
+    return ""
+
+
+def _problem_of_message(message: Any) -> str:
+    if not isinstance(message, dict):
+        return f"is {type(message).__name__} {message!r:.60}"
+    if not isinstance(message.get("role"), str):
+        return _missing("role", message)
+    content, calls = message.get("content"), message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(_is_call(call) for call in calls)):
+        return "has 'tool_calls' that are not a list of functions with a name and arguments"
+    if content is None and calls:
+        return ""
+    if isinstance(content, list):
+        unsupported = next((part for part in content if not _is_text(part)), None)
+        kind = unsupported.get("type") if isinstance(unsupported, dict) else type(unsupported).__name__
+        return "" if unsupported is None else f"has a part of type {kind!r}; only parts of type 'text' can be used"
+    return "" if isinstance(content, str) else _missing("content", message)
+
+
+def _missing(name: str, message: Mapping[str, Any]) -> str:
+    near = suggestion(name, [str(key) for key in message])
+    return f"has no text under {name!r}" + (f" ({near})" if near and name not in message else "")
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def tools_of(value: Any) -> list[dict[str, Any]] | None:
+    """The JSON schemas of a row's tools, from a list or its JSON; None if the value is neither."""
+    tools = parsed_arguments(value)
+    valid = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    return tools if valid else None
+
+
+# -- templates ---------------------------------------------------------------------------------------------------------
+
+
+def has_template(tokenizer: Any) -> bool:
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    *,
+    answered: bool = False,
+) -> str:
+    """Render messages as the text that the model continues. `answered`: the messages already contain the answer, so do
+    not add the beginning of one.
+
+    Raises: `DataFailure` if there is no template, or it raises on these messages.
+    """
+    if not has_template(tokenizer):
+        raise DataFailure("the model's tokenizer has no chat template: messages cannot be rendered")
+    try:
+        rendered: str = tokenizer.apply_chat_template(
+            [plain_message(message) for message in messages],
+            tools=list(tools) if tools else None,
+            add_generation_prompt=not answered,
+            tokenize=False,
+            **(template_kwargs or {}),
+        )
+    except Exception as error:
+        raise DataFailure(f"the chat template refuses these messages: {message_of(error)}") from error
+    return rendered
+
+
+ANSWER = "xANSWERx"
+"""Placeholder for an answer, used to find out how a template ends one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnEnd:
+    """How a chat template ends an answer."""
+
+    text: str
+    """The text that the template writes after the answer."""
+    token: int | None
+    """The first added token in that text, which ends the answer; None if there is none."""
+
+
+def turn_end(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> TurnEnd | None:
+    """How the tokenizer's template ends an answer. None if there is no template, or it does not show answers."""
+    if not has_template(tokenizer):
+        return None
+    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        rendered = render(tokenizer, messages, None, template_kwargs, answered=True)
+    except DataFailure:
+        return None
+    _, answer, text = rendered.rpartition(ANSWER)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    ids = tokenizer.encode(text, add_special_tokens=False) if text else []
+    return TurnEnd(text=text, token=next((id for id in ids if id in added), None)) if answer else None
+
+
+GIVEN = (
+    "messages", "conversation", "tools", "add_generation_prompt", "continue_final_message", "chat_template",
+    "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs", "raise_exception", "strftime_now",
+)  # fmt: skip
+"""Names that the engine and transformers pass to every template, or to the function that applies it."""
+
+
+def template_arguments(tokenizer: Any) -> list[str]:
+    """Names that the tokenizer's templates read and that `data.chat_template_kwargs` may set, sorted."""
+    import jinja2
+    from jinja2 import meta
+
+    template = tokenizer.chat_template
+    sources = list(template.values()) if isinstance(template, dict) else [template]
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    names: set[str] = set()
+    for source in sources:
+        known = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source)  # a tag of transformers, without a name in it
+        names |= meta.find_undeclared_variables(environment.parse(known))
+    special = getattr(tokenizer, "special_tokens_map", {})
+    return sorted(names - {*GIVEN, *special, "bos_token", "eos_token", "pad_token", "unk_token"})
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSettings:
+    """Fields have the names of the config section `data`, except `mode`, which is `data.chat` there."""
+
+    mode: str = "auto"
+    """`auto`: a text becomes a user message if there is a template. `never`: no template is used."""
+    system_prompt: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class PromptRenderer:
+    """Renders prompts as texts and as token ids. Of a prompt with more than `most_tokens` ids it keeps the last ones,
+    and a leading token that begins a sequence."""
+
+    def __init__(self, tokenizer: Any, settings: ChatSettings | None = None, most_tokens: int | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._settings = settings or ChatSettings()
+        self._max_tokens = most_tokens
+        self.templated = self._settings.mode != "never" and has_template(tokenizer)
+        """Whether texts become user messages, and messages can be rendered."""
+        self._frame: tuple[str, ...] | None = None
+        self._frames: dict[tuple[str, ...], tuple[str, ...]] = {}
+
+    def text(self, prompt: Prompt) -> str:
+        """The text that the model reads. Raises: `DataFailure` if messages cannot be rendered."""
+        messages = prompt.fields.get("messages")
+        if not messages and not self.templated:
+            return prompt.text
+        if not self.templated and self._settings.mode == "never":
+            raise DataFailure("data.chat is never, but messages need the chat template")
+        chat = list(messages) if messages else [{"role": "user", "content": prompt.text}]
+        system = self._settings.system_prompt
+        if system is not None and chat[0].get("role") not in ("system", "developer"):
+            chat.insert(0, {"role": "system", "content": system})
+        return render(self._tokenizer, chat, prompt.fields.get("tools"), self._settings.template_kwargs)
+
+    def quick_text(self, prompt: Prompt) -> str:
+        """Same result as `text`, but fast for many prompts: renders the template once, because it writes the same
+        around every plain text.
+
+        A text that starts or ends with white space, or has a character that templates look for, is rendered by itself.
+        """
+        fields = prompt.fields
+        if not self.templated or fields.get("tools") or not is_plain(prompt.text):
+            return self.text(prompt)
+        if fields.get("messages"):
+            return self._quick_chat(prompt, fields["messages"])
+        if self._frame is None:
+            self._frame = self._frame_of_texts()
+        return self.text(prompt) if not self._frame else prompt.text.join(self._frame)
+
+    def _quick_chat(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]]) -> str:
+        """A chat of plain texts: a template writes the same around those of all chats with the same roles."""
+        contents = [message.get("content") for message in messages]
+        if any(len(message) != 2 for message in messages):
+            return self.text(prompt)
+        if not all(isinstance(content, str) and is_plain(content) for content in contents):
+            return self.text(prompt)
+        roles = tuple(str(message.get("role")) for message in messages)
+        frame = self._frames.get(roles)
+        if frame is None and len(self._frames) < MOST_FRAMES:
+            frame = self._frames[roles] = self._frame_of_chats(roles)
+        if not frame:
+            return self.text(prompt)
+        pieces = [piece for pair in zip(frame, contents, strict=False) for piece in pair]
+        return "".join([*map(str, pieces), frame[-1]])
+
+    def _frame_of_chats(self, roles: Sequence[str]) -> tuple[str, ...]:
+        """What a template writes before, between and after plain texts with these roles; empty if that differs."""
+        found = []
+        for probe in PROBES:
+            contents = [f"({number}) {probe}" for number in range(len(roles))]
+            messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
+            try:
+                rest, pieces = self.text(Prompt(row=0, text=probe, fields={"messages": messages})), []
+            except DataFailure:
+                return ()
+            for text in contents:
+                before, there, rest = rest.partition(text)
+                pieces.append(before)
+                if not there or text in rest:
+                    return ()
+            found.append((*pieces, rest))
+        return found[0] if len(set(found)) == 1 else ()
+
+    def _frame_of_texts(self) -> tuple[str, ...]:
+        """The text that a template writes before and after a plain text; empty if it differs between texts."""
+        found = []
+        for probe in PROBES:
+            before, text, after = self.text(Prompt(row=0, text=probe)).partition(probe)
+            found.append((before, after) if text and probe not in after else ())
+        return found[0] if len(set(found)) == 1 else ()
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt. Raises: `DataFailure` with the prompt's row if it cannot be rendered or has no
+        tokens."""
+        try:
+            text = self.text(prompt)
+        except DataFailure as error:
+            raise DataFailure(f"prompt row {prompt.row}: {error}", row=prompt.row) from error
+        ids = self._encoded(text)
+        if not ids:
+            raise DataFailure(f"prompt row {prompt.row} encodes to no tokens", row=prompt.row)
+        return self._shortened(ids)
+
+    def counts(self, texts: Iterable[str]) -> Iterator[int]:
+        """Number of tokens of each rendered text, before any are cut."""
+        chunk: list[str] = []
+        for text in texts:
+            chunk.append(text)
+            if len(chunk) == CHUNK:
+                yield from self._counted(chunk)
+                chunk = []
+        yield from self._counted(chunk)
+
+    def most_tokens_of(self, text: str) -> int:
+        """At least as many tokens as a result of `text` has: a token is at least a byte, except that a normalizer may
+        write up to 18 characters for one (Unicode NFKC)."""
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        if fast is None:
+            return MANY_TOKENS
+        longest = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
+        grows = fast.normalizer is not None and not text.isascii()
+        return (18 if grows else 2 if fast.normalizer is not None else 1) * longest + ADDED_TOKENS
+
+    def _counted(self, chunk: Sequence[str]) -> Iterator[int]:
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        if fast is None or (not self.templated and any(self._has_beginning(text) for text in chunk)):
+            yield from (len(self._encoded(text)) for text in chunk)
+            return
+        fast.no_truncation()
+        fast.no_padding()
+        yield from map(len, fast.encode_batch_fast(list(chunk), add_special_tokens=not self.templated))
+
+    def _encoded(self, text: str) -> list[int]:
+        options = {"add_special_tokens": False} if self._has_beginning(text) else {}
+        return list(self._tokenizer.encode(text, **options))
+
+    def _has_beginning(self, text: str) -> bool:
+        """Whether a text already has the tokens that begin a sequence, because the template writes them."""
+        begin = getattr(self._tokenizer, "bos_token", None)
+        return self.templated or bool(begin and text.startswith(begin))
+
+    def _shortened(self, ids: list[int]) -> list[int]:
+        if self._max_tokens is None or len(ids) <= self._max_tokens:
+            return ids
+        begin = getattr(self._tokenizer, "bos_token_id", None)
+        if begin is not None and ids[0] == begin:
+            return [begin, *ids[len(ids) - self._max_tokens + 1 :]]
+        return ids[-self._max_tokens :]
+
+
+PROBES = ("Question", "What is 6 times 7, and why? " * 20 + "End.")
+
+
+def is_plain(text: str) -> bool:
+    """Whether templates treat this text like any other text."""
+    return bool(text) and not text[0].isspace() and not text[-1].isspace() and _MARKUP.search(text) is None
+
+
+_MARKUP = re.compile(r"[<>\[\]{}|\\]")
+
+MANY_TOKENS = 2**62
+ADDED_TOKENS = 16
+"""Tokens that a tokenizer adds to a text at most, such as one that begins it."""
+MOST_FRAMES = 256
+"""Sequences of roles for which is kept what a template writes around the texts."""
+CHUNK = 1024
+"""Number of texts that are tokenized at once."""

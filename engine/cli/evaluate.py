@@ -1,0 +1,223 @@
+"""`engine evaluate`: measures a model on the validation sets of a configuration, without training.
+
+Called by the CLI. It runs one validation with the workers of a run, in this process: a recorded run without a train
+step, whose directory also has `results.json`. Must never write into a directory that has files.
+"""
+
+import argparse
+import asyncio
+import json
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import ConfigError, EngineError
+from engine.metrics.journal import plain
+from engine.metrics.set_figures import metrics_in
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from engine.runtime.local.run import RunResult
+    from engine.runtime.plan import Plan
+
+DONE = 0
+EVALUATIONS = "evaluations"
+"""Default parent of evaluations, beside that of the runs."""
+RESULTS = "results.json"
+SHOWN_EVERY_S = 1.0
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def add_command(commands: Any) -> None:
+    """Add the command to the parsers of the command line."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "evaluate",
+        help="measure a model on validation sets, without training",
+        description="Measure a model, or a checkpoint of a run, on the validation sets of a configuration.",
+    )
+    parser.add_argument(
+        "model", metavar="MODEL|RUN", help="directory or hub name of a model; or a run: RUN, RUN@step-20, RUN@best"
+    )
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="override a field; may be repeated"
+    )
+    parser.add_argument("--to", metavar="D", help="directory of the results; must be new or empty")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.set_defaults(run=evaluate)
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """`engine evaluate MODEL|RUN CONFIG`. Raises: `ConfigError` for a model, a run or a configuration that cannot be
+    used, `EngineError` if the sets cannot be measured, `KeyboardInterrupt`."""
+    from rich.console import Console
+    from transformers.utils import logging as transformers_logging
+
+    from engine.actors.configured_plan import evaluation_plan
+    from engine.config.evaluation import load_evaluation
+    from engine.storage import run_directory
+    from engine.storage.samples import FOLDER, SampleFiles, lacks_pyarrow
+
+    console = Console(highlight=False, stderr=bool(arguments.json))
+    transformers_logging.disable_progress_bar()
+    subject = subject_of(arguments.model)
+    began = time.monotonic()
+    with subject.model() as model:
+        config = load_evaluation(arguments.config, arguments.set, model)
+        target = _new_directory(arguments.to, Path(config.run.dir).parent / EVALUATIONS, arguments.config)
+        with console.status("loading the model"):
+            plan = evaluation_plan(config, model, target)
+        try:
+            result = _measured(plan, console)
+        except BaseException as error:
+            error.add_note(f"the files of the evaluation are in {run_directory.RunDirectory(target).shown}")
+            raise
+    row = result.validations[-1]
+    if row["outcome"] != "reported":
+        raise EngineError(f"the validation sets could not be measured: {row['reason']}")
+    if lacks_pyarrow():
+        console.print("no samples are kept: the package pyarrow is not installed")
+    else:
+        SampleFiles(target / FOLDER).merge(ended=True)
+    results = results_of(row, subject, arguments.config, time.monotonic() - began)
+    (target / RESULTS).write_text(json.dumps(plain(results), indent=1) + "\n", encoding="utf-8")
+    if arguments.json:
+        print(json.dumps(plain(results)))
+        return DONE
+    measured = f"{results['measured']} of {results['rows']} responses measured"
+    console.print(f"{results['model']}: {measured}", soft_wrap=True, markup=False)
+    console.print(table_of(results))
+    where = run_directory.RunDirectory(target).shown
+    console.print(f"results: {where}/{RESULTS}; responses: engine samples {where} --validation", soft_wrap=True)
+    return DONE
+
+
+def _new_directory(chosen: str | None, parent: Path, config: str) -> Path:
+    """Raises: `ConfigError` if it has files or cannot be created."""
+    from engine.record.files import make_directory, make_run_private
+    from engine.storage.run_directory import run_id
+
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(config).stem).strip("-.") or "evaluation"
+    path = Path(chosen) if chosen is not None else _free(parent / run_id(name))
+    try:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError("--to", str(path), "already has files", "use a new or empty directory")
+        make_directory(path)
+        make_run_private(path)
+    except OSError as error:
+        raise ConfigError("--to", str(path), f"cannot be written: {error.strerror or error}") from None
+    return path
+
+
+def _free(path: Path) -> Path:
+    candidate, number = path, 2
+    while candidate.exists():
+        candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
+    return candidate
+
+
+# -- what is measured --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model, or a checkpoint of a run."""
+
+    name: str
+    """As the user gave it."""
+    path: str
+    """Directory of the model or of the checkpoint, or a hub name."""
+    steps: int | None = None
+    """Train steps in the checkpoint; None: it is a model."""
+
+    @contextmanager
+    def model(self) -> Iterator[str]:
+        """The directory or hub name of the model. An adapter is merged into a temporary copy of its model."""
+        from engine.training.model_checkpoint import export_model, has_only_adapter
+
+        if self.steps is None or not has_only_adapter(Path(self.path)):
+            yield self.path
+            return
+        with tempfile.TemporaryDirectory(prefix="engine-evaluate-") as place:
+            export_model(Path(self.path), Path(place) / "model", "float32")
+            yield str(Path(place) / "model")
+
+
+def subject_of(name: str) -> Subject:
+    """Raises: `ConfigError` for a name of neither a model nor a checkpoint of a run."""
+    from engine.cli.checkpoint_names import find_checkpoint
+    from engine.config.inputs import check_model
+    from engine.config.prompts import find_model
+
+    at = "@" in name and not Path(name).exists()
+    if at or any((place / "schedule").is_dir() for place in (Path(name), Path("runs") / name)):
+        found = find_checkpoint(name)
+        return Subject(name, str(found.path), found.steps)
+    if Path(name).is_dir():
+        check_model(Path(name))
+        return Subject(name, str(Path(name).resolve()))
+    if name.startswith(("/", ".", "~")) or name.count("/") != 1:
+        law = "is neither the directory of a model nor a run"
+        raise ConfigError("MODEL", name, law, "give a model in Hugging Face format, a run, RUN@step-N or RUN@best")
+    find_model(name)
+    return Subject(name, name)
+
+
+# -- the measurement ---------------------------------------------------------------------------------------------------
+
+
+def _measured(plan: "Plan", console: Any) -> "RunResult":
+    """Run the validation to its end, and show its progress on a terminal. After an interrupt, it closes everything."""
+    with console.status("measuring") as spinner:
+        return asyncio.run(_run(plan, lambda text: spinner.update(text or "measuring")))
+
+
+async def _run(plan: "Plan", show: Callable[[str], None]) -> "RunResult":
+    from dataclasses import replace
+
+    from engine.runtime.local.run import LocalRun
+
+    run = LocalRun(replace(plan, limits=replace(plan.limits, run_restarts=0)), lambda replica: True)
+    task = asyncio.get_running_loop().create_task(run.to_end())
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=SHOWN_EVERY_S)
+            show(run.loop.metrics.status().validation_now)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    return task.result()
+
+
+# -- the results -------------------------------------------------------------------------------------------------------
+
+
+def results_of(row: Mapping[str, Any], subject: Subject, config: str, seconds: float) -> dict[str, Any]:
+    """The content of `results.json`. `row`: that of the validation, as in `metrics.jsonl`."""
+    figures = {key: row[key] for key in ("accuracy", "reward_mean", "rows", "measured", "sets")}
+    return {"model": subject.name, "steps": subject.steps, "config": config, **figures, "seconds": seconds}
+
+
+def table_of(results: Mapping[str, Any]) -> "Table":
+    """The figures of each set, with their intervals."""
+    from rich.table import Table
+
+    from engine.cli.run_view import figure
+
+    table = Table()
+    for name, justify in (("set", "left"), ("prompts", "right"), ("figure", "left"), ("value", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table.add_column("95 % interval", justify="right")
+    for name, figures in results["sets"].items():
+        for metric, value, low, high in metrics_in(figures):
+            interval = f"{figure(low, '.3f')} to {figure(high, '.3f')}"
+            table.add_row(name, str(figures["prompts"]), metric, figure(value, ".3f"), interval)
+    return table

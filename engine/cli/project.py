@@ -1,0 +1,305 @@
+"""`engine init`: creates a small project of a user's own, with a configuration, a reward, its test and data.
+
+Called by the CLI. Without `--model` it also makes a tiny untrained model, which needs torch, so that the project runs
+at once without a download. Must never write into a directory that has files.
+"""
+
+import argparse
+import json
+import os
+import random
+import shlex
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from engine.errors import ConfigError
+from engine.tasks.tokenizer import save_chat_tokenizer
+
+Row: TypeAlias = dict[str, str]
+
+DONE = 0
+CONFIG, REWARD, TEST, README, MODEL = "config.yaml", "my_rewards.py", "test_my_rewards.py", "README.md", "model"
+DATA, HELD_OUT, ANSWERS = "data.jsonl", "held_out.jsonl", "answers.jsonl"
+PROMPTS, HELD_OUT_PROMPTS, WRITTEN_ANSWERS = 512, 64, 1024
+"""Rows of the files."""
+WRONG_ANSWERS = 0.6
+"""Share of the written answers that are wrong: the habit that the reward corrects."""
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def add_command(commands: Any) -> None:
+    """Add the command to the parsers of the command line."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "init",
+        help="create a project with your own data and reward",
+        description="Create a directory with a configuration, a reward, its test and data that run at once.",
+    )
+    parser.add_argument("name", metavar="NAME", help="directory of the project; must be new or empty")
+    parser.add_argument(
+        "--model",
+        metavar="PATH_OR_HUB_NAME",
+        help="an instruct model, as a directory or a hub name (default: make a tiny model)",
+    )
+    parser.set_defaults(run=init)
+
+
+def init(arguments: argparse.Namespace) -> int:
+    """`engine init NAME`. Raises: `ConfigError` for a name or a model that cannot be used; `ModuleNotFoundError`."""
+    model = None if arguments.model is None else _model_path(arguments.model)
+    if model is None:
+        for package in ("torch", "transformers", "tokenizers"):
+            if find_spec(package) is None:
+                raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+    project = _new_directory(arguments.name)
+    if model is None:
+        _write_own_model(project)
+    else:
+        _write_for_model(project, model)
+    (project / REWARD).write_text(REWARD_TEXT, encoding="utf-8")
+    (project / TEST).write_text(TEST_TEXT, encoding="utf-8")
+    (project / README).write_text(README_TEXT, encoding="utf-8")
+    print(f"created {arguments.name}: {', '.join(sorted(path.name for path in project.iterdir()))}")
+    print("next:")
+    for line in (f"cd {shlex.quote(arguments.name)}", f"engine check {CONFIG}", f"engine run {CONFIG}"):
+        print(f"  {line}")
+    return DONE
+
+
+def _model_path(model: str) -> str:
+    """A hub name, or the absolute path of a directory. Raises: `ConfigError`."""
+    from engine.config.paths import absolute_paths
+
+    found: str = absolute_paths(model, os.getcwd(), "model.path")
+    if not model.strip() or (os.path.isabs(found) and not os.path.isdir(found)):
+        fix = "give the directory of a model in Hugging Face format, or the name of a model on the hub"
+        raise ConfigError("--model", model, "is neither a directory nor a hub name", fix)
+    return found
+
+
+def _new_directory(name: str) -> Path:
+    """Raises: `ConfigError` if it has files or cannot be created."""
+    path = Path(name)
+    try:
+        if not name.strip():
+            raise ValueError("it is empty")
+        path.mkdir(parents=True, exist_ok=True)
+        used = any(path.iterdir())
+    except (OSError, ValueError) as error:
+        law = f"cannot be the directory of a project: {getattr(error, 'strerror', None) or error}"
+        raise ConfigError("NAME", name, law, "give the path of a new directory, for example my-project") from None
+    if used:
+        raise ConfigError("NAME", name, "is a directory with files", "use a new or empty directory")
+    return path
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+Question: TypeAlias = Callable[[random.Random], tuple[Row, str]]
+"""Draws a row with its answer, and a wrong answer to it."""
+
+
+def largest(source: random.Random) -> tuple[Row, str]:
+    """The wrong answer is the second largest number."""
+    numbers = source.sample(range(10), 5)
+    *_, wrong, answer = sorted(numbers)
+    text = f"Which number is the largest: {', '.join(map(str, numbers))}?"
+    return {"prompt": text, "answer": str(answer)}, str(wrong)
+
+
+def total(source: random.Random) -> tuple[Row, str]:
+    """The wrong answer is one too small."""
+    numbers = [source.randint(10, 99) for _ in range(4)]
+    text = f"What is {' + '.join(map(str, numbers))}? Give the result at the end."
+    return {"prompt": text, "answer": str(sum(numbers))}, str(sum(numbers) - 1)
+
+
+def _distinct(question: Question) -> Iterator[tuple[Row, str]]:
+    """Rows with different prompts, always the same ones."""
+    source, seen = random.Random("project"), set[str]()
+    while True:
+        row, wrong = question(source)
+        if row["prompt"] not in seen:
+            seen.add(row["prompt"])
+            yield row, wrong
+
+
+def _write_prompts(project: Path, drawn: Iterator[tuple[Row, str]]) -> None:
+    _write_rows(project / DATA, [row for row, _ in islice(drawn, PROMPTS)])
+    _write_rows(project / HELD_OUT, [row for row, _ in islice(drawn, HELD_OUT_PROMPTS)])
+
+
+def _write_rows(path: Path, rows: list[Row]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _write_for_model(project: Path, model: str) -> None:
+    (project / CONFIG).write_text(CONFIG_OF_MODEL.replace("MODEL_PATH", json.dumps(model)), encoding="utf-8")
+    _write_prompts(project, _distinct(total))
+
+
+def _write_own_model(project: Path) -> None:
+    """The tiny model, the configuration that trains it, and its data. Raises: `ModuleNotFoundError`."""
+    from engine.training.warmup import ModelShape, save_untrained_model
+
+    model = project / MODEL
+    model.mkdir()
+    save_chat_tokenizer(model)
+    save_untrained_model(str(model), ModelShape(positions=256), seed=0)
+    (project / CONFIG).write_text(CONFIG_OF_TINY_MODEL, encoding="utf-8")
+    drawn, slips = _distinct(largest), random.Random("slips")
+    _write_prompts(project, drawn)
+    answers = [
+        row | {"answer": wrong} if slips.random() < WRONG_ANSWERS else row
+        for row, wrong in islice(drawn, WRITTEN_ANSWERS)
+    ]
+    _write_rows(project / ANSWERS, answers)
+
+
+# -- texts -------------------------------------------------------------------------------------------------------------
+
+
+CONFIG_OF_TINY_MODEL = """\
+# Trains the tiny model in model/ to name the largest of five numbers: two cores, no GPU, no download.
+# Paths are relative to this file. Every other field has a default: the run writes all of them into its config.yaml.
+
+run:
+  max_steps: 60                 # train steps
+  epochs: null                  # as many passes over the data as the steps take
+
+model:
+  path: ./model                 # your own: a directory, or a hub name such as Qwen/Qwen2.5-0.5B-Instruct
+  warm_start:                   # the model is untrained, so it learns written answers first; your own needs none
+    path: answers.jsonl         # more than half of these answers are wrong: the reward corrects the habit
+    epochs: 4
+    learning_rate: 3.0e-3
+
+data:
+  path: data.jsonl              # one prompt in each row; it becomes a user message of the chat template
+  validation_path: held_out.jsonl
+
+reward:
+  function: my_rewards:score
+
+scheduler:
+  train_batch_size: 16          # B: prompts of a train step
+  samples_per_prompt: 8         # responses to each
+  max_staleness_steps: 2        # S: train steps that any prompt group may lag
+
+rollout:
+  replicas: 1
+  slots: 16                     # prompts at once on a replica
+  max_tokens: 8                 # longest response
+
+validation:
+  every: 20                     # train steps
+
+trainer:
+  learning_rate: 2.0e-4         # for the tiny model; use about 1e-6 for a real one
+  checkpoint_every: 20
+  threads: 1
+"""
+
+CONFIG_OF_MODEL = """\
+# Trains your model with your data and your reward. Paths are relative to this file.
+# Every other field has a default: the run writes all of them into its config.yaml.
+
+run:
+  max_steps: 100                # train steps
+  epochs: null                  # as many passes over the data as the steps take
+
+model:
+  path: MODEL_PATH
+
+data:
+  path: data.jsonl              # replace these sums by your prompts; a text becomes a user message of the chat template
+  validation_path: held_out.jsonl
+  # system_prompt: Answer with one number.
+
+reward:
+  function: my_rewards:score
+
+scheduler:
+  train_batch_size: 16          # B: prompts of a train step
+  samples_per_prompt: 8         # responses to each
+  max_staleness_steps: 1        # S: train steps that any prompt group may lag
+
+rollout:
+  # backend: vllm               # for GPUs, after pip install 'step-engine[vllm]'; its arguments go under engine_args
+  replicas: 1
+  slots: 16                     # prompts at once on a replica
+  max_tokens: 256               # longest response; longer ones are cut
+
+validation:
+  every: 20                     # train steps
+
+trainer:
+  learning_rate: 1.0e-6
+  micro_batch_tokens: 4096      # tokens of one forward pass: more needs more memory
+  checkpoint_every: 20
+"""
+
+REWARD_TEXT = '''\
+"""The reward of this project. config.yaml names it: reward.function: my_rewards:score."""
+
+import re
+
+NUMBER = re.compile(r"-?\\d+")
+
+
+def score(prompt, trajectory):
+    """1.0 if the last number of the response is the answer of the row, else 0.0.
+
+    prompt.text       the prompt of the row
+    prompt.fields     the other columns of the row, here the answer
+    trajectory.text   the response, without its end token
+
+    Return a finite number. If this raises, the group is retried. Calls run on several threads.
+    """
+    numbers = NUMBER.findall(trajectory.text)
+    return 1.0 if numbers and numbers[-1] == prompt.fields["answer"] else 0.0
+'''
+
+TEST_TEXT = '''\
+"""Tests of the reward: pytest test_my_rewards.py."""
+
+import pytest
+from my_rewards import score
+
+from engine.trajectory import Prompt, Trajectory
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [("42", 1.0), ("7 is wrong, it is 42.", 1.0), ("42 or 7", 0.0), ("forty-two", 0.0), ("", 0.0)],
+)
+def test_the_last_number_counts(response, reward):
+    prompt = Prompt(row=0, text="What is 6 times 7?", fields={"answer": "42"})
+    assert score(prompt, Trajectory(text=response, finish_reason="stop")) == reward
+'''
+
+README_TEXT = """\
+# A project for Step Engine
+
+| file | content |
+|---|---|
+| `config.yaml` | the run |
+| `data.jsonl`, `held_out.jsonl` | prompts for training and validation, with the answers that the reward compares |
+| `my_rewards.py` | the reward |
+| `test_my_rewards.py` | its test |
+
+In this directory:
+
+```sh
+pytest test_my_rewards.py        # test the reward
+engine check config.yaml         # show the first prompt and call the reward; starts nothing
+engine run config.yaml           # train
+```
+
+Then `engine samples latest` shows what the model said, and `engine export latest --to my-model` writes the model for
+transformers.
+"""

@@ -1,0 +1,312 @@
+"""What a run would do with its prompts, as `engine check` shows it: the tokens that the model reads, the lengths of all
+prompts, where a response ends, and what the reward returns.
+
+Called by `inputs.check_inputs`. It loads the tokenizer and the model's configuration, never weights, and calls the
+user's reward. If a run would fail, it raises a `ConfigError` that names the field.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from threading import Thread
+from typing import Any
+
+import numpy as np
+
+from engine.chat import PromptRenderer, has_template, turn_end
+from engine.config.prompts import (
+    check_prompts,
+    has_agents,
+    load_tokenizer,
+    model_config,
+    prompt_limit,
+    renderer_of,
+    stop_ids_of,
+)
+from engine.config.reward_functions import reward_of_section, reward_of_set
+from engine.config.schema import Config
+from engine.errors import ConfigError, DataFailure, RewardFailure, describe_error, suggestion
+from engine.rollout.reward_parts import RewardPart, RewardParts, Value
+from engine.rollout.scoring import Overdue, call_part
+from engine.tasks.dataset import MESSAGES, Dataset
+from engine.tasks.prompt_lengths import UNCOUNTED, fitting_prompts, sampled_counts
+from engine.trajectory import Prompt, Span, Trajectory
+
+HELD_OUT = "data.validation_path"
+SHOWN_CHARACTERS = 2000
+"""Of the first prompt."""
+MOST_KINDS = 16
+"""Kinds of rows for which the reward is called, at most."""
+
+
+def dry_run(config: Config, model: str, files: Mapping[str, Dataset]) -> Iterator[str]:
+    """Lines like those of `check_inputs`. `files`: the data sets of prompts, by the field that names them."""
+    tokenizer = load_tokenizer(model)
+    agents = has_agents(config)
+    check_prompts(config, tokenizer, model, {} if agents else files)
+    renderer = None if agents else renderer_of(config, tokenizer)
+    surveys = {field: survey(data, renderer, field) for field, data in files.items()}
+    yield from _vocabulary_lines(tokenizer, model)
+    yield from _ending_lines(config, tokenizer, model)
+    if renderer is not None:
+        for name, found in surveys.items():
+            yield from _length_lines(config, model, renderer, found, name)
+        for name, data in files.items():
+            if not _is_held_out(name):
+                yield from _first_prompt_lines(tokenizer, renderer, data, name)
+    yield from _overlap_lines(surveys)
+    for judge in _judges(config, surveys):
+        yield from _reward_lines(judge, tokenizer)
+
+
+# -- one pass over the prompts -----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Survey:
+    """The prompts of a file after one pass over them."""
+
+    data: Dataset
+    texts: list[str] = field(default_factory=list)
+    """The text of each as the model reads it; for agents the prompt itself."""
+    kinds: dict[Any, int] = field(default_factory=dict)
+    """The first row of each kind: the same columns with values of the same types."""
+    answered: int = 0
+    """Chats that end with a message of the assistant."""
+
+
+def survey(data: Dataset, renderer: PromptRenderer | None, field: str) -> Survey:
+    """Raises: `ConfigError` for a prompt that cannot be rendered."""
+    found = Survey(data)
+    for row, prompt in enumerate(data.prompts()):
+        try:
+            found.texts.append(_plain(prompt) if renderer is None else renderer.quick_text(prompt))
+        except DataFailure as error:
+            law = f"row {row + 1}: {error}"
+            raise ConfigError(field, data.path, law, "correct the row, or use another template") from error
+        found.kinds.setdefault(frozenset((name, type(value)) for name, value in prompt.fields.items()), row)
+        messages = prompt.fields.get(MESSAGES)
+        found.answered += 1 if messages and messages[-1]["role"] == "assistant" else 0
+    return found
+
+
+def _plain(prompt: Prompt) -> str:
+    messages = prompt.fields.get(MESSAGES)
+    return json.dumps(messages, sort_keys=True) if messages else prompt.text
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+def _vocabulary_lines(tokenizer: Any, model: str) -> Iterator[str]:
+    rows = getattr(model_config(model), "vocab_size", None)
+    if rows is not None and len(tokenizer) > rows:
+        yield (
+            f"note: the tokenizer of model.path has {len(tokenizer)} tokens, but the model only {rows}: "
+            f"prompts that contain the others fail"
+        )
+
+
+def _ending_lines(config: Config, tokenizer: Any, model: str) -> Iterator[str]:
+    """Where a response ends, and which of these ends never occur. Raises: `ConfigError` if there is none."""
+    chat = config.data.chat_settings()
+    stop_ids = stop_ids_of(tokenizer, model, config.rollout.stop, chat)
+    names = ", ".join(repr(tokenizer.decode([id])) for id in stop_ids)
+    yield f"ok: a response ends at {names}, or after rollout.max_tokens = {config.rollout.max_tokens}"
+    end = turn_end(tokenizer, chat.template_kwargs) if chat.mode != "never" else None
+    if end is not None and end.token is None:
+        yield (
+            f"note: the chat template ends a turn with {end.text!r}, which contains no special token; it never writes "
+            f"{names}, so responses may not end before rollout.max_tokens: name a token in rollout.stop"
+        )
+    if chat.mode == "never" and has_template(tokenizer):
+        yield "note: data.chat is never: the model's chat template is not used"
+
+
+def _length_lines(config: Config, model: str, renderer: PromptRenderer, found: Survey, name: str) -> Iterator[str]:
+    """Raises: `ConfigError` for prompts that are too long under `data.overlong: error`."""
+    limit = prompt_limit(config, model)
+    most = None if limit is None else limit.tokens
+    if limit is not None and limit.context is not None:
+        most = min(limit.tokens, limit.context - config.rollout.max_tokens)
+    counts = sampled_counts(found.texts, renderer, most)
+    if not counts.all():
+        row = int(np.argmax(counts == 0)) + 1
+        raise ConfigError(name, found.data.path, f"row {row} has no tokens", "correct or remove the row")
+    known = counts[counts != UNCOUNTED]
+    least, middle, longest = known.min(), int(np.median(known)), known.max()
+    room = "" if limit is None else f", and may have {limit.tokens} ({limit.reason})"
+    about = "" if len(known) == len(counts) else f" ({len(known)} of them were counted, with the longest ones)"
+    yield f"ok: prompts of {name} have {least} to {longest} tokens, median {middle}{about}{room}"
+    if limit is not None:
+        note = fitting_prompts(found.data, counts, limit, config.data.overlong, name).note
+        if note:
+            yield f"note: {note}"
+        room_left = config.rollout.max_tokens
+        tight = int(((counts + room_left > limit.context) & (counts <= limit.tokens)).sum()) if limit.context else 0
+        if tight:
+            yield (
+                f"note: {tight} of {len(counts)} prompts of {name} leave less than rollout.max_tokens = {room_left} "
+                f"tokens for the response in the context of {limit.context}; data.max_prompt_tokens limits prompts"
+            )
+    if found.answered:
+        yield (
+            f"note: {found.answered} of {len(counts)} prompts of {name} end with a message of the assistant: the model "
+            f"is asked to add another answer"
+        )
+
+
+def _first_prompt_lines(tokenizer: Any, renderer: PromptRenderer, data: Dataset, name: str) -> Iterator[str]:
+    prompt = data.prompt(0)
+    ids = renderer.ids(prompt)
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    if len(text) > SHOWN_CHARACTERS:
+        half = SHOWN_CHARACTERS // 2
+        text = f"{text[:half]}\n[{len(text) - 2 * half} characters]\n{text[-half:]}"
+    shown = "".join(f"\n    | {line}" for line in text.split("\n"))
+    yield f"ok: the first prompt of {name} is these {len(ids)} tokens:{shown}"
+    special = [added.content for added in tokenizer.added_tokens_decoder.values() if added.content in prompt.text]
+    if renderer.templated and special and not prompt.fields.get(MESSAGES):
+        yield (
+            f"note: the first prompt of {name} contains {special[0]!r}, and the chat template is applied to it; "
+            f"if the prompts are rendered already, set data.chat: never"
+        )
+
+
+# -- repeated rows ---------------------------------------------------------------------------------------------------
+
+
+def _overlap_lines(surveys: Mapping[str, Survey]) -> Iterator[str]:
+    seen = {name: set(found.texts) for name, found in surveys.items()}
+    for name, found in surveys.items():
+        if len(seen[name]) < len(found.texts):
+            twice = len(found.texts) - len(seen[name])
+            yield f"note: {twice} of {len(found.texts)} prompts of {name} are repetitions of earlier ones"
+    training = [name for name in surveys if not _is_held_out(name)]
+    for number, name in enumerate(training):
+        for earlier in training[:number]:
+            shared = len(seen[name] & seen[earlier])
+            if shared:
+                yield f"note: {shared} prompts of {name} are also in {earlier}"
+    for held_out in filter(_is_held_out, surveys):
+        texts, leaks = surveys[held_out].texts, 0
+        for name in training:
+            leaked = sum(text in seen[name] for text in texts)
+            leaks += leaked
+            if leaked:
+                yield f"note: {leaked} of {len(texts)} prompts of {held_out} are also in {name}"
+        if not leaks:
+            yield f"ok: no prompt of {held_out} is in {' or '.join(training)}"
+
+
+def _is_held_out(field: str) -> bool:
+    """Whether a field names validation prompts."""
+    return field == HELD_OUT or field.startswith("validation.")
+
+
+# -- the reward --------------------------------------------------------------------------------------------------------
+
+FORMS = {"response": "", "group": ", called once for each group", "batch": ", called for several groups at once"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    """A reward, its functions by their fields, and the prompts whose responses it judges."""
+
+    reward: RewardParts
+    specs: Mapping[str, str]
+    surveys: Mapping[str, Survey]
+
+
+def _judges(config: Config, surveys: Mapping[str, Survey]) -> Iterator[_Judge]:
+    """The reward of the run for its own prompts, and for those of validation sets without a reward of their own; then
+    the rewards of the sets. Raises: `ConfigError` for one that cannot be called."""
+    directory = config.run.code_dir
+    sets = [(f"validation.sets.{index}", one) for index, one in enumerate(config.validation.sets)]
+    read = {path: HELD_OUT if one.path is None else f"{path}.path" for path, one in sets}
+    others = {read[path] for path, one in sets if one.reward is not None}
+    others -= {read[path] for path, one in sets if one.reward is None}
+    reward = reward_of_section(config.reward, directory, check=True)
+    if reward is not None:
+        own = {name: found for name, found in surveys.items() if name not in others}
+        yield _Judge(reward, config.reward.specs, own)
+    for path, one in sets:
+        if one.reward is not None:
+            apart = reward_of_set(one.reward, config.reward, directory, f"{path}.reward")
+            found = {name: survey for name, survey in surveys.items() if name == read[path]}
+            yield _Judge(apart, {f"{path}.reward": one.reward}, found)
+
+
+def _reward_lines(judge: _Judge, tokenizer: Any) -> Iterator[str]:
+    """Call every function for the first row of each kind. Raises: `ConfigError` where it fails."""
+    rewards = list(zip(judge.specs.items(), judge.reward.parts, strict=True))
+    try:
+        for name, found in judge.surveys.items():
+            for number, row in enumerate(sorted(found.kinds.values())[:MOST_KINDS]):
+                prompt = found.data.prompt(row)
+                answer = str(prompt.fields.get("answer") or "test answer")
+                where = f"row {row + 1} of {name}"
+                values = {}
+                for (field, spec), part in rewards:
+                    values[field] = _call(part, field, spec, prompt, _test_trajectory(tokenizer, prompt, answer), where)
+                if all(value is None for value in values.values()):
+                    specs = [spec for (_, spec), _ in rewards]
+                    law = f"all returned None for {where}"
+                    raise ConfigError("reward.functions", specs, law, "make one of them return a number for every row")
+                for (field, spec), part in rewards if number == 0 else ():
+                    call = f"{field} {spec} returns {_describe(values[field], part)}"
+                    yield f"ok: {call} for the answer {answer!r:.60} to row 1 of {name}{FORMS[part.form]}"
+    finally:
+        judge.reward.close()
+
+
+def _describe(value: Value, part: RewardPart) -> str:
+    if value is None:
+        return "None (it does not apply)"
+    return f"{len(value)} numbers, one for each {part.unit}," if isinstance(value, list) else f"{value:g}"
+
+
+def _test_trajectory(tokenizer: Any, prompt: Prompt, answer: str) -> Trajectory:
+    """A finished trajectory, as a replica passes it to the reward."""
+    ids = tokenizer.encode(answer, add_special_tokens=False)
+    trajectory = Trajectory(prompt_ids=tokenizer.encode(prompt.text), text=answer, finish_reason="stop")
+    trajectory.extend(ids, [0.0] * len(ids), [Span(0, len(ids), 0)])
+    return trajectory
+
+
+def _call(part: RewardPart, field: str, spec: str, prompt: Prompt, trajectory: Trajectory, where: str) -> Value:
+    """The value of a function; None if it does not apply. One that judges whole groups gets the response twice."""
+    timeout_s = part.timeout_s
+    times = 1 if part.form == "response" else 2
+    outcome: list[list[Value | str] | BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call_part(part, [prompt] * times, [trajectory.copy() for _ in range(times)], timeout_s))
+        except BaseException as error:  # `SystemExit` also fails only this call
+            outcome.append(error)
+
+    thread = Thread(target=run, name="reward", daemon=True)
+    thread.start()
+    thread.join(None if part.limits_itself else timeout_s)
+    if not outcome or isinstance(outcome[0], Overdue):
+        law = f"took longer than reward.timeout_s = {timeout_s:g} on {where}"
+        raise ConfigError(field, spec, law, "make it faster, or raise reward.timeout_s")
+    if isinstance(outcome[0], list):
+        value = outcome[0][0]
+        if not isinstance(value, str):
+            return value
+        law = f"returned {value.replace('WHERE', f'for {where}')}"
+        raise ConfigError(field, spec, law, "return what is allowed")
+    error = outcome[0]
+    if isinstance(error, RewardFailure) and not str(error).startswith("raised"):
+        raise ConfigError(field, spec, f"{error}, on {where}", "correct the function")
+    columns = sorted(prompt.fields)
+    quoted = re.search(r"'([^']+)'", str(error))
+    near = suggestion(quoted.group(1), columns) if quoted is not None and quoted.group(1) not in columns else ""
+    fix = f"{near} In" if near else "in"
+    fix += f" addition to its prompt, the row has the columns {', '.join(columns) or '(none)'}"
+    reason = str(error) if isinstance(error, DataFailure) else describe_error(error)
+    reason = reason.removeprefix("raised ").replace(f"row {prompt.row} ", "the row ")  # rewards count rows from 0
+    raise ConfigError(field, spec, f"raised on {where}: {reason}", fix)

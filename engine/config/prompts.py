@@ -1,0 +1,157 @@
+"""The tokenizer of a configured model, held against the prompts that it is to read.
+
+Called by a run in the launching process, before any actor starts, and by `engine check`. Loads transformers late; never
+loads weights.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.chat import ChatSettings, PromptRenderer, has_template, render, template_arguments, turn_end
+from engine.config.schema import Config
+from engine.errors import ConfigError, DataFailure, describe_error, suggestion
+from engine.tasks.dataset import Dataset
+from engine.tasks.prompt_lengths import PromptLimit
+
+HUB_TIMEOUT_S = 5.0
+"""For the hub's answer to whether it has a model."""
+
+
+def find_model(path: str) -> None:
+    """Raises: `ConfigError`, within seconds, for a hub name that is neither in the local cache nor on the hub."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    fix = "give the directory of a model in Hugging Face format, or the name of a model on the hub"
+    try:
+        if isinstance(try_to_load_from_cache(path, "config.json"), str):
+            return
+        HfApi().model_info(path, timeout=HUB_TIMEOUT_S)
+    except HFValidationError as error:
+        raise ConfigError("model.path", path, f"is neither a directory nor a hub name: {error}", fix) from error
+    except HfHubHTTPError as error:
+        status = "" if error.response is None else f" (HTTP {error.response.status_code})"
+        law = f"is neither a directory nor in the local cache, and the hub refuses it{status}"
+        raise ConfigError("model.path", path, law, fix) from error
+    except Exception as error:  # whatever its HTTP client raises without a connection
+        law = f"is neither a directory nor in the local cache, and the hub cannot be reached: {describe_error(error)}"
+        raise ConfigError("model.path", path, law, fix) from error
+
+
+def load_tokenizer(model: str) -> Any:
+    """Raises: `ConfigError` where the model has no tokenizer that transformers can load."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except Exception as error:  # transformers raises whatever its files and its hub do
+        law = f"has no tokenizer that transformers can load: {describe_error(error)}"
+        raise ConfigError("model.path", model, law, "give a model with its tokenizer") from error
+
+
+def renderer_of(config: Config, tokenizer: Any, most_tokens: int | None = None) -> PromptRenderer:
+    """How the prompts of a run become tokens."""
+    return PromptRenderer(tokenizer, config.data.chat_settings(), most_tokens)
+
+
+def prompt_limit(config: Config, model: str) -> PromptLimit | None:
+    """Raises: `ConfigError` where transformers cannot read the model's configuration."""
+    context = config.rollout.longest or getattr(model_config(model), "max_position_embeddings", None)
+    most = config.data.max_prompt_tokens
+    if most is not None and (context is None or most < context - 1):
+        return PromptLimit(tokens=most, reason="data.max_prompt_tokens", context=context)
+    if context is None:
+        return None
+    return PromptLimit(tokens=context - 1, reason=f"one token less than the context of {context}", context=context)
+
+
+def model_config(model: str) -> Any:
+    """The model's configuration, of its text part if it has several. Raises: `ConfigError` where transformers cannot
+    load it."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model).get_text_config()
+    except Exception as error:  # transformers raises whatever its files and its hub do
+        law = f"has no configuration that transformers can load: {describe_error(error)}"
+        raise ConfigError("model.path", model, law, "give a model in Hugging Face format") from error
+
+
+def check_template(config: Config, tokenizer: Any, model: str) -> None:
+    """Raises: `ConfigError` for settings of a chat template that the tokenizer does not have or does not read."""
+    data = config.data
+    given = {"data.system_prompt": data.system_prompt, "data.chat_template_kwargs": data.chat_template_kwargs}
+    for field, value in given.items():
+        if value and not has_template(tokenizer):
+            law = f"needs a chat template, and the tokenizer of model.path {model} has none"
+            raise ConfigError(field, value, law, "remove it, or use a model with a chat template")
+    if data.system_prompt is not None:
+        _check_system_prompt(config, tokenizer, model)
+    known = template_arguments(tokenizer) if data.chat_template_kwargs else []
+    for name in data.chat_template_kwargs:
+        if name not in known:
+            shown = f"use one of {', '.join(known)}" if known else "remove it"
+            law = f"the chat template of model.path {model} does not read the argument {name!r}"
+            raise ConfigError("data.chat_template_kwargs", name, law, suggestion(name, known, shown))
+
+
+def _check_system_prompt(config: Config, tokenizer: Any, model: str) -> None:
+    """Raises: `ConfigError` for a template that takes a question, but not with a system message before it."""
+    arguments, question = config.data.chat_template_kwargs, [{"role": "user", "content": "question"}]
+    system = {"role": "system", "content": config.data.system_prompt}
+    try:
+        render(tokenizer, question, None, arguments)
+    except DataFailure:
+        return
+    try:
+        render(tokenizer, [system, *question], None, arguments)
+    except DataFailure as error:
+        law = f"{error}; they are a system message and a question, in the template of model.path {model}"
+        raise ConfigError("data.system_prompt", config.data.system_prompt, law, "put it into the prompts") from error
+
+
+def check_prompts(config: Config, tokenizer: Any, model: str, files: Mapping[str, Dataset]) -> None:
+    """Raises: `ConfigError` for settings of a template that the tokenizer cannot use, and for lists of messages that no
+    template renders. `files`: the data sets by the field that names them."""
+    check_template(config, tokenizer, model)
+    for field, data in files.items():
+        if not data.chats or renderer_of(config, tokenizer).templated:
+            continue
+        if config.data.chat == "never":
+            law = f"the prompts of {field} are lists of messages, which need the chat template"
+            raise ConfigError("data.chat", "never", law, "use auto")
+        law = f"has lists of messages, but the tokenizer of model.path {model} has no chat template"
+        raise ConfigError(field, data.path, law, "use a model with a chat template, or text prompts")
+
+
+def has_agents(config: Config) -> bool:
+    """Whether rollouts make messages of their own, so that nothing is known of what the model reads."""
+    return config.several_turns
+
+
+def stop_ids_of(tokenizer: Any, model: str, stop: list[str], chat: ChatSettings | None = None) -> tuple[int, ...]:
+    """Ids of the tokens that end a response: the end tokens of tokenizer and model, `rollout.stop`, and for chats the
+    token with which the template ends a turn.
+
+    Raises: `ConfigError` for a string that is not one token, or if there is no such token.
+    """
+    from transformers import GenerationConfig
+
+    found: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    try:
+        ends = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:
+        ends = None
+    found += [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    turn = turn_end(tokenizer, chat.template_kwargs) if chat is not None and chat.mode != "never" else None
+    found += [] if turn is None or turn.token is None else [turn.token]
+    for text in stop:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            law = f"must be single tokens, but this model's tokenizer splits {text!r} into {len(ids)} tokens"
+            raise ConfigError("rollout.stop", stop, law, "use strings of one token each")
+        found += ids
+    if not found:
+        law = "neither the tokenizer nor the model names a token that ends a response"
+        raise ConfigError("rollout.stop", stop, law, "name a string of one token")
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,83 @@
+"""The reward of a configuration: imports its functions and says how each is called.
+
+Used by `engine check`, by the launcher and by the processes that judge responses. Starts no process itself: a function
+with processes of its own starts them when it is first called.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+from engine.config.reward import NamedReward, RewardSection
+from engine.errors import ConfigError
+from engine.rollout.reward_parts import Form, RewardPart, RewardParts
+from engine.tasks.reward_forms import bind, check_declared, declared_by
+from engine.tasks.reward_processes import ProcessSettings, RewardProcesses
+from engine.tasks.rewards import check_signature, find, name_of
+
+Settings = tuple[str, NamedReward]
+"""The field of a function's settings, such as `reward.functions.0`, and the settings."""
+
+
+def reward_of_section(section: RewardSection, directory: str | None, *, check: bool = False) -> RewardParts | None:
+    """The reward that the section names; None if it names none. `check`: also test what the functions need, for example
+    that a server answers.
+
+    Raises: `ConfigError` for a function that cannot be imported or called, or an argument that cannot be used.
+    """
+    if section.function is not None:
+        alone = NamedReward(name="reward", function=section.function)
+        return RewardParts((_part("reward", alone, section, directory, check),))
+    named = enumerate(section.functions)
+    parts = [_part(f"reward.functions.{index}", part, section, directory, check) for index, part in named]
+    return RewardParts(tuple(parts)) if parts else None
+
+
+def reward_of_function(function: Callable[..., Any]) -> RewardParts:
+    """The reward of a run whose function belongs to the program, so that other processes may be unable to import it."""
+    spec, _ = name_of(function)
+    bound = bind(function, {}, spec, "reward.function")
+    return RewardParts((RewardPart(function=bound.call, form=cast(Form, bound.form), shown=spec.replace(":", ".")),))
+
+
+def reward_of_set(spec: str, section: RewardSection, directory: str | None, field: str) -> RewardParts:
+    """The reward of a validation set that has its own function, called as the section says. `field` names it.
+
+    Raises: `ConfigError` for a function that cannot be imported or called.
+    """
+    check_signature(find(spec, directory, field), spec, field)
+    reward = reward_of_section(section.model_copy(update={"function": spec, "functions": []}), directory)
+    assert reward is not None
+    return reward
+
+
+def _part(field: str, part: NamedReward, section: RewardSection, directory: str | None, check: bool) -> RewardPart:
+    function = find(part.function, directory, f"{field}.function")
+    bound = bind(function, part.arguments, part.function, f"{field}.function")
+    declared = declared_by(function)
+    if check:
+        check_declared(function, part.arguments, f"{field}.arguments")
+    processes = declared.processes if part.processes is None else part.processes
+    if part.memory_mb is not None and not processes:
+        law = "limits the processes of the function, but it has none"
+        raise ConfigError(f"{field}.memory_mb", part.memory_mb, law, f"set {field}.processes to 1 or more")
+    pool = None
+    if processes:
+        settings = ProcessSettings(
+            spec=part.function, directory=directory, arguments=part.arguments,
+            timeout_s=part.timeout_s or section.timeout_s, memory_mb=part.memory_mb,
+        )  # fmt: skip
+        pool = RewardProcesses(settings, processes)
+    plain = RewardPart(
+        function=pool or bound.call,
+        name="" if section.function is not None else part.name,
+        weight=part.weight,
+        form=cast(Form, bound.form),
+        unit=part.unit,
+        shown=part.function.replace(":", "."),
+        timeout_s=part.timeout_s or section.timeout_s,
+        concurrency=processes or part.concurrency,
+        batch_size=part.batch_size,
+        limits_itself=pool is not None,
+    )
+    return plain if pool is None else replace(plain, close=pool.close)

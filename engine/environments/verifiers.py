@@ -1,0 +1,117 @@
+"""Plays environments of the package `verifiers` (the class `Environment` of versions 0.1 to 0.3) as agents.
+
+    # my_agent.py
+    from engine.environments.verifiers import agent_of, load
+    run = agent_of(load("my-environment"))
+
+    # config.yaml
+    data: {path: rows.jsonl}           # python -m engine.environments.verifiers my-environment rows.jsonl
+    agent: {function: my_agent:run}
+
+The environment calls the run's model through the gateway, which captures its tokens, and its rubric gives the reward.
+`verifiers` is imported late, and only by those who use this module: it is no dependency of the engine.
+"""
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from engine.errors import DataFailure, EngineError
+from engine.trajectory import Prompt
+
+Agent = Callable[[str, str, Prompt], Coroutine[Any, Any, float | None]]
+
+COLUMNS = ("example_id", "task", "answer", "info")
+"""Columns of a row, besides its prompt, that a rollout of an environment needs."""
+CONNECTION_ERRORS = ("APIConnectionError", "APITimeoutError", "InternalServerError")
+
+
+class _NoSignals:
+    """Stands in for the module `signal` where no handler may be set."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(signal, name)
+
+    def signal(self, number: int, handler: Any) -> Any:
+        return signal.getsignal(number)
+
+
+def load(name: str, **arguments: Any) -> Any:
+    """What `verifiers.load_environment` returns. It sets no signal handlers: these would replace the engine's, and
+    Python allows them only on the main thread, where agents are not imported."""
+    import verifiers
+    from verifiers.envs import environment as module
+
+    module.signal = _NoSignals()
+    try:
+        return verifiers.load_environment(name, **arguments)
+    finally:
+        module.signal = signal
+
+
+def agent_of(environment: Any, sampling: dict[str, Any] | None = None) -> Agent:
+    """An agent for `agent.function` that plays one rollout of an environment and returns the reward of its rubric.
+
+    `sampling`: fields of its chat requests. The run's temperature, top-p and seed apply (docs/AGENTS.md).
+    The agent raises `DataFailure` if the environment reports an error, and `EngineError` if the gateway is unreachable.
+    """
+
+    async def run(base_url: str, api_key: str, prompt: Prompt) -> float | None:
+        from openai import AsyncOpenAI
+        from verifiers.clients import OpenAIChatCompletionsClient
+
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None) as connection:
+            output = await environment.run_rollout(
+                input_of(prompt), OpenAIChatCompletionsClient(connection), "model", dict(sampling or {})
+            )
+        error = output.get("error")
+        if error is not None:
+            story = f"the environment ended row {prompt.row} with an error: {error['error_chain_str']}"
+            if any(name in error["error_chain_repr"] for name in CONNECTION_ERRORS):
+                raise EngineError(story, row=prompt.row)
+            raise DataFailure(story, row=prompt.row)
+        return float(output["reward"])
+
+    return run
+
+
+def input_of(prompt: Prompt) -> dict[str, Any]:
+    """What a rollout of an environment begins with: the messages and columns of a row."""
+    messages = prompt.fields.get("messages") or [{"role": "user", "content": prompt.text}]
+    given = {name: prompt.fields[name] for name in COLUMNS if prompt.fields.get(name) is not None}
+    return {"example_id": prompt.row, **given, "prompt": list(messages)}
+
+
+def rows_of(environment: Any, count: int = -1, *, evaluation: bool = False) -> list[dict[str, Any]]:
+    """Rows for `data.path`: the prompts of an environment's data set. `count`: how many, -1 for all. `evaluation`: of
+    its evaluation set, for `data.validation_path`."""
+    data = environment.get_eval_dataset(n=count) if evaluation else environment.get_dataset(n=count)
+    return [{"messages": row["prompt"]} | {name: row[name] for name in COLUMNS if name in row} for row in data]
+
+
+def main(arguments: list[str]) -> int:
+    """Write the prompts of an environment to a JSONL file."""
+    parser = argparse.ArgumentParser(prog="python -m engine.environments.verifiers", description=main.__doc__)
+    parser.add_argument("name", help="what verifiers.load_environment takes")
+    parser.add_argument("file", help="JSONL file to write")
+    parser.add_argument("--arguments", type=json.loads, default={}, help="JSON object: arguments of the environment")
+    parser.add_argument("--count", type=int, default=-1, help="number of prompts; -1: all")
+    parser.add_argument("--evaluation", action="store_true", help="prompts of the evaluation set")
+    chosen = parser.parse_args(arguments)
+    try:
+        environment = load(chosen.name, **chosen.arguments)
+    except ModuleNotFoundError as error:
+        print(f"engine: {error}; pip install 'verifiers<0.4' and the environment", file=sys.stderr)
+        return 2
+    rows = rows_of(environment, chosen.count, evaluation=chosen.evaluation)
+    with open(chosen.file, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    print(f"{chosen.file}: {len(rows)} prompts")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,52 @@
+"""Answers held-out prompts, each validation set by a generator with the sampling parameters and reward of the set.
+
+`actors.configured_plan` makes one for each replica; all its generators share the replica's backend. Only the generator
+that trains stages and installs weights, pauses and closes the backend.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.errors import EngineError
+from engine.ids import GroupId, Version
+from engine.protocols import Generated, Generator, GroupWork
+
+
+class SetEvaluator:
+    """Passes each prompt to the generator of its set. Implements `protocols.Generator`."""
+
+    def __init__(self, generators: Mapping[str, Generator]) -> None:
+        self._generators = dict(generators)
+
+    async def generate(self, work: GroupWork) -> Generated:
+        """Raises: what the set's generator raises."""
+        if work.validation_set not in self._generators:
+            raise EngineError(f"there is no validation set {work.validation_set!r}")
+        return await self._generators[work.validation_set].generate(work)
+
+    async def abort(self, groups: Sequence[GroupId]) -> None:
+        for generator in self._generators.values():
+            await generator.abort(groups)
+
+    async def truncate(self, groups: Sequence[GroupId]) -> None:
+        for generator in self._generators.values():
+            await generator.truncate(groups)
+
+    async def pause(self, mode: str) -> None:
+        await asyncio.gather(*(generator.pause(mode) for generator in self._generators.values()))
+
+    async def stage(self, version: Version, weights: Any) -> None:
+        """The generators share a backend, so one of them is enough."""
+        await next(iter(self._generators.values())).stage(version, weights)
+
+    async def install(self, version: Version) -> None:
+        await next(iter(self._generators.values())).install(version)
+
+    async def resume(self) -> None:
+        for generator in self._generators.values():
+            await generator.resume()
+
+    async def close(self) -> None:
+        for generator in self._generators.values():
+            await generator.close()

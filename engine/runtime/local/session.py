@@ -1,0 +1,357 @@
+"""`Session`: the scheduler inside a user's own training loop. The loop reports facts, and gets orders back.
+
+    with Session(limits, directory="runs/mine") as session:
+        orders = session.begin()
+        orders = session.report(answer(orders[0], ProcessUp, slots=8, samples=4))
+
+Called by users; docs/SESSION.md is the reference. It never waits, starts no thread and reads no clock but the one that
+it is given. It writes the record of a run, so `engine replay` and `engine waits` read it. Call it from one thread at a
+time.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from engine import __version__
+from engine.commands import CancelTimer, Command, FinishRun, SetTimer
+from engine.config import Config, load_config
+from engine.control.request_events import changes
+from engine.errors import ConfigError, PolicyError, RecordNotBegun, RunFinished, reason_of
+from engine.events import Event, RunResumed, RunStarted, TimerFired
+from engine.ids import StepId
+from engine.policies import PolicySet
+from engine.record import After, Header, MemoryRecorder, Record, Recorder, Recovered, read, recover
+from engine.record.files import RecordLock, make_run_private
+from engine.record.log import SUFFIX
+from engine.runtime.driver import Driver
+from engine.runtime.local.facts import IllegalFact, check_fact, due_at
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.settings import MAX_STEPS
+from engine.states.limits import Limits
+from engine.states.view import View
+from engine.states.waits import waits
+
+SNAPSHOT_EVERY = 50_000
+Orders = tuple[Command, ...]
+
+
+class Due(NamedTuple):
+    """When the loop must report a timer next."""
+
+    in_s: float
+    """Seconds from now; 0: now."""
+    fact: TimerFired
+
+
+class _Clock:
+    """Seconds since the run began. `before`: seconds in the record that it continues."""
+
+    def __init__(self, clock: Callable[[], float], before: float = 0.0) -> None:
+        self._clock = clock
+        self._zero = clock() - before
+        self._newest = before
+
+    def now(self) -> float:
+        self._newest = max(self._newest, self._clock() - self._zero)
+        return self._newest
+
+
+class _Orders:
+    """Collects the orders of a report, instead of executing them."""
+
+    def __init__(self) -> None:
+        self.orders: list[Command] = []
+
+    def execute(self, commands: Sequence[Command]) -> None:
+        self.orders.extend(commands)
+
+    def take(self) -> Orders:
+        taken, self.orders = tuple(self.orders), []
+        return taken
+
+
+class Session:
+    """One run that the caller executes. `begin` first, then `report` each fact and execute the returned orders, until
+    `outcome` is set."""
+
+    def __init__(
+        self,
+        settings: Limits | Config | str | Path,
+        *,
+        directory: str | Path | None = None,
+        replicas: int | None = None,
+        policies: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        snapshot_every: int = SNAPSHOT_EVERY,
+    ) -> None:
+        """`settings`: the limits, or a configuration or its file, of which the sections about scheduling are used.
+        `directory`: for the record; must not have one yet; None: the record stays in memory. `replicas`: number to
+        start, with ids from 0; None: as many as the configuration has, else 1. `policies`: names by decision.
+        `clock`: seconds, from any zero, never decreasing. `snapshot_every`: events between two snapshots in the record;
+        0: none.
+
+        Raises: `ConfigError` for settings or a directory that cannot be used, `RecordError` if it cannot be written.
+        """
+        config = load_config(settings) if isinstance(settings, str | Path) else settings
+        limits: Any = config.limits() if isinstance(config, Config) else config
+        if replicas is None:
+            replicas = config.rollout.replicas if isinstance(config, Config) else 1
+        if policies is None:
+            policies = config.policies().names if isinstance(config, Config) else {}
+        if not isinstance(limits, Limits):
+            law = "must be engine.Limits, a configuration or the path of its file"
+            raise ConfigError("settings", type(limits).__name__, law, "for example Limits(train_batch_size=8, ...)")
+        if replicas < 1:
+            raise ConfigError("replicas", replicas, "must be at least 1", "use 1")
+        limits = _for_one_process(limits)
+        limits.require_replicas(replicas)
+        chosen = PolicySet.from_names(policies)
+        self.directory = None if directory is None else Path(directory)
+        run = "session" if self.directory is None else self.directory.resolve().name
+        header = Header(run=run, limits=limits.to_plain(), policies=dict(chosen.names), code=__version__)
+        self._recorder: Recorder | MemoryRecorder
+        if self.directory is None:
+            self._recorder = MemoryRecorder(header)
+        else:
+            _require_no_record(self.directory)
+            make_run_private(self.directory)
+            self._recorder = Recorder(self.directory / "schedule", header)
+        first = RunStarted(replicas=replicas + len(limits.validators()))
+        self._prepare(Scheduler(limits, chosen), first, (), clock, 0.0, 0, snapshot_every)
+
+    @classmethod
+    def resume(
+        cls,
+        directory: str | Path,
+        *,
+        steps: StepId | None = None,
+        replicas: int | None = None,
+        max_steps: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        snapshot_every: int = SNAPSHOT_EVERY,
+    ) -> Self:
+        """The session that continues the record in a directory. Before `begin`, load the weights after `self.steps`
+        train steps: those of the newest checkpoint that was reported as saved, or the initial ones for 0.
+
+        `steps`: an older checkpoint, or 0. `replicas`: None: as many as before. `max_steps`: a new number, which may
+        extend a finished run.
+        Raises: `ConfigError` for arguments that cannot be used, `RunFinished`, `RecordError` for a damaged record,
+        `RecordHeld` if another process writes it.
+        """
+        schedule = Path(directory) / "schedule"
+        if not schedule.is_dir():
+            law = "has no schedule/ directory, so there is nothing to resume"
+            raise ConfigError("directory", str(directory), law, "begin a new run with engine.Session(limits, ...)")
+        lock = RecordLock(schedule)
+        try:
+            record = _record_in(schedule, str(directory))
+            recovered = recover(record)
+            state = recovered.scheduler.state
+            settings = changes(
+                [] if max_steps is None else [(MAX_STEPS, str(max_steps))], state.limits, recovered.scheduler.policies
+            )
+            if state.outcome is not None and state.outcome.outcome == "finished":
+                more = max_steps is not None and max_steps > state.steps_trained and not state.no_more_prompts
+                if not more:
+                    law, fix = f"has finished ({state.outcome.reason})", "to train more steps, give a larger max_steps"
+                    raise RunFinished("directory", str(directory), law, fix)
+            begin_at = _steps_of(recovered, steps)
+            wanted = sum(replica.process.wanted for replica in state.fleet.rollouts()) or 1
+            count = (wanted if replicas is None else replicas) + len(state.limits.validators())
+            resumed = recovered.resumed(steps=begin_at, replicas=count)
+            made = cls.__new__(cls)
+            made.directory = Path(directory)
+            made._recorder = Recorder(schedule, After(events=recovered.events, torn=recovered.torn), lock=lock)
+        except BaseException:
+            lock.release()
+            raise
+        made._prepare(recovered.scheduler, resumed, settings, clock, recovered.at, recovered.events, snapshot_every)
+        return made
+
+    def _prepare(
+        self,
+        scheduler: Scheduler,
+        first: RunStarted | RunResumed,
+        settings: Sequence[Event],
+        clock: Callable[[], float],
+        at: float,
+        events: int,
+        snapshot_every: int,
+    ) -> None:
+        self._first: tuple[Event, ...] = (first, *settings)
+        self._begun = False
+        self._closed = False
+        self._clock = _Clock(clock, at)
+        self._snapshot_every = snapshot_every
+        self._collected = _Orders()
+        self.steps: StepId = first.steps if isinstance(first, RunResumed) else 0
+        """Train steps in the weights that the loop must have when it calls `begin`."""
+        self._connect(scheduler, events)
+
+    def _connect(self, scheduler: Scheduler, events: int) -> None:
+        self._scheduler = scheduler
+        self._driver = Driver(
+            scheduler, self._clock, self._recorder, self._collected, None, events, self._snapshot_every
+        )
+
+    def begin(self) -> Orders:
+        """Begin the run, or continue the resumed one. Returns the first orders. Call it once, when the trainer has its
+        weights."""
+        if self._begun:
+            raise IllegalFact("the session has begun already; call begin() once")
+        self._require_open()
+        self._begun = True
+        return self._deliver(*self._first)
+
+    def report(self, *facts: Event) -> Orders:
+        """Report facts in the order in which they happened. Returns the orders that follow, without those to set and
+        cancel timers (`next_due`). A fact about work that has ended is recorded and has no effect.
+
+        Raises: `IllegalFact` for the first fact that cannot be true. The facts before it count; it changes nothing, and
+        the session can continue; `error.orders` are the orders of the facts before it. `PolicyError` if a policy
+        raised or decided something illegal.
+        """
+        self._require_open()
+        if not self._begun:
+            raise IllegalFact("the session has not begun; call begin() first")
+        orders: Orders = ()
+        for fact in facts:
+            try:
+                check_fact(fact, self._scheduler, self._clock.now())
+                orders += self._deliver(fact)
+            except (ConfigError, IllegalFact) as error:
+                story = str(error) if isinstance(error, IllegalFact) else f"{fact}: {error}"
+                raise IllegalFact(story, orders=orders) from error.__cause__
+        return orders
+
+    def next_due(self) -> Due | None:
+        """When to report the next timer. None: no timer is set. Report the facts that are known before timers."""
+        open_timers = self._scheduler.state.orders.open("timer").values()
+        first = min(open_timers, key=due_at, default=None)
+        if first is None:
+            return None
+        return Due(max(0.0, due_at(first) - self._clock.now()), TimerFired(timer=first.id))
+
+    def report_due(self) -> Orders:
+        """Report every timer that is due."""
+        orders: Orders = ()
+        while (due := self.next_due()) is not None and due.in_s <= 0.0:
+            orders += self.report(due.fact)
+        return orders
+
+    @property
+    def open_orders(self) -> Orders:
+        """All orders without an answer, oldest first, without timers."""
+        return _without_timers(order.command for order in self._scheduler.state.orders.all())
+
+    def waits(self) -> list[str]:
+        """What the run waits for, in words: what blocks the next train step comes first."""
+        now = self._clock.now()
+        return [wait.sentence(now) for wait in waits(self._scheduler.state)]
+
+    @property
+    def view(self) -> View:
+        """The state, read-only: steps, versions, groups, replicas."""
+        return self._scheduler.view
+
+    @property
+    def limits(self) -> Limits:
+        """The limits in force."""
+        return self._scheduler.limits
+
+    @property
+    def outcome(self) -> FinishRun | None:
+        """How the run ended; None while it runs. Orders that are still open need no answer."""
+        return self._scheduler.state.outcome if self._begun else None
+
+    @property
+    def events(self) -> int:
+        """Number of recorded events."""
+        return self._driver.events_handled
+
+    @property
+    def record(self) -> Record:
+        """The record so far, for `engine.record.replay`."""
+        self._recorder.flush()
+        if isinstance(self._recorder, MemoryRecorder):
+            return read(self._recorder)
+        return read(self._recorder.directory)
+
+    def close(self) -> None:
+        """Close the record. A run without an outcome can be resumed."""
+        self._closed = True
+        self._recorder.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _deliver(self, *events: Event) -> Orders:
+        """Handle events. If the scheduler cannot handle one, it is recorded as rejected, and the state is recovered
+        from the record, as it was before it."""
+        for event in events:
+            try:
+                self._driver.deliver(replace(event))  # a copy, because the driver stamps it
+            except Exception as error:
+                if self._driver.failure is not error:
+                    raise  # the record could not be written
+                recovered = recover(self.record)
+                self._connect(recovered.scheduler, recovered.events)
+                if isinstance(error, PolicyError):
+                    raise
+                raise IllegalFact(f"{event}: the scheduler cannot handle it: {reason_of(error)}") from error
+        return _without_timers(self._collected.take())
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise IllegalFact("the session is closed; continue the run with engine.Session.resume(directory)")
+
+
+def _without_timers(commands: Iterable[Command]) -> Orders:
+    return tuple(command for command in commands if not isinstance(command, SetTimer | CancelTimer))
+
+
+def _for_one_process(limits: Limits) -> Limits:
+    """Without automatic restarts of the run, and without batches stored for them: nothing restarts a user's loop."""
+    return replace(limits, run_restarts=0, keeps_batches=False)
+
+
+def _require_no_record(directory: Path) -> None:
+    schedule = directory / "schedule"
+    if schedule.is_dir() and any(path.suffix == SUFFIX for path in schedule.iterdir()):
+        law = "already has a record"
+        fix = "continue it with engine.Session.resume(directory), or use another directory"
+        raise ConfigError("directory", str(directory), law, fix)
+
+
+def _record_in(schedule: Path, shown: str) -> Record:
+    """Raises: `ConfigError` if there is none, or it is that of a configured run."""
+    try:
+        record = read(schedule)
+    except RecordNotBegun:
+        law = "has a record without events: the session was never begun"
+        raise ConfigError("directory", shown, law, "begin a new run in another directory") from None
+    if record.header.config:
+        law = "has a run that was started from a configuration"
+        raise ConfigError("directory", shown, law, f"use: engine resume {shown}")
+    return record
+
+
+def _steps_of(recovered: Recovered, chosen: StepId | None) -> StepId:
+    """The train steps to resume from. Raises: `ConfigError` if no such checkpoint was reported as saved."""
+    state = recovered.scheduler.state
+    saved = [0, *(steps for steps in state.checkpoints.steps if steps <= state.steps_trained)]
+    if chosen is None:
+        return saved[-1]
+    if chosen not in saved:
+        law = "is not the number of train steps in a checkpoint that was reported as saved"
+        raise ConfigError("steps", chosen, law, f"use one of {', '.join(map(str, saved))}")
+    return chosen

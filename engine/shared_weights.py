@@ -1,0 +1,206 @@
+"""One copy of each publication on a machine: memory that its processes share, and the turns in which they make it.
+
+A trainer writes what it publishes into this memory, `rollout.torch.transfer` finds there what another process of the
+machine has, or receives into it, and `rollout.vllm.staged_weights` shares files in the same turns. The kernel counts
+who holds what: memory is free when the last process has dropped it or has died, however it died. Where the system has
+no such memory, each process has its own. Must never show a publication that is not complete. torch is imported late,
+because code that only forwards descriptions does not need it.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NAME = "step-engine-weights-"
+ALIGNMENT = 64
+"""Bytes: tensors are aligned as torch aligns its own."""
+SHARES = hasattr(os, "memfd_create")
+COMPLETE = getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SHRINK", 0)
+"""The seals of memory that has everything."""
+TURN_S = 60.0
+"""Seconds to wait for another process that makes the same copy. If it hangs, this one makes its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The tensors of a publication, each once and in this order, and the names of each. Tied names share one tensor."""
+
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    """(type, shape)"""
+    names: tuple[tuple[str, int], ...]
+    """(name, index into `tensors`)"""
+
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        import torch
+
+        return [getattr(torch, kind).itemsize * prod(shape) for kind, shape in self.tensors]
+
+
+class PublishedTensors(dict[str, "Tensor"]):
+    """The tensors of one publication by name, in memory that others may read, so that nobody may write it."""
+
+    def __init__(self, tensors: Mapping[str, "Tensor"], publication: str) -> None:
+        """`publication`: unique to these tensors; equal names mean equal bytes."""
+        super().__init__(tensors)
+        self.publication = publication
+
+
+def publication_of(weights: Any) -> str:
+    """The name of the publication that the weights are; a new one if they are not `PublishedTensors`."""
+    return weights.publication if isinstance(weights, PublishedTensors) else secrets.token_hex(8)
+
+
+class Memory:
+    """Shared memory for the tensors of a manifest, to be filled and then shown to other processes."""
+
+    def __init__(self, manifest: Manifest, publication: str = "") -> None:
+        """Raises: `OSError` if there is too little."""
+        self._manifest = manifest
+        self._publication = publication or secrets.token_hex(8)
+        self.handle = -1
+        if not SHARES:
+            self.tensors = _views(bytearray(_size(manifest)), manifest)
+            return
+        self.handle = os.memfd_create(NAME + self._publication, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(self.handle, 0, _size(manifest))
+            self.tensors = tensors_in(self.handle, manifest, mmap.ACCESS_WRITE)
+        except BaseException:
+            self.close()
+            raise
+
+    def complete(self) -> PublishedTensors:
+        """Let other processes find it, until this one drops the tensors."""
+        if SHARES:
+            fcntl.fcntl(self.handle, fcntl.F_ADD_SEALS, COMPLETE)
+        return _named(self.tensors, self._manifest, self._publication)
+
+    def close(self) -> None:
+        """Forget the memory; the tensors stay as long as somebody has them."""
+        if SHARES:
+            os.close(self.handle)
+
+
+def find(manifest: Manifest, publication: str) -> PublishedTensors | None:
+    """What a process of this machine has of a publication; this process then holds it, too."""
+    if not SHARES:
+        return None
+    wanted = f"/memfd:{NAME}{publication} (deleted)"
+    for link in _links(wanted):
+        try:
+            handle = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue  # dropped meanwhile, or of a process that this one may not read
+        try:
+            if os.readlink(f"/proc/self/fd/{handle}") == wanted and fcntl.fcntl(handle, fcntl.F_GET_SEALS) == COMPLETE:
+                return _named(tensors_in(handle, manifest, mmap.ACCESS_READ), manifest, publication)
+        finally:
+            os.close(handle)
+    return None
+
+
+@contextlib.contextmanager
+def turn(publication: str, limit_s: float = TURN_S) -> Iterator[None]:
+    """While this process looks for a copy of a publication and makes it if there is none, other processes wait."""
+    path = Path(tempfile.gettempdir()) / f"{NAME}{os.getuid()}-{publication}.lock"
+    handle = _locked(path, limit_s)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            path.unlink(missing_ok=True)
+            os.close(handle)
+
+
+def _locked(path: Path, limit_s: float) -> int | None:
+    """The lock of the file at `path`; None if another process has held it for `limit_s`. The kernel gives the lock of a
+    process that dies to the next one."""
+    taken: list[int] = []
+    deciding, done = threading.Lock(), threading.Event()
+    waits = True
+
+    def take() -> None:
+        while waits:
+            handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            with deciding:
+                if waits and _is_at(handle, path):
+                    taken.append(handle)
+                    break
+            os.close(handle)  # of a file that its last holder has removed, or too late
+        done.set()
+
+    threading.Thread(target=take, name="weights-turn", daemon=True).start()
+    done.wait(limit_s)
+    with deciding:
+        waits = False
+        return taken[0] if taken else None
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return path.stat().st_ino == os.fstat(handle).st_ino
+    except FileNotFoundError:
+        return False
+
+
+def _links(wanted: str) -> Iterator[str]:
+    """Open files of processes of this machine that link to `wanted`."""
+    for process in os.listdir("/proc"):
+        if not process.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            for handle in os.listdir(f"/proc/{process}/fd"):
+                link = f"/proc/{process}/fd/{handle}"
+                with contextlib.suppress(OSError):
+                    if os.readlink(link) == wanted:
+                        yield link
+
+
+def tensors_in(handle: int, manifest: Manifest, access: int = mmap.ACCESS_WRITE) -> "list[Tensor]":
+    """Views of the memory of a manifest. It stays open in this process, where others find it, as long as one of them is
+    there."""
+    return _views(mmap.mmap(handle, _size(manifest), access=access), manifest)
+
+
+def _views(memory: Any, manifest: Manifest) -> "list[Tensor]":
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+    tensors = []
+    places = zip(manifest.tensors, _offsets(manifest), manifest.sizes(), strict=False)
+    for (kind, shape), offset, size in places:
+        tensors.append(whole[offset : offset + size].view(getattr(torch, kind)).view(shape))
+    return tensors
+
+
+def _named(tensors: "Sequence[Tensor]", manifest: Manifest, publication: str) -> PublishedTensors:
+    return PublishedTensors({name: tensors[index] for name, index in manifest.names}, publication)
+
+
+def _offsets(manifest: Manifest) -> list[int]:
+    """Where each tensor begins, and where the last one ends."""
+    offsets = [0]
+    for size in manifest.sizes():
+        offsets.append(offsets[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+    return offsets
+
+
+def _size(manifest: Manifest) -> int:
+    return max(1, _offsets(manifest)[-1])

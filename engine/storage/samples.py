@@ -1,0 +1,354 @@
+"""Samples: what the model said, as readable Parquet files in the `samples/` directory of a run.
+
+`workers.sample_keeper` writes them, `engine samples` reads them. A file holds the rows of one *unit*, a train step or a
+chunk of a validation. It is written under a temporary name and renamed, so that a repeated unit replaces its own rows.
+Those of 256 steps or 16 validations are merged into one file, so that a long run has few files:
+
+    step-000050.parquet                  the rows of train step 50
+    steps-000000-000255.parquet          those of 256 train steps
+    validation-000003-0002.parquet       chunk 2 of validation 3
+    validations-000000-000015.parquet    those of 16 validations
+
+pyarrow is imported late: the base installation lacks it. Must never leave a half-written file under its name.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+
+from engine.errors import RunDamaged, reason_of
+from engine.ids import GroupId, StepId, ValidationId, Version
+from engine.record.files import make_directory, private_opener
+from engine.storage.checkpoints import name_aside
+
+if TYPE_CHECKING:
+    import pyarrow
+
+FOLDER = "samples"
+"""The directory, in that of the run."""
+TRAIN, VALIDATION = "train", "validation"
+BLOCKS = {"step": 256, "validation": 16}
+"""Number of train steps, and of validations, in a merged file."""
+_FILES_OF = {TRAIN: "step", VALIDATION: "validation"}
+MERGE_EVERY = 32
+"""Train steps after which a writer looks for files to merge."""
+
+_NAME = re.compile(r"(step|validation)-(\d{6,})(?:-(\d{4,}))?\.parquet|(steps|validations)-(\d{6,})-(\d{6,})\.parquet")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplePolicy:
+    """Which samples a run keeps."""
+
+    per_step: int = 8
+    """Maximum number of responses of each train step; 0: none."""
+    validation: int = 128
+    """Maximum number of prompts of each validation set, the same in each validation; 0: none."""
+    max_characters: int = 20_000
+    """Maximum length of a prompt or a response; the middle of a longer one is left out."""
+    sink_every: int = 10
+    """Train steps from one whose samples go to the sinks of metrics to the next; 0: none go there."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRow:
+    """One response. None: unknown, or without meaning for this kind of row."""
+
+    kind: str
+    """`train` or `validation`."""
+    step: StepId | None = None
+    """The train step, counted from 0, as in metrics.jsonl."""
+    validation: ValidationId | None = None
+    chunk: int | None = None
+    """The chunk of the validation."""
+    validation_set: str | None = None
+    """The name of the prompt's validation set."""
+    version: Version | None = None
+    """The weights version that the validation measured."""
+    group: GroupId | None = None
+    sample: int = 0
+    """Number of the response to its prompt, from 0."""
+    source: str | None = None
+    """Name of the data source of the prompt; null if there is only one, without a name."""
+    prompt_row: int
+    """Row of the prompt in its data source."""
+    reasons: tuple[str, ...] = ()
+    """Why it was selected: `workers.sample_selection.REASONS`, or `validation`."""
+    prompt: str
+    response: str
+    answer: str | None = None
+    """The answer that a majority vote counts."""
+    reward: float | None = None
+    reward_parts: str | None = None
+    """JSON: the value of each of several reward functions by its name, without its weight."""
+    tokens: int = 0
+    """Response tokens."""
+    figures: str | None = None
+    """JSON: figures of a rollout of several turns by name, such as `turns` and `tool_errors`."""
+    segments: int = 1
+    """Trajectories that the response consists of."""
+    oldest_version: Version | None = None
+    newest_version: Version | None = None
+    finish_reason: str = ""
+    staleness: int | None = None
+    """Train steps that the group lags behind."""
+    advantage: float | None = None
+    logprob_gap: float | None = None
+    """Largest |log-prob of the trainer - log-prob of the sampler| of a trained token."""
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def lacks_pyarrow() -> bool:
+    """Whether samples can be neither written nor read."""
+    return importlib.util.find_spec("pyarrow") is None
+
+
+def schema() -> "pyarrow.Schema":
+    """The columns of every file: the fields of `SampleRow`."""
+    import pyarrow as pa
+
+    kinds = {int: pa.int64(), float: pa.float64(), str: pa.string(), tuple: pa.list_(pa.string())}
+    columns = []
+    for name, hint in get_type_hints(SampleRow).items():
+        kind = hint if get_origin(hint) is not UnionType else get_args(hint)[0]
+        columns.append((name, kinds[get_origin(kind) or kind]))
+    return pa.schema(columns)
+
+
+class SampleFiles:
+    """The files in one directory. Raises: `OSError` and pyarrow's own errors."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def write_step(self, step: StepId, rows: Sequence[SampleRow]) -> None:
+        """Replace the rows of a train step."""
+        self._write(f"step-{step:06d}.parquet", rows)
+
+    def write_chunk(self, validation: ValidationId, chunk: int, rows: Sequence[SampleRow]) -> None:
+        """Replace the rows of a chunk of a validation."""
+        self._write(f"validation-{validation:06d}-{chunk:04d}.parquet", rows)
+
+    def merge(self, *, ended: bool = False) -> None:
+        """Merge the files of each block; of the newest only if the run has `ended`. Call it from one process only."""
+        for kind in BLOCKS:
+            units = [found for found in self.names() if found.kind == kind and not found.merged]
+            newest = max((found.block for found in units), default=0)
+            for block in sorted({found.block for found in units if ended or found.block < newest}):
+                self._merge(kind, block, [found for found in units if found.block == block])
+
+    def rows(self, kind: str, numbers: Container[int] | None = None) -> Iterator[dict[str, Any]]:
+        """Rows of train steps (`TRAIN`) or validations (`VALIDATION`), each unit once, in the order of the files.
+        `numbers`: of these steps or validations only. Reads one row group at a time.
+
+        Raises: `RunDamaged` for a file that cannot be read, `FileNotFoundError` for one that was merged meanwhile."""
+        names = [found for found in self.names() if found.kind == _FILES_OF[kind]]
+        single = {found.unit for found in names if not found.merged}
+        for found in sorted(names, key=lambda found: (found.first, found.chunk)):
+            if numbers is not None and not any(number in numbers for number in found.numbers):
+                continue
+            with _opened(self.directory / found.name) as file:
+                for group in range(file.num_row_groups):
+                    for row in _whole(file.read_row_group(group)).to_pylist():
+                        wanted = numbers is None or number_of(row) in numbers
+                        if wanted and (not found.merged or _unit_of(row) not in single):
+                            yield row
+
+    def numbers(self, kind: str) -> list[int]:
+        """The train steps, or the validations, that have rows."""
+        found: set[int] = set()
+        for name in self.names():
+            if name.kind == _FILES_OF[kind]:
+                with _opened(self.directory / name.name) as file:
+                    found.update(file.read(columns=[_FILES_OF[kind]]).column(0).unique().to_pylist())
+        return sorted(found)
+
+    def names(self) -> list["FileName"]:
+        """The files, sorted by name."""
+        if not self.directory.is_dir():
+            return []
+        return [found for path in sorted(self.directory.iterdir()) if (found := FileName.of(path.name)) is not None]
+
+    def _write(self, name: str, rows: Sequence[SampleRow]) -> None:
+        import pyarrow as pa
+
+        plain: list[dict[str, Any]] = [asdict(row) for row in rows]
+        self.replace(name, [pa.Table.from_pylist(plain, schema=schema())])
+
+    def _merge(self, kind: str, block: int, singles: Sequence["FileName"]) -> None:
+        """Rows of single files replace those that the merged file has of their units. The single files are deleted
+        last: after a crash in between, both have the same rows, and the single ones count."""
+        import pyarrow.parquet as pq
+
+        first = block * BLOCKS[kind]
+        name = f"{kind}s-{first:06d}-{first + BLOCKS[kind] - 1:06d}.parquet"
+        units = {found.unit for found in singles}
+
+        def tables() -> Iterator["pyarrow.Table"]:
+            if (self.directory / name).exists():
+                with pq.ParquetFile(self.directory / name) as file:
+                    for group in range(file.num_row_groups):
+                        yield _without(_whole(file.read_row_group(group)), units)
+            for found in singles:
+                yield _whole(pq.read_table(self.directory / found.name))
+
+        self.replace(name, tables())
+        for found in singles:
+            (self.directory / found.name).unlink(missing_ok=True)
+
+    def replace(self, name: str, tables: Iterable["pyarrow.Table"]) -> None:
+        """Write a file, and rename it when it is complete."""
+        import pyarrow.parquet as pq
+
+        make_directory(self.directory)
+        temporary = self.directory / f".{name}.{os.getpid()}.tmp"
+        try:
+            with (
+                open(temporary, "wb", opener=private_opener) as file,
+                pq.ParquetWriter(file, schema(), compression="zstd") as writer,
+            ):
+                for table in tables:
+                    writer.write_table(table)
+            temporary.replace(self.directory / name)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def samples_for_sinks(directory: Path, policy: SamplePolicy) -> Callable[[Mapping[str, Any]], list[dict[str, Any]]]:
+    """A function that gives the samples to send along with a row of metrics.jsonl. It raises as `SampleFiles.rows`."""
+    files = SampleFiles(directory)
+
+    def samples_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        if not policy.sink_every or lacks_pyarrow():
+            return []
+        if "validation" in row:
+            return list(files.rows(VALIDATION, [row["validation"]]))
+        return [] if row["step"] % policy.sink_every else list(files.rows(TRAIN, [row["step"]]))
+
+    return samples_of
+
+
+def put_samples_aside(directory: Path, steps: int, validations: Sequence[ValidationId]) -> Path | None:
+    """Set samples aside that a resumed run will write again: keep those of the first `steps` train steps and of these
+    validations. Returns the new path of the directory as it was; None if nothing had to be left out."""
+    files = SampleFiles(directory)
+    names = files.names()
+    kept = [found for found in names if found.stays(steps, validations)]
+    if len(kept) == len(names):
+        return None
+    partly = [found for found in names if found not in kept and found.merged and not lacks_pyarrow()]
+    aside = name_aside(directory)
+    os.rename(directory, aside)
+    make_directory(directory)
+    for found in kept:
+        shutil.copy2(aside / found.name, directory / found.name)
+    for found in partly:
+        files.replace(found.name, _reduced(aside / found.name, steps, validations))
+    return aside
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A `ParquetFile`. Raises: `RunDamaged`, `FileNotFoundError`."""
+    import pyarrow
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            yield file
+    except FileNotFoundError:
+        raise
+    except (pyarrow.ArrowException, OSError, KeyError) as error:
+        raise RunDamaged(str(path), f"is not a readable file of samples ({reason_of(error)}); delete it") from error
+
+
+@dataclass(frozen=True, slots=True)
+class FileName:
+    """A file's name, taken apart."""
+
+    name: str
+    kind: str
+    first: int
+    last: int
+    chunk: int
+    merged: bool
+
+    @staticmethod
+    def of(name: str) -> "FileName | None":
+        match = _NAME.fullmatch(name)
+        if match is None:
+            return None
+        kind, number, chunk, kinds, first, last = match.groups()
+        if kinds is not None:
+            return FileName(name, kinds.removesuffix("s"), int(first), int(last), 0, True)
+        return FileName(name, kind, int(number), int(number), int(chunk or 0), False)
+
+    @property
+    def block(self) -> int:
+        return self.first // BLOCKS[self.kind]
+
+    @property
+    def numbers(self) -> range:
+        """The steps or validations that it may have."""
+        return range(self.first, self.last + 1)
+
+    @property
+    def unit(self) -> tuple[str, int, int]:
+        return self.kind, self.first, self.chunk
+
+    def stays(self, steps: int, validations: Sequence[ValidationId]) -> bool:
+        return self.last < steps if self.kind == "step" else all(number in validations for number in self.numbers)
+
+
+def number_of(row: Mapping[str, Any]) -> int:
+    """The train step, or the validation, of a row."""
+    return int(row["step"] if row["kind"] == TRAIN else row["validation"])
+
+
+def _unit_of(row: Mapping[str, Any]) -> tuple[str, int, int]:
+    return ("step", row["step"], 0) if row["kind"] == TRAIN else (VALIDATION, row["validation"], row["chunk"])
+
+
+def _whole(table: "pyarrow.Table") -> "pyarrow.Table":
+    """With every column of the schema, in its order: a file without one, such as `reward_parts`, has nulls there."""
+    import pyarrow as pa
+
+    wanted = schema()
+    for name in wanted.names:
+        if name not in table.column_names:
+            table = table.append_column(name, pa.nulls(table.num_rows, wanted.field(name).type))
+    return table.select(wanted.names).cast(wanted)
+
+
+def _without(table: "pyarrow.Table", units: set[tuple[str, int, int]]) -> "pyarrow.Table":
+    keys = table.select(["kind", "step", "validation", "chunk"]).to_pylist()
+    return _filtered(table, [_unit_of(key) not in units for key in keys])
+
+
+def _reduced(path: Path, steps: int, validations: Sequence[ValidationId]) -> Iterator["pyarrow.Table"]:
+    """The tables of a merged file, without later rows."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        for group in range(file.num_row_groups):
+            table = _whole(file.read_row_group(group))
+            numbers = table.select(["step", "validation"]).to_pylist()
+            stay = [n["validation"] in validations if n["step"] is None else n["step"] < steps for n in numbers]
+            yield _filtered(table, stay)
+
+
+def _filtered(table: "pyarrow.Table", stay: Sequence[bool]) -> "pyarrow.Table":
+    import pyarrow as pa
+
+    return table.filter(pa.array(stay, pa.bool_()))

@@ -1,0 +1,193 @@
+"""The reward `llm_judge`: asks a language model on a server with the OpenAI API for a score.
+
+Named in `reward.functions`. The key comes from an environment variable and appears in no message, record or log. A
+judge that cannot be reached is an error before a run starts. During the run it fails the group's attempt, and the error
+names it.
+"""
+
+import asyncio
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from engine.errors import DataFailure, describe_error
+from engine.redaction import HIDDEN
+from engine.tasks.reward_forms import Problem, declare
+from engine.trajectory import Prompt, Trajectory
+
+TEMPLATE = """\
+Judge the response of an assistant to a request.
+
+Request:
+{prompt}
+
+Response:
+{response}
+
+How good is the response, from 0 (useless) to 10 (perfect)? Explain briefly, then end with a line "Score: NUMBER".\
+"""
+PATTERN = r"(?i)\bscore\b\W{0,8}?(-?\d+(?:\.\d+)?)"
+"""Its last match in the judge's answer counts; group 1 is the number."""
+BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+"""HTTP statuses after which another attempt may succeed."""
+CHECK_S = 10.0
+LONGEST_WAIT_S = 30.0
+_NAME = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+
+def _check(
+    *, url: str = "", model: str = "", template: str = TEMPLATE, system: str | None = None, pattern: str = PATTERN,
+    low: float = 0.0, high: float = 10.0, api_key_env: str | None = None, parameters: Mapping[str, Any] | None = None,
+    retries: int = 3, request_timeout_s: float = 60.0,
+) -> Problem:  # fmt: skip
+    problem = _form_problem(url, model, template, pattern, low, high, retries, request_timeout_s)
+    if problem is not None:
+        return problem
+    if api_key_env is not None and not os.environ.get(api_key_env):
+        return "api_key_env", "is not set in the environment, or is empty", "set this environment variable to the key"
+    key = _key(api_key_env)
+
+    async def ask() -> int:
+        timeout = aiohttp.ClientTimeout(total=CHECK_S)
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as http,
+            http.get(_at(url, "models"), headers=_head(key)) as got,
+        ):
+            return got.status
+
+    try:
+        status = asyncio.run(ask())
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        return "url", f"cannot be reached: {_reason(error, key)}", "start the judge, or correct the address"
+    if status in (401, 403):
+        return (
+            "api_key_env",
+            f"has no key that the judge accepts (HTTP {status})",
+            "name the variable with the right key",
+        )
+    if status >= 500:
+        return "url", f"answers with HTTP {status}", "look at the log of the judge's server"
+    return None
+
+
+def _form_problem(
+    url: Any, model: Any, template: Any, pattern: Any, low: Any, high: Any, retries: Any, request_timeout_s: Any
+) -> Problem:
+    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+        return "url", "must be an http or https address", "for example http://127.0.0.1:8000/v1"
+    if not isinstance(model, str) or not model:
+        return "model", "must be the name of a model of the server", "for example judge"
+    if not isinstance(template, str) or "response" not in _NAME.findall(template):
+        return "template", "must contain {response}", "add it; {prompt} and {COLUMN} are replaced as well"
+    try:
+        groups = re.compile(pattern).groups
+    except (re.error, TypeError) as error:
+        return "pattern", f"is not a regular expression: {error}", "correct it"
+    if groups < 1:
+        return "pattern", "must have a group that matches the number", r"for example Score: (\d+)"
+    numbers = all(type(value) in (int, float) for value in (low, high, request_timeout_s))
+    if not numbers or not low < high:
+        return "high", "must be a number above low", "use 10.0"
+    if not request_timeout_s > 0:
+        return "request_timeout_s", "must be above 0", "use 60.0"
+    if type(retries) is not int or not 0 <= retries <= 100:
+        return "retries", "must be a whole number from 0 to 100", "use 3"
+    return None
+
+
+@declare(check=_check)
+async def llm_judge(
+    prompt: Prompt, trajectory: Trajectory, *, url: str, model: str, template: str = TEMPLATE,
+    system: str | None = None, pattern: str = PATTERN, low: float = 0.0, high: float = 10.0,
+    api_key_env: str | None = None, parameters: Mapping[str, Any] | None = None, retries: int = 3,
+    request_timeout_s: float = 60.0,
+) -> float:  # fmt: skip
+    """The score of the judge, scaled from `low` .. `high` to 0.0 .. 1.0; scores outside are clamped.
+
+    `url`: the base address of an OpenAI-compatible API. `template`: the message to the judge; `{prompt}`, `{response}`
+    and the names of the row's columns are replaced. `system`: a message before it. `parameters`: more fields of the
+    request, such as `temperature` (0 by default) and `max_tokens`. An answer without a score counts as a failed try.
+
+    Raises: `DataFailure` that names the judge, after `retries` more tries."""
+    values = {**prompt.fields, "prompt": prompt.text, "response": trajectory.text}
+    text = _NAME.sub(lambda found: str(values.get(found[1], found[0])), template)
+    messages = [{"role": "user", "content": text}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    body = {"model": model, "messages": messages, "temperature": 0.0, **(parameters or {})}
+    key, story = _key(api_key_env), ""
+    timeout = aiohttp.ClientTimeout(total=request_timeout_s)
+    async with aiohttp.ClientSession(timeout=timeout) as http:
+        for number in range(retries + 1):
+            if number:
+                await _pause(min(LONGEST_WAIT_S, 0.5 * 2 ** (number - 1)))
+            try:
+                async with http.post(_at(url, "chat/completions"), json=body, headers=_head(key)) as got:
+                    reply = await got.text()
+                    status = got.status
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                story = f"cannot be reached: {_reason(error, key)}"
+                continue
+            if status == 200:
+                score = _score(reply, pattern)
+                if score is not None:
+                    return min(1.0, max(0.0, (score - low) / (high - low)))
+                story = f"gave no score that matches {pattern!r}: {_answer(reply) or reply!r:.200}"
+            else:
+                story = f"answered with HTTP {status}: {_redact(reply, key)!r:.200}"
+                if status not in BUSY:
+                    break
+    raise DataFailure(f"the judge {model} at {url} {story}", row=prompt.row)
+
+
+async def _pause(seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await asyncio.get_running_loop().create_future()
+    except TimeoutError:
+        return
+
+
+def _score(reply: str, pattern: str) -> float | None:
+    found = re.findall(pattern, _answer(reply))
+    if not found:
+        return None
+    last = found[-1]
+    try:
+        number = float(last[0] if isinstance(last, tuple) else last)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _answer(reply: str) -> str:
+    """The text of the first choice of a chat completion; empty if there is none."""
+    try:
+        return str(json.loads(reply)["choices"][0]["message"]["content"] or "")
+    except (ValueError, KeyError, IndexError, TypeError):
+        return ""
+
+
+def _at(url: str, path: str) -> str:
+    return f"{url.rstrip('/')}/{path}"
+
+
+def _key(api_key_env: str | None) -> str:
+    return os.environ.get(api_key_env, "") if api_key_env else ""
+
+
+def _head(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _reason(error: BaseException, key: str) -> str:
+    return _redact(describe_error(error) or type(error).__name__, key)
+
+
+def _redact(text: str, key: str) -> str:
+    return text.replace(key, HIDDEN) if key else text

@@ -1,0 +1,166 @@
+"""The process of a reward: reads calls from its standard input, and writes values to its original standard output.
+
+`reward_processes.py` starts it and ends it. A message is its length in 4 bytes (little-endian) and msgpack. The process
+ends with its standard input, and by itself when a call exceeds its time limit, after it has written the stack. It must
+never unpickle, and never let what the reward prints reach the pipe.
+"""
+
+import asyncio
+import faulthandler
+import inspect
+import os
+import resource
+import struct
+import sys
+import traceback
+from array import array
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+import msgpack
+
+from engine.errors import RewardFailure, message_of
+from engine.tasks.reward_forms import bind
+from engine.tasks.rewards import find
+from engine.trajectory import Prompt, Span, Trajectory
+
+LENGTH = struct.Struct("<I")
+LONGEST_STORY = 4000
+"""Characters of a traceback's end."""
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def pack(message: Any) -> bytes:
+    """Raises: `TypeError`, `ValueError` or `OverflowError` for what is not plain data."""
+    data: bytes = msgpack.packb(message, use_bin_type=True, unicode_errors="surrogatepass")
+    return LENGTH.pack(len(data)) + data
+
+
+def unpack(data: bytes) -> Any:
+    size = len(data)
+    return msgpack.unpackb(
+        data, raw=False, unicode_errors="surrogatepass", strict_map_key=False,
+        max_str_len=size, max_bin_len=size, max_array_len=size, max_map_len=size,
+    )  # fmt: skip
+
+
+def plain_call(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Any]:
+    """Prompts and responses as plain data, each prompt once."""
+    numbers: dict[int, int] = {}
+    places = [numbers.setdefault(id(prompt), len(numbers)) for prompt in prompts]
+    distinct = {id(prompt): prompt for prompt in prompts}
+    return [
+        [[prompt.row, prompt.text, dict(prompt.fields)] for prompt in distinct.values()],
+        places,
+        [
+            [
+                trajectory.text, trajectory.finish_reason, array("i", trajectory.prompt_ids).tobytes(),
+                array("i", trajectory.token_ids).tobytes(), array("d", trajectory.logprobs).tobytes(),
+                bytes(trajectory.loss_mask), [tuple(span) for span in trajectory.spans],
+            ]
+            for trajectory in trajectories
+        ],
+    ]  # fmt: skip
+
+
+def call_from(plain: Any) -> tuple[list[Prompt], list[Trajectory]]:
+    """The reverse of `plain_call`."""
+    distinct = [Prompt(row=row, text=text, fields=fields) for row, text, fields in plain[0]]
+    trajectories = [
+        Trajectory(
+            text=text, finish_reason=finish_reason, prompt_ids=_numbers("i", prompt_ids),
+            token_ids=_numbers("i", token_ids), logprobs=_numbers("d", logprobs), loss_mask=list(mask),
+            spans=[Span(*span) for span in spans],
+        )
+        for text, finish_reason, prompt_ids, token_ids, logprobs, mask, spans in plain[2]
+    ]  # fmt: skip
+    return [distinct[place] for place in plain[1]], trajectories
+
+
+def _numbers(kind: str, data: bytes) -> list[Any]:
+    numbers = array(kind)
+    numbers.frombytes(data)
+    return numbers.tolist()
+
+
+def read(stream: BinaryIO) -> Any:
+    """The next message; None at the end of the stream."""
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack(head)
+    return unpack(stream.read(length))
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Serve calls until standard input ends."""
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    faulthandler.enable()
+    setup = read(requests)
+    if setup is None:
+        return
+    sys.path[:] = setup["path"]
+    try:
+        if setup["memory_bytes"]:
+            resource.setrlimit(resource.RLIMIT_DATA, (setup["memory_bytes"],) * 2)
+        function = find(setup["spec"], setup["directory"], "reward")
+        bound = bind(function, setup["arguments"], setup["spec"], "reward")
+    except BaseException as error:
+        replies.write(pack(_failure(error)))
+        return
+    replies.write(pack(["ready"]))
+    while (plain := read(requests)) is not None:
+        timeout_s, call = plain
+        faulthandler.dump_traceback_later(timeout_s, exit=True)
+        try:
+            reply = pack(["values", _values(bound.call, bound.form, *call_from(call))])
+        except BaseException as error:
+            reply = pack(_failure(error))
+        faulthandler.cancel_dump_traceback_later()
+        sys.stdout.flush()
+        replies.write(reply)
+
+
+def _values(call: Any, form: str, prompts: list[Prompt], trajectories: list[Trajectory]) -> Any:
+    found = call(prompts[0], trajectories[0]) if form == "response" else call(prompts, trajectories)
+    if inspect.isawaitable(found):
+        found = asyncio.run(_result_of(found))
+    return _plain(found)
+
+
+async def _result_of(found: Any) -> Any:
+    return await found
+
+
+def _plain(value: Any) -> Any:
+    """A value as plain data: None, a number, or a list of these. Raises: `RewardFailure` for anything else."""
+    if value is None or isinstance(value, float | int):
+        return value
+    if not isinstance(value, str | bytes | dict):
+        with suppress(TypeError, ValueError):
+            return float(value)
+        with suppress(TypeError):
+            return [_plain(one) for one in value]
+    raise RewardFailure(f"returned {value!r:.80} of type {type(value).__name__}, not a number")
+
+
+def _failure(error: BaseException) -> list[Any]:
+    """The reply for an exception: its description, its traceback, and whether the process must be replaced."""
+    if isinstance(error, RewardFailure):
+        return ["failed", str(error)]
+    story = "".join(traceback.format_exception(error))[-LONGEST_STORY:]
+    return ["raised", type(error).__name__, message_of(error), story, isinstance(error, MemoryError)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The forms in which a reward function may be written, told apart by the names of its parameters.
+
+    (prompt, trajectory)                 one response
+    (prompt, trajectories)               all responses of a group
+    (prompts, trajectories)              the responses of several groups
+    (prompts, completions, **columns)    the same, as TRL calls its reward functions: with lists as keywords
+
+Used by `config.reward_functions` and by processes of rewards. Nothing here keeps state.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from engine.errors import ConfigError, DataFailure, suggestion
+from engine.tasks.rewards import check_signature
+from engine.trajectory import Prompt, Trajectory
+
+FORMS = {
+    ("prompt", "trajectory"): "response",
+    ("prompt", "trajectories"): "group",
+    ("prompts", "trajectories"): "batch",
+}
+"""The form by the names of the first two parameters. Other names mean one response."""
+MESSAGES = "messages"
+"""The column of a chat. (`dataset.py` has it too, but imports numpy, which processes of rewards can do without.)"""
+TRL = ("prompts", "completions", "completion_ids")
+"""Keywords of TRL that are not columns. A function gets those that it names, or all if it takes any keyword."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundReward:
+    """A reward function with its arguments."""
+
+    call: Callable[..., Any]
+    """(prompt, trajectory), or (prompts, trajectories) for the forms `group` and `batch`."""
+    form: str
+    """`response`, `group` or `batch`."""
+    trl: bool = False
+
+
+Problem = tuple[str, str, str] | None
+"""A wrong argument: its name, the law that it breaks, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """What a reward function declares of itself."""
+
+    processes: int = 0
+    """Processes of its own in each replica, unless the configuration says otherwise."""
+    check: Callable[..., Problem] | None = field(default=None)
+    """Gets the arguments before a run starts. It may try what the reward needs, for example a server."""
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def declare(*, processes: int = 0, check: Callable[..., Problem] | None = None) -> Callable[[Function], Function]:
+    """A decorator: what a reward function declares of itself."""
+
+    def decorated(function: Function) -> Function:
+        function.declared = Declared(processes, check)  # type: ignore[attr-defined]
+        return function
+
+    return decorated
+
+
+def declared_by(function: Callable[..., Any]) -> Declared:
+    """What a function declares of itself; the defaults if it declares nothing."""
+    found = getattr(function, "declared", None)
+    return found if isinstance(found, Declared) else Declared()
+
+
+def bind(function: Any, arguments: Mapping[str, Any], spec: str, config_field: str) -> BoundReward:
+    """The function as it is called. Raises: `ConfigError` for one that cannot be called with `arguments`."""
+    names = _parameters_of(function)
+    if "completions" in names:
+        _check_keywords(function, {"completions": None}, arguments, spec, config_field)
+        return BoundReward(_TrlCall(function, arguments, names), "batch", trl=True)
+    form = FORMS.get((names[0], names[1]), "response") if len(names) > 1 else "response"
+    configurable = names[2:] and config_field.startswith("reward.functions.") and not inspect.isclass(function)
+    if not arguments and not configurable:
+        check_signature(function, spec, config_field)
+    else:
+        _check_arguments(function, arguments, spec, config_field)
+    if form == "group":
+        return BoundReward(lambda prompts, trajectories: function(prompts[0], trajectories, **arguments), form)
+    if not arguments:
+        return BoundReward(function, form)
+    return BoundReward(lambda prompt, trajectory: function(prompt, trajectory, **arguments), form)
+
+
+def check_declared(function: Any, arguments: Mapping[str, Any], config_field: str) -> None:
+    """Let the function check its arguments. Raises: `ConfigError`."""
+    check = declared_by(function).check
+    problem = check(**arguments) if check is not None else None
+    if problem is not None:
+        name, law, fix = problem
+        raise ConfigError(f"{config_field}.{name}", arguments.get(name), law, fix)
+
+
+def _parameters_of(function: Any) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _check_arguments(function: Any, arguments: Mapping[str, Any], spec: str, config_field: str) -> None:
+    try:
+        inspect.signature(function).bind(None, None, **arguments)
+    except TypeError as error:
+        known = _parameters_of(function)[2:]
+        field = config_field.removesuffix(".function") + ".arguments"
+        unknown = next((name for name in arguments if name not in known), "")
+        fix = suggestion(unknown, known, f"{spec} takes {', '.join(known) or 'no arguments'}")
+        raise ConfigError(field, dict(arguments), f"cannot be passed to {spec}: {error}", fix) from error
+
+
+def _check_keywords(
+    function: Any, given: Mapping[str, Any], arguments: Mapping[str, Any], spec: str, config_field: str
+) -> None:
+    try:
+        inspect.signature(function).bind_partial(**given, **arguments)
+    except TypeError as error:
+        law = f"cannot be called with completions and its arguments as keywords: {error}"
+        raise ConfigError(config_field, spec, law, "define it as def reward(prompts, completions, **kwargs)") from error
+
+
+class _TrlCall:
+    """Calls a function as TRL does."""
+
+    def __init__(self, function: Any, arguments: Mapping[str, Any], names: Sequence[str]) -> None:
+        self._function = function
+        self._arguments = arguments
+        self._names = names
+        parameters = inspect.signature(function).parameters.values()
+        self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        self._required = [
+            parameter.name
+            for parameter in parameters
+            if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_KEYWORD,)
+        ]
+        self.__module__, self.__qualname__ = function.__module__, getattr(function, "__qualname__", "reward")
+
+    def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> Any:
+        chats = [prompt.fields.get(MESSAGES) for prompt in prompts]
+        given: dict[str, list[Any]] = {
+            "prompts": [chat or prompt.text for chat, prompt in zip(chats, prompts, strict=True)],
+            "completions": [
+                [{"role": "assistant", "content": trajectory.text}] if chat else trajectory.text
+                for chat, trajectory in zip(chats, trajectories, strict=True)
+            ],
+            "completion_ids": [list(trajectory.token_ids) for trajectory in trajectories],
+        }
+        for name in dict.fromkeys(name for prompt in prompts for name in prompt.fields):
+            if name not in (*TRL, MESSAGES) and name not in self._arguments:
+                given[name] = [prompt.fields.get(name) for prompt in prompts]
+        missing = [name for name in self._required if name not in given and name not in self._arguments]
+        if missing:
+            row = prompts[0].row
+            law = f"row {row} has no column {missing[0]!r}, which the reward requires"
+            raise DataFailure(law, row=row)
+        keywords = given if self._takes_all else {name: given[name] for name in given if name in self._names}
+        return self._function(**keywords, **self._arguments)

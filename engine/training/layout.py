@@ -1,0 +1,198 @@
+"""Where trajectories lie in one packed row, and which of its tokens attend to which.
+
+Called by `batch.pack`, which fills the row, and by `packed_attention`, which computes it. A row consists of pieces: a
+whole trajectory, a prompt that several share, or what follows that prompt in one of them. Pieces of similar length lie
+next to each other in a bucket, which attention computes in one call. Only there, inside a layer, is anything padded.
+Nothing here depends on models, samples or losses.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LIKE = 0.75
+"""A piece shorter than this share of the longest in its bucket begins a new bucket."""
+SHORT = 64
+"""Pieces of at most this many tokens share a bucket, whatever their lengths: a call costs more than their padding."""
+MASK_NUMBERS = 1 << 24
+"""Maximum numbers in an attention mask; more queries are computed in parts."""
+
+
+class Prefix(NamedTuple):
+    """Tokens of the row to which every piece of a bucket also attends."""
+
+    start: int
+    length: int
+
+
+class Part(NamedTuple):
+    """The queries of one call, and the keys they need, as [start, stop) of a bucket's columns."""
+
+    queries: slice
+    keys: slice
+    mask: Tensor | None
+    """[queries, keys] bool, True where a query attends; None: causal."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Bucket:
+    """Adjacent pieces of the row with the same attention: each token attends to the prefix, then to its piece up to
+    itself."""
+
+    start: int
+    """Its first token's place in the row."""
+    lengths: tuple[int, ...]
+    prefix: Prefix | None = None
+    places: Tensor | None = None
+    """Places of its tokens in [pieces * longest]; None if all pieces have one length. [tokens] int64"""
+    _parts: dict[tuple[int | None, torch.device], list[Part]] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    def padded(self, values: Tensor) -> Tensor:
+        """From [tokens of the row, ...] its own, as [pieces, longest, ...], zeros where a piece is shorter."""
+        own, shape = values[self.start : self.start + self.tokens], (len(self.lengths), self.longest)
+        if self.places is None:
+            return own.unflatten(0, shape)
+        empty = own.new_zeros(shape[0] * shape[1], *own.shape[1:])
+        return empty.index_copy(0, self.places, own).unflatten(0, shape)
+
+    def with_prefix(self, values: Tensor) -> Tensor:
+        """As `padded`, with the prefix before each piece: [pieces, prefix + longest, ...]"""
+        own = self.padded(values)
+        if self.prefix is None:
+            return own
+        before = values[self.prefix.start : self.prefix.start + self.prefix.length]
+        return torch.cat([before.expand(len(self.lengths), *before.shape), own], dim=1)
+
+    def unpadded(self, values: Tensor) -> Tensor:
+        """The inverse of `padded`: [pieces, longest, ...] to [tokens, ...]"""
+        flat = values.flatten(0, 1)
+        return flat if self.places is None else flat.index_select(0, self.places)
+
+    def parts(self, window: int | None, device: torch.device) -> list[Part]:
+        """The calls of attention: one, causal, unless a prefix or a sliding `window` needs masks."""
+        key = (window, device)
+        if key not in self._parts:
+            self._parts[key] = list(self._new_parts(window, device))
+        return self._parts[key]
+
+    def _new_parts(self, window: int | None, device: torch.device) -> Iterator[Part]:
+        before = 0 if self.prefix is None else self.prefix.length
+        keys = before + self.longest
+        if not before and (window is None or keys <= window):
+            yield Part(slice(0, self.longest), slice(0, keys), None)
+            return
+        step = max(1, MASK_NUMBERS // keys)
+        for first in range(0, self.longest, step):
+            stop = min(first + step, self.longest)
+            oldest = 0 if window is None else max(0, before + first - window + 1)
+            query = torch.arange(before + first, before + stop, device=device)[:, None]
+            column = torch.arange(oldest, before + stop, device=device)[None]
+            mask = column <= query
+            if window is not None:
+                mask &= column > query - window
+            yield Part(slice(first, stop), slice(oldest, before + stop), mask)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Layout:
+    """The buckets of one packed row."""
+
+    buckets: tuple[Bucket, ...]
+    """In the order of the row, without gaps."""
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> "Layout":
+        moved = (
+            one if one.places is None else replace(one, places=one.places.to(device, non_blocking=non_blocking))
+            for one in self.buckets
+        )
+        return Layout(buckets=tuple(moved))
+
+
+def buckets_of(lengths: Sequence[int], start: int, prefix: Prefix | None = None) -> Iterator[Bucket]:
+    """The buckets of pieces that lie end to end from `start`, longest first."""
+    assert list(lengths) == sorted(lengths, reverse=True) and all(lengths)
+    first = 0
+    while first < len(lengths):
+        least = 1 if lengths[first] <= SHORT else LIKE * lengths[first]
+        stop = first
+        while stop < len(lengths) and lengths[stop] >= least:
+            stop += 1
+        own = tuple(lengths[first:stop])
+        yield Bucket(start=start, lengths=own, prefix=prefix, places=_places(own))
+        start, first = start + sum(own), stop
+
+
+def _places(lengths: Sequence[int]) -> Tensor | None:
+    longest = lengths[0]
+    if lengths[-1] == longest:
+        return None
+    return torch.cat([torch.arange(length) + index * longest for index, length in enumerate(lengths)])
+
+
+# -- what is shared ----------------------------------------------------------------------------------------------------
+
+
+class Unit(NamedTuple):
+    """Trajectories that must lie in one row."""
+
+    members: tuple[int, ...]
+    """Their indices."""
+    shared: int
+    """Number of tokens with which all of them begin, and which are computed once; 0: none."""
+
+
+def common_prefix(rows: Sequence[Tensor]) -> int:
+    """Number of tokens with which all rows begin."""
+    shortest = min(len(row) for row in rows)
+    same = torch.stack([row[:shortest] for row in rows]) == rows[0][:shortest]
+    return int(same.all(0).int().cumprod(0).sum())
+
+
+def load_of(unit: Unit, lengths: Sequence[int]) -> int:
+    """Number of tokens of a unit in a row."""
+    return unit.shared + sum(lengths[index] - unit.shared for index in unit.members)
+
+
+def split(unit: Unit, lengths: Sequence[int], most: int) -> list[Unit]:
+    """Parts of the unit, longest first, of at most `most` tokens unless one trajectory has more. Each part repeats the
+    shared tokens."""
+    parts: list[list[int]] = []
+    load = 0
+    for index in sorted(unit.members, key=lambda index: -lengths[index]):
+        own = lengths[index] - unit.shared
+        if not parts or load + own > most:
+            parts.append([])
+            load = unit.shared
+        parts[-1].append(index)
+        load += own
+    return [Unit(tuple(part), unit.shared if len(part) > 1 else 0) for part in parts]
+
+
+def rows_of(units: Sequence[Unit], lengths: Sequence[int], most: int) -> Iterator[list[Unit]]:
+    """Units of each row, which has at most `most` tokens unless one trajectory has more. Longest trajectories first:
+    neighbors have similar lengths, and a pass that does not fit in memory fails at once. Equal lengths stay in order.
+    """
+    parts = [part for unit in units for part in split(unit, lengths, most)]
+    parts.sort(key=lambda part: -lengths[part.members[0]])
+    row: list[Unit] = []
+    tokens = 0
+    for part in parts:
+        load = load_of(part, lengths)
+        if row and tokens + load > most:
+            yield row
+            row, tokens = [], 0
+        row.append(part)
+        tokens += load
+    if row:
+        yield row

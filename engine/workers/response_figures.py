@@ -1,0 +1,93 @@
+"""Figures of the responses of a train step: how they end, whether they repeat, and the spread of their rewards.
+
+Used by the trainer's worker, which has the texts, for any trainer. They become metrics of the step.
+"""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from engine.trajectory import MAX_TURNS, Trajectory, TrajectoryGroup
+
+CUT_OFF = ("length", "truncated", MAX_TURNS)
+"""The finish reasons of responses that did not end by themselves."""
+QUANTILES = {"reward_min": 0.0, "reward_p25": 0.25, "reward_p50": 0.5, "reward_p75": 0.75, "reward_max": 1.0}
+"""The share of the responses, sorted by reward, below each figure."""
+NAMES = ("truncated_share", "empty_share", "repeated_share", *QUANTILES)
+"""All figures."""
+
+
+def response_figures(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """Shares of all responses in a batch, and quantiles of their rewards; nothing for an empty batch. Of several
+    reward functions, `reward_<name>` is the mean value of each, over the responses to which it applies.
+
+    For rollouts of several turns: `agent_<name>`, the mean of each figure over the rollouts that have it, and
+    `agent_max_turns_share`, the share of them that reached their limit of turns.
+
+    `truncated_share`: cut off. `empty_share`: without a token, or, where responses have texts, with only white space.
+    `repeated_share`: identical to an earlier response of their group.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if not rollouts:
+        return {}
+    have_texts = any(trajectory.text for rollout in rollouts for trajectory in rollout)
+    distinct = sum(len({_identity(rollout) for rollout in group.rollouts}) for group in groups)
+    rewards = sorted(float(rollout[0].reward) for rollout in rollouts if rollout[0].reward is not None)
+    return {
+        "truncated_share": sum(is_cut_off(rollout) for rollout in rollouts) / len(rollouts),
+        "empty_share": sum(_is_empty(rollout, have_texts) for rollout in rollouts) / len(rollouts),
+        "repeated_share": 1.0 - distinct / len(rollouts),
+        **{name: rewards[round(share * (len(rewards) - 1))] for name, share in QUANTILES.items() if rewards},
+        **_means("reward_", [rollout[0].reward_parts for rollout in rollouts]),
+        **_agent_figures(rollouts),
+    }
+
+
+def source_figures(groups: Sequence[TrajectoryGroup]) -> dict[str, dict[str, float]]:
+    """For each named data source in a batch: its `groups`, their `share` of the batch, and `reward_mean` over its
+    responses with a reward. Empty if no source has a name."""
+    by_source: dict[str, list[TrajectoryGroup]] = {}
+    for group in groups:
+        if group.prompt.source:
+            by_source.setdefault(group.prompt.source, []).append(group)
+    return {name: _figures_of_source(by_source[name], len(groups)) for name in sorted(by_source)}
+
+
+def _figures_of_source(own: Sequence[TrajectoryGroup], groups: int) -> dict[str, float]:
+    rewards = [rollout[0].reward for group in own for rollout in group.rollouts]
+    known = [float(reward) for reward in rewards if reward is not None]
+    mean = {"reward_mean": fmean(known)} if known else {}
+    return {"groups": len(own), "share": len(own) / groups, **mean}
+
+
+def _means(prefix: str, figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for one in figures:
+        for name, value in one.items():
+            values.setdefault(name, []).append(value)
+    return {f"{prefix}{name}": fmean(values[name]) for name in sorted(values)}
+
+
+def _agent_figures(rollouts: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+    agents = [rollout for rollout in rollouts if rollout[0].figures]
+    if not agents:
+        return {}
+    cut = sum(rollout[-1].finish_reason == MAX_TURNS for rollout in agents)
+    means = _means("agent_", [rollout[0].figures for rollout in agents])
+    return {**means, "agent_max_turns_share": cut / len(agents)}
+
+
+def is_cut_off(rollout: Sequence[Trajectory]) -> bool:
+    return rollout[-1].finish_reason in CUT_OFF
+
+
+def tokens_of(rollout: Sequence[Trajectory]) -> int:
+    return sum(len(trajectory.token_ids) for trajectory in rollout)
+
+
+def _is_empty(rollout: Sequence[Trajectory], have_texts: bool) -> bool:
+    return not tokens_of(rollout) or (have_texts and not any(trajectory.text.strip() for trajectory in rollout))
+
+
+def _identity(rollout: Sequence[Trajectory]) -> tuple[object, ...]:
+    """Equal for identical responses. Texts, where there are any, are much cheaper to compare than tokens."""
+    return tuple(t.text or tuple(t.token_ids) for t in rollout)

@@ -1,0 +1,220 @@
+"""Keeps a selection of responses as samples, for people to read: `engine samples`.
+
+Called by the worker of the trainer, right after a train step and before the step is reported, and by replicas after a
+chunk of a validation. These processes have the texts anyway, so nothing is sent for the samples, and only selected rows
+are built. A step that is reported has its samples; one that is trained again replaces them. Must never fail or delay
+training for long: a file that cannot be written, or not in time, is reported once, and the run continues.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine.commands import MeasureRows
+from engine.errors import reason_of
+from engine.protocols import Batch, RolloutFigures
+from engine.storage.samples import (
+    FOLDER,
+    MERGE_EVERY,
+    TRAIN,
+    VALIDATION,
+    SampleFiles,
+    SamplePolicy,
+    SampleRow,
+    lacks_pyarrow,
+)
+from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
+from engine.workers.response_figures import is_cut_off, tokens_of
+from engine.workers.sample_selection import Candidate, select, shuffled
+from engine.workers.threads import on_a_thread
+
+log = logging.getLogger(__name__)
+
+LONGEST_S = 30.0
+"""Seconds after which a write counts as hung. Nothing more is written until it has ended."""
+
+Rollout = Sequence[Trajectory]
+"""The segments of one response."""
+
+
+class HeldOutRow(NamedTuple):
+    """A row of a validation: one response to a prompt of a set."""
+
+    set: str
+    prompt: int
+    """Number of the prompt in its set. The number of the response follows, from 0."""
+    sample: int
+    prompts: int
+    """Prompts of the set."""
+
+
+class SampleKeeper:
+    """Writes the samples of one process into the directory of a run."""
+
+    def __init__(self, run_dir: Path, policy: SamplePolicy) -> None:
+        self.policy = policy
+        self._files = SampleFiles(run_dir / FOLDER)
+        self._failed = False
+        self._hung: asyncio.Task[None] | None = None
+
+    async def keep_step(self, batch: Batch, figures: Sequence[Sequence[RolloutFigures]]) -> None:
+        """Keep samples of a train step. `figures`: of each group and rollout, or empty. Never raises."""
+        if self.policy.per_step:
+            await self._keep(f"of train step {batch.step}", self._write_step, batch, figures)
+
+    async def keep_chunk(
+        self,
+        order: MeasureRows,
+        groups: Mapping[int, TrajectoryGroup],
+        row_of: Callable[[int], HeldOutRow],
+        answers: Mapping[int, str],
+    ) -> None:
+        """Keep samples of a chunk of a validation. `groups` and `answers`: by row. Never raises."""
+        if self.policy.validation:
+            whose = f"of validation {order.validation}"
+            await self._keep(whose, self._write_chunk, order, groups, row_of, answers)
+
+    async def _keep(self, whose: str, write: Callable[..., None], *given: Any) -> None:
+        if self._hung is not None and not self._hung.done():
+            return
+        task = asyncio.get_running_loop().create_task(self._written(whose, write, *given))
+        _, unfinished = await asyncio.wait([task], timeout=LONGEST_S)
+        if unfinished:
+            self._hung = task
+            self._report(whose, f"the write has taken {LONGEST_S:g} s")
+
+    async def _written(self, whose: str, write: Callable[..., None], *given: Any) -> None:
+        try:
+            await on_a_thread(write, *given)
+        except Exception as error:
+            self._report(whose, reason_of(error))
+
+    def _report(self, whose: str, reason: str) -> None:
+        if not self._failed:
+            self._failed = True
+            story = "samples %s cannot be written to %s: %s. The run continues. This is not reported again."
+            log.warning(story, whose, self._files.directory, reason)
+
+    def _write_step(self, batch: Batch, figures: Sequence[Sequence[RolloutFigures]]) -> None:
+        rollouts = [group.rollouts for group in batch.groups]
+        places = [(group, place) for group, own in enumerate(rollouts) for place in range(len(own))]
+        candidates = [candidate(rollouts[group][place]) for group, place in places]
+        known = _known(figures, [len(own) for own in rollouts])
+        rows = []
+        for index, reasons in select(self.policy.seed, batch.step, candidates, self.policy.per_step).items():
+            group, place = places[index]
+            told = known[group][place] if known else RolloutFigures()
+            rows.append(
+                SampleRow(
+                    kind=TRAIN, step=batch.step, group=batch.groups[group].group, sample=place, reasons=reasons,
+                    staleness=batch.staleness[group], advantage=told.advantage, logprob_gap=told.logprob_gap,
+                    **self._texts(batch.groups[group].prompt, rollouts[group][place]),
+                )
+            )  # fmt: skip
+        self._files.write_step(batch.step, rows)
+        if batch.step % MERGE_EVERY == 0:
+            self._files.merge()
+
+    def _write_chunk(
+        self,
+        order: MeasureRows,
+        groups: Mapping[int, TrajectoryGroup],
+        row_of: Callable[[int], HeldOutRow],
+        answers: Mapping[int, str],
+    ) -> None:
+        kept, chosen = [], dict[str, set[int]]()
+        for row, group in groups.items():
+            of = row_of(row)
+            if of.set not in chosen:
+                order_of_prompts = shuffled(self.policy.seed, "validation", of.prompts)
+                chosen[of.set] = set(order_of_prompts[: self.policy.validation])
+            if of.prompt in chosen[of.set] and group.rollouts:
+                kept.append(
+                    SampleRow(
+                        kind=VALIDATION, validation=order.validation, chunk=order.chunk, version=order.version,
+                        validation_set=of.set, sample=of.sample, reasons=(VALIDATION,), answer=answers.get(row),
+                        **self._texts(group.prompt, group.rollouts[0]),
+                    )
+                )  # fmt: skip
+        if kept:
+            self._files.write_chunk(order.validation, order.chunk, kept)
+
+    def _texts(self, prompt: Prompt, rollout: Rollout) -> dict[str, Any]:
+        """The columns that every row has."""
+        versions = [span.version for trajectory in rollout for span in trajectory.spans]
+        return {
+            "source": prompt.source or None,
+            "prompt_row": prompt.row,
+            "prompt": shortened(prompt_text(prompt), self.policy.max_characters),
+            "response": shortened(response_text(rollout), self.policy.max_characters),
+            "reward": None if rollout[-1].reward is None else float(rollout[-1].reward),
+            "reward_parts": json.dumps(rollout[-1].reward_parts) if rollout[-1].reward_parts else None,
+            "tokens": tokens_of(rollout),
+            "figures": json.dumps(rollout[0].figures) if rollout[0].figures else None,
+            "segments": len(rollout),
+            "oldest_version": min(versions, default=None),
+            "newest_version": max(versions, default=None),
+            "finish_reason": rollout[-1].finish_reason,
+        }
+
+
+def keeper_of(run_dir: Path | None, policy: SamplePolicy) -> SampleKeeper | None:
+    """None if the run keeps no samples: it has no directory, `policy` keeps none, or pyarrow is not installed."""
+    if run_dir is None or not (policy.per_step or policy.validation) or lacks_pyarrow():
+        return None
+    return SampleKeeper(run_dir, policy)
+
+
+# -- responses as rows -------------------------------------------------------------------------------------------------
+
+
+def _known(figures: Sequence[Sequence[RolloutFigures]], rollouts: Sequence[int]) -> list[list[RolloutFigures]]:
+    """What a trainer tells, as plain numbers; empty unless it is of so many rollouts in each group."""
+    try:
+        known = [[RolloutFigures(_number(f.advantage), _number(f.logprob_gap)) for f in own] for own in figures]
+    except Exception as error:  # a user's trainer may return anything
+        log.warning("rollout_figures() returned something else, which is left out: %s", reason_of(error))
+        return []
+    return known if [len(own) for own in known] == list(rollouts) else []
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def candidate(rollout: Rollout) -> Candidate:
+    reward = None if rollout[-1].reward is None else float(rollout[-1].reward)
+    return Candidate(reward=reward, tokens=tokens_of(rollout), truncated=is_cut_off(rollout))
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """The prompt as a person reads it: of a chat, every message with its role."""
+    messages = prompt.fields.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+        return prompt.text
+    lines = (f"{message.get('role', '')}: {message.get('content', '')}" for message in messages)
+    return "\n".join(lines) or prompt.text
+
+
+def response_text(rollout: Rollout) -> str:
+    """The text of all segments."""
+    return "".join(_segments(rollout))
+
+
+def _segments(rollout: Rollout) -> Iterator[str]:
+    for number, trajectory in enumerate(rollout, start=1):
+        if number > 1:
+            yield f"\n[segment {number} of {len(rollout)}: the history was rewritten]\n"
+        yield trajectory.text
+
+
+def shortened(text: str, limit: int) -> str:
+    """Valid UTF-8 text of about `limit` characters: the middle of a longer one is left out."""
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"

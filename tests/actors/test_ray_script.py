@@ -1,0 +1,59 @@
+"""`engine.train` and `engine.resume` in a script whose reward no other process can import, on Ray."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from chat_tokenizers import save_chat_model
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import json
+import sys
+
+import engine
+
+VALUES = {"1+1=": 0.25, "2+1=": 0.75}
+
+
+def score(prompt, trajectory):
+    return VALUES[prompt.text]
+
+
+run = engine.train(
+    sys.argv[1],
+    [{"prompt": text} for text in VALUES],
+    score,
+    max_steps=2,
+    plain=True,
+    **{
+        "scheduler.train_batch_size": 2, "scheduler.samples_per_prompt": 2, "rollout.slots": 2,
+        "rollout.replicas": 1, "rollout.max_tokens": 4, "trainer.threads": 1,
+    },
+)
+assert len(run.metrics) == 2
+run = engine.resume(run, score, plain=True, **{"run.max_steps": 3})
+rewards = sorted({row["reward"] for row in run.samples()})
+print(json.dumps([run.outcome, str(run.run_dir), str(run.model_path), len(run.metrics), rewards]))
+"""
+
+
+def test_a_script_trains_and_resumes_with_its_own_reward_and_gets_the_run(tmp_path: Path) -> None:
+    model = save_chat_model(tmp_path / "model", "chatml", context=64)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    clean = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "script.py", model], cwd=tmp_path, env=clean, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    *shown, result = done.stdout.strip().splitlines()
+    outcome, run_dir, checkpoint, steps, rewards = json.loads(result)
+    assert (outcome, steps, rewards) == ("finished", 3, [0.25, 0.75])
+    assert Path(checkpoint).is_relative_to(run_dir) and (Path(checkpoint) / "model.safetensors").is_file()
+    assert any(line.startswith("run: runs/") for line in shown)
+    assert any(line.startswith("step=1 done=2/2 ") for line in shown), done.stdout

@@ -1,0 +1,122 @@
+"""Figures of validation sets: against the definitions, written out by brute force."""
+
+from itertools import combinations
+from math import isclose, sqrt
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import ConfigError
+from engine.states.estimators import Response, estimates, majority_at, metric_names, pass_at, share_interval
+from engine.states.limits import ValidationLimits, ValidationSet
+
+MATH = ValidationSet(name="math", prompts=3, samples=4, k=(2, 4), majority=True)
+EASY = ValidationSet(name="easy", prompts=2)
+RIGHT, WRONG = Response(1.0, 7), Response(0.0, 8)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=9), st.integers(1, 9))
+def test_pass_at_k_is_the_share_of_all_choices_of_k_with_a_right_one(right: list[bool], k: int) -> None:
+    if k <= len(right):
+        chosen = list(combinations(right, k))
+        assert isclose(pass_at(len(right), sum(right), k), sum(map(any, chosen)) / len(chosen), abs_tol=1e-12)
+
+
+def votes(text: str) -> list[Response]:
+    """`a` is right; `.` has no answer."""
+    return [Response(float(one == "a"), 0 if one == "." else ord(one)) for one in text]
+
+
+@pytest.mark.parametrize(
+    ("text", "k", "value"),
+    [
+        ("aab", 3, 1.0),
+        ("abb", 3, 0.0),
+        ("ab", 2, 1.0),
+        ("ba", 2, 0.0),
+        ("..a", 3, 1.0),
+        ("...", 3, 0.0),
+        ("aabbbba", 3, 0.5),
+        ("ab", 1, 0.5),
+    ],
+)
+def test_the_most_frequent_answer_of_each_block_counts_the_first_of_equal_ones(text: str, k: int, value: float) -> None:
+    assert majority_at(votes(text), k) == value
+
+
+def test_the_figures_of_each_set_come_from_its_own_rows() -> None:
+    limits = ValidationLimits(rows=14, sets=(MATH, EASY))
+    rows = {row: RIGHT if limits.place(row).prompt == 0 else WRONG for row in range(14)}
+    rows[4] = RIGHT  # one of four for the second prompt
+    found = {(one.set, one.metric): (one.value, one.prompts) for one in estimates(limits.parts, rows)}
+    assert found == {
+        ("math", "avg@4"): (pytest.approx((1 + 0.25 + 0) / 3), 3),
+        ("math", "pass@2"): (pytest.approx((1 + 0.5 + 0) / 3), 3),
+        ("math", "pass@4"): (pytest.approx(2 / 3), 3),
+        ("math", "maj@2"): (pytest.approx((1 + 0.5 + 0) / 3), 3),
+        ("math", "maj@4"): (pytest.approx(1 / 3), 3),
+        ("math", "reward_mean"): (pytest.approx((1 + 0.25 + 0) / 3), 3),
+        ("easy", "avg@1"): (0.5, 2),
+        ("easy", "reward_mean"): (0.5, 2),
+    }
+    assert {f"{set}/{metric}" for set, metric in found} == {*metric_names(limits.parts)} - {"accuracy", "reward_mean"}
+
+
+def test_what_could_not_be_measured_is_left_out() -> None:
+    """The first prompt has two responses, the second none, the third all."""
+    rows = {row: RIGHT if row < 8 else WRONG for row in (0, 1, 8, 9, 10, 11)}
+    found = {one.metric: (one.value, one.prompts) for one in estimates([MATH], rows)}
+    assert found["avg@4"] == (0.5, 2) and found["pass@2"] == (0.5, 2) and found["pass@4"] == (0.0, 1)
+    assert estimates([MATH], {}) == ()
+
+
+def test_each_row_has_its_place() -> None:
+    limits = ValidationLimits(rows=14, sets=(MATH, EASY))
+    places = [(place.set.name, place.prompt, place.sample) for place in map(limits.place, range(14))]
+    assert places == [
+        *(("math", prompt, sample) for prompt in range(3) for sample in range(4)),
+        ("easy", 0, 0), ("easy", 1, 0),
+    ]  # fmt: skip
+    with pytest.raises(IndexError):
+        limits.place(14)
+    assert ValidationLimits(rows=3).place(2)[1:] == (2, 0)
+
+
+@pytest.mark.parametrize(("right", "prompts"), [(0, 30), (30, 30), (15, 31), (3, 101)])
+def test_the_interval_of_single_responses_is_wilson_s(right: int, prompts: int) -> None:
+    """With n - 1 instead of n between 0 and 1: the variance is estimated."""
+    share, z = right / prompts, 1.959963984540054
+    n = prompts if right in (0, prompts) else prompts - 1
+    center, half = share + z * z / (2 * n), z * sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    expected = [(center + sign * half) / (1 + z * z / n) for sign in (-1, 1)]
+    assert share_interval([float(i < right) for i in range(prompts)], prompts) == pytest.approx((share, *expected))
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=50), st.integers(1, 8))
+def test_an_interval_stays_within_0_and_1_around_its_share(values: list[float], samples: int) -> None:
+    share, low, high = share_interval(values, len(values) * samples)
+    if low is not None and high is not None:
+        assert 0 <= low <= share <= high <= 1 and low < high
+    else:
+        assert len(values) == 1
+
+
+def test_alike_responses_to_a_prompt_do_not_narrow_the_interval() -> None:
+    few, alike = share_interval([0.0, 1.0] * 10, 20), share_interval([0.0, 1.0] * 10, 20 * 64)
+    assert few == alike and share_interval([1.0] * 20, 20) == share_interval([1.0] * 20, 20 * 64)
+    mixed = share_interval([0.4, 0.6] * 10, 20 * 64)
+    assert mixed[2] - mixed[1] < few[2] - few[1]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("changes", [{"k": (5,)}, {"k": (0,)}, {"samples": 0}, {"prompts": 0}])
+def test_sets_that_cannot_be_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"validation\.sets"):
+        ValidationSet(**{"name": "x", "prompts": 2, "samples": 4, **changes})  # type: ignore[arg-type]
+
+
+def test_limits_refuse_a_name_twice_and_another_number_of_rows() -> None:
+    with pytest.raises(ConfigError, match="two sets have this name"):
+        ValidationLimits(rows=4, sets=(EASY, EASY))
+    with pytest.raises(ConfigError, match="the sets have 2 rows"):
+        ValidationLimits(rows=4, sets=(EASY,))

@@ -1,0 +1,127 @@
+"""What the gateway honors and refuses: the table, and requests that go by it."""
+
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from gateway_rig import CONTEXT, Scripted, model, one_group, run
+from openai import AsyncOpenAI
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.completion_create_params import CompletionCreateParamsBase
+
+from engine.gateway.openai_format import ChatRequest, CompletionRequest, RequestError, parse
+from engine.gateway.request_fields import CHAT, COMPLETIONS, refusal_of, table_rows
+from engine.rollout.torch.torch_backend import TorchBackend
+from engine.trajectory import Prompt
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+NAMED = {"type": "function", "function": {"name": "add"}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+
+
+def test_the_table_has_every_field_of_openais_own_types() -> None:
+    """A field that OpenAI adds must get a rule: none is ignored by accident."""
+    assert sorted({*chat_params.CompletionCreateParamsBase.__annotations__} - {*CHAT}) == []
+    assert sorted({*CompletionCreateParamsBase.__annotations__} - {*COMPLETIONS}) == []
+
+
+def test_every_field_that_a_request_reads_is_honored_in_the_table() -> None:
+    for kind, rules in ((ChatRequest, CHAT), (CompletionRequest, COMPLETIONS)):
+        for name in kind.model_fields:
+            assert rules[name].treatment == "honored" or name == "tool_choice", name
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("n", 2, "1"),
+        ("n", True, "1"),
+        ("tool_choice", "required", "auto or none"),
+        ("tool_choice", NAMED, "auto or none"),
+        ("response_format", {"type": "json_object"}, '{"type": "text"}'),
+        ("response_format", SCHEMA, '{"type": "text"}'),
+        ("logit_bias", {"5": 100}, "{}"),
+        ("frequency_penalty", 0.5, "0"),
+        ("parallel_tool_calls", False, "true"),
+        ("functions", [{"name": "add"}], "[]"),
+        ("reasoning_effort", "low", "null"),
+    ],
+)
+def test_what_would_change_an_answer_and_cannot_be_honored_is_refused(name: str, value: Any, allowed: str) -> None:
+    refused = refusal_of(CHAT, {"messages": HELLO, name: value})
+    assert refused is not None
+    assert refused[0] == name
+    assert f"{name} is {value!r:.80}, but must be {allowed}, or left out (" in refused[1]
+    assert refusal_of(CHAT, {name: None}) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 1, "logit_bias": {}, "frequency_penalty": 0, "presence_penalty": 0.0, "user": "me", "seed": 3},
+        {"tool_choice": "auto", "tools": [ADD], "parallel_tool_calls": True, "temperature": 0.3},
+        {"tool_choice": "none", "response_format": {"type": "text"}, "metadata": {"a": "b"}, "some_new_field": 1},
+    ],
+)
+def test_values_without_an_effect_are_accepted(fields: dict[str, Any]) -> None:
+    assert refusal_of(CHAT, fields) is None
+
+
+def test_the_documentation_has_the_table() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "AGENTS.md").read_text(encoding="utf-8")
+    merged = {**CHAT, **COMPLETIONS, "logprobs": CHAT["logprobs"]}
+    missing = [row for row in table_rows(merged) if row not in text]
+    assert missing == []
+
+
+def test_top_logprobs_need_logprobs_and_have_a_bound() -> None:
+    for body, place in ((b'{"messages":[{"role":"user","content":"x"}],"top_logprobs":2}', "top_logprobs"),
+                        (b'{"prompt":"x","logprobs":21}', "logprobs")):  # fmt: skip
+        with pytest.raises(RequestError, match=place) as refused:
+            parse(ChatRequest if b"messages" in body else CompletionRequest, body)
+        assert (refused.value.status, refused.value.body["error"]["param"]) == (400, place)
+
+
+async def asking(client: AsyncOpenAI, prompt: Prompt) -> float:
+    create: Any = client.chat.completions.create
+    for refused in ({"tool_choice": "required", "tools": [ADD]}, {"response_format": SCHEMA}, {"logit_bias": {"1": 5}}):
+        with pytest.raises(openai.BadRequestError) as error:
+            await create(model="tiny", messages=HELLO, **refused)
+        assert error.value.param in refused
+        assert error.value.code == "unsupported_value"
+    answered = await create(model="tiny", messages=HELLO, tools=[ADD], tool_choice="none")
+    assert (answered.choices[0].message.content, answered.choices[0].message.tool_calls) == ("<tool_call>{}", None)
+    return 1.0
+
+
+def test_a_refused_request_leaves_no_trace_in_the_conversation() -> None:
+    backend = Scripted("<tool_call>{}<end>")
+    (only,) = run(one_group(asking, backend, max_tokens=40))
+    assert len(backend.asked) == 1
+    assert only.figures["turns"] == 1
+
+
+def test_top_logprobs_are_those_of_the_distribution_that_was_sampled() -> None:
+    seen: list[Any] = []
+
+    async def curious(client: AsyncOpenAI, prompt: Prompt) -> float:
+        many = await client.chat.completions.create(model="model", messages=HELLO, logprobs=True, top_logprobs=3)
+        few = await client.completions.create(model="model", prompt="count", logprobs=1)
+        plain = await client.chat.completions.create(model="model", messages=HELLO, logprobs=True)
+        seen.extend([many.choices[0].logprobs, few.choices[0].logprobs, plain.choices[0].logprobs])
+        return 1.0
+
+    run(one_group(curious, TorchBackend(model(), rows=8)))
+    many, few, plain = seen
+    for token in many.content:
+        values = [other.logprob for other in token.top_logprobs]
+        assert len(values) == 3
+        assert values == sorted(values, reverse=True)
+        assert all(value <= values[0] + 1e-5 for value in [token.logprob])
+        same = [other.logprob for other in token.top_logprobs if other.token == token.token]
+        assert same in ([], [pytest.approx(token.logprob, abs=1e-5)])
+    assert all(len(top) == 1 for top in few.top_logprobs)
+    assert all(token.top_logprobs == [] for token in plain.content)
+    assert CONTEXT > len(many.content) > 0

@@ -1,0 +1,407 @@
+"""Episodes of environments: what the model reads and is trained on, how they end, and whose fault a failure is."""
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "gateway"))
+from gateway_rig import Scripted, model, tokenizer
+
+from engine.environments import Environment, Step, ToolCall, Turn
+from engine.environments.lookup import Lookup
+from engine.errors import DataFailure
+from engine.protocols import Generated, GroupWork
+from engine.rollout.agents.conversation import Chat
+from engine.rollout.agents.environment_program import EnvironmentGenerator, EpisodeSettings
+from engine.rollout.agents.tool_calls import MARKS, hermes
+from engine.rollout.backend import RolloutBackend, SamplingParams
+from engine.rollout.scoring import Scorer
+from engine.rollout.torch.torch_backend import TorchBackend
+from engine.tasks.lookup import LookupModel, rows, worked_turns
+from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call><end>"
+
+
+def generator(make: Any, backend: RolloutBackend, max_tokens: int = 90, **limits: Any) -> EnvironmentGenerator:
+    tokens = tokenizer()
+    params = SamplingParams(max_tokens=max_tokens, stop_ids=(1,))
+    reward = limits.pop("reward", None)
+    episodes = EpisodeSettings(
+        name="tests:Made", make=make, parser=hermes, call_mark=MARKS["hermes"], scored=reward is not None, **limits
+    )
+    scorer = Scorer(tokens, reward)
+    return EnvironmentGenerator(backend, Chat(tokens, [1]), scorer, episodes, params=params, seed=7, timeout_s=60)
+
+
+def work(attempt: int = 1, samples: int = 1, prompt: Prompt | None = None, **more: Any) -> GroupWork:
+    prompt = prompt or Prompt(row=3, text="add 1 and 2")
+    return GroupWork(group=5, attempt=attempt, prompt=prompt, samples=samples, **more)
+
+
+def run(scenario: Awaitable[Any]) -> Any:
+    async def bounded() -> Any:
+        return await asyncio.wait_for(scenario, 20)
+
+    return asyncio.run(bounded())
+
+
+async def played(make: Any, *said: str, prompt: Prompt | None = None, **limits: Any) -> Generated:
+    made = generator(make, Scripted(*said), **limits)
+    try:
+        return await made.generate(work(prompt=prompt))
+    finally:
+        await made.close()
+
+
+def only(make: Any, *said: str, **limits: Any) -> Trajectory:
+    (trajectory,) = run(played(make, *said, **limits)).group.trajectories
+    return trajectory
+
+
+def parts_of(trajectory: Trajectory) -> list[tuple[int, str]]:
+    """The response as runs of trained (1) and inserted (0) text."""
+    found: list[tuple[int, list[int]]] = []
+    for id, mask in zip(trajectory.token_ids, trajectory.loss_mask, strict=True):
+        if not found or found[-1][0] != mask:
+            found.append((mask, []))
+        found[-1][1].append(id)
+    return [(mask, tokenizer().decode(ids)) for mask, ids in found]
+
+
+class Adder(Environment):
+    """Adds with a tool; 1 for the right sum."""
+
+    threads: set[int]
+
+    def __init__(self) -> None:
+        self.threads = set()
+
+    @property
+    def tools(self) -> Sequence[Any]:
+        return [self.add, self.divide]
+
+    def add(self, a: int, b: int = 0) -> int:
+        """The sum of two numbers."""
+        self.threads.add(threading.get_ident())
+        return a + b
+
+    async def divide(self, a: float, b: float) -> float:
+        return a / b
+
+    def step(self, turn: Turn) -> Step:
+        self.threads.add(threading.get_ident())
+        assert len(self.threads) == 1, "plain methods of an episode run on one thread"
+        assert threading.current_thread() is not threading.main_thread()
+        return Step(reward=0.25) if turn.calls else Step(reward=float(turn.text == "3"), done=True)
+
+
+def test_tools_are_called_and_only_the_models_own_tokens_are_trained() -> None:
+    one = only(Adder, call("add", a=1, b=2), "3<end>")
+    assert tokenizer().decode(one.prompt_ids) == "tools: add divide [user]add 1 and 2<end>[assistant]"
+    assert parts_of(one) == [(1, call("add", a=1, b=2)), (0, "[tool]3<end>[assistant]"), (1, "3<end>")]
+    assert (one.reward, one.finish_reason) == (1.25, "stop")
+
+
+def test_figures_count_turns_tool_calls_and_tokens_by_role() -> None:
+    class Talking(Adder):
+        def step(self, turn: Turn) -> Step:
+            return Step(messages="go on" if not turn.calls else (), reward=1.0, done=turn.number == 3, figures={"x": 2})
+
+    one = only(Talking, call("add", a=1), "hm<end>", "3<end>")
+    trained = sum(one.loss_mask)
+    assert one.figures == {
+        "turns": 3, "tool_calls": 1, "tool_errors": 0, "x": 6, "tokens_prompt": len(one.prompt_ids),
+        "tokens_assistant": trained, "tokens_tool": len("[tool]1") + 1 + len("[assistant]"),
+        "tokens_user": len("[user]go on") + 1 + len("[assistant]"),
+    }  # fmt: skip
+    assert sum(one.figures[f"tokens_{role}"] for role in ("tool", "user")) == len(one.token_ids) - trained
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (call("sub", a=1), "there is no tool 'sub'; the tools are add, divide"),
+        (call("ad", a=1), "there is no tool 'ad'; did you mean add?"),
+        (call("add", a="x"), "add got wrong arguments: a: Input should be a valid integer"),
+        (call("add"), "add got wrong arguments: a: Field required"),
+        (call("add", a=1, c=2), "add got wrong arguments: c: Extra inputs are not permitted"),
+        (call("divide", a=1, b=0), "divide raised ZeroDivisionError: float division by zero"),
+        ("<tool_call>{add}</tool_call><end>", "the tool call cannot be read"),
+        ("<tool_call>{<end>", "the tool call cannot be read"),
+    ],
+)
+def test_a_tool_call_that_fails_is_told_to_the_model_and_counted(said: str, told: str) -> None:
+    one = only(Adder, said, "3<end>", max_tokens=300)
+    assert f"[tool]Error: {told}" in parts_of(one)[1][1]
+    assert (one.reward, one.figures["tool_errors"], one.figures["tool_calls"]) == (1.25, 1, 1)
+
+
+def test_a_tool_that_hangs_is_told_to_the_model_and_the_episode_continues() -> None:
+    released = threading.Event()
+
+    class Hanging(Environment):
+        @property
+        def tools(self) -> Sequence[Any]:
+            return [self.wait]
+
+        def wait(self) -> str:
+            released.wait()
+            return "late"
+
+    one = only(Hanging, call("wait"), "3<end>", call_timeout_s=0.05, reward=lambda prompt, trajectory: 0.5)
+    released.set()
+    assert "[tool]Error: wait took too long" in parts_of(one)[1][1]
+    assert (one.reward, one.finish_reason, one.figures["tool_errors"]) == (0.5, "stop", 1)
+
+
+def test_calls_of_a_tool_that_is_only_a_schema_are_answered_by_the_environment() -> None:
+    class Schema(Environment):
+        tools = ({"type": "function", "function": {"name": "ask", "parameters": {"type": "object"}}},)
+
+        async def step(self, turn: Turn) -> Step:
+            if not turn.calls:
+                return Step(reward=1.0, done=True)
+            (asked,) = turn.calls
+            assert isinstance(asked, ToolCall)
+            assert (asked.name, asked.arguments, asked.result) == ("ask", {"q": 1}, None)
+            return Step(messages=[asked.answer("42")])
+
+    one = only(Schema, call("ask", q=1), "3<end>")
+    assert parts_of(one)[1][1] == "[tool]42<end>[assistant]"
+
+
+# -- how episodes end --------------------------------------------------------------------------------------------------
+
+
+class Endless(Environment):
+    """Never ends, and gives no reward."""
+
+    def step(self, turn: Turn) -> Step:
+        return Step(messages="more")
+
+
+@pytest.mark.parametrize(
+    ("limits", "said", "reason", "turns"),
+    [
+        ({"max_turns": 2}, ["a<end>"] * 2, "max_turns", 2),
+        ({"max_tokens": 3}, ["a" * 3], "length", 1),
+        ({"max_turns": 9, "max_tokens": 20}, ["a<end>"] * 9, "length", 2),
+        ({"max_turns": 99}, [f"{'x' * 40}<end>"] * 99, "length", 8),
+    ],
+    ids=["turns", "tokens of an answer", "tokens of an episode", "context"],
+)
+def test_an_environment_that_never_ends_meets_a_limit(
+    limits: dict[str, Any], said: list[str], reason: str, turns: int
+) -> None:
+    class Bounded(Scripted):
+        async def sample(self, request: Any) -> Any:
+            if len(request.prompt_ids) + 1 > self.context:
+                raise DataFailure("the prompt is too long", context_tokens=self.context)
+            return await super().sample(request)
+
+    async def scenario() -> Trajectory:
+        answer_tokens = limits.pop("answer_tokens", 90)
+        episodes = {("max_tokens" if name == "max_tokens" else name): value for name, value in limits.items()}
+        tokens = tokenizer()
+        made = EnvironmentGenerator(
+            Bounded(*said), Chat(tokens, [1]), Scorer(tokens, None),
+            EpisodeSettings(name="tests:Endless", make=Endless, parser=hermes, **episodes),
+            params=SamplingParams(max_tokens=answer_tokens, stop_ids=(1,)), seed=7, timeout_s=60,
+        )  # fmt: skip
+        (trajectory,) = (await made.generate(work())).group.trajectories
+        await made.close()
+        return trajectory
+
+    one = run(scenario())
+    assert (one.finish_reason, one.reward, one.figures["turns"]) == (reason, 0.0, turns)
+
+
+def test_an_episode_without_any_reward_is_judged_by_the_function_or_fails() -> None:
+    class Plain(Environment):
+        pass
+
+    one = only(Plain, "hello<end>", reward=lambda prompt, trajectory: float(len(trajectory.text)))
+    assert one.reward == 5.0
+    with pytest.raises(DataFailure, match="returned no reward"):
+        only(Plain, "hello<end>")
+
+
+def test_an_environment_is_always_closed_and_a_close_that_raises_loses_nothing() -> None:
+    closed: list[int] = []
+
+    class Closing(Adder):
+        def close(self) -> None:
+            closed.append(1)
+            raise RuntimeError("broken pipe")
+
+    assert only(Closing, "3<end>").reward == 1.0
+    assert closed == [1]
+
+
+# -- whose fault it is -------------------------------------------------------------------------------------------------
+
+
+class Faulty(Environment):
+    def __init__(self, method: str, fault: Any) -> None:
+        self.method, self.fault = method, fault
+
+    def _do(self, method: str, otherwise: Any) -> Any:
+        if method != self.method:
+            return otherwise
+        if isinstance(self.fault, BaseException):
+            raise self.fault
+        if isinstance(self.fault, threading.Event):
+            self.fault.wait()
+        return self.fault
+
+    def reset(self, prompt: Prompt, seed: int) -> Any:
+        return self._do("reset", None)
+
+    @property
+    def tools(self) -> Any:
+        return self._do("tools", ())
+
+    def step(self, turn: Turn) -> Any:
+        return self._do("step", Step(done=True))
+
+
+@pytest.mark.parametrize(
+    ("method", "fault", "story"),
+    [
+        ("reset", KeyError("start"), "reset raised KeyError: 'start'"),
+        ("reset", [], "reset returned no message"),
+        ("reset", [{"content": "x"}], "reset returned messages that cannot be used: message 1 .* 'role'"),
+        ("step", SystemExit(3), "step raised RuntimeError: .*step raised SystemExit: 3"),
+        ("step", None, "step returned a NoneType, but must return a Step"),
+        ("step", Step(), r"step returned neither a message nor done after turn 1; return .* or Step\(done=True\)"),
+        ("step", Step(reward=float("nan"), done=True), "step returned reward nan, not a finite number"),
+        (
+            "step",
+            Step(reward="x", done=True),
+            "step returned a reward or figures that are no numbers: could not convert",
+        ),  # type: ignore[arg-type]
+        ("tools", ["add"], "a tool is 'add', but must be a Python function, or a schema"),
+        ("tools", [lambda x: x], "tool '<lambda>' has no schema: parameter 'x' has no type hint"),
+        ("tools", [Adder().add] * 2, "two tools have the name 'add'"),
+        ("tools", threading.Event(), r"tools took longer than environment.call_timeout_s = 0.05 s"),
+    ],
+)
+def test_what_an_environment_does_wrong_is_named(method: str, fault: Any, story: str) -> None:
+    limit = {"call_timeout_s": 0.05} if isinstance(fault, threading.Event) else {}
+    with pytest.raises(DataFailure, match=f"environment tests:Made failed on prompt row 3: {story}"):
+        only(lambda: Faulty(method, fault), "3<end>", **limit)
+    if isinstance(fault, threading.Event):
+        fault.set()
+
+
+# -- aborts ------------------------------------------------------------------------------------------------------------
+
+
+class Noisy(Environment):
+    """Answers with letters drawn from the seed."""
+
+    def reset(self, prompt: Prompt, seed: int) -> str:
+        self.seed = seed
+        return f"{prompt.text} {seed % 1000}"
+
+    def step(self, turn: Turn) -> Step:
+        return Step(messages=f"{turn.number} {self.seed % 97}", reward=1.0, done=turn.number == 3)
+
+
+class Stopping(TorchBackend):
+    """Samples so many tokens, then waits for its next order."""
+
+    def __init__(self, halt_at: int) -> None:
+        self.halt_at = halt_at
+        super().__init__(model(), rows=8)
+
+    def _turn(self) -> None:
+        if self.halt_at >= 0 and self.tokens_sampled() >= self.halt_at:
+            self._obey(*self._inbox.get())
+            self.halt_at = -1
+        else:
+            super()._turn()
+
+
+ENDS = tuple(range(1, 30))
+"""Many tokens that end an answer, so that random weights give short ones."""
+
+
+def noisy(backend: RolloutBackend) -> EnvironmentGenerator:
+    tokens = tokenizer()
+    return EnvironmentGenerator(
+        backend, Chat(tokens, ENDS), Scorer(tokens, None),
+        EpisodeSettings(name="tests:Noisy", make=Noisy, parser=hermes),
+        params=SamplingParams(max_tokens=60, stop_ids=ENDS), seed=7, timeout_s=60,
+    )  # fmt: skip
+
+
+async def _whole(samples: int) -> TrajectoryGroup:
+    made = noisy(TorchBackend(model(), rows=8))
+    try:
+        return (await made.generate(work(samples=samples))).group
+    finally:
+        await made.close()
+
+
+@pytest.mark.parametrize("halt_at", [1, 5, 9, 16])
+def test_an_episode_cut_at_any_token_continues_as_if_it_had_not_been(halt_at: int) -> None:
+    async def scenario() -> None:
+        whole = await _whole(2)
+        assert {t.figures["turns"] for t in whole.trajectories} == {3}
+        first, second = Stopping(halt_at), TorchBackend(model(), rows=8)
+        cut, other = noisy(first), noisy(second)
+        running = asyncio.ensure_future(cut.generate(work(samples=2)))
+        while first.tokens_sampled() < halt_at and not running.done():
+            await asyncio.to_thread(lambda: None)
+        await cut.pause("abort")
+        partial = await running
+        assert partial.aborted
+        had = sum(sum(t.loss_mask) for t in partial.group.trajectories)
+        group = (await other.generate(work(2, samples=2, partial=partial.group))).group
+        for name in ("prompt_ids", "token_ids", "loss_mask", "reward", "figures", "finish_reason"):
+            assert [getattr(t, name) for t in group.trajectories] == [getattr(t, name) for t in whole.trajectories]
+        assert second.tokens_sampled() == sum(sum(t.loss_mask) for t in whole.trajectories) - had
+        await cut.close()
+        await other.close()
+
+    run(scenario())
+
+
+# -- the environment that the engine ships -----------------------------------------------------------------------------
+
+
+@given(st.integers(0, 50), st.integers(1, 9))
+def test_the_answer_of_a_lookup_row_is_where_its_links_end(seed: int, most_steps: int) -> None:
+    row = next(rows(str(seed), most_steps))
+    data = row.as_data()
+    prompt = Prompt(row=0, text=data["prompt"], fields=data)
+    environment = Lookup()
+    assert environment.reset(prompt, 0) == data["prompt"]
+    key = row.start
+    for _ in range(row.steps):
+        key = environment.lookup(key)
+    right, wrong = (environment.step(Turn(number=1, text=text)) for text in (key, row.links[key]))
+    assert (right.reward, right.done, wrong.reward) == (1.0, True, 0.0)
+    with pytest.raises(DataFailure, match="this row lacks links, answer"):
+        environment.reset(Prompt(row=0, text="", fields={"start": "a", "steps": 1}), 0)
+
+
+def test_the_habits_of_the_warm_up_are_as_frequent_as_asked() -> None:
+    turns = worked_turns(LookupModel(haste=0.5, wrong_tool=0.25))
+    answers = [next(turns) for _ in range(4000)]
+    wrong = sum("search" in answer for _, answer in answers)
+    right = sum("lookup" in answer for _, answer in answers)
+    assert 0.9 < wrong / right < 1.1, "of the turns that should call, a quarter each"
+    assert all(said.endswith("assistant\n") for said, _ in answers)

@@ -1,0 +1,159 @@
+"""How reward functions are called: their forms, batches, limits of their own, and rewards of turns and tokens."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from test_generator import Letters
+
+from engine.errors import DataFailure
+from engine.rollout.reward_parts import RewardPart, RewardParts
+from engine.rollout.scoring import RewardCalls, Scorer, Waiting
+from engine.tasks.reward_forms import bind
+from engine.trajectory import Prompt, StepReward, Trajectory, TrajectoryGroup
+
+
+def responses(*texts: str) -> list[Trajectory]:
+    """Responses of letters; a capital letter is a token that the policy did not sample."""
+    return [
+        Trajectory(
+            token_ids=[ord(letter.lower()) - ord("a") for letter in text],
+            loss_mask=[int(letter.islower()) for letter in text], finish_reason="stop",
+        )
+        for text in texts
+    ]  # fmt: skip
+
+
+def group_of(*texts: str, row: int = 4, **fields: Any) -> TrajectoryGroup:
+    return TrajectoryGroup(group=row, prompt=Prompt(row=row, text="?", fields=fields), trajectories=responses(*texts))
+
+
+def part_of(function: Callable[..., Any], **settings: Any) -> RewardPart:
+    bound = bind(function, {}, "tests:function", "reward.function")
+    return RewardPart(function=bound.call, form=bound.form, shown="tests.function", **settings)
+
+
+def scored(group: TrajectoryGroup, *parts: RewardPart, **settings: Any) -> list[Trajectory]:
+    asyncio.run(Scorer(Letters(), RewardParts(parts), **settings).score(group))
+    return group.trajectories
+
+
+def ranked(prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[float]:
+    """1 for the longest."""
+    longest = max(len(trajectory.text) for trajectory in trajectories)
+    return [float(len(trajectory.text) == longest) for trajectory in trajectories]
+
+
+def trl(completions: list[str], answer: list[str], **kwargs: Any) -> list[float | None]:
+    assert kwargs["prompts"] == ["?"] * len(completions) and "completion_ids" in kwargs
+    return [None if text == "d" else float(text == right) for text, right in zip(completions, answer, strict=True)]
+
+
+def test_a_function_of_the_group_gets_all_its_unscored_responses() -> None:
+    group = group_of("a", "abc", "ab")
+    group.trajectories[2].reward = 7.0
+    assert [one.reward for one in scored(group, part_of(ranked))] == [0.0, 1.0, 7.0]
+
+
+def test_a_function_as_trl_calls_it_gets_lists_and_columns() -> None:
+    parts = [part_of(trl, name="right"), part_of(ranked, name="long", weight=0.5)]
+    first, second = scored(group_of("ab", "d", answer="ab"), *parts)
+    assert (first.reward, first.reward_parts) == (1.5, {"right": 1.0, "long": 1.0})
+    assert (second.reward, second.reward_parts) == (0.0, {"long": 0.0})
+    with pytest.raises(DataFailure, match="row 4 has no column 'answer', which the reward requires"):
+        scored(group_of("ab"), part_of(trl, name="right"))
+
+
+def test_requests_that_wait_share_a_call_of_whole_groups() -> None:
+    calls: list[list[int]] = []
+    entered, leave = threading.Semaphore(0), threading.Semaphore(0)
+
+    def slow(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[float]:
+        calls.append([prompt.row for prompt in prompts])
+        entered.release()
+        leave.acquire()
+        return [float(prompt.row) for prompt in prompts]
+
+    async def scene() -> None:
+        part = part_of(slow, batch_size=4, concurrency=1)
+        scorer = Scorer(Letters(), RewardParts((part,)))
+        groups = [group_of("a", "b", row=row) for row in range(4)]
+        tasks = [asyncio.create_task(scorer.score(groups[0]))]
+        await asyncio.to_thread(entered.acquire)
+        tasks += [asyncio.create_task(scorer.score(group)) for group in groups[1:]]
+        for _ in range(10):
+            await asyncio.sleep(0)
+        leave.release(3)
+        await asyncio.gather(*tasks)
+        assert [[one.reward for one in group.trajectories] for group in groups] == [
+            [float(row)] * 2 for row in range(4)
+        ]
+
+    asyncio.run(scene())
+    assert calls == [[0, 0], [1, 1, 2, 2], [3, 3]]
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "story"),
+    [
+        (lambda prompt, trajectories: [1.0], {}, r"tests\.function returned 1 values for 2 responses on prompt row 4"),
+        (lambda prompt, trajectories: 1.0, {}, "returned a float, not a list with a value for each response on prompt"),
+        (lambda prompt, trajectories: [1.0, "x"], {}, "returned 'x' of type str on prompt row 4, not a finite number"),
+        (
+            lambda prompt, trajectory: [1.0],
+            {"unit": "token"},
+            "returned 1 numbers on prompt row 4, not one finite number for each token of the response, which has 2",
+        ),
+        (
+            lambda prompt, trajectory: 1.0,
+            {"unit": "turn"},
+            "returned 1.0 of type float on prompt row 4, not one finite",
+        ),
+        (lambda prompt, trajectory: [1.0, None], {"unit": "token"}, "returned a list with None of type NoneType on"),
+    ],
+)
+def test_a_wrong_number_of_values_is_named(function: Callable[..., Any], settings: Any, story: str) -> None:
+    with pytest.raises(DataFailure, match=story):
+        scored(group_of("ab", "bc"), part_of(function, **settings))
+
+
+def test_rewards_of_turns_and_tokens_belong_to_their_tokens() -> None:
+    parts = [
+        part_of(lambda prompt, trajectory: [1.0, 2.0], name="turns", unit="turn", weight=2.0),
+        part_of(lambda prompt, trajectory: [0.25] * 4, name="tokens", unit="token"),
+        part_of(lambda prompt, trajectory: 5.0, name="outcome"),
+    ]
+    (found,) = scored(group_of("abCd"), *parts)
+    assert found.step_rewards == [StepReward(0, 0.25), StepReward(1, 2.25), StepReward(2, 0.25), StepReward(3, 4.25)]
+    assert found.reward == 2.0 * 3.0 + 1.0 + 5.0
+    assert found.reward_parts == {"turns": 3.0, "tokens": 1.0, "outcome": 5.0}
+
+
+def test_an_overdue_coroutine_is_cancelled() -> None:
+    cancelled = threading.Event()
+
+    async def forever(prompt: Prompt, trajectory: Trajectory) -> float:
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return 1.0
+
+    async def scene() -> None:
+        calls = RewardCalls(part_of(forever, timeout_s=0.01), threads=1, timeout_s=None)
+        with pytest.raises(DataFailure, match=r"reward tests\.function took longer than 0\.01 s on prompt row 4"):
+            await calls.score(Prompt(row=4, text=""), responses("a"), Waiting(lambda: None))
+        assert await asyncio.to_thread(cancelled.wait, 20)
+
+    asyncio.run(scene())
+
+
+def test_a_timeout_error_of_a_coroutine_is_its_own() -> None:
+    async def late(prompt: Prompt, trajectory: Trajectory) -> float:
+        raise TimeoutError("the server is slow")
+
+    with pytest.raises(DataFailure, match="raised TimeoutError on prompt row 4: the server is slow"):
+        scored(group_of("a"), part_of(late))

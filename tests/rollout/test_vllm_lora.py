@@ -1,0 +1,110 @@
+"""Adapters in a running vLLM: what it samples is what peft computes with the version in force."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import vllm_engines
+from backends import WIDE, build, go_on, hold, run
+from test_vllm_weights import PROMPT, assert_samples, greedy
+
+from engine.errors import EngineError
+from engine.lora import Lora, adapter_tensors, add_adapter
+from engine.rollout.backend import SampleResult
+from engine.trajectory import Span
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+LORA = Lora(rank=4, alpha=8.0)
+"""vLLM's lowest maximum rank is 8."""
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Any]:
+    backend = vllm_engines.start(build("qwen2-untied", **WIDE), lora=LORA, kv="recompute")
+    yield backend
+    run(backend.close())
+
+
+def adapted(version: int) -> Any:
+    """The model with the adapter of a version; version 0 is the model alone."""
+    model = build("qwen2-untied", **WIDE)
+    add_adapter(model, LORA)
+    draws = torch.Generator().manual_seed(version)
+    for tensor in adapter_tensors(model).values():
+        drawn = torch.randn(tensor.shape, generator=draws) * 0.2
+        tensor.data.copy_(drawn if version else torch.zeros(tensor.shape))
+    return model
+
+
+def published(version: int) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in adapter_tensors(adapted(version)).items()}
+
+
+def assert_samples_in_turn(models: list[Any], result: SampleResult) -> None:
+    """Each span's tokens are those of its model, over keys and values that it computed itself."""
+    for model, (start, stop, _) in zip(models, result.spans, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([PROMPT + result.token_ids])).logits[0, len(PROMPT) - 1 : -1]
+        expected = logits.log_softmax(-1)[start:stop]
+        assert result.token_ids[start:stop] == expected.argmax(-1).tolist()
+        assert result.logprobs[start:stop] == pytest.approx(expected.max(-1).values.tolist(), abs=5e-4)
+
+
+def files_of(engine: Any) -> list[str]:
+    return sorted(path.name for path in engine.staging.glob("*/*"))
+
+
+def test_each_version_is_an_adapter_and_frozen_requests_continue_with_the_new_one(engine: Any) -> None:
+    async def scenario() -> None:
+        first = await engine.sample(greedy("first"))
+        assert first.spans == [Span(0, 40, 0)]
+        assert_samples(adapted(0), first)
+        kept = asyncio.create_task(engine.sample(greedy("kept", 60)))
+        await hold(engine, 20)
+        await engine.stage(1, published(1))
+        await engine.pause("keep")
+        await engine.install(1)
+        await engine.resume()
+        go_on(engine)
+        result = await kept
+        assert [span.version for span in result.spans] == [0, 1]
+        assert_samples_in_turn([adapted(0), adapted(1)], result)
+        after = await engine.sample(greedy("after"))
+        assert after.token_ids != first.token_ids
+        for version in (2, 3):
+            assert_samples(adapted(version - 1), after)
+            await engine.stage(version, published(version))
+            await engine.pause("abort")
+            await engine.install(version)
+            await engine.resume()
+            after = await engine.sample(greedy(f"{version}"))
+            assert after.spans == [Span(0, 40, version)]
+        assert_samples(adapted(3), after)
+        assert files_of(engine) == ["adapter_config.json", "adapter_model.safetensors"], "only the one in force"
+
+    run(scenario())
+
+
+def test_an_adapter_that_does_not_fit_is_refused_and_a_damaged_one_undone(engine: Any) -> None:
+    async def scenario() -> None:
+        old = engine.version
+        with pytest.raises(EngineError, match="do not fit the model: missing"):
+            await engine.stage(old + 1, build("qwen2-untied", **WIDE).state_dict())
+        await engine.stage(old + 1, published(old + 1))
+        [file] = engine.staging.glob(f"{old + 1}-*/adapter_model.safetensors")
+        intact = file.read_bytes()
+        file.write_bytes(intact[:64])
+        await engine.pause("keep")
+        with pytest.raises(EngineError, match=f"version {old + 1} could not be installed"):
+            await engine.install(old + 1)
+        await engine.resume()
+        assert_samples(adapted(old), await engine.sample(greedy("undone")))
+        file.write_bytes(intact)
+        await engine.pause("keep")
+        await engine.install(old + 1)
+        await engine.resume()
+        assert_samples(adapted(old + 1), await engine.sample(greedy("again")))
+
+    run(scenario())

@@ -1,0 +1,85 @@
+"""A run that trains an adapter, in one process: what each replica samples from is what the trainer published."""
+
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine.actors.configured_plan import plan_of
+from engine.config.loading import parse_config
+from engine.events import WeightsInstalled
+from engine.ids import Version
+from engine.rollout.torch.torch_backend import TorchBackend
+from engine.runtime.local import run_plan
+from engine.training.model_trainer import ModelTrainer
+
+sys.path.append(str(Path(__file__).parent.parent))
+sys.path.append(str(Path(__file__).parent.parent / "actors"))
+from ray_plans import SMALLEST, check_record, events_of
+from reference_sync import digest
+
+STEPS = 3
+
+
+class Digested(ModelTrainer):
+    """Notes the digest of every version that it publishes."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.digests: list[str] = []
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        weights = super().weights()
+        self.digests.append(digest(weights))
+        return weights
+
+
+def test_the_adapter_at_each_replica_is_the_trainers_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {
+        "run": {"dir": str(tmp_path), "max_steps": STEPS, "seed": 3},
+        "model": {"make": "arithmetic", "arithmetic": SMALLEST},
+        "scheduler": {"train_batch_size": 4, "samples_per_prompt": 4, "max_staleness_steps": 1},
+        "rollout": {"replicas": 2, "slots": 4, "max_tokens": 40},
+        "trainer": {
+            "lora": {"rank": 4, "alpha": 8}, "learning_rate": 1e-2, "checkpoint_every": STEPS, "threads": 1,
+            "kl_loss_coef": 0.01, "overlong_cache_tokens": 39,  # length alone makes advantages
+        },
+        "validation": {"at_start": False, "at_end": False},
+    }  # fmt: skip
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    planned = plan_of(parse_config(config), run_dir)
+    installed: list[tuple[Version, str]] = []
+    install = TorchBackend.install
+
+    async def digested(backend: TorchBackend, version: Version) -> None:
+        await install(backend, version)
+        held = {name: tensor.detach() for name, tensor in backend._model.installable().items()}
+        installed.append((version, digest(held)))
+
+    monkeypatch.setattr(TorchBackend, "install", digested)
+    made: list[Digested] = []
+
+    def make_trainer(*arguments: Any) -> Digested:
+        made.append(Digested(*arguments))
+        return made[-1]
+
+    model, settings = planned.make_trainer.args[:2]  # type: ignore[attr-defined]
+    assert run_plan(replace(planned, make_trainer=partial(make_trainer, model, settings))).outcome == "finished"
+    check_record(run_dir)
+    [trainer] = made
+    published = dict(enumerate(trainer.digests, start=1))
+    assert len(set(published.values())) == len(published) >= STEPS - 1
+    assert all(found == published[version] for version, found in installed)
+    told = {(event.replica, event.version) for event in events_of(run_dir, WeightsInstalled) if event.version}
+    assert len(told) == len(installed) and {replica for replica, _ in told} == {0, 1}
+    saved = load_file(run_dir / "checkpoints" / f"step-{STEPS:06}" / "adapter_model.safetensors")
+    assert digest(saved) == digest(ModelTrainer.weights(trainer))
+    assert set(saved) == set(trainer.weights()) and all("lora_" in name for name in saved)

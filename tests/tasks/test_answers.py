@@ -1,0 +1,57 @@
+"""Answers for the majority vote of a validation: what is extracted, and which extraction a reward implies."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ConfigError
+from engine.tasks import rewards
+from engine.tasks.answers import BUILT_IN, answer_of, last_boxed, last_number
+from engine.trajectory import Prompt, Trajectory
+
+PROMPT = Prompt(row=0, text="?")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "answer"),
+    [
+        ("number", "first 3, then 1,072.50", "1072.5"),
+        ("number", "72.0", "72"),
+        ("number", "100", "100"),
+        ("number", "none", None),
+        ("boxed", r"\boxed{1} and \boxed{ x + {y} }", "x+{y}"),
+        ("boxed", "12", None),
+        ("boxed_or_number", "12", "12"),
+        ("boxed_or_number", r"\boxed{a} 12", "a"),
+        ("choice", "A or (B).", "B"),
+        ("text", " yes \n", "yes"),
+        ("text", " ", None),
+    ],
+)
+def test_the_built_in_answers(name: str, text: str, answer: str | None) -> None:
+    assert BUILT_IN[name](PROMPT, Trajectory(text=text)) == answer
+
+
+def test_auto_follows_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def judge(prompt: Prompt, trajectory: Trajectory) -> float:
+        return 1.0
+
+    def found(reward: object) -> object:
+        return answer_of("auto", reward, None, config_field="x")
+
+    assert found(rewards.final_number) is last_number and found(rewards.boxed_answer) is last_boxed
+    assert found(judge) is BUILT_IN["boxed_or_number"] is found(None)
+    judge.extract = last_boxed  # type: ignore[attr-defined]
+    assert found(judge) is last_boxed
+
+
+def test_a_named_function_must_take_a_prompt_and_a_trajectory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    text = "def own(prompt, trajectory): return 'x'\ndef few(text): ...\nasync def late(prompt, trajectory): ...\n"
+    (tmp_path / "my_answers.py").write_text(text)
+    named = lambda name: answer_of(f"my_answers:{name}", None, str(tmp_path), config_field="validation.sets.0.answer")  # noqa: E731
+    assert named("own")(PROMPT, Trajectory()) == "x"
+    for name in ("few", "late", "none"):
+        with pytest.raises(ConfigError, match=r"validation\.sets\.0\.answer"):
+            named(name)

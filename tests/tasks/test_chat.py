@@ -1,0 +1,268 @@
+"""From prompts to token ids: what the templates of the common families get, written out by hand."""
+
+from typing import Any
+
+import pytest
+from chat_tokenizers import FAMILIES, chat_tokenizer, tokens
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.chat import ChatSettings, PromptRenderer, template_arguments, turn_end
+from engine.errors import DataFailure
+from engine.rollout.agents.conversation import Chat
+from engine.tasks import prompt_lengths
+from engine.trajectory import Prompt
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "2+2?"}
+ANSWER = {"role": "assistant", "content": "4"}
+AGAIN = {"role": "user", "content": " 3+3? "}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 7}'}}]}
+RESULT = {"role": "tool", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "4"}]}
+TOOL = {"name": "add"}
+
+
+def chat(*messages: dict[str, Any], **fields: Any) -> Prompt:
+    return Prompt(row=0, text="not read", fields={"messages": list(messages), **fields})
+
+
+def text(content: str) -> Prompt:
+    return Prompt(row=0, text=content)
+
+
+GOLDEN: dict[str, tuple[str, Prompt, dict[str, Any], str]] = {
+    "chatml text": (
+        "chatml",
+        text("2+2?"),
+        {},
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "chatml system prompt": (
+        "chatml",
+        text("2+2?"),
+        {"system_prompt": "Be brief."},
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "chatml own system message": (
+        "chatml",
+        chat(SYSTEM, USER),
+        {"system_prompt": "Be verbose."},
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "chatml without thinking": (
+        "chatml",
+        text("hi"),
+        {"template_kwargs": {"enable_thinking": False}},
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    ),
+    "chatml tools, a call and parts": (
+        "chatml",
+        chat(USER, CALL, RESULT, tools=[TOOL]),
+        {},
+        '<|im_start|>system\n\n<tool>{"name": "add"}</tool><|im_end|>\n'
+        "<|im_start|>user\n2+2?<|im_end|>\n"
+        "<|im_start|>assistant\n\n<tool_call>add 7</tool_call><|im_end|>\n"
+        "<|im_start|>tool\n14<|im_end|>\n"
+        "<|im_start|>assistant"
+        "\n",
+    ),
+    "llama text": (
+        "llama",
+        text(" 2+2? "),
+        {},
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n"
+        "\n",
+    ),
+    "llama turns": (
+        "llama",
+        chat(SYSTEM, USER, ANSWER, AGAIN),
+        {},
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n4<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\n3+3?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n"
+        "\n",
+    ),
+    "mistral turns": (
+        "mistral",
+        chat(USER, ANSWER, AGAIN),
+        {"system_prompt": "Be brief."},
+        "<s>[INST] Be brief.\n\n2+2?[/INST] 4</s>[INST]  3+3? [/INST]",
+    ),
+    "gemma turns": (
+        "gemma",
+        chat(USER, ANSWER, AGAIN),
+        {},
+        "<bos><start_of_turn>user\n2+2?<end_of_turn>\n"
+        "<start_of_turn>model\n4<end_of_turn>\n"
+        "<start_of_turn>user\n3+3?<end_of_turn>\n"
+        "<start_of_turn>model"
+        "\n",
+    ),
+    "no template": (
+        "base",
+        text("2+2?"),
+        {},
+        "<s>2+2?",
+    ),
+    "no template, begun": (
+        "base",
+        text("<s>2+2?"),
+        {},
+        "<s>2+2?",
+    ),
+    "never": (
+        "llama",
+        text(" 2+2? "),
+        {"mode": "never"},
+        "<|begin_of_text|> 2+2? ",
+    ),
+    "never, rendered before": (
+        "llama",
+        text("<|begin_of_text|>2"),
+        {"mode": "never"},
+        "<|begin_of_text|>2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_prompts_have_the_tokens_written_here(case: str) -> None:
+    family, prompt, settings, written = GOLDEN[case]
+    tokenizer = chat_tokenizer(family)
+    renderer = PromptRenderer(tokenizer, ChatSettings(**settings))
+    expected = tokens(tokenizer, written)
+    assert not renderer.templated or renderer.text(prompt) == written
+    assert renderer.ids(prompt) == expected
+    assert list(renderer.counts([renderer.text(prompt)] * 3)) == [len(expected)] * 3
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama"])
+def test_a_call_of_an_agent_has_the_same_tokens(family: str) -> None:
+    tokenizer = chat_tokenizer(family)
+    arguments = {"enable_thinking": False} if family == "chatml" else {}
+    prompt = chat(SYSTEM, USER, ANSWER, AGAIN)
+    agents = Chat(tokenizer, [0], arguments)
+    rendered = agents.template(prompt.fields["messages"])
+    renderer = PromptRenderer(tokenizer, ChatSettings(template_kwargs=arguments))
+    assert agents.encode_rendered(rendered, True) == renderer.ids(prompt)
+
+
+@pytest.mark.parametrize(
+    ("family", "prompt", "settings", "said"),
+    [
+        ("base", chat(USER), {}, "prompt row 0: the model's tokenizer has no chat template"),
+        ("llama", chat(USER), {"mode": "never"}, "prompt row 0: data.chat is never, but messages need"),
+        ("gemma", text("a"), {"system_prompt": "b"}, "the chat template refuses these messages: System role not"),
+        ("mistral", chat(RESULT), {}, "only system, user and assistant roles are known"),
+    ],
+)
+def test_messages_that_cannot_be_rendered_are_never_dropped(
+    family: str, prompt: Prompt, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(DataFailure, match=said):
+        PromptRenderer(chat_tokenizer(family), ChatSettings(**settings)).ids(prompt)
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "token"),
+    [
+        ("chatml", "<|im_end|>\n", "<|im_end|>"),
+        ("llama", "<|eot_id|>", "<|eot_id|>"),
+        ("mistral", "</s>", "</s>"),
+        ("gemma", "<end_of_turn>\n", "<end_of_turn>"),
+    ],
+)
+def test_the_end_of_a_turn_is_read_off_the_template(family: str, text: str, token: str) -> None:
+    tokenizer = chat_tokenizer(family)
+    found = turn_end(tokenizer)
+    assert found is not None and found.text == text and found.token == tokenizer.get_vocab()[token]
+
+
+def test_a_template_without_an_end_of_turn_has_none() -> None:
+    tokenizer = chat_tokenizer("base")
+    assert turn_end(tokenizer) is None
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    found = turn_end(tokenizer)
+    assert found is not None and (found.text, found.token) == ("\n", None)
+
+
+def test_the_arguments_of_a_template_are_read_off_it() -> None:
+    assert template_arguments(chat_tokenizer("chatml")) == ["enable_thinking"]
+    assert [
+        name for name in FAMILIES if name not in ("chatml", "base") and template_arguments(chat_tokenizer(name))
+    ] == []
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% generation %}{{ m.content + style }}{% endgeneration %}{% endfor %}"
+    )
+    assert template_arguments(tokenizer) == ["style"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(content=st.text(min_size=1, max_size=20))
+def test_many_texts_are_rendered_like_one(family: str, content: str) -> None:
+    renderer = RENDERERS[family]
+    for prompt in (text(content), text("plain"), text(f"a {content} b"), text(f" {content}")):
+        assert renderer.quick_text(prompt) == renderer.text(prompt)
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama", "mistral"])
+@given(contents=st.lists(st.text(min_size=1, max_size=9), min_size=2, max_size=2), repeated=st.booleans())
+def test_many_chats_are_rendered_like_one(family: str, contents: list[str], repeated: bool) -> None:
+    renderer = RENDERERS[family]
+    system, question = contents if not repeated else contents[:1] * 2
+    for roles in (["user"], ["system", "user"], ["system", "user", "assistant", "user"]):
+        messages = [
+            {
+                "role": role,
+                "content": system if role == "system" else f"a {question}" if role == "assistant" else question,
+            }
+            for role in roles
+        ]
+        prompt = Prompt(row=0, text=question, fields={"messages": messages})
+        assert renderer.quick_text(prompt) == renderer.text(prompt)
+
+
+RENDERERS = {family: PromptRenderer(chat_tokenizer(family)) for family in FAMILIES}
+
+
+def test_a_template_that_reads_the_text_is_asked_for_every_prompt() -> None:
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content | length }}: {{ m.content }}{% endfor %}"
+    renderer = PromptRenderer(tokenizer)
+    assert [renderer.quick_text(text(word)) for word in ("a", "abc")] == ["1: a", "3: abc"]
+    chats = [
+        Prompt(row=0, text=word, fields={"messages": [{"role": "user", "content": word}]}) for word in ("a", "abc")
+    ]
+    assert [renderer.quick_text(chat) for chat in chats] == ["1: a", "3: abc"]
+
+
+@given(words=st.lists(st.text(max_size=30), min_size=1, max_size=8))
+def test_no_text_has_more_tokens_than_its_bound(words: list[str]) -> None:
+    for family in ("chatml", "llama"):
+        renderer = RENDERERS[family]
+        texts = [renderer.text(text(word)) for word in words]
+        bounds = [renderer.most_tokens_of(one) for one in texts]
+        assert all(count <= bound for count, bound in zip(renderer.counts(texts), bounds, strict=True))
+
+
+def test_of_many_texts_those_that_may_be_too_long_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_lengths, "COUNTED", 40)
+    texts = ["a" * (length % 97) for length in range(1, 400)]
+    counts = prompt_lengths.sampled_counts(texts, RENDERERS["base"], 60)
+    whole = list(RENDERERS["base"].counts(texts))
+    assert all(count in (exact, prompt_lengths.UNCOUNTED) for count, exact in zip(counts, whole, strict=True))
+    assert [count for count in counts if count > 60] == [exact for exact in whole if exact > 60]
+    assert list(counts).count(prompt_lengths.UNCOUNTED) > 100 and max(counts) == max(whole)
+
+
+def test_long_prompts_keep_their_end_and_their_first_token() -> None:
+    llama, chatml = chat_tokenizer("llama"), chat_tokenizer("chatml")
+    whole = PromptRenderer(llama).ids(text("x" * 40))
+    assert PromptRenderer(llama, None, 20).ids(text("x" * 40)) == [whole[0], *whole[-19:]]
+    assert PromptRenderer(llama, None, len(whole)).ids(text("x" * 40)) == whole
+    whole = PromptRenderer(chatml).ids(text("x" * 40))
+    assert PromptRenderer(chatml, None, 20).ids(text("x" * 40)) == whole[-20:]

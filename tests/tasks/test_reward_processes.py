@@ -1,0 +1,150 @@
+"""Rewards in processes of their own: what they get and return, and how a hang, a crash or a leak ends."""
+
+import os
+import select
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import DataFailure, RewardFailure
+from engine.tasks.reward_processes import ProcessSettings, RewardProcesses
+from engine.trajectory import Prompt, Span, Trajectory
+
+CODE = """
+import asyncio, os, sys, threading, time
+
+def echo(prompt, trajectory, *, factor=1.0):
+    print("printed by the reward")
+    same = trajectory.logprobs == [-0.5, -1.0] and trajectory.spans[0].version == 3 and trajectory.loss_mask == [1, 1]
+    return factor * (prompt.fields["answer"] + len(trajectory.text)) if same else -1.0
+
+def number(prompt, trajectory):
+    return os.getpid()
+
+async def later(prompt, trajectory):
+    await asyncio.sleep(0)
+    return 2.5
+
+def lengths(prompt, trajectories):
+    return [len(trajectory.text) for trajectory in trajectories]
+
+def trl(prompts, completions, answer, **kwargs):
+    return [None if text == "" else float(value) for text, value in zip(completions, answer)]
+
+def wrong(prompt, trajectory):
+    return {}["anser"]
+
+def hang(prompt, trajectory):
+    stuck_here = threading.Event()
+    stuck_here.wait()
+
+def crash(prompt, trajectory):
+    import ctypes
+    ctypes.string_at(0)
+
+def leak(prompt, trajectory):
+    return len(bytearray(1 << 30))
+
+def leave(prompt, trajectory):
+    sys.exit(3)
+
+def text(prompt, trajectory):
+    return "good"
+
+def parent(prompt, trajectory):
+    child = os.fork()
+    if not child:
+        time.sleep(600)
+    with open(prompt.text, "w") as file:
+        file.write(str(child))
+    os._exit(7)
+"""
+PROMPT = Prompt(row=4, text="?", fields={"answer": 2})
+
+
+@pytest.fixture
+def pools(tmp_path: Path) -> Iterator[Any]:
+    (tmp_path / "own_rewards.py").write_text(CODE)
+    made: list[RewardProcesses] = []
+
+    def make(name: str, timeout_s: float = 30.0, memory_mb: int | None = None, **arguments: Any) -> RewardProcesses:
+        settings = ProcessSettings(
+            spec=f"own_rewards:{name}", directory=str(tmp_path), arguments=arguments, timeout_s=timeout_s,
+            memory_mb=memory_mb,
+        )  # fmt: skip
+        made.append(RewardProcesses(settings, 1))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+def response(text: str = "abc") -> Trajectory:
+    return Trajectory(
+        prompt_ids=[1], token_ids=[5, 6], logprobs=[-0.5, -1.0], loss_mask=[1, 1], spans=[Span(0, 2, 3)], text=text
+    )
+
+
+def test_a_function_gets_the_response_and_its_arguments(pools: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    pool = pools("echo", factor=2.0)
+    assert [pool(PROMPT, response()) for _ in range(3)] == [10.0] * 3
+    pool.close()
+    said = capfd.readouterr()
+    assert said.err.count("printed by the reward") == 3 and not said.out
+    assert pool(PROMPT, response("")) == 4.0, "it starts again"
+
+
+def test_other_forms_run_in_processes_too(pools: Any) -> None:
+    assert pools("later")(PROMPT, response()) == 2.5
+    assert pools("lengths")([PROMPT] * 2, [response("a"), response("abcd")]) == [1, 4]
+    assert pools("trl")([PROMPT] * 2, [response(""), response("x")]) == [None, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "story"),
+    [
+        ("wrong", "raised KeyError: 'anser'", 'return {}["anser"]'),
+        ("leave", "raised SystemExit: 3", "in leave"),
+        ("leak", "raised MemoryError", "in leak"),
+        ("crash", "crashed: its process was killed by SIGSEGV", "in crash"),
+        ("hang", "took longer than 0.2 s; its process was killed", "in hang"),
+    ],
+)
+def test_a_failure_costs_one_call_and_shows_where_it_happened(pools: Any, name: str, message: str, story: str) -> None:
+    pool = pools(name, timeout_s=0.2 if name == "hang" else 30.0, memory_mb=512 if name == "leak" else None)
+    for _ in range(2):
+        with pytest.raises(RewardFailure) as caught:
+            pool(PROMPT, response())
+        assert str(caught.value) == message
+        assert story in str(caught.value.__cause__)
+
+
+def test_a_process_is_used_again_unless_it_failed(pools: Any) -> None:
+    pool = pools("number")
+    assert pool(PROMPT, response()) == pool(PROMPT, response()) != os.getpid()
+
+
+def test_what_a_process_started_ends_with_it(pools: Any, tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    with pytest.raises(RewardFailure, match="crashed: its process ended with exit code 7"):
+        pools("parent")(Prompt(row=0, text=str(file)), response())
+    with suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(int(file.read_text()))
+        ended, _, _ = select.select([descriptor], [], [], 20)
+        os.close(descriptor)
+        assert ended
+
+
+def test_what_cannot_be_sent_or_used_is_named(pools: Any) -> None:
+    with pytest.raises(DataFailure, match="row 1 cannot be sent to the process of the reward: can"):
+        pools("number")(Prompt(row=1, text="", fields={"odd": object()}), response())
+    with pytest.raises(RewardFailure, match="returned 'good' of type str, not a number"):
+        pools("text")(PROMPT, response())
+    with pytest.raises(
+        RewardFailure, match="raised ConfigError: reward is 'own_rewards:lost': module 'own_rewards' has no"
+    ):
+        pools("lost")(PROMPT, response())

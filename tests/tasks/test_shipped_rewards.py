@@ -1,0 +1,127 @@
+"""Built-in rewards with arguments: math-verify, regular expressions, JSON schemas; and what they refuse."""
+
+from typing import Any
+
+import pytest
+
+from engine.config.reward import NamedReward, RewardSection
+from engine.config.reward_functions import reward_of_section
+from engine.errors import ConfigError, DataFailure
+from engine.tasks.format_rewards import json_schema, regular_expression
+from engine.tasks.math_rewards import math_verify
+from engine.trajectory import Prompt, Trajectory
+
+SCHEMA = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
+
+
+def value(function: Any, response: str, fields: dict[str, Any] | None = None, **arguments: Any) -> float:
+    return function(Prompt(row=3, text="?", fields=fields or {}), Trajectory(text=response), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        (r"So it is \boxed{\frac{1}{2}}.", "0.5", 1.0),
+        (r"$x = 3$, so $\sqrt{9} = 3$", r"\sqrt{9}", 1.0),
+        (r"\boxed{(1, 2)}", "$(1,2)$", 1.0),
+        (r"\boxed{4}", "5", 0.0),
+        ("I do not know", "5", 0.0),
+    ],
+)
+def test_math_is_compared_by_value(response: str, answer: str, expected: float) -> None:
+    assert value(math_verify, response, {"answer": answer}) == expected
+    assert value(math_verify, response, {"solution": answer}, answer="solution") == expected
+
+
+def test_a_row_without_an_expression_is_named() -> None:
+    with pytest.raises(DataFailure, match="the column 'answer' of row 3 has no mathematical expression: ''"):
+        value(math_verify, "4", {"answer": ""})
+
+
+def test_a_pattern_may_match_a_part_or_the_whole() -> None:
+    assert value(regular_expression, "so\n<answer>\n4</answer>", pattern="<answer>.*</answer>") == 1.0
+    assert value(regular_expression, "so <answer>4</answer>", pattern="<answer>.*</answer>", whole=True) == 0.0
+    assert value(regular_expression, "no", pattern="<answer>") == 0.0
+
+
+def test_a_pattern_that_backtracks_without_end_is_stopped() -> None:
+    with pytest.raises(DataFailure, match=r"took longer than 0\.05 s on a response of 41 characters; use one that"):
+        value(regular_expression, "a" * 40 + "b", pattern="^(a|aa)+$", limit_s=0.05)
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ('{"name": "x"}', 1.0),
+        ('Here:\n```json\n{"name": 1}\n```\nno:\n```json\n{"name": "x"}\n```', 1.0),
+        ('{"name": 1}', 0.0),
+        ('{"name": NaN}', 0.0),
+        ("[" * 100_000, 0.0),
+        ("text", 0.0),
+    ],
+)
+def test_json_must_match_its_schema(response: str, expected: float) -> None:
+    assert value(json_schema, response, schema=SCHEMA) == expected
+    assert value(json_schema, response, {"schema": SCHEMA}) == expected
+    assert value(json_schema, response, {"own": '{"$ref": "#/$defs/a", "$defs": {"a": {}}}'}, column="own") == float(
+        expected or '"name": 1' in response
+    )
+
+
+@pytest.mark.parametrize(
+    ("schema", "story"),
+    [
+        (
+            {"$ref": "http://127.0.0.1:9/schema"},
+            "the schema of row 3 cannot be used: .*Unresolvable: http://127.0.0.1:9/schema",
+        ),
+        ({"type": "odd"}, "the schema of row 3 cannot be used: UnknownType"),
+        ("{", "the column 'schema' of row 3 is not JSON"),
+    ],
+)
+def test_a_schema_that_cannot_be_used_is_named(schema: Any, story: str) -> None:
+    with pytest.raises(DataFailure, match=story):
+        value(json_schema, '{"name": 1}', {"schema": schema})
+
+
+REFUSED = [
+    ("format_rewards:regular_expression", {"pattern": "("}, "arguments.pattern is '(', but|'(' is not a regular"),
+    ("format_rewards:regular_expression", {}, "arguments {} cannot be passed to"),
+    ("format_rewards:regular_expression", {"patern": "a"}, "did you mean pattern?"),
+    ("format_rewards:json_schema", {"schema": {"type": "odd"}}, "is not a JSON schema"),
+    ("code_rewards:python_tests", {"limit_s": 0}, "arguments.limit_s is 0, but must be a number of seconds above 0"),
+    ("math_rewards:math_verify", {"limit_s": 0.5}, "must be a whole number of seconds from 1 to 3600"),
+    (
+        "judge:llm_judge",
+        {"url": "judge", "model": "m"},
+        "arguments.url is 'judge', but must be an http or https address",
+    ),
+    (
+        "judge:llm_judge",
+        {"url": "http://127.0.0.1:9/v1", "model": "m"},
+        "http://127.0.0.1:9/v1' cannot be reached: ClientConnectorError",
+    ),
+    (
+        "judge:llm_judge",
+        {"url": "http://127.0.0.1:9", "model": "m", "api_key_env": "NO_SUCH_KEY"},
+        "is not set in the environment",
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "story"), REFUSED)
+def test_arguments_are_checked_before_a_run(function: str, arguments: dict[str, Any], story: str) -> None:
+    part = NamedReward(name="part", function=f"engine.tasks.{function}", arguments=arguments)
+    with pytest.raises(ConfigError) as caught:
+        reward_of_section(RewardSection(functions=[part]), None, check=True)
+    assert str(caught.value.details["field"]).startswith("reward.functions.0")
+    assert any(one in str(caught.value) for one in story.split("|"))
+
+
+def test_math_verify_has_a_process_of_its_own_unless_told_otherwise() -> None:
+    spec = "engine.tasks.math_rewards:math_verify"
+    for processes, limited in ((None, True), (0, False), (3, True)):
+        part = NamedReward(name="math", function=spec, processes=processes)
+        parts = reward_of_section(RewardSection(functions=[part]), None)
+        assert parts is not None and parts.parts[0].limits_itself == limited
+        assert parts.parts[0].concurrency == (processes or (1 if limited else None))

@@ -1,0 +1,143 @@
+"""`engine.train` and `engine.resume`: their arguments, and a reward that is a function of the caller."""
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_tokenizers import save_chat_model
+
+import engine
+from engine.actors.configured_plan import plan_of
+from engine.actors.detached_actors import PackedPlan
+from engine.api import TrainedRun, configured, resumption
+from engine.cli import main
+from engine.config.inputs import check_inputs
+from engine.runtime.local import run_plan
+from engine.storage import run_directory
+from engine.tasks.rewards import exact_match, name_of
+
+ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(4)]
+SMALL: dict[str, Any] = {
+    "scheduler.train_batch_size": 2,
+    "scheduler.samples_per_prompt": 2,
+    "rollout.slots": 2,
+    "rollout.replicas": 1,
+    "rollout.max_tokens": 4,
+    "trainer.threads": 1,
+    "metrics.port": 0,
+    "control.enabled": False,
+}
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return save_chat_model(tmp_path / "model", "chatml", context=64)
+
+
+def made_reward(value: float) -> Callable[[engine.Prompt, engine.Trajectory], float]:
+    """A function that no other process can import."""
+
+    def always(prompt: engine.Prompt, trajectory: engine.Trajectory) -> float:
+        assert prompt.fields["answer"]
+        return value
+
+    return always
+
+
+def test_the_reward_may_be_a_function_that_cannot_be_imported(model: str, tmp_path: Path) -> None:
+    config, reward = configured(model, iter(ROWS), made_reward(0.25), ROWS[:1], 2, SMALL)
+    assert config.reward.function == "test_api:made_reward.locals.always"
+    assert (config.run.max_steps, config.run.epochs, config.run.code_dir) == (2, None, str(tmp_path))
+    assert "ok: data.path has 4 prompts" in [*check_inputs(config, reward=reward)]
+    sent = PackedPlan.of(plan_of(config, tmp_path / "run", reward=reward)).unpack()
+    assert run_plan(sent).steps == 2
+
+    run = TrainedRun(tmp_path / "run", "finished")
+    assert [(row["step"], row["reward_mean"]) for row in run.metrics] == [(0, 0.25), (1, 0.25)]
+    assert [row["reward_mean"] for row in run.validations] == [0.25, 0.25], "of the initial and the last weights"
+    assert {row["reward"] for row in run.samples()} == {0.25} and {row["step"] for row in run.samples()} == {0, 1}
+    assert {row["kind"] for row in run.samples(validation=True)} == {"validation"}
+    assert run.model_path is not None and (run.model_path / "model.safetensors").is_file()
+
+
+def test_a_run_with_a_function_of_a_script_resumes_with_that_function(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {**SMALL, "trainer.checkpoint_every": 1}
+    config, reward = configured(model, ROWS, made_reward(0.25), None, 1, settings)
+    directory = run_directory.create("runs", "mine", config_yaml=config.dump_yaml())
+    assert run_plan(plan_of(config, directory.path, reward=reward)).steps == 1
+
+    assert main(["resume", "latest", "--set", "run.max_steps=2"]) == 2
+    said = capsys.readouterr().err
+    assert "cannot be imported" in said and "engine.resume(RUN, reward=FUNCTION)" in said
+    for wrong, law in (
+        (exact_match, "is not the reward that the run began with"),
+        (lambda prompt: 1, "cannot be called"),
+    ):
+        with pytest.raises(engine.ConfigError, match=law):
+            engine.resume("latest", wrong)
+    with pytest.raises(engine.ConfigError, match=r"run\.seed is 7"):
+        engine.resume("latest", made_reward(0.5), **{"run.seed": 7})
+
+    again, changed, reward = resumption(directory, made_reward(0.5), {"run.max_steps": 2})
+    plan = plan_of(again, directory.path, reward=reward)
+    assert run_plan(dataclasses.replace(plan, resume=True, settings=tuple(changed))).steps == 2
+    assert [row["reward_mean"] for row in TrainedRun(directory.path, "finished").metrics] == [0.25, 0.5]
+
+
+def test_an_importable_reward_goes_by_its_name_so_that_the_run_can_be_resumed(model: str) -> None:
+    config, reward = configured(model, ROWS, exact_match)
+    assert (config.reward.function, reward) == ("engine.tasks.rewards:exact_match", None)
+    assert config.run.epochs == 1, "one pass"
+    assert configured(model, ROWS, "my_rewards:score")[0].reward.function == "my_rewards:score"
+    again = configured(model, ROWS, exact_match)[0].data.path
+    assert again == config.data.path and again is not None and Path(again).is_file()
+
+
+def test_a_function_of_a_script_is_not_importable() -> None:
+    def score(prompt: engine.Prompt, trajectory: engine.Trajectory) -> float:
+        return 1.0
+
+    score.__module__, score.__qualname__ = "__main__", "score"
+    assert name_of(score) == ("__main__:score", False)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no reward": ({"reward": lambda prompt: 1.0}, r"reward.function .* cannot be called with \(prompt, trajectory\)"),
+    "no rows": ({"data": [1]}, "data 'list' has a row that is not a mapping"),
+    "twice": (
+        {"max_steps": 2, "settings": {"run.max_steps": 3}},
+        "run.max_steps 3 is also an argument of engine.train",
+    ),
+    "no dot": ({"settings": {"train_batch_size": 4}}, "train_batch_size 4 is not the dotted name of a field"),
+    "a value and a section": (
+        {"settings": {"rollout.engine_args": 1, "rollout.engine_args.seed": 2}},
+        "engine_args is given as a value too; give only one of them",
+    ),
+    "unknown": ({"settings": {"run.max_stepz": 4}}, "run.max_stepz is 4: unknown key; did you mean run.max_steps"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_arguments_that_cannot_be_used_are_refused(case: str) -> None:
+    given, message = REFUSED[case]
+    with pytest.raises(engine.ConfigError, match=message):
+        configured(**{"model": "model", "data": "rows.jsonl", "reward": exact_match, **given})
+
+
+def test_public_names_need_no_optional_package() -> None:
+    code = "import sys, engine; [getattr(engine, n) for n in engine.__all__]; print({'ray', 'torch'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(engine.__file__).parents[1], capture_output=True)
+    assert (done.returncode, done.stdout.strip()) == (0, b"set()"), done.stderr
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = engine.trian

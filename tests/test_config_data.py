@@ -1,0 +1,159 @@
+"""The data section: how prompts become tokens, and what is refused before a run."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_tokenizers import chat_tokenizer, save_chat_model, tokens, write_rows
+from transformers import AutoTokenizer
+
+from engine.actors.configured_plan import inputs_of, make_rollout, plan_of, stop_ids_of
+from engine.chat import ChatSettings
+from engine.config.inputs import check_inputs
+from engine.config.loading import parse_config
+from engine.errors import ConfigError
+from engine.protocols import GroupWork
+from engine.tasks.dataset import Dataset
+
+CHAT = [{"role": "user", "content": "2+2?"}]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A tiny model for each family."""
+    folder = tmp_path_factory.mktemp("models")
+    return {family: save_chat_model(folder / family, family) for family in ("chatml", "base")}
+
+
+def configured(path: str, folder: Path, *rows: Any, **changes: Any) -> Any:
+    """A run on `rows`. `changes` of a section are merged into it."""
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"dir": str(folder / "runs")},
+        "model": {"path": path},
+        "data": {"path": write_rows(folder / "rows.jsonl", *(rows or ({"prompt": "2+2?", "answer": "4"},)))},
+        "reward": {"function": "engine.tasks.rewards:exact_match"},
+        "scheduler": {"train_batch_size": 2, "policy_mini_batch_size": 2, "samples_per_prompt": 2},
+        "rollout": {"max_tokens": 4, "device": "cpu", "replicas": 1, "slots": 2},
+    }
+    for name, fields in changes.items():
+        tree[name] = tree.get(name, {}) | fields
+    return parse_config(tree)
+
+
+def prompt_ids(config: Any) -> list[int]:
+    """What the replica of a run gives to its sampler for the first row."""
+
+    async def first() -> list[int]:
+        rollout = make_rollout(config, inputs_of(config), 0)
+        prompt = Dataset.load(config.data.path).prompt(0)
+        generated = await rollout.generator.generate(GroupWork(group=0, attempt=1, prompt=prompt, samples=2))
+        await rollout.generator.close()
+        return generated.group.trajectories[1].prompt_ids
+
+    return asyncio.run(first())
+
+
+@pytest.mark.parametrize(
+    ("family", "row", "data", "written"),
+    [
+        ("chatml", {"prompt": "2+2?"}, {}, "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"),
+        ("chatml", {"messages": CHAT}, {}, "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"),
+        (
+            "chatml",
+            {"prompt": "2+2?"},
+            {"system_prompt": "Add.", "chat_template_kwargs": {"enable_thinking": False}},
+            "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
+            "<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        ),
+        ("chatml", {"prompt": "2+2?"}, {"chat": "never"}, "2+2?"),
+        ("base", {"prompt": "2+2?"}, {}, "<s>2+2?"),
+    ],
+)
+def test_a_replica_samples_after_these_tokens(
+    models: dict[str, str], tmp_path: Path, family: str, row: Any, data: dict[str, Any], written: str
+) -> None:
+    config = configured(models[family], tmp_path, {**row, "answer": "4"}, data=data)
+    assert prompt_ids(config) == tokens(AutoTokenizer.from_pretrained(models[family]), written)
+
+
+REFUSED: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
+    "messages": (
+        "base",
+        [{"messages": CHAT}],
+        {},
+        r"data\.path .*rows.jsonl' has lists of messages, but the tokenizer",
+    ),
+    "never": ("chatml", [{"messages": CHAT}], {"chat": "never"}, r"data\.chat is 'never': the prompts of data\.path"),
+    "system prompt": ("base", [], {"system_prompt": "a"}, r"data\.system_prompt is 'a': needs a chat template"),
+    "argument": (
+        "chatml",
+        [],
+        {"chat_template_kwargs": {"enable_thinkng": False}},
+        r"data\.chat_template_kwargs is 'enable_thinkng': .*does not read.*did you mean enable_thinking\?",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_template_cannot_take_is_refused_by_check_and_at_the_start(
+    models: dict[str, str], tmp_path: Path, case: str
+) -> None:
+    family, rows, data, said = REFUSED[case]
+    config = configured(models[family], tmp_path, *rows, data=data)
+    with pytest.raises(ConfigError, match=said):
+        list(check_inputs(config))
+    with pytest.raises(ConfigError, match=said):
+        plan_of(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (
+            {"chat": "never", "system_prompt": "a"},
+            r"data\.system_prompt.*needs the chat template.*use data\.chat: auto",
+        ),
+        ({"chat": "never", "chat_template_kwargs": {"a": 1}}, r"data\.chat_template_kwargs.*needs the chat template"),
+        (
+            {"chat_template_kwargs": {"tools": []}},
+            "data.chat_template_kwargs.*'tools' is set by the engine.*column tools",
+        ),
+        ({"chat": "always"}, r"data\.chat is 'always', but must be auto or never"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, data: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        configured("some/model", tmp_path, data=data)
+
+
+def test_a_response_ends_with_the_turn(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    known = tokenizer.get_vocab()
+    eos, turn = known["<|endoftext|>"], known["<|im_end|>"]
+    assert stop_ids_of(tokenizer, str(tmp_path), [], ChatSettings()) == (eos, turn)
+    assert stop_ids_of(tokenizer, str(tmp_path), [], ChatSettings(mode="never")) == (eos,)
+    assert stop_ids_of(tokenizer, str(tmp_path), ["a"], ChatSettings()) == (eos, turn, known["a"])
+
+
+def test_the_warm_start_reads_and_ends_answers_as_the_run_does(models: dict[str, str], tmp_path: Path) -> None:
+    """Two models learn from the same file; only the one that was asked in the template answers in it."""
+    from transformers import AutoModelForCausalLM
+
+    rows = [{"prompt": "ab", "answer": "x"}] * 32
+    start = {"path": write_rows(tmp_path / "answers.jsonl", *rows), "epochs": 8, "batch_size": 4, "learning_rate": 3e-2}
+    tokenizer = AutoTokenizer.from_pretrained(models["chatml"])
+    written = tokens(tokenizer, "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n")
+    answers = {}
+    for chat in ("auto", "never"):
+        config = configured(
+            models["chatml"], tmp_path, data={"chat": chat}, model={"warm_start": start},
+            trainer={"threads": 1},
+        )  # fmt: skip
+        import torch
+
+        model = AutoModelForCausalLM.from_pretrained(inputs_of(config).model)
+        answer = model.generate(torch.tensor([written]), max_new_tokens=2, do_sample=False)[0, len(written) :].tolist()
+        answers[chat] = answer
+    assert answers["auto"] == tokens(tokenizer, "x<|im_end|>")
+    assert answers["never"] != answers["auto"]

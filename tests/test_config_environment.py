@@ -1,0 +1,132 @@
+"""The section environment: what is refused before a run, and what `engine check` says of an environment."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_tokenizers import save_chat_model, write_rows
+from transformers import AutoTokenizer
+
+from engine.actors.configured_plan import plan_of
+from engine.config.inputs import check_inputs
+from engine.config.loading import parse_config
+from engine.environments import Environment, Step, ToolCall, Turn
+from engine.errors import ConfigError
+from engine.rollout.agents.tool_calls import ParsedCall
+from engine.trajectory import Prompt
+
+
+class Task(Environment):
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
+
+    @property
+    def tools(self) -> Sequence[Any]:
+        return [self.add]
+
+    def add(self, a: int, b: int) -> int:
+        """The sum."""
+        return a + b
+
+    def reset(self, prompt: Prompt, seed: int) -> Any:
+        if self.fault:
+            raise ValueError(self.fault)
+        return None
+
+    def step(self, turn: Turn) -> Step:
+        return Step(reward=1.0, done=True)
+
+
+class Toolbox(Task):
+    def tools(self) -> Sequence[Any]:  # type: ignore[override]
+        return [self.add]
+
+
+def shouted(text: str) -> tuple[str, list[ParsedCall]]:
+    """A parser of one's own."""
+    return (text, []) if not text.isupper() else ("", [ParsedCall(text.lower(), "{}")])
+
+
+NAME = f"{__name__}:Task"
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> dict[str, str]:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    return {family: save_chat_model(folder / family, family) for family in ("chatml", "base")}
+
+
+def configured(folder: Path, model: str, **changes: Any) -> Any:
+    tree: dict[str, Any] = {
+        "run": {"dir": str(folder / "runs"), "code_dir": str(Path(__file__).parent)},
+        "model": {"path": model},
+        "data": {"path": write_rows(folder / "rows.jsonl", {"prompt": "add 1 and 2"})},
+        "environment": {"class_name": NAME},
+        "scheduler": {"train_batch_size": 2, "policy_mini_batch_size": 2, "samples_per_prompt": 2},
+        "rollout": {"max_tokens": 4, "device": "cpu", "replicas": 1, "slots": 2},
+    }
+    for name, fields in changes.items():
+        tree[name] = tree.get(name, {}) | fields
+    return parse_config(tree)
+
+
+def test_check_begins_an_episode_and_says_what_the_model_is_not_told(models: dict[str, str], tmp_path: Path) -> None:
+    lines = list(check_inputs(configured(tmp_path, models["chatml"]), rehearse=True))
+    assert f"ok: environment.class_name {NAME} begins an episode with 1 messages and the tools add" in lines
+    assert not any("does not write the tools" in line for line in lines)
+    silent = AutoTokenizer.from_pretrained(models["chatml"])
+    silent.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    silent.save_pretrained(models["chatml"])
+    lines = list(check_inputs(configured(tmp_path, models["chatml"])))
+    assert any(line.startswith("note: the chat template of") and "does not write the tools" in line for line in lines)
+    assert plan_of(configured(tmp_path, models["chatml"]), tmp_path / "run").make_gateway is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "story"),
+    [
+        ({"class_name": f"{__name__}:Tusk"}, f"module '{__name__}' has no attribute 'Tusk'; did you mean Task?"),
+        ({"class_name": f"{__name__}:shouted"}, "is a function, not a class derived from"),
+        ({"class_name": f"{__name__}:Toolbox"}, "Toolbox.tools is a method, not a property; put @property before"),
+        ({"class_name": f"{__name__}:ToolCall"}, "is a type, not a class derived from"),
+        ({"arguments": {"speed": 1}}, "Task cannot be called with these arguments: .*its parameters are fault"),
+        ({"arguments": {"fault": "no server"}}, "on prompt row 0: reset raised ValueError: no server"),
+        ({"tool_parser": f"{__name__}:missing"}, f"module '{__name__}' has no attribute 'missing'"),
+        ({"tool_parser": "hermse"}, "environment.tool_parser"),
+        ({"max_turns": 0}, "environment.max_turns is 0, but must be a whole number, at least 1"),
+        ({"timeout_s": 0}, "environment.timeout_s is 0"),
+    ],
+)
+def test_an_environment_that_cannot_play_is_refused_before_the_run(
+    models: dict[str, str], tmp_path: Path, environment: dict[str, Any], story: str
+) -> None:
+    for check in (lambda config: list(check_inputs(config)), lambda config: plan_of(config, tmp_path / "run")):
+        with pytest.raises(ConfigError, match=story):
+            check(configured(tmp_path, models["chatml"], environment=environment))
+
+
+def test_an_environment_needs_a_chat_template(models: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no chat template: messages cannot be rendered"):
+        list(check_inputs(configured(tmp_path, models["base"])))
+
+
+def test_an_environment_and_an_agent_are_refused_together(models: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"environment.class_name is .*: agent.rollout is set too"):
+        configured(tmp_path, models["chatml"], agent={"rollout": "agents:play"})
+
+
+def test_a_made_model_without_its_environment_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"set environment.class_name: engine.environments.lookup:Lookup"):
+        parse_config({"model": {"make": "lookup"}, "run": {"max_steps": 1}})
+    with pytest.raises(ConfigError, match=r"model.lookup.haste is 0.9, but must be at most 0.85"):
+        parse_config({"model": {"make": "lookup", "lookup": {"haste": 0.9}}})
+
+
+def test_a_parser_of_ones_own_is_used(models: dict[str, str], tmp_path: Path) -> None:
+    from engine.config.episodes import settings_of
+
+    config = configured(tmp_path, models["chatml"], environment={"tool_parser": f"{__name__}:shouted"})
+    assert settings_of(config, scored=False).parser("ADD") == ("", [ParsedCall("add", "{}")])
+    assert ToolCall(id="1", name="add", arguments={}).answer("3")["content"] == "3"

@@ -1,0 +1,359 @@
+"""`engine check` rehearses the first prompts of a run: what it shows, what it warns of, and what it refuses by name."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from chat_tokenizers import save_chat_model, write_rows
+from transformers import AutoTokenizer
+
+from engine import cli
+
+Capture = pytest.CaptureFixture[str]
+EXACT = "engine.tasks.rewards:exact_match"
+CHAT = [{"role": "user", "content": "2+2?"}]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A tiny model for each family, with a context of 64 tokens."""
+    folder = tmp_path_factory.mktemp("models")
+    return {family: save_chat_model(folder / family, family, context=64) for family in ("chatml", "base", "gemma")}
+
+
+@pytest.fixture(autouse=True)
+def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test has a `my_code` of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield
+    sys.modules.pop("my_code", None)
+
+
+def write_config(model: str, *rows: Any, held_out: list[Any] | None = None, **changes: Any) -> str:
+    """A run on `rows`. `changes` of a section are merged into it."""
+    data = {"path": write_rows(Path("rows.jsonl"), *(rows or ({"prompt": "2+2?", "answer": 4},)))}
+    if held_out is not None:
+        data["validation_path"] = write_rows(Path("held_out.jsonl"), *held_out)
+    tree: dict[str, dict[str, Any]] = {
+        "model": {"path": model},
+        "data": data,
+        "reward": {"function": EXACT},
+        "scheduler": {"train_batch_size": 2, "policy_mini_batch_size": 2, "samples_per_prompt": 2},
+        "rollout": {"max_tokens": 4, "device": "cpu", "replicas": 1, "slots": 2},
+    }
+    for name, fields in changes.items():
+        tree[name] = tree.get(name, {}) | fields
+    Path("run.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return "run.yaml"
+
+
+def shown(capsys: Capture, config: str) -> str:
+    code = cli.main(["check", config])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    return said.out
+
+
+def refused(capsys: Capture, config: str) -> str:
+    assert cli.main(["check", config]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("engine: ") and "Traceback" not in said and said.count("\n") == 1
+    return said
+
+
+def test_what_the_model_reads_is_shown(models: dict[str, str], capsys: Capture) -> None:
+    rows = [{"prompt": prompt, "answer": "4"} for prompt in ("2+2?", "22+22?", "222+222?")]
+    said = shown(capsys, write_config(models["chatml"], *rows, held_out=[{"prompt": "1+3?", "answer": "4"}]))
+    assert "ok: a response ends at '<|endoftext|>', '<|im_end|>', or after rollout.max_tokens = 4\n" in said
+    limit = "and may have 63 (one token less than the context of 64)"
+    assert f"ok: prompts of data.path have 23 to 27 tokens, median 25, {limit}\n" in said
+    assert f"ok: prompts of data.validation_path have 23 to 23 tokens, median 23, {limit}\n" in said
+    first = "    | <|im_start|>user\n    | 2+2?<|im_end|>\n    | <|im_start|>assistant\n"
+    assert f"ok: the first prompt of data.path is these 23 tokens:\n{first}" in said
+    assert "ok: no prompt of data.validation_path is in data.path\n" in said
+    assert f"ok: reward.function {EXACT} returns 1 for the answer '4' to row 1 of data.path\n" in said
+    assert "prompts of" not in "".join(line for line in said.splitlines() if line.startswith("note:"))
+
+
+NOTED: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
+    "repetitions": ("base", ["a", "b", "a", "a"], {}, "2 of 4 prompts of data.path are repetitions of earlier ones"),
+    "a leak": ("base", ["a", "b"], {}, "1 of 2 prompts of data.validation_path are also in data.path"),
+    "little room": (
+        "base",
+        ["a" * 59, "a" * 60, "a" * 62],
+        {},
+        "2 of 3 prompts of data.path leave less than rollout.max_tokens = 4 tokens for the response",
+    ),
+    "dropped": ("base", ["a", "a" * 64], {"overlong": "drop"}, "data.overlong drop: 1 of 2 prompts of data.path have"),
+    "an answer": (
+        "chatml",
+        [[*CHAT, {"role": "assistant", "content": "4"}]],
+        {},
+        "1 of 1 prompts of data.path end with a message of the assistant",
+    ),
+    "rendered before": (
+        "chatml",
+        ["<|im_start|>user\na<|im_end|>"],
+        {},
+        "the first prompt of data.path contains '<|im_start|>', and the chat template is applied to it",
+    ),
+    "no template": ("chatml", ["a"], {"chat": "never"}, "data.chat is never: the model's chat template is not used"),
+}
+
+
+@pytest.mark.parametrize("case", NOTED)
+def test_what_may_surprise_is_noted(models: dict[str, str], capsys: Capture, case: str) -> None:
+    family, prompts, data, note = NOTED[case]
+    rows = [{"prompt" if isinstance(p, str) else "messages": p, "answer": "4"} for p in prompts]
+    held_out = [{**rows[0]}, {**rows[0], **({"prompt": "new"} if "prompt" in rows[0] else {})}]
+    config = write_config(models[family], *rows, held_out=held_out)
+    tree = yaml.safe_load(Path(config).read_text())
+    tree["data"] |= data
+    Path(config).write_text(yaml.safe_dump(tree))
+    assert f"note: {note}" in shown(capsys, config)
+
+
+def test_an_end_that_is_never_written_is_noted(models: dict[str, str], tmp_path: Path, capsys: Capture) -> None:
+    model = save_chat_model(tmp_path / "odd", "chatml")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n###\n{% endfor %}"
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(model)
+    said = shown(capsys, write_config(model))
+    note = r"note: the chat template ends a turn with '\n###\n', which contains no special token; it never writes"
+    assert f"{note} '<|endoftext|>', so responses may not end before rollout.max_tokens" in said
+    assert "note: the tokenizer of model.path has 260 tokens, but the model only 259" in said
+
+
+REFUSED: dict[str, tuple[str, list[Any], dict[str, dict[str, Any]], list[str]]] = {
+    "no such model": (
+        "no-one/has-this-model-7f3a",
+        [],
+        {},
+        ["model.path 'no-one/has-this-model-7f3a' is neither a directory nor in the local cache"],
+    ),
+    "no model name": ("my model", [], {}, ["model.path", "is neither a directory nor a hub name"]),
+    "broken JSON": ("base", [{"prompt": "a"}, '{"prompt": "b", "ans'], {}, ["data.path", "line 2 is not valid JSON"]),
+    "another field": (
+        "base",
+        [{"question": "a"}],
+        {"data": {"prompt_field": "questoin"}},
+        ["data.path", "line 1 has neither 'questoin'", "did you mean question?"],
+    ),
+    "mixed prompts": (
+        "chatml",
+        [{"prompt": "a"}, {"messages": CHAT}],
+        {},
+        ["data.path", "line 2 is a list of messages, but line 1 is a text"],
+    ),
+    "mixed columns": (
+        "base",
+        [{"prompt": "a", "answer": "1"}, {"prompt": "b", "anwser": "2"}],
+        {},
+        [f"reward.function is '{EXACT}'", "raised on row 2 of data.path", "no field 'answer'", "did you mean anwser?"],
+    ),
+    "a null answer": (
+        "base",
+        [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": None}],
+        {},
+        ["reward.function", "row 2 of data.path: the row has no field 'answer'"],
+    ),
+    "unknown argument": (
+        "chatml",
+        [],
+        {"data": {"chat_template_kwargs": {"enable_thinkng": False}}},
+        ["data.chat_template_kwargs is 'enable_thinkng'", "did you mean enable_thinking?"],
+    ),
+    "no system message": (
+        "gemma",
+        [],
+        {"data": {"system_prompt": "Add."}},
+        ["data.system_prompt is 'Add.'", "System role not supported", "put it into the prompts"],
+    ),
+    "a message it refuses": (
+        "gemma",
+        [{"messages": CHAT}, {"messages": [{"role": "system", "content": "a"}]}],
+        {},
+        ["data.path", "row 2: the chat template refuses these messages"],
+    ),
+    "too long": (
+        "base",
+        ["a", "a" * 64],
+        {},
+        ["data.path", "row 2 has 65 tokens; 1 of 2 prompts", "set data.overlong"],
+    ),
+    "reward without a value": (
+        "base",
+        [],
+        {"reward": {"function": "my_code:nothing"}},
+        ["returned None of type", "row 1"],
+    ),
+    "a part without a value": (
+        "base",
+        [],
+        {"reward": {"function": None, "functions": [{"name": "a", "function": "my_code:nothing"}]}},
+        ["reward.functions", "all returned None for row 1 of data.path"],
+    ),
+    "a part that raises": (
+        "base",
+        [],
+        {"reward": {"function": None, "functions": [{"name": "a", "function": "my_code:wrong"}]}},
+        ["reward.functions.0.function", "KeyError: 'anser'", "mean answer?"],
+    ),
+    "reward that raises": (
+        "base",
+        [],
+        {"reward": {"function": "my_code:wrong"}},
+        ["KeyError: 'anser'", "mean answer?"],
+    ),
+    "reward that hangs": (
+        "base",
+        [],
+        {"reward": {"function": "my_code:slow", "timeout_s": 0.1}},
+        ["took longer than reward.timeout_s = 0.1 on row 1 of data.path"],
+    ),
+}
+REWARDS = """
+import threading
+def nothing(prompt, trajectory): pass
+def wrong(prompt, trajectory): return float(prompt.fields["anser"])
+def slow(prompt, trajectory): threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_run_would_fail_of_is_refused_by_name(models: dict[str, str], capsys: Capture, case: str) -> None:
+    family, rows, changes, words = REFUSED[case]
+    Path("my_code.py").write_text(REWARDS)
+    lines = [{"prompt": row, "answer": "4"} if isinstance(row, str) and row[0] != "{" else row for row in rows]
+    config = write_config(models.get(family, family), *lines)
+    tree = yaml.safe_load(Path(config).read_text())
+    for name, fields in changes.items():
+        tree[name] |= fields
+    Path(config).write_text(yaml.safe_dump(tree))
+    said = refused(capsys, config)
+    for word in words:
+        assert word in said, (word, said)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("data.path", "a.jsonl"),
+        ("data.validation_path", "a.jsonl"),
+        ("data.system_prompt", "a"),
+        ("reward.function", "a:b"),
+        ("reward.functions", "[{name: a, function: a:b}]"),
+    ],
+)
+def test_what_a_made_model_would_ignore_is_refused(capsys: Capture, field: str, value: str) -> None:
+    Path("made.yaml").write_text("model: {make: arithmetic}\n")
+    assert cli.main(["check", "made.yaml", "--set", f"{field}={value}"]) == 2
+    said = capsys.readouterr().err
+    assert field in said and "model.make arithmetic builds its own model, data and reward" in said
+
+
+def test_every_part_of_the_reward_is_called(models: dict[str, str], capsys: Capture) -> None:
+    Path("my_code.py").write_text("async def half(prompt, trajectory): return 0.5\ndef skip(prompt, t): return None\n")
+    specs = {"exact": EXACT, "half": "my_code:half", "skip": "my_code:skip"}
+    parts = [{"name": name, "function": spec} for name, spec in specs.items()]
+    said = shown(capsys, write_config(models["base"], reward={"function": None, "functions": parts}))
+    for index, value in enumerate(("1", "0.5", "None (it does not apply)")):
+        spec = parts[index]["function"]
+        field = f"reward.functions.{index}.function"
+        assert f"ok: {field} {spec} can be imported\n" in said
+        assert f"ok: {field} {spec} returns {value} for the answer '4' to row 1 of data.path\n" in said
+
+
+FORMS = """
+def group(prompt, trajectories): return [float(len(trajectories))] * len(trajectories)
+def trl(prompts, completions, answer, **kwargs):
+    return [float(text == str(right)) for text, right in zip(completions, answer)]
+def tokens(prompt, trajectory, *, each): return [each for _ in trajectory.token_ids]
+def short(prompt, trajectory): return []
+def needs(completions, solution): return [0.0 for _ in completions]
+def hang(prompt, trajectory):
+    import threading
+    threading.Event().wait()
+def crash(prompt, trajectory):
+    import os
+    os._exit(3)
+"""
+
+
+def test_every_form_of_a_reward_is_called(models: dict[str, str], capsys: Capture) -> None:
+    Path("my_code.py").write_text(FORMS)
+    parts: list[dict[str, Any]] = [
+        {"name": "group", "function": "my_code:group"},
+        {"name": "trl", "function": "my_code:trl", "processes": 1},
+        {"name": "tokens", "function": "my_code:tokens", "unit": "token", "arguments": {"each": 0.5}},
+    ]
+    said = shown(capsys, write_config(models["base"], reward={"function": None, "functions": parts}))
+    row = "for the answer '4' to row 1 of data.path"
+    assert f"my_code:group returns 2 {row}, called once for each group\n" in said
+    assert f"my_code:trl returns 1 {row}, called for several groups at once\n" in said
+    assert f"my_code:tokens returns 1 numbers, one for each token, {row}\n" in said
+
+
+@pytest.mark.parametrize(
+    ("part", "story"),
+    [
+        ({"function": "my_code:short", "unit": "token"}, "returned 0 numbers for row 1 of data.path, not one finite"),
+        ({"function": "my_code:tokens"}, "missing a required argument"),
+        ({"function": "my_code:tokens", "arguments": {"all": 1}}, "cannot be passed to my_code:tokens"),
+        ({"function": "my_code:needs"}, "the row has no column 'solution', which the reward requires"),
+        ({"function": "my_code:hang", "processes": 1, "timeout_s": 0.2}, "took longer than 0.2 s; its process was"),
+        ({"function": "my_code:crash", "processes": 1}, "crashed: its process ended with exit code 3, on row 1"),
+        ({"function": "my_code:group", "memory_mb": 100}, "limits the processes of the function, but it has none"),
+        ({"function": "my_code:group", "processes": 1, "concurrency": 2}, "cannot be set beside"),
+    ],
+)
+def test_a_part_that_cannot_be_used_is_refused(
+    models: dict[str, str], capsys: Capture, part: dict[str, Any], story: str
+) -> None:
+    Path("my_code.py").write_text(FORMS)
+    parts = [{"name": "part", **part}]
+    assert cli.main(["check", write_config(models["base"], reward={"function": None, "functions": parts})]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1].startswith("engine: reward.functions.0.") and story in said[-1]
+    assert len(said) == 1 or "in hang" in "".join(said), "what its process wrote"
+
+
+def test_agents_make_their_own_messages(models: dict[str, str], capsys: Capture) -> None:
+    Path("my_code.py").write_text("async def play(client, prompt): pass\n")
+    said = shown(
+        capsys, write_config(models["base"], {"messages": CHAT, "answer": "4"}, agent={"rollout": "my_code:play"})
+    )
+    assert "the first prompt of data.path" not in said and f"reward.function {EXACT} returns 1" in said
+
+
+def test_a_validation_set_is_judged_by_its_own_reward_only(models: dict[str, str], capsys: Capture) -> None:
+    Path("my_code.py").write_text(
+        "def tests(prompt, trajectory):\n    return float(len(prompt.fields['tests']))\n"
+        "def broken(prompt, trajectory):\n    raise ValueError('no compiler')\n"
+    )
+    code = write_rows(Path("code.jsonl"), {"prompt": "write 4", "tests": "xy"})
+    own = {"name": "code", "path": code, "reward": "my_code:tests"}
+    said = shown(capsys, write_config(models["base"], validation={"sets": [own]}))
+    assert "ok: validation.sets.0.reward my_code:tests returns 2 for the answer" in said
+    assert "to row 1 of validation.sets.0.path" in said
+
+    said = refused(capsys, write_config(models["base"], validation={"sets": [own | {"reward": "my_code:broken"}]}))
+    assert "validation.sets.0.reward is 'my_code:broken'" in said and "ValueError: no compiler" in said
+
+    said = refused(capsys, write_config(models["base"], validation={"sets": [own | {"reward": None}]}))
+    assert "reward.function is 'engine.tasks.rewards:exact_match'" in said  # which needs the column `answer`
+
+
+def test_prompts_that_several_validation_sets_share_are_judged_by_each(models: dict[str, str], capsys: Capture) -> None:
+    Path("my_code.py").write_text("def half(prompt, trajectory):\n    return 0.5\n")
+    sets = [{"name": "a"}, {"name": "b", "reward": "my_code:half"}]
+    held_out = [{"prompt": "5+5?", "answer": 10}]
+    said = shown(capsys, write_config(models["base"], held_out=held_out, validation={"sets": sets}))
+    assert "ok: reward.function engine.tasks.rewards:exact_match returns 1 for the answer '10' to row 1" in said
+    assert "ok: validation.sets.1.reward my_code:half returns 0.5 for the answer '10' to row 1" in said

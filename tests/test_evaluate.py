@@ -1,0 +1,147 @@
+"""`engine evaluate`: the figures of a model, what is written, and what is refused."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from chat_tokenizers import save_chat_model, write_rows
+
+from engine import cli
+from engine.cli.evaluate import subject_of
+from engine.config.evaluation import load_evaluation
+from engine.record import read, replay
+from engine.states.estimators import Response, estimates
+from engine.states.limits import ValidationSet
+from engine.storage.samples import FOLDER, VALIDATION, SampleFiles
+
+Capture = pytest.CaptureFixture[str]
+REWARDS = """\
+def even(prompt, trajectory):
+    return float(len(trajectory.token_ids) % 2 == 0)
+
+def first_letter(prompt, trajectory):
+    return trajectory.text[:1] or None
+
+even.extract = first_letter
+"""
+SETS: list[dict[str, Any]] = [
+    {"name": "greedy", "prompts": 3},
+    {"name": "sampled", "path": "other.jsonl", "samples_per_prompt": 4, "k": [2, 4], "max_tokens": 5},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_chat_model(tmp_path_factory.mktemp("models") / "base", "base", context=64)
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A configuration without a model and training prompts, and two files of held-out prompts."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    Path("my_code.py").write_text(REWARDS)
+    write_rows(Path("held_out.jsonl"), *({"prompt": f"{n}+1="} for n in range(5)))
+    write_rows(Path("other.jsonl"), *({"prompt": f"{n}*2="} for n in range(3)))
+    tree = {
+        "data": {"validation_path": "held_out.jsonl"},
+        "reward": {"function": "my_code:even"},
+        "rollout": {"max_tokens": 8, "device": "cpu", "slots": 2},
+        "scheduler": {"train_batch_size": 4, "samples_per_prompt": 4},
+        "validation": {"sets": SETS},
+    }
+    Path("eval.yaml").write_text(yaml.safe_dump(tree))
+    yield tmp_path
+    sys.modules.pop("my_code", None)
+
+
+def refused(capsys: Capture, *arguments: str) -> str:
+    assert cli.main(["evaluate", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_the_figures_are_those_of_the_responses_that_are_kept(model: str, project: Path, capsys: Capture) -> None:
+    assert cli.main(["evaluate", model, "eval.yaml", "--to", "results", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((project / "results/results.json").read_text())
+    assert (printed["rows"], printed["measured"], printed["steps"]) == (3 + 3 * 4, 15, None)
+    rows = list(SampleFiles(project / "results" / FOLDER).rows(VALIDATION))
+    assert len(rows) == 15 and len(list((project / "results" / FOLDER).iterdir())) == 1
+    letters: dict[str | None, int] = {None: 0}
+    for name, prompts, samples, k in (("greedy", 3, 1, ()), ("sampled", 3, 4, (2, 4))):
+        own = sorted((r for r in rows if r["validation_set"] == name), key=lambda r: (r["prompt_row"], r["sample"]))
+        assert [(r["prompt_row"], r["sample"]) for r in own] == [(p, s) for p in range(prompts) for s in range(samples)]
+        assert max(r["tokens"] for r in own) <= (8 if name == "greedy" else 5)
+        assert all(r["answer"] is None for r in own) == (name == "greedy")
+        said = {i: Response(r["reward"], letters.setdefault(r["answer"], len(letters))) for i, r in enumerate(own)}
+        one = ValidationSet(name=name, prompts=prompts, samples=samples, k=k, majority=bool(k))
+        told = {f.metric: (f.value, f.low, f.high) for f in estimates([one], said)}
+        figures = printed["sets"][name]
+        assert {
+            metric: (figures[metric], figures[f"{metric}_low"], figures[f"{metric}_high"]) for metric in told
+        } == told
+    assert replay(read(project / "results/schedule")).identical
+
+    assert cli.main(["evaluate", model, "eval.yaml"]) == 0
+    shown = capsys.readouterr().out
+    assert "15 of 15 responses" in shown and "pass@4" in shown and "evaluations/" in shown
+    (again,) = (project / "evaluations").iterdir()
+    repeated = SampleFiles(again / FOLDER).rows(VALIDATION)
+    assert sorted(map(str, rows)) == sorted(map(str, repeated)) and len({row["response"] for row in rows}) > 3
+
+
+def test_models_and_runs_that_are_not_there_are_refused(model: str, project: Path, capsys: Capture) -> None:
+    assert "MODEL '/nowhere' is neither" in refused(capsys, "/nowhere", "eval.yaml")
+    assert "MODEL 'nowhere' is neither" in refused(capsys, "nowhere", "eval.yaml")
+    (project / "empty").mkdir()
+    assert "has no config.json" in refused(capsys, "empty", "eval.yaml")
+    assert "RUN 'nowhere' does not exist" in refused(capsys, "nowhere@step-3", "eval.yaml")
+    checkpoints = project / "runs" / "mine" / "checkpoints"
+    (checkpoints.parent / "schedule").mkdir(parents=True)
+    assert "without a checkpoint" in refused(capsys, "mine", "eval.yaml")
+    (checkpoints / "step-000004").mkdir(parents=True)
+    assert "nearest: step-4" in refused(capsys, "mine@step-3", "eval.yaml")
+    assert "RUN@step-N" in refused(capsys, "mine@newest", "eval.yaml")
+    (checkpoints / "step-000004" / "SHA256SUMS").write_text("")
+    assert subject_of("mine").steps == subject_of("mine@step-4").steps == 4
+    (checkpoints.parent / "config.yaml").write_text("trainer: {keep_best: {metric: accuracy}}")
+    (checkpoints.parent / "metrics.jsonl").write_text(
+        '{"validation": 0, "steps": 4, "outcome": "reported", "accuracy": 0.5}\n'
+    )
+    assert subject_of("mine@best").steps == 4
+
+
+@pytest.mark.parametrize(
+    ("setting", "field"),
+    [
+        ("rollout={backend: openai, urls: ['http://127.0.0.1:1'], weights_dir: w}", "rollout.backend"),
+        ("agent.function=my_code:even", "agent"),
+        ("validation.sets=[{name: a, path: none.jsonl}]", "validation.sets.0.path"),
+        ("validation.sets=[{name: a, samples_per_prompt: 2, k: [3]}]", "validation.sets.0.k"),
+        ("data.validation_path=null", "validation.sets.0.path"),
+    ],
+)
+def test_configurations_that_no_evaluation_can_follow_are_refused(
+    model: str, capsys: Capture, setting: str, field: str
+) -> None:
+    assert field in refused(capsys, model, "eval.yaml", "--set", setting)
+
+
+def test_results_are_never_written_over_others(model: str, project: Path, capsys: Capture) -> None:
+    (project / "results").mkdir()
+    (project / "results" / "notes.txt").write_text("mine")
+    assert "--to 'results' already has files" in refused(capsys, model, "eval.yaml", "--to", "results")
+    assert "required by engine evaluate" in refused(
+        capsys, model, "eval.yaml", "--set", "validation.sets=[]", "--set", "data.validation_path=null"
+    )
+
+
+def test_the_weights_that_the_run_of_the_file_begins_with_are_left_out(project: Path) -> None:
+    begin = ("model.checkpoint_path=elsewhere/step-000002", "model.checkpoint_optimizer=true")
+    of_model = load_evaluation("eval.yaml", begin, "a-model").model
+    assert (of_model.path, of_model.checkpoint_path, of_model.checkpoint_optimizer) == ("a-model", None, False)

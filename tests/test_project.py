@@ -1,0 +1,87 @@
+"""`engine init`: the project that it creates runs at once, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chat_tokenizers import save_chat_model
+
+from engine import cli
+from engine.config import load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test has a `my_rewards` of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield
+    sys.modules.pop("my_rewards", None)
+
+
+def checked(capsys: Capture, project: str) -> str:
+    assert cli.main(["check", f"{project}/config.yaml"]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def test_a_new_project_passes_its_check_and_its_own_test(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli.main(["init", "mine/first"]) == 0
+    said = capsys.readouterr().out
+    assert said.endswith("next:\n  cd mine/first\n  engine check config.yaml\n  engine run config.yaml\n")
+    monkeypatch.chdir("mine/first")
+    assert {path.name for path in Path().iterdir()} == {
+        "README.md", "answers.jsonl", "config.yaml", "data.jsonl", "held_out.jsonl", "model", "my_rewards.py",
+        "test_my_rewards.py",
+    }  # fmt: skip
+
+    row = json.loads(Path("data.jsonl").read_text().partition("\n")[0])
+    said = checked(capsys, ".")
+    assert f"    | <|im_start|>user\n    | {row['prompt']}<|im_end|>\n    | <|im_start|>assistant\n" in said
+    assert f"my_rewards:score returns 1 for the answer '{row['answer']}' to row 1 of data.path" in said
+    assert "no prompt of data.validation_path is in data.path" in said and "model.warm_start.path has 1024" in said
+
+    clean = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "-p no:cacheprovider"}
+    tested = subprocess.run([sys.executable, "-m", "pytest", "-q"], env=clean, capture_output=True, text=True)
+    assert tested.returncode == 0 and "5 passed" in tested.stdout, tested.stdout + tested.stderr
+
+
+def test_a_new_project_for_a_model_of_ones_own_passes_its_check(capsys: Capture, tmp_path: Path) -> None:
+    save_chat_model(tmp_path / "instruct", "chatml", context=512)
+    assert cli.main(["init", "mine", "--model", "instruct"]) == 0
+    assert not Path("mine/model").exists() and not Path("mine/answers.jsonl").exists()
+    capsys.readouterr()
+    said = checked(capsys, "mine")
+    assert f"model.path {tmp_path / 'instruct'} has a model" in said and "returns 1 for the answer" in said
+
+
+def test_the_name_of_a_model_on_the_hub_is_kept() -> None:
+    assert cli.main(["init", "mine", "--model", "someone/some-model"]) == 0
+    assert load_config("mine/config.yaml").model.path == "someone/some-model"
+
+
+REFUSED = {
+    "files": (["used"], "NAME 'used' is a directory with files; use a new or empty directory"),
+    "a file": (["used/file"], "NAME 'used/file' cannot be the directory of a project: File exists"),
+    "below a file": (["used/file/mine"], "cannot be the directory of a project: Not a directory"),
+    "no name": ([""], "NAME '' cannot be the directory of a project: it is empty"),
+    "no path": (["mine\0"], "cannot be the directory of a project: "),
+    "no model": (["mine", "--model", "./none"], "--model './none' is neither a directory nor a hub name"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_a_project_is_refused(capsys: Capture, case: str) -> None:
+    arguments, message = REFUSED[case]
+    Path("used").mkdir()
+    Path("used/file").write_text("kept")
+    assert cli.main(["init", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert [*map(str, sorted(Path().rglob("*")))] == ["used", "used/file"] and Path("used/file").read_text() == "kept"

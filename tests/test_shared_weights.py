@@ -1,0 +1,193 @@
+"""Processes of one machine share one copy of a publication, and nobody sees a copy that is not complete."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from engine.actors.transports import DistributedTransport
+from engine.rollout.torch import transfer
+from engine.rollout.torch.host_weights import stage
+from engine.rollout.vllm.staged_weights import StagingArea
+from engine.shared_weights import NAME, Manifest, Memory, PublishedTensors, find, publication_of, turn
+
+SPAWN = multiprocessing.get_context("spawn")
+WIDE = 4 << 20
+"""float32 values of the large tensor."""
+
+
+def manifest() -> Manifest:
+    return Manifest(
+        tensors=(("float32", (WIDE,)), ("bfloat16", (3, 5)), ("float32", (0, 4))),
+        names=(("wide", 0), ("odd", 1), ("odd too", 1), ("nothing", 2)),
+    )
+
+
+def published(publication: str = "") -> PublishedTensors:
+    memory = Memory(manifest(), publication)
+    try:
+        memory.tensors[0].copy_(torch.arange(WIDE, dtype=torch.float32))
+        memory.tensors[1].copy_(torch.randn(3, 5, generator=torch.Generator().manual_seed(1)))
+        return memory.complete()
+    finally:
+        memory.close()
+
+
+def inodes(pid: int, publication: str = "") -> set[int]:
+    """Of the publications that a process holds."""
+    folder = f"/proc/{pid}/fd"
+    wanted = f"/memfd:{NAME}{publication}"
+    links = [f"{folder}/{handle}" for handle in os.listdir(folder)]
+    return {os.stat(link).st_ino for link in links if os.path.islink(link) and os.readlink(link).startswith(wanted)}
+
+
+def own_memory(pid: int) -> int:
+    """Bytes of a process that it can share with no other."""
+    with open(f"/proc/{pid}/smaps_rollup") as file:
+        return sum(int(line.split()[1]) * 1024 for line in file if line.startswith("Anonymous:"))
+
+
+@contextmanager
+def process(run: Any, *given: Any) -> Iterator[tuple[Any, Connection]]:
+    ours, theirs = SPAWN.Pipe()
+    started = SPAWN.Process(target=run, args=(theirs, *given), daemon=True)
+    started.start()
+    try:
+        yield started, ours
+    finally:
+        started.kill()
+        started.join()
+
+
+def replica(link: Connection) -> None:
+    """Stages and installs what it is offered, as the embedded sampler does, and keeps the installed version."""
+    model = {"wide": torch.zeros(WIDE), "odd": torch.zeros(3, 5).bfloat16(), "nothing": torch.zeros(0, 4)}
+    model["odd too"] = model["odd"]
+    while True:
+        offered = link.recv()
+        staged = stage(model, 1, transfer.receive(offered))
+        model = staged.tensors
+        sums = (model["wide"].sum(dtype=torch.float64).item(), model["odd"].float().sum().item())
+        digest = (*sums, model["odd"] is model["odd too"])
+        del staged
+        link.send((digest, own_memory(os.getpid()), inodes(os.getpid())))
+
+
+def test_replicas_of_one_machine_hold_one_copy_of_each_version() -> None:
+    transport = DistributedTransport(backend="gloo", bucket_bytes=1 << 20, timeout_s=60.0)
+    with process(replica) as (_, first), process(replica) as (_, second):
+        alone = {name: value.clone() for name, value in published().items()}  # as the store of another machine has it
+        alone["odd too"] = alone["odd"]
+        memory = []
+        for _ in range(3):
+            kept = transport.pack(alone)
+            for link in (first, second):
+                link.send(transfer.offer(kept, "127.0.0.1", backend="gloo", bucket_bytes=1 << 20, timeout_s=60.0))
+            answers = [link.recv() for link in (first, second)]
+            expected = (alone["wide"].sum(dtype=torch.float64).item(), alone["odd"].float().sum().item(), True)
+            assert [digest for digest, _, _ in answers] == [expected] * 2
+            one, other = (held for _, _, held in answers)
+            assert len(one) == 1 and one == other, "one memory, held by both, and none of the version before"
+            memory.append([own for _, own, _ in answers])
+        for first_version, last_version in zip(memory[0], memory[-1], strict=True):
+            assert last_version - first_version < WIDE * 4 / 2, "a version is in a process's own memory"
+
+
+def test_what_the_trainer_wrote_is_not_sent_on_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = published()
+    monkeypatch.setattr(transfer, "_received", lambda *given: pytest.fail("it was sent"))
+    offered = transfer.offer(weights, "127.0.0.1", backend="gloo", bucket_bytes=1 << 20, timeout_s=60.0)
+    taken = transfer.receive(offered)
+    assert taken.publication == weights.publication and inodes(os.getpid(), weights.publication)
+    publication = weights.publication
+    del weights
+    for sender in [one for one in threading.enumerate() if one.name == f"weights-{offered.port}"]:
+        sender.join()
+    assert torch.equal(taken["wide"], torch.arange(WIDE, dtype=torch.float32)) and taken["odd"] is taken["odd too"]
+    del taken
+    assert not inodes(os.getpid(), publication) and find(manifest(), publication) is None
+
+
+def hold(link: Connection, publication: str, complete: bool) -> None:
+    """Take a turn and make a copy, all of it or a part, and keep it."""
+    with turn(publication):
+        memory = Memory(manifest(), publication)
+        memory.tensors[0].fill_(7.0)
+        kept = memory.complete() if complete else memory.tensors
+        link.send("made")
+        link.recv()
+        del kept
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_process_that_is_killed_leaves_nothing_and_gives_up_its_turn(complete: bool) -> None:
+    publication = publication_of(None)
+    with process(hold, publication, complete) as (holder, link):
+        assert link.recv() == "made"
+        found = find(manifest(), publication)
+        assert (found is not None) is complete, "a copy in the making is not shown"
+        os.kill(holder.pid, signal.SIGKILL)
+        with turn(publication):
+            holder.join()
+            assert found is None or found["wide"][-1] == 7.0, "who has it keeps it"
+            del found
+            assert find(manifest(), publication) is None
+
+
+def test_a_turn_is_not_waited_for_beyond_its_limit() -> None:
+    publication = publication_of(None)
+    with process(hold, publication, False) as (_, link):
+        assert link.recv() == "made"
+        with turn(publication, 0.01):
+            assert find(manifest(), publication) is None
+        link.send("on")
+        with turn(publication):  # the one given up leaves no lock behind
+            pass
+
+
+def test_backends_of_one_machine_stage_the_same_files(tmp_path: Path) -> None:
+    config = Qwen2Config(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(tmp_path / "model")
+    versions = [PublishedTensors(model.state_dict(), publication_of(None)) for _ in range(3)]
+    (tmp_path / "place").mkdir()
+    one, other = (StagingArea(str(tmp_path / "model"), 0.001, tmp_path / "place") for _ in range(2))
+
+    def copies() -> tuple[int, int]:
+        """Files of all staged versions, and how many names they have."""
+        found = [path.stat().st_ino for path in (tmp_path / "place").glob("*/*-*/*.safetensors")]
+        return len(set(found)), len(found)
+
+    for area in (one, other):
+        area.write(1, versions[1])
+    files, names = copies()
+    assert files > 2 and names == 2 * files
+    for area in (one, other):
+        area.write(2, versions[2])
+        area.write(2, versions[2])  # a repeated order
+    assert copies() == (2 * files, 4 * files), "the installed version and the next, once each"
+    for area in (one, other):
+        area.keep_only(2)
+    one.close()
+    assert copies() == (files, files)
+    directory = other.directory(2)
+    assert directory is not None
+    kept: dict[str, torch.Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        kept |= load_file(path)
+    assert kept.keys() == other.tensors.shapes.keys()
+    assert all(torch.equal(value, versions[2][name]) for name, value in kept.items())
+    other.close()
