@@ -10,7 +10,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -91,11 +91,13 @@ def run(config: Config, made: Prepared, replicas: int) -> Seen:
     params = SamplingParams(max_tokens=config.rollout.max_tokens, stop_ids=(tokenizer.eos_token_id,))
     samples, slots = config.scheduler.samples_per_prompt, config.scheduler.train_batch_size // replicas
     source = PromptSource(Dataset.load(made.training_path, prompt_field="prompt"), seed=config.run.seed)
+    assert made.reward is not None
+    reward = load_reward(made.reward)
 
     def generator(replica: int) -> ModelGenerator:
         r = config.rollout
         backend = TorchBackend(made.model_path, rows=slots * samples, context=r.context, deterministic=r.deterministic)
-        return ModelGenerator(backend, tokenizer, load_reward(made.reward), params=params, seed=config.run.seed)
+        return ModelGenerator(backend, tokenizer, reward, params=params, seed=config.run.seed)
 
     trainer = Watched(ModelTrainer(made.model_path, config.trainer_settings()))
     generators = [generator(replica) for replica in range(replicas)]
@@ -104,7 +106,7 @@ def run(config: Config, made: Prepared, replicas: int) -> Seen:
         generators=generators,
         trainer=trainer,
         prompts=CountedPrompts(source.total, source.prompt),
-        limits=config.limits(),
+        limits=replace(config.limits(), validation=None),
         samples=samples,
         slots=slots,
         policies=config.policies().names,

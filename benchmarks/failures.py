@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from soak import processes
@@ -74,9 +75,12 @@ def on_the_virtual_clock() -> bool:
         if isinstance(event, GroupGenerated):
             ended.append(event.at)
 
+    def kill(index: int) -> None:
+        world.process("replica", index).die("killed")
+
     world.driver.observe = observe
     for index in range(KILLED):
-        world.after(lost, lambda index=index: world.process("replica", index).die("killed"))
+        world.after(lost, partial(kill, index))
     world.run()
     return tell("virtual clock", ended, 500.0, lost, back, float(longest), min(end, world.time - 100))
 

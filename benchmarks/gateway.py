@@ -48,7 +48,8 @@ class RayBackend(TorchBackend):
 
 
 async def measure(backend: TorchBackend, direct: Callable[[SampleRequest], Awaitable[Any]], calls: int) -> None:
-    through, straight = [], []
+    through: list[float] = []
+    straight: list[float] = []
 
     async def agent(client: Any, prompt: Any) -> float:
         headers, url = {"Authorization": f"Bearer {client.api_key}"}, f"{client.base_url}completions"
@@ -59,7 +60,7 @@ async def measure(backend: TorchBackend, direct: Callable[[SampleRequest], Await
                 began = time.perf_counter()
                 await direct(request)
                 between = time.perf_counter()
-                body = {"model": "x", "prompt": ids, "max_tokens": 1}
+                body = {"model": "model", "prompt": ids, "max_tokens": 1}
                 async with http.post(url, json=body) as answer:
                     assert answer.status == 200, await answer.text()
                     await answer.json()

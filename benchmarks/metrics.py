@@ -23,7 +23,7 @@ from scheduler import REPLICAS, Echo, Wall, drive
 from engine.actors.detached_actors import collect_rarely
 from engine.events import RunStarted
 from engine.metrics.collector import RunMetrics
-from engine.metrics.export import Around, registry
+from engine.metrics.export import ExternalFigures, registry
 from engine.metrics.server import MetricsServer
 from engine.metrics.transitions import Transitions
 from engine.record.frames import Header
@@ -67,7 +67,7 @@ class Run:
 
     def serve(self, directory: Path) -> MetricsServer:
         assert self.metrics is not None
-        around = Around(record=lambda: self.recorder.progress, directory=directory)
+        around = ExternalFigures(record=lambda: self.recorder.progress, directory=directory)
         return MetricsServer(registry(self.metrics, around))
 
     def microseconds(self, groups: int) -> float:

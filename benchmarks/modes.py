@@ -1,4 +1,4 @@
-"""What the presets are worth: real runs of four modes on two workloads, beside the least time their work could take.
+"""What the presets are worth: real runs of four modes on three workloads, beside the least time their work could take.
 
 Run by hand, on a quiet machine of two cores: `python benchmarks/modes.py [--steps 60] [--repeat 3] [--quick]`. The
 quickstart's model and task, as many steps for every mode, modes in turn, medians. Rewards against wall-clock are drawn
@@ -6,6 +6,10 @@ into `--plot FILE` (PNG; needs the extra `bench`).
 
 - *plain*: the quickstart's task, whose responses have a long tail.
 - *slow rewards*: the same, and each reward waits, without CPU, for a time with a long tail of its own.
+- *short*: short responses by a model that answers most questions right, so that most groups have equal rewards.
+
+*K / slots* is `max_concurrent_groups` over the slots of all replicas. `fully_async, K = slots` is the preset with K
+lowered to its slots: room that ended trajectories leave is then not used.
 
 `sync` is given both cores in every phase, at the thread split that was quickest in a trial at the start. Figures of a
 run are from when its prompts are drawn to the end of its last train step. *Work* is CPU seconds over the threads that
@@ -42,14 +46,39 @@ REWARD_MEDIAN_S, REWARD_SPREAD = 0.3, 0.7
 REWARD_SLOTS = 64
 """Groups whose slow rewards are waited for at once."""
 
+AT_SLOTS = "fully_async, K = slots"
 MODES: dict[str, list[str]] = {
     "sync": [],
     "one_step_off": [],
     "fully_async": [],
+    AT_SLOTS: ["scheduler.max_concurrent_groups=16"],
     # The loss of the others, which needs no scoring of its own: the modes are compared, not the objectives.
     "partial_rollout": ["trainer.loss=ppo_clip", "pools=[{tasks: [rollout, train]}]"],
 }
-"""Presets, and what of them is set to what the others have."""
+"""Presets, by the words before a comma, and what is set in each."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the modes are compared on."""
+
+    made: tuple[str, ...] = ()
+    """Overrides for the model and data that are made."""
+    runs: tuple[str, ...] = ()
+    """Overrides of each run."""
+    slow: bool = False
+    """Rewards wait, in a pool of their own."""
+
+
+WORKLOADS = {
+    "plain": Workload(),
+    "slow rewards": Workload(slow=True),
+    "short": Workload(
+        made=("model.arithmetic.median_steps=1.5", "model.arithmetic.spread=0.4", "model.arithmetic.most_steps=4",
+              "model.arithmetic.short_steps=4", "model.arithmetic.carelessness=0.05"),
+        runs=("rollout.max_tokens=48",),
+    ),
+}  # fmt: skip
 
 SPLITS = {"2 replicas x 1 thread": (2, 1), "1 replica x 2 threads": (1, 2)}
 """How rollout may use both cores, (replicas, threads); each is tried with one thread of the trainer and with two."""
@@ -58,8 +87,8 @@ COLOCATED = {"sync": 16, "partial_rollout": 24}
 
 
 COLUMNS = (
-    "mode", "wall s", "over sync", "CPU busy", "idle slots", "idle trainer", "rollout s", "training s", "bound s",
-    "of bound", "accuracy",
+    "mode", "K / slots", "wall s", "over sync", "CPU busy", "idle slots", "idle trainer", "rollout s", "training s",
+    "bound s", "of bound", "accuracy",
 )  # fmt: skip
 
 
@@ -89,6 +118,10 @@ class Measured:
     bound_s: float
     accuracy: float
     """On held-out prompts, of the last weights."""
+    workers: float
+    """K over the slots of all replicas."""
+    trained: float
+    """Share of the tokens that had a gradient: those of groups with equal rewards have none."""
     curve: tuple[tuple[float, float], ...] = ()
     """(seconds, mean reward) of each step."""
 
@@ -139,6 +172,8 @@ def measure(config: Config, run_dir: Path) -> Measured:
         train_s=train_s,
         bound_s=max(rollout_s, train_s, total / CORES),
         accuracy=last.accuracy or 0.0,
+        workers=config.scheduler.max_concurrent_groups / (config.rollout.replicas * config.rollout.slots),
+        trained=statistics.fmean(row["trained_token_share"] for row in steps),
         curve=tuple((row["elapsed_s"], row["reward_mean"]) for row in steps),
     )
 
@@ -163,11 +198,14 @@ class Bench:
         self.steps = steps
         self.runs = 0
         self.seed = seed
-        model = load_config(CONFIGS / "sync.yaml", warmup).model.arithmetic
-        self.made: Prepared = prepare(directory / "made", model.quickstart(0))
+        self.made: dict[str, Prepared] = {}
+        for name, workload in WORKLOADS.items():
+            model = load_config(CONFIGS / "sync.yaml", [*workload.made, *warmup]).model.arithmetic
+            self.made[name] = prepare(directory / "made", model.quickstart(0))
 
-    def config(self, mode: str, overrides: Sequence[str], slow: bool, steps: int) -> Config:
-        """A preset on the model that was made; `slow`: with slow rewards, waited for in a pool of their own."""
+    def config(self, mode: str, overrides: Sequence[str], name: str, steps: int) -> Config:
+        """A preset on the model that was made for a workload."""
+        made, workload = self.made[name], WORKLOADS[name]
         shared = [
             f"run.max_steps={steps}",
             f"run.seed={self.seed}",
@@ -177,19 +215,20 @@ class Bench:
             "validation.every=0",
             "metrics.port=0",
         ]
-        tree = load_config(CONFIGS / f"{mode}.yaml", [*shared, *MODES[mode], *overrides]).model_dump(mode="json")
-        tree["model"] = {"path": self.made.model_path}
-        tree["data"] |= {"path": self.made.training_path, "validation_path": self.made.validation_path}
-        tree["reward"] |= {"function": "modes:slow_reward" if slow else self.made.reward}
-        if slow:
+        preset, chosen = mode.split(",")[0], [*shared, *workload.runs, *MODES[mode], *overrides]
+        tree = load_config(CONFIGS / f"{preset}.yaml", chosen).model_dump(mode="json")
+        tree["model"] = {"path": made.model_path}
+        tree["data"] |= {"path": made.training_path, "validation_path": made.validation_path}
+        tree["reward"] |= {"function": "modes:slow_reward" if workload.slow else made.reward}
+        if workload.slow:
             apart = tree["pools"] or [{"tasks": ["rollout"]}, {"tasks": ["train"]}]
             tree["pools"] = [*apart, {"tasks": ["reward"], "slots": REWARD_SLOTS}]
         return parse_config(tree)
 
-    def run(self, mode: str, overrides: Sequence[str] = (), slow: bool = False, steps: int = 0) -> Measured:
+    def run(self, mode: str, overrides: Sequence[str] = (), name: str = "plain", steps: int = 0) -> Measured:
         self.runs += 1
-        run_dir = self.directory / "runs" / f"{self.runs:03d}-{mode}"
-        return measure(self.config(mode, overrides, slow, steps or self.steps), run_dir)
+        run_dir = self.directory / "runs" / f"{self.runs:03d}-{mode.split(',')[0]}"
+        return measure(self.config(mode, overrides, name, steps or self.steps), run_dir)
 
 
 Split = tuple[int, int, int]
@@ -219,23 +258,25 @@ def best_split(bench: Bench, steps: int) -> Split:
     return tried[best][1]
 
 
-def compare(bench: Bench, split: Split, repeat: int, slow: bool) -> dict[str, Measured]:
+def compare(bench: Bench, split: Split, repeat: int, name: str) -> dict[str, Measured]:
     runs: dict[str, list[Measured]] = {mode: [] for mode in MODES}
     for round_number in range(repeat):
         for mode, measured in runs.items():
-            measured.append(bench.run(mode, split_between(mode, *split), slow))
+            measured.append(bench.run(mode, split_between(mode, *split), name))
             told = f"{measured[-1].wall_s:.1f} s, accuracy {measured[-1].accuracy:.2f}"
-            print(f"  {round_number + 1}/{repeat} {mode}: {told}", file=sys.stderr, flush=True)
+            print(f"  {name}, {round_number + 1}/{repeat}, {mode}: {told}", file=sys.stderr, flush=True)
     return {mode: median_of(measured) for mode, measured in runs.items()}
 
 
 def table(name: str, steps: int, repeat: int, modes: dict[str, Measured]) -> None:
-    print(f"\n{name}: {steps} steps, medians of {repeat}, load {os.getloadavg()[0]:.1f}\n")
+    told = f"{statistics.fmean(m.trained for m in modes.values()):.0%} of the tokens have a gradient"
+    print(f"\n{name}: {steps} steps, medians of {repeat}, {told}, load {os.getloadavg()[0]:.1f}\n")
     print(f"| {' | '.join(COLUMNS)} |\n|---|{'---:|' * (len(COLUMNS) - 1)}")
     for mode, m in modes.items():
         print(
-            f"| {mode} | {m.wall_s:.1f} | {modes['sync'].wall_s / m.wall_s:.2f} x | {m.cpu_share:.0%} | "
-            f"{m.rollout_idle:.0%} | {m.trainer_idle:.0%} | {m.rollout_s:.1f} | {m.train_s:.1f} | {m.bound_s:.1f} | "
+            f"| {mode} | {m.workers:.2f} | {m.wall_s:.1f} | {modes['sync'].wall_s / m.wall_s:.2f} x | "
+            f"{m.cpu_share:.0%} | {m.rollout_idle:.0%} | {m.trainer_idle:.0%} | "
+            f"{m.rollout_s:.1f} | {m.train_s:.1f} | {m.bound_s:.1f} | "
             f"{m.bound_s / m.wall_s:.0%} | {m.accuracy:.2f} |"
         )
 
@@ -267,10 +308,7 @@ def main(steps: int, repeat: int, trial: int, plot: Path, seed: int, warmup: Seq
         bench = Bench(Path(directory), steps, seed, warmup)
         connect()
         split = best_split(bench, trial)
-        workloads = {
-            "plain": compare(bench, split, repeat, slow=False),
-            "slow rewards": compare(bench, split, repeat, slow=True),
-        }
+        workloads = {name: compare(bench, split, repeat, name) for name in WORKLOADS}
     for name, modes in workloads.items():
         table(name, steps, repeat, modes)
     busy = workloads["slow rewards"]["sync"].cpu_share
@@ -289,7 +327,10 @@ if __name__ == "__main__":
     parser.add_argument("--plot", type=Path, default=Path("modes.png"), help="where the plot goes")
     parser.add_argument("--quick", action="store_true", help="a few steps, once: whether it works, not how well")
     chosen = parser.parse_args()
-    if chosen.quick:
-        main(4, 1, 2, chosen.plot, chosen.seed, ["model.arithmetic.warmup_steps=20"])
-    else:
-        main(chosen.steps, chosen.repeat, chosen.trial, chosen.plot, chosen.seed)
+    try:
+        if chosen.quick:
+            main(4, 1, 2, chosen.plot, chosen.seed, ["model.arithmetic.warmup_steps=20"])
+        else:
+            main(chosen.steps, chosen.repeat, chosen.trial, chosen.plot, chosen.seed)
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

@@ -44,7 +44,7 @@ def make_record(directory: Path, events: int, snapshot_every: int) -> int:
     try:
         world.run(events=events)
     except EngineError as ended:
-        assert "still going" in str(ended)
+        assert "still running" in str(ended)
     recorder.close()
     return len(world.scheduler.state.groups)
 

@@ -220,6 +220,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, help="a real run over Ray instead")
     chosen = parser.parse_args()
     flat = True
+    if chosen.minutes is None and chosen.hours * 3600 < SAMPLES * STEP_S:
+        least = SAMPLES * STEP_S / 3600
+        parser.error(f"--hours is {chosen.hours:g}, but must be at least {least:.3f}: {SAMPLES} samples are taken")
     if chosen.minutes is None:
         taken = soak(chosen.hours)
         resident_mb = [row[2] / 1e6 for row in taken]

@@ -16,7 +16,8 @@ import torch
 from engine.actors.launch import connect
 from engine.actors.store_actors import RemoteWeights, WeightsStoreActor
 from engine.actors.transports import DistributedTransport, ObjectStoreTransport, Transport
-from engine.rollout.torch.host_weights import copy_to_host
+from engine.rollout.torch.host_weights import stage
+from engine.storage.weights import WeightsStore
 
 LAYER = 1 << 22
 """float32 values of one large tensor; each comes with a small one."""
@@ -25,6 +26,14 @@ LAYER = 1 << 22
 def model(megabytes: int) -> torch.nn.Module:
     side = int(LAYER**0.5)
     return torch.nn.Sequential(*(torch.nn.Linear(side, side) for _ in range(max(1, (megabytes << 18) // LAYER))))
+
+
+class Store(WeightsStoreActor):
+    """The weights store without a run, whose end it would have to notice."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._store = WeightsStore()
+        self._transport = transport
 
 
 class Publisher:
@@ -52,7 +61,7 @@ class Replica:
 
     async def stage(self, version: int) -> tuple[float, int]:
         started = time.perf_counter()
-        staged = copy_to_host(self._model, version, await self._weights.get(version))
+        staged = stage(self._model.state_dict(), version, await self._weights.get(version))
         seconds = time.perf_counter() - started
         return seconds, sum(tensor.nbytes for tensor in staged.tensors.values())
 
@@ -60,7 +69,7 @@ class Replica:
 def measure(transports: dict[str, Transport], megabytes: int, rounds: int) -> None:
     ends: dict[str, tuple[Any, Any, Any]] = {}
     for name, transport in transports.items():
-        store = ray.remote(WeightsStoreActor).options(num_cpus=0).remote(transport)
+        store = ray.remote(Store).options(num_cpus=0).remote(transport)
         given = (store, transport, megabytes)
         publisher, replica = (ray.remote(kind).options(num_cpus=0).remote(*given) for kind in (Publisher, Replica))
         ends[name] = (store, publisher, replica)
@@ -90,7 +99,7 @@ if __name__ == "__main__":
     parser.add_argument("--bucket-mb", type=int, default=64, help="MiB of one message")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each; the median counts")
     chosen = parser.parse_args()
-    connect(object_store_bytes=(chosen.megabytes * 4) << 20)
+    connect(object_store_bytes=max(chosen.megabytes * 4, 100) << 20)  # Ray needs 75 MiB
     try:
         gloo = DistributedTransport(backend="gloo", bucket_bytes=chosen.bucket_mb << 20, timeout_s=60.0)
         measure({"object store": ObjectStoreTransport(), "distributed, gloo": gloo}, chosen.megabytes, chosen.rounds)

@@ -30,9 +30,9 @@ def text_of(board: Dashboard) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    asked = argparse.ArgumentParser(prog="python -m dashboards.generate", description="Write the boards as JSON.")
-    asked.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=GENERATED)
-    folder = asked.parse_args(arguments).folder
+    parser = argparse.ArgumentParser(prog="python -m dashboards.generate", description="Write the boards as JSON.")
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=GENERATED)
+    folder = parser.parse_args(arguments).folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, board in BOARDS.items():

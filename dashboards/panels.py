@@ -1,7 +1,7 @@
-"""The building blocks of the boards: a figure at a glance, a graph over time, a table of states, and the frame around.
+"""The building blocks of the boards: single figures, graphs over time, timelines of states, and the board itself.
 
-Every panel is made by one of these, so that none can be without a title, a description of what good looks like and a
-unit. Units are Grafana's ids; `suffix:` makes one of our own.
+Every panel is made by one of these functions, so each has a title, a description of a good state and a unit. Units are
+Grafana's ids; `suffix:` makes a custom unit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,15 @@ TAG = "step-engine"
 REF_IDS = "ABCDEFGHIJKLMNOP"
 
 Thresholds = Sequence[tuple[float | None, str]]
-"""(from this value on, color); None is the lowest."""
+"""(lowest value, color); None: no lower limit."""
 
 PLAIN: Thresholds = ((None, "text"),)
 Panel = stat.Panel | timeseries.Panel | statetimeline.Panel
 
 
 def thresholds(steps: Thresholds) -> dashboard.ThresholdsConfig:
-    given = [models.Threshold(value=value, color=color) for value, color in steps]
-    return dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(given)
+    values = [models.Threshold(value=value, color=color) for value, color in steps]
+    return dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(values)
 
 
 def query(expression: str, legend: str, ref_id: str) -> prometheus.Dataquery:
@@ -44,15 +44,14 @@ def glance(
     legend: str = "",
     decimals: int = -1,
 ) -> stat.Panel:
-    """One figure of the row on top. `legend` names what is shown where the query gives one series for each that holds
-    now."""
+    """One figure of the top row. `legend`: the text to show if the query returns one series for each active value."""
     panel = stat.Panel().title(title).description(good).unit(unit).datasource(SOURCE).height(4).span(4)
     target = query(expression, legend or title, "A")
     panel = panel.with_target(target.instant() if legend else target).thresholds(thresholds(steps))
     mode = common_models.BigValueGraphMode.NONE if legend else common_models.BigValueGraphMode.AREA
     panel = panel.graph_mode(mode).no_value("none yet")
-    chosen = common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False)
-    panel = panel.reduce_options(chosen)
+    options = common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False)
+    panel = panel.reduce_options(options)
     if legend:
         panel = panel.text_mode(common_models.BigValueTextMode.NAME)
     return panel.decimals(decimals) if decimals >= 0 else panel
@@ -97,7 +96,7 @@ def graph(
 def timeline(
     title: str, good: str, expression: str, legend: str, colours: Mapping[str, str], *, span: int = 24
 ) -> statetimeline.Panel:
-    """Which of several is so, over time: a line for each series of `queries.coded`, named and coloured by its value."""
+    """States over time: a line for each series of `queries.coded`, with the name and the color of its value."""
     named = {
         str(code): models.ValueMappingResult(text=text, color=color, index=code - 1)
         for code, (text, color) in enumerate(colours.items(), start=1)
@@ -113,26 +112,26 @@ def row(title: str) -> dashboard.Row:
 
 
 def board(uid: str, title: str, purpose: str) -> dashboard.Dashboard:
-    """An empty board: its variables, and the links to the others."""
-    made = dashboard.Dashboard(f"Step Engine / {title}").uid(f"step-engine-{uid}").description(purpose)
-    made = made.tags([TAG]).editable().refresh("10s").time("now-1h", "now").timezone("browser")
-    made = made.tooltip(models.DashboardCursorSync.CROSSHAIR)
+    """An empty board with its variables, and links to the other boards."""
+    page = dashboard.Dashboard(f"Step Engine / {title}").uid(f"step-engine-{uid}").description(purpose)
+    page = page.tags([TAG]).editable().refresh("10s").time("now-1h", "now").timezone("browser")
+    page = page.tooltip(models.DashboardCursorSync.CROSSHAIR)
     source = dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus")
-    made = made.with_variable(source)
-    made = made.with_variable(_choice("run", "Run", f"label_values({UPTIME.name}, run)"))
+    page = page.with_variable(source)
+    page = page.with_variable(_choice("run", "Run", f"label_values({UPTIME.name}, run)"))
     replicas = _choice("replica", "Replica", f'label_values({REPLICA_STATE.name}{{run="{RUN}"}}, replica)')
     every = models.VariableOption(selected=True, text=["All"], value=["$__all"])
-    made = made.with_variable(replicas.multi(True).include_all(True).all_value(".*").current(every))
+    page = page.with_variable(replicas.multi(True).include_all(True).all_value(".*").current(every))
     window = dashboard.IntervalVariable("window").label("Averaged over").values(",".join(WINDOWS))
-    made = made.with_variable(window.current(models.VariableOption(selected=True, text="5m", value="5m")))
+    page = page.with_variable(window.current(models.VariableOption(selected=True, text="5m", value="5m")))
     others = dashboard.DashboardLink("Boards").type(models.DashboardLinkType.DASHBOARDS).tags([TAG])
-    return made.link(others.as_dropdown(False).include_vars(True).keep_time(True))
+    return page.link(others.as_dropdown(False).include_vars(True).keep_time(True))
 
 
 def _choice(name: str, label: str, values: str) -> dashboard.QueryVariable:
-    made = dashboard.QueryVariable(name).label(label).datasource(SOURCE)
-    made = made.query({"query": values, "refId": name}).refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
-    return made.sort(models.VariableSort.ALPHABETICAL_DESC if name == "run" else models.VariableSort.NUMERICAL_ASC)
+    page = dashboard.QueryVariable(name).label(label).datasource(SOURCE)
+    page = page.query({"query": values, "refId": name}).refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
+    return page.sort(models.VariableSort.ALPHABETICAL_DESC if name == "run" else models.VariableSort.NUMERICAL_ASC)
 
 
 __all__ = ["REPLICA", "Panel", "board", "glance", "graph", "row", "timeline"]

@@ -15,21 +15,21 @@ def of(metric: Metric, suffix: str = "", **labels: str) -> str:
 
     Raises: ValueError for a label, or a value of a closed set, that the metric does not have.
     """
-    chosen = {"run": RUN, **{("from" if name == "source" else name): value for name, value in labels.items()}}
-    for name, value in chosen.items():
+    filters = {"run": RUN, **{("from" if name == "source" else name): value for name, value in labels.items()}}
+    for name, value in filters.items():
         known = metric.labels.get(name)
         if name != "run" and known is None:
             raise ValueError(f"{metric.name} has no label {name!r}")
         if known and not value.startswith("~") and value not in known:
             raise ValueError(f"{metric.name} never has {name}={value!r}")
-    if "replica" in metric.labels and "replica" not in chosen:
-        chosen["replica"] = f"~{REPLICA}"
-    parts = [f'{k}=~"{v[1:]}"' if v.startswith("~") else f'{k}="{v}"' for k, v in chosen.items()]
+    if "replica" in metric.labels and "replica" not in filters:
+        filters["replica"] = f"~{REPLICA}"
+    parts = [f'{k}=~"{v[1:]}"' if v.startswith("~") else f'{k}="{v}"' for k, v in filters.items()]
     return f"{metric.name}{suffix}{{{', '.join(parts)}}}"
 
 
 def rate(metric: Metric, suffix: str = "", by: str = "", **labels: str) -> str:
-    """How fast a counter grows, a second, added up over what `by` does not keep apart."""
+    """The growth of a counter per second, summed over all labels except those in `by`."""
     return f"sum{f' by ({by})' if by else ''} (rate({of(metric, suffix, **labels)}[{WINDOW}]))"
 
 
@@ -39,9 +39,9 @@ def mean(metric: Metric, by: str = "", **labels: str) -> str:
 
 
 def quantile(share: float, metric: Metric, by: str = "", **labels: str) -> str:
-    """A quantile of a histogram's newest values, as far as its buckets tell."""
-    kept = "le" + (f", {by}" if by else "")
-    return f"histogram_quantile({share}, {rate(metric, '_bucket', kept, **labels)})"
+    """A quantile of a histogram's newest values, as exact as its buckets."""
+    labels_left = "le" + (f", {by}" if by else "")
+    return f"histogram_quantile({share}, {rate(metric, '_bucket', labels_left, **labels)})"
 
 
 def idle_share(busy: Metric, idle: Metric) -> str:
@@ -55,11 +55,11 @@ def share_by_cause(busy: Metric, idle: Metric) -> str:
 
 
 def coded(metric: Metric, label: str, by: str = "") -> str:
-    """Which value of `label` is 1, as its place among those it can have, from 1 on: `panels.timeline` names it."""
+    """The number, counted from 1, of the value of `label` whose series is 1; `panels.timeline` shows its name."""
     parts = (f"{of(metric, **{label: value})} * {code}" for code, value in enumerate(metric.labels[label], start=1))
     return f"sum{f' by ({by})' if by else ''} ({' or '.join(parts)})"
 
 
 def whole_quantile(share: float, metric: Metric, most: Metric) -> str:
-    """A quantile of a histogram of whole numbers that are never above `most`: no guess between two of them."""
+    """A quantile of a histogram of whole numbers up to `most`, rounded up, so that it is a whole number, too."""
     return f"clamp_max(ceil({quantile(share, metric)}), scalar({of(most)}))"

@@ -1,4 +1,4 @@
-"""The board of the rollout: each replica's state, slots, speed and pauses, and vLLM's own metrics beside ours."""
+"""The rollout board: state, slots, speed and pauses of each replica, and vLLM's own metrics."""
 
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
@@ -15,7 +15,7 @@ VLLM = (
     "vllm:prefix_cache_queries_total",
     "vllm:num_preemptions_total",
 )
-"""Names that vLLM exports, where Prometheus scrapes it."""
+"""Metrics that vLLM exports, if Prometheus scrapes it."""
 
 GENERATED = rate(names.REPLICA_GROUPS, by="replica", end="generated")
 
@@ -33,64 +33,65 @@ STATE_COLOURS = {
 
 
 def rollout() -> Dashboard:
-    made = board("rollout", "Rollout", "What each replica does, how fast it samples and how long it stands still.")
+    page = board("rollout", "Rollout", "What does each replica do, how fast does it sample, how long does it pause?")
     for panel in _at_a_glance():
-        made = made.with_panel(panel)
-    made = made.with_row(row("Replicas"))
-    made = made.with_panel(
+        page = page.with_panel(panel)
+    page = page.with_row(row("Replicas"))
+    page = page.with_panel(
         timeline(
             "State of each replica",
-            "ready, green, with short gaps while weights are swapped. draining, drained: let go, or the run comes to "
-            "rest; asleep: its pool trains; starting, stopping, gone: its process is not up; see the board "
-            "Reliability.",
+            "ready (green), with short gaps while weights are swapped. draining, drained: the replica or the run "
+            "drains; asleep: its pool trains; starting, stopping, gone: its process is not up (see the Reliability "
+            "board).",
             coded(names.REPLICA_STATE, "state", by="replica"),
             "replica {{replica}}",
             STATE_COLOURS,
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
             "Slots of each replica",
-            "Held slots near all of them on every replica; one that stays free takes no groups.",
+            "Nearly all slots of every replica are held. A replica whose slots stay free gets no groups.",
             "suffix: slots",
             {"replica {{replica}} {{state}}": of(names.REPLICA_SLOTS)},
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
-            "Response tokens a second, by replica",
-            "About the same on like machines. Counted when a group is whole, so it comes in steps.",
+            "Response tokens per second, by replica",
+            "About equal on equal machines. Tokens count when their group is finished, so the line moves in steps.",
             "suffix: tokens/s",
             {"replica {{replica}}": rate(names.REPLICA_TOKENS, by="replica")},
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
             "Slow replicas",
-            "0. 1 marks a replica whose tokens take longer than those of the others by more than "
-            "rollout.straggler_factor: a machine that throttles, or a neighbor. The alert EngineReplicaSlow watches "
-            "it.",
+            "0. 1 marks a replica that needs more time per token than the others by more than "
+            "rollout.straggler_factor: its machine throttles, or runs other jobs. The alert EngineReplicaSlow covers "
+            "this.",
             "bool_yes_no",
             {"replica {{replica}}": of(names.REPLICA_SLOW)},
             high=1.0,
             steps=True,
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
-            "Slots held back by weight sync, a pool or draining",
-            "pool: the trainer has the machines the slots stand on, as it does by turns in shared pools; draining: the "
-            "replica drains, or the run does; weight_sync: pauses.",
+            "Slots not usable because of weight sync, a pool or a drain",
+            "pool: in a shared pool, the trainer has its turn on the machines; draining: the replica or the run "
+            "drains; weight_sync: pauses.",
             "suffix: slots",
             {"{{cause}}": rate(names.ROLLOUT_IDLE, by="cause", cause="~pool|draining|weight_sync")},
             stacked=True,
         )
     )
-    made = made.with_row(row("Groups cut short"))
-    made = made.with_panel(
+    page = page.with_row(row("Interrupted groups"))
+    page = page.with_panel(
         graph(
-            "Attempts aborted, failed and gone on with, by replica",
-            "With sync mode abort, each weight sync aborts what runs, and resumes follow. Failed ones should be 0.",
+            "Aborted, failed and resumed attempts, by replica",
+            "With sync mode abort, each weight sync aborts the running groups, which resume afterwards. No attempt "
+            "should fail.",
             "suffix: groups/s",
             {
                 "replica {{replica}} aborted": rate(names.REPLICA_GROUPS, by="replica", end="aborted"),
@@ -99,28 +100,29 @@ def rollout() -> Dashboard:
             },
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
             "Partial groups",
-            "Groups parked with what they have, and groups continuing from it. Parked ones that only grow find no "
-            "replica new enough.",
+            "Groups parked with their prefixes, and groups that continue from them. If the number of parked groups "
+            "only grows, no replica has weights that are new enough.",
             "suffix: groups",
             {"parked": of(names.GROUPS, state="aborted"), "continuing": of(names.GROUPS, state="resumed")},
         )
     )
-    made = made.with_row(row("Weight sync"))
-    made = made.with_panel(
+    page = page.with_row(row("Weight sync"))
+    page = page.with_panel(
         graph(
-            "Share of time a replica stands still for new weights",
-            "A few percent. Sync mode keep is the shortest.",
+            "Share of time that a replica pauses for new weights",
+            "A few percent. Sync mode keep has the shortest pauses.",
             "percentunit",
             {"replica {{replica}}, {{mode}}": rate(names.REPLICA_PAUSE, by="replica, mode")},
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
             "Seconds of a weight sync, by mode",
-            "From the order to pause until sampling continues. Constant; growth means a slow network or disk.",
+            "From the order to pause until sampling continues. Should be constant; growth means a slow network or "
+            "disk.",
             "s",
             {
                 "mean, {{mode}}": mean(names.SYNC_SECONDS, by="mode"),
@@ -128,12 +130,11 @@ def rollout() -> Dashboard:
             },
         )
     )
-    made = made.with_row(row("Responses"))
-    made = made.with_panel(
+    page = page.with_row(row("Responses"))
+    page = page.with_panel(
         graph(
             "Response length",
-            "Mean length of each group's responses. A slow rise is usual; at the cap of rollout.max_tokens responses "
-            "are cut.",
+            "Mean length of each group's responses. A slow rise is usual. Responses are cut off at rollout.max_tokens.",
             "suffix: tokens",
             {
                 "median": quantile(0.5, names.RESPONSE_TOKENS),
@@ -143,33 +144,33 @@ def rollout() -> Dashboard:
             exemplars=True,
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
             "Seconds of a group, from its first start to its last trajectory",
-            "The gap between median and p95 is the long tail that stragglers come from. Exemplars name the group.",
+            "A large gap between median and p95 means a long tail of stragglers. Exemplars name the group.",
             "s",
             {"median": quantile(0.5, names.GROUP_SECONDS), "p95": quantile(0.95, names.GROUP_SECONDS)},
             exemplars=True,
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
             "Response tokens of a group, by replica",
-            "About the same on every replica. One whose groups are longer has the stragglers, or continues with many "
-            "that were cut short.",
+            "About equal on every replica. A replica with longer groups has the stragglers, or resumes many "
+            "interrupted groups.",
             "suffix: tokens",
             {"replica {{replica}}": f"{rate(names.REPLICA_TOKENS, by='replica')} / {GENERATED}"},
         )
     )
-    return _vllm(made.with_row(row("vLLM's own, where Prometheus scrapes it")))
+    return _vllm(page.with_row(row("vLLM's own metrics, if Prometheus scrapes them")))
 
 
-def _vllm(made: Dashboard) -> Dashboard:
-    running, waiting, cache, tokens, hits, asked, preempted = VLLM
-    made = made.with_panel(
+def _vllm(page: Dashboard) -> Dashboard:
+    running, waiting, cache, tokens, hits, queries, preempted = VLLM
+    page = page.with_panel(
         graph(
             "vLLM: requests",
-            "Few waiting. Many: fewer slots, or more memory for keys and values.",
+            "Few waiting requests. If there are many, use fewer slots, or more memory for keys and values.",
             "suffix: requests",
             {
                 "{{instance}} running": running,
@@ -178,22 +179,23 @@ def _vllm(made: Dashboard) -> Dashboard:
             },
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
-            "vLLM: keys and values in use, prefixes found again",
-            "In use below 90 %; above it requests are preempted and computed again.",
+            "vLLM: keys and values in use, prefixes found in the cache",
+            "Below 90 % in use. Above that, vLLM preempts requests and computes them again.",
             "percentunit",
             {
                 "{{instance}} in use": cache,
-                "{{instance}} prefixes found": f"rate({hits}[$window]) / rate({asked}[$window])",
+                "{{instance}} prefixes found": f"rate({hits}[$window]) / rate({queries}[$window])",
             },
             high=1.0,
         )
     )
-    return made.with_panel(
+    return page.with_panel(
         graph(
-            "vLLM: tokens a second",
-            "Every token as it is sampled; ours count whole groups, so the two agree over minutes.",
+            "vLLM: tokens per second",
+            "vLLM counts every token when it is sampled. The engine counts finished groups, so both agree over "
+            "minutes.",
             "suffix: tokens/s",
             {"{{instance}}": f"rate({tokens}[$window])"},
         )
@@ -204,15 +206,15 @@ def _at_a_glance() -> list:
     return [
         glance(
             "Replicas ready",
-            "All of them, but for moments of weight sync.",
+            "All replicas, except for moments of weight sync.",
             "none",
             of(names.REPLICAS, state="ready"),
         ),
-        glance("Slots generating", "Near all slots.", "suffix: slots", of(names.SLOTS, state="busy")),
+        glance("Slots generating", "Nearly all slots.", "suffix: slots", of(names.SLOTS, state="busy")),
         glance(
-            "Slots free", "Near 0 when the rollout is the bottleneck.", "suffix: slots", of(names.SLOTS, state="free")
+            "Slots free", "Near 0 if the rollout is the bottleneck.", "suffix: slots", of(names.SLOTS, state="free")
         ),
-        glance("Tokens a second", "Steady.", "suffix: tokens/s", rate(names.TOKENS_GENERATED), decimals=0),
+        glance("Tokens per second", "Steady.", "suffix: tokens/s", rate(names.TOKENS_GENERATED), decimals=0),
         glance(
             "Rollout idle",
             "Below 20 % is good.",

@@ -1,5 +1,4 @@
-"""The board of the scheduler: which group, step, replica and version is in which state, and what the next one waits
-for."""
+"""The scheduler board: states of groups, limits of admission, deadlines, and the speed of decisions."""
 
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
@@ -21,13 +20,13 @@ LIMIT_COLOURS = {
 
 
 def scheduler() -> Dashboard:
-    made = board(
-        "scheduler", "Scheduler", "What is in which state, what limits admission, and how quick decisions are."
+    page = board(
+        "scheduler", "Scheduler", "Which states are groups in, what limits admission, and how fast are decisions?"
     )
     for panel in _at_a_glance():
-        made = made.with_panel(panel)
-    made = made.with_row(row("Prompt groups"))
-    made = made.with_panel(
+        page = page.with_panel(panel)
+    page = page.with_row(row("Prompt groups"))
+    page = page.with_panel(
         graph(
             "Prompt groups by state",
             "A stable mix. Many generated: the trainer is behind. Many aborted: parked groups wait for weights or "
@@ -37,61 +36,62 @@ def scheduler() -> Dashboard:
             stacked=True,
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
             "Groups that may still start, by bound",
-            "The lower line is the one that binds. Both at 0 is usual in a full pipeline; staleness at 0 for long: "
-            "the trainer is the bottleneck.",
+            "The lower line is the current limit. Both are usually 0 in a full pipeline. If staleness stays at 0, the "
+            "trainer is the bottleneck.",
             "suffix: groups",
             {"under {{bound}}": of(names.CAPACITY)},
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         timeline(
-            "What keeps the next group from starting",
-            "slots_full, green, most of the time. Whatever else is there for long is what to change: workers (K), "
-            "staleness (S), prompts, weight sync.",
+            "What prevents the next group from starting",
+            "slots_full (green) most of the time. If another limit stays for long, change it: workers (K), staleness "
+            "(S), prompts, weight sync.",
             coded(names.ADMISSION_LIMIT, "limit"),
             "limit",
             LIMIT_COLOURS,
         )
     )
-    made = made.with_row(row("Deadlines"))
-    made = made.with_panel(
+    page = page.with_row(row("Deadlines"))
+    page = page.with_panel(
         graph(
             "Train steps left to the oldest deadline",
-            "Above 0 most of the time. At 0 the step that forms now must take the oldest groups and may wait for them.",
+            "Above 0 most of the time. At 0, the next step must take the oldest groups, and may wait for them.",
             "suffix: steps",
             {"steps left": of(names.DEADLINE_ROOM), "bound S": of(names.MAX_STALENESS)},
             steps=True,
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
             "Age of the oldest group, time since the last step and the last event",
-            "The first two follow the length of a step. A group that grows old alone is a straggler; both growing: "
-            "nothing moves. Nothing heard for as long: whatever the run waits for does not answer.",
+            "The first two follow the length of a step. If only the oldest group's age grows, it is a straggler. If "
+            "both grow, the run makes no progress. If there is no event either, nothing that the run waits for "
+            "answers.",
             "s",
             {
                 "oldest group": of(names.OLDEST_GROUP_AGE),
                 "last train step": of(names.STEP_AGE),
-                "nothing heard for": of(names.SILENCE),
+                "last event": of(names.SILENCE),
             },
         )
     )
-    made = made.with_row(row("Events and decisions"))
-    made = made.with_panel(
+    page = page.with_row(row("Events and decisions"))
+    page = page.with_panel(
         graph(
-            "Changes of state a second, by machine",
-            "Groups dominate; steps and versions tick along.",
+            "State changes per second, by machine",
+            "Mostly groups; few steps and versions.",
             "suffix: /s",
             {"{{machine}}": rate(names.TRANSITIONS, by="machine")},
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
             "From an event to its commands",
-            "The 99th percentile within a few milliseconds. More: the scheduler's process is short of CPU, or its disk "
+            "The 99th percentile is a few milliseconds. If it is more, the scheduler's process lacks CPU, or its disk "
             "is slow.",
             "s",
             {
@@ -101,43 +101,43 @@ def scheduler() -> Dashboard:
             },
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
-            "Events a second, by kind",
+            "Events per second, by kind",
             "A few events for each group. Many GroupFailed, SyncFailed or StepFailed: see the Reliability board.",
             "suffix: events/s",
             {"{{event}}": rate(names.EVENTS, by="event")},
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
-            "Decisions taken in place of a policy",
-            "0. Each is a policy of yours that raised or broke a law, with policies.on_error: builtin.",
+            "Decisions made instead of a custom policy",
+            "0. Each time, a custom policy raised or broke a law; policies.on_error is builtin.",
             "suffix: decisions",
             {"built-in": of(names.POLICY_ERRORS)},
             steps=True,
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
-            "Pools taken and given back a second",
-            "The two go together, once for each task of a pool, as a train step is. Taken and not given back: a task "
-            "that does not end.",
+            "Pools leased and returned per second",
+            "Both rates are equal: each task of a pool leases it once and returns it. Leased but not returned: a task "
+            "does not end.",
             "suffix: /s",
             {
-                "taken": f"{rate(names.TRANSITIONS, machine='pool', to='leased')} or vector(0)",
-                "given back": f"{rate(names.TRANSITIONS, machine='pool', to='free')} or vector(0)",
+                "leased": f"{rate(names.TRANSITIONS, machine='pool', to='leased')} or vector(0)",
+                "returned": f"{rate(names.TRANSITIONS, machine='pool', to='free')} or vector(0)",
             },
         )
     )
-    return made.with_panel(
+    return page.with_panel(
         graph(
             "Events that wait to be handled",
-            "At or near 0. A queue that grows means the scheduler cannot keep up.",
+            "At or near 0. If the queue grows, the scheduler cannot keep up.",
             "suffix: events",
             {
                 "waiting": of(names.EVENTS_WAITING),
-                "echoes of what is over, a minute": f"60 * {rate(names.STALE_ECHOES)}",
+                "stale echoes per minute": f"60 * {rate(names.STALE_ECHOES)}",
             },
         )
     )
@@ -150,13 +150,13 @@ def _at_a_glance() -> list:
         glance("Batch size B", "Groups that a train step takes.", "suffix: groups", of(names.BATCH_SIZE)),
         glance(
             "Groups ready for a step",
-            "Up to B times S are usual. As many for long: the trainer is the bottleneck.",
+            "Up to B times S are usual. If it stays at that number, the trainer is the bottleneck.",
             "suffix: groups",
             of(names.GROUPS, state="generated"),
         ),
         glance(
             "Time since the last train step",
-            "About the length of a step. The alert EngineNoStepFinished watches it.",
+            "About the length of a step. The alert EngineNoStepFinished covers this.",
             "s",
             of(names.STEP_AGE),
         ),

@@ -1,4 +1,4 @@
-"""The board of training: the loss and its neighbors, clipping, divergence, corrections, advantages, validation.
+"""The training board: loss, gradient norm, clipping, divergence, corrections, advantages, validation.
 
 It shows what the trainer reports, by the names it gives: figures that a trainer adds under such a name appear by
 themselves.
@@ -13,7 +13,7 @@ from engine.metrics import names
 
 
 def figure(name: str) -> str:
-    """What the trainer last said under a name; a regular expression begins with `~`."""
+    """The trainer's newest metric with a name; a regular expression begins with `~`."""
     return of(names.TRAINER_FIGURE, figure=name)
 
 
@@ -22,169 +22,258 @@ def share(name: str) -> str:
     return f"{figure(name)} / on (run) group_left {of(names.BATCH_SIZE)}"
 
 
+AGENTS = ("agent_",)
+"""Begin the names of figures that only runs with agents or an environment have."""
+
+
 def training() -> Dashboard:
-    made = board("training", "Training", "Does the policy learn, and is what it learns from sound?")
+    page = board("training", "Training", "Does the policy learn, and is its data sound?")
     for panel in _at_a_glance():
-        made = made.with_panel(panel)
-    made = made.with_row(row("The update"))
-    made = made.with_panel(
+        page = page.with_panel(panel)
+    page = page.with_row(row("The update"))
+    page = page.with_panel(
         graph(
             "Loss",
-            "Of little meaning by itself in policy gradients; jumps and NaN are what to look for.",
+            "In policy gradients, the loss itself says little. Look for jumps and NaN.",
             "short",
             {"{{figure}}": figure("~loss.*")},
             low=None,
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
             "Gradient norm, before clipping",
-            "Stable. Spikes say that single batches pull hard; growth over hours precedes a collapse.",
+            "Stable. A spike means that one batch has a strong effect. Growth over hours precedes a collapse.",
             "short",
             {"{{figure}}": figure("~grad_norm.*")},
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
             "Share of tokens whose ratio is clipped",
-            "A few percent. Near 0: the updates are small; above 20 %: too many updates on a batch, or too stale.",
+            "A few percent. Near 0: the updates are small. Above 20 %: too many updates on a batch, or data too stale.",
             "percentunit",
             {"{{figure}}": figure("~clip_share.*|.*clipped_share.*")},
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
-            "Divergence from the policies before (KL estimates)",
-            "Small and stable. Steady growth means the policy leaves what sampled the data, or the reference.",
+            "Divergence from earlier policies (KL estimates)",
+            "Small and stable. Steady growth: the policy moves away from the one that sampled the data, or from the "
+            "reference.",
             "short",
             {"{{figure}}": figure("~.*kl.*")},
             low=None,
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
             "Entropy",
-            "Falls slowly. Near 0 the policy has stopped exploring; a rise is usually noise taking over.",
+            "Falls slowly. Near 0, the policy has stopped exploring. A rise usually means that outputs become noise.",
             "suffix: nats",
             {"{{figure}}": figure("~.*entropy.*")},
         )
     )
-    made = made.with_panel(graph("Learning rate", "As the schedule has it.", "sci", {"{{figure}}": figure("lr")}))
-    made = made.with_row(row("How far off policy"))
-    made = made.with_panel(
+    page = page.with_panel(graph("Learning rate", "Follows its schedule.", "sci", {"{{figure}}": figure("lr")}))
+    page = page.with_row(row("Agents and environments"))
+    page = page.with_panel(
         graph(
-            "Importance ratio, and by staleness where it is reported",
-            "Near 1. Older data drift away from it; far off, the corrections throw the data away.",
+            "Turns, tool calls and tool errors of a rollout",
+            "Tool errors fall as the model learns its tools; turns at their limit mean that episodes do not end.",
+            "short",
+            {"{{figure}}": figure("~agent_(turns|tool_calls|tool_errors|max_turns_share)")},
+        )
+    )
+    page = page.with_panel(
+        graph(
+            "Tokens of a rollout by role",
+            "What the model samples, and what tools and users insert. Only sampled tokens are trained.",
+            "short",
+            {"{{figure}}": figure("~agent_tokens_.*")},
+        )
+    )
+    page = page.with_row(row("How far off policy"))
+    page = page.with_panel(
+        graph(
+            "Importance ratio, and by staleness if reported",
+            "Near 1. It is further from 1 for older data. Far from 1, the corrections discard the data.",
             "short",
             {"{{figure}}": figure("~.*ratio.*")},
             low=None,
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
-            "Effective sample size, and what corrections mask or truncate",
-            "Effective size near 1, masked and truncated near 0: the data are nearly on policy.",
+            "Effective sample size, and shares that corrections mask or truncate",
+            "If the effective size is near 1 and the other shares are near 0, the data is nearly on policy.",
             "percentunit",
             {"{{figure}}": figure("~ess.*|.*truncated_share.*|.*masked_share.*|.*rejected_share.*")},
             high=1.0,
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
             "Largest gap between the log-probs of sampler and trainer",
-            "Fresh groups: well below 1, whatever the precision. The alert EngineSamplerDisagrees watches them.",
+            "For fresh groups well below 1 with any precision. The alert EngineSamplerDisagrees covers them.",
             "suffix: nats",
             {"{{figure}}": figure("~logprob_gap.*")},
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
-            "Staleness of what is trained on",
+            "Staleness of trained groups",
             "Train steps that the oldest token of a group lags behind. Never above the bound S.",
             "suffix: steps",
             STALENESS_SPREAD,
         )
     )
-    made = made.with_row(row("The signal"))
-    made = made.with_panel(
+    page = page.with_row(row("The signal"))
+    page = page.with_panel(
         graph(
             "Reward and its spread",
-            "The mean rises; a spread near 0 leaves nothing to learn from.",
+            "The mean rises. With a spread near 0, there is nothing to learn from.",
             "short",
             {"{{figure}}": figure("~reward_.*"), "newest step": of(names.REWARD)},
             low=None,
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
+        graph(
+            "Truncated, empty and repeated responses",
+            "Cut off, empty, or identical to another one of their group. More repeats: the policy becomes less varied.",
+            "percentunit",
+            {"{{figure}}": figure("~(truncated|empty|repeated)_share")},
+            high=1.0,
+        )
+    )
+    page = page.with_panel(
         graph(
             "Groups without a signal",
-            "Groups of equal rewards teach nothing. Filtered ones were not trained on; the others took a place in a "
+            "Groups with equal rewards teach nothing. Filtered groups were not trained; the others took a place in a "
             "batch.",
             "percentunit",
             {
-                "filtered, of all that ended": (
+                "filtered, share of ended groups": (
                     f"{rate(names.GROUPS_ENDED, state='filtered')} / {rate(names.GROUPS_ENDED)}"
                 ),
-                "without advantage, of a batch": share("zero_advantage_groups"),
+                "without advantage, share of a batch": share("zero_advantage_groups"),
             },
             high=1.0,
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
             "Advantage spread",
-            "Stable. Falls as prompts become too easy or too hard.",
+            "Stable. Falls if prompts become too easy or too hard.",
             "short",
             {"{{figure}}": figure("~advantage.*|reward_std")},
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
             "Accuracy on held-out prompts, and in training",
-            "Rises. Held out far below training: the policy fits its prompts, not the task.",
+            "Rises. Far lower on held-out prompts than in training: the policy learns its prompts, not the task.",
             "percentunit",
             {"held out": of(names.ACCURACY), "in training": figure("accuracy")},
             high=1.0,
         )
     )
-    made = made.with_row(row("Validation"))
-    made = made.with_panel(
+    page = page.with_row(row("Data sources"))
+    page = page.with_panel(
+        graph(
+            "Reward by data source",
+            "Each rises. A source that stays at 0 or at its maximum teaches nothing: change its weight, or filter it.",
+            "short",
+            {"{{source}}": of(names.SOURCE_REWARD)},
+            low=None,
+        )
+    )
+    page = page.with_panel(
+        graph(
+            "Share of a batch by data source",
+            "As the weights say, on average; it moves with the stages of a curriculum.",
+            "percentunit",
+            {"{{source}}": of(names.SOURCE_SHARE)},
+            stacked=True,
+            high=1.0,
+        )
+    )
+    page = page.with_panel(
+        graph(
+            "Groups drawn by data source",
+            "In the proportion of the weights.",
+            "suffix: groups/s",
+            {"{{source}}": rate(names.SOURCE_DRAWN, by="source")},
+        )
+    )
+    page = page.with_panel(
+        graph(
+            "Rows left out by data source",
+            "Before the run, and rows that rest now and then. Nearly all rows at rest: the source is learned or too "
+            "hard.",
+            "suffix: rows",
+            {
+                "{{source}}, before the run": of(names.SOURCE_DROPPED),
+                "{{source}}, at rest": of(names.SOURCE_RESTED),
+            },
+        )
+    )
+    page = page.with_row(row("Validation"))
+    page = page.with_panel(
+        graph(
+            "Accuracy, pass@k and maj@k of each set",
+            "Rise. A change within the 95 % interval says nothing yet; the next panel shows the intervals.",
+            "percentunit",
+            {"{{set}} {{figure}}": of(names.VALIDATION_FIGURE, figure="~.*@.*", estimate="value")},
+            high=1.0,
+        )
+    )
+    page = page.with_panel(
+        graph(
+            "Their 95 % confidence intervals",
+            "Narrow. Wide: the set has too few prompts for the difference that you look for.",
+            "percentunit",
+            {"{{set}} {{figure}} {{estimate}}": of(names.VALIDATION_FIGURE, figure="~.*@.*", estimate="~low|high")},
+            high=1.0,
+        )
+    )
+    page = page.with_panel(
         graph(
             "Validations in progress",
-            "Mostly 0 or 1 running. Queued ones that pile up are cancelled by newer versions: measure less often, or on"
-            " more replicas.",
+            "Mostly 0 or 1 running. If many are queued, newer versions cancel them: validate less often, or on more "
+            "replicas.",
             "suffix: validations",
             {"{{state}}": of(names.VALIDATIONS)},
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
             "Validations ended",
-            "All of them reported. Cancelled: superseded or in conflict; failed: their rows or replicas were at fault.",
+            "All are reported. cancelled: superseded or in conflict; failed: because of its rows or replicas.",
             "suffix: validations",
             {"{{state}}": of(names.VALIDATIONS_ENDED)},
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
             "How long a validation takes",
-            "From the version that is to be measured to its report: well below the time between two of them.",
+            "From the request to the report: well below the time between two validations.",
             "s",
             {"mean": mean(names.VALIDATION_SECONDS)},
         )
     )
-    made = made.with_panel(
+    page = page.with_panel(
         graph(
-            "Held-out rows measured a second",
-            "0 between validations. Steady while one runs.",
+            "Held-out rows measured per second",
+            "0 between validations. Steady during a validation.",
             "suffix: rows/s",
             {"measured": rate(names.VALIDATION_ROWS)},
         )
     )
-    return made.with_panel(
+    return page.with_panel(
         graph(
-            "Weights version measured last",
-            "Follows the version trained, at the distance that validation.every says.",
+            "Newest measured weights version",
+            "Follows the trained version at intervals of validation.every.",
             "none",
             {"measured": of(names.VALIDATION_VERSION), "published": of(names.WEIGHTS_VERSION)},
         )
@@ -193,7 +282,7 @@ def training() -> Dashboard:
 
 def _at_a_glance() -> list:
     return [
-        glance("Loss now", "Finite. The alert EngineLossNotFinite watches it.", "short", figure("loss"), decimals=4),
+        glance("Loss now", "Finite. The alert EngineLossNotFinite covers this.", "short", figure("loss"), decimals=4),
         glance("Gradient norm", "Stable.", "short", figure("grad_norm"), decimals=3),
         glance("KL estimate", "Small.", "short", figure("approx_kl"), decimals=4),
         glance("Entropy now", "Well above 0.", "suffix: nats", figure("entropy"), decimals=3),
@@ -205,8 +294,8 @@ def _at_a_glance() -> list:
             decimals=1,
         ),
         glance(
-            "Measured after",
-            "Train steps in the weights that were measured.",
+            "Newest measured step",
+            "Train steps in the weights of the newest validation.",
             "suffix: steps",
             of(names.ACCURACY_STEPS),
         ),
