@@ -6,9 +6,10 @@ replica waits.
 Runs over the same actors as in production, recording on. Saturated: generation takes nothing, so all that is measured
 is ours; else it takes a while. `decision` is the time from a report's arrival at the scheduler until the orders that
 it leads to are on their way, decided and recorded; `refill` that from the end of a group on a replica to the start of
-the one that takes its slot: store, report, decision, order, three calls through Ray. Compare with DESIGN 11; figures
-are in `benchmarks/README.md`. Trajectories are kept on disk, as is the default; `--disk-against-memory N` measures what
-that costs where all is saturated, N times each in turns.
+the one that takes its slot: store, report, decision, order, three calls through Ray; `echo` the round trip of a call
+to an actor that does nothing, called beside the run. Figures are in `benchmarks/README.md`.
+Trajectories are kept on disk, as is the default; `--disk-against-memory N` measures what that costs where all is
+saturated, N times each in turns.
 """
 
 import argparse
@@ -16,12 +17,15 @@ import asyncio
 import json
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import ray
 
 from engine.actors.launch import connect, start
 from engine.ids import ReplicaId
@@ -32,8 +36,9 @@ from engine.runtime.prompts import CountedPrompts, Prompts
 from engine.states.limits import Limits
 from engine.trajectory import Prompt, TrajectoryGroup
 
-GROUPS_PER_S, WAKE_UP_MS = 5000, 2.0
-"""What DESIGN 11 asks for."""
+SATURATED_PER_S, HALF_LOAD_PER_S, ECHOES = 10_000, 4_000, 2.0
+"""Targets: groups per second where all is saturated and at half load; p99 of a decision at half load, in echoes."""
+ECHO_PAUSE_S = 0.01
 
 
 class Idle(SimpleGenerator):
@@ -69,6 +74,40 @@ class Absent(SimpleTrainer):
 
     def weights(self) -> int:
         return 0
+
+
+class Echo:
+    """The round trips of a bare actor, called again and again while the block runs."""
+
+    def __init__(self) -> None:
+        self.trips_ms: list[float] = []
+        self._actor = ray.remote(EchoActor).options(num_cpus=0, max_concurrency=8).remote()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._call)
+
+    def __enter__(self) -> "Echo":
+        ray.get(self._actor.echo.remote())
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.trips_ms.sort()
+        ray.kill(self._actor)
+
+    def _call(self) -> None:
+        while not self._ended.wait(ECHO_PAUSE_S):
+            called = time.perf_counter()
+            ray.get(self._actor.echo.remote())
+            self.trips_ms.append(1000 * (time.perf_counter() - called))
+
+
+class EchoActor:
+    """Answers."""
+
+    async def echo(self) -> None:
+        return None
 
 
 def make_rollout(directory: str, slots: int, seconds: float, replica: ReplicaId) -> Rollout:
@@ -114,7 +153,7 @@ def _measure(
         run_dir=directory,
         trajectories=trajectories,
     )
-    with start(plan) as run:
+    with start(plan) as run, Echo() as echo:
         before, began = run.traffic(), time.perf_counter()
         for status in run.updates():
             groups = status.step * batch
@@ -132,6 +171,7 @@ def _measure(
         f"  {calls / groups:6.3f} calls/group"
         f"  decision p50 {at(decisions, 0.5):5.2f} p99 {at(decisions, 0.99):6.2f} ms"
         f"  refill p50 {at(waits, 0.5):6.2f} p99 {at(waits, 0.99):7.2f} ms"
+        f"  echo p50 {at(echo.trips_ms, 0.5):5.2f} p99 {at(echo.trips_ms, 0.99):6.2f} ms"
         f"  ({groups} groups, {replicas} replicas of {slots} slots)",
         flush=True,
     )
@@ -171,7 +211,10 @@ def main() -> None:
     slots = 64
     measure("half load", generation_s=2 * slots * arguments.replicas / rate, slots=slots, batch=64, **options)
     measure("light", generation_s=0.1, slots=8, batch=8, **options)
-    print(f"targets: {GROUPS_PER_S} groups/s saturated; decision p99 {WAKE_UP_MS} ms under load")
+    print(
+        f"targets: {SATURATED_PER_S} groups/s saturated, {HALF_LOAD_PER_S} at half load; there, the p99 of a decision "
+        f"at most {ECHOES:g} times that of an echo"
+    )
 
 
 if __name__ == "__main__":
