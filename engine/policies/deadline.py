@@ -1,7 +1,7 @@
 """Deadline: what to do with stragglers when a step waits only for them.
 
-Every policy except `wait` biases the data against long or hard prompts. The metrics `groups_dropped` and
-`groups_truncated` count the groups concerned.
+Every policy except `wait` biases the data against long or hard prompts. The metric `engine_groups_ended_total` counts
+the dropped groups.
 """
 
 from collections.abc import Sequence
