@@ -10,14 +10,14 @@ HEAD = """# Metrics
 Every metric that a run exports to Prometheus, its name in other systems, and the fields of `metrics.jsonl`.
 [MONITORING.md](MONITORING.md) shows how to set up Prometheus and Grafana.
 
-A run serves its metrics on `http://127.0.0.1:PORT/metrics`. `metrics.port` sets the port; 0, the default, uses any
+A run serves its metrics on `http://127.0.0.1:PORT/metrics`. `metrics.port` sets the port; the default, 0, takes any
 free port. The run prints the address and writes it to `endpoint.json` in its directory and to `runs/.endpoints/`, which
 Prometheus reads as file-based service discovery.
 
-A metric marked *run directory* or *Ray* exists only in runs that have one. Values are read at each scrape. No label
-holds the id of a group, a step or a version, so the number of series stays constant. Exemplars (OpenMetrics; Prometheus
-with `--enable-feature=exemplar-storage`) carry the id of a group for `engine replay --group`. This page is generated
-from `engine/metrics/names.py`: `python -m engine.metrics.document > docs/METRICS.md`.
+A metric marked *run directory*, *Ray* or *data.sources* exists only in runs that use it. Values are read at each
+scrape. No label contains the id of a group, step or version, so the number of series stays constant. Exemplars
+(OpenMetrics; Prometheus with `--enable-feature=exemplar-storage`) carry the id of a group for `engine replay --group`.
+This page is generated from `engine/metrics/names.py`: `python -m engine.metrics.document > docs/METRICS.md`.
 
 | name | type | unit | labels | meaning |
 |---|---|---|---|---|
@@ -55,13 +55,13 @@ OTHERS = f"""
 | `engine_validation_seconds` | `timing/eval` | | |
 | `engine_trainer_figure` | what the trainer logs | what the actor logs | |
 
-Example: the share of slot time that was idle in the last minute, for each run:
+Example: the idle share of slot time in the last minute, by run:
 
 {IDLE_SHARE}
 ## metrics.jsonl
 
-One line of JSON for each train step, and one for each validation that ended. A number that is not finite is written as
-null. Lines of train steps have a `step`:
+One line of JSON for each train step, and one for each validation that ended. Numbers that are not finite become null.
+Lines of train steps have a `step`:
 
 | key | meaning |
 |---|---|
@@ -76,10 +76,10 @@ null. Lines of train steps have a `step`:
 | `elapsed_s` | seconds from the start of the run to the end of the step |
 | `seconds` | seconds by phase: `collecting`, `scoring`, `training`, `publishing`, and their `total` |
 | `groups_aborted`, `groups_resumed`, `groups_filtered`, `groups_failed` | number of groups since the previous line |
-| `truncated_share`, `empty_share`, `repeated_share` | responses cut off, without text, equal to another of the group |
+| `truncated_share`, `empty_share`, `repeated_share` | shares of responses: truncated, without text, equal to another of the group |
 | `reward_min`, `reward_p25`, `reward_p50`, `reward_p75`, `reward_max` | quantiles of rewards |
-| `reward_NAME` | mean value of the part NAME of `reward.functions`, without its weight ([REWARDS.md](REWARDS.md)) |
-| `agent_NAME` | turns, tool calls, tokens by role and so on ([ENVIRONMENTS.md](ENVIRONMENTS.md#figures)) |
+| `reward_NAME` | mean of the reward NAME of `reward.functions`, without its weight ([REWARDS.md](REWARDS.md)) |
+| `agent_NAME` | turns, tool calls, tokens by role and more ([ENVIRONMENTS.md](ENVIRONMENTS.md#figures)) |
 | others | metrics of the trainer ([OBJECTIVES.md](OBJECTIVES.md)); its own timings under `trainer_seconds` |
 
 Lines of validations have a `validation` instead:
@@ -89,8 +89,8 @@ Lines of validations have a `validation` instead:
 | `validation` | number of the validation, counted from 0 |
 | `version`, `steps` | the weights version that was measured, and the train steps in it |
 | `outcome` | `reported`, `cancelled` or `failed`; `reason` says why it failed or was cancelled |
-| `accuracy`, `reward_mean` | of the measured rows: share with a reward of at least 1, and mean reward |
-| `rows`, `measured` | number of held-out rows (responses), and of those that could be measured |
+| `accuracy`, `reward_mean` | of the measured rows: share with a reward of at least 1; mean reward |
+| `rows`, `measured` | number of held-out rows (responses); number of those that could be measured |
 | `sets` | by set: `prompts` and [figures](EVALUATION.md); `X_low` and `X_high` are the interval of `X` |
 | `elapsed_s` | seconds from the start of the run to the end of the validation |
 | `seconds` | seconds in the states `queued` and `running` |

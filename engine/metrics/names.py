@@ -215,7 +215,7 @@ RESPONSE_TOKENS = _histogram(
 GROUP_SECONDS = _histogram(
     "engine_group_seconds",
     "seconds",
-    "Time from the first start of a group until it is generated, waits and retries included. Exemplar: newest group.",
+    "Time from the first start of a group until it is generated, with waits and retries. Exemplar: the newest group.",
 )
 TRANSITIONS = _counter(
     "engine_transitions_total",
@@ -334,7 +334,7 @@ SOURCE_DROPPED = _gauge(
 SOURCE_RESTED = _counter(
     "engine_source_rested_rows_total",
     "rows",
-    "Rows passed over because their newest reward is outside of `pass_rate`, by data source.",
+    "Rows skipped because their newest reward is outside `pass_rate`, by data source.",
     {"source": ()},
     where="data.sources",
 )
@@ -374,7 +374,7 @@ EVENTS_WAITING = _gauge(
 DECISION_SECONDS = _histogram(
     "engine_decision_seconds",
     "seconds",
-    "Time from the arrival of events until they are recorded and their commands are sent. Over Ray.",
+    "Time from the arrival of events until they are recorded and their commands are sent; only on Ray.",
 )
 STORE_GROUPS = _gauge("engine_trajectory_store_groups", "groups", "Groups in the trajectory store.", where="Ray")
 STORE_BYTES = _gauge(
