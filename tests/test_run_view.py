@@ -161,7 +161,7 @@ def test_groups_that_failed_on_their_rewards_are_told_beside_the_reward() -> Non
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(summary(failing, where="runs/here"))
     text = " ".join(re.sub("[│]", " ", console.export_text()).split())
-    assert f"3 of {sum(ended.values())} groups failed: they are in no reward above" in text
+    assert f"3 of {sum(ended.values())} groups failed: the rewards above leave them out" in text
     stream = io.StringIO()
     with PlainView(stream) as view:
         view.show(middle())

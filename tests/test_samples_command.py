@@ -104,7 +104,7 @@ def test_lines_of_json_have_null_for_what_is_not_finite(run: Path, capsys: Captu
 
 def test_what_is_left_out_is_said(run: Path, capsys: Capture) -> None:
     assert "2 more; show them with --limit 4" in shown(capsys, "mine", "--limit", "2")
-    assert shown(capsys, "mine", "--grep", "nobody") == "No sample has this text.\n"
+    assert shown(capsys, "mine", "--grep", "nobody") == "No sample matches.\n"
 
 
 def test_validations_are_asked_for_by_their_steps(run: Path, capsys: Capture) -> None:

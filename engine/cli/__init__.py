@@ -116,19 +116,19 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="train a model")
     _takes_config(run)
     run.add_argument(
-        "--run-dir", metavar="D", help="directory of the new run; must not have a run yet (default: runs/<id>)"
+        "--run-dir", metavar="D", help="directory of the new run; must not contain a run (default: runs/<id>)"
     )
     run.add_argument(
         "--resume",
         choices=("auto",),
-        help="continue the newest unfinished run of this configuration, if any",
+        help="continue the newest unfinished run of this configuration, or start one",
     )
     _takes_checkpoint(run)
     _takes_address(run)
     _takes_plain(run)
     run.set_defaults(run=running.run, force_from=None)
 
-    resume = commands.add_parser("resume", help="continue an unfinished run")
+    resume = commands.add_parser("resume", help="continue an unfinished run, or extend a finished one")
     resume.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
     resume.add_argument(
         "--set", action="append", default=[], metavar="PATH=VALUE", help="change a field; may be repeated"
@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     replay = commands.add_parser("replay", help="replay a recorded schedule, or show its state at an event")
     replay.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
     replay.add_argument("--at", type=_number, metavar="N", help="show event N, its commands and the state after it")
-    replay.add_argument("--group", type=int, metavar="G", help="with --at: show the story of a prompt group")
+    replay.add_argument("--group", type=int, metavar="G", help="with --at: show the history of a prompt group")
     replay.add_argument(
         "--extensions", action="store_true", help="import the extensions named in the run's configuration"
     )
@@ -240,7 +240,7 @@ def _takes_plain(parser: argparse.ArgumentParser) -> None:
 
 def _number(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 0 or more")
     return int(text)
 
 

@@ -21,7 +21,7 @@ def add_commands(commands: Any) -> None:
     scale = _command(commands, "scale", "change the number of replicas of a running run")
     scale.add_argument("--replicas", type=int, required=True, metavar="N", help="number of rollout replicas")
     scale.set_defaults(run=_scale)
-    change = _command(commands, "set", "change settings of a running run: all of them, or none")
+    change = _command(commands, "set", "change settings of a running run; all take effect, or none")
     change.add_argument("settings", nargs="+", metavar="PATH=VALUE", help="for example scheduler.max_drops=2")
     change.set_defaults(run=_set)
     drain = _command(commands, "drain", "train the current batch, save a checkpoint and stop; or remove one replica")

@@ -173,26 +173,26 @@ run:
 
 model:
   path: ./model                 # your own: a directory, or a hub name such as Qwen/Qwen2.5-0.5B-Instruct
-  warm_start:                   # the model is untrained, so it learns written answers first; your own needs none
+  warm_start:                   # the model is untrained, so it learns written answers first; your model needs none
     path: answers.jsonl         # more than half of these answers are wrong: the reward corrects the habit
     epochs: 4
     learning_rate: 3.0e-3
 
 data:
-  path: data.jsonl              # one prompt in each row; it becomes a user message of the chat template
+  path: data.jsonl              # one prompt per row; it becomes a user message in the chat template
   validation_path: held_out.jsonl
 
 reward:
   function: my_rewards:score
 
 scheduler:
-  train_batch_size: 16          # B: prompts of a train step
+  train_batch_size: 16          # B: prompts per train step
   samples_per_prompt: 8         # responses to each
-  max_staleness_steps: 2        # S: train steps that any prompt group may lag
+  max_staleness_steps: 2        # S: train steps that a prompt group may lag behind
 
 rollout:
   replicas: 1
-  slots: 16                     # prompts at once on a replica
+  slots: 16                     # prompts at once on each replica
   max_tokens: 8                 # longest response
 
 validation:
@@ -216,7 +216,7 @@ model:
   path: MODEL_PATH
 
 data:
-  path: data.jsonl              # replace these sums by your prompts; a text becomes a user message of the chat template
+  path: data.jsonl              # replace these sums; a string becomes a user message in the chat template
   validation_path: held_out.jsonl
   # system_prompt: Answer with one number.
 
@@ -224,22 +224,22 @@ reward:
   function: my_rewards:score
 
 scheduler:
-  train_batch_size: 16          # B: prompts of a train step
+  train_batch_size: 16          # B: prompts per train step
   samples_per_prompt: 8         # responses to each
-  max_staleness_steps: 1        # S: train steps that any prompt group may lag
+  max_staleness_steps: 1        # S: train steps that a prompt group may lag behind
 
 rollout:
   # backend: vllm               # for GPUs, after pip install 'step-engine[vllm]'; its arguments go under engine_args
   replicas: 1
-  slots: 16                     # prompts at once on a replica
-  max_tokens: 256               # longest response; longer ones are cut
+  slots: 16                     # prompts at once on each replica
+  max_tokens: 256               # longest response; longer ones are truncated
 
 validation:
   every: 20                     # train steps
 
 trainer:
   learning_rate: 1.0e-6
-  micro_batch_tokens: 4096      # tokens of one forward pass: more needs more memory
+  micro_batch_tokens: 4096      # tokens per forward pass; more tokens need more memory
   checkpoint_every: 20
 """
 
@@ -288,7 +288,7 @@ README_TEXT = """\
 | file | content |
 |---|---|
 | `config.yaml` | the run |
-| `data.jsonl`, `held_out.jsonl` | prompts for training and validation, with the answers that the reward compares |
+| `data.jsonl`, `held_out.jsonl` | prompts for training and validation, with the correct answers |
 | `my_rewards.py` | the reward |
 | `test_my_rewards.py` | its test |
 
@@ -300,6 +300,6 @@ engine check config.yaml         # show the first prompt and call the reward; st
 engine run config.yaml           # train
 ```
 
-Then `engine samples latest` shows what the model said, and `engine export latest --to my-model` writes the model for
+Then `engine samples latest` shows the responses, and `engine export latest --to my-model` writes the model for
 transformers.
 """

@@ -134,7 +134,7 @@ class PlainView:
                 self.note(validation_line(row))
         if DATA in status.failures and not self._failed:
             self._failed = True
-            self.note(f"a prompt or reward failed; groups that fail for good are not trained: {status.last_failure}")
+            self.note(f"a prompt or reward failed; groups without attempts left are not trained: {status.last_failure}")
         if status.silence and status.silence != self._silence:
             self.note(status.silence)
         self._silence = status.silence
@@ -328,7 +328,7 @@ def summary(status: Status, *, where: str, wall_s: float | None = None) -> Table
     table.add_row("groups", ", ".join(f"{count} {end}" for end, count in status.groups_ended.items()))
     failed = status.groups_ended.get("failed", 0)
     if failed:
-        share = f"{failed} of {sum(status.groups_ended.values())} groups failed: they are in no reward above"
+        share = f"{failed} of {sum(status.groups_ended.values())} groups failed: the rewards above leave them out"
         table.add_row("not trained", Text(share, style="yellow"))
     if status.failures:
         counts = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in status.failures.items())

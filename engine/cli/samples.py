@@ -35,24 +35,28 @@ def add_command(commands: Any) -> None:
     """Add the command to the parsers of the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "samples",
-        help="show what the model said",
-        description="Show responses that a run kept: those of its newest train step, or as the options say.",
+        help="show responses of the model",
+        description="Show stored responses of a run: by default, those of its newest train step.",
     )
     parser.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
     parser.add_argument(
         "--step",
         type=_count(0),
         metavar="N",
-        help="of this train step; with --validation: of the weights after N steps",
+        help="responses of train step N; with --validation: of the weights after N steps",
     )
-    parser.add_argument("--worst", type=_count(1), metavar="N", help="the N samples with the lowest rewards")
-    parser.add_argument("--best", type=_count(1), metavar="N", help="the N samples with the highest rewards")
-    parser.add_argument("--group", type=_count(0), metavar="G", help="of this prompt group, in all steps")
-    parser.add_argument("--grep", metavar="TEXT", help="with this text in prompt or response, in all steps; any case")
+    parser.add_argument("--worst", type=_count(1), metavar="N", help="only the N responses with the lowest rewards")
+    parser.add_argument("--best", type=_count(1), metavar="N", help="only the N responses with the highest rewards")
+    parser.add_argument("--group", type=_count(0), metavar="G", help="responses of this prompt group, in all steps")
+    parser.add_argument(
+        "--grep", metavar="TEXT", help="only with TEXT in prompt or response, in all steps; ignores case"
+    )
     parser.add_argument("--compare", metavar="A,B", help="two steps side by side, by prompt if they share any")
-    parser.add_argument("--validation", action="store_true", help="of validations, not of train steps")
-    parser.add_argument("--set", metavar="NAME", help="with --validation: of this validation set")
-    parser.add_argument("--limit", type=_count(1), default=SHOWN, metavar="N", help=f"at most N (default: {SHOWN})")
+    parser.add_argument("--validation", action="store_true", help="responses of validations instead of train steps")
+    parser.add_argument("--set", metavar="NAME", help="with --validation: only this validation set")
+    parser.add_argument(
+        "--limit", type=_count(1), default=SHOWN, metavar="N", help=f"show at most N (default: {SHOWN})"
+    )
     parser.add_argument("--json", action="store_true", help="print each sample as a line of JSON")
     parser.set_defaults(run=show)
 
@@ -60,7 +64,7 @@ def add_command(commands: Any) -> None:
 def _count(least: int) -> Callable[[str], int]:
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number: use {least} or more")
+            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, {least} or more")
         return int(text)
 
     return read
@@ -209,7 +213,7 @@ def _list(arguments: argparse.Namespace, shelf: Shelf, console: "Console") -> No
     for row in shown:
         console.print(card(row))
     if not chosen:
-        console.print("No sample has this text.")
+        console.print("No sample matches.")
     if len(shown) < len(chosen):
         console.print(f"{len(chosen) - len(shown)} more; show them with --limit {len(chosen)}")
     elif not everywhere and arguments.step is None:
@@ -263,8 +267,8 @@ def _compare(arguments: argparse.Namespace, shelf: Shelf, console: "Console") ->
             print(json.dumps(plain(pair), ensure_ascii=False))
         return
     if not same:
-        hint = "" if shelf.validates else " Validations have the same prompts each time: --validation."
-        console.print(f"These samples have no prompt in common; they are paired by why they were kept.{hint}")
+        hint = "" if shelf.validates else " Use --validation: validations have the same prompts each time."
+        console.print(f"These samples have no prompt in common; the pairs were kept for the same reason.{hint}")
     for pair in shown:
         console.print(comparison(pair, same=bool(same)))
     if len(shown) < len(pairs):

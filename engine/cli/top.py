@@ -138,7 +138,7 @@ def _progress_rows(status: Status) -> dict[str, Text]:
             said = f"a checkpoint of {status.checkpoint_steps} steps, {behind} fewer than trained; {age} old"
         rows["saved"] = Text(said, style="yellow" if behind > 2 * status.checkpoint_every else "")
     if status.draining:
-        rows["rest"] = Text(f"the run has been draining for {clock(status.draining_s)}", style="yellow")
+        rows["drain"] = Text(f"the run has been draining for {clock(status.draining_s)}", style="yellow")
     if status.silent_s >= SILENCE_S and not status.silence:
         rows["silence"] = Text(f"no event for {clock(status.silent_s)}")
     changes = [f"{how} {times}×" for how, times in status.recoveries.items()]

@@ -76,7 +76,7 @@ Lines of train steps have a `step`:
 | `elapsed_s` | seconds from the start of the run to the end of the step |
 | `seconds` | seconds by phase: `collecting`, `scoring`, `training`, `publishing`, and their `total` |
 | `groups_aborted`, `groups_resumed`, `groups_filtered`, `groups_failed` | number of groups since the previous line |
-| `truncated_share`, `empty_share`, `repeated_share` | responses truncated, without text, equal to another of the group |
+| `truncated_share`, `empty_share`, `repeated_share` | responses cut off, without text, equal to another of the group |
 | `reward_min`, `reward_p25`, `reward_p50`, `reward_p75`, `reward_max` | quantiles of rewards |
 | `reward_NAME` | mean of the reward NAME of `reward.functions`, without its weight ([REWARDS.md](REWARDS.md)) |
 | `agent_NAME` | turns, tool calls, tokens by role and more ([ENVIRONMENTS.md](ENVIRONMENTS.md#figures)) |

@@ -233,7 +233,7 @@ def test_what_interrupts_or_changes_a_run_is_shown_while_it_lasts() -> None:
 
     before = shown()
     assert "one is written every 2 steps" in before and "no event for 0:12" in before
-    assert "changed" not in before and "rest" not in before
+    assert "changed" not in before and "drain" not in before
     world.driver.deliver(fact.SettingChanged(setting="scheduler.max_concurrent_groups", value="11"))
     world.driver.deliver(fact.ReplicasWanted(replicas=5))
     world.driver.deliver(fact.DrainRequested(reason="asked to"))
