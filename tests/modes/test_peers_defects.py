@@ -157,9 +157,9 @@ def test_the_end_of_the_data_ends_the_run_with_everything_trained(
 
 
 LAYOUTS = {
-    "one group": (("old_logprobs", "ref_logprobs", "train"), ("rollout",)),
-    "reference apart": (("old_logprobs", "train"), ("ref_logprobs",), ("rollout",)),
-    "all apart": (("old_logprobs",), ("train",), ("ref_logprobs",), ("rollout",)),
+    "two halves": (("old_logprobs", "ref_logprobs", "train"), ("rollout",)),
+    "separate reference": (("old_logprobs", "train"), ("ref_logprobs",), ("rollout",)),
+    "all separate": (("old_logprobs",), ("train",), ("ref_logprobs",), ("rollout",)),
 }
 """dots.rl's task groups."""
 
@@ -201,5 +201,5 @@ def test_the_reference_scores_the_next_batch_before_this_one_is_trained() -> Non
             for ordered, _, of, task in course.scored
             if task == "ref_logprobs" and of and ordered < course.steps[of - 1].done
         ]
-    assert beside["one group"] == []
-    assert beside["reference apart"] and beside["all apart"]
+    assert beside["two halves"] == []
+    assert beside["separate reference"] and beside["all separate"]

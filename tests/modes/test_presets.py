@@ -95,18 +95,18 @@ def test_one_step_off(made: Path) -> None:
     definitions.is_one_step_off(course)
 
 
-LAYOUTS = ["one group", "reference apart", "all apart"]
+LAYOUTS = ["two halves", "separate reference", "all separate"]
 """dots.rl's task groups, by the names that the preset's comment gives to them."""
 
 
 def test_every_layout_that_the_preset_lists_is_tested() -> None:
     assert list(variants("generate_ahead")) == LAYOUTS
     shipped = configured("generate_ahead", CONFIGS)
-    assert configured("generate_ahead", CONFIGS, *variants("generate_ahead")["reference apart"]) == shipped
+    assert configured("generate_ahead", CONFIGS, *variants("generate_ahead")["separate reference"]) == shipped
 
 
 def test_generate_ahead(made: Path) -> None:
-    course, _ = run("generate_ahead", made, *variants("generate_ahead")["all apart"])
+    course, _ = run("generate_ahead", made, *variants("generate_ahead")["all separate"])
     definitions.is_generate_ahead(course, ahead=2)
     assert {(step, task) for _, _, step, task in course.scored} == {
         (step, task) for step in range(STEPS) for task in ("old_logprobs", "ref_logprobs")
