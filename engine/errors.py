@@ -22,9 +22,14 @@ def reason_of(error: BaseException) -> str:
     return clean(message_of(error) if isinstance(error, EngineError) else describe_error(error))
 
 
+def visible(text: str) -> str:
+    """The text with its control characters as escapes, except line ends and tabs: a terminal would obey them."""
+    return "".join(one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text)
+
+
 def clean(text: str) -> str:
-    """Valid UTF-8 text of bounded length."""
-    text = text.encode("utf-8", "replace").decode("utf-8")
+    """Valid UTF-8 text of bounded length, without control characters that a terminal would obey."""
+    text = visible(text.encode("utf-8", "replace").decode("utf-8"))
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 

@@ -21,7 +21,7 @@ from engine.cli import top
 from engine.config import Config, load_config
 from engine.config.loading import parse_config
 from engine.config.resumption import resumed
-from engine.errors import ConfigError, EngineError
+from engine.errors import ConfigError, EngineError, reason_of, visible
 from engine.metrics.address_files import FILE, address_of, announce
 from engine.redaction import is_secret_name
 from engine.rollout.openai import http_client
@@ -41,6 +41,16 @@ def test_everything_listens_on_this_machine_alone_unless_told_otherwise() -> Non
     assert {config.metrics.host, config.control.host, config.agent.host} == {"127.0.0.1"}
     hosts = {field.name: field.default for field in Plan.__dataclass_fields__.values() if field.name.endswith("host")}
     assert hosts == {"metrics_host": "127.0.0.1", "control_host": "127.0.0.1"}
+
+
+# -- text of users' code -----------------------------------------------------------------------------------------------
+
+
+def test_the_reason_of_an_exception_cannot_control_a_terminal() -> None:
+    """Reasons are recorded, logged and shown by `engine top`, and may quote what a model wrote."""
+    reason = reason_of(ValueError("\x1b]0;owned\x07 \x9b2J \u202e\ud800\r\n\tend"))
+    assert reason == "ValueError: \\x1b]0;owned\\x07 \\x9b2J \\u202e?\\r\n\tend"
+    assert visible("ä ✓\n") == "ä ✓\n"
 
 
 # -- paths -------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import ConfigError, suggestion
+from engine.errors import ConfigError, suggestion, visible
 from engine.metrics.journal import plain
 
 if TYPE_CHECKING:
@@ -395,8 +395,3 @@ def _color(row: Row) -> str:
     if row["reward"] is None:
         return "dim"
     return "green" if row["reward"] > 0 else "red"
-
-
-def visible(text: str) -> str:
-    """The text with its control characters as escapes, but for line ends and tabs."""
-    return "".join(one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text)
