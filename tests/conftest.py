@@ -48,9 +48,10 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep the tests that share a Ray cluster or a vLLM engine in one process, where they run one after another: both
-    keep time limits, and side by side they would slow each other down."""
+    keep time limits, and side by side they would slow each other down. Files whose names and parameters do not say so
+    mark themselves."""
     for item in items:
-        if item.get_closest_marker("ray") or item.path.parent.name == "rollout" or "vllm" in item.nodeid:
+        if item.get_closest_marker("ray") or "vllm" in item.nodeid:
             item.add_marker(pytest.mark.xdist_group("engines"))
 
 

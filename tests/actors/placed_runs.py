@@ -10,8 +10,6 @@ from ray.util import placement_group_table
 from ray_plans import Quick, check_record, plan
 
 from engine.actors.launch import start
-from engine.actors.placement import shortfall, with_gpus
-from engine.errors import ConfigError
 from engine.runtime.plan import Rollout
 
 GPUS = 5
@@ -70,20 +68,3 @@ def until_free() -> float:
             break
         ray.get(ray.remote(num_cpus=1)(lambda: None).remote())
     return free
-
-
-def refused(directory: Path, **changes: Any) -> str:
-    try:
-        start(plan(directory, **changes))
-    except ConfigError as error:
-        return str(error)
-    return "nothing was refused"
-
-
-def shared_out(directory: Path, **changes: Any) -> tuple[float, float]:
-    made = with_gpus(plan(directory, **changes))
-    return made.rollout_gpus, made.trainer_gpus
-
-
-def lacking(directory: Path, replicas: int, **changes: Any) -> str:
-    return shortfall(plan(directory, **changes), replicas)

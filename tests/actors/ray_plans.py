@@ -4,13 +4,10 @@ import asyncio
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from engine.errors import ConfigError
 from engine.protocols import Batch, GroupWork
@@ -35,50 +32,26 @@ SMALLEST = {
 
 
 class Quick(SimpleGenerator):
-    """Two tokens at once. `deadly`: the group whose first attempt takes the whole process with it, `by` a signal.
-    `steps`: train steps a version."""
+    """Two tokens at once. `deadly`: the group whose first attempt takes the whole process with it. `steps`: train steps
+    a version."""
 
-    def __init__(self, deadly: int = -1, steps: int = 1, by: int = signal.SIGKILL) -> None:
+    def __init__(self, deadly: int = -1, steps: int = 1) -> None:
         super().__init__()
         self.deadly = deadly
-        self.by = by
         self.steps = steps
 
     async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
         assert (weights or 0) == version * self.steps, "the weights that the trainer published as this version"
         if work.group == self.deadly and work.attempt == 1:
-            os.kill(os.getpid(), self.by)
+            os.kill(os.getpid(), signal.SIGKILL)
         await asyncio.sleep(0)
         return [response([1, 2], reward=float(i % 2), version=version) for i in range(work.samples)]
 
 
-class Treacherous(Quick):
-    """Takes the scheduler's process with it as it is closed."""
-
-    async def close(self) -> None:
-        raylet = psutil.Process().parent()
-        for process in raylet.children() if raylet is not None else ():
-            if "SchedulerAct" in " ".join(process.cmdline()[:1]):
-                process.kill()
-
-
-class Lavish(Quick):
-    """Gives one group rewards that are finite, while their sum is not."""
-
-    async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
-        sampled = await super().sample(work, weights, version)
-        for trajectory in sampled:
-            trajectory.reward = 1e308 if work.group == 3 else trajectory.reward
-        return sampled
-
-
 class Counter(SimpleTrainer):
-    """Weights are the number of steps done. Dies in the step that `dies_in` names, by a signal, once for each marker
-    file; before that step it works for `works_s`."""
+    """Weights are the number of steps done. Dies in the step that `dies_in` names, once for each marker file."""
 
-    def __init__(self, dies_in: int = -1, marker: str = "", by: int = signal.SIGKILL, works_s: float = 0.0) -> None:
-        self.by = by
-        self.works_s = works_s
+    def __init__(self, dies_in: int = -1, marker: str = "") -> None:
         self.steps = 0
         self.dies_in = dies_in
         self.marker = marker
@@ -86,9 +59,7 @@ class Counter(SimpleTrainer):
     def train(self, batch: Batch) -> dict[str, float]:
         if batch.step == self.dies_in and not os.path.exists(self.marker):
             Path(self.marker).write_text("died")
-            os.kill(os.getpid(), self.by)
-        if batch.step == self.dies_in - 1:
-            threading.Event().wait(self.works_s)
+            os.kill(os.getpid(), signal.SIGKILL)
         assert batch.step == self.steps, "a step was lost or done twice"
         self.steps += 1
         return {"loss": 1.0 / self.steps, "optimizer_steps": 2.0}

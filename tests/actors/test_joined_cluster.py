@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import select
 import shutil
 import signal
@@ -141,6 +142,7 @@ def test_a_run_joins_a_cluster_loses_a_node_and_finishes(nodes: Nodes, project: 
             lives, places = set[int](), set[str]()
             while len(lives) < 3:
                 note_call(run, calls, lives, places)
+            assert actors_of(nodes.processes[0]) >= {"Scheduler", "Trainer", "TrajectoryStore", "WeightsStore"}
             nodes.kill(next(node for node in nodes.processes[1:] if lives & pids_of(node)))
             while len(lives) < 4:
                 note_call(run, calls, lives, places)
@@ -151,7 +153,7 @@ def test_a_run_joins_a_cluster_loses_a_node_and_finishes(nodes: Nodes, project: 
     finally:
         run.kill()
         run.wait()
-    assert "Joining the Ray cluster at " in said
+    assert "Joining the Ray cluster at " in said and "will be retried" not in said
     assert all("_ray_pkg_" in place for place in places), "the nodes run the code that they were sent"
     run_dir = elsewhere / "runs" / "latest"
     assert {event.kind for event in events_of(run_dir, ProcessLost)} == {"replica"}
@@ -170,6 +172,12 @@ def note_call(run: subprocess.Popen[str], calls: RawIOBase, lives: set[int], pla
     pid, place = calls.readline().decode().split()
     lives.add(int(pid))
     places.add(place)
+
+
+def actors_of(node: subprocess.Popen[str]) -> set[str]:
+    """Classes of the actors on a node: scheduler, stores and trainer are where the run's directory is."""
+    titles = [" ".join(child.cmdline()[:1]) for child in psutil.Process(node.pid).children(recursive=True)]
+    return {found[1] for title in titles if (found := re.match(r"ray::(\w+)Act", title))}
 
 
 def pids_of(node: subprocess.Popen[str]) -> set[int]:

@@ -1,4 +1,4 @@
-"""Replicas of several GPUs, on a cluster that is told it has them: groups made, used, given back, refused."""
+"""Replicas of several GPUs, on a cluster that is told it has them: groups made, used, given back."""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
-from placed_runs import GPUS, carried_out, connect, lacking, refused, shared_out
+from placed_runs import GPUS, carried_out, connect
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -38,18 +38,3 @@ def test_bundles_of_one_gpu_for_workers_that_ray_starts(cluster_of_gpus: Process
     assert [gpus for _, gpus in story.given.values()] == [0, 0], "the GPUs are for the workers"
     assert list(story.shapes.values()) == [("PACK", (1.0, 1.0))] * 2
     assert (story.states, story.free) == ({"REMOVED"}, GPUS)
-
-
-def test_gpus_are_shared_out_and_what_can_never_be_placed_is_refused_with_the_numbers(
-    cluster_of_gpus: ProcessPoolExecutor, tmp_path: Path
-) -> None:
-    three = cluster_of_gpus.submit(refused, tmp_path, replicas=3, rollout_gpus=2.0).result()
-    assert "rollout.replicas" in three
-    assert "each needs 2 GPUs on one node, 6 in total; the nodes have 5: room for 2 of 3" in three
-    large = cluster_of_gpus.submit(refused, tmp_path, replicas=1, rollout_gpus=8.0).result()
-    assert "room for 0 of 1; fewer GPUs for a replica" in large
-    again = cluster_of_gpus.submit(lacking, tmp_path, 3, rollout_gpus=2.0, rollout_spread=True).result()
-    assert again == "each needs 2 GPUs, 6 in total; the nodes have 5: room for 2 of 3"
-    assert cluster_of_gpus.submit(shared_out, tmp_path, rollout_gpus=2.0).result() == (2.0, 1.0)
-    assert cluster_of_gpus.submit(shared_out, tmp_path, replicas=1, rollout_gpus=5.0).result() == (5.0, 0.0)
-    assert cluster_of_gpus.submit(shared_out, tmp_path).result() == (1.0, 1.0)

@@ -1,4 +1,4 @@
-"""GPUs by the shares of pools, on nodes that say that they have some."""
+"""GPUs by the shares of pools and for large replicas, on nodes that say that they have some."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from ray_plans import plan
 
-from engine.actors.placement import with_gpus
+from engine.actors.placement import shortfall, with_gpus
 from engine.errors import ConfigError
 from engine.states.limits import Limits, Pool
 
@@ -89,3 +89,15 @@ def test_ranks_have_a_gpu_each_on_one_node_and_the_rest_is_shared(monkeypatch: p
         with_gpus(replace(ranked, trainer_ranks=9))
     monkeypatch.setattr("engine.actors.placement.node_gpus", lambda: [])
     assert with_gpus(ranked).trainer_gpus == 0.0
+
+
+def test_replicas_that_can_never_be_placed_are_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.actors.placement.node_gpus", lambda: [5.0])
+    with pytest.raises(ConfigError, match=r"rollout\.replicas is 3: each needs 2 GPUs on one node, 6 in total; the n"):
+        with_gpus(plan(Path(), replicas=3, rollout_gpus=2.0))
+    with pytest.raises(ConfigError, match="have 5: room for 0 of 1; fewer GPUs for a replica"):
+        with_gpus(plan(Path(), replicas=1, rollout_gpus=8.0))
+    spread = plan(Path(), rollout_gpus=2.0, rollout_spread=True)
+    assert shortfall(spread, 3) == "each needs 2 GPUs, 6 in total; the nodes have 5: room for 2 of 3"
+    for gpus, replicas, trainer in ((2.0, 2, 1.0), (5.0, 1, 0.0)):
+        assert with_gpus(plan(Path(), replicas=replicas, rollout_gpus=gpus)).trainer_gpus == trainer

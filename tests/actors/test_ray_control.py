@@ -1,45 +1,23 @@
-"""A real run that is told what to do while it continues, and one that waits for what never comes."""
+"""A real run that is told what to do while it continues."""
 
-import asyncio
-import re
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_plans import Counter, Quick, check_record, events_of, paced, plan
+from ray_plans import check_record, events_of, paced, plan
 
 from engine import cli
 from engine.actors.launch import RunHandle, start
 from engine.control.address_file import FILE, place_of
 from engine.control.client import tell
-from engine.control.requests import Drain, Look
+from engine.control.requests import Look
 from engine.events import DrainRequested, ReplicasWanted, RunResumed, SettingChanged
 from engine.metrics.status import Status
-from engine.protocols import Batch, GroupWork
 from engine.runtime.prompts import listed
-from engine.trajectory import Trajectory
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
-
-
-class Hanging(Quick):
-    """Answers for the first batch alone."""
-
-    async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
-        if work.group >= 4:
-            await asyncio.Event().wait()
-        return await super().sample(work, weights, version)
-
-
-class Stuck(Counter):
-    """Never ends its first step."""
-
-    def train(self, batch: Batch) -> dict[str, float]:
-        threading.Event().wait()
-        return {}
 
 
 def until(run: RunHandle, holds: Callable[[Status], bool]) -> Status:
@@ -92,21 +70,3 @@ def test_a_run_is_scaled_set_drained_and_resumed_as_it_was_left(
     assert [event.replicas for event in events_of(tmp_path, ReplicasWanted)] == [3, 1, 1]
     limits = check_record(tmp_path).state.limits
     assert (limits.max_staleness_steps, limits.max_concurrent_groups, limits.max_drops) == (3, 16, 1)
-
-
-def test_a_silent_run_says_what_it_waits_for_and_a_drain_that_takes_too_long_becomes_a_stop(tmp_path: Path) -> None:
-    mine = plan(tmp_path, lambda replica: Hanging(), make_trainer=Stuck, control_port=0, silence_s=0.3)
-    mine = replace(mine, limits=replace(mine.limits, drain_s=0.2))
-    with start(mine) as run:
-        until(run, lambda status: status.step_phase == "training")
-        said = until(run, lambda status: bool(status.silence)).silence
-        assert said.startswith("nothing has changed for ")
-        assert "the run waits for the trainer: trains step 0 on 4 groups for " in said
-        assert re.search(r"replica [01]: generates groups \d+, \d+.*, the oldest for \d+ s", said)
-        answer = tell(tmp_path, "it", Drain(reason="spot"))
-        assert "for 0.2 s at most" in answer["done"]
-        assert answer["waits"][0].startswith("the trainer: trains step 0 on 4 groups")
-        last = run.wait()
-        assert (last.outcome, last.reason) == ("stopped", "the drain exceeded durability.drain_s = 0.2")
-        assert last.silence == ""
-    assert check_record(tmp_path).state.steps_trained == 0

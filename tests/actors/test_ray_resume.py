@@ -1,33 +1,23 @@
-"""Runs over Ray that are cut off and continue: from a checkpoint, from nothing, after a kill of every process."""
+"""A run of the command line that is killed with every process, and resumed with changes."""
 
 import contextlib
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from group_gate import Gate
-from ray_plans import SMALLEST, check_record, events_of
+from ray_plans import SMALLEST, check_record
 
-from engine.actors.configured_plan import plan_of
-from engine.actors.launch import start
 from engine.commands import TrainStep
-from engine.config.loading import parse_config
-from engine.errors import RecordError, RunDamaged
-from engine.events import GroupGenerated, RunResumed, StepTrained
+from engine.errors import RecordError
+from engine.events import RunResumed, StepTrained
 from engine.record import Handled, read
 from engine.record.files import RecordLock
-from engine.runtime.plan import Plan
-from engine.storage.durable_trajectories import DurableStore
-from engine.storage.group_codec import unpack_group
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(400)]
 
@@ -47,37 +37,6 @@ def tree(made: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("made")
-
-
-def real(made: Path, run_dir: Path, **trainer: Any) -> Plan:
-    config = tree(made)
-    config["trainer"] |= trainer
-    run_dir.mkdir()
-    return plan_of(parse_config(config), run_dir)
-
-
-def cut_off(plan: Plan, steps: int) -> tuple[Gate, Plan]:
-    """A run is cut off after so many train steps and not one more: three groups of the next batch are ready at most.
-    The gate that holds the others, and the run's plan."""
-    assert plan.run_dir is not None
-    gate = Gate(plan.run_dir / "gate")
-    plan = replace(plan, make_rollout=gate.before(steps * BATCH + 3, plan.make_rollout))
-    with start(plan) as run:
-        for status in run.updates():
-            if status.step >= steps:
-                break
-    return gate, plan
-
-
-def resume(gate: Gate, plan: Any) -> Any:
-    gate.open()
-    with start(replace(plan, resume=True)) as run:
-        return run.history(), run.wait()
-
-
 def trained_in_the_line(run_dir: Path) -> list[tuple[int, tuple[int, ...]]]:
     """(step, groups) as the surviving line of weights has them."""
     line: list[tuple[int, tuple[int, ...]]] = []
@@ -90,60 +49,6 @@ def trained_in_the_line(run_dir: Path) -> list[tuple[int, tuple[int, ...]]]:
             if isinstance(frame.event, RunResumed):
                 line = [entry for entry in line if entry[0] < frame.event.steps]
     return line
-
-
-def check_line(run_dir: Path, steps: int = STEPS) -> list[tuple[int, tuple[int, ...]]]:
-    """Each step is trained once in the surviving line, each group once, and each row is there once; the line."""
-    scheduler = check_record(run_dir)
-    assert scheduler.state.steps_trained == steps
-    line = trained_in_the_line(run_dir)
-    assert [step for step, _ in line] == list(range(steps))
-    groups = [group for _, batch in line for group in batch]
-    assert len(set(groups)) == len(groups) == steps * BATCH
-    rows = [json.loads(row) for row in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(steps))
-    assert all(row["loss"] is not None and row["optimizer_steps"] for row in rows), "what the trainer said is there"
-    return line
-
-
-def test_a_run_goes_on_where_it_was_and_loses_no_step(made: Path) -> None:
-    run_dir = made / "cut"
-    gate, plan = cut_off(real(made, run_dir), 5)
-    before = trained_in_the_line(run_dir)
-    known = {e.group for e in events_of(run_dir, GroupGenerated)}
-    whole = {group: attempt for group, attempt in read_back(run_dir).items() if group in known}
-    told, status = resume(gate, plan)
-    assert (status.outcome, status.step) == ("finished", STEPS)
-    assert "resumed from step-000003" in told
-    (event,) = events_of(run_dir, RunResumed)
-    assert event.kept and event.steps == len(before) == 5, "the steps since the checkpoint are trained again, not anew"
-    assert (event.consumed, event.released, event.missing) == ((), (), ())
-    assert check_line(run_dir)[: len(before)] == before
-    generated = {e.group: e.attempt for e in events_of(run_dir, GroupGenerated)}
-    assert all(generated[group] == attempt for group, attempt in whole.items()), "what was ready is not sampled again"
-
-
-def read_back(run_dir: Path) -> dict[int, int]:
-    """Groups that a cut-off run has in its store, finished, with the attempt that finished them."""
-    store = DurableStore(run_dir / "trajectories", fresh=False)
-    whole = {
-        group: attempt for group, attempt in store.attempts.items() if unpack_group(store.get([group])[0]).finished
-    }
-    store.close()
-    return whole
-
-
-def test_a_run_whose_directory_is_deleted_stops_and_says_so(made: Path) -> None:
-    run_dir = made / "deleted"
-    run_dir.mkdir()
-    config = tree(made)
-    config["run"]["max_steps"] = 10_000
-    with start(plan_of(parse_config(config), run_dir)) as run:
-        with pytest.raises(RunDamaged, match=rf"{run_dir}/schedule was deleted or moved during the run"):
-            for status in run.updates():
-                if status.step >= 1 and run_dir.exists():
-                    shutil.rmtree(run_dir, ignore_errors=True)
-        assert status.step < 100
 
 
 def engine(*arguments: str, cwd: Path) -> subprocess.Popen[str]:

@@ -1,13 +1,13 @@
-"""Runs through real Ray with work that takes no time: weights, deaths, ends."""
+"""Runs through real Ray with work that takes no time: deaths, refusals, ends."""
 
 import contextlib
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import urllib.request
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,9 +30,13 @@ from ray_plans import (
 from engine.actors.launch import start
 from engine.actors.transports import DistributedTransport
 from engine.errors import ConfigError, RunFailed
-from engine.events import GroupGenerated, ProcessLost, ProcessUp
+from engine.events import ProcessLost, StateLeft
 from engine.metrics.status import Status
+from engine.policies import custom_states
+from engine.protocols import Batch
 from engine.runtime.plan import Plan
+from engine.runtime.prompts import listed
+from engine.states.limits import AddedState
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
@@ -60,41 +64,48 @@ def wait_for_no_actors() -> None:
     assert left == [], "a process of the run is left behind"
 
 
-def test_every_prompt_is_trained_once_although_a_rollout_process_dies(tmp_path: Path) -> None:
-    with start(plan(tmp_path, lambda replica: Quick(deadly=15), metrics_port=0)) as run:
-        with urllib.request.urlopen(run.metrics_url) as answer:
-            assert b"engine_train_steps_total" in answer.read()
-        seen = list(run.updates())
-        assert list(run.updates()) == []
-    assert (seen[-1].outcome, seen[-1].step, seen[-1].version) == ("finished", PROMPTS // 4, PROMPTS // 4)
-    assert [s.step for s in seen] == sorted(s.step for s in seen)
-    assert sorted(e.group for e in events_of(tmp_path, GroupGenerated)) == list(range(PROMPTS))
-    (lost,) = events_of(tmp_path, ProcessLost)
-    assert lost.kind == "replica" and "died" in lost.reason
-    assert check_record(tmp_path).state.ledger.consumed == PROMPTS
-    joined = [(e.index, e.incarnation) for e in events_of(tmp_path, ProcessUp)]
-    assert (lost.index, 2) in joined or seen[-1].step == PROMPTS // 4, "it may end before the new life is up"
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(PROMPTS // 4))
-    assert rows[1]["loss"] == 0.5
-    wait_for_no_actors()
+class Judged(Mortal):
+    def train(self, batch: Batch) -> dict[str, float]:
+        rewards = [trajectory.reward for group in batch.groups for trajectory in group.trajectories]
+        assert rewards == [7.0, 9.0] * len(batch.groups), "a step took what was not judged"
+        return super().train(batch)
 
 
-def test_a_trainer_that_dies_trains_the_steps_since_its_checkpoint_again(tmp_path: Path) -> None:
+@pytest.fixture
+def refereeing() -> Iterator[None]:
+    """This process knows the state, too, to replay the record."""
+    import refereeing_state
+
+    yield
+    custom_states.forget([refereeing_state.Judge])
+
+
+@pytest.mark.usefixtures("refereeing")
+def test_a_trainer_trains_the_steps_since_its_checkpoint_again_and_added_states_go_on_when_their_processes_die(
+    tmp_path: Path,
+) -> None:
     deaths, redone = (1, 2, 3, 5, 9), [0, 0, 1, 0, 1, 2, 4, 8]
-    limits = replace(plan(tmp_path).limits, sync_every=3, checkpoint_every=4, keeps_batches=True)
+    limits = replace(
+        plan(tmp_path).limits, sync_every=3, checkpoint_every=4, keeps_batches=True,
+        added_states=(AddedState(name="refereeing", concurrency=2),),
+    )  # fmt: skip
+    marker = str(tmp_path / "judge-died")
     status = run_whole(
         plan(
             tmp_path,
             lambda replica: Quick(steps=3),
-            make_trainer=lambda: Mortal(tmp_path, deaths),
+            make_trainer=lambda: Judged(tmp_path, deaths),
+            make_prompts=lambda: listed([marker] * PROMPTS),
             restore_trainer=restore_mortal,
             limits=limits,
             trajectories="memory",
+            config={"run": {"extensions": ["refereeing_state"], "code_dir": str(Path(__file__).parent)}},
         )
     )
     assert (status.outcome, status.step) == ("finished", PROMPTS // 4), status.reason
-    assert [event.kind for event in events_of(tmp_path, ProcessLost)] == ["trainer"] * len(deaths)
+    lost = Counter(event.kind for event in events_of(tmp_path, ProcessLost))
+    assert lost == {"trainer": len(deaths), "added states": 1}
+    assert len(events_of(tmp_path, StateLeft)) >= PROMPTS
     trained = [int(step) for step in (tmp_path / "trained").read_text().split()]
     assert sorted(trained) == sorted([*range(PROMPTS // 4), *redone])
     check_record(tmp_path)
@@ -110,15 +121,6 @@ def test_what_is_wrong_with_a_plan_is_raised_before_any_prompt_is_drawn(tmp_path
     nccl = DistributedTransport(backend="nccl", bucket_bytes=1 << 20, timeout_s=1.0)
     with pytest.raises(ConfigError, match="need a GPU of their own: 4; there are 0; "):
         start(plan(tmp_path / "third", transport=nccl))
-    wait_for_no_actors()
-
-
-def test_a_run_stops_on_request_and_leaves_no_process(tmp_path: Path) -> None:
-    with start(plan(tmp_path, endless)) as run:
-        run.stop("enough")
-        status = run.wait()
-    assert (status.outcome, status.reason) == ("stopped", "enough")
-    check_record(tmp_path)
     wait_for_no_actors()
 
 

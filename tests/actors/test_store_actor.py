@@ -4,12 +4,17 @@ import asyncio
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from engine.actors.detached_actors import PackedPlan
-from engine.actors.store_actors import TrajectoryStoreActor
+from engine.actors.failures import HeartbeatActor
+from engine.actors.store_actors import RemoteWeights, TrajectoryStoreActor
+from engine.actors.transports import ObjectStoreTransport
+from engine.states.process import WEIGHTS_STORE
 from engine.storage.durable_trajectories import StorePolicy
 
 
@@ -52,5 +57,32 @@ def test_calls_are_carried_out_in_the_order_in_which_they_come(tmp_path: Path) -
         await asyncio.gather(*puts, actor.discard(list(range(20))))
         assert await actor.get(list(range(20, 40))) == [b"3"] * 20 and await actor.partial(0) is None
         await actor.close()
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+@pytest.mark.parametrize("call", ["put", "get"])
+def test_a_process_that_waits_for_the_weights_store_says_so_until_it_is_answered(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a store that hangs is stopped, and not the process whose order is late: `tests/core/test_blame.py`."""
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor=None))
+
+    async def story() -> None:
+        answered, asked = asyncio.Event(), asyncio.Event()
+
+        async def hang(*given: Any) -> Any:
+            asked.set()
+            await answered.wait()
+            return [asyncio.sleep(0, "weights")] if call == "get" else None
+
+        remote = SimpleNamespace(remote=hang)
+        client = RemoteWeights(SimpleNamespace(pull=remote, get=remote), ObjectStoreTransport())
+        waiting = asyncio.ensure_future(client.put(1, "weights") if call == "put" else client.get(1))
+        await asked.wait()
+        assert (await HeartbeatActor().beat()).waits_for == WEIGHTS_STORE
+        answered.set()
+        await waiting
+        assert (await HeartbeatActor().beat()).waits_for == ""
 
     asyncio.run(asyncio.wait_for(story(), 60))

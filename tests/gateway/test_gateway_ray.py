@@ -11,7 +11,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "actors"))
 import conversations
-from conversations import alive, make_inputs
+from conversations import make_inputs
 from ray_plans import check_record, events_of
 
 import engine.rollout.torch.torch_backend
@@ -72,24 +72,6 @@ def test_conversations_live_through_new_weights_and_the_loss_of_a_replica(
     lines = Counter(line.split()[0] for line in (tmp_path / "told.txt").read_text().splitlines())
     assert lines["ended"] == PROMPTS * SAMPLES
     assert lines["begun"] - lines["ended"] <= SAMPLES, "hardly an agent was begun twice"
-
-
-def test_a_program_is_an_agent_and_one_that_dies_costs_its_group_an_attempt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    program = str(Path(conversations.__file__).with_name("asking_program.py"))
-    config = configured(tmp_path, {"command": [sys.executable, program]}, "conversations:turns", replicas=1)
-    plan = plan_of(config.model_copy(update={"run": config.run.model_copy(update={"max_steps": 2})}), tmp_path)
-    with start(plan) as run:
-        assert run.wait().outcome == "finished"
-    check_record(tmp_path)
-    failed = [(e.cause, e.reason) for e in events_of(tmp_path, GroupFailed)]
-    assert sorted(cause for cause, _ in failed) == ["data", "infrastructure"]
-    assert any("was killed by SIGTERM" in reason for _, reason in failed)
-    assert any("ended with exit code 1: there is no tool" in reason for _, reason in failed)
-    assert {e.reward_mean for e in events_of(tmp_path, GroupGenerated)} == {2.0}
-    assert alive(program) == []
 
 
 def test_a_run_whose_gateway_dies_begins_again_and_where_it_dies_each_time_ends_and_says_so(

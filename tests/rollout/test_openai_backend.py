@@ -37,6 +37,7 @@ from engine.rollout.torch.torch_backend import TorchBackend
 from engine.trajectory import Span
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+pytestmark = pytest.mark.xdist_group("engines")
 MOST = 250
 
 

@@ -21,6 +21,7 @@ from engine.rollout.openai.openai_backend import OpenAIBackend
 from engine.trajectory import Span
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+pytestmark = pytest.mark.xdist_group("engines")
 LORA = Lora(rank=4, alpha=8.0)
 PROMPT = [5, 6, 7]
 DEVELOPMENT = (

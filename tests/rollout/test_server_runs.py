@@ -1,33 +1,31 @@
-"""Whole runs through Ray whose rollouts come from servers: vLLM in processes of its own, with all its routes and with
-some of them."""
+"""Whole runs in one process whose rollouts come from servers: vLLM in processes of its own, with all its routes and
+with some of them."""
 
 import json
-import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from http_servers import Hiding, VllmServer, vllm_servers
+from http_servers import KEY, Hiding, VllmServer, vllm_servers
 
-from engine.actors.launch import launch
+from engine.actors.configured_plan import plan_of
 from engine.config.loading import parse_config
 from engine.events import GroupGenerated, WeightsInstalled
+from engine.runtime.local import run_plan
+from engine.runtime.plan import Plan, Rollout
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "actors"))
 from ray_plans import check_record, events_of
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.usefixtures("cluster"),
-    pytest.mark.timeout(900),
-]  # three servers start
+pytestmark = pytest.mark.xdist_group("engines")
 STEPS = 4
-RIGHT = "HOME"
-"""Any variable that every process has, for the key: the cluster may have been started before this file, with the
-environment of then."""
+RIGHT = "A_RIGHT"
+"""The variable of the key."""
 MOST = 60
 PAUSING = ("/pause", "/resume", "/is_paused", "/abort_requests", "/inference/v1/generate")
 
@@ -36,7 +34,8 @@ PAUSING = ("/pause", "/resume", "/is_paused", "/abort_requests", "/inference/v1/
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[VllmServer], Path]]:
     """Two servers, and where their model is."""
     directory = tmp_path_factory.mktemp("served")
-    with vllm_servers(directory, count=2, key=os.environ[RIGHT]) as servers:
+    with pytest.MonkeyPatch.context() as patch, vllm_servers(directory, count=2) as servers:
+        patch.setenv(RIGHT, KEY)
         yield servers, directory
 
 
@@ -62,6 +61,26 @@ def tree(tmp_path: Path, model: Path, urls: list[str], **rollout: Any) -> dict[s
     }  # fmt: skip
 
 
+def when_both_have_installed(plan: Plan, act: Callable[[], None]) -> Plan:
+    """The plan of a run that does this once both replicas have new weights."""
+    installed: set[int] = set()
+
+    def made(replica: int) -> Rollout:
+        rollout: Any = plan.make_rollout(replica)
+        install = rollout.generator.install
+
+        async def noting(version: int) -> None:
+            await install(version)
+            installed.add(replica)
+            if len(installed) == 2:
+                act()
+
+        rollout.generator.install = noting
+        return rollout
+
+    return replace(plan, make_rollout=made)
+
+
 def test_a_run_over_two_servers_updates_both_under_running_groups(
     tmp_path: Path, served: tuple[list[VllmServer], Path]
 ) -> None:
@@ -70,14 +89,14 @@ def test_a_run_over_two_servers_updates_both_under_running_groups(
         server.gate.hold(5)
     before = held.tokens_sampled()
     config = tree(tmp_path, model, [free.url, held.url], sync_mode="keep")
-    with launch(parse_config(config), tmp_path) as run:
+    plan = when_both_have_installed(plan_of(parse_config(config), tmp_path), held.gate.open)
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(run_plan, plan)
         while held.tokens_sampled() < before + 10:
-            assert held.process.poll() is None
+            assert held.process.poll() is None and not running.done()
         free.gate.open()
-        for status in run.updates():
-            if min(status.replica_versions.values(), default=0) >= 1:
-                held.gate.open()
-    assert (status.outcome, status.step, status.version) == ("finished", STEPS, STEPS), status.reason
+        result = running.result()
+    assert (result.outcome, result.steps, result.version) == ("finished", STEPS, STEPS)
     generated = events_of(tmp_path, GroupGenerated)
     assert {event.replica for event in generated} == {0, 1}
     assert any(event.replica == 1 and event.oldest_version == 0 < event.newest_version for event in generated)
@@ -92,9 +111,8 @@ def test_a_server_that_cannot_pause_is_updated_all_the_same(
     with Hiding(server.url, *PAUSING) as plainer:
         config = tree(tmp_path, model, [plainer.url], sync_mode="abort", slots=4)
         config["scheduler"]["max_concurrent_groups"] = 4
-        with launch(parse_config(config), tmp_path) as run:
-            *_, status = run.updates()
-    assert (status.outcome, status.step, status.version) == ("finished", STEPS, STEPS), status.reason
+        result = run_plan(plan_of(parse_config(config), tmp_path))
+    assert (result.outcome, result.steps, result.version) == ("finished", STEPS, STEPS)
     assert not set(plainer.asked) & set(PAUSING) and "/collective_rpc" in plainer.asked
     assert events_of(tmp_path, WeightsInstalled)
     assert any(event.newest_version > 0 for event in events_of(tmp_path, GroupGenerated))

@@ -209,6 +209,20 @@ def test_a_launch_that_fails_closes_what_was_loaded_and_says_why(tmp_path: Path)
     engine.runtime.local.run(**options(tmp_path, Saving()))
 
 
+def test_a_run_whose_directory_is_deleted_stops_and_says_so(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    class Deleting(Saving):
+        def train(self, batch: Batch) -> dict[str, float]:
+            if batch.step == 1:
+                shutil.rmtree(run_dir)
+            assert batch.step < 4, "it is noticed at once"
+            return super().train(batch)
+
+    with pytest.raises(RunDamaged, match=rf"{run_dir}/schedule was deleted or moved during the run"):
+        engine.runtime.local.run(**options(run_dir, Deleting()))
+
+
 def test_a_port_in_use_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="port"):
         engine.runtime.local.run(**options(tmp_path / "run", Saving(), metrics_port=taken.getsockname()[1]))

@@ -1,0 +1,51 @@
+"""Where a run says that its metrics are, and what it does without its sinks."""
+
+import json
+import socket
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "actors"))
+from ray_plans import PROMPTS, Counter, plan
+
+from engine.metrics.address_files import FILE, FOLDER, HOST
+from engine.protocols import Batch
+from engine.runtime.local import run_plan
+
+RUN = "20260101-000000-watched"
+
+
+def test_a_run_that_ends_is_not_missed(tmp_path: Path) -> None:
+    run_dir, endpoints = tmp_path / RUN, tmp_path / FOLDER
+    seen: list[str] = []
+
+    class Looking(Counter):
+        def train(self, batch: Batch) -> dict[str, float]:
+            if batch.step == 2:
+                (said,) = json.loads((endpoints / f"{RUN}.json").read_text())
+                assert said["labels"] == {"run": RUN, HOST: socket.gethostname()}, "Prometheus drops the second"
+                assert json.loads((run_dir / FILE).read_text()) == [said]
+                with urllib.request.urlopen(f"http://{said['targets'][0]}/metrics", timeout=60) as answer:
+                    seen.append(answer.read().decode())
+            return super().train(batch)
+
+    run_plan(plan(run_dir, make_trainer=Looking, metrics_port=0, endpoints=endpoints))
+    assert "engine_train_steps_total 2.0" in seen[0]
+    assert list(endpoints.iterdir()) == [] and not (run_dir / FILE).exists()
+
+
+def test_a_run_goes_on_without_its_sinks_and_where_its_endpoint_cannot_be_written_down(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    blocked = str(tmp_path / "file" / "folder")
+    sinks = {"mlflow": {"uri": f"file://{blocked}"}, "tensorboard": {"dir": blocked}}
+    run_dir = tmp_path / "run"
+    assert run_plan(plan(run_dir, metrics_port=0, endpoints=Path(blocked), sinks=sinks)).steps == PROMPTS // 4
+    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == PROMPTS // 4
+    for name in sinks:
+        assert f"{name} cannot be opened; the run continues without it" in caplog.text
+    assert "cannot announce the address of the metrics endpoint" in caplog.text
