@@ -17,7 +17,7 @@ from engine.actors.transports import DistributedTransport, ObjectStoreTransport,
 from engine.chat import turn_end
 from engine.config import Config, check_backend
 from engine.config.episodes import check_environment, parser_of, settings_of
-from engine.config.inputs import model_directory, object_store_bytes, warm_start_of
+from engine.config.inputs import known_directory, object_store_bytes, warm_start_of
 from engine.config.pools import rewarding, threads_of_scorers
 from engine.config.prompts import check_prompts, has_agents, load_tokenizer, prompt_limit, renderer_of, stop_ids_of
 from engine.config.reward_functions import reward_of_function, reward_of_section
@@ -312,7 +312,7 @@ def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
         trainer_gpus=float(config.trainer.ranks * config.trainer.gpus_per_rank),
         scorer_threads=threads_of_scorers(config, limits.scorers()),
         pool_shares=tuple(pool.share or 0.0 for pool in config.pools),
-        object_store_bytes=object_store_bytes(config, model_directory(config)),
+        object_store_bytes=object_store_bytes(config, known_directory(config)),
         rollout_gpus=gpus_of(config.rollout),
         rollout_spread=config.rollout.engine_args.get("distributed_executor_backend") == "ray",
     )
