@@ -63,11 +63,6 @@ def test_what_it_cannot_be_is_told_allowed_values(lora: Any, field: str, says: s
             {"rollout": {"backend": "openai", "urls": ["http://a:1"], "weights_dir": "w"}},
             "rollout.sync_mode is keep: a request on a server ends with the adapter it began with",
         ),
-        (
-            {"model": {"path": "m", "warm_start": {"path": "a.jsonl"}}, "data": {"path": "d"},
-             "reward": {"function": "a:b"}},
-            "trains a whole model, but trainer.lora only an adapter",
-        ),
     ],
 )  # fmt: skip
 def test_what_it_cannot_go_with_is_refused_by_name(sections: dict[str, Any], says: str) -> None:

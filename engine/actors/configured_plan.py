@@ -431,7 +431,9 @@ def _warm_started(config: Config, model: str, progress: Progress | None) -> str:
     """The directory of the model after its supervised warm start. Runs the warm start unless its result exists."""
     from transformers import AutoConfig
 
-    tokenizer = load_tokenizer(model)
+    from engine.training.model_checkpoint import export_model
+
+    described, tokenizer = AutoConfig.from_pretrained(model), load_tokenizer(model)
     renderer = renderer_of(config, tokenizer)
     ends = stop_ids_of(tokenizer, model, config.rollout.stop, config.data.chat_settings())
     turn = turn_end(tokenizer, config.data.chat_template_kwargs) if renderer.templated else None
@@ -449,8 +451,9 @@ def _warm_started(config: Config, model: str, progress: Progress | None) -> str:
     return warm_started(
         Path(config.run.dir) / ".made", model, wanted,
         [(data.prompt(row), answer) for row, answer in enumerate(answers)],
-        encode=encode, rendering=asdict(config.data.chat_settings()),
-        longest=AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings,
+        encode=encode, settings=asdict(config.data.chat_settings()) | {"lora": settings.lora and asdict(settings.lora)},
+        longest=described.get_text_config().max_position_embeddings,
+        export=partial(export_model, dtype=str(described.dtype or "float32").removeprefix("torch.")),
         learner=lambda: make_trainer(model, settings),
         close=lambda trainer: trainer.close() if isinstance(trainer, Closable) else None,
         progress=progress or (lambda done, text: None),

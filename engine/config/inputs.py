@@ -299,8 +299,6 @@ def check_checkpoint(checkpoint: Path, model: Path | None) -> None:
 
 def start_bytes(config: Config, directory: Path) -> int:
     """Bytes of a number in the files that the run begins with; `directory`: of `model.path`."""
-    if config.model.warm_start.path is not None:
-        return 4  # its result is float32
     return number_bytes(Path(config.model.checkpoint_path or directory))
 
 
