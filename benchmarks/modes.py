@@ -8,8 +8,10 @@ into `--plot FILE` (PNG; needs the extra `bench`).
 - *slow rewards*: the same, and each reward waits, without CPU, for a time with a long tail of its own.
 - *short*: short responses by a model that answers most questions right, so that most groups have equal rewards.
 
-*K / slots* is `max_concurrent_groups` over the slots of all replicas. `fully_async, K = slots` is the preset with K
-lowered to its slots: room that ended trajectories leave is then not used.
+*K / slots* is `max_concurrent_groups` over the slots of all replicas. Two rows show what slots that count trajectories
+are worth. In `fully_async, whole groups` K is the preset's, but generators do not report ended trajectories (they need
+not), so a group keeps its slot until its last trajectory ends: this raises K alone. In `fully_async, K = slots` K is
+lowered to the slots, too.
 
 `sync` is given both cores in every phase, at the thread split that was quickest in a trial at the start. Figures of a
 run are from when its prompts are drawn to the end of its last train step. *Work* is CPU seconds over the threads that
@@ -25,16 +27,21 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from engine.actors.launch import connect, launch
+from engine.actors.configured_plan import plan_of
+from engine.actors.launch import connect, start
 from engine.config import Config, load_config, parse_config
+from engine.ids import ReplicaId
 from engine.metrics.status import Status
+from engine.protocols import Generated, GroupWork
+from engine.runtime.plan import Rollout
 from engine.tasks.arithmetic import reward
 from engine.tasks.quickstart import Prepared, prepare
 from engine.trajectory import Prompt, Trajectory
@@ -46,11 +53,13 @@ REWARD_MEDIAN_S, REWARD_SPREAD = 0.3, 0.7
 REWARD_SLOTS = 64
 """Groups whose slow rewards are waited for at once."""
 
+WHOLE_GROUPS = "fully_async, whole groups"
 AT_SLOTS = "fully_async, K = slots"
 MODES: dict[str, list[str]] = {
     "sync": [],
     "one_step_off": [],
     "fully_async": [],
+    WHOLE_GROUPS: [],
     AT_SLOTS: ["scheduler.max_concurrent_groups=16"],
     # The loss of the others, which needs no scoring of its own: the modes are compared, not the objectives.
     "partial_rollout": ["trainer.loss=ppo_clip", "pools=[{tasks: [rollout, train]}]"],
@@ -90,6 +99,18 @@ COLUMNS = (
     "mode", "K / slots", "wall s", "over sync", "CPU busy", "idle slots", "idle trainer", "rollout s", "training s",
     "bound s", "of bound", "accuracy",
 )  # fmt: skip
+
+
+def keeping_slots(make_rollout: Callable[[ReplicaId], Rollout], replica: ReplicaId) -> Rollout:
+    """A replica whose generator does not report ended trajectories."""
+    rollout = make_rollout(replica)
+    generate = rollout.generator.generate
+
+    async def whole(work: GroupWork) -> Generated:
+        return await generate(replace(work, finished=lambda count: None))
+
+    rollout.generator.generate = whole  # type: ignore[method-assign]
+    return rollout
 
 
 def slow_reward(prompt: Prompt, trajectory: Trajectory) -> float:
@@ -144,10 +165,13 @@ def until_trained(handle: Any) -> tuple[Status, float, dict[int, tuple[str, floa
     raise SystemExit("the run ended before its last step")
 
 
-def measure(config: Config, run_dir: Path) -> Measured:
-    """Run to the end, the last validation included."""
+def measure(config: Config, run_dir: Path, *, whole_groups: bool) -> Measured:
+    """Run to the end, the last validation included. `whole_groups`: each keeps its slot to its end."""
     run_dir.mkdir(parents=True)
-    with launch(config, run_dir) as handle:
+    plan = plan_of(config, run_dir)
+    if whole_groups:
+        plan = replace(plan, make_rollout=partial(keeping_slots, plan.make_rollout))
+    with start(plan) as handle:
         begun, before = time.perf_counter(), cpu_seconds()
         trained, ended, after = until_trained(handle)
         last = handle.wait() if trained.outcome is None else trained
@@ -228,7 +252,8 @@ class Bench:
     def run(self, mode: str, overrides: Sequence[str] = (), name: str = "plain", steps: int = 0) -> Measured:
         self.runs += 1
         run_dir = self.directory / "runs" / f"{self.runs:03d}-{mode.split(',')[0]}"
-        return measure(self.config(mode, overrides, name, steps or self.steps), run_dir)
+        config = self.config(mode, overrides, name, steps or self.steps)
+        return measure(config, run_dir, whole_groups=mode in (WHOLE_GROUPS, AT_SLOTS))
 
 
 Split = tuple[int, int, int]

@@ -2,27 +2,45 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from chat_tokenizers import save_chat_model
 from safetensors.torch import save_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from engine.config.inputs import check_inputs
+from engine.config.inputs import check_inputs, known_directory, object_store_bytes
 from engine.config.loading import parse_config
-from engine.config.memory import Model, host_memory, replica_memory, trainer_memory
+from engine.config.memory import (
+    Model,
+    host_memory,
+    memory_lines,
+    replica_memory,
+    scorer_memory,
+    start_memory,
+    trainer_memory,
+    worker_memory,
+)
+from engine.config.model_files import tensor_shapes
 from engine.errors import ConfigError
 from engine.tasks.tokenizer import save_character_tokenizer
+from engine.training.gradients import Policy
+from engine.training.trainer_settings import TrainerSettings
 
 MODEL = Model(
     parameters=1_000_000, layers=10, hidden=64, intermediate=128, heads_width=64, kv_width=32, vocabulary=1000,
-    context=512,
+    context=512, head=16, largest=64_000,
 )  # fmt: skip
+TEACHER = replace(MODEL, parameters=7_000_000, layers=20, hidden=128, intermediate=512)
 
 
 def config(**sections: Any) -> Any:
-    return parse_config({"model": {"make": "arithmetic"}, **sections})
+    """On a CPU, unless the trainer's section names a device."""
+    trainer = {"device": "cpu", **sections.pop("trainer", {})}
+    return parse_config({"model": {"make": "arithmetic"}, "trainer": trainer, **sections})
 
 
 def test_the_parts_of_the_trainer_by_hand() -> None:
@@ -34,9 +52,32 @@ def test_the_parts_of_the_trainer_by_hand() -> None:
     less = trainer_memory(MODEL, config(trainer={"micro_batch_tokens": 100, "activation_checkpointing": True}))
     assert less["activations"] == 4 * 100 * (10 * 64 + 1088)
     anchored = config(trainer={"kl_loss_coef": 0.1})
-    assert trainer_memory(MODEL, anchored)["reference"] == 4e6
-    apart = [{"tasks": ["rollout"]}, {"tasks": ["train"]}, {"tasks": ["ref_logprobs"]}]
-    assert "reference" not in trainer_memory(MODEL, config(trainer={"kl_loss_coef": 0.1}, pools=apart))
+    assert trainer_memory(MODEL, anchored, MODEL)["reference"] == 4e6
+    assert trainer_memory(MODEL, anchored, TEACHER)["reference"] == 28e6
+    assert "reference" not in trainer_memory(MODEL, anchored, None), "its size is not known"
+    assert "reference" not in trainer_memory(MODEL, config(trainer={"kl_loss_coef": 0.1}, pools=APART), MODEL)
+
+
+APART = [{"tasks": ["rollout"]}, {"tasks": ["train"]}, {"tasks": ["ref_logprobs"]}]
+
+
+def test_a_scorer_holds_the_whole_models_of_its_tasks() -> None:
+    shared = {"micro_batch_tokens": 100, "kl_loss_coef": 0.1, "ranks": 2}
+    layer = 6 * 128 + 2 * 64 + 2 * 32 + 4 * 512
+    given = config(trainer=shared, pools=APART)
+    assert scorer_memory(MODEL, given, ["ref_logprobs"], TEACHER) == {
+        "reference": 28e6, "activations of a layer": 4 * 100 * layer, "logits": 3 * 4e5
+    }  # fmt: skip
+    assert "the scorer of ref_logprobs needs about 30.4 MB (28.0 MB reference" in "\n".join(
+        memory_lines(MODEL, given, TEACHER)
+    )
+    halved = scorer_memory(MODEL, config(trainer=shared | {"bf16": "on"}, pools=APART), ["old_logprobs"], TEACHER)
+    assert halved["weights"] == 2e6 and "reference" not in halved
+    small = config(trainer=shared | {"device_memory_gb": 0.025, "bf16": "off"}, pools=APART)
+    with pytest.raises(ConfigError, match=r"device_memory_gb is 0\.025: the scorer of ref_logprobs needs about 30"):
+        list(memory_lines(MODEL, small, TEACHER))
+    adapted = config(trainer={"lora": {"rank": 4}, "kl_loss_coef": 0.1}, pools=APART)
+    assert scorer_memory(MODEL, adapted, ["ref_logprobs"], MODEL)["reference"] == 4e6
 
 
 def test_ranks_share_what_they_hold_and_gather_a_layer_at_a_time() -> None:
@@ -46,7 +87,26 @@ def test_ranks_share_what_they_hold_and_gather_a_layer_at_a_time() -> None:
     # Embeddings and head are 2 · 1000 · 64 of the parameters; of the rest two layers of ten are there at a time.
     assert of_four["gathered parameters"] == 4 * (128_000 + 2 * 872_000 / 10)
     several = {"train_batch_size": 8, "policy_mini_batch_size": 4}
-    assert sum(host_memory(MODEL, config(scheduler=several, trainer={"ranks": 4})).values()) == 4e6
+    given = config(scheduler=several, trainer={"ranks": 4})
+    assert host_memory(MODEL, given) == {"a version being published": 4e6, "weights being saved": 4e6}
+    large = replace(MODEL, parameters=7_000_000_000)
+    assert host_memory(large, given)["weights being saved"] == 5e9, "a checkpoint is written file by file"
+    anchored = config(trainer={"ranks": 4, "kl_loss_coef": 0.1})
+    outside = 2 * 1000 * 128
+    with_teacher = trainer_memory(MODEL, anchored, TEACHER)
+    assert with_teacher["gathered parameters"] == 4 * (outside + 2 * (7_000_000 - outside) / 20)
+    assert with_teacher["reference"] == 7e6
+    offloaded = config(trainer={"ranks": 4, "kl_loss_coef": 0.1, "cpu_offload": True})
+    assert "reference" not in trainer_memory(MODEL, offloaded, TEACHER)
+    assert host_memory(MODEL, offloaded, TEACHER)["reference"] == 28e6
+
+
+def test_ranks_load_their_shards_and_one_process_the_whole_model() -> None:
+    alone, of_four = (config(trainer={"device": "cuda", "ranks": ranks, "kl_loss_coef": 0.1}) for ranks in (1, 4))
+    assert start_memory(MODEL, alone) == {"float32 weights": 4e6, "bfloat16 copies": 2e6}
+    assert start_memory(MODEL, alone, TEACHER)["float32 weights"] == 28e6, "one model after the other"
+    assert start_memory(MODEL, of_four) == {"float32 weights": 4e6, "a tensor in each rank": 4 * 4 * 64_000}
+    assert host_memory(MODEL, alone)["weights being saved"] == 4e6
 
 
 @pytest.mark.parametrize(
@@ -64,7 +124,7 @@ def test_ranks_that_cannot_work_are_refused(field: str, sections: dict[str, Any]
 
 
 def test_bfloat16_weights_are_halves_beside_float32_masters() -> None:
-    parts = trainer_memory(MODEL, config(trainer={"bf16": "on", "kl_loss_coef": 0.1}))
+    parts = trainer_memory(MODEL, config(trainer={"bf16": "on", "kl_loss_coef": 0.1}), MODEL)
     expected = {"bfloat16 weights": 2e6, "float32 masters": 4e6, "gradients": 4e6, "moments": 8e6, "reference": 2e6}
     assert {name: parts[name] for name in expected} == expected and "weights" not in parts
     offloaded = config(trainer={"bf16": "on", "cpu_offload": True})
@@ -75,6 +135,48 @@ def test_bfloat16_weights_are_halves_beside_float32_masters() -> None:
         for bf16 in ("on", "off")
     ]
     assert 2 * gathered[0] == gathered[1]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "halved"),
+    [
+        ({"device": "auto", "device_memory_gb": 80.0}, True),
+        ({"device": "auto", "device_memory_gb": 80.0, "bf16": "off"}, False),
+        ({"device": "cuda:1"}, True),
+        ({"device": "cpu", "device_memory_gb": 80.0}, False),
+    ],
+)
+def test_a_device_with_a_size_computes_in_bfloat16_unless_it_is_a_cpu(trainer: dict[str, Any], halved: bool) -> None:
+    parts = trainer_memory(MODEL, config(trainer=trainer))
+    assert sum(parts[name] for name in parts if name not in ("activations", "logits")) == (18e6 if halved else 16e6)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+def test_activations_are_what_a_model_stores_for_its_backward_pass(bf16: bool) -> None:
+    sizes = Qwen2Config(
+        hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=192,
+        vocab_size=64,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(sizes).eval()
+    policy = Policy(model, TrainerSettings(device="cpu", packing="off"), torch.device("cpu"), bf16)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    stored: dict[int, torch.Tensor] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if (place := tensor.untyped_storage().data_ptr()) not in parameters:
+            stored[place] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), policy.autocast():
+        hidden = model.model(input_ids=torch.arange(256)[None] % 64, use_cache=False).last_hidden_state
+    assert hidden.requires_grad
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in stored.values())
+    counted = Model(
+        parameters=sum(value.numel() for value in model.parameters()), layers=4, hidden=64, intermediate=192,
+        heads_width=64, kv_width=32, vocabulary=64, context=256,
+    )  # fmt: skip
+    given = config(trainer={"micro_batch_tokens": 256, "bf16": "on" if bf16 else "off"})
+    assert trainer_memory(counted, given)["activations"] == pytest.approx(measured, rel=0.1)
 
 
 def test_the_copy_that_undoes_a_step_is_counted_where_it_is_made() -> None:
@@ -91,6 +193,35 @@ def test_the_cache_of_a_replica_by_hand() -> None:
         scheduler={"samples_per_prompt": 4, "train_batch_size": 2, "max_concurrent_groups": 2},
     )
     assert replica_memory(MODEL, given)["KV cache"] == 2 * 4 * 10 * 8 * 300 * 32
+
+
+def served(engine_args: dict[str, Any], **rollout: Any) -> Any:
+    return config(rollout={"backend": "vllm", "slots": 2, "engine_args": engine_args, **rollout})
+
+
+def test_a_worker_of_vllm_by_hand() -> None:
+    one = worker_memory(MODEL, served({"dtype": "float32", "max_model_len": 300}))
+    assert one == {"weights": 4e6, "KV cache of 300 tokens": 2 * 4 * 10 * 300 * 32}
+    assert worker_memory(MODEL, served({}))["weights"] == 2e6, "vLLM computes float32 files in 2 bytes"
+    split = worker_memory(MODEL, served({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}))
+    assert split == {"weights": 5e5, "KV cache of 512 tokens": 2 * 2 * 5 * 512 * 16}
+    eighths = worker_memory(MODEL, served({"tensor_parallel_size": 8, "kv_cache_dtype": "fp8"}))
+    assert eighths["KV cache of 512 tokens"] == 2 * 10 * 512 * 16, "at least one head"
+
+
+def test_vllm_takes_a_share_of_its_device_and_what_is_left_is_cache() -> None:
+    said = "\n".join(memory_lines(MODEL, served({"tensor_parallel_size": 2, "max_num_seqs": 9})))
+    assert "ok: each of the 2 workers of a replica needs at least 1.3 MB (1.0 MB weights + 0.3 MB KV cache" in said
+    assert "; 9 requests of that length at once fill 2.9 MB of cache" in said
+    assert "at most 2 staged versions in shared memory, 8.0 MB" in said
+    args = {"gpu_memory_utilization": 0.5}
+    said = "\n".join(memory_lines(MODEL, served(args, device_memory_gb=0.01)))
+    assert "vLLM takes 5.0 MB of its device (0.5 * 0.01 GB): 3.0 MB of cache, 4 requests of that length" in said
+    with pytest.raises(
+        ConfigError, match=r"rollout\.device_memory_gb is 0\.005: a replica needs at least 2\.7 MB .*2\.5"
+    ):
+        list(memory_lines(MODEL, served(args, device_memory_gb=0.005)))
+    assert "not estimated" in "\n".join(memory_lines(MODEL, served({"quantization": "fp8"}, device_memory_gb=0.001)))
 
 
 @pytest.fixture
@@ -116,17 +247,87 @@ def on_disk(directory: Path, **sections: Any) -> Any:
 
 
 def test_a_check_shows_the_sums_and_refuses_a_device_that_is_too_small(directory: Path) -> None:
-    said = "\n".join(check_inputs(on_disk(directory)))
+    said = "\n".join(check_inputs(on_disk(directory, trainer={"device": "cpu"})))
     assert re.search(
         r"ok: the trainer needs about .* \(4\.0 MB weights \+ 4\.0 MB gradients \+ 8\.0 MB moments \+ ", said
     )
     assert re.search(r"ok: a replica needs about .* KV cache\), the cache at full length", said)
-    with pytest.raises(ConfigError, match=r"trainer\.device_memory_gb is 0\.01: the trainer needs about .* MB weights"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.device_memory_gb is 0\.01: the trainer needs about .* MB bfloat16 weights"
+    ):
         list(check_inputs(on_disk(directory, trainer={"device_memory_gb": 0.01})))
     with pytest.raises(ConfigError, match=r"rollout\.device_memory_gb is 0\.001: a replica needs about"):
         list(check_inputs(on_disk(directory, rollout={"device_memory_gb": 0.001})))
 
 
-def test_a_model_with_other_names_is_left_out(directory: Path) -> None:
+def test_a_model_with_other_names_is_not_estimated(directory: Path) -> None:
     (directory / "config.json").write_text('{"n_embd": 8}')
-    assert Model.of(directory, 1) is None
+    assert Model.of(directory, tensor_shapes(directory)) is None
+    assert f"note: the memory is not estimated: the files of model.path {directory}" in "\n".join(
+        check_inputs(on_disk(directory))
+    )
+
+
+def test_a_teacher_is_counted_with_its_own_size(directory: Path, tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (teacher / name).write_bytes((directory / name).read_bytes())
+    save_file({"w": torch.zeros(2000, 1500)}, teacher / "model.safetensors")
+    trainer = {"kl_loss_coef": 0.1, "reference_path": str(teacher), "device": "cpu"}
+    said = "\n".join(check_inputs(on_disk(directory, trainer=trainer)))
+    assert "+ 12.0 MB reference +" in said
+    assert f"ok: trainer.reference_path {teacher} has the tokenizer of model.path" in said
+    said = "\n".join(check_inputs(on_disk(directory, trainer=trainer | {"reference_path": "some/teacher"})))
+    assert "note: trainer.reference_path some/teacher is missing in the sums below: it is not downloaded yet" in said
+    assert "note: trainer.reference_path some/teacher has no tokenizer.json on this machine" in said
+
+
+def test_the_object_store_holds_versions_in_the_type_of_the_samplers(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.config.inputs.LEAST_STORE_BYTES", 0)
+    assert object_store_bytes(on_disk(directory), directory) == 3 * 4_000_000
+    plain = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(plain | {"dtype": "bfloat16"}))
+    assert object_store_bytes(on_disk(directory), directory) == 3 * 2_000_000
+    assert object_store_bytes(on_disk(directory, trainer={"publish_dtype": "float32"}), directory) == 3 * 4_000_000
+
+
+def in_hub_cache(cache: Path, name: str, family: str) -> Path:
+    """The files of a model as a download leaves them."""
+    folder = cache / f"models--{name.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0" * 40)
+    return Path(save_chat_model(folder / "snapshots" / ("0" * 40), family))
+
+
+def test_a_model_in_the_hub_cache_is_estimated_and_its_teacher_compared(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    files = in_hub_cache(tmp_path / "hub", "some/student", "chatml")
+    in_hub_cache(tmp_path / "hub", "some/teacher", "chatml")
+    in_hub_cache(tmp_path / "hub", "another/teacher", "llama")
+    trainer = {"advantage": "distillation", "reference_path": "some/teacher", "device": "cpu"}
+    given: dict[str, Any] = {
+        "model": {"path": "some/student"}, "trainer": trainer, "rollout": {"max_tokens": 4},
+        "scheduler": {"policies": {"filter": "none"}},
+    }  # fmt: skip
+    assert known_directory(on_disk(directory, **given)) == files
+    said = "\n".join(check_inputs(on_disk(directory, **given)))
+    assert "ok: model.path some/student is a model of the hub" in said
+    assert re.search(r"ok: the trainer needs about .* MB reference \+ ", said)
+    assert "ok: trainer.reference_path some/teacher has the tokenizer of model.path" in said
+    with pytest.raises(ConfigError, match=r"trainer\.reference_path 'another/teacher' has another tokenizer"):
+        list(check_inputs(on_disk(directory, **given | {"trainer": trainer | {"reference_path": "another/teacher"}})))
+    (files / "model.safetensors").unlink()
+    said = "\n".join(check_inputs(on_disk(directory, **given)))
+    assert "note: the memory cannot be estimated before model.path some/student is downloaded" in said
+
+
+def test_half_a_download_says_no_sizes(directory: Path) -> None:
+    index = {"weight_map": {"w": "model.safetensors", "v": "model-2.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert tensor_shapes(directory) == {}

@@ -17,7 +17,7 @@ from engine.actors.transports import DistributedTransport, ObjectStoreTransport,
 from engine.chat import turn_end
 from engine.config import Config, check_backend
 from engine.config.episodes import check_environment, parser_of, settings_of
-from engine.config.inputs import model_directory, object_store_bytes, warm_start_of
+from engine.config.inputs import known_directory, object_store_bytes, warm_start_of
 from engine.config.pools import rewarding, threads_of_scorers
 from engine.config.prompts import check_prompts, has_agents, load_tokenizer, prompt_limit, renderer_of, stop_ids_of
 from engine.config.reward_functions import reward_of_function, reward_of_section
@@ -312,7 +312,7 @@ def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
         trainer_gpus=float(config.trainer.ranks * config.trainer.gpus_per_rank),
         scorer_threads=threads_of_scorers(config, limits.scorers()),
         pool_shares=tuple(pool.share or 0.0 for pool in config.pools),
-        object_store_bytes=object_store_bytes(config, model_directory(config)),
+        object_store_bytes=object_store_bytes(config, known_directory(config)),
         rollout_gpus=gpus_of(config.rollout),
         rollout_spread=config.rollout.engine_args.get("distributed_executor_backend") == "ray",
     )
@@ -431,7 +431,9 @@ def _warm_started(config: Config, model: str, progress: Progress | None) -> str:
     """The directory of the model after its supervised warm start. Runs the warm start unless its result exists."""
     from transformers import AutoConfig
 
-    tokenizer = load_tokenizer(model)
+    from engine.training.model_checkpoint import export_model
+
+    described, tokenizer = AutoConfig.from_pretrained(model), load_tokenizer(model)
     renderer = renderer_of(config, tokenizer)
     ends = stop_ids_of(tokenizer, model, config.rollout.stop, config.data.chat_settings())
     turn = turn_end(tokenizer, config.data.chat_template_kwargs) if renderer.templated else None
@@ -449,8 +451,9 @@ def _warm_started(config: Config, model: str, progress: Progress | None) -> str:
     return warm_started(
         Path(config.run.dir) / ".made", model, wanted,
         [(data.prompt(row), answer) for row, answer in enumerate(answers)],
-        encode=encode, rendering=asdict(config.data.chat_settings()),
-        longest=AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings,
+        encode=encode, settings=asdict(config.data.chat_settings()) | {"lora": settings.lora and asdict(settings.lora)},
+        longest=described.get_text_config().max_position_embeddings,
+        export=partial(export_model, dtype=str(described.dtype or "float32").removeprefix("torch.")),
         learner=lambda: make_trainer(model, settings),
         close=lambda trainer: trainer.close() if isinstance(trainer, Closable) else None,
         progress=progress or (lambda done, text: None),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from engine.config import Config
 from engine.config.inputs import check_checkpoint
+from engine.config.model_files import files_of
 from engine.storage.checkpoints import verify_checkpoint
 from engine.training.trainer_settings import TrainerSettings
 
@@ -39,7 +40,7 @@ def start_weights(config: Config, run_dir: Path, model: str) -> str:
         verify_checkpoint(target)
         return str(target.resolve())
     source = Path(config.model.checkpoint_path)
-    check_checkpoint(source, Path(model))
+    check_checkpoint(source, files_of(model))
     verify_checkpoint(source)
     unfinished = target.with_name(f".{FOLDER}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)

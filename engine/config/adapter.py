@@ -37,11 +37,6 @@ def refuse_adapter(config: "Config") -> None:
         law = "has a whole model, but trainer.lora begins with an adapter of its own"
         fix = "write the model of the checkpoint with `engine export`, and give that as model.path"
         raise ConfigError("model.checkpoint_path", config.model.checkpoint_path, law, fix)
-    start = config.model.warm_start.path
-    if start is not None:
-        law = "trains a whole model, but trainer.lora only an adapter"
-        fix = "remove it, or warm the model up in a run of its own and export it"
-        raise ConfigError("model.warm_start.path", start, law, fix)
 
 
 def refuse_adapter_as_model(directory: Path) -> None:

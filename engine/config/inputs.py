@@ -7,12 +7,12 @@ is installed; never loads weights.
 import json
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.config.adapter import Shapes, adapter_line, adapter_numbers, refuse_adapter_as_model
-from engine.config.memory import Model, memory_lines
+from engine.config.memory import Model, memory_lines, published_bytes
+from engine.config.model_files import files_of, number_bytes, numbers_in, tensor_shapes, vocabulary
 from engine.config.packing import packing_line
 from engine.config.reward_functions import reward_of_section, reward_of_set
 from engine.config.schema import Config
@@ -41,30 +41,8 @@ def check_inputs(config: Config, *, rehearse: bool = False, reward: Reward | Non
 
     Raises: ConfigError for a file that is missing or cannot be used.
     """
-    directory = model_directory(config)
-    if directory is not None:
-        check_model(directory)
-        yield f"ok: model.path {config.model.path} has a model and a tokenizer"
-        shapes, lora = tensor_shapes(directory), config.trainer_settings().lora
-        parameters = numbers_in(shapes)
-        if lora is not None:
-            yield from adapter_line(lora, shapes, parameters)
-        adapter = 0 if lora is None else adapter_numbers(lora, shapes)
-        model = Model.of(directory, parameters, adapter) if parameters else None
-        if model is not None:
-            yield from memory_lines(model, config)
-        yield packing_line(config, directory)
-        _check_reference(config, directory)
-        if config.model.checkpoint_path is not None:
-            check_checkpoint(Path(config.model.checkpoint_path), directory)
-            yield f"ok: model.checkpoint_path {config.model.checkpoint_path} has weights of this model"
-    elif config.model.path is not None and not _has_transformers():
-        yield f"note: model.path {config.model.path} is a hub name: no such directory was found (./ before it: a path)"
-    elif config.model.path is not None:
-        from engine.config.prompts import find_model
-
-        find_model(config.model.path)
-        yield f"ok: model.path {config.model.path} is a model of the hub"
+    directory = known_directory(config)
+    yield from _model_lines(config, directory)
     yield from _check_stop(config, directory)
     yield from _check_store(config, directory)
     sources = [files.load() for files in config.data.source_files()]
@@ -88,6 +66,57 @@ def check_inputs(config: Config, *, rehearse: bool = False, reward: Reward | Non
         else:
             load_environment(config)
             yield f"ok: environment.class_name {config.environment.class_name} can be imported"
+
+
+def _model_lines(config: Config, directory: Path | None) -> Iterator[str]:
+    """`directory`: of the model's files. Raises: ConfigError for a model that cannot be used."""
+    path = config.model.path
+    if path is None:
+        return
+    if model_directory(config) is not None:
+        assert directory is not None
+        check_model(directory)
+        yield f"ok: model.path {path} has a model and a tokenizer"
+    elif not _has_transformers():
+        yield f"note: model.path {path} is a hub name: no such directory was found (./ before it: a path)"
+    else:
+        from engine.config.prompts import find_model
+
+        find_model(path)
+        yield f"ok: model.path {path} is a model of the hub"
+    shapes = {} if directory is None else tensor_shapes(directory)
+    if directory is None or not (shapes or Path(path).is_dir()):
+        yield f"note: the memory cannot be estimated before model.path {path} is downloaded"
+    else:
+        yield from _size_lines(config, directory, shapes)
+    if directory is not None:
+        yield packing_line(config, directory)
+    yield from _check_reference(config, directory)
+    checkpoint = config.model.checkpoint_path
+    if checkpoint is not None:
+        check_checkpoint(Path(checkpoint), directory)
+        yield f"ok: model.checkpoint_path {checkpoint} has weights of this model"
+
+
+def _size_lines(config: Config, directory: Path, shapes: Shapes) -> Iterator[str]:
+    """Lines on the adapter and on memory. Raises: ConfigError for what cannot fit."""
+    lora = config.trainer_settings().lora
+    if lora is not None:
+        yield from adapter_line(lora, shapes, numbers_in(shapes))
+    adapter = 0 if lora is None else adapter_numbers(lora, shapes)
+    model = Model.of(directory, shapes, adapter, start_bytes(config, directory))
+    if model is None:
+        yield f"note: the memory is not estimated: the files of model.path {config.model.path} do not say its sizes"
+        return
+    reference: Model | None = model
+    path = config.trainer.reference_path
+    if path is not None and config.trainer_settings().needs_reference:
+        files = files_of(path)
+        reference = None if files is None else Model.of(files, tensor_shapes(files))
+        if reference is None:
+            why = "its files do not say its size" if Path(path).is_dir() else "it is not downloaded yet"
+            yield f"note: trainer.reference_path {path} is missing in the sums below: {why}"
+    yield from memory_lines(model, config, reference)
 
 
 def _check_sets(config: Config) -> Iterator[str]:
@@ -202,28 +231,36 @@ def model_directory(config: Config) -> Path | None:
     return None
 
 
-def _check_reference(config: Config, directory: Path) -> None:
+def known_directory(config: Config) -> Path | None:
+    """The directory with the files of `model.path`, that of the local hub cache included; None if there is none.
+
+    Raises: ConfigError for a path that does not exist.
+    """
+    path = config.model.path
+    return None if path is None else model_directory(config) or files_of(path)
+
+
+def _check_reference(config: Config, directory: Path | None) -> Iterator[str]:
     """Raises: ConfigError for a reference or teacher whose tokens are not the model's."""
     path = config.trainer.reference_path
-    if path is None or not Path(path).is_dir():
+    if path is None:
         return
-    ours, theirs = _vocabulary(directory), _vocabulary(Path(path))
-    if ours is None or theirs is None or ours == theirs:
+    files = files_of(path)
+    ours = None if directory is None else vocabulary(directory)
+    theirs = None if files is None else vocabulary(files)
+    if ours is None or theirs is None:
+        missing = f"model.path {config.model.path}" if ours is None else f"trainer.reference_path {path}"
+        yield (
+            f"note: {missing} has no tokenizer.json on this machine, so its tokens are not compared now; "
+            "the start of the run compares their number"
+        )
+        return
+    if ours == theirs:
+        yield f"ok: trainer.reference_path {path} has the tokenizer of model.path"
         return
     odd = next(token for token, id in (ours | theirs).items() if ours.get(token) != theirs.get(token, -1))
     law = f"has another tokenizer than model.path: its token {odd!r} is {theirs.get(odd)}, not {ours.get(odd)}"
     raise ConfigError("trainer.reference_path", path, law, "use a model with the same tokenizer")
-
-
-def _vocabulary(directory: Path) -> dict[str, int] | None:
-    """Token ids by their text, as tokenizer.json has them; None where it does not say."""
-    try:
-        plain = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
-        found = plain["model"]["vocab"]
-        tokens = dict(found) if isinstance(found, dict) else {token: id for id, (token, _) in enumerate(found)}
-        return tokens | {added["content"]: added["id"] for added in plain["added_tokens"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def check_model(directory: Path) -> None:
@@ -238,7 +275,7 @@ def check_model(directory: Path) -> None:
         raise ConfigError("model.path", str(directory), "has no weights, such as model.safetensors", fix)
 
 
-def check_checkpoint(checkpoint: Path, model: Path) -> None:
+def check_checkpoint(checkpoint: Path, model: Path | None) -> None:
     """Raises: ConfigError unless the checkpoint has the same tensors as the model. The tensors of a hub name are not
     known yet."""
     if not checkpoint.is_dir():
@@ -250,7 +287,7 @@ def check_checkpoint(checkpoint: Path, model: Path) -> None:
             "merge it with `engine export`, and use the result as model.path",
         )
         raise ConfigError("model.checkpoint_path", str(checkpoint), law, fix)
-    ours = tensor_shapes(model) if model.is_dir() else {}
+    ours = {} if model is None else tensor_shapes(model)
     theirs = tensor_shapes(checkpoint)
     for name in sorted({*ours, *theirs}) if ours else ():
         found, expected = (list(shapes[name]) if name in shapes else None for shapes in (theirs, ours))
@@ -260,35 +297,16 @@ def check_checkpoint(checkpoint: Path, model: Path) -> None:
             raise ConfigError("model.checkpoint_path", str(checkpoint), law, "use a checkpoint of this model")
 
 
+def start_bytes(config: Config, directory: Path) -> int:
+    """Bytes of a number in the files that the run begins with; `directory`: of `model.path`."""
+    return number_bytes(Path(config.model.checkpoint_path or directory))
+
+
 def version_bytes(config: Config, directory: Path) -> int | None:
-    """Bytes of a published version, float32 without what is tied; None where the model's files do not say it."""
+    """Bytes of a published version without what is tied; None where the model's files do not say it."""
     shapes, lora = tensor_shapes(directory), config.trainer_settings().lora
-    return 4 * (numbers_in(shapes) if lora is None else adapter_numbers(lora, shapes)) or None
-
-
-def tensor_shapes(directory: Path) -> Shapes:
-    """Of each tensor in the model's safetensors files, by its name; empty where the files do not say it."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    try:
-        for file in sorted(directory.glob("*.safetensors")):
-            shapes |= _shapes_in(file)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
-    return shapes
-
-
-def numbers_in(shapes: Shapes) -> int:
-    return sum(map(prod, shapes.values()))
-
-
-def _shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
-    """The header of a safetensors file: 8 bytes of length, then JSON."""
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if length > file.stat().st_size:
-            raise ValueError("not a safetensors file")
-        header = json.loads(opened.read(length))
-    return {name: tuple(map(int, tensor["shape"])) for name, tensor in header.items() if name != "__metadata__"}
+    numbers = numbers_in(shapes) if lora is None else adapter_numbers(lora, shapes)
+    return published_bytes(config, start_bytes(config, directory)) * numbers or None
 
 
 def versions_held(config: Config) -> int:

@@ -4,19 +4,30 @@ An estimate from the model's files: parameters are counted exactly, activations 
 its backward pass. Called by `inputs.check_inputs`; never imports torch.
 """
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from engine.config.adapter import Shapes
+from engine.config.model_files import numbers_in, read_json
 from engine.config.schema import Config
 from engine.errors import ConfigError
+from engine.hardware import gpu_count
+from engine.rollout.vllm.engine_args import workers_of
+from engine.training.trainer_settings import TrainerSettings
 
 GB = 1e9
 LOGIT_BYTES = 256 << 20
 """As in `training.gradients`, which needs torch. Logits, their log-softmax and its gradient exist at a time."""
 LOGIT_COPIES = 3
+CHECKPOINT_FILE_BYTES = 5e9
+"""Of a file of weights in a checkpoint of several ranks, which is gathered and written before the next one."""
+VLLM_SHARE = 0.92
+"""vLLM's default of `gpu_memory_utilization`."""
+WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,27 +44,34 @@ class Model:
     """Width of its keys, and of its values."""
     vocabulary: int
     context: int
+    head: int = 1
+    """Width of one head of keys."""
+    largest: int = 0
+    """Numbers in its largest tensor."""
     adapter: int = 0
     """Parameters of the adapter that is trained (`trainer.lora`); 0: the model itself is trained."""
     bytes: int = 4
     """Of a number in the model's files, which samplers load and the trainer publishes."""
 
     @classmethod
-    def of(cls, directory: Path, parameters: int, adapter: int = 0) -> "Model | None":
-        """From `config.json`; None if that does not say the sizes under their usual names."""
+    def of(cls, directory: Path, shapes: Shapes, adapter: int = 0, number: int = 4) -> "Model | None":
+        """From `config.json` and the shapes of the tensors; None if these do not say the sizes under their usual names.
+        `number`: bytes of a number in the files that the run begins with."""
+        if not shapes:
+            return None
         try:
-            plain: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+            plain: dict[str, Any] = read_json(directory / "config.json")
             plain = plain.get("text_config", plain)
             heads, hidden = plain["num_attention_heads"], plain["hidden_size"]
             size = plain.get("head_dim") or hidden // heads
             return cls(
-                parameters=parameters, adapter=adapter, layers=plain["num_hidden_layers"], hidden=hidden,
+                parameters=numbers_in(shapes), adapter=adapter, layers=plain["num_hidden_layers"], hidden=hidden,
                 intermediate=plain["intermediate_size"], heads_width=heads * size,
                 kv_width=(plain.get("num_key_value_heads") or heads) * size, vocabulary=plain["vocab_size"],
-                context=plain["max_position_embeddings"],
-                bytes=2 if (plain.get("dtype") or plain.get("torch_dtype")) in ("bfloat16", "float16") else 4,
+                context=plain["max_position_embeddings"], head=size, largest=max(map(prod, shapes.values())),
+                bytes=number,
             )  # fmt: skip
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (KeyError, TypeError, AttributeError):
             return None
 
     @property
@@ -61,61 +79,119 @@ class Model:
         """Parameters that have gradients and moments, and that a version consists of."""
         return self.adapter or self.parameters
 
-    @property
-    def kept_by_a_layer(self) -> int:
-        """Numbers that a layer stores for each token for the backward pass: residuals and norms, queries, keys, values,
-        the output of attention, and the three products of a gated MLP."""
-        return 6 * self.hidden + 2 * self.heads_width + 2 * self.kv_width + 4 * self.intermediate
+    def kept_by_a_layer(self, number: int) -> int:
+        """Bytes that a layer stores for each token for the backward pass, with numbers of 2 or 4 bytes: residuals and
+        norms, queries, keys, values, the output of attention, and the three products of a gated MLP. Norms compute in
+        float32."""
+        kept = 6 * self.hidden + 2 * self.heads_width + 2 * self.kv_width + 4 * self.intermediate
+        return number * kept + (4 * self.hidden if number < 4 else 0)
+
+    def gathered(self, number: int) -> float:
+        """Bytes of the parameters that a rank has at a time, of no layer, and of a layer while the next one is on its
+        way (FSDP2)."""
+        outside = 2 * self.vocabulary * self.hidden
+        return number * (outside + 2 * max(0, self.parameters - outside) / self.layers)
 
 
-def trainer_memory(model: Model, config: Config) -> dict[str, float]:
-    """Bytes of each rank of the trainer on its device, by what they are."""
-    t = config.trainer
-    tokens = t.micro_batch_tokens
-    activations = model.layers * model.kept_by_a_layer
-    if t.activation_checkpointing:
-        activations = model.layers * model.hidden + model.kept_by_a_layer
-    logits = min(4 * tokens * model.vocabulary, LOGIT_BYTES) * LOGIT_COPIES
+def trainer_memory(model: Model, config: Config, reference: Model | None = None) -> dict[str, float]:
+    """Bytes of each rank of the trainer on its device, by what they are. `reference`: the model of the reference or
+    teacher; None if its sizes are not known."""
+    t, number = config.trainer, computed_bytes(config)
     share, trained = (model.parameters + model.adapter) / t.ranks, model.trained / t.ranks
-    bf16 = runs_in_bf16(config)
-    parts = {"weights": 4.0 * share}
-    if halved := bf16 and t.ranks == 1:
-        parts = {"bfloat16 weights": 2.0 * share, "float32 masters": 4.0 * trained}
-    parts |= {"gradients": 4.0 * trained, "moments": 8.0 * trained}
-    if t.ranks > 1:  # FSDP2 gathers the parameters of no layer, and of a layer while the next one is on its way
-        outside = 2 * model.vocabulary * model.hidden
-        layers = 2 * max(0, model.parameters - outside) / model.layers
-        parts["gathered parameters"] = (2.0 if bf16 else 4.0) * (outside + layers)
+    own = None if reference is None or not loads_reference(config) else reference
+    held = {"weights": 4.0 * share}
+    if halved := number < 4 and t.ranks == 1:
+        held = {"bfloat16 weights": 2.0 * share, "float32 masters": 4.0 * trained}
+    held |= {"gradients": 4.0 * trained, "moments": 8.0 * trained}
+    if own is not None:
+        held["reference"] = (2.0 if halved else 4.0) * own.parameters / t.ranks
     if t.cpu_offload and (halved or t.ranks > 1):
-        parts = {name: parts[name] for name in ("bfloat16 weights", "gathered parameters") if name in parts}
-    settings = config.trainer_settings()
-    adapted = settings.lora is not None and settings.reference_path is None  # then it is the model without its adapter
-    if settings.needs_reference and not adapted and "ref_logprobs" not in config.limits().scored_apart:
-        parts["reference"] = (2.0 if halved else 4.0) * model.parameters / t.ranks
-    return {**parts, "activations": 4.0 * tokens * activations, "logits": float(logits)}
+        held = {name: held[name] for name in ("bfloat16 weights", "reference") if halved and name in held}
+    if t.ranks > 1:
+        held["gathered parameters"] = max(one.gathered(number) for one in (model, own) if one is not None)
+    kept = model.layers * model.kept_by_a_layer(number)
+    if t.activation_checkpointing:
+        kept = model.layers * model.hidden * number + model.kept_by_a_layer(number)
+    return {**held, "activations": float(t.micro_batch_tokens * kept), "logits": logit_bytes(model, config)}
 
 
-def runs_in_bf16(config: Config) -> bool:
-    """Whether the trainer computes in bfloat16, as far as the configuration says; `auto` does where there is a GPU."""
+def logit_bytes(model: Model, config: Config) -> float:
+    return float(min(4 * config.trainer.micro_batch_tokens * model.vocabulary, LOGIT_BYTES) * LOGIT_COPIES)
+
+
+def computed_bytes(config: Config) -> int:
+    """Bytes of a number in the trainer's passes, as far as the configuration and this machine say."""
     t = config.trainer
-    return t.bf16 == "on" or (t.bf16 == "auto" and t.device.startswith("cuda"))
+    return 2 if t.bf16 == "on" or (t.bf16 == "auto" and on_gpu(config)) else 4
 
 
-def host_memory(model: Model, config: Config) -> dict[str, float]:
+def on_gpu(config: Config) -> bool:
+    """Whether the trainer has a GPU. With `device: auto` it has one where its memory is declared, or this machine has
+    one."""
+    t = config.trainer
+    return t.device.startswith("cuda") or (t.device == "auto" and (t.device_memory_gb > 0 or gpu_count() != 0))
+
+
+def has_reference(settings: TrainerSettings) -> bool:
+    """Whether a reference is a model of its own: without `reference_path` it is an adapter's model without the
+    adapter."""
+    return settings.needs_reference and (settings.lora is None or settings.reference_path is not None)
+
+
+def loads_reference(config: Config) -> bool:
+    """Whether the trainer holds the model of a reference."""
+    return has_reference(config.trainer_settings()) and "ref_logprobs" not in config.limits().scored_apart
+
+
+def published_bytes(config: Config, number: int) -> int:
+    """Bytes of a number of a published version. `number`: of the model's files."""
+    return WIDTHS.get(config.trainer_settings().publish_dtype, number)
+
+
+def start_memory(model: Model, config: Config, reference: Model | None = None) -> dict[str, float]:
+    """Bytes in host memory while the trainer, with all its ranks, loads models for its device."""
+    t = config.trainer
+    loaded = [model, *([reference] if reference is not None and loads_reference(config) else [])]
+    parts = {"float32 weights": 4.0 * max(one.parameters + one.adapter for one in loaded)}
+    if t.ranks > 1:
+        parts["a tensor in each rank"] = 4.0 * t.ranks * max(one.largest for one in loaded)
+    elif computed_bytes(config) < 4:
+        parts["bfloat16 copies"] = 2.0 * model.trained
+    return parts
+
+
+def host_memory(model: Model, config: Config, reference: Model | None = None) -> dict[str, float]:
     """Bytes of the trainer's process in host memory, beside those of its device."""
-    published = {"auto": model.bytes, "float32": 4}.get(config.trainer_settings().publish_dtype, 2)
-    parts = {"a version being published": float(published * model.trained)}
-    if config.trainer.cpu_offload and config.trainer.ranks == 1 and runs_in_bf16(config):
+    t, settings = config.trainer, config.trainer_settings()
+    parts = {"a version being published": float(published_bytes(config, model.bytes) * model.trained)}
+    if t.checkpoint_every and (t.ranks > 1 or on_gpu(config)):
+        most = CHECKPOINT_FILE_BYTES if t.ranks > 1 else float("inf")
+        parts["weights being saved"] = min(4.0 * model.trained, most)
+    if t.cpu_offload and t.ranks == 1 and computed_bytes(config) < 4:
         parts["masters, gradients and moments"] = 16.0 * model.trained
-    elif config.trainer.cpu_offload and config.trainer.ranks > 1:
+    elif t.cpu_offload and t.ranks > 1:
         parts["shards of every rank"] = 4.0 * (model.parameters + model.adapter) + 12.0 * model.trained
-    if (
-        config.trainer.ranks == 1
-        and config.trainer.rollback
-        and config.trainer_settings().optimizer_steps(config.scheduler.train_batch_size) > 1
-    ):
+        if reference is not None and loads_reference(config):
+            parts["reference"] = 4.0 * reference.parameters
+    if t.ranks == 1 and t.rollback and settings.optimizer_steps(config.scheduler.train_batch_size) > 1:
         parts["the copy that undoes a failed step"] = 12.0 * model.trained
     return parts
+
+
+def scorer_memory(
+    model: Model, config: Config, tasks: Sequence[str], reference: Model | None = None
+) -> dict[str, float]:
+    """Bytes of a scorer on its device. It is one process, holds whole models and makes no backward pass."""
+    number, settings = computed_bytes(config), config.trainer_settings()
+    parts = {}
+    if "old_logprobs" in tasks:
+        parts["weights"] = float(number * (model.parameters + model.adapter))
+    if "ref_logprobs" in tasks and reference is not None and (has_reference(settings) or "old_logprobs" not in tasks):
+        parts["reference"] = float(number * reference.parameters)
+    scored = [model] * ("weights" in parts) + ([reference] if reference and "reference" in parts else [])
+    layer = max((one.kept_by_a_layer(number) for one in scored), default=0)
+    parts["activations of a layer"] = float(config.trainer.micro_batch_tokens * layer)
+    return parts | {"logits": logit_bytes(model, config)}
 
 
 def replica_memory(model: Model, config: Config) -> dict[str, float]:
@@ -127,24 +203,82 @@ def replica_memory(model: Model, config: Config) -> dict[str, float]:
     return {"weights": weights, "a version being installed": float(model.bytes * model.trained), "KV cache": cache}
 
 
-def memory_lines(model: Model, config: Config) -> Iterator[str]:
+def worker_memory(model: Model, config: Config) -> dict[str, float]:
+    """Bytes that a worker of a vLLM replica needs at least: its part of the weights, and the keys and values of one
+    request at full length. Without a type vLLM computes in 2 bytes, whatever the type of the files is."""
+    args = config.rollout.engine_args
+    tensor, pipeline = args.get("tensor_parallel_size", 1), args.get("pipeline_parallel_size", 1)
+    number = WIDTHS.get(config.rollout.sampler_dtype, 2)
+    cached = 1 if str(args.get("kv_cache_dtype", "auto")).startswith("fp8") else number
+    width = max(model.kv_width / tensor, model.head)  # every worker has at least one head
+    tokens = config.rollout.longest or model.context
+    return {
+        "weights": float(number * (model.parameters + model.adapter)) / (tensor * pipeline),
+        f"KV cache of {tokens} tokens": 2.0 * cached * (model.layers / pipeline) * tokens * width,
+    }
+
+
+def memory_lines(model: Model, config: Config, reference: Model | None = None) -> Iterator[str]:
     """Lines of `engine check`. Raises: ConfigError if a device that the configuration declares is too small."""
-    trainer = trainer_memory(model, config)
+    trainer = trainer_memory(model, config, reference)
+    declared = config.trainer.device_memory_gb
     who = "the trainer" if config.trainer.ranks == 1 else f"each of the trainer's {config.trainer.ranks} ranks"
     yield f"ok: {who} needs about {shown(trainer)} on its device"
-    yield f"ok: the trainer needs about {shown(host_memory(model, config))} of host memory besides"
-    _require("trainer.device_memory_gb", config.trainer.device_memory_gb, trainer, who, TRAINER_FIX)
+    _require("trainer.device_memory_gb", declared, trainer, who, TRAINER_FIX)
+    if on_gpu(config):
+        loading = shown(start_memory(model, config, reference))
+        yield f"ok: to load the model, the trainer needs about {loading} of host memory"
+    yield f"ok: the trainer needs about {shown(host_memory(model, config, reference))} of host memory besides"
+    for tasks in config.limits().scorers():
+        scorer, who = scorer_memory(model, config, tasks, reference), f"the scorer of {' and '.join(tasks)}"
+        yield f"ok: {who} needs about {shown(scorer)} on its device"
+        _require("trainer.device_memory_gb", declared, scorer, who, SCORER_FIX)
     if config.rollout.backend == "torch":
         replica = replica_memory(model, config)
         yield f"ok: a replica needs about {shown(replica)}, the cache at full length"
         _require("rollout.device_memory_gb", config.rollout.device_memory_gb, replica, "a replica", REPLICA_FIX)
+    elif config.rollout.backend == "vllm":
+        yield from _vllm_lines(model, config)
+
+
+def _vllm_lines(model: Model, config: Config) -> Iterator[str]:
+    """Raises: ConfigError if vLLM's share of a declared device is too small for its worker."""
+    rollout, args = config.rollout, config.rollout.engine_args
+    if args.get("quantization"):
+        yield f"note: the memory of vLLM with quantization {args['quantization']} is not estimated"
+        return
+    parts = worker_memory(model, config)
+    weights, request = parts.values()
+    requests = args.get("max_num_seqs", rollout.slots * config.scheduler.samples_per_prompt)
+    who = f"each of the {workers} workers of a replica" if (workers := workers_of(args)) > 1 else "a replica"
+    yield (
+        f"ok: {who} needs at least {shown(parts)}; "
+        f"{requests} requests of that length at once fill {_size(requests * request)} of cache"
+    )
+    if rollout.transport != "vllm":
+        version = float(published_bytes(config, model.bytes) * model.trained)
+        yield f"ok: a machine with replicas holds at most 2 staged versions in shared memory, {_size(2 * version)}"
+    if rollout.device_memory_gb:
+        share = 1.0 if args.get("kv_cache_memory_bytes") else args.get("gpu_memory_utilization", VLLM_SHARE)
+        room = share * rollout.device_memory_gb * GB
+        takes = f"vLLM takes {_size(room)} of its device ({share:g} * {rollout.device_memory_gb:g} GB)"
+        if weights + request > room:
+            law = f"{who} needs at least {shown(parts)}, and {takes}"
+            raise ConfigError("rollout.device_memory_gb", rollout.device_memory_gb, law, VLLM_FIX)
+        fitting = int((room - weights) // request)
+        yield f"ok: {takes}: {_size(room - weights)} of cache, {fitting} requests of that length"
 
 
 TRAINER_FIX = (
     "set trainer.activation_checkpointing, lower trainer.micro_batch_tokens, raise trainer.ranks, "
     "or use a larger device"
 )  # fmt: skip
+SCORER_FIX = "lower trainer.micro_batch_tokens, or use a larger device"
 REPLICA_FIX = "lower rollout.slots or rollout.context, or use a larger device"
+VLLM_FIX = (
+    "raise tensor_parallel_size or gpu_memory_utilization in rollout.engine_args, lower max_model_len, "
+    "or use a larger device"
+)  # fmt: skip
 
 
 def _require(field: str, declared: float, parts: Mapping[str, float], who: str, fix: str) -> None:

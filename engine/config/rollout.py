@@ -115,7 +115,8 @@ class RolloutSection(Section):
         0.0,
         ge=0,
         le=100_000,
-        description="Memory of its device; `engine check` refuses what cannot fit (torch backend); 0: unknown.",
+        description="Memory of a replica's device, or of each vLLM worker's; `engine check` refuses what cannot fit; "
+        "0: unknown.",
     )
     gpus: float = Field(
         0.0, ge=0, le=64, description="GPUs that Ray reserves for a replica; 0: a share, or one for each vLLM worker."

@@ -160,7 +160,10 @@ class TrainerSection(Section):
     )
     device: str = Field("auto", pattern=DEVICE, description="auto, cpu, cuda or cuda:N.")
     device_memory_gb: float = Field(
-        0.0, ge=0, le=100_000, description="Memory of its device; `engine check` refuses what cannot fit; 0: unknown."
+        0.0,
+        ge=0,
+        le=100_000,
+        description="Memory of each rank's device; `engine check` refuses what cannot fit; 0: unknown.",
     )
     threads: int = Field(
         0, ge=0, le=1024, description="CPU threads of the trainer; 0: from its pool's share, or torch's default."

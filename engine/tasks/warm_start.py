@@ -21,7 +21,7 @@ from engine.tasks.dataset import Dataset
 from engine.tasks.quickstart import Progress, made_once
 from engine.trajectory import Prompt
 
-RECIPE = 1
+RECIPE = 2
 """Raised when the same settings make something else than they used to."""
 FIELD = "model.warm_start"
 PROGRESS_EVERY_S = 1.0
@@ -71,17 +71,18 @@ def warm_started(
     rows: Sequence[tuple[Prompt, str]],
     *,
     encode: Callable[[Prompt, str], Answer],
-    rendering: Mapping[str, Any],
+    settings: Mapping[str, Any],
     longest: int,
     learner: Callable[[], Learner],
     close: Callable[[Any], None],
+    export: Callable[[Path, Path], None],
     progress: Progress,
 ) -> str:
     """The directory of the model that has learned the answers, under `directory`; made unless it is there.
 
-    `encode` gives the tokens of a prompt and its answer, at most `longest` in all; `rendering` says on which settings
-    they depend. Each epoch has its own order, drawn from the seed. The learning rate rises over the first tenth of the
-    steps and then falls to a tenth.
+    `encode` gives the tokens of a prompt and its answer, at most `longest` in all; `settings` are what else the
+    result depends on. `export` writes the model of a checkpoint. Each epoch has its own order, drawn from the seed.
+    The learning rate rises over the first tenth of the steps and then falls to a tenth.
     Raises: `ConfigError` for a row that is too long.
     """
 
@@ -104,24 +105,25 @@ def warm_started(
                     last_report = time.monotonic()
                     text = f"supervised warm start: step {step + 1} of {len(batches)}, loss {losses[-1]:.3f}"
                     progress((step + 1) / len(batches), text)
-            taught.save(str(workplace / "model"), 0)
-            shutil.rmtree(workplace / "model" / "optimizer", ignore_errors=True)  # the run begins its own
+            taught.save(str(workplace / "checkpoint"), 0)
         finally:
             close(taught)
+        export(workplace / "checkpoint", workplace / "model")
+        shutil.rmtree(workplace / "checkpoint")
         seconds = round(time.monotonic() - began, 2)
         progress(1.0, f"warm start done: loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(batches)} steps, {seconds} s")
         return {"steps": len(batches), "first_loss": losses[0], "last_loss": losses[-1], "seconds": seconds}
 
-    target = directory.expanduser().resolve() / f"warm-start-{_key(model, wanted, rendering, rows)}"
+    target = directory.expanduser().resolve() / f"warm-start-{_key(model, wanted, settings, rows)}"
     made_once(target, make)
     return str(target / "model")
 
 
-def _key(model: str, wanted: WarmStart, rendering: Mapping[str, Any], rows: Sequence[tuple[Prompt, str]]) -> str:
+def _key(model: str, wanted: WarmStart, settings: Mapping[str, Any], rows: Sequence[tuple[Prompt, str]]) -> str:
     answers = hashlib.sha256()
     for prompt, answer in rows:
         answers.update(json.dumps([prompt.text, prompt.fields, answer], sort_keys=True, default=str).encode())
-    made_of = {"recipe": RECIPE, "model": model, "answers": answers.hexdigest(), "rendering": rendering}
+    made_of = {"recipe": RECIPE, "model": model, "answers": answers.hexdigest(), "settings": settings}
     made_of |= asdict(wanted)
     text = json.dumps(made_of, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

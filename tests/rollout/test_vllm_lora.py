@@ -8,11 +8,16 @@ import pytest
 import torch
 import vllm_engines
 from backends import WIDE, build, go_on, hold, run
+from reference_sync import digest
+from safetensors.torch import load_file
 from test_vllm_weights import PROMPT, assert_samples, greedy
 
 from engine.errors import EngineError
 from engine.lora import Lora, adapter_tensors, add_adapter
 from engine.rollout.backend import SampleResult
+from engine.shared_weights import PublishedTensors
+from engine.training.model_trainer import ModelTrainer
+from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import Span
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -38,8 +43,21 @@ def adapted(version: int) -> Any:
     return model
 
 
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> ModelTrainer:
+    folder = str(tmp_path_factory.mktemp("trained"))
+    build("qwen2-untied", **WIDE).save_pretrained(folder)
+    return ModelTrainer(folder, TrainerSettings(lora=LORA, device="cpu"))
+
+
 def published(version: int) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in adapter_tensors(adapted(version)).items()}
+
+
+def publish(trainer: ModelTrainer, version: int) -> PublishedTensors:
+    """What a trainer publishes whose adapter is that of a version."""
+    trainer.start_from(published(version), 0)
+    return trainer.weights()
 
 
 def assert_samples_in_turn(models: list[Any], result: SampleResult) -> None:
@@ -56,17 +74,27 @@ def files_of(engine: Any) -> list[str]:
     return sorted(path.name for path in engine.staging.glob("*/*"))
 
 
-def test_each_version_is_an_adapter_and_frozen_requests_continue_with_the_new_one(engine: Any) -> None:
+def digest_in_force(engine: Any) -> str:
+    """Of the tensors in the file from which vLLM loaded the adapter in force."""
+    [file] = engine.staging.glob("*/adapter_model.safetensors")
+    return digest(load_file(file))
+
+
+def test_each_version_is_the_trainers_adapter_and_frozen_requests_continue_with_the_new_one(
+    engine: Any, trainer: ModelTrainer
+) -> None:
     async def scenario() -> None:
         first = await engine.sample(greedy("first"))
         assert first.spans == [Span(0, 40, 0)]
         assert_samples(adapted(0), first)
         kept = asyncio.create_task(engine.sample(greedy("kept", 60)))
         await hold(engine, 20)
-        await engine.stage(1, published(1))
+        first_adapter = publish(trainer, 1)
+        await engine.stage(1, first_adapter)
         await engine.pause("keep")
         await engine.install(1)
         await engine.resume()
+        assert digest_in_force(engine) == digest(first_adapter)
         go_on(engine)
         result = await kept
         assert [span.version for span in result.spans] == [0, 1]
@@ -75,10 +103,12 @@ def test_each_version_is_an_adapter_and_frozen_requests_continue_with_the_new_on
         assert after.token_ids != first.token_ids
         for version in (2, 3):
             assert_samples(adapted(version - 1), after)
-            await engine.stage(version, published(version))
+            adapter = publish(trainer, version)
+            await engine.stage(version, adapter)
             await engine.pause("abort")
             await engine.install(version)
             await engine.resume()
+            assert digest_in_force(engine) == digest(adapter), "to the bit what the trainer published"
             after = await engine.sample(greedy(f"{version}"))
             assert after.spans == [Span(0, 40, version)]
         assert_samples(adapted(3), after)

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from digested_weights import Digested, note_installs
 from safetensors.torch import load_file
 
 from engine.actors.configured_plan import plan_of
 from engine.config.loading import parse_config
 from engine.events import WeightsInstalled
-from engine.ids import Version
-from engine.rollout.torch.torch_backend import TorchBackend
 from engine.runtime.local import run_plan
 from engine.training.model_trainer import ModelTrainer
 
@@ -24,19 +22,6 @@ from ray_plans import SMALLEST, check_record, events_of
 from reference_sync import digest
 
 STEPS = 3
-
-
-class Digested(ModelTrainer):
-    """Notes the digest of every version that it publishes."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.digests: list[str] = []
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        weights = super().weights()
-        self.digests.append(digest(weights))
-        return weights
 
 
 def test_the_adapter_at_each_replica_is_the_trainers_to_the_bit(
@@ -56,15 +41,7 @@ def test_the_adapter_at_each_replica_is_the_trainers_to_the_bit(
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     planned = plan_of(parse_config(config), run_dir)
-    installed: list[tuple[Version, str]] = []
-    install = TorchBackend.install
-
-    async def digested(backend: TorchBackend, version: Version) -> None:
-        await install(backend, version)
-        held = {name: tensor.detach() for name, tensor in backend._model.installable().items()}
-        installed.append((version, digest(held)))
-
-    monkeypatch.setattr(TorchBackend, "install", digested)
+    installed = note_installs(monkeypatch)
     made: list[Digested] = []
 
     def make_trainer(*arguments: Any) -> Digested:

@@ -1,6 +1,8 @@
 """The supervised warm start: the model learns written answers before the run, once, on one rank or several."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +64,24 @@ def test_the_model_learns_the_answers_once(made: Prepared, tmp_path: Path) -> No
     said.clear()
     assert inputs_of(config, lambda done, text: said.append(text)).model == model and not said, "found, not made"
     other = configured(made, tmp_path, rows=ROWS[:4], start={"epochs": 1, "path": str(tmp_path / "ans*.jsonl")})
-    assert inputs_of(other).model != model and RECIPE == 1
+    assert inputs_of(other).model != model and RECIPE == 2
+
+
+def test_an_adapter_learns_the_answers_and_is_merged_in_the_type_of_the_model(made: Prepared, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(made.model_path, model)
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(model)
+    config = configured(replace(made, model_path=str(model)), tmp_path, lora={"rank": 4})
+    learned = inputs_of(config).model
+    measured = description(learned)
+    assert measured["last_loss"] < 0.9 * measured["first_loss"]
+    assert not (Path(learned) / "adapter_config.json").exists() and (Path(learned) / "tokenizer.json").is_file()
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (model, learned))
+    assert after.dtype == torch.bfloat16
+    changed = {name for name, value in after.state_dict().items() if not torch.equal(value, before.state_dict()[name])}
+    assert changed and all("_proj" in name for name in changed), "only what the adapter reaches"
+    whole = configured(replace(made, model_path=str(model)), tmp_path)
+    assert inputs_of(whole).model != learned, "without an adapter it is another model"
 
 
 def test_ranks_learn_the_same(made: Prepared, tmp_path: Path) -> None:
