@@ -172,8 +172,9 @@ def packing_for(model: Any, settings: TrainerSettings) -> Packing:
 
 
 def entropy_of(logprobs: Tensor) -> Tensor:
-    """-Σ p log p of each row of [tokens, vocabulary]; a token of probability 0 (log-prob -inf) adds 0."""
-    return torch.special.entr(logprobs.exp()).sum(-1)
+    """-Σ p log p of each row of [tokens, vocabulary]. A token of probability 0 (log-prob -inf, or so low that exp is 0)
+    adds 0, to the gradient as well, which a function of p alone would have infinite."""
+    return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
 
 
 def body_and_head(model: Any) -> tuple[Callable[..., Any], Any] | None:
