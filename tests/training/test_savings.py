@@ -13,6 +13,7 @@ from engine.training import gradients
 from engine.training.advantages import set_advantages
 from engine.training.batch import Sample, pack
 from engine.training.gradients import Policy, accumulate_gradient, body_and_head
+from engine.training.model_scorer import ModelScorer
 from engine.training.model_trainer import ModelTrainer
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import TrajectoryGroup
@@ -144,6 +145,36 @@ def test_old_log_probs_are_neither_ordered_nor_computed_for_one_optimizer_step(
     two = TrainerSettings(old_policy="proximal", epochs_per_batch=2)
     ModelTrainer(model_path, two).train(mixed(group, as_batch))
     assert scored == [8], "and only of trajectories with a gradient"
+
+
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [({}, 8), ({"kl_loss_coef": 0.1}, 16), ({"entropy_coef": 0.1}, 16), ({"kl_reward_coef": 0.1}, 16)],
+)
+def test_ordered_old_log_probs_are_those_of_trajectories_with_a_gradient(
+    model_path: str, group: Make, as_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any],
+    passed: int,
+) -> None:  # fmt: skip
+    """A KL in the reward makes advantages that are not known before the reference has scored."""
+    settings = TrainerSettings(old_policy="proximal", policy_mini_batch_size=2, learning_rate=1e-2, **given)
+    ordered, unordered, apart = (
+        ModelTrainer(model_path, settings, scored_apart=names) for names in ((), (), ("old_logprobs",))
+    )
+    scorer = ModelScorer(model_path, settings, ("old_logprobs",))
+    scored: list[int] = []
+    original = Policy.score
+    batch, elsewhere = mixed(group, as_batch), mixed(group, as_batch)
+    with monkeypatch.context() as patch:
+        patch.setattr(Policy, "score", lambda policy, given: scored.append(len(given)) or original(policy, given))
+        ordered.score(batch, "old_logprobs")
+        elsewhere.scores = {"old_logprobs": scorer.score(elsewhere, "old_logprobs")}
+    assert scored == [passed] * 2
+    for trainer, one in ((ordered, batch), (unordered, mixed(group, as_batch)), (apart, elsewhere)):
+        metrics = trainer.train(one)
+        assert metrics["optimizer_steps"] == 2 and metrics["nonfinite_trajectories"] == 0
+    for trainer in (ordered, apart):
+        assert trainer.rollout_figures() == unordered.rollout_figures(), "no gap where there was no pass"
+        assert all(torch.equal(trainer.weights()[name], value) for name, value in unordered.weights().items())
 
 
 def test_an_empty_minibatch_leaves_parameters_alone_that_no_minibatch_reaches(
