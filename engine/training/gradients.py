@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from engine.errors import ConfigError
 from engine.training.batch import LEAST_SHARED, PADDED, MicroBatch, Packing, Rows, Sample, idle_pass, pack, units_of
@@ -106,8 +107,9 @@ class Policy:
             parameter.grad = torch.zeros_like(parameter)
 
     def _of_hidden(self, hidden: Tensor, targets: Tensor, head: Any, entropy: bool) -> tuple[Tensor, Tensor]:
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16 and not self.settings.fp32_head):
-            if self.settings.fp32_head:
+        fp32 = self.settings.fp32_head and isinstance(head, torch.nn.Linear)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16 and not fp32):
+            if fp32:
                 bias = None if head.bias is None else head.bias.float()
                 logits = torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
             else:
@@ -172,21 +174,53 @@ def packing_for(model: Any, settings: TrainerSettings) -> Packing:
 
 
 def entropy_of(logprobs: Tensor) -> Tensor:
-    """-Σ p log p of each row of [tokens, vocabulary]; a token of probability 0 (log-prob -inf) adds 0."""
-    return torch.special.entr(logprobs.exp()).sum(-1)
+    """-Σ p log p of each row of [tokens, vocabulary]. A token of probability 0 (log-prob -inf, or so low that exp is 0)
+    adds 0, to the gradient as well, which a function of p alone would have infinite."""
+    return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
+
+
+class OwnHead:
+    """What a model does with the hidden states of its body, for a model that does more than to apply a linear head:
+    that scales or caps its logits."""
+
+    def __init__(self, model: Any, body: Any, linear: torch.nn.Linear) -> None:
+        self._model = model
+        self._body = body
+        self._linear = linear
+
+    @property
+    def weight(self) -> Tensor:
+        """Of the linear head. [vocabulary, hidden]"""
+        return self._linear.weight
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[tokens, hidden] to [tokens, vocabulary]: the model's own forward pass, with these as its body's result."""
+        output = BaseModelOutputWithPast(last_hidden_state=hidden[None])
+        self._body.forward = lambda *_, **__: output
+        try:
+            logits: Tensor = self._model(input_ids=self._ids(hidden), use_cache=False).logits[0]
+        finally:
+            del self._body.forward  # that of its class is there again
+        return logits
+
+    def _ids(self, hidden: Tensor) -> Tensor:
+        return torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
 
 
 def body_and_head(model: Any) -> tuple[Callable[..., Any], Any] | None:
-    """The part of a transformers model that gives hidden states, and its linear head. None if the head applied to the
-    hidden states is not what the model does, because it scales or caps its logits: then all logits are computed."""
-    body, head = getattr(model, "base_model", None), getattr(model, "get_output_embeddings", lambda: None)()
-    if body is None or body is model or not isinstance(head, torch.nn.Linear):
+    """The part of a transformers model that gives hidden states, and what makes logits of them: its linear head, or its
+    `OwnHead`. None if neither gives the model's logits: then all of them are computed."""
+    body, linear = getattr(model, "base_model", None), getattr(model, "get_output_embeddings", lambda: None)()
+    if body is None or body is model or not isinstance(linear, torch.nn.Linear):
         return None
-    ids = torch.arange(2, device=head.weight.device)[None]
+    ids = torch.arange(2, device=linear.weight.device)[None]
     with torch.no_grad():
-        whole = model(input_ids=ids, use_cache=False).logits
-        parts = head(body(input_ids=ids, use_cache=False).last_hidden_state)
-    return (body, head) if torch.allclose(whole.float(), parts.float(), rtol=1e-4, atol=1e-5) else None
+        whole = model(input_ids=ids, use_cache=False).logits[0]
+        hidden = body(input_ids=ids, use_cache=False).last_hidden_state[0]
+        for head in (linear, OwnHead(model, body, linear)):
+            if torch.allclose(whole.float(), head(hidden).float(), rtol=1e-4, atol=1e-5):
+                return body, head
+    return None
 
 
 def checkpoint_layers(model: Any) -> int:

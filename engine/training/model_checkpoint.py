@@ -27,10 +27,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, reason_of
 from engine.ids import StepId
 from engine.lora import CONFIG_FILE, WEIGHTS_FILE, adapter_tensors, has_adapter, lora_of, merged_model, write_adapter
 from engine.training.masters import Masters
@@ -123,7 +124,8 @@ def write_checkpoint(
     masters: Masters | None = None,
 ) -> None:
     """Write a checkpoint. One of the same step that is there already is kept: a repeated order changes nothing. With
-    several ranks the first one holds all weights for a while; moments are written by the rank that has them.
+    several ranks the first one holds all weights for a while; moments are written by the rank that has them. If one
+    rank cannot write, all raise, and the checkpoint is not there. Collective.
 
     Raises `ConfigError` where the directory holds anything else.
     """
@@ -133,11 +135,11 @@ def write_checkpoint(
         raise ConfigError("checkpoint directory", str(directory), "is not empty", "use a new or empty directory")
     unfinished = directory.parent / f".{directory.name}.unfinished"
     first = ranks.index == 0
-    if first:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-    ranks.meet()
+    with ranks.together():
+        if first:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
     masters = masters or Masters()
     whole = {}
     for name, value in trained_tensors(model).items():
@@ -145,31 +147,38 @@ def write_checkpoint(
         if first:
             whole[name] = gathered.cpu()
     if moments := optimizer_tensors(model, optimizer, masters):
-        with _quiet_dcp():
-            writer = HuggingFaceStorageWriter(str(unfinished / OPTIMIZER), save_distributed=True)
-            dcp.save({**moments}, storage_writer=writer, no_dist=ranks.count == 1)
-    if first:
-        if has_adapter(model):
-            write_adapter(unfinished, whole, lora_of(model), model_path)
-            _copy_tokenizer(model_path, unfinished, leave=("config.json",))
-        else:
-            model.save_pretrained(unfinished, state_dict=whole, max_shard_size="1TB")
-            _name_type(unfinished / "config.json", torch.float32)
-            _copy_tokenizer(model_path, unfinished)
-        save_file(random_state(), unfinished / "random.safetensors")
-        record = {
-            "format": FORMAT,
-            "step": state.step,
-            "optimizer_steps": state.optimizer_steps,
-            "settings": state.settings,
-        }
-        (unfinished / STATE_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        for path in sorted(unfinished.rglob("*")):
-            _fsync(path)
-        _fsync(unfinished)
-        os.rename(unfinished, directory)
-        _fsync(directory.parent)
-    ranks.meet()
+        write_moments(unfinished / OPTIMIZER, moments, ranks)
+    with ranks.together():
+        if first:
+            _write_model(unfinished, model, whole, model_path)
+            _finish(unfinished, state)
+            os.rename(unfinished, directory)
+            _fsync(directory.parent)
+
+
+def _write_model(folder: Path, model: PreTrainedModel, whole: dict[str, Tensor], model_path: str) -> None:
+    if has_adapter(model):
+        write_adapter(folder, whole, lora_of(model), model_path)
+        _copy_tokenizer(model_path, folder, leave=("config.json",))
+        return
+    model.save_pretrained(folder, state_dict=whole, max_shard_size="1TB")
+    _name_type(folder / "config.json", torch.float32)
+    _copy_tokenizer(model_path, folder)
+
+
+def _finish(folder: Path, state: TrainerState) -> None:
+    """Write the random states and the numbers; then every byte is on disk."""
+    save_file(random_state(), folder / "random.safetensors")
+    record = {
+        "format": FORMAT,
+        "step": state.step,
+        "optimizer_steps": state.optimizer_steps,
+        "settings": state.settings,
+    }
+    (folder / STATE_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    for path in sorted(folder.rglob("*")):
+        _fsync(path)
+    _fsync(folder)
 
 
 def read_state(directory: Path) -> TrainerState:
@@ -305,6 +314,18 @@ def optimizer_tensors(
         for name, parameter in model.named_parameters()
         for kind, value in optimizer.state.get(masters.of(parameter), {}).items()
     }
+
+
+def write_moments(folder: Path, moments: Mapping[str, Tensor], ranks: Ranks) -> None:
+    """Write the tensors of `optimizer_tensors`, each rank its own shards. Collective. Raises: `OSError`, in every rank,
+    if one of them cannot write."""
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        with _quiet_dcp():
+            dcp.save({**moments}, storage_writer=writer, no_dist=ranks.count == 1)
+    except CheckpointException as error:  # not an `Exception`, and the same in every rank
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise OSError(f"rank {rank} cannot write the optimizer's state: {reason_of(cause)}") from cause
 
 
 def read_moments(

@@ -7,7 +7,7 @@ models that its tasks need and no others, and must never train one.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from engine.errors import ConfigError, EngineError
 from engine.lora import add_adapter, without_adapter
 from engine.protocols import Batch
+from engine.training.advantages import set_advantages
 from engine.training.batch import Sample, samples_of
 from engine.training.device import device_named, runs_in_bf16
 from engine.training.gradients import Policy
@@ -26,6 +27,31 @@ from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import TrajectoryGroup
 
 # -- scores ------------------------------------------------------------------------------------------------------------
+
+
+class Scoring(Protocol):
+    """A `Policy`, or one without its adapter."""
+
+    def score(self, samples: Sequence[Sample]) -> list[Tensor]: ...
+
+
+def score_old(policy: Scoring, groups: Sequence[Sequence[Sample]], settings: TrainerSettings) -> list[Tensor]:
+    """Log-probs of each sample under the policy's present weights, before the batch is trained. A sample that the loss
+    will not read, because its advantage is 0, gets NaN without a forward pass. [samples][tokens] float32
+
+    If advantages need the reference model, which may not have scored yet, every sample is scored. Collective.
+    """
+    samples = [sample for group in groups for sample in group]
+    if settings.needs_every_token or settings.shapes_by_reference:
+        return policy.score(samples)
+    set_advantages(groups, settings)
+    return score_taught(policy, samples)
+
+
+def score_taught(policy: Scoring, samples: Sequence[Sample]) -> list[Tensor]:
+    """Log-probs of each sample, NaN for those whose advantage is 0. Collective. [samples][tokens] float32"""
+    scored = iter(policy.score([sample for sample in samples if not sample.teaches_nothing]))
+    return [torch.full((sample.tokens,), torch.nan) if sample.teaches_nothing else next(scored) for sample in samples]
 
 
 def scores_of(
@@ -141,7 +167,7 @@ class ModelScorer:
         transformers_logging.disable_progress_bar()
         device = device_named(settings.device)
         bf16 = runs_in_bf16(settings.bf16, device)
-        self._filter_overlong = settings.filter_overlong
+        self._settings = settings
         self._policies: dict[str, Reference] = {}
         trained: Policy | None = None
         if "old_logprobs" in tasks:
@@ -158,9 +184,13 @@ class ModelScorer:
 
     def score(self, batch: Batch, task: str) -> list[list[list[float]]]:
         """See `protocols.Scorer`. Raises `DataFailure` for a trajectory that cannot be trained on."""
-        left_out = self._filter_overlong
-        samples = [sample for group in batch.groups for sample in samples_of(group, filter_overlong=left_out)]
-        return scores_of(batch.groups, self._policy(task).score(samples), filter_overlong=left_out)
+        left_out, policy = self._settings.filter_overlong, self._policy(task)
+        groups = [samples_of(group, filter_overlong=left_out) for group in batch.groups]
+        if task == "old_logprobs":
+            scored = score_old(policy, groups, self._settings)
+        else:
+            scored = policy.score([sample for group in groups for sample in group])
+        return scores_of(batch.groups, scored, filter_overlong=left_out)
 
     def load(self, weights: Any) -> None:
         """Take the weights by their names, as `ModelTrainer.weights` gives them."""

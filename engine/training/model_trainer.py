@@ -41,7 +41,7 @@ from engine.training.model_checkpoint import (
     trained_tensors,
     write_checkpoint,
 )
-from engine.training.model_scorer import Reference, given_scores, load_reference, tokens_of
+from engine.training.model_scorer import Reference, given_scores, load_reference, score_old, score_taught, tokens_of
 from engine.training.ranks import ALONE, Ranks
 from engine.training.trainer_settings import TrainerSettings
 
@@ -138,9 +138,10 @@ class ModelTrainer:
         """
         if task not in ("old_logprobs", "ref_logprobs"):
             raise ConfigError("trainer task", task, "this trainer cannot score it", "use old_logprobs or ref_logprobs")
-        samples = [sample for group in self._samples(batch) for sample in group]
+        groups = self._samples(batch)
+        samples = [sample for group in groups for sample in group]
         if task == "old_logprobs" and self.settings.needs_proximal:
-            self._proximal = (self._score_key(batch, samples), self.policy.score(samples))
+            self._proximal = (self._score_key(batch, samples), score_old(self.policy, groups, self.settings))
         if task == "ref_logprobs" and self.reference is not None:
             self._reference = (self._score_key(batch, samples), self.reference.score(samples))
 
@@ -330,12 +331,12 @@ class ModelTrainer:
             scored = self._proximal[1]
         elif self.settings.optimizer_steps(len(groups)) > 1:
             every = self.settings.needs_every_token
-            samples = [sample for sample in samples if every or not sample.teaches_nothing]
-            scored = self.policy.score(samples)
+            scored = self.policy.score(samples) if every else score_taught(self.policy, samples)
         else:
             return
         for sample, logprobs in zip(samples, scored, strict=True):
-            sample.proximal = logprobs
+            if not (sample.teaches_nothing and logprobs.isnan().any()):  # else it had no pass
+                sample.proximal = logprobs
 
     def _set_reference(self, batch: Batch, groups: Sequence[Sequence[Sample]], given: list[Tensor] | None) -> None:
         """Give each sample its log-probs under the reference model, as scored before or now."""

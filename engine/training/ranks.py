@@ -5,7 +5,8 @@ method of `Sharded` that says "collective" must be called by all ranks in the sa
 process, for which all of them are trivial.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from engine.errors import EngineError, reason_of
 
 Run = Callable[..., Any]
 """`run(function, *arguments)` calls the function while the model's own parameters are there."""
@@ -37,8 +40,11 @@ class Ranks:
         """Indices of the loads that belong to this rank."""
         return list(range(len(loads)))
 
-    def meet(self) -> None:
-        """Wait until every rank is here. Collective."""
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Context manager: if the block raises in one rank, every rank raises. The block must not be collective, but
+        the context manager is: it ends when all ranks have left the block."""
+        yield
 
     def most(self, count: int) -> int:
         """The largest of the ranks' counts. Collective."""
@@ -103,8 +109,20 @@ class Sharded(Ranks):
                 own.append(index)
         return sorted(own)
 
-    def meet(self) -> None:
-        dist.barrier()
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        reasons = [""] * self.count
+        dist.all_gather_object(reasons, "" if failure is None else reason_of(failure))
+        if failure is not None:
+            raise failure
+        for rank, reason in enumerate(reasons):
+            if reason:
+                raise EngineError(f"rank {rank} of {self.count} failed: {reason}")
 
     def most(self, count: int) -> int:
         return int(self.largest(torch.tensor(count)))

@@ -221,6 +221,11 @@ class TrainerSettings:
         """Whether the loss has a gradient also where the advantage is 0."""
         return self.kl_loss_coef > 0 or self.entropy_coef > 0
 
+    @property
+    def shapes_by_reference(self) -> bool:
+        """Whether advantages need log-probs of the reference model."""
+        return self.kl_reward_coef > 0 or self.distills
+
     def optimizer_steps(self, groups: int) -> int:
         """Optimizer steps of a batch of so many groups."""
         size = self.policy_mini_batch_size or max(1, groups)

@@ -4,6 +4,7 @@ Ranks are real processes over gloo.
 """
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -163,6 +164,25 @@ def test_what_a_rank_refuses_is_raised_as_it_is(model_path: str, batch: MakeBatc
         with pytest.raises(ConfigError, match="is not empty"):
             trainer.save(str(tmp_path / "full"), 1)
         assert trainer.train(batch(0))["optimizer_steps"] == 2, "an error of all ranks costs the call alone"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_checkpoint_that_one_rank_cannot_write_is_no_lost_trainer(
+    model_path: str, batch: MakeBatch, tmp_path: Path, rank: int
+) -> None:
+    """The first rank writes the weights, each its moments."""
+    with of_ranks(2, model_path) as trainer:
+        trainer.train(batch(0))
+        _, hard = resource.prlimit(trainer.pids[rank], resource.RLIMIT_FSIZE)
+        resource.prlimit(trainer.pids[rank], resource.RLIMIT_FSIZE, (512, hard))  # bytes, as if the disk were full
+        with pytest.raises(Exception, match="File too large") as raised:
+            trainer.save(str(tmp_path / "step-1"), 1)
+        assert not isinstance(raised.value, TrainerSpoiled)
+        assert not (tmp_path / "step-1").exists()
+        resource.prlimit(trainer.pids[rank], resource.RLIMIT_FSIZE, (hard, hard))
+        trainer.train(batch(1))
+        trainer.save(str(tmp_path / "step-2"), 2)
+        assert trainer.load(str(tmp_path / "step-2")) == 2
 
 
 def test_gathered_weights_may_be_bfloat16(model_path: str, batch: MakeBatch) -> None:

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, LlamaForCausalLM
 
 from engine.protocols import Batch
 from engine.training import gradients
 from engine.training.advantages import set_advantages
 from engine.training.batch import Sample, pack
 from engine.training.gradients import Policy, accumulate_gradient, body_and_head
+from engine.training.model_scorer import ModelScorer
 from engine.training.model_trainer import ModelTrainer
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import TrajectoryGroup
@@ -118,14 +119,56 @@ def test_checkpointed_activations_have_the_same_gradient(model_path: str, group:
     assert not saving.model.training
 
 
-def test_a_model_that_caps_its_logits_is_asked_for_them(tmp_path: Path, model_path: str) -> None:
-    """Gemma 2 caps its logits after the head; the head's own output would be wrong."""
-    config = Gemma2Config(
-        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, final_logit_softcapping=0.05, initializer_range=0.5,
-    )  # fmt: skip
-    assert body_and_head(Gemma2ForCausalLM(config).eval()) is None
-    assert body_and_head(AutoModelForCausalLM.from_pretrained(model_path)) is not None
+SMALL: dict[str, Any] = {
+    "vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "initializer_range": 0.5, "eos_token_id": 1, "bos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GraniteConfig(**SMALL, logits_scaling=3.0),
+        CohereConfig(**SMALL, logit_scale=0.1),
+        Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=0.5),
+    ],
+    ids=["Granite", "Cohere", "Gemma 2"],
+)
+@pytest.mark.parametrize("packing", ["auto", "off"])
+def test_models_that_scale_or_cap_logits_compute_those_of_trained_tokens(
+    tmp_path: Path, group: Make, as_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch, config: Any, packing: str
+) -> None:
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    trainer = ModelTrainer(str(tmp_path), TrainerSettings(packing=packing, entropy_coef=0.1))
+    assert trainer.policy.packing.packed == (packing == "auto" and config.model_type != "gemma2")
+    samples = prepared(trainer, mixed(group, as_batch))
+    rows: list[int] = []
+    trainer.model.get_output_embeddings().register_forward_hook(lambda *given: rows.append(given[2].numel() // 16))
+    saved, scored = gradient_of(trainer, samples), trainer.policy.score(samples)
+    trained = sum(sample.tokens for sample in samples)
+    assert rows == [trained, trained]
+    monkeypatch.setattr(gradients, "LOGIT_BYTES", 5 * 4 * 16)
+    in_parts = gradient_of(trainer, samples)
+    monkeypatch.setattr(trainer.policy, "_parts", None)
+    assert close(in_parts, saved) and close(gradient_of(trainer, samples), saved)
+    for one, other in zip(scored, trainer.policy.score(samples), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+class Shifted(LlamaForCausalLM):
+    """Its logits are not those of its head alone, nor of a forward pass without the tokens."""
+
+    def forward(self, input_ids: torch.Tensor, **given: Any) -> Any:
+        output = super().forward(input_ids, **given)
+        output.logits = output.logits + input_ids[:, :, None]
+        return output
+
+
+def test_a_model_that_makes_its_logits_in_another_way_is_asked_for_them(model_path: str) -> None:
+    assert body_and_head(Shifted.from_pretrained(model_path).eval()) is None
+    found = body_and_head(AutoModelForCausalLM.from_pretrained(model_path))
+    assert found is not None and isinstance(found[1], torch.nn.Linear)
 
 
 def test_old_log_probs_are_neither_ordered_nor_computed_for_one_optimizer_step(
@@ -144,6 +187,36 @@ def test_old_log_probs_are_neither_ordered_nor_computed_for_one_optimizer_step(
     two = TrainerSettings(old_policy="proximal", epochs_per_batch=2)
     ModelTrainer(model_path, two).train(mixed(group, as_batch))
     assert scored == [8], "and only of trajectories with a gradient"
+
+
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [({}, 8), ({"kl_loss_coef": 0.1}, 16), ({"entropy_coef": 0.1}, 16), ({"kl_reward_coef": 0.1}, 16)],
+)
+def test_ordered_old_log_probs_are_those_of_trajectories_with_a_gradient(
+    model_path: str, group: Make, as_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any],
+    passed: int,
+) -> None:  # fmt: skip
+    """A KL in the reward makes advantages that are not known before the reference has scored."""
+    settings = TrainerSettings(old_policy="proximal", policy_mini_batch_size=2, learning_rate=1e-2, **given)
+    ordered, unordered, apart = (
+        ModelTrainer(model_path, settings, scored_apart=names) for names in ((), (), ("old_logprobs",))
+    )
+    scorer = ModelScorer(model_path, settings, ("old_logprobs",))
+    scored: list[int] = []
+    original = Policy.score
+    batch, elsewhere = mixed(group, as_batch), mixed(group, as_batch)
+    with monkeypatch.context() as patch:
+        patch.setattr(Policy, "score", lambda policy, given: scored.append(len(given)) or original(policy, given))
+        ordered.score(batch, "old_logprobs")
+        elsewhere.scores = {"old_logprobs": scorer.score(elsewhere, "old_logprobs")}
+    assert scored == [passed] * 2
+    for trainer, one in ((ordered, batch), (unordered, mixed(group, as_batch)), (apart, elsewhere)):
+        metrics = trainer.train(one)
+        assert metrics["optimizer_steps"] == 2 and metrics["nonfinite_trajectories"] == 0
+    for trainer in (ordered, apart):
+        assert trainer.rollout_figures() == unordered.rollout_figures(), "no gap where there was no pass"
+        assert all(torch.equal(trainer.weights()[name], value) for name, value in unordered.weights().items())
 
 
 def test_an_empty_minibatch_leaves_parameters_alone_that_no_minibatch_reaches(

@@ -11,7 +11,7 @@ from engine.errors import DataFailure
 from engine.protocols import Batch
 from engine.training.advantages import set_advantages
 from engine.training.batch import pack, samples_of
-from engine.training.gradients import accumulate_gradient
+from engine.training.gradients import accumulate_gradient, entropy_of
 from engine.training.model_trainer import ModelTrainer
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import Span, TrajectoryGroup
@@ -118,6 +118,19 @@ def test_entropy_of_the_sampling_distribution(model_path: str, group: Make) -> N
     table = (trainer.model(micro.input_ids).logits[0, 2:4] / 0.5).softmax(-1)
     expected = (-(table * table.log()).sum(-1)).tolist()
     assert trainer.policy.logprobs(micro).entropy.tolist() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("gap", [80.0, 95.0, 102.0, 110.0, float("inf")])
+def test_entropy_of_a_token_that_cannot_be_drawn_has_the_gradient_zero(gap: float) -> None:
+    """exp of -95 is a denormal number, of -110 zero, in float32."""
+    logits = torch.tensor([[0.0, 1.0, -gap]], requires_grad=True)
+    entropy = entropy_of(logits.log_softmax(-1))
+    entropy.sum().backward()
+    known = torch.tensor([[0.0, 1.0]], requires_grad=True)
+    expected = torch.distributions.Categorical(logits=known).entropy()
+    expected.sum().backward()
+    assert torch.allclose(entropy, expected) and logits.grad is not None and known.grad is not None
+    assert torch.allclose(logits.grad[:, :2], known.grad) and logits.grad[0, 2].abs() < 1e-30
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
