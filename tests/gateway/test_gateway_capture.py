@@ -134,7 +134,12 @@ def test_two_conversations_under_one_key_are_kept_apart() -> None:
     assert tokenizer().decode(right.prompt_ids) == "[user]right<end>[assistant]"
 
 
-def test_tool_calls_are_parsed_and_come_back_as_the_tokens_that_they_were() -> None:
+SPACED = 'I add <tool_call>{"name":"sum",   "arguments":{"a":1}}</tool_call><end>'
+WITHOUT_TYPES = "I add <tool_call>\n<function=sum>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call><end>"
+
+
+@pytest.mark.parametrize(("parser", "spaced"), [("hermes", SPACED), ("qwen3_coder", WITHOUT_TYPES)])
+def test_tool_calls_are_parsed_and_come_back_as_the_tokens_that_they_were(parser: str, spaced: str) -> None:
     async def calculating(client: AsyncOpenAI, prompt: Prompt) -> None:
         messages: list[Any] = [{"role": "user", "content": prompt.text}]
         done = await ask(client, messages, tools=[SUM])
@@ -145,8 +150,7 @@ def test_tool_calls_are_parsed_and_come_back_as_the_tokens_that_they_were() -> N
         done = await ask(client, messages, tools=[SUM])
         assert (done.choices[0].message.content, done.choices[0].finish_reason) == ("3", "stop")
 
-    spaced = 'I add <tool_call>{"name":"sum",   "arguments":{"a":1}}</tool_call><end>'
-    (only,) = run(one_group(calculating, Scripted(spaced, "3<end>"), max_tokens=100))
+    (only,) = run(one_group(calculating, Scripted(spaced, "3<end>"), max_tokens=100, parser=parser))
     assert runs_of(only) == [(1, spaced), (0, "[tool]3<end>[assistant]"), (1, "3<end>")]
     assert tokenizer().decode(only.prompt_ids).startswith("tools: sum")
 

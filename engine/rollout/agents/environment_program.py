@@ -19,7 +19,7 @@ from engine.environments.tools import Toolbox, ToolError
 from engine.errors import DataFailure, EngineError, message_of
 from engine.rollout.agents.conversation import Chat
 from engine.rollout.agents.program_generator import ProgramFailure, ProgramGenerator, RolloutClient, RolloutResult
-from engine.rollout.agents.tool_calls import ParsedCall, Parser
+from engine.rollout.agents.tool_calls import ParsedCall, Parser, calls_of
 from engine.rollout.backend import RolloutBackend, SamplingParams
 from engine.rollout.scoring import Scorer, first_failure
 from engine.trajectory import MAX_TURNS, Prompt
@@ -130,10 +130,10 @@ class Episode:
 
     async def _take(self, number: int, text: str) -> bool:
         """Call the tools of an answer and let the environment take it. Returns whether the episode is done."""
-        left, parsed = self._settings.parser(text)
+        left, parsed = calls_of(self._settings.parser, text, self._tools.schemas)
         calls = [await self._call(f"call_{number}_{place}", call) for place, call in enumerate(parsed, 1)]
         if self._settings.call_mark and self._settings.call_mark in left:
-            law = "the tool call cannot be read: write one JSON object with a name and arguments, and close it"
+            law = "the tool call cannot be read: write it in the form that the tools are described with, and close it"
             calls.append(ToolCall(id=f"call_{number}_0", name="", arguments={}, result=f"Error: {law}", failed=True))
         self._figures["tool_calls"] += len(calls)
         self._figures["tool_errors"] += sum(call.failed for call in calls)
