@@ -145,8 +145,9 @@ def run(plan: dict[str, Any], verdict: int) -> None:
     with open("solution.py", "w", encoding="utf-8", errors="replace") as file:
         file.write(code)
     sign, asserts = plan["sign"], bool(plan["test"])
-    names: dict[str, Any] = {}
-    exec(plan["imports"], names)
+    with open(".imports.py", "w", encoding="utf-8") as file:
+        file.write(plan["imports"])
+    names = runpy.run_path(".imports.py")
     plan.clear()
     sys.argv = ["solution.py"]
     sys.path.insert(0, os.getcwd())
