@@ -220,10 +220,11 @@ def test_a_call_that_was_dropped_is_nothing_to_go_on_from() -> None:
     assert runs_of(only) == [(1, "!")]
 
 
+@pytest.mark.parametrize("text", ["so ", ""])
 @pytest.mark.parametrize("tools", [False, True])
-def test_a_stream_says_what_the_whole_answer_says(tools: bool) -> None:
-    said = 'so <tool_call>{"name": "sum", "arguments": {}}</tool_call><end>' if tools else "abcd<end>"
-    more: dict[str, Any] = {"tools": [SUM]} if tools else {}
+def test_a_stream_says_what_the_whole_answer_says(tools: bool, text: str) -> None:
+    said = text + ('<tool_call>{"name": "sum", "arguments": {}}</tool_call>' if tools else "") + "<end>"
+    more: dict[str, Any] = {"logprobs": True} | ({"tools": [SUM]} if tools else {})
     seen: list[Any] = []
 
     async def whole(client: AsyncOpenAI, prompt: Prompt) -> None:
@@ -231,11 +232,12 @@ def test_a_stream_says_what_the_whole_answer_says(tools: bool) -> None:
         done = await client.chat.completions.create(model="model", messages=messages, **more)
         calls = done.choices[0].message.tool_calls or []
         usage = done.usage.total_tokens
-        seen.append((done.choices[0].message.content, [c.function.name for c in calls], usage))
+        values = [token.logprob for token in done.choices[0].logprobs.content]
+        seen.append((done.choices[0].message.content or "", [c.function.name for c in calls], usage, values))
 
     async def streaming(client: AsyncOpenAI, prompt: Prompt) -> None:
         messages: list[Any] = [{"role": "user", "content": prompt.text}]
-        text, names, finish, usage = "", [], "", 0
+        text, names, finish, usage, values = "", [], "", 0, []
         async for chunk in await client.chat.completions.create(
             model="model", messages=messages, stream=True, stream_options={"include_usage": True}, **more
         ):
@@ -244,12 +246,27 @@ def test_a_stream_says_what_the_whole_answer_says(tools: bool) -> None:
                 text += choice.delta.content or ""
                 names += [call.function.name for call in choice.delta.tool_calls or ()]
                 finish = choice.finish_reason or finish
+                values += [token.logprob for token in choice.logprobs.content] if choice.logprobs else []
         assert finish == ("tool_calls" if tools else "stop")
-        seen.append((text, names, usage))
+        seen.append((text, names, usage, values))
 
     results = [run(one_group(agent, Scripted(said), max_tokens=100)) for agent in (whole, streaming)]
     assert seen[0] == seen[1]
     assert results[0] == results[1]
+
+
+def test_a_streamed_completion_has_the_log_probs_of_the_whole_one() -> None:
+    seen: list[Any] = []
+
+    async def both(client: AsyncOpenAI, prompt: Prompt) -> None:
+        whole = await client.completions.create(model="model", prompt="count", logprobs=0)
+        seen.append(whole.choices[0].logprobs.token_logprobs)
+        chunks = await client.completions.create(model="model", prompt="count", logprobs=0, stream=True)
+        found = [chunk.choices[0].logprobs async for chunk in chunks]
+        seen.append([value for one in found if one is not None for value in one.token_logprobs])
+
+    run(one_group(both, Scripted("abcd<end>", "abcd<end>")))
+    assert seen[0] == seen[1] != []
 
 
 def test_log_probs_are_those_of_the_sampled_tokens() -> None:
