@@ -103,6 +103,13 @@ def chat_tokenizer(name: str) -> Any:
     return wrapped
 
 
+def published(name: str) -> str:
+    """A chat template as its makers published it, from the package trl."""
+    import trl
+
+    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
 def tokens(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a text as it is written: one for each special token, one for each byte of the rest."""
     known = {token: id for token, id in tokenizer.get_vocab().items() if id in tokenizer.added_tokens_decoder}

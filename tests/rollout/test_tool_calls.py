@@ -1,10 +1,10 @@
 """Tool calls in answers: the formats of the model families, as their published templates write them."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_tokenizers import published
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -71,11 +71,8 @@ def test_calls_are_read_as_the_published_template_writes_them(name: str, templat
 
 def written(template: str, answer: dict[str, Any]) -> str:
     """What a template of the package trl writes for an answer, without its beginning, thinking and end."""
-    import trl
-
-    source = (Path(trl.__file__).parent / "chat_templates" / f"{template}.jinja").read_text(encoding="utf-8")
     user = {"role": "user", "content": "QUESTION"}
-    arguments = {"chat_template": source, "bos_token": "", "eos_token": ""}
+    arguments = {"chat_template": published(template), "bos_token": "", "eos_token": ""}
     (text,), _ = render_jinja_template([[user, answer]], tools=[TOOL], **arguments)
     for mark in ("QUESTION", "assistant\n", "<|end_header_id|>\n\n", "<|assistant|>", "</think>"):
         text = text.rpartition(mark)[2]
