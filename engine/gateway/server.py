@@ -94,9 +94,7 @@ class GatewayServer:
         said = parse(ChatRequest, await self._listener.body(request))
         self._check_model(said)
         tools = said.tools if said.offers_tools else None
-        asked = chat(
-            said.plain_messages, lambda messages: self._chat.template(messages, tools), self._chat.encode_rendered
-        )
+        asked = chat(said.plain_messages, tools, self._chat)
         answer = await self._answer(session, asked, said, tools)
         return await self._send(request, said, chat_body(answer), chat_events(answer, said.usage_in_stream))
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "gateway"))
-from gateway_rig import Scripted, model, tokenizer
+from gateway_rig import TEMPLATE, Scripted, model, tokenizer
 
 from engine.environments import Environment, Step, ToolCall, Turn
 from engine.environments.lookup import Lookup
@@ -34,7 +34,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def generator(make: Any, backend: RolloutBackend, max_tokens: int = 90, **limits: Any) -> EnvironmentGenerator:
-    tokens = tokenizer()
+    tokens = tokenizer(limits.pop("template", TEMPLATE))
     params = SamplingParams(max_tokens=max_tokens, stop_ids=(1,))
     reward = limits.pop("reward", None)
     episodes = EpisodeSettings(
@@ -111,6 +111,13 @@ def test_tools_are_called_and_only_the_models_own_tokens_are_trained() -> None:
     assert tokenizer().decode(one.prompt_ids) == "tools: add divide [user]add 1 and 2<end>[assistant]"
     assert parts_of(one) == [(1, call("add", a=1, b=2)), (0, "[tool]3<end>[assistant]"), (1, "3<end>")]
     assert (one.reward, one.finish_reason) == (1.25, "stop")
+
+
+def test_a_template_that_refuses_results_without_their_call_gets_the_call() -> None:
+    strict = "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+    strict += "{{ raise_exception('no call') }}{% endif %}{% endfor %}" + TEMPLATE
+    one = only(Adder, call("add", a=1, b=2), "3<end>", template=strict)
+    assert parts_of(one) == [(1, call("add", a=1, b=2)), (0, "[tool]3<end>[assistant]"), (1, "3<end>")]
 
 
 def test_figures_count_turns_tool_calls_and_tokens_by_role() -> None:
