@@ -9,7 +9,7 @@ from openai import AsyncOpenAI
 from engine.rollout.agents.conversation import Call, CallHistory, Conversation, text
 from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams, derive_seed
 from engine.rollout.torch.torch_backend import TorchBackend
-from engine.trajectory import Prompt, Span, Trajectory
+from engine.trajectory import Prompt, RolloutResult, Span, Trajectory
 
 SUM = {"type": "function", "function": {"name": "sum", "parameters": {"type": "object", "properties": {}}}}
 
@@ -103,6 +103,23 @@ def test_a_rewritten_history_begins_a_segment_that_continues_the_rollout() -> No
     assert tokenizer().decode(second.prompt_ids) == "[user]summary of what was<end>[assistant]"
     assert [t.continues for t in (first, second)] == [False, True]
     assert [t.reward for t in (first, second)] == [2.5, 2.5]
+
+
+def test_an_agent_may_return_figures_and_rewards_of_its_answers() -> None:
+    """Of two segments, only the last has rewards of answers; the first answer's counts in the whole reward."""
+
+    async def graded(client: AsyncOpenAI, prompt: Prompt) -> RolloutResult:
+        for content in ("other", prompt.text):
+            messages: list[Any] = [{"role": "user", "content": content}]
+            await ask(client, messages)
+        await ask(client, [*messages, {"role": "user", "content": "again"}])
+        return RolloutResult(reward=2.0, turn_rewards=[0.5, None, 1.0], finish_reason="max_turns", figures={"right": 1})
+
+    first, last = run(one_group(graded, Scripted("one<end>", "two<end>", "three<end>")))
+    assert [one.reward for one in (first, last)] == [2.0, 2.0]
+    assert (first.step_rewards, last.step_rewards) == ([], [(len(last.token_ids) - 1, 1.0)])
+    assert (first.finish_reason, last.finish_reason) == ("stop", "max_turns")
+    assert first.figures["right"] == last.figures["right"] == 1
 
 
 def test_an_agent_that_edits_its_own_answer_is_not_trained_on_the_edit() -> None:

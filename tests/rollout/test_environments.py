@@ -244,6 +244,21 @@ def test_an_episode_without_any_reward_is_judged_by_the_function_or_fails() -> N
         only(Plain, "hello<end>")
 
 
+def test_a_turn_may_have_a_reward_of_its_own() -> None:
+    """It belongs to the last token of its answer, and counts in the reward of the episode."""
+
+    class Graded(Adder):
+        def step(self, turn: Turn) -> Step:
+            return Step(turn_reward=0.25 if turn.number == 1 else None, reward=1.0, done=not turn.calls)
+
+    said = call("add", a=1, b=2)
+    one = only(Graded, said, "3<end>")
+    assert one.reward == 2.25
+    assert one.step_rewards == [(one.loss_mask.index(0) - 1, 0.25)]
+    with pytest.raises(DataFailure, match="step returned turn_reward inf, not a finite number"):
+        only(lambda: Faulty("step", Step(turn_reward=float("inf"), done=True)), "3<end>")
+
+
 def test_an_environment_is_always_closed_and_a_close_that_raises_loses_nothing() -> None:
     closed: list[int] = []
 

@@ -15,7 +15,7 @@ from engine.chat import Message, Tool, content_of, has_template, parsed_argument
 from engine.errors import DataFailure
 from engine.ids import Version
 from engine.rollout.backend import SampleResult
-from engine.trajectory import Trajectory
+from engine.trajectory import RolloutResult, StepReward, Trajectory
 
 # -- the capture of a conversation -------------------------------------------------------------------------------------
 
@@ -133,6 +133,8 @@ class Conversation:
 
     def __init__(self) -> None:
         self._begun = 0
+        self._answers: list[tuple[Segment, int]] = []
+        """Of each answer, its segment and the position of its last token."""
         self.segments: list[Segment] = []
         self.running: list[Call] = []
         self.finish_reason = ""
@@ -194,6 +196,7 @@ class Conversation:
         _append(segment.trajectory, call)
         if not call.parts:
             return  # nothing was sampled: the next history contains again what this one added
+        self._answers.append((segment, len(segment.trajectory.token_ids) - 1))
         self._count(call)
         segment.hidden = hidden
         if segment.form == "chat":
@@ -232,6 +235,22 @@ class Conversation:
         for one in found:
             one.continues = one is not found[0]
             one.figures = dict(self.figures)
+        return found
+
+    def finished(self, result: RolloutResult) -> list[Trajectory]:
+        """Copies of all segments of a rollout that has ended, with what its result says. Only answers in the last
+        segment have turn rewards of their own; others count for the whole rollout."""
+        found = self.trajectories()
+        for trajectory in found:
+            trajectory.finish_reason, trajectory.reward = "stop", result.reward
+            trajectory.figures |= result.figures
+        found[-1].finish_reason = result.finish_reason or self.finish_reason or "stop"
+        last = next((segment for segment in reversed(self.segments) if segment.trajectory.token_ids), None)
+        found[-1].step_rewards = [
+            StepReward(position, reward)
+            for (segment, position), reward in zip(self._answers, result.turn_rewards, strict=False)
+            if reward is not None and segment is last
+        ]
         return found
 
 

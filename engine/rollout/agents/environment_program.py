@@ -22,13 +22,12 @@ from engine.rollout.agents.program_generator import (
     ProgramFailure,
     ProgramGenerator,
     RolloutClient,
-    RolloutResult,
     Sampled,
 )
 from engine.rollout.agents.tool_calls import ParsedCall, Parser
 from engine.rollout.backend import RolloutBackend, SamplingParams
 from engine.rollout.scoring import Scorer, first_failure
-from engine.trajectory import MAX_TURNS, Prompt
+from engine.trajectory import MAX_TURNS, Prompt, RolloutResult
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +79,7 @@ class Episode:
         self._messages: list[Message] = []
         self._tools = Toolbox(())
         self._rewards: list[float] = []
+        self._turn_rewards: list[float | None] = []
         self._figures: dict[str, float] = {"tool_calls": 0.0, "tool_errors": 0.0}
 
     async def play(self, client: RolloutClient) -> RolloutResult:
@@ -171,25 +171,30 @@ class Episode:
         try:
             figures = {str(name): float(value) for name, value in step.figures.items()}
             reward = None if step.reward is None else float(step.reward)
+            turn_reward = None if step.turn_reward is None else float(step.turn_reward)
         except Exception as error:
             raise self._failure(
                 f"step returned a reward or figures that are no numbers: {message_of(error)}"
             ) from error
-        for what, value in {"reward": reward or 0.0, **figures}.items():
+        for what, value in {"reward": reward or 0.0, "turn_reward": turn_reward or 0.0, **figures}.items():
             if not isfinite(value):
                 raise self._failure(f"step returned {what} {value}, not a finite number")
         if reward is not None:
             self._rewards.append(reward)
+        self._turn_rewards.append(turn_reward)
         for name, value in figures.items():
             self._figures[name] = self._figures.get(name, 0.0) + value
 
     def _result(self, finish_reason: str) -> RolloutResult:
         """Without any reward, an episode that was cut off has 0, unless a function judges it."""
-        if self._rewards:
-            reward: float | None = sum(self._rewards)
+        given = self._rewards + [reward for reward in self._turn_rewards if reward is not None]
+        if given:
+            reward: float | None = sum(given)
         else:
             reward = None if self._settings.scored or finish_reason == "stop" else 0.0
-        return RolloutResult(reward=reward, finish_reason=finish_reason, figures=self._figures)
+        return RolloutResult(
+            reward=reward, turn_rewards=self._turn_rewards, finish_reason=finish_reason, figures=self._figures
+        )
 
     def _checked(self, method: str, given: Any) -> list[Message]:
         """Messages that a method returned."""

@@ -21,29 +21,18 @@ from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, 
 from engine.rollout.generator import BackendGenerator
 from engine.rollout.reward_parts import name_of
 from engine.rollout.scoring import Scorer
-from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
+from engine.trajectory import Prompt, RolloutReturn, Span, Trajectory, TrajectoryGroup, result_of
 from engine.user_code import awaited
 
 CLOSE_TIMEOUT_S = 5.0
 """Seconds that a cancelled rollout may take to end."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutResult:
-    """How a rollout ended, in more words than its reward."""
-
-    reward: float | None = None
-    finish_reason: str = ""
-    """Empty: that of the last answer."""
-    figures: Mapping[str, float] = field(default_factory=dict)
-    """Figures of the rollout by name: the metrics `agent_<name>`."""
-
-
 class ProgramFailure(DataFailure):
     """A failure of a rollout. Its message names whose code failed and the prompt row."""
 
 
-Program: TypeAlias = Callable[["RolloutClient", Prompt], Awaitable[Trajectory | RolloutResult | float | None]]
+Program: TypeAlias = Callable[["RolloutClient", Prompt], Awaitable[Trajectory | RolloutReturn]]
 """`async def rollout(client, prompt)`. Returns None, a reward, a result, or a trajectory that it built itself."""
 
 
@@ -390,12 +379,6 @@ def _trajectories(client: RolloutClient, returned: list[Any] | None) -> list[Tra
         own = returned[0]
         own.finish_reason = own.finish_reason or "stop"
         return [own]
-    found = client.conversation.trajectories()
-    if returned is not None:
-        value = returned[0]
-        result = value if isinstance(value, RolloutResult) else RolloutResult(reward=value)
-        for trajectory in found:
-            trajectory.finish_reason, trajectory.reward = "stop", result.reward
-            trajectory.figures |= result.figures
-        found[-1].finish_reason = result.finish_reason or client.conversation.finish_reason or "stop"
-    return found
+    if returned is None:
+        return client.conversation.trajectories()
+    return client.conversation.finished(result_of(returned[0]))
