@@ -177,7 +177,7 @@ GIVEN = (
 def template_arguments(tokenizer: Any) -> list[str]:
     """Names that the tokenizer's templates read and that `data.chat_template_kwargs` may set, sorted."""
     import jinja2
-    from jinja2 import meta
+    from jinja2 import meta, nodes
 
     template = tokenizer.chat_template
     sources = list(template.values()) if isinstance(template, dict) else [template]
@@ -185,9 +185,29 @@ def template_arguments(tokenizer: Any) -> list[str]:
     names: set[str] = set()
     for source in sources:
         known = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source)  # a tag of transformers, without a name in it
-        names |= meta.find_undeclared_variables(environment.parse(known))
+        parsed = environment.parse(known)
+        free = meta.find_undeclared_variables(parsed)  # with those that only some branches assign
+        assigned = {name.name for name in parsed.find_all(nodes.Name) if name.ctx != "load"}
+        names |= free - (assigned - _asked_for(parsed, set()))
     special = getattr(tokenizer, "special_tokens_map", {})
     return sorted(names - {*GIVEN, *special, "bos_token", "eos_token", "pad_token", "unk_token"})
+
+
+def _asked_for(node: Any, assigned: set[str]) -> set[str]:
+    """Names for which a template asks whether they are given, before it assigns them: `if date is not defined`, or the
+    filter `default`. Other names that it assigns are its own."""
+    from jinja2 import nodes
+
+    found: set[str] = set()
+    if isinstance(node, nodes.Name) and node.ctx != "load":
+        assigned.add(node.name)
+    if isinstance(node, nodes.Test | nodes.Filter) and node.name in ("defined", "undefined", "default", "d"):
+        asked = node.node.name if isinstance(node.node, nodes.Name) else None
+        found = {asked} - assigned if asked else found
+    read = node.node if isinstance(node, nodes.Assign) else getattr(node, "iter", None)
+    children = sorted(node.iter_child_nodes(), key=lambda child: child is not read)  # it is read before it is assigned
+    scope = set(assigned) if isinstance(node, nodes.Macro | nodes.CallBlock) else assigned
+    return found.union(*(_asked_for(child, scope) for child in children))
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ versions and rewards. They are plain Python data, so that a user's generator nee
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from engine.ids import GroupId, Version
 
@@ -125,6 +125,29 @@ class Trajectory:
                 self.spans[-1] = Span(self.spans[-1].start, offset + stop, version)
             else:
                 self.spans.append(Span(offset + start, offset + stop, version))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutResult:
+    """How a multi-turn rollout ended, in more words than its reward."""
+
+    reward: float | None = None
+    """The whole reward, `turn_rewards` included; None if the rollout gives none."""
+    turn_rewards: Sequence[float | None] = ()
+    """The shares of `reward` that belong to the answers of the model, in their order; None: an answer has none."""
+    finish_reason: str = ""
+    """Empty: that of the last answer."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Figures of the rollout by name: the metrics `agent_<name>`."""
+
+
+RolloutReturn: TypeAlias = RolloutResult | float | None
+"""What a rollout or an agent may return: its result, its reward, or nothing."""
+
+
+def result_of(returned: RolloutReturn) -> RolloutResult:
+    """What a rollout returned, as a result."""
+    return returned if isinstance(returned, RolloutResult) else RolloutResult(reward=returned)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -87,7 +87,32 @@ FAMILIES = {
 
 def chat_tokenizer(name: str) -> Any:
     """A tokenizer in the style of a family; `base` has no template."""
-    family = FAMILIES[name]
+    return made(FAMILIES[name])
+
+
+def published_tokenizer(name: str) -> Any:
+    """A tokenizer with a published template and the special tokens in it."""
+    template = published(name)
+    found = re.findall(r"<[|｜][^<>{}\n]+?[|｜]>|<(?:start|end)_of_turn>|\[gMASK]|<sop>", template)
+    bos, eos = BEGINNINGS.get(name), "<|endoftext|>"
+    special = [token for token in dict.fromkeys(found) if token not in (bos, eos)]
+    return made(Family(template=template, special=special, bos=bos, eos=eos))
+
+
+BEGINNINGS = {
+    "deepseek_r1_distill": "<｜begin▁of▁sentence｜>",
+    "deepseekv3": "<｜begin▁of▁sentence｜>",
+    "gemma": "<bos>",
+    "gemma3": "<bos>",
+    "llama3": "<|begin_of_text|>",
+    "llama3_1": "<|begin_of_text|>",
+    "llama3_2": "<|begin_of_text|>",
+}
+"""The tokens that begin every text, by published template."""
+
+
+def made(family: Family) -> Any:
+    """The tokenizer of a family."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -101,6 +126,13 @@ def chat_tokenizer(name: str) -> Any:
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=family.eos, **given)
     wrapped.chat_template = family.template
     return wrapped
+
+
+def published(name: str) -> str:
+    """A chat template as its makers published it, from the package trl."""
+    import trl
+
+    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 def tokens(tokenizer: Any, text: str) -> list[int]:

@@ -20,7 +20,7 @@ from engine.gateway.server import GatewayServer
 from engine.ids import GroupId
 from engine.rollout.agents.agent_generator import AgentCall, GroupOutcome, OpenGroup
 from engine.rollout.backend import SampleResult
-from engine.trajectory import Prompt
+from engine.trajectory import Prompt, RolloutReturn
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class GatewayActor(HeartbeatActor):
         await self._server.close()
         self._parts.runner.close()
 
-    async def _run(self, key: str, prompt: Prompt) -> float | None:
+    async def _run(self, key: str, prompt: Prompt) -> RolloutReturn:
         return await self._parts.runner.run(self._url, key, prompt)
 
 

@@ -11,8 +11,8 @@ NAMED = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
 """module:function"""
 TOOL_PARSER: Any = Field(
     "hermes",
-    pattern=rf"^(hermes|json|none|{NAMED[1:-1]})$",
-    description="How the model writes tool calls: hermes, json, none, or your parser as module:function.",
+    pattern=rf"^(hermes|qwen3_coder|glm|json|none|{NAMED[1:-1]})$",
+    description="How the model writes tool calls: hermes, qwen3_coder, glm, json, none, or your module:function.",
 )
 """A parser of `rollout.agents.tool_calls`, or the user's own."""
 

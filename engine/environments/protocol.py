@@ -57,6 +57,8 @@ class Step:
     """What the model reads next, after the results of its tools. Not needed if `done`."""
     reward: float | None = None
     """The reward of an episode is the sum of these. If no step has one, `reward.function` judges the episode."""
+    turn_reward: float | None = None
+    """A further share of that sum, which this turn alone has earned: answers after it get no credit for it."""
     done: bool = False
     figures: Mapping[str, float] = field(default_factory=dict)
     """Further figures by name, added up over the episode: the metrics `agent_<name>`."""

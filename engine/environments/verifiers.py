@@ -17,12 +17,13 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
 from typing import Any
 
 from engine.errors import DataFailure, EngineError
-from engine.trajectory import Prompt
+from engine.trajectory import Prompt, RolloutResult
 
-Agent = Callable[[str, str, Prompt], Coroutine[Any, Any, float | None]]
+Agent = Callable[[str, str, Prompt], Coroutine[Any, Any, RolloutResult]]
 
 COLUMNS = ("example_id", "task", "answer", "info")
 """Columns of a row, besides its prompt, that a rollout of an environment needs."""
@@ -53,16 +54,20 @@ def load(name: str, **arguments: Any) -> Any:
 
 
 def agent_of(environment: Any, sampling: dict[str, Any] | None = None) -> Agent:
-    """An agent for `agent.function` that plays one rollout of an environment and returns the reward of its rubric.
+    """An agent for `agent.function` that plays one rollout of an environment and returns the reward of its rubric, with
+    its metrics as figures, and `tool_errors` if the environment formats those of its tools (`ToolEnv`).
 
     `sampling`: fields of its chat requests. The run's temperature, top-p and seed apply (docs/AGENTS.md).
     The agent raises `DataFailure` if the environment reports an error, and `EngineError` if the gateway is unreachable.
     """
+    tool_errors = _counted_errors(environment)
 
-    async def run(base_url: str, api_key: str, prompt: Prompt) -> float | None:
+    async def run(base_url: str, api_key: str, prompt: Prompt) -> RolloutResult:
         from openai import AsyncOpenAI
         from verifiers.clients import OpenAIChatCompletionsClient
 
+        errors: list[BaseException] = []
+        tool_errors.set(errors)
         async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None) as connection:
             output = await environment.run_rollout(
                 input_of(prompt), OpenAIChatCompletionsClient(connection), "model", dict(sampling or {})
@@ -73,9 +78,26 @@ def agent_of(environment: Any, sampling: dict[str, Any] | None = None) -> Agent:
             if any(name in error["error_chain_repr"] for name in CONNECTION_ERRORS):
                 raise EngineError(story, row=prompt.row)
             raise DataFailure(story, row=prompt.row)
-        return float(output["reward"])
+        figures = {name: float(value) for name, value in (output.get("metrics") or {}).items() if value is not None}
+        if callable(getattr(environment, "error_formatter", None)):
+            figures["tool_errors"] = float(len(errors))
+        return RolloutResult(reward=float(output["reward"]), figures=figures)
 
     return run
+
+
+def _counted_errors(environment: Any) -> ContextVar[list[BaseException]]:
+    """Where the errors of tools in the rollout of a task are collected, as the environment formats them."""
+    collected: ContextVar[list[BaseException]] = ContextVar("tool_errors")
+    formatted = getattr(environment, "error_formatter", None)
+    if callable(formatted):
+
+        def counted(error: BaseException) -> Any:
+            collected.get().append(error)
+            return formatted(error)
+
+        environment.error_formatter = counted
+    return collected
 
 
 def input_of(prompt: Prompt) -> dict[str, Any]:

@@ -97,10 +97,9 @@ def chat_events(answer: Answer, with_usage: bool) -> Iterator[bytes]:
         pieces.append(({"tool_calls": [{"index": place, **call}]}, None))
     pieces.append(({}, _finish(answer)))
     head = answer.head("chat.completion.chunk")
-    for delta, finish in pieces:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
-        if delta.get("content"):
-            choice["logprobs"] = _chat_logprobs(answer)
+    for place, (delta, finish) in enumerate(pieces):
+        logprobs = _chat_logprobs(answer) if place == 1 else None  # the first after the role, whatever it holds
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
         yield _event({**head, "choices": [choice]})
     yield from _ending(answer, head, with_usage)
 
@@ -108,8 +107,8 @@ def chat_events(answer: Answer, with_usage: bool) -> Iterator[bytes]:
 def text_events(answer: Answer, with_usage: bool) -> Iterator[bytes]:
     """The server-sent events of a streamed completion."""
     head = answer.head("text_completion")
-    for text, finish in ((answer.text, None), ("", answer.finish_reason)):
-        yield _event({**head, "choices": [{"index": 0, "text": text, "finish_reason": finish, "logprobs": None}]})
+    for text, finish, logprobs in ((answer.text, None, _text_logprobs(answer)), ("", answer.finish_reason, None)):
+        yield _event({**head, "choices": [{"index": 0, "text": text, "finish_reason": finish, "logprobs": logprobs}]})
     yield from _ending(answer, head, with_usage)
 
 

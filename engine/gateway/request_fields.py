@@ -43,6 +43,8 @@ GRAMMAR = "an answer cannot be forced into a form: " + DISTRIBUTION
 RUN_SETTING = "the run's setting applies: " + DISTRIBUTION
 ONE = "a rollout has one answer to each call"
 OLD = "use tools and tool_choice"
+LENGTH = "an answer ends where the model ends it, at `stop`, or at its limit"
+SHOWN = "the answer is the text without its special tokens"
 
 HONORED = Rule(treatment="honored")
 NO_EFFECT = Rule(treatment="no effect")
@@ -69,8 +71,34 @@ BOTH: Mapping[str, Rule] = {
     "guided_json": Rule(treatment="refused", allowed="null", accepts=_empty, reason=GRAMMAR),
     "guided_regex": Rule(treatment="refused", allowed="null", accepts=_empty, reason=GRAMMAR),
     "guided_choice": Rule(treatment="refused", allowed="null", accepts=_empty, reason=GRAMMAR),
+    "guided_grammar": Rule(treatment="refused", allowed="null", accepts=_empty, reason=GRAMMAR),
+    "structural_tag": Rule(treatment="refused", allowed="null", accepts=_empty, reason=GRAMMAR),
+    "regex": Rule(treatment="refused", allowed="null", accepts=_empty, reason=GRAMMAR),
+    "ebnf": Rule(treatment="refused", allowed="null", accepts=_empty, reason=GRAMMAR),
+    "json_schema": Rule(treatment="refused", allowed="null", accepts=_empty, reason=GRAMMAR),
+    "allowed_token_ids": Rule(treatment="refused", allowed="null", accepts=_empty, reason=DISTRIBUTION),
+    "bad_words": Rule(treatment="refused", allowed="[]", accepts=_empty, reason=DISTRIBUTION),
+    "logits_processors": Rule(treatment="refused", allowed="[]", accepts=_empty, reason=DISTRIBUTION),
+    "use_beam_search": Rule(treatment="refused", allowed="false", accepts=_is(False), reason=DISTRIBUTION),
+    "thinking_token_budget": Rule(treatment="refused", allowed="null", accepts=_empty, reason=DISTRIBUTION),
+    "min_tokens": Rule(treatment="refused", allowed="0", accepts=_one_of(0), reason=LENGTH),
+    "ignore_eos": Rule(treatment="refused", allowed="false", accepts=_is(False), reason=LENGTH),
+    "stop_token_ids": Rule(treatment="refused", allowed="[]", accepts=_empty, reason="use stop"),
+    "repetition_detection": Rule(treatment="refused", allowed="null", accepts=_empty, reason=LENGTH),
+    "include_stop_str_in_output": Rule(
+        treatment="refused", allowed="false", accepts=_is(False), reason="an answer is without what ended it"
+    ),
+    "skip_special_tokens": Rule(treatment="refused", allowed="true", accepts=_is(True), reason=SHOWN),
+    "truncate_prompt_tokens": Rule(
+        treatment="refused", allowed="null", accepts=_empty, reason="a conversation that is too long gets HTTP 400"
+    ),
+    "prompt_logprobs": Rule(treatment="refused", allowed="null", accepts=_empty, reason="the prompt has no log-probs"),
+    "return_token_ids": Rule(
+        treatment="refused", allowed="false", accepts=_is(False), reason="the engine captures the ids by itself"
+    ),
     "user": NO_EFFECT,
 }  # fmt: skip
+"""Fields of both endpoints: OpenAI's, and those that servers such as vLLM and SGLang add."""
 
 CHAT: Mapping[str, Rule] = {
     "messages": Rule(treatment="honored", reason="parts of type `text` only"),
@@ -102,6 +130,23 @@ CHAT: Mapping[str, Rule] = {
     "chat_template_kwargs": Rule(
         treatment="refused", allowed="{}", accepts=_empty, reason="use data.chat_template_kwargs of the run"
     ),
+    "chat_template": Rule(
+        treatment="refused", allowed="null", accepts=_empty, reason="the template of the run's model renders all chats"
+    ),
+    "continue_final_message": Rule(
+        treatment="refused", allowed="false", accepts=_is(False), reason="the model begins a new message"
+    ),
+    "add_generation_prompt": Rule(
+        treatment="refused", allowed="true", accepts=_is(True), reason="the model begins a new message"
+    ),
+    "add_special_tokens": Rule(
+        treatment="refused", allowed="false", accepts=_is(False), reason="the chat template writes them"
+    ),
+    "documents": Rule(treatment="refused", allowed="[]", accepts=_empty, reason="put them into a message"),
+    "echo": Rule(treatment="refused", allowed="false", accepts=_is(False), reason="the prompt has no log-probs"),
+    "include_reasoning": Rule(
+        treatment="refused", allowed="true", accepts=_is(True), reason="the answer is the model's whole text"
+    ),
     "verbosity": Rule(treatment="refused", allowed="medium", accepts=_one_of("medium"), reason="no model reads it"),
     "modalities": Rule(
         treatment="refused", allowed='["text"]', accepts=_one_of(["text"]), reason="answers are text"
@@ -127,6 +172,11 @@ COMPLETIONS: Mapping[str, Rule] = {
     **BOTH,
     "logprobs": Rule(treatment="honored", allowed="0 to 20", reason="the likeliest tokens: not with backend openai"),
     "echo": Rule(treatment="refused", allowed="false", accepts=_is(False), reason="the prompt has no log-probs"),
+    "add_special_tokens": Rule(
+        treatment="refused", allowed="true", accepts=_is(True), reason="give token ids for a prompt without them"
+    ),
+    "response_format": CHAT["response_format"],
+    "prompt_embeds": Rule(treatment="refused", allowed="null", accepts=_empty, reason="a prompt is text or token ids"),
     "suffix": Rule(treatment="refused", allowed="null", accepts=_empty, reason="the model continues a text"),
     "best_of": Rule(treatment="refused", allowed="1", accepts=_one_of(1), reason=ONE),
 }

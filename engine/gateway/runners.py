@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from engine.errors import DataFailure, EngineError, message_of
-from engine.trajectory import Prompt
+from engine.trajectory import Prompt, RolloutReturn
 from engine.user_code import awaited, stack_of
 
 log = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 class Runner(Protocol):
     """Runs agents, one `run` call per agent."""
 
-    async def run(self, base_url: str, key: str, prompt: Prompt) -> float | None:
-        """Run one agent to its end. Returns its reward, or None. Raises: `DataFailure` if the agent fails. When
+    async def run(self, base_url: str, key: str, prompt: Prompt) -> RolloutReturn:
+        """Run one agent to its end. Returns what the agent returned. Raises: `DataFailure` if the agent fails. When
         cancelled, it returns once every process of the agent has ended."""
 
     async def failed(self) -> str:
@@ -59,11 +59,11 @@ class AgentThread:
 
 
 class FunctionRunner:
-    """`async def run(base_url, api_key, prompt) -> float | None`. A thread is blocked if it does not answer for
-    `answer_s` after an agent on it was cancelled."""
+    """`async def run(base_url, api_key, prompt) -> float | RolloutResult | None`. A thread is blocked if it does not
+    answer for `answer_s` after an agent on it was cancelled."""
 
     def __init__(
-        self, function: Callable[[str, str, Prompt], Coroutine[Any, Any, float | None]], *, answer_s: float = ANSWER_S
+        self, function: Callable[[str, str, Prompt], Coroutine[Any, Any, RolloutReturn]], *, answer_s: float = ANSWER_S
     ) -> None:
         self._function = function
         self._name = f"{function.__module__}.{function.__qualname__}"
@@ -73,7 +73,7 @@ class FunctionRunner:
         """Each is done when its thread is no longer blocked."""
         self._lost = asyncio.Event()
 
-    async def run(self, base_url: str, key: str, prompt: Prompt) -> float | None:
+    async def run(self, base_url: str, key: str, prompt: Prompt) -> RolloutReturn:
         while True:
             thread, begun = self._threads[-1], threading.Event()
             agent = asyncio.wrap_future(
@@ -96,7 +96,7 @@ class FunctionRunner:
                 agent.cancel()
                 blocked.cancel()
 
-    async def _begin(self, begun: threading.Event, base_url: str, key: str, prompt: Prompt) -> float | None:
+    async def _begin(self, begun: threading.Event, base_url: str, key: str, prompt: Prompt) -> RolloutReturn:
         begun.set()
         return await awaited(self._function, base_url, key, prompt)
 
@@ -131,7 +131,7 @@ class CommandRunner:
         self._command = command
         self._directory = directory
 
-    async def run(self, base_url: str, key: str, prompt: Prompt) -> float | None:
+    async def run(self, base_url: str, key: str, prompt: Prompt) -> RolloutReturn:
         said = {"row": prompt.row, "text": prompt.text, "fields": dict(prompt.fields)}
         environment = {
             **os.environ,

@@ -7,7 +7,7 @@ OpenAI's objects, errors included. It must never read a body beyond the size lim
 import logging
 import resource
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -30,7 +30,7 @@ from engine.gateway.openai_format import (
 from engine.gateway.sessions import ContextSpent, Session, SessionOver
 from engine.http_listener import ConnectionBounds, Listener, Refused
 from engine.rollout.agents.conversation import Call, CallHistory, Chat, chat, ids, key_of, text
-from engine.rollout.agents.tool_calls import Parser, none
+from engine.rollout.agents.tool_calls import Parser, calls_of, none
 
 log = logging.getLogger(__name__)
 
@@ -94,11 +94,8 @@ class GatewayServer:
         said = parse(ChatRequest, await self._listener.body(request))
         self._check_model(said)
         tools = said.tools if said.offers_tools else None
-        asked = chat(
-            said.plain_messages, lambda messages: self._chat.template(messages, tools), self._chat.encode_rendered
-        )
-        parser = self._parser if said.offers_tools else none
-        answer = await self._answer(session, asked, said, parser)
+        asked = chat(said.plain_messages, tools, self._chat)
+        answer = await self._answer(session, asked, said, tools)
         return await self._send(request, said, chat_body(answer), chat_events(answer, said.usage_in_stream))
 
     async def _completions(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -109,7 +106,7 @@ class GatewayServer:
             asked = text(said.prompt, self._chat.encode)
         else:
             asked = ids(said.prompt, self._chat.encode)
-        answer = await self._answer(session, asked, said, none)
+        answer = await self._answer(session, asked, said, None)
         return await self._send(request, said, text_body(answer), text_events(answer, said.usage_in_stream))
 
     # inside
@@ -119,7 +116,7 @@ class GatewayServer:
         session: Session,
         asked: CallHistory,
         said: ChatRequest | CompletionRequest,
-        parser: Parser,
+        tools: Sequence[Mapping[str, Any]] | None,
     ) -> Answer:
         top = said.figures or 0
         if top > session.group.bounds.top_logprobs:
@@ -128,7 +125,7 @@ class GatewayServer:
         call = session.begin(asked)
         await session.sample(call, said.limit, top)
         shown, hidden = self._ending(call, said.stops)
-        left, calls = parser(shown)
+        left, calls = calls_of(self._parser if tools else none, shown, tools or ())
         self._answered += 1
         answer = Answer(
             id=f"call-{self._answered}",

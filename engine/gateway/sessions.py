@@ -16,6 +16,7 @@ from engine.ids import Version
 from engine.rollout.agents.agent_generator import AgentCall, GroupOutcome, OpenGroup, RolloutOutcome
 from engine.rollout.agents.conversation import Call, CallHistory, Conversation
 from engine.rollout.backend import SampleResult
+from engine.trajectory import RolloutResult
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class Session:
         self.conversation = Conversation()
         self.calls_begun = 0
         self.ended = False
-        self.reward: float | None = None
+        self.result = RolloutResult()
         self.agent: asyncio.Task[None] | None = None
         self._sampling: dict[asyncio.Task[None], None] = {}
 
@@ -121,12 +122,12 @@ class Session:
 
     def outcome(self, finish: str) -> RolloutOutcome:
         """The trajectories so far. `finish`: why an agent that still runs counts as finished; empty if it does not."""
-        reason = self.conversation.finish_reason or "stop"
+        if self.ended:
+            return RolloutOutcome(trajectories=self.conversation.finished(self.result), reward=self.result.reward)
         trajectories = self.conversation.trajectories()
-        for place, trajectory in enumerate(trajectories, 1):
-            last = place == len(trajectories)
-            trajectory.finish_reason = (reason if last else "stop") if self.ended else finish
-        return RolloutOutcome(trajectories=trajectories, reward=self.reward)
+        for trajectory in trajectories:
+            trajectory.finish_reason = finish
+        return RolloutOutcome(trajectories=trajectories, reward=None)
 
     def _spent(self, story: str) -> None:
         self.conversation.finish_reason = "length"
@@ -257,9 +258,9 @@ class AgentGroup:
                 failure = error if isinstance(error, EngineError) else EngineError(f"sampling failed: {error!r}")
                 self._outcome.set_exception(failure)
 
-    def ended(self, session: Session, reward: float | None) -> None:
+    def ended(self, session: Session, result: RolloutResult) -> None:
         session.ended = True
-        session.reward = reward
+        session.result = result
         session.end()
         self.look()
 

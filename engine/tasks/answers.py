@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.tasks import rewards
+from engine.tasks import extraction, rewards
 from engine.trajectory import Prompt, Trajectory
 
 Answer = Callable[[Prompt, Trajectory], str | None]
@@ -17,19 +17,19 @@ Answer = Callable[[Prompt, Trajectory], str | None]
 
 def last_number(prompt: Prompt, trajectory: Trajectory) -> str | None:
     """The last number of the response; 72 and 72.0 are equal."""
-    found = rewards._last_number(trajectory.text)
+    found = extraction.last_number(trajectory.text)
     return None if found is None else format(found.normalize(), "f")
 
 
 def last_boxed(prompt: Prompt, trajectory: Trajectory) -> str | None:
     r"""The content of the last `\boxed{...}`, without spaces."""
-    found = rewards._last_boxed(trajectory.text)
+    found = extraction.last_boxed(trajectory.text)
     return None if found is None else "".join(found.split()) or None
 
 
 def last_choice(prompt: Prompt, trajectory: Trajectory) -> str | None:
-    """The last single letter from A to H."""
-    return rewards._last_choice(trajectory.text)
+    """The last letter of a choice."""
+    return extraction.last_choice(trajectory.text, extraction.choices_of(prompt))
 
 
 def whole_text(prompt: Prompt, trajectory: Trajectory) -> str | None:

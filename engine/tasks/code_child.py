@@ -145,11 +145,14 @@ def run(plan: dict[str, Any], verdict: int) -> None:
     with open("solution.py", "w", encoding="utf-8", errors="replace") as file:
         file.write(code)
     sign, asserts = plan["sign"], bool(plan["test"])
+    with open(".imports.py", "w", encoding="utf-8") as file:
+        file.write(plan["imports"])
+    names = runpy.run_path(".imports.py")
     plan.clear()
     sys.argv = ["solution.py"]
     sys.path.insert(0, os.getcwd())
     try:
-        runpy.run_path("solution.py", run_name="__main__")
+        runpy.run_path("solution.py", init_globals=names, run_name="__main__")
     except SystemExit as end:
         if asserts or end.code not in (None, 0):  # an exit before the test's end must not pass for its success
             os._exit(1)

@@ -24,7 +24,7 @@ from engine.tasks.reward_forms import Problem, declare
 from engine.tasks.rewards import column_of
 from engine.trajectory import Prompt, Trajectory
 
-_BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
+_BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 CHILD = Path(__file__).with_name("code_child.py")
 LONGEST_OUTPUT = 1 << 20
 """Bytes of output that are compared; a test with more fails."""
@@ -39,6 +39,31 @@ class CodeTest:
     stdin: str = ""
     stdout: str | None = None
     code: str = ""
+    imports: str = ""
+    """Imports whose names the program may use without its own."""
+
+
+IMPORTS = """
+import bisect, collections, functools, heapq, itertools, math, random, re, string, sys
+from bisect import *; from collections import *; from functools import *; from heapq import *
+from itertools import *; from math import *; from builtins import *; from typing import *
+"""
+"""What programs that are called may use: their prompts often show a signature such as `List[int]` alone."""
+CALL = """
+def engine_test():
+    import json
+
+    arguments, expected = json.loads({given})
+    name = {name!r}
+    owner = globals().get("Solution")
+    function = getattr(owner(), name) if hasattr(owner, name) else globals()[name]
+    result = json.loads(json.dumps(function(*arguments)))
+    assert result == expected or [result] == expected
+
+
+engine_test()
+"""
+"""The code of a test that calls a function. As JSON, tuples become lists, and no object is equal to everything."""
 
 
 def _check(
@@ -79,7 +104,8 @@ def python_tests(
 
 
 def code_tests(prompt: Prompt, column: str) -> list[CodeTest]:
-    """The tests of a row: code, a list of code, or inputs with outputs, each of them also as JSON text."""
+    """The tests of a row: code, a list of code, or inputs with outputs, each of them also as JSON text. With `fn_name`,
+    the inputs are arguments of that function."""
     given = column_of(prompt, column)
     if isinstance(given, str) and given.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError):
@@ -87,13 +113,15 @@ def code_tests(prompt: Prompt, column: str) -> list[CodeTest]:
     if isinstance(given, Mapping) and {"inputs", "outputs"} <= set(given):
         inputs, outputs = given["inputs"], given["outputs"]
         if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs):
-            given = [{"input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
+            named = {"fn_name": given["fn_name"]} if given.get("fn_name") else {}
+            given = [{"input": one, "output": other} | named for one, other in zip(inputs, outputs, strict=True)]
     listed = given if isinstance(given, list | tuple) else [given]
     found = [_test_of(one) for one in listed]
     if not found or None in found:
         law = (
             f"the column {column!r} of row {prompt.row} has no tests: it must be code with `assert`, a list of such "
-            "code, or a list of mappings with `input` and `output`"
+            "code, or a list of mappings with `input` and `output`, and with `fn_name` if these are the arguments and "
+            "the result of a function"
         )
         raise DataFailure(law, row=prompt.row)
     return [test for test in found if test is not None]
@@ -102,12 +130,29 @@ def code_tests(prompt: Prompt, column: str) -> list[CodeTest]:
 def _test_of(given: Any) -> CodeTest | None:
     if isinstance(given, str) and given.strip():
         return CodeTest(code=given)
-    if isinstance(given, Mapping):
+    if isinstance(given, Mapping) and given.get("fn_name"):
+        return _call_test(given["fn_name"], given.get("input"), given.get("output"))
+    if isinstance(given, Mapping) and given.get("testtype") != "functional":
         stdin = given.get("input", given.get("stdin", ""))
         stdout = given.get("output", given.get("stdout"))
         if isinstance(stdout, str | list) and isinstance(stdin, str | list):
             return CodeTest(stdin=_text(stdin), stdout=_text(stdout))
     return None
+
+
+def _call_test(name: Any, arguments: Any, expected: Any) -> CodeTest | None:
+    """A call of a function. The arguments are a list, or JSON with one argument in each line (LiveCodeBench). The
+    result may be in a list of its own (APPS)."""
+    try:
+        if isinstance(arguments, str):
+            arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
+            expected = json.loads(expected) if isinstance(expected, str) else expected
+        given = json.dumps(json.dumps([arguments, expected]))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    if not isinstance(name, str) or not name.isidentifier() or not isinstance(arguments, list):
+        return None
+    return CodeTest(code=CALL.format(given=given, name=name), imports=IMPORTS)
 
 
 def _text(given: str | Sequence[Any]) -> str:
@@ -117,11 +162,12 @@ def _text(given: str | Sequence[Any]) -> str:
 def passes(code: str, test: CodeTest, *, limit_s: float, memory_mb: int, processes: int) -> bool:
     """Whether the code passes a test within the limits."""
     with tempfile.TemporaryDirectory(prefix="engine-code-", ignore_cleanup_errors=True) as folder:
-        # What follows the code is read only after it has ended: no early exit can pretend that the test passed.
+        # Only the end of the test writes the sign, so an early exit does not pass. The code runs in the same process,
+        # so code that looks for the sign there can find it: this stops accidents, not an attacker.
         sign = secrets.token_hex(16)
         plan = {
-            "code": code, "test": test.code, "sign": sign, "limit_s": limit_s, "memory_bytes": memory_mb << 20,
-            "processes": processes, "folder": folder, "stdin": test.stdin,
+            "code": code, "test": test.code, "imports": test.imports, "sign": sign, "limit_s": limit_s,
+            "memory_bytes": memory_mb << 20, "processes": processes, "folder": folder, "stdin": test.stdin,
         }  # fmt: skip
         output, verdict = _run(json.dumps(plan).encode("utf-8", "surrogatepass"), folder, limit_s)
     if verdict != sign:

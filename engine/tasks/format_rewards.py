@@ -15,7 +15,7 @@ from engine.tasks.rewards import column_of
 from engine.trajectory import Prompt, Trajectory
 
 EXTRA = "step-engine[rewards]"
-_BLOCK = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
+_BLOCK = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 # -- regular expressions -----------------------------------------------------------------------------------------------
 
@@ -77,16 +77,17 @@ def json_schema(
     prompt: Prompt, trajectory: Trajectory, *, schema: Mapping[str, Any] | None = None, column: str = "schema"
 ) -> float:
     """1.0 if the response is JSON that matches `schema`, or the schema in the row's column. The JSON is the last
-    block between ``` lines, else the whole response.
+    block between ``` lines, else the whole response, each without what is thought before `</think>`.
 
     Raises: `DataFailure` if the row has no schema, or one that cannot be used."""
     import jsonschema
     import referencing
 
     wanted = _schema_of(prompt, column) if schema is None else schema
-    blocks = _BLOCK.findall(trajectory.text)
+    said = trajectory.text.rpartition("</think>")[2]
+    blocks = _BLOCK.findall(said)
     try:
-        value = json.loads(blocks[-1] if blocks else trajectory.text, parse_constant=_refuse)
+        value = json.loads(blocks[-1] if blocks else said, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return 0.0
     try:

@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import aiohttp
@@ -31,8 +32,11 @@ Response:
 
 How good is the response, from 0 (useless) to 10 (perfect)? Explain briefly, then end with a line "Score: NUMBER".\
 """
-PATTERN = r"(?i)\bscore\b\W{0,8}?(-?\d+(?:\.\d+)?)"
-"""Its last match in the judge's answer counts; group 1 is the number."""
+PATTERN = (
+    r"(?i)\bscore\b(?:\W{0,4}\([^()\n]{0,40}\))?(?:\W{1,4}(?:is|of|would be))?\W{0,8}?"
+    r"(-?\d+(?:\.\d+)?)(?!\d|\.\d|\s*[-–]\s*\d)"
+)
+"""Its last match in the judge's answer counts; group 1 is the number. A range, as in `Score (0-10)`, is none."""
 BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """HTTP statuses after which another attempt may succeed."""
 CHECK_S = 10.0
@@ -61,7 +65,8 @@ def _check(
             return got.status
 
     try:
-        status = asyncio.run(ask())
+        with ThreadPoolExecutor(max_workers=1) as pool:  # in a notebook, an event loop runs in this thread
+            status = pool.submit(asyncio.run, ask()).result()
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         return "url", f"cannot be reached: {_reason(error, key)}", "start the judge, or correct the address"
     if status in (401, 403):

@@ -11,28 +11,16 @@ import os
 import re
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from decimal import Decimal, InvalidOperation
 from functools import update_wrapper
 from types import ModuleType
 from typing import Any, TypeAlias
 
 from engine.errors import ConfigError, DataFailure, suggestion
+from engine.tasks.extraction import choices_of, last_boxed, last_choice, last_number
 from engine.trajectory import Prompt, Trajectory
 
 Reward: TypeAlias = Callable[[Prompt, Trajectory], float]
 """Of several functions, each may also return None: it does not apply to this response."""
-
-_CHOICE = re.compile(r"(?<![\w'])([A-H])(?![\w'])(?=(\s+[a-z]+)?)")
-"""A letter on its own, and the word after it."""
-_AFTER_A_CHOICE = frozenset(
-    re.findall(
-        r"\w+",
-        "is was and or but because since as so for if when while although which would will can could must should does "
-        "has seems appears fits holds works matches here only alone",
-    )
-)
-"""Words that follow the name of a choice. After any other, `A` is an article."""
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
 
 def load_reward(spec: str, directory: str | None = None, *, config_field: str = "reward.function") -> Reward:
@@ -167,56 +155,27 @@ def exact_match(prompt: Prompt, trajectory: Trajectory) -> float:
 
 def final_number(prompt: Prompt, trajectory: Trajectory) -> float:
     """1.0 if the last number of the response equals the answer's last number (GSM8K style, `#### 72`)."""
-    got, expected = _last_number(trajectory.text), _last_number(answer_of(prompt))
+    got, expected = last_number(trajectory.text), last_number(answer_of(prompt))
     if expected is None:
         raise DataFailure(f"the answer of row {prompt.row} contains no number", row=prompt.row)
     return float(got is not None and got == expected)
 
 
 def boxed_answer(prompt: Prompt, trajectory: Trajectory) -> float:
-    r"""1.0 if the content of the last `\boxed{...}` of the response equals the answer, ignoring spaces (MATH style)."""
-    got, expected = _last_boxed(trajectory.text), answer_of(prompt)
-    boxed = _last_boxed(expected)
+    r"""1.0 if the content of the last `\boxed{...}` or `\fbox{...}` of the response equals the answer, ignoring spaces
+    (MATH style)."""
+    got, expected = last_boxed(trajectory.text), answer_of(prompt)
+    boxed = last_boxed(expected)
     wanted = expected if boxed is None else boxed
     return float(got is not None and "".join(got.split()) == "".join(wanted.split()))
 
 
 def multiple_choice(prompt: Prompt, trajectory: Trajectory) -> float:
-    """1.0 if the last single letter from A to H in the response, such as `(B)` or `B.`, is the answer's. The article
-    `A` is ignored."""
-    got, expected = _last_choice(trajectory.text), _last_choice(answer_of(prompt))
+    """1.0 if the last letter of a choice in the response, such as `(B)` or `B.`, is the answer's. The article `A` and
+    the pronoun `I` are ignored. The row's column `choices` or `options`, if it has one, says how many there are."""
+    choices = choices_of(prompt)
+    got, expected = last_choice(trajectory.text, choices), last_choice(answer_of(prompt), choices)
     if expected is None:
-        raise DataFailure(f"the answer of row {prompt.row} contains no letter from A to H on its own", row=prompt.row)
+        law = f"the answer of row {prompt.row} contains no letter of a choice on its own"
+        raise DataFailure(law + (f"; the row has {choices} choices" if choices else ""), row=prompt.row)
     return float(got == expected)
-
-
-def _last_choice(text: str) -> str | None:
-    found = [letter for letter, word in _CHOICE.findall(text) if letter != "A" or not _is_article(word)]
-    return found[-1] if found else None
-
-
-def _is_article(next_word: str) -> bool:
-    return bool(next_word) and next_word.strip() not in _AFTER_A_CHOICE
-
-
-def _last_number(text: str) -> Decimal | None:
-    found = _NUMBER.findall(text)
-    if not found:
-        return None
-    try:
-        return Decimal(found[-1].replace(",", ""))
-    except InvalidOperation:
-        return None
-
-
-def _last_boxed(text: str) -> str | None:
-    start = text.rfind(r"\boxed{")
-    if start < 0:
-        return None
-    start += len(r"\boxed{")
-    depth = 1
-    for place in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return text[start:place]
-    return None

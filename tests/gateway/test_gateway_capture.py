@@ -9,7 +9,7 @@ from openai import AsyncOpenAI
 from engine.rollout.agents.conversation import Call, CallHistory, Conversation, text
 from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams, derive_seed
 from engine.rollout.torch.torch_backend import TorchBackend
-from engine.trajectory import Prompt, Span, Trajectory
+from engine.trajectory import Prompt, RolloutResult, Span, Trajectory
 
 SUM = {"type": "function", "function": {"name": "sum", "parameters": {"type": "object", "properties": {}}}}
 
@@ -105,6 +105,23 @@ def test_a_rewritten_history_begins_a_segment_that_continues_the_rollout() -> No
     assert [t.reward for t in (first, second)] == [2.5, 2.5]
 
 
+def test_an_agent_may_return_figures_and_rewards_of_its_answers() -> None:
+    """Of two segments, only the last has rewards of answers; the first answer's counts in the whole reward."""
+
+    async def graded(client: AsyncOpenAI, prompt: Prompt) -> RolloutResult:
+        for content in ("other", prompt.text):
+            messages: list[Any] = [{"role": "user", "content": content}]
+            await ask(client, messages)
+        await ask(client, [*messages, {"role": "user", "content": "again"}])
+        return RolloutResult(reward=2.0, turn_rewards=[0.5, None, 1.0], finish_reason="max_turns", figures={"right": 1})
+
+    first, last = run(one_group(graded, Scripted("one<end>", "two<end>", "three<end>")))
+    assert [one.reward for one in (first, last)] == [2.0, 2.0]
+    assert (first.step_rewards, last.step_rewards) == ([], [(len(last.token_ids) - 1, 1.0)])
+    assert (first.finish_reason, last.finish_reason) == ("stop", "max_turns")
+    assert first.figures["right"] == last.figures["right"] == 1
+
+
 def test_an_agent_that_edits_its_own_answer_is_not_trained_on_the_edit() -> None:
     async def editor(client: AsyncOpenAI, prompt: Prompt) -> None:
         messages: list[Any] = [{"role": "user", "content": prompt.text}]
@@ -134,7 +151,12 @@ def test_two_conversations_under_one_key_are_kept_apart() -> None:
     assert tokenizer().decode(right.prompt_ids) == "[user]right<end>[assistant]"
 
 
-def test_tool_calls_are_parsed_and_come_back_as_the_tokens_that_they_were() -> None:
+SPACED = 'I add <tool_call>{"name":"sum",   "arguments":{"a":1}}</tool_call><end>'
+WITHOUT_TYPES = "I add <tool_call>\n<function=sum>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call><end>"
+
+
+@pytest.mark.parametrize(("parser", "spaced"), [("hermes", SPACED), ("qwen3_coder", WITHOUT_TYPES)])
+def test_tool_calls_are_parsed_and_come_back_as_the_tokens_that_they_were(parser: str, spaced: str) -> None:
     async def calculating(client: AsyncOpenAI, prompt: Prompt) -> None:
         messages: list[Any] = [{"role": "user", "content": prompt.text}]
         done = await ask(client, messages, tools=[SUM])
@@ -145,8 +167,7 @@ def test_tool_calls_are_parsed_and_come_back_as_the_tokens_that_they_were() -> N
         done = await ask(client, messages, tools=[SUM])
         assert (done.choices[0].message.content, done.choices[0].finish_reason) == ("3", "stop")
 
-    spaced = 'I add <tool_call>{"name":"sum",   "arguments":{"a":1}}</tool_call><end>'
-    (only,) = run(one_group(calculating, Scripted(spaced, "3<end>"), max_tokens=100))
+    (only,) = run(one_group(calculating, Scripted(spaced, "3<end>"), max_tokens=100, parser=parser))
     assert runs_of(only) == [(1, spaced), (0, "[tool]3<end>[assistant]"), (1, "3<end>")]
     assert tokenizer().decode(only.prompt_ids).startswith("tools: sum")
 
@@ -216,10 +237,11 @@ def test_a_call_that_was_dropped_is_nothing_to_go_on_from() -> None:
     assert runs_of(only) == [(1, "!")]
 
 
+@pytest.mark.parametrize("text", ["so ", ""])
 @pytest.mark.parametrize("tools", [False, True])
-def test_a_stream_says_what_the_whole_answer_says(tools: bool) -> None:
-    said = 'so <tool_call>{"name": "sum", "arguments": {}}</tool_call><end>' if tools else "abcd<end>"
-    more: dict[str, Any] = {"tools": [SUM]} if tools else {}
+def test_a_stream_says_what_the_whole_answer_says(tools: bool, text: str) -> None:
+    said = text + ('<tool_call>{"name": "sum", "arguments": {}}</tool_call>' if tools else "") + "<end>"
+    more: dict[str, Any] = {"logprobs": True} | ({"tools": [SUM]} if tools else {})
     seen: list[Any] = []
 
     async def whole(client: AsyncOpenAI, prompt: Prompt) -> None:
@@ -227,11 +249,12 @@ def test_a_stream_says_what_the_whole_answer_says(tools: bool) -> None:
         done = await client.chat.completions.create(model="model", messages=messages, **more)
         calls = done.choices[0].message.tool_calls or []
         usage = done.usage.total_tokens
-        seen.append((done.choices[0].message.content, [c.function.name for c in calls], usage))
+        values = [token.logprob for token in done.choices[0].logprobs.content]
+        seen.append((done.choices[0].message.content or "", [c.function.name for c in calls], usage, values))
 
     async def streaming(client: AsyncOpenAI, prompt: Prompt) -> None:
         messages: list[Any] = [{"role": "user", "content": prompt.text}]
-        text, names, finish, usage = "", [], "", 0
+        text, names, finish, usage, values = "", [], "", 0, []
         async for chunk in await client.chat.completions.create(
             model="model", messages=messages, stream=True, stream_options={"include_usage": True}, **more
         ):
@@ -240,12 +263,27 @@ def test_a_stream_says_what_the_whole_answer_says(tools: bool) -> None:
                 text += choice.delta.content or ""
                 names += [call.function.name for call in choice.delta.tool_calls or ()]
                 finish = choice.finish_reason or finish
+                values += [token.logprob for token in choice.logprobs.content] if choice.logprobs else []
         assert finish == ("tool_calls" if tools else "stop")
-        seen.append((text, names, usage))
+        seen.append((text, names, usage, values))
 
     results = [run(one_group(agent, Scripted(said), max_tokens=100)) for agent in (whole, streaming)]
     assert seen[0] == seen[1]
     assert results[0] == results[1]
+
+
+def test_a_streamed_completion_has_the_log_probs_of_the_whole_one() -> None:
+    seen: list[Any] = []
+
+    async def both(client: AsyncOpenAI, prompt: Prompt) -> None:
+        whole = await client.completions.create(model="model", prompt="count", logprobs=0)
+        seen.append(whole.choices[0].logprobs.token_logprobs)
+        chunks = await client.completions.create(model="model", prompt="count", logprobs=0, stream=True)
+        found = [chunk.choices[0].logprobs async for chunk in chunks]
+        seen.append([value for one in found if one is not None for value in one.token_logprobs])
+
+    run(one_group(both, Scripted("abcd<end>", "abcd<end>")))
+    assert seen[0] == seen[1] != []
 
 
 def test_log_probs_are_those_of_the_sampled_tokens() -> None:

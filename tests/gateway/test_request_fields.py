@@ -47,6 +47,14 @@ def test_every_field_that_a_request_reads_is_honored_in_the_table() -> None:
         ("parallel_tool_calls", False, "true"),
         ("functions", [{"name": "add"}], "[]"),
         ("reasoning_effort", "low", "null"),
+        ("min_tokens", 5, "0"),
+        ("stop_token_ids", [7], "[]"),
+        ("guided_grammar", "root ::= x", "null"),
+        ("ignore_eos", True, "false"),
+        ("bad_words", ["no"], "[]"),
+        ("continue_final_message", True, "false"),
+        ("skip_special_tokens", False, "true"),
+        ("chat_template", "{{ messages }}", "null"),
     ],
 )
 def test_what_would_change_an_answer_and_cannot_be_honored_is_refused(name: str, value: Any, allowed: str) -> None:
@@ -63,6 +71,7 @@ def test_what_would_change_an_answer_and_cannot_be_honored_is_refused(name: str,
         {"n": 1, "logit_bias": {}, "frequency_penalty": 0, "presence_penalty": 0.0, "user": "me", "seed": 3},
         {"tool_choice": "auto", "tools": [ADD], "parallel_tool_calls": True, "temperature": 0.3},
         {"tool_choice": "none", "response_format": {"type": "text"}, "metadata": {"a": "b"}, "some_new_field": 1},
+        {"min_tokens": 0, "stop_token_ids": [], "ignore_eos": False, "skip_special_tokens": True, "bad_words": []},
     ],
 )
 def test_values_without_an_effect_are_accepted(fields: dict[str, Any]) -> None:
@@ -71,7 +80,7 @@ def test_values_without_an_effect_are_accepted(fields: dict[str, Any]) -> None:
 
 def test_the_documentation_has_the_table() -> None:
     text = (Path(__file__).parents[2] / "docs" / "AGENTS.md").read_text(encoding="utf-8")
-    merged = {**CHAT, **COMPLETIONS, "logprobs": CHAT["logprobs"]}
+    merged = {**CHAT, **COMPLETIONS, "logprobs": CHAT["logprobs"], "add_special_tokens": CHAT["add_special_tokens"]}
     missing = [row for row in table_rows(merged) if row not in text]
     assert missing == []
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "gateway"))
-from gateway_rig import Scripted, model, tokenizer
+from gateway_rig import TEMPLATE, Scripted, model, tokenizer
 
 from engine.environments import Environment, Step, ToolCall, Turn
 from engine.environments.lookup import Lookup
@@ -34,7 +34,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def generator(make: Any, backend: RolloutBackend, max_tokens: int = 90, **limits: Any) -> EnvironmentGenerator:
-    tokens = tokenizer()
+    tokens = tokenizer(limits.pop("template", TEMPLATE))
     params = SamplingParams(max_tokens=max_tokens, stop_ids=(1,))
     reward = limits.pop("reward", None)
     episodes = EpisodeSettings(
@@ -111,6 +111,13 @@ def test_tools_are_called_and_only_the_models_own_tokens_are_trained() -> None:
     assert tokenizer().decode(one.prompt_ids) == "tools: add divide [user]add 1 and 2<end>[assistant]"
     assert parts_of(one) == [(1, call("add", a=1, b=2)), (0, "[tool]3<end>[assistant]"), (1, "3<end>")]
     assert (one.reward, one.finish_reason) == (1.25, "stop")
+
+
+def test_a_template_that_refuses_results_without_their_call_gets_the_call() -> None:
+    strict = "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+    strict += "{{ raise_exception('no call') }}{% endif %}{% endfor %}" + TEMPLATE
+    one = only(Adder, call("add", a=1, b=2), "3<end>", template=strict)
+    assert parts_of(one) == [(1, call("add", a=1, b=2)), (0, "[tool]3<end>[assistant]"), (1, "3<end>")]
 
 
 def test_figures_count_turns_tool_calls_and_tokens_by_role() -> None:
@@ -235,6 +242,21 @@ def test_an_episode_without_any_reward_is_judged_by_the_function_or_fails() -> N
     assert one.reward == 5.0
     with pytest.raises(DataFailure, match="returned no reward"):
         only(Plain, "hello<end>")
+
+
+def test_a_turn_may_have_a_reward_of_its_own() -> None:
+    """It belongs to the last token of its answer, and counts in the reward of the episode."""
+
+    class Graded(Adder):
+        def step(self, turn: Turn) -> Step:
+            return Step(turn_reward=0.25 if turn.number == 1 else None, reward=1.0, done=not turn.calls)
+
+    said = call("add", a=1, b=2)
+    one = only(Graded, said, "3<end>")
+    assert one.reward == 2.25
+    assert one.step_rewards == [(one.loss_mask.index(0) - 1, 0.25)]
+    with pytest.raises(DataFailure, match="step returned turn_reward inf, not a finite number"):
+        only(lambda: Faulty("step", Step(turn_reward=float("inf"), done=True)), "3<end>")
 
 
 def test_an_environment_is_always_closed_and_a_close_that_raises_loses_nothing() -> None:

@@ -33,6 +33,71 @@ def test_the_built_in_answers(name: str, text: str, answer: str | None) -> None:
     assert BUILT_IN[name](PROMPT, Trajectory(text=text)) == answer
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("10-12", "12"),
+        ("10 - 12", "12"),
+        ("x=-3", "-3"),
+        ("(-3)", "-3"),
+        ("is −3", "-3"),
+        (".5", "0.5"),
+        ("-.5", "-0.5"),
+        ("12.05.2024", "2024"),
+        ("1,2345", "2345"),
+        ("costs $1,234,567.50.", "1234567.5"),
+        ("5.", "5"),
+    ],
+)
+def test_the_last_number_of_a_text(text: str, number: str) -> None:
+    assert BUILT_IN["number"](PROMPT, Trajectory(text=text)) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"$\boxed 5$", "5"),
+        (r"is \boxed 5.", "5"),
+        (r"\fbox{5}", "5"),
+        (r"\boxed {5}", "5"),
+        (r"\boxed{4} \fbox{5}", "5"),
+        (r"\boxed", None),
+    ],
+)
+def test_the_last_box_of_a_text(text: str, content: str | None) -> None:
+    assert BUILT_IN["boxed"](PROMPT, Trajectory(text=text)) == content
+
+
+MANY = {"options": list(range(10))}
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "letter"),
+    [
+        ({}, "The answer is (J).", "J"),
+        ({}, "**Answer: J**", "J"),
+        ({}, "**J**", "J"),
+        ({}, r"\boxed{J}", "J"),
+        ({}, "J", "J"),
+        ({}, "J. The tenth", "J"),
+        ({}, "B, with N the force and X a variable", "B"),
+        ({}, "B. I think so, and I am right", "B"),
+        ({}, "B is the answer I would give", "B"),
+        ({}, "the answer is I", "I"),
+        ({}, "B, as an X-ray or a Z-score shows", "B"),
+        (MANY, "it must be J", "J"),
+        (MANY, "the answer is I", "I"),
+        (MANY, "J, with force (N)", "J"),
+        ({"choices": {"text": ["a", "b", "c", "d"], "label": []}}, "D, see (E)", "D"),
+        ({"choices": "none"}, "H", "H"),
+    ],
+)
+def test_the_last_choice_of_a_text(fields: dict[str, object], text: str, letter: str) -> None:
+    row = Prompt(row=0, text="?", fields={**fields, "answer": letter})
+    assert BUILT_IN["choice"](row, Trajectory(text=text)) == letter
+    assert rewards.multiple_choice(row, Trajectory(text=text)) == 1.0
+
+
 def test_auto_follows_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def judge(prompt: Prompt, trajectory: Trajectory) -> float:
         return 1.0

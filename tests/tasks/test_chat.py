@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from chat_tokenizers import FAMILIES, chat_tokenizer, tokens
+from chat_tokenizers import FAMILIES, chat_tokenizer, published, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -199,6 +199,29 @@ def test_the_arguments_of_a_template_are_read_off_it() -> None:
         "{% for m in messages %}{% generation %}{{ m.content + style }}{% endgeneration %}{% endfor %}"
     )
     assert template_arguments(tokenizer) == ["style"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("deepseekv3", []),
+        ("gemma3", []),
+        ("gemma4", ["enable_thinking"]),
+        ("glm4moe", ["enable_thinking"]),
+        ("gptoss", ["builtin_tools", "model_identity", "reasoning_effort"]),
+        ("llama3_1", ["builtin_tools", "custom_tools", "date_string", "tools_in_user_message"]),
+        ("nemotron_3_nano", ["enable_thinking", "truncate_history_thinking"]),
+        ("phi3", []),
+        ("qwen2_5", []),
+        ("qwen3", ["enable_thinking"]),
+        ("qwen3_5_think", ["add_vision_id", "enable_thinking"]),
+        ("qwen3_8", ["add_vision_id", "enable_thinking", "preserve_thinking", "reasoning_effort"]),
+    ],
+)
+def test_names_that_a_published_template_assigns_are_no_arguments(name: str, arguments: list[str]) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = published(name)
+    assert template_arguments(tokenizer) == arguments
 
 
 @pytest.mark.parametrize("family", FAMILIES)

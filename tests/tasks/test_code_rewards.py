@@ -1,5 +1,6 @@
 """The reward that runs code: what passes, how tests are written, and what a program may not do."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,54 @@ def test_code_is_worth_something_if_its_tests_pass(response: str, tests: Any, va
     assert score(response, tests) == value
 
 
+SOLUTION = "```python\nclass Solution:\n    def add(self, a: int, b: int) -> List[int]:\n        return a + b\n```"
+PAIR = "def pair(a): return (a, [a])"
+"""As APPS writes tests of a function, and as LiveCodeBench does: one argument in each line."""
+APPS = {"fn_name": "add", "inputs": [[1, 2], [0, 0]], "outputs": [[3], 0]}
+LIVE = {"fn_name": "add", "inputs": ["[1]\n[2]"], "outputs": ["[1, 2]"]}
+
+
+@pytest.mark.parametrize(
+    ("response", "tests", "value"),
+    [
+        (ADD, APPS, 1.0),
+        (ADD, APPS | {"outputs": [[3], 1]}, 0.0),
+        (ADD, json.dumps(LIVE), 1.0),
+        (SOLUTION, APPS, 1.0),
+        (SOLUTION, LIVE, 1.0),
+        (WRONG, APPS, 0.0),
+        (PAIR, {"fn_name": "pair", "inputs": [["x"]], "outputs": [["x", ["x"]]]}, 1.0),
+        (PAIR, [{"fn_name": "pair", "input": ["x"], "output": ["x", ["x"]]}], 1.0),
+        ("def say(): return 'a'", {"fn_name": "say", "inputs": [[], ""], "outputs": [["a"], '"a"']}, 1.0),
+        ("class All:\n def __eq__(self, other): return True\ndef add(a, b): return All()", APPS, 0.0),
+        ("def sub(a, b): return 3", APPS, 0.0),
+    ],
+)
+def test_a_function_may_be_called_with_arguments(response: str, tests: Any, value: float) -> None:
+    assert score(response, tests) == value
+
+
+def test_the_language_of_a_block_may_be_in_capitals() -> None:
+    assert score(ADD.replace("```python", "```Python"), "assert add(1, 2) == 3") == 1.0
+
+
 def test_a_share_of_the_tests_can_count() -> None:
     tests = ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]
     assert score(WRONG, tests, share=True) == 0.5 and score(WRONG, tests, share=True, most=1) == 0.0
 
 
-@pytest.mark.parametrize("tests", [[], [4], {"inputs": ["1"], "outputs": []}, {"input": "1"}])
+@pytest.mark.parametrize(
+    "tests",
+    [
+        [],
+        [4],
+        {"inputs": ["1"], "outputs": []},
+        {"input": "1"},
+        APPS | {"fn_name": "a b"},
+        LIVE | {"inputs": ["one"]},
+        [{"input": "1", "output": "1", "testtype": "functional"}],
+    ],
+)
 def test_a_row_without_tests_is_named(tests: Any) -> None:
     with pytest.raises(DataFailure, match="the column 'tests' of row 3 has no tests: it must be code with `assert`"):
         score(ADD, tests)

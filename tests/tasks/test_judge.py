@@ -66,6 +66,15 @@ def judged(judge: Judge, **arguments: Any) -> float:
         ("Score: 99", {}, 1.0),
         ("[[1]]", {"pattern": r"\[\[(\d)\]\]", "high": 1.0}, 1.0),
         ("Score: -1", {"low": -1.0, "high": 1.0}, 0.0),
+        ("Score (0-10): 8", {}, 0.8),
+        ("**Score (from 0 to 10):** 8", {}, 0.8),
+        ("The score is 8.", {}, 0.8),
+        ("The score would be: 8", {}, 0.8),
+        ("Score (8)", {}, 0.8),
+        ("I give it a score of 8 out of 10", {}, 0.8),
+        ("Score: 8/10", {}, 0.8),
+        ("My score: 8, as the score (0-10) asks", {}, 0.8),
+        ("Score = 10", {}, 1.0),
     ],
 )
 def test_the_score_is_read_from_the_answer(said: str, arguments: dict[str, Any], value: float) -> None:
@@ -123,3 +132,13 @@ def test_a_judge_is_tried_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asyncio.run(scene("yes")) is None and asyncio.run(scene(404)) is None
     assert asyncio.run(scene(500))[:2] == ("url", "answers with HTTP 500")
     assert asyncio.run(scene(401))[0] == "api_key_env"
+
+
+def test_a_judge_is_tried_where_an_event_loop_runs_as_in_a_notebook() -> None:
+    check: Callable[..., Any] | None = declared_by(llm_judge).check
+    assert check is not None
+
+    async def cell() -> Any:
+        return check(url="http://127.0.0.1:9", model="m")
+
+    assert asyncio.run(cell())[0] == "url"

@@ -54,6 +54,9 @@ def test_a_pattern_that_backtracks_without_end_is_stopped() -> None:
     [
         ('{"name": "x"}', 1.0),
         ('Here:\n```json\n{"name": 1}\n```\nno:\n```json\n{"name": "x"}\n```', 1.0),
+        ('```JSON\n{"name": "x"}\n```', 1.0),
+        ('<think>A name, as in {"name": 1}.</think>\n\n{"name": "x"}', 1.0),
+        ('So.\n```json\n{"name": 1}\n```\n</think>\n{"name": "x"}', 1.0),
         ('{"name": 1}', 0.0),
         ('{"name": NaN}', 0.0),
         ("[" * 100_000, 0.0),

@@ -2,19 +2,20 @@
 
 The gateway uses one `Conversation` per agent, `rollout.agents.program_generator` one per rollout. A call brings the
 whole history, as messages, text or ids. What the history adds to a captured segment is appended and masked from the
-loss. The model continues from the captured ids; its own answers are never tokenized again. A history that continues no
-captured segment starts a new one. It must never put a token into a trajectory at a position where the model was not
-conditioned on that token.
+loss. The model continues from the captured ids; its own answers are never tokenized again, and what a template leaves
+out of earlier answers, such as thinking, stays. A history that continues no captured segment starts a new one. It must
+never put a token into a trajectory at a position where the model was not conditioned on that token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from engine.chat import Message, content_of, has_template, parsed_arguments, render
+from engine.chat import Message, Tool, content_of, has_template, parsed_arguments, plain_message, render
+from engine.errors import DataFailure
 from engine.ids import Version
 from engine.rollout.backend import SampleResult
-from engine.trajectory import Trajectory
+from engine.trajectory import RolloutResult, StepReward, Trajectory
 
 # -- the capture of a conversation -------------------------------------------------------------------------------------
 
@@ -29,14 +30,15 @@ class CallHistory:
     """The history of one call, which can be compared with captured segments. `chat`, `text` and `ids` create it."""
 
     form: str
-    render: Callable[["Segment | None"], History]
-    """Returns the history. For a segment, each turn of that segment is replaced by its mark."""
+    whole: Callable[[], History]
+    rest: Callable[["Segment"], "History | None"]
+    """What the history adds to a segment, after the end of its last answer; None if it does not continue it."""
     encode: Encode
     """Tokenizes a text. The second argument says whether the text begins a sequence."""
-    place: int = 0
-    """For a chat, the number of its messages: the index that the answer will have."""
     messages: Sequence[Message] = ()
-    """For a chat, its messages."""
+    """For a chat, its messages. Their number is the place that the answer will have."""
+    tools: Sequence[Tool] = ()
+    """For a chat, the tools in its prompt."""
 
 
 @dataclass(slots=True)
@@ -56,11 +58,14 @@ class Segment:
     trajectory: Trajectory
     form: str
     known: History
-    """The history including the last answer, as `CallHistory.render` returns it."""
+    """For a text and ids, the history including the last answer."""
     hidden: str = ""
     """Text at the end of the last answer that was not shown, such as an end-of-turn token. A later history must repeat
     it."""
     turns: list[Turn] = field(default_factory=list)
+    messages: Sequence[Message] = ()
+    """For a chat, the messages before the last answer."""
+    tools: Sequence[Tool] = ()
     calls: int = 0
     busy: bool = False
     """A call is running, so no other call can continue this segment yet."""
@@ -69,18 +74,13 @@ class Segment:
     def ids(self) -> list[int]:
         return self.trajectory.prompt_ids + self.trajectory.token_ids
 
-    def mark(self, place: int) -> str:
-        """The placeholder of the answer at `place` in a rendered history: one word, which templates do not change."""
-        return f"xTURN{self.number}AT{place}OF{id(self):x}x"
-
 
 @dataclass(slots=True, eq=False)
 class Call:
     """A running call, from `Conversation.begin` to `commit` or `drop`."""
 
     segment: Segment
-    history: History
-    place: int
+    asked: CallHistory
     given_ids: list[int]
     """Tokens that the history adds to the segment; for a new segment, the prompt."""
     fresh: bool
@@ -133,6 +133,8 @@ class Conversation:
 
     def __init__(self) -> None:
         self._begun = 0
+        self._answers: list[tuple[Segment, int]] = []
+        """Of each answer, its segment and the position of its last token."""
         self.segments: list[Segment] = []
         self.running: list[Call] = []
         self.finish_reason = ""
@@ -153,20 +155,19 @@ class Conversation:
         for segment in self.segments:
             if segment.busy or segment.form != asked.form:
                 continue
-            history = asked.render(segment)
-            if _added(segment, history) and (best is None or len(segment.ids) > len(best[0].ids)):
-                best = segment, history
+            if best is None or len(segment.ids) > len(best[0].ids):
+                found = asked.rest(segment)
+                best = (segment, found) if found is not None else best
         if best is not None:
-            segment, history = best
-            rest = _rest(segment, history)
+            segment, rest = best
             given = asked.encode(rest, False) if isinstance(rest, str) else rest
             added = asked.messages[segment.turns[-1].place + 1 :] if segment.turns else ()
-            call = Call(segment, history, asked.place, given, fresh=False, added=added)
+            call = Call(segment, asked, given, fresh=False, added=added)
         else:
-            history = asked.render(None)
+            history = asked.whole()
             given = asked.encode(history, True) if isinstance(history, str) else history
             segment = Segment(self._begun, Trajectory(), asked.form, history)
-            call = Call(segment, history, asked.place, given, fresh=True)
+            call = Call(segment, asked, given, fresh=True)
             self._begun += 1
             self.segments.append(segment)
         segment.busy = True
@@ -195,13 +196,14 @@ class Conversation:
         _append(segment.trajectory, call)
         if not call.parts:
             return  # nothing was sampled: the next history contains again what this one added
+        self._answers.append((segment, len(segment.trajectory.token_ids) - 1))
         self._count(call)
         segment.hidden = hidden
         if segment.form == "chat":
-            segment.turns.append(Turn(call.place, key))
-            segment.known = str(call.history) + segment.mark(call.place)
+            segment.turns.append(Turn(len(call.asked.messages), key))
+            segment.messages, segment.tools = call.asked.messages, call.asked.tools
         elif segment.form == "text":
-            segment.known = str(call.history) + shown
+            segment.known = str(call.asked.whole()) + shown
         else:
             segment.known = segment.ids
 
@@ -235,6 +237,22 @@ class Conversation:
             one.figures = dict(self.figures)
         return found
 
+    def finished(self, result: RolloutResult) -> list[Trajectory]:
+        """Copies of all segments of a rollout that has ended, with what its result says. Only answers in the last
+        segment have turn rewards of their own; others count for the whole rollout."""
+        found = self.trajectories()
+        for trajectory in found:
+            trajectory.finish_reason, trajectory.reward = "stop", result.reward
+            trajectory.figures |= result.figures
+        found[-1].finish_reason = result.finish_reason or self.finish_reason or "stop"
+        last = next((segment for segment in reversed(self.segments) if segment.trajectory.token_ids), None)
+        found[-1].step_rewards = [
+            StepReward(position, reward)
+            for (segment, position), reward in zip(self._answers, result.turn_rewards, strict=False)
+            if reward is not None and segment is last
+        ]
+        return found
+
 
 def _append(trajectory: Trajectory, call: Call) -> None:
     """Append the tokens of a call. Its given tokens get the version of the sampled tokens after them."""
@@ -257,40 +275,113 @@ def tokens_by_role(given_ids: Sequence[int], added: Sequence[Message]) -> dict[s
     return {"tokens_tool": tool, "tokens_user": len(given_ids) - tool}
 
 
-def _added(segment: Segment, history: History) -> bool:
-    """Whether a history continues a segment and adds to it."""
-    known: Any = segment.known
-    rest: Any = history[len(known) :]
-    if history[: len(known)] != known or not rest:
-        return False
-    return not isinstance(history, str) or rest.startswith(segment.hidden)
-
-
-def _rest(segment: Segment, history: History) -> History:
-    return history[len(segment.known) + (len(segment.hidden) if isinstance(history, str) else 0) :]
+# -- histories ---------------------------------------------------------------------------------------------------------
 
 
 def text(prompt: str, encode: Encode) -> CallHistory:
     """A history as plain text."""
-    return CallHistory(form="text", render=lambda segment: prompt, encode=encode)
+
+    def rest(segment: Segment) -> str | None:
+        return _after(prompt, str(segment.known) + segment.hidden) if prompt != segment.known else None
+
+    return CallHistory(form="text", whole=lambda: prompt, rest=rest, encode=encode)
 
 
 def ids(prompt: Sequence[int], encode: Encode) -> CallHistory:
     """A history as token ids."""
-    return CallHistory(form="ids", render=lambda segment: list(prompt), encode=encode)
+
+    def rest(segment: Segment) -> list[int] | None:
+        known = list(segment.known)
+        return list(prompt[len(known) :]) if list(prompt[: len(known)]) == known != list(prompt) else None
+
+    return CallHistory(form="ids", whole=lambda: list(prompt), rest=rest, encode=encode)
 
 
-def chat(messages: Sequence[Message], template: Callable[[Sequence[Message]], str], encode: Encode) -> CallHistory:
+def chat(messages: Sequence[Message], tools: Sequence[Tool] | None, renderer: "Chat") -> CallHistory:
     """A history as messages, rendered by a chat template."""
+    given, offered = [plain_message(message) for message in messages], list(tools or ())
+    return CallHistory(
+        form="chat",
+        whole=lambda: renderer.template(given, offered),
+        rest=lambda segment: _rest_of_chat(segment, given, offered, renderer),
+        encode=renderer.encode_rendered,
+        messages=given,
+        tools=offered,
+    )
 
-    def render(segment: Segment | None) -> str:
-        marked = list(messages)
-        for turn in segment.turns if segment is not None else ():
-            if turn.place < len(marked) and key_of(marked[turn.place]) == turn.key:
-                marked[turn.place] = {"role": "assistant", "content": segment.mark(turn.place)}  # type: ignore[union-attr]
-        return template(marked)
 
-    return CallHistory(form="chat", render=render, encode=encode, place=len(messages), messages=messages)
+def _after(text: str, beginning: str) -> str | None:
+    return text[len(beginning) :] if text.startswith(beginning) else None
+
+
+def _rest_of_chat(segment: Segment, messages: list[Message], tools: list[Tool], renderer: "Chat") -> str | None:
+    """What the template writes after the last answer of a segment; None if the messages do not continue it.
+
+    The template must write the same after that answer alone, and each added message in it: it may have changed what
+    comes before the answer (most leave earlier thinking out), but what it adds must not depend on that.
+    """
+    if not segment.turns or not _continues(segment, messages, tools):
+        return None
+    place = segment.turns[-1].place
+    answer, added = messages[place], messages[place + 1 :]
+    probes = [
+        message if message.get("role") == "assistant" else {**message, "content": f"xPROBE{n}x"}
+        for n, message in enumerate(added)
+    ]
+    question: Message = {"role": "user", "content": "question"}
+    try:
+        rest = _written_after(answer, messages[:place], added, tools, segment.hidden, renderer)
+        alone = _written_after(answer, [question], added, [], segment.hidden, renderer)
+        probed = _written_after(answer, [question], probes, [], segment.hidden, renderer)
+    except DataFailure:
+        return None  # of a history that the template refuses, the whole is rendered, which says so
+    shown = probed is not None and all(
+        content_of(probe) in probed for probe in probes if probe.get("role") != "assistant"
+    )
+    return rest if rest == alone and shown else None
+
+
+def _continues(segment: Segment, messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
+    """Whether messages begin with those of a segment, its own answers included, and have the same tools."""
+    keys = {turn.place: turn.key for turn in segment.turns}
+    last = segment.turns[-1].place
+    if len(messages) <= last or tools != segment.tools:
+        return False
+    same = (
+        key_of(message) == keys[place] if place in keys else message == segment.messages[place]
+        for place, message in enumerate(messages[: last + 1])
+    )
+    return all(same)
+
+
+MARK = "xANSWERx7f3a9c"
+"""Placeholder of an answer in a rendered history: one word, which templates do not change."""
+
+
+def _written_after(
+    answer: Message,
+    before: Sequence[Message],
+    added: Sequence[Message],
+    tools: Sequence[Tool],
+    hidden: str,
+    renderer: "Chat",
+) -> str | None:
+    """What the template writes after an answer and its end `hidden`; None if it does not write them. Raises:
+    `DataFailure` if it refuses the messages."""
+    marked: Message = {"role": "assistant", "content": MARK}
+    calls = answer.get("tool_calls") if hidden else None
+    if calls:  # some templates refuse or drop results without the call; the mark is also in what is last of the answer
+        *others, last = calls
+        function = {"name": last.get("function", last)["name"], "arguments": {"mark": MARK}}
+        marked = {**marked, "tool_calls": [*others, {**last, "function": function}]}
+    text = renderer.template([*before, marked, *added], tools)
+    _, found, tail = text.rpartition(MARK)
+    if not found or not tail:
+        return None
+    if not calls:
+        return _after(tail, hidden)
+    _, ended, rest = tail.partition(hidden)
+    return rest if ended else None
 
 
 def key_of(message: Message) -> object:

@@ -18,11 +18,16 @@ from engine.environments.protocol import Environment, Step, ToolCall, Turn
 from engine.environments.tools import Toolbox, ToolError
 from engine.errors import DataFailure, EngineError, message_of
 from engine.rollout.agents.conversation import Chat
-from engine.rollout.agents.program_generator import ProgramFailure, ProgramGenerator, RolloutClient, RolloutResult
+from engine.rollout.agents.program_generator import (
+    ProgramFailure,
+    ProgramGenerator,
+    RolloutClient,
+    Sampled,
+)
 from engine.rollout.agents.tool_calls import ParsedCall, Parser
 from engine.rollout.backend import RolloutBackend, SamplingParams
 from engine.rollout.scoring import Scorer, first_failure
-from engine.trajectory import MAX_TURNS, Prompt
+from engine.trajectory import MAX_TURNS, Prompt, RolloutResult
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +79,7 @@ class Episode:
         self._messages: list[Message] = []
         self._tools = Toolbox(())
         self._rewards: list[float] = []
+        self._turn_rewards: list[float | None] = []
         self._figures: dict[str, float] = {"tool_calls": 0.0, "tool_errors": 0.0}
 
     async def play(self, client: RolloutClient) -> RolloutResult:
@@ -85,7 +91,9 @@ class Episode:
             if left is not None and left <= 0:
                 return self._result("length")
             try:
-                answer = await client.sample(self._messages, tools=self._tools.schemas, max_tokens=left)
+                answer = await client.sample(
+                    self._messages, tools=self._tools.schemas, max_tokens=left, parser=settings.parser
+                )
             except DataFailure as error:
                 if number > 1 and "context_tokens" in error.details:
                     return self._result("length")
@@ -93,7 +101,7 @@ class Episode:
             self._messages.append(answer.message)
             if answer.finish_reason == "length":
                 return self._result("length")
-            if await self._take(number, answer.text):
+            if await self._take(number, answer):
                 return self._result("stop")
         return self._result(MAX_TURNS)
 
@@ -128,19 +136,18 @@ class Episode:
         finally:
             self._calls.end()
 
-    async def _take(self, number: int, text: str) -> bool:
+    async def _take(self, number: int, answer: Sampled) -> bool:
         """Call the tools of an answer and let the environment take it. Returns whether the episode is done."""
-        left, parsed = self._settings.parser(text)
-        calls = [await self._call(f"call_{number}_{place}", call) for place, call in enumerate(parsed, 1)]
-        if self._settings.call_mark and self._settings.call_mark in left:
-            law = "the tool call cannot be read: write one JSON object with a name and arguments, and close it"
-            calls.append(ToolCall(id=f"call_{number}_0", name="", arguments={}, result=f"Error: {law}", failed=True))
+        calls = [await self._call(f"{answer.name}_{place}", call) for place, call in enumerate(answer.calls, 1)]
+        if self._settings.call_mark and self._settings.call_mark in answer.text:
+            law = "the tool call cannot be read: write it in the form that the tools are described with, and close it"
+            calls.append(ToolCall(id=f"{answer.name}_0", name="", arguments={}, result=f"Error: {law}", failed=True))
         self._figures["tool_calls"] += len(calls)
         self._figures["tool_errors"] += sum(call.failed for call in calls)
         results = [call.answer(call.result) for call in calls if call.result is not None]
         self._messages += results
         assert self._environment is not None
-        turn = Turn(number=number, text=left, calls=tuple(calls), messages=tuple(self._messages))
+        turn = Turn(number=number, text=answer.text, calls=tuple(calls), messages=tuple(self._messages))
         step = await self._called("step", self._environment.step, turn)
         if not isinstance(step, Step):
             raise self._failure(f"step returned a {type(step).__name__}, but must return a Step")
@@ -164,25 +171,30 @@ class Episode:
         try:
             figures = {str(name): float(value) for name, value in step.figures.items()}
             reward = None if step.reward is None else float(step.reward)
+            turn_reward = None if step.turn_reward is None else float(step.turn_reward)
         except Exception as error:
             raise self._failure(
                 f"step returned a reward or figures that are no numbers: {message_of(error)}"
             ) from error
-        for what, value in {"reward": reward or 0.0, **figures}.items():
+        for what, value in {"reward": reward or 0.0, "turn_reward": turn_reward or 0.0, **figures}.items():
             if not isfinite(value):
                 raise self._failure(f"step returned {what} {value}, not a finite number")
         if reward is not None:
             self._rewards.append(reward)
+        self._turn_rewards.append(turn_reward)
         for name, value in figures.items():
             self._figures[name] = self._figures.get(name, 0.0) + value
 
     def _result(self, finish_reason: str) -> RolloutResult:
         """Without any reward, an episode that was cut off has 0, unless a function judges it."""
-        if self._rewards:
-            reward: float | None = sum(self._rewards)
+        given = self._rewards + [reward for reward in self._turn_rewards if reward is not None]
+        if given:
+            reward: float | None = sum(given)
         else:
             reward = None if self._settings.scored or finish_reason == "stop" else 0.0
-        return RolloutResult(reward=reward, finish_reason=finish_reason, figures=self._figures)
+        return RolloutResult(
+            reward=reward, turn_rewards=self._turn_rewards, finish_reason=finish_reason, figures=self._figures
+        )
 
     def _checked(self, method: str, given: Any) -> list[Message]:
         """Messages that a method returned."""

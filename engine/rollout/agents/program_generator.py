@@ -16,33 +16,23 @@ from engine.errors import DataFailure, EngineError, message_of
 from engine.ids import GroupId
 from engine.protocols import Generated, GroupWork
 from engine.rollout.agents.conversation import Call, CallHistory, Chat, Conversation, chat, ids, key_of, text
+from engine.rollout.agents.tool_calls import ParsedCall, Parser, calls_of, none
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams, derive_seed
 from engine.rollout.generator import BackendGenerator
 from engine.rollout.reward_parts import name_of
 from engine.rollout.scoring import Scorer
-from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
+from engine.trajectory import Prompt, RolloutReturn, Span, Trajectory, TrajectoryGroup, result_of
 from engine.user_code import awaited
 
 CLOSE_TIMEOUT_S = 5.0
 """Seconds that a cancelled rollout may take to end."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutResult:
-    """How a rollout ended, in more words than its reward."""
-
-    reward: float | None = None
-    finish_reason: str = ""
-    """Empty: that of the last answer."""
-    figures: Mapping[str, float] = field(default_factory=dict)
-    """Figures of the rollout by name: the metrics `agent_<name>`."""
-
-
 class ProgramFailure(DataFailure):
     """A failure of a rollout. Its message names whose code failed and the prompt row."""
 
 
-Program: TypeAlias = Callable[["RolloutClient", Prompt], Awaitable[Trajectory | RolloutResult | float | None]]
+Program: TypeAlias = Callable[["RolloutClient", Prompt], Awaitable[Trajectory | RolloutReturn]]
 """`async def rollout(client, prompt)`. Returns None, a reward, a result, or a trajectory that it built itself."""
 
 
@@ -51,13 +41,29 @@ class Sampled:
     """One answer of the model."""
 
     text: str
+    """With a parser, without the tool calls."""
     token_ids: list[int]
     finish_reason: str
+    calls: Sequence[ParsedCall] = ()
+    """The tool calls, with a parser."""
+    name: str = ""
+    """Begins the ids of the tool calls."""
 
     @property
-    def message(self) -> dict[str, str]:
-        """The answer as a message, to append to the messages of the next call."""
-        return {"role": "assistant", "content": self.text}
+    def message(self) -> dict[str, Any]:
+        """The answer as a message, to append to the messages of the next call. The id of tool call n, counted from 1,
+        ends with `_n`."""
+        if not self.calls:
+            return {"role": "assistant", "content": self.text}
+        calls = [
+            {
+                "id": f"{self.name}_{number}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(self.calls, 1)
+        ]
+        return {"role": "assistant", "content": self.text, "tool_calls": calls}
 
 
 class RolloutClient:
@@ -94,12 +100,13 @@ class RolloutClient:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         tools: Sequence[Mapping[str, Any]] = (),
+        parser: Parser = none,
     ) -> Sampled:
         """Sample the model's next answer.
 
         `history` is the whole conversation as messages, text or ids; None: the earlier answers and what `add` appended.
         `max_tokens` can only lower the configured bound. The first string of `stop` in the answer ends it. `tools` are
-        JSON schemas for the chat template.
+        JSON schemas for the chat template. `parser` finds tool calls in the answer (`rollout.agents.tool_calls`).
 
         Raises: `DataFailure` if the history does not fit into the model's context.
         """
@@ -120,7 +127,14 @@ class RolloutClient:
             call.finish_reason, hidden = "stop", program.chat.shown(call.token_ids)[len(shown) :]
         else:
             shown, hidden = program.chat.answer(call.token_ids), program.chat.ending(call.token_ids)
-        answer = Sampled(text=shown, token_ids=list(call.token_ids), finish_reason=call.finish_reason)
+        left, calls = calls_of(parser, shown, tools)
+        answer = Sampled(
+            text=left,
+            token_ids=list(call.token_ids),
+            finish_reason=call.finish_reason,
+            calls=calls,
+            name=f"call_{self._calls}",
+        )
         self.conversation.commit(call, shown=shown, hidden=hidden, key=key_of(answer.message))
         self._history = call.segment.ids
         return answer
@@ -132,7 +146,7 @@ class RolloutClient:
         if isinstance(history, str):
             return text(history, program.chat.encode)
         if history and not isinstance(history[0], int):
-            return chat(history, lambda messages: program.chat.template(messages, tools), program.chat.encode_rendered)
+            return chat(history, tools, program.chat)
         return ids(history, program.chat.encode)
 
     def _replay(self, call: Call, most: int) -> None:
@@ -365,12 +379,6 @@ def _trajectories(client: RolloutClient, returned: list[Any] | None) -> list[Tra
         own = returned[0]
         own.finish_reason = own.finish_reason or "stop"
         return [own]
-    found = client.conversation.trajectories()
-    if returned is not None:
-        value = returned[0]
-        result = value if isinstance(value, RolloutResult) else RolloutResult(reward=value)
-        for trajectory in found:
-            trajectory.finish_reason, trajectory.reward = "stop", result.reward
-            trajectory.figures |= result.figures
-        found[-1].finish_reason = result.finish_reason or client.conversation.finish_reason or "stop"
-    return found
+    if returned is None:
+        return client.conversation.trajectories()
+    return client.conversation.finished(result_of(returned[0]))

@@ -1,0 +1,100 @@
+r"""Final answers in texts: the last number, the last `\boxed{...}`, the last letter of a choice.
+
+The built-in rewards compare them, and the majority vote counts them. Nothing here knows a row's right answer.
+"""
+
+import re
+from collections.abc import Mapping
+from decimal import Decimal, InvalidOperation
+
+from engine.trajectory import Prompt
+
+# -- numbers and boxes -------------------------------------------------------------------------------------------------
+
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)\]}])[-+−])?"  # after a digit, as in 10-12, it is no sign
+    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)"
+)
+_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+([^\s{}$]+))")
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number, with or without a sign, commas between thousands, and a point."""
+    found = _NUMBER.findall(text)
+    if not found:
+        return None
+    try:
+        return Decimal(found[-1].replace(",", "").replace("−", "-"))
+    except InvalidOperation:
+        return None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last `\boxed{...}` or `\fbox{...}`; the word after `\boxed ` without braces."""
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return None
+    if boxes[-1][1] is not None:
+        return boxes[-1][1].rstrip(".,;:")
+    start, depth = boxes[-1].end(), 1
+    for place in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[start:place]
+    return None
+
+
+# -- choices -----------------------------------------------------------------------------------------------------------
+
+_ALONE = re.compile(r"(?<![\w'])([A-Z])(?![\w']|-\w)(?=(\s+[a-z]+)?)")
+"""A letter on its own, and the word after it."""
+_MARKED = re.compile(
+    r"""
+      [(\[{*"`]\s?([A-Z])\s?[)\]}*"`]                                       # (J), {J}, **J**
+    | ^[ \t]*([A-Z])[ \t]*(?:[.):]|$)                                       # at the beginning of a line, or on its own
+    | (?i:\b(?:answer|option|choice)\b(?:\s+is)?\W{0,6})([A-Z])(?![\w'])    # answer: J
+    """,
+    re.VERBOSE | re.MULTILINE,
+)
+"""Forms in which a letter is a choice and not a name, such as that of a variable."""
+_AFTER_A_CHOICE = frozenset(
+    re.findall(
+        r"\w+",
+        "is was and or but because since as so for if when while although which would will can could must should does "
+        "has seems appears fits holds works matches here only alone",
+    )
+)
+"""Words that follow the name of a choice. After any other, `A` is an article."""
+PLAIN_CHOICES = 8
+"""If the number of choices is not known, letters from A to H count in every form, later ones only in marked forms."""
+COLUMNS = ("choices", "options")
+
+
+def choices_of(prompt: Prompt) -> int | None:
+    """The number of choices in the row's column `choices` or `options`, a list or a mapping with a list `text`."""
+    for name in COLUMNS:
+        value = prompt.fields.get(name)
+        listed = value.get("text") if isinstance(value, Mapping) else value
+        if isinstance(listed, list | tuple) and 2 <= len(listed) <= 26:
+            return len(listed)
+    return None
+
+
+def last_choice(text: str, choices: int | None) -> str | None:
+    """The last letter of a choice, from A on. `choices`: their number; None if it is not known."""
+    marked = {found.start(found.lastindex or 0) for found in _MARKED.finditer(text)}
+    last = None
+    for found in _ALONE.finditer(text):
+        letter, word = found.groups()
+        number = ord(letter) - ord("A")
+        counts = number < (choices or PLAIN_CHOICES) or (choices is None and found.start() in marked)
+        if counts and not _is_word(letter, word):
+            last = letter
+    return last
+
+
+def _is_word(letter: str, next_word: str | None) -> bool:
+    """Whether a letter is the article `A` or the pronoun `I`, going by the word after it."""
+    if letter not in "AI" or next_word is None:
+        return False
+    return letter == "I" or next_word.strip() not in _AFTER_A_CHOICE
