@@ -24,7 +24,7 @@ from engine.config.memory import (
     trainer_memory,
     worker_memory,
 )
-from engine.config.model_files import tensor_shapes
+from engine.config.model_description import tensor_shapes
 from engine.errors import ConfigError
 from engine.tasks.tokenizer import save_character_tokenizer
 from engine.training.gradients import Policy

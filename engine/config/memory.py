@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.adapter import Shapes
-from engine.config.model_files import numbers_in, read_json
+from engine.config.model_description import numbers_in, read_json
 from engine.config.schema import Config
 from engine.errors import ConfigError
 from engine.hardware import gpu_count
