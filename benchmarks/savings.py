@@ -109,7 +109,8 @@ def main() -> None:
     parser.add_argument("--one", nargs=3, metavar=("TASK", "KIND", "DIRECTORY"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
-        print(json.dumps(measure(*given.one, given.steps, given.quick)))
+        task, kind, directory = given.one
+        print(json.dumps(measure(task, kind, directory, given.steps, given.quick)))
         return
     steps, repeat = (4, 1) if given.quick else (given.steps, given.repeat)
     with tempfile.TemporaryDirectory(prefix="savings-") as directory:

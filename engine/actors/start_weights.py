@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engine.config import Config
 from engine.config.inputs import check_checkpoint
-from engine.config.model_files import files_of
+from engine.config.model_description import files_of
 from engine.storage.checkpoints import verify_checkpoint
 from engine.training.trainer_settings import TrainerSettings
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from engine.config.adapter import Shapes, adapter_line, adapter_numbers, refuse_adapter_as_model
 from engine.config.memory import Model, memory_lines, published_bytes
-from engine.config.model_files import files_of, number_bytes, numbers_in, tensor_shapes, vocabulary
+from engine.config.model_description import files_of, number_bytes, numbers_in, tensor_shapes, vocabulary
 from engine.config.packing import packing_line
 from engine.config.reward_functions import reward_of_section, reward_of_set
 from engine.config.schema import Config

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.adapter import Shapes
-from engine.config.model_files import numbers_in, read_json
+from engine.config.model_description import numbers_in, read_json
 from engine.config.schema import Config
 from engine.errors import ConfigError
 from engine.hardware import gpu_count
@@ -22,8 +22,8 @@ GB = 1e9
 LOGIT_BYTES = 256 << 20
 """As in `training.gradients`, which needs torch. Logits, their log-softmax and its gradient exist at a time."""
 LOGIT_COPIES = 3
-CHECKPOINT_FILE_BYTES = 5e9
-"""Of a file of weights in a checkpoint of several ranks, which is gathered and written before the next one."""
+CHECKPOINT_FILE_BYTES = 1 << 30
+"""Of a file of weights in a checkpoint, unless one tensor has more. It is gathered and written before the next one."""
 VLLM_SHARE = 0.92
 """vLLM's default of `gpu_memory_utilization`."""
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -165,8 +165,7 @@ def host_memory(model: Model, config: Config, reference: Model | None = None) ->
     t, settings = config.trainer, config.trainer_settings()
     parts = {"a version being published": float(published_bytes(config, model.bytes) * model.trained)}
     if t.checkpoint_every and (t.ranks > 1 or on_gpu(config)):
-        most = CHECKPOINT_FILE_BYTES if t.ranks > 1 else float("inf")
-        parts["weights being saved"] = min(4.0 * model.trained, most)
+        parts["weights being saved"] = min(4.0 * model.trained, max(CHECKPOINT_FILE_BYTES, 4.0 * model.largest))
     if t.cpu_offload and t.ranks == 1 and computed_bytes(config) < 4:
         parts["masters, gradients and moments"] = 16.0 * model.trained
     elif t.cpu_offload and t.ranks > 1:
