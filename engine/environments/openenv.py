@@ -87,11 +87,12 @@ class OpenEnv(Environment):
             await self._client.close()
 
     def _shown(self, observation: Any) -> str:
-        """What the model reads of an observation."""
+        """What the model reads of an observation. Servers add `metadata`, mostly empty, to each."""
         if self._observation_field is not None:
             value = observation.get(self._observation_field)
             return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        return json.dumps(observation, ensure_ascii=False) if observation else ""
+        shown = {name: value for name, value in (observation or {}).items() if value or name != "metadata"}
+        return json.dumps(shown, ensure_ascii=False) if shown else ""
 
 
 def _number(result: Any) -> float:
