@@ -49,10 +49,14 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep the tests that share a Ray cluster or a vLLM engine in one process, where they run one after another: both
     keep time limits, and side by side they would slow each other down. Files whose names and parameters do not say so
-    mark themselves."""
+    mark themselves. Tests with a Ray cluster of their own follow one another in another process: their limits are
+    generous, and the first group is the longest."""
     for item in items:
-        if item.get_closest_marker("ray") or "vllm" in item.nodeid:
+        ray = item.get_closest_marker("ray") is not None
+        if "vllm" in item.nodeid or (ray and "cluster" in getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("engines"))
+        elif ray:
+            item.add_marker(pytest.mark.xdist_group("clusters"))
 
 
 @pytest.hookimpl(tryfirst=True)

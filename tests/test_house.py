@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import groupby, takewhile
 from pathlib import Path
 
@@ -122,6 +123,7 @@ class Source:
                 yield from ((node.lineno, f"engine.{a.name}" if base == "engine" else base) for a in node.names)
 
 
+@cache
 def sources() -> list[Source]:
     return [Source(str(p.relative_to(ROOT)), p.read_text(encoding="utf-8")) for p in sorted(ENGINE.rglob("*.py"))]
 
@@ -437,30 +439,25 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 # -- what an import brings ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "engine",
-        "engine.runtime.driver",
-        "engine.policies",
-        "engine.api",
-        "engine.config",
-        "engine.runtime.local",
-        "engine.gateway.server",
-    ],
-)
-def test_a_light_import_brings_nothing_heavy(module: str) -> None:
-    code = f"import sys, {module}; print([m for m in ('ray', 'torch', 'vllm', 'transformers') if m in sys.modules])"
+LIGHT = (
+    "engine", "engine.runtime.driver", "engine.policies", "engine.api", "engine.config", "engine.runtime.local",
+    "engine.gateway.server",
+)  # fmt: skip
+
+
+def test_light_imports_bring_nothing_heavy() -> None:
+    heavy = ("ray", "torch", "vllm", "transformers")
+    code = f"import sys, {', '.join(LIGHT)}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("actor", ["worker_actor", "store_actors"])
-def test_the_process_of_an_actor_loads_what_it_uses_alone(actor: str) -> None:
+def test_the_process_of_an_actor_loads_what_it_uses_alone() -> None:
     """A run starts at least six of them at once: what Ray itself loads is their start, and little of ours."""
     heavy = ("aiohttp", "numpy", "pydantic", "torch", "vllm", "transformers")
-    code = f"import sys, engine.actors.{actor}; print([m for m in {heavy} if m in sys.modules])"
+    actors = "engine.actors.worker_actor, engine.actors.store_actors"
+    code = f"import sys, {actors}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"

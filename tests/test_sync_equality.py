@@ -53,7 +53,7 @@ def configured(made: Prepared, tmp_path: Path, **sections: dict[str, Any]) -> Co
         "reward": {"function": "reference_sync:reward"},
         "scheduler": {"train_batch_size": BATCH, "samples_per_prompt": SAMPLES, "max_staleness_steps": 0},
         "rollout": {"deterministic": True, "slots": 3, "max_tokens": MAX_TOKENS},
-        "trainer": {"learning_rate": 3e-3, "micro_batch_tokens": 512, "checkpoint_every": 0},
+        "trainer": {"learning_rate": 3e-3, "micro_batch_tokens": 512, "checkpoint_every": 0, "threads": 1},
         "validation": {"prompts": 4},
     }
     return parse_config({name: section | sections.get(name, {}) for name, section in tree.items()})

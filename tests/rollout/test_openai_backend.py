@@ -1,8 +1,12 @@
-"""The HTTP backend against vLLM in a process of its own, and against a server that misbehaves."""
+"""The HTTP backend against vLLM in processes of its own, also in whole runs, and against a server that misbehaves."""
 
 import asyncio
+import json
 import socket
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +32,26 @@ from test_backend_scenarios import (  # noqa: F401  (collected here, over this f
 )
 from transformers import AutoTokenizer
 
-from engine.actors.configured_plan import Inputs, openai_backend
+from engine.actors.configured_plan import Inputs, openai_backend, plan_of
 from engine.config.loading import parse_config
 from engine.errors import ConfigError, DataFailure, EngineError
+from engine.events import GroupGenerated, WeightsInstalled
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
 from engine.rollout.openai.openai_backend import RETRIES, OpenAIBackend
 from engine.rollout.torch.torch_backend import TorchBackend
+from engine.runtime.local import run_plan
+from engine.runtime.plan import Plan, Rollout
 from engine.trajectory import Span
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "actors"))
+from ray_plans import check_record, events_of
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytestmark = pytest.mark.xdist_group("engines")
 MOST = 250
+KEY_NAME = "OPENAI_BACKEND_TEST_KEY"
+STEPS = 4
+PAUSING = ("/pause", "/resume", "/is_paused", "/abort_requests", "/inference/v1/generate")
 
 
 class CountedBackend(Counted, OpenAIBackend):
@@ -46,11 +59,18 @@ class CountedBackend(Counted, OpenAIBackend):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VllmServer, Path]]:
-    """A server that the tests here share, and where its model is."""
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[VllmServer], Path]]:
+    """Two servers that the tests here share, and where their model is."""
     directory = tmp_path_factory.mktemp("served")
-    with vllm_servers(directory) as (server,):
-        yield server, directory
+    with pytest.MonkeyPatch.context() as patch, vllm_servers(directory, count=2) as started:
+        patch.setenv(KEY_NAME, KEY)
+        yield started, directory
+
+
+@pytest.fixture
+def served(servers: tuple[list[VllmServer], Path]) -> tuple[VllmServer, Path]:
+    """One of them."""
+    return servers[0][0], servers[1]
 
 
 @pytest.fixture
@@ -394,6 +414,89 @@ def test_weights_of_somebody_else_are_noticed(connect: Callable[..., Any], serve
 
     with Hiding(served[0].url) as between:
         run_over(connect(url=between.url), scenario)
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+
+def run_config(tmp_path: Path, model: Path, urls: list[str], **rollout: Any) -> dict[str, Any]:
+    """Two groups of two trajectories at a time on each server."""
+    rows = [json.dumps({"prompt": f"{number}-7="}) for number in range(100, 140)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
+    return {
+        "run": {"dir": str(tmp_path / "runs"), "max_steps": STEPS},
+        "model": {"path": str(model)},
+        "data": {"path": str(tmp_path / "prompts.jsonl")},
+        "reward": {"function": "engine.tasks.arithmetic:reward"},
+        "scheduler": {
+            "train_batch_size": 2, "samples_per_prompt": 2, "max_staleness_steps": 2,
+            "max_concurrent_groups": 2 * len(urls), "policies": {"filter": "none"},
+        },
+        "rollout": {
+            "backend": "openai", "urls": urls, "api_key_env": KEY_NAME, "slots": 2, "max_tokens": 60,
+            "weights_dir": str(tmp_path / "weights"), **rollout,
+        },
+        "trainer": {"learning_rate": 1e-3, "checkpoint_every": 0, "threads": 1},
+        "metrics": {"port": 0},
+    }  # fmt: skip
+
+
+def when_both_have_installed(plan: Plan, act: Callable[[], None]) -> Plan:
+    """The plan of a run that does this once both replicas have new weights."""
+    installed: set[int] = set()
+
+    def made(replica: int) -> Rollout:
+        rollout: Any = plan.make_rollout(replica)
+        install = rollout.generator.install
+
+        async def noting(version: int) -> None:
+            await install(version)
+            installed.add(replica)
+            if len(installed) == 2:
+                act()
+
+        rollout.generator.install = noting
+        return rollout
+
+    return replace(plan, make_rollout=made)
+
+
+def test_a_run_over_two_servers_updates_both_under_running_groups(
+    tmp_path: Path, servers: tuple[list[VllmServer], Path]
+) -> None:
+    (free, held), model_dir = servers
+    for server in (free, held):
+        server.gate.hold(5)
+    before = held.tokens_sampled()
+    config = run_config(tmp_path, model_dir, [free.url, held.url], sync_mode="keep")
+    plan = when_both_have_installed(plan_of(parse_config(config), tmp_path), held.gate.open)
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(run_plan, plan)
+        while held.tokens_sampled() < before + 10:
+            assert held.process.poll() is None and not running.done()
+        free.gate.open()
+        result = running.result()
+    assert (result.outcome, result.steps, result.version) == ("finished", STEPS, STEPS)
+    generated = events_of(tmp_path, GroupGenerated)
+    assert {event.replica for event in generated} == {0, 1}
+    assert any(event.replica == 1 and event.oldest_version == 0 < event.newest_version for event in generated)
+    assert {event.replica for event in events_of(tmp_path, WeightsInstalled)} == {0, 1}
+    check_record(tmp_path)
+
+
+def test_a_server_that_cannot_pause_is_updated_all_the_same(
+    tmp_path: Path, servers: tuple[list[VllmServer], Path]
+) -> None:
+    (server, _), model_dir = servers
+    with Hiding(server.url, *PAUSING) as plainer:
+        config = run_config(tmp_path, model_dir, [plainer.url], sync_mode="abort", slots=4)
+        config["scheduler"]["max_concurrent_groups"] = 4
+        result = run_plan(plan_of(parse_config(config), tmp_path))
+    assert (result.outcome, result.steps, result.version) == ("finished", STEPS, STEPS)
+    assert not set(plainer.asked) & set(PAUSING) and "/collective_rpc" in plainer.asked
+    assert events_of(tmp_path, WeightsInstalled)
+    assert any(event.newest_version > 0 for event in events_of(tmp_path, GroupGenerated))
+    check_record(tmp_path)
 
 
 # -- last, since it ends the server ------------------------------------------------------------------------------------

@@ -18,10 +18,11 @@ from embedded_run import FIGURES, PROMPTS, Quick, Saving, options
 
 import engine.runtime.local
 from engine.cli import main
-from engine.errors import ConfigError, RunDamaged, RunFinished
+from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished
 from engine.events import ProcessLost, StepTrained
 from engine.protocols import Batch, GroupWork
 from engine.record import Handled, read, replay
+from engine.record.files import RecordLock
 from engine.runtime.local import RunResult, SimpleTrainer, response
 from engine.states.limits import Limits
 from engine.storage.checkpoints import list_checkpoints
@@ -94,6 +95,10 @@ def test_a_finished_run_cannot_be_resumed_and_another_is_refused_by_name(tmp_pat
         resumed(tmp_path, limits=Limits(**{**FIGURES, "max_staleness_steps": 3, "max_concurrent_groups": 12}))
     with pytest.raises(ConfigError, match=r"policies.*are not the policies that"):
         resumed(tmp_path, policies={"admission": "whole-batches"})
+    lock = RecordLock(tmp_path / "schedule")
+    with pytest.raises(RecordError, match="another process is writing this record"):
+        resumed(tmp_path)
+    lock.release()
     with pytest.raises(ConfigError, match="trajectories is 'Disk', but must be disk or memory"):
         resumed(tmp_path, trajectories="Disk")
     with pytest.raises(ConfigError, match=r"trainer.*load"):

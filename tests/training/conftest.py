@@ -74,7 +74,7 @@ def make_batch(step: int, groups: Sequence[TrajectoryGroup]) -> Batch:
     return Batch(step=step, groups=list(groups), staleness=[0] * len(groups))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def group() -> MakeGroup:
     return make_group
 

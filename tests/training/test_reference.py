@@ -113,12 +113,19 @@ def test_another_model_can_be_the_reference_if_it_has_the_same_tokens(
     ],
     ids=["k2 loss", "k3 loss", "k1 loss with ratio", "reward", "reward by token"],
 )
-def test_every_kl_term_keeps_the_policy_near_the_reference(model_path: str, group: Make, kl: dict[str, Any]) -> None:
-    """The two-token task, under which a policy left alone goes far within 12 steps."""
-    free = learn(anchored(model_path, **{**TASK, "kl_loss_coef": 1e-9}), group, 12)
+def test_every_kl_term_keeps_the_policy_near_the_reference(
+    model_path: str, group: Make, left_alone: float, kl: dict[str, Any]
+) -> None:
     held = learn(anchored(model_path, **{**TASK, **kl}), group, 12)
+    assert held[-1]["reference_kl_k3"] < 0.7 * left_alone
+
+
+@pytest.fixture(scope="module")
+def left_alone(model_path: str, group: Make) -> float:
+    """How far a policy goes within 12 steps of the two-token task where nothing holds it."""
+    free = learn(anchored(model_path, **{**TASK, "kl_loss_coef": 1e-9}), group, 12)
     assert free[-1]["reference_kl_k3"] > 1.0
-    assert held[-1]["reference_kl_k3"] < 0.7 * free[-1]["reference_kl_k3"]
+    return free[-1]["reference_kl_k3"]
 
 
 TASK = {"learning_rate": 2e-2, "policy_mini_batch_size": 4, "seed": 3, "clip_low": 0.2, "clip_high": 0.28}

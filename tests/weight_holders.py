@@ -1,0 +1,59 @@
+"""Processes of `test_shared_weights.py` that hold a publication. They import no more than they need."""
+
+import os
+from multiprocessing.connection import Connection
+
+import torch
+
+from engine.rollout.torch import transfer
+from engine.rollout.torch.host_weights import stage
+from engine.shared_weights import NAME, Manifest, Memory, turn
+
+WIDE = 4 << 20
+"""float32 values of the large tensor."""
+
+
+def manifest() -> Manifest:
+    return Manifest(
+        tensors=(("float32", (WIDE,)), ("bfloat16", (3, 5)), ("float32", (0, 4))),
+        names=(("wide", 0), ("odd", 1), ("odd too", 1), ("nothing", 2)),
+    )
+
+
+def inodes(pid: int, publication: str = "") -> set[int]:
+    """Of the publications that a process holds."""
+    folder = f"/proc/{pid}/fd"
+    wanted = f"/memfd:{NAME}{publication}"
+    links = [f"{folder}/{handle}" for handle in os.listdir(folder)]
+    return {os.stat(link).st_ino for link in links if os.path.islink(link) and os.readlink(link).startswith(wanted)}
+
+
+def own_memory(pid: int) -> int:
+    """Bytes of a process that it can share with no other."""
+    with open(f"/proc/{pid}/smaps_rollup") as file:
+        return sum(int(line.split()[1]) * 1024 for line in file if line.startswith("Anonymous:"))
+
+
+def replica(link: Connection) -> None:
+    """Stages and installs what it is offered, as the embedded sampler does, and keeps the installed version."""
+    model = {"wide": torch.zeros(WIDE), "odd": torch.zeros(3, 5).bfloat16(), "nothing": torch.zeros(0, 4)}
+    model["odd too"] = model["odd"]
+    while True:
+        offered = link.recv()
+        staged = stage(model, 1, transfer.receive(offered))
+        model = staged.tensors
+        sums = (model["wide"].sum(dtype=torch.float64).item(), model["odd"].float().sum().item())
+        digest = (*sums, model["odd"] is model["odd too"])
+        del staged
+        link.send((digest, own_memory(os.getpid()), inodes(os.getpid())))
+
+
+def hold(link: Connection, publication: str, complete: bool) -> None:
+    """Take a turn and make a copy, all of it or a part, and keep it."""
+    with turn(publication):
+        memory = Memory(manifest(), publication)
+        memory.tensors[0].fill_(7.0)
+        kept = memory.complete() if complete else memory.tensors
+        link.send("made")
+        link.recv()
+        del kept
