@@ -13,7 +13,6 @@ from typing import Any
 
 from engine.actors.held_out import answers_of_sets, held_out_rows, judge_of, make_evaluator, set_files
 from engine.actors.start_weights import start_of
-from engine.actors.transports import DistributedTransport, ObjectStoreTransport, Transport, VllmTransport, Wire
 from engine.chat import turn_end
 from engine.config import Config, check_backend
 from engine.config.episodes import check_environment, parser_of, settings_of
@@ -42,7 +41,7 @@ from engine.rollout.reward_parts import RewardParts
 from engine.rollout.scoring import RewardWork, Scorer
 from engine.rollout.vllm.engine_args import built_for_cpu, workers_of
 from engine.runtime.local.simple import SimpleTrainer
-from engine.runtime.plan import Plan, Restore, Rollout
+from engine.runtime.plan import DistributedSettings, Plan, Restore, Rollout, VllmSettings, Wire
 from engine.runtime.prompts import ChosenPrompts, CountedPrompts, MixtureOfSources, Prompts
 from engine.states.limits import ValidationLimits
 from engine.storage.checkpoints import verify_checkpoint
@@ -282,7 +281,7 @@ def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
         restore_trainer=restore_trainer,
         make_gateway=gateway_of(config, inputs.model, partial(stop_ids_of, chat=config.data.chat_settings())),
         make_prompts=partial(make_prompts, config, inputs),
-        transport=TRANSPORTS[config.rollout.transport](config.rollout),
+        transport=transport_settings(config.rollout),
         policies=config.policies().names,
         run_dir=run_dir.resolve(),
         config=config.model_dump(mode="json"),
@@ -324,32 +323,24 @@ def gpus_of(rollout: RolloutSection) -> float:
     return rollout.gpus or (workers if workers > 1 else 0.0)
 
 
-def _distributed(rollout: RolloutSection) -> DistributedTransport:
+def transport_settings(rollout: RolloutSection) -> DistributedSettings | VllmSettings | None:
+    """The transport named by `rollout.transport`; None: Ray's object store."""
+    if rollout.transport == "object_store":
+        return None
     # Both ends of a message hold a bucket of its size.
-    bucket_mb = min(rollout.send_bucket_mb, rollout.receive_bucket_mb)
-    return DistributedTransport(
-        backend=rollout.transport_backend, bucket_bytes=bucket_mb << 20, timeout_s=rollout.transport_timeout_s
-    )
-
-
-def _by_vllm(rollout: RolloutSection) -> Transport:
-    inward = _distributed(rollout)
+    bucket_bytes = min(rollout.send_bucket_mb, rollout.receive_bucket_mb) << 20
+    backend = rollout.transport_backend
+    inward = DistributedSettings(backend=backend, bucket_bytes=bucket_bytes, timeout_s=rollout.transport_timeout_s)
+    if rollout.transport == "distributed":
+        return inward
     wire = Wire(
-        backend=inward.backend,
-        bucket_bytes=inward.bucket_bytes,
+        backend=backend,
+        bucket_bytes=bucket_bytes,
         # A worker whose sender is lost must fail early enough that the install can still be undone.
         timeout_s=min(rollout.transport_timeout_s, rollout.install_timeout_s / 2),
         limit_s=rollout.install_timeout_s,
     )
-    return VllmTransport(inward, wire)
-
-
-TRANSPORTS: dict[str, Callable[[RolloutSection], Transport]] = {
-    "object_store": lambda rollout: ObjectStoreTransport(),
-    "distributed": _distributed,
-    "vllm": _by_vllm,
-}
-"""By `rollout.transport`."""
+    return VllmSettings(inward=inward, wire=wire)
 
 
 def inputs_of(config: Config, progress: Progress | None = None) -> Inputs:
