@@ -8,11 +8,11 @@ import pytest
 from chat_tokenizers import chat_tokenizer, save_chat_model, tokens, write_rows
 from transformers import AutoTokenizer
 
-from engine.actors.configured_plan import inputs_of, make_rollout, plan_of, stop_ids_of
 from engine.chat import ChatSettings
 from engine.config.inputs import check_inputs
 from engine.config.loading import parse_config
 from engine.errors import ConfigError
+from engine.plans.configured_plan import inputs_of, make_rollout, plan_of, stop_ids_of
 from engine.protocols import GroupWork
 from engine.tasks.dataset import Dataset
 

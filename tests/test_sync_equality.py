@@ -13,11 +13,11 @@ from reference_sync import Outcome, Task, digest, run_reference, seen
 from transformers import AutoTokenizer
 
 import engine.runtime.local
-from engine.actors.configured_plan import make_prompts, make_trainer, plan_of, stop_ids_of
 from engine.actors.launch import start
 from engine.config import Config
 from engine.config.loading import parse_config
 from engine.events import GroupGenerated
+from engine.plans.configured_plan import make_prompts, make_trainer, plan_of, stop_ids_of
 from engine.protocols import Batch
 from engine.record import Handled, read
 from engine.rollout.backend import SamplingParams

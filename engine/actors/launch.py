@@ -19,7 +19,6 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from engine.actors.cluster import initialize_ray, join_cluster, require_shared_files
-from engine.actors.configured_plan import Progress, plan_of
 from engine.actors.detached_actors import PackedPlan, end_actors
 from engine.actors.failover import status_at_end
 from engine.actors.failures import Pulse, raised, unwrapped
@@ -33,6 +32,7 @@ from engine.errors import EngineError, RunFailed, RunFinished, clean
 from engine.events import RunInterrupted
 from engine.hardware import object_store_limit
 from engine.metrics.status import Status
+from engine.plans.configured_plan import Progress, plan_of
 from engine.runtime.metrics_endpoint import withdraw_addresses
 from engine.runtime.plan import Plan
 from engine.runtime.updates import RelaunchNeeded, Traffic, Update

@@ -60,8 +60,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from transformers.utils import logging as transformers_logging
 
-    from engine.actors.configured_plan import evaluation_plan
     from engine.config.evaluation import load_evaluation
+    from engine.plans.configured_plan import evaluation_plan
     from engine.storage import run_directory
     from engine.storage.samples import FOLDER, SampleFiles, lacks_pyarrow
 

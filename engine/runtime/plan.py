@@ -1,6 +1,6 @@
 """`Plan`: everything that defines a run, as values and functions that are sent to its processes.
 
-`actors.configured_plan.plan_of` makes it from a configuration, `runtime.local.run` from its arguments. Users with a
+`plans.configured_plan.plan_of` makes it from a configuration, `runtime.local.run` from its arguments. Users with a
 custom generator and trainer make it themselves. `actors.launch.start` runs it.
 """
 

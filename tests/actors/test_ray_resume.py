@@ -17,12 +17,12 @@ import yaml
 from group_gate import Gate
 from ray_plans import SMALLEST, check_record, events_of
 
-from engine.actors.configured_plan import plan_of
 from engine.actors.launch import start
 from engine.commands import TrainStep
 from engine.config.loading import parse_config
 from engine.errors import RecordError, RunDamaged
 from engine.events import GroupGenerated, RunResumed, StepTrained
+from engine.plans.configured_plan import plan_of
 from engine.record import Handled, read
 from engine.record.files import RecordLock
 from engine.runtime.plan import Plan

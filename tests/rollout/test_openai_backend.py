@@ -28,9 +28,9 @@ from test_backend_scenarios import (  # noqa: F401  (collected here, over this f
 )
 from transformers import AutoTokenizer
 
-from engine.actors.configured_plan import Inputs, openai_backend
 from engine.config.loading import parse_config
 from engine.errors import ConfigError, DataFailure, EngineError
+from engine.plans.configured_plan import Inputs, openai_backend
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
 from engine.rollout.openai.openai_backend import RETRIES, OpenAIBackend
 from engine.rollout.torch.torch_backend import TorchBackend

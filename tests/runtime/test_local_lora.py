@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.actors.configured_plan import plan_of
 from engine.config.loading import parse_config
 from engine.events import WeightsInstalled
 from engine.ids import Version
+from engine.plans.configured_plan import plan_of
 from engine.rollout.torch.torch_backend import TorchBackend
 from engine.runtime.local import run_plan
 from engine.training.model_trainer import ModelTrainer

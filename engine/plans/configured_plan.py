@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.actors.held_out import answers_of_sets, held_out_rows, judge_of, make_evaluator, set_files
-from engine.actors.start_weights import start_of
 from engine.chat import turn_end
 from engine.config import Config, check_backend
 from engine.config.episodes import check_environment, parser_of, settings_of
@@ -29,6 +27,8 @@ from engine.gateway.runners import CommandRunner, FunctionRunner, Runner
 from engine.gateway.sessions import Bounds
 from engine.ids import ReplicaId
 from engine.metrics.address_files import FOLDER
+from engine.plans.held_out import answers_of_sets, held_out_rows, judge_of, make_evaluator, set_files
+from engine.plans.start_weights import start_of
 from engine.protocols import Closable, Generator
 from engine.protocols import Scorer as RoleScorer
 from engine.rollout.agents.agent_generator import AgentGenerator
@@ -547,12 +547,11 @@ def make_work(config: Config, inputs: Inputs, state: str) -> Work:
 
 def torch_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutBackend:
     """The embedded sampler."""
-    import torch
-
     from engine.rollout.torch.torch_backend import TorchBackend
+    from engine.training.device import device_named
 
     r = config.rollout
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if r.device == "auto" else r.device
+    device = device_named("auto").type if r.device == "auto" else r.device
     return TorchBackend(
         inputs.model,
         device=device,
