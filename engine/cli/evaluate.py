@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, EngineError
-from engine.metrics.journal import plain
-from engine.metrics.set_figures import metrics_in
+from engine.metrics.journal import metrics_in, plain
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -10,8 +10,16 @@ from openai import AsyncOpenAI
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
 
-from engine.gateway.openai_format import ChatRequest, CompletionRequest, RequestError, parse
-from engine.gateway.request_fields import CHAT, COMPLETIONS, refusal_of, table_rows
+from engine.gateway.openai_format import (
+    CHAT,
+    COMPLETIONS,
+    ChatRequest,
+    CompletionRequest,
+    RequestError,
+    parse,
+    refusal_of,
+    table_rows,
+)
 from engine.rollout.torch.torch_backend import TorchBackend
 from engine.trajectory import Prompt
 
