@@ -22,7 +22,7 @@ from engine.metrics.journal import keep_rows
 from engine.metrics.status import Status
 from engine.metrics.step_rows import ReplayedRows, StepRows
 from engine.metrics.transitions import Transitions
-from engine.record import After, Recovered, read, recover
+from engine.record import Recovered, read, recover
 from engine.record.files import RecordLock
 from engine.runtime.plan import Plan
 from engine.runtime.process_port import KEPT, source_of
@@ -41,11 +41,6 @@ class RunRecovery:
     lock: RecordLock
     rows: StepRows
     """Rows of steps that are not finished."""
-
-    @property
-    def after(self) -> After:
-        """Where the record continues."""
-        return After(events=self.recovered.events, torn=self.recovered.torn)
 
     @property
     def failure(self) -> EngineError | None:

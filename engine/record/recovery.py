@@ -19,6 +19,7 @@ from engine.record.frames import Handled, Header
 from engine.record.log import Torn
 from engine.record.msgpack_values import CodecError
 from engine.record.reader import Place, Record
+from engine.record.recorder import RecordEnd
 from engine.record.replayer import ReplayReport, replay
 from engine.record.snapshots import Books, restore
 from engine.scheduling.scheduler import Scheduler
@@ -90,6 +91,11 @@ class Recovered:
     def torn(self) -> Torn | None:
         """The incomplete bytes that a crash left after the last whole frame."""
         return None if self._interruptions else self.report.torn
+
+    @property
+    def end(self) -> RecordEnd:
+        """Where the record continues."""
+        return RecordEnd(events=self.events, torn=self.torn)
 
     def frames(self) -> Iterator[Handled]:
         """Every event of the record with its commands, from the first one. Raises: `RecordError`."""

@@ -18,7 +18,7 @@ from engine.ids import GroupId, StepId, Version
 from engine.metrics.journal import cut_rows
 from engine.metrics.step_rows import ReplayedRows, StepRows
 from engine.metrics.transitions import Transitions
-from engine.record import After, Recorder, Recovered, read, recover
+from engine.record import Recorder, Recovered, read, recover
 from engine.record.files import RecordLock, require_regular
 from engine.record.log import Torn
 from engine.runtime.plan import Plan, Redo, Restore
@@ -197,11 +197,6 @@ class RunHistory:
         aside = [f"set aside: {', '.join(path.name for path in self.aside)}"] if self.aside else []
         return "; ".join([*parts, *cut, *self.damaged, *aside])
 
-    @property
-    def after(self) -> After:
-        """Where the record continues."""
-        return After(events=self.recovered.events, torn=self.recovered.torn)
-
     def event(self, replicas: int, again: bool = False) -> RunResumed:
         """The event that resumes the run."""
         if self.missing is not None:
@@ -262,11 +257,11 @@ def _extends(plan: Plan, recovered: Recovered) -> bool:
 
 def _record_interruption(recovered: Recovered, event: RunInterrupted, schedule: Path, lock: RecordLock) -> RecordLock:
     """Record that the run was interrupted, and the scheduler's decision. Returns the lock on the record."""
-    after = After(events=recovered.events, torn=recovered.torn)
+    end = recovered.end
     answer = recovered.interrupt(event)
     if not answer:
         return lock
-    with closing(Recorder(schedule, after, lock=lock)) as recorder:
+    with closing(Recorder(schedule, end, lock=lock)) as recorder:
         recorder.write(event, answer, recovered.scheduler.state_hash)
     return RecordLock(schedule)
 

@@ -21,7 +21,7 @@ from engine.metrics.sinks import open_row_writer
 from engine.metrics.step_rows import StepRows
 from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
-from engine.record import After, Header, MemoryRecorder, NullRecorder, Recorder, Recovered
+from engine.record import Header, MemoryRecorder, NullRecorder, Recorder, Recovered
 from engine.record.files import RecordLock
 from engine.runtime.control_requests import Control
 from engine.runtime.driver import Driver
@@ -91,8 +91,6 @@ class RecoveredRun(Protocol):
     def lock(self) -> RecordLock: ...
     @property
     def rows(self) -> StepRows | None: ...
-    @property
-    def after(self) -> After: ...
 
 
 def header_of(plan: Plan) -> Header:
@@ -112,7 +110,7 @@ def recorder_of(plan: Plan, earlier: RecoveredRun | None) -> Recorder | NullReco
     if plan.run_dir is None:
         return NullRecorder()
     if earlier is not None:
-        return Recorder(plan.run_dir / "schedule", earlier.after, lock=earlier.lock)
+        return Recorder(plan.run_dir / "schedule", earlier.recovered.end, lock=earlier.lock)
     return Recorder(plan.run_dir / "schedule", header_of(plan))
 
 

@@ -271,7 +271,7 @@ def test_an_interruption_is_recorded_and_the_record_decides_whether_the_run_begi
     for number in range(5):
         history = interrupted(number)
         assert history.recovered.scheduler.state.restarts == number + 1
-        assert history.event(1, again=True).again and history.after.torn is None
+        assert history.event(1, again=True).again and history.recovered.end.torn is None
     with pytest.raises(RunFinished, match="launch 5 failed; the run restarted 5 times without a train step"):
         interrupted(5)
     assert replay(read(scene.directory.parent / "schedule")).divergence is None
