@@ -49,7 +49,7 @@ class RunRecovery:
         return RunFailed(rejected[-1].reason) if rejected else None
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return self.failure is not None or self.recovered.scheduler.state.outcome is not None
 
 

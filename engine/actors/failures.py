@@ -38,7 +38,7 @@ class Pulse:
 
     async def lost(self, actor: Any) -> "Ended":
         """Return once the actor is lost."""
-        ended = asyncio.ensure_future(_ended(actor))
+        ended = asyncio.ensure_future(_wait_for_end(actor))
         try:
             while self.every_s:
                 beat = asyncio.ensure_future(sign_of(actor))
@@ -73,7 +73,7 @@ async def sign_of(actor: Any) -> Sign | None:
     return None
 
 
-async def _ended(actor: Any) -> Ended:
+async def _wait_for_end(actor: Any) -> Ended:
     try:
         return Ended(await actor.alive.remote(), self_reported=True)
     except Exception as error:

@@ -145,7 +145,7 @@ class RayProcesses:
     def check(self, prompt: Prompt) -> None:
         plain_prompt(prompt)
 
-    def kept(self) -> Mapping[str, Process]:
+    def services(self) -> Mapping[str, Process]:
         return {kind: self._process(kind, 0, actor) for kind, actor in self._kept.items() if actor is not None}
 
     async def room(self) -> int:

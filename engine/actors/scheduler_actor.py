@@ -213,7 +213,7 @@ class SchedulerActor:
             await self._load()
             assert self._plan.run_dir is not None
             recovery = await asyncio.to_thread(contained, recovery_of, self._plan.run_dir, self._transitions)
-            if recovery.ended:
+            if recovery.has_ended:
                 await self._report_end(recovery)
             else:
                 await self._continue_run(recovery)

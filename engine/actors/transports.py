@@ -359,7 +359,7 @@ class VllmTransport:
     async def keep(self, answer: Any) -> Any:
         """Keep the tensors on the store's GPU, if it has one, so that an install does not wait for a copy."""
         weights = await self.inward.keep(answer)
-        return await asyncio.to_thread(_kept, weights, self.settings.inward.backend)
+        return await asyncio.to_thread(_hold_tensors, weights, self.settings.inward.backend)
 
     def give(self, kept: Any, reader: ReplicaId | None) -> Any:
         if reader is None:
@@ -380,7 +380,7 @@ def transport_of(plan: Plan) -> Transport:
     return DistributedTransport(plan.transport)
 
 
-def _kept(weights: Any, backend: str) -> KeptTensors:
+def _hold_tensors(weights: Any, backend: str) -> KeptTensors:
     from engine.rollout.torch import transfer
 
     manifest, tensors = transfer.described(weights)

@@ -70,11 +70,11 @@ def watch(run: str, console: Console) -> str:
                 status, head, answered_at = ask(address, directory.shown), title, time.monotonic()
             except ConfigError:
                 if not (directory.path / FILE).exists():
-                    return _ended(directory, status)
+                    return _last_line(directory, status)
                 if time.monotonic() - answered_at > GONE_S:
                     raise
                 head = f"Step Engine  no answer from {address}; retrying"
-    return _ended(directory, status) if status.outcome is not None else f"{directory.shown} continues"
+    return _last_line(directory, status) if status.outcome is not None else f"{directory.shown} continues"
 
 
 def ask(address: str, shown: str) -> Status:
@@ -178,7 +178,7 @@ def _replicas(status: Status, shown: int) -> RenderableType:
     return Panel(table, title=title, title_align="left", padding=(0, 1))
 
 
-def _ended(directory: RunDirectory, status: Status) -> str:
+def _last_line(directory: RunDirectory, status: Status) -> str:
     return f"the run has {status.outcome or 'ended'}; use `engine replay {directory.shown}` to read its record"
 
 

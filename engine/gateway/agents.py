@@ -126,7 +126,7 @@ class Agents:
         except Exception as error:
             session.group.fail(error)
         else:
-            session.group.ended(session, reward)
+            session.group.end_session(session, reward)
 
     def _end(self, group: AgentGroup) -> None:
         if self._groups.get(group.id) is group:

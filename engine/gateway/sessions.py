@@ -257,7 +257,7 @@ class AgentGroup:
                 failure = error if isinstance(error, EngineError) else EngineError(f"sampling failed: {error!r}")
                 self._outcome.set_exception(failure)
 
-    def ended(self, session: Session, reward: float | None) -> None:
+    def end_session(self, session: Session, reward: float | None) -> None:
         session.ended = True
         session.reward = reward
         session.end()

@@ -320,7 +320,7 @@ class GroupCounts:
         counts["queued"] += drawn
         return {state: max(0, count) for state, count in counts.items()}
 
-    def ended(self) -> dict[str, int]:
+    def by_final_state(self) -> dict[str, int]:
         """Number of groups by final state, without those that ended after the point where a resumed run continues."""
         entered = self._transitions.entered
         released = {state: entered("group", state) - self._undone[state] for state in RELEASED}

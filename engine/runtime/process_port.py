@@ -156,7 +156,7 @@ class Processes(Protocol):
     def check(self, prompt: Prompt) -> None:
         """Raises: `DataFailure` for a prompt that cannot be sent."""
 
-    def kept(self) -> Mapping[str, Process]:
+    def services(self) -> Mapping[str, Process]:
         """The processes that start and end with the run, by kind."""
 
     async def room(self) -> int:

@@ -121,7 +121,7 @@ def _discard_unwanted(store: DurableStore, recovered: Recovered) -> None:
     """Discard groups that the ended processes had yet to discard, and attempts that a power cut removed from the
     record. New attempts would not replace those."""
     state = recovered.scheduler.state
-    kept = {*chain.from_iterable(state.checkpoints.kept.values())}
+    kept = {*chain.from_iterable(state.checkpoints.stored_batches.values())}
     last = {group.id: group.attempt for group in state.groups.values()}
     wanted = {group for group, attempt in store.attempts.items() if group in kept or attempt <= last.get(group, -1)}
     store.discard([group for group in store.attempts if group not in wanted])
@@ -200,9 +200,11 @@ class RunHistory:
     def event(self, replicas: int, again: bool = False) -> RunResumed:
         """The event that resumes the run."""
         if self.missing is not None:
-            event = self.recovered.kept(replicas=replicas, missing=self.missing, checkpoint=self.restore.steps)
+            event = self.recovered.resume_without_loss(
+                replicas=replicas, missing=self.missing, checkpoint=self.restore.steps
+            )
         else:
-            event = self.recovered.resumed(steps=self.restore.steps, replicas=replicas)
+            event = self.recovered.resume_from_checkpoint(steps=self.restore.steps, replicas=replicas)
         return replace(event, again=again)
 
 

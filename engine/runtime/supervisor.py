@@ -83,7 +83,7 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._found = found
-        for kind, process in processes.kept().items():
+        for kind, process in processes.services().items():
             self._lives[kind, 0] = Life((kind, 0), self._newest((kind, 0)) + (found is None), process)
 
     # the launch
@@ -449,9 +449,9 @@ class Supervisor:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_end)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not self._closed:

@@ -40,7 +40,7 @@ class Scene:
         (self.ready, *_) = self.state.ready
         (formed,) = self.state.formed_steps
         self.formed = formed.groups
-        self.trained = self.state.checkpoints.kept[SAVED]
+        self.trained = self.state.checkpoints.stored_batches[SAVED]
         self.running = [group.id for group in self.state.groups.values() if phase_of(group.state) is Phase.RUNNING]
         self.plan: Plan = replace(plan(run_dir), restore_trainer=restore_mortal)
         self.directory = run_dir / "trajectories"

@@ -237,7 +237,9 @@ def test_the_run_goes_on_from_the_newest_snapshot_and_a_replay_checks_each() -> 
     assert recovered.at == plain.at
     assert structure(recovered.scheduler) == structure(plain.scheduler)
     for steps in range(recovered.scheduler.state.steps_trained + 1):
-        assert recovered.resumed(steps=steps, replicas=2) == plain.resumed(steps=steps, replicas=2)
+        assert recovered.resume_from_checkpoint(steps=steps, replicas=2) == plain.resume_from_checkpoint(
+            steps=steps, replicas=2
+        )
         assert recovered.batches(steps) == plain.batches(steps)
 
 

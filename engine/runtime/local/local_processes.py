@@ -233,7 +233,7 @@ class LocalProcesses:
         if isinstance(self._store, TrajectoryService):
             plain_prompt(prompt)
 
-    def kept(self) -> Mapping[str, Process]:
+    def services(self) -> Mapping[str, Process]:
         return {TRAJECTORY_STORE: LocalStore(self._store)}
 
     async def room(self) -> int:

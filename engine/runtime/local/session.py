@@ -162,7 +162,7 @@ class Session:
             begin_at = _steps_of(recovered, steps)
             wanted = sum(replica.process.wanted for replica in state.fleet.rollouts()) or 1
             count = (wanted if replicas is None else replicas) + len(state.limits.validators())
-            resumed = recovered.resumed(steps=begin_at, replicas=count)
+            resumed = recovered.resume_from_checkpoint(steps=begin_at, replicas=count)
             made = cls.__new__(cls)
             made.directory = Path(directory)
             made._recorder = Recorder(schedule, recovered.end, lock=lock)
