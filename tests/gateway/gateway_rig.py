@@ -57,7 +57,7 @@ def model(seed: int = 0) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config).eval()
 
 
-class Scripted:
+class FixedAnswers:
     """A backend that says what it is told, word for word, under version 0."""
 
     context = CONTEXT
