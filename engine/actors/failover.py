@@ -25,7 +25,7 @@ from engine.metrics.transitions import Transitions
 from engine.record import Recovered, read, recover
 from engine.record.files import RecordLock
 from engine.runtime.plan import Plan
-from engine.runtime.process_port import KEPT, source_of
+from engine.runtime.process_port import SERVICES, source_of
 from engine.states.state import State
 
 STORES = ("trajectories", "weights")
@@ -113,7 +113,7 @@ async def take_over(launch: str, plan: Plan, recovery: RunRecovery, epoch: int) 
     listed = {
         (source_of(one.kind, one.index), one.incarnation): one.state == "up"
         for one in processes
-        if one.state != "gone" and one.kind not in KEPT
+        if one.state != "gone" and one.kind not in SERVICES
     }
     silent = await attach_actors(known, listed, Pulse.of(plan).patience_s)
     log.info("took over %s; lost: %s", sorted({source for source, _ in actors}), silent or "none")

@@ -42,7 +42,7 @@ class PaceScheduling:
         self._scanned: tuple[int, Version] | None = None
         """`Fleet.seats_on_slow` and the newest idle version when no group was left to move."""
 
-    def generated(self, group: Group, replica: Replica) -> None:
+    def measure(self, group: Group, replica: Replica) -> None:
         """Measure a finished group. Called before it leaves its slot."""
         tokens = group.tokens - group.seated_tokens
         if tokens <= 0:
