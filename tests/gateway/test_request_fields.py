@@ -5,21 +5,13 @@ from typing import Any
 
 import openai
 import pytest
-from gateway_rig import CONTEXT, FixedAnswers, model, one_group, run
+from gateway_rig import CONTEXT, Scripted, model, one_group, run
 from openai import AsyncOpenAI
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
 
-from engine.gateway.openai_format import (
-    CHAT,
-    COMPLETIONS,
-    ChatRequest,
-    CompletionRequest,
-    RequestError,
-    parse,
-    refusal_of,
-    table_rows,
-)
+from engine.gateway.openai_format import ChatRequest, CompletionRequest, RequestError, parse
+from engine.gateway.request_fields import CHAT, COMPLETIONS, refusal_of, table_rows
 from engine.rollout.torch.torch_backend import TorchBackend
 from engine.trajectory import Prompt
 
@@ -105,7 +97,7 @@ async def asking(client: AsyncOpenAI, prompt: Prompt) -> float:
 
 
 def test_a_refused_request_leaves_no_trace_in_the_conversation() -> None:
-    backend = FixedAnswers("<tool_call>{}<end>")
+    backend = Scripted("<tool_call>{}<end>")
     (only,) = run(one_group(asking, backend, max_tokens=40))
     assert len(backend.asked) == 1
     assert only.figures["turns"] == 1
