@@ -306,7 +306,7 @@ EVERYWHERE: list[tuple[Rule, str, str]] = [
     (nothing_sleeps, "engine/runtime/driver.py", "import asyncio as loops\nloops.sleep(1)"),
     (nothing_sleeps, "engine/runtime/driver.py", "from asyncio import sleep\nasync def f():\n    await sleep(0)"),
     (nothing_read_is_unpickled, "engine/record/reader.py", "import pickle"),
-    (nothing_read_is_unpickled, "engine/control/server.py", "from ray import cloudpickle"),
+    (nothing_read_is_unpickled, "engine/control/control_server.py", "from ray import cloudpickle"),
     (nothing_read_is_unpickled, "engine/training/model_checkpoint.py", "import torch\ntorch.load('model.pt')"),
     (
         nothing_read_is_unpickled,
@@ -470,7 +470,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         "engine.config",
         "engine.runtime.local",
         "engine.plans.configured_plan",
-        "engine.gateway.server",
+        "engine.gateway.gateway_server",
     ],
 )
 def test_a_light_import_brings_nothing_heavy(module: str) -> None:

@@ -1,6 +1,6 @@
 """Parses and checks agents' requests in OpenAI's format; faults become OpenAI error objects.
 
-Called by `server.py`. `request_fields.py` says which fields are honored, and refuses those that cannot be. Fields that
+Called by `gateway_server.py`. `request_fields.py` says which fields are honored, and refuses those that cannot be. Fields that
 it does not know are ignored, as other servers do.
 """
 
