@@ -43,7 +43,7 @@ from engine.ids import Incarnation, StepId
 from engine.metrics.status import Status
 from engine.metrics.transitions import Transitions
 from engine.runtime.metrics_endpoint import withdraw_addresses
-from engine.runtime.recovery import RunHistory, history_of
+from engine.runtime.run_history import RunHistory, history_of
 from engine.runtime.run_loop import RunLoop, Watchers, recorder_of
 from engine.runtime.wire import unpack_events
 from engine.workers.threads import contained

@@ -30,7 +30,7 @@ from engine.runtime.metrics_endpoint import Endpoint
 from engine.runtime.plan import Plan
 from engine.runtime.process_port import Found, Processes, Stores
 from engine.runtime.prompts import MixedPrompts, Prompts, WatchingPrompts
-from engine.runtime.recovery import RunHistory
+from engine.runtime.run_history import RunHistory
 from engine.runtime.supervisor import Supervisor
 from engine.scheduling.scheduler import Scheduler
 from engine.storage.samples import FOLDER, samples_for_sinks
@@ -82,7 +82,7 @@ log = logging.getLogger(__name__)
 
 
 class RecoveredRun(Protocol):
-    """The recovered state of an earlier scheduler: `runtime.recovery.RunHistory`, or a restarted scheduler's
+    """The recovered state of an earlier scheduler: `runtime.run_history.RunHistory`, or a restarted scheduler's
     `actors.failover.RunRecovery`."""
 
     @property

@@ -14,7 +14,7 @@ from engine.metrics.transitions import Transitions
 from engine.record import read, replay
 from engine.runtime.local import response
 from engine.runtime.plan import Plan
-from engine.runtime.recovery import RunHistory, history_of
+from engine.runtime.run_history import RunHistory, history_of
 from engine.states.group import Group, phase_of
 from engine.states.machine import Phase
 from engine.states.state import State
