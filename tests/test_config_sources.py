@@ -14,7 +14,7 @@ from engine.config.loading import load_config, parse_config
 from engine.config.resumption import resumed
 from engine.errors import ConfigError
 from engine.plans.configured_plan import inputs_of, make_prompts, plan_of
-from engine.runtime.prompts import ChosenPrompts, MixtureOfSources
+from engine.runtime.prompt_sources import ChosenPrompts, MixtureOfSources
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from engine.record import Handled, read
 from engine.rollout.backend import SamplingParams
 from engine.rollout.generator import ModelGenerator
 from engine.rollout.torch.torch_backend import TorchBackend
-from engine.runtime.prompts import CountedPrompts
+from engine.runtime.prompt_sources import CountedPrompts
 from engine.tasks.quickstart import Prepared, Quickstart, prepare
 from engine.tasks.rewards import load_reward
 from engine.trajectory import TrajectoryGroup

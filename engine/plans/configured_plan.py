@@ -42,7 +42,7 @@ from engine.rollout.scoring import RewardWork, Scorer
 from engine.rollout.vllm.engine_args import built_for_cpu, workers_of
 from engine.runtime.local.simple import SimpleTrainer
 from engine.runtime.plan import DistributedSettings, Plan, Restore, Rollout, VllmSettings, Wire
-from engine.runtime.prompts import ChosenPrompts, CountedPrompts, MixtureOfSources, Prompts
+from engine.runtime.prompt_sources import ChosenPrompts, CountedPrompts, MixtureOfSources, Prompts
 from engine.states.limits import ValidationLimits
 from engine.storage.checkpoints import verify_checkpoint
 from engine.storage.durable_trajectories import StorePolicy

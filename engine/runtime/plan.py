@@ -13,7 +13,7 @@ from engine.errors import ConfigError
 from engine.events import RunInterrupted
 from engine.ids import NO_VERSION, GroupId, ReplicaId, StepId, Version
 from engine.protocols import Generator, Scorer, Trainer
-from engine.runtime.prompts import Prompts
+from engine.runtime.prompt_sources import Prompts
 from engine.states.limits import REWARDING, Limits
 from engine.storage.durable_trajectories import StorePolicy
 from engine.storage.samples import SamplePolicy

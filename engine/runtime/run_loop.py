@@ -29,7 +29,7 @@ from engine.runtime.executor import RunExecutor
 from engine.runtime.metrics_endpoint import Endpoint
 from engine.runtime.plan import Plan
 from engine.runtime.process_port import Found, Processes, Stores
-from engine.runtime.prompts import MixedPrompts, Prompts, WatchingPrompts
+from engine.runtime.prompt_sources import MixedPrompts, Prompts, WatchingPrompts
 from engine.runtime.run_history import RunHistory
 from engine.runtime.supervisor import Supervisor
 from engine.scheduling.scheduler import Scheduler

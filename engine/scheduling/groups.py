@@ -24,8 +24,8 @@ from engine.ids import NO_VERSION, ReplicaId, Version
 from engine.scheduling.decisions import Decisions
 from engine.scheduling.issued_commands import MOST_STARTS, Orders
 from engine.scheduling.lifetimes import REASON_LENGTH, Lifetimes
-from engine.scheduling.pace import PaceScheduling
 from engine.scheduling.stages import StageScheduling
+from engine.scheduling.stragglers import PaceScheduling
 from engine.states.group import Group
 from engine.states.laws import require
 from engine.states.orders import KINDS_OF_SUBJECTS

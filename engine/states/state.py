@@ -27,7 +27,7 @@ from engine.states.pool import POOL, PoolLease, Pools
 from engine.states.process import ADDED_STATES, PROCESS, SCORER, Process, name_of
 from engine.states.process import REPLICA as REPLICA_KIND
 from engine.states.replica import REPLICA, Replica
-from engine.states.stages import Stages
+from engine.states.stage_queues import Stages
 from engine.states.step import STEP, Step
 from engine.states.tree import Record
 from engine.states.validation import VALIDATION, Validations

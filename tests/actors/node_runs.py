@@ -13,7 +13,7 @@ from engine.actors.launch import RunHandle, start
 from engine.events import GroupGenerated, ProcessLost, ProcessUp
 from engine.metrics.status import Status
 from engine.runtime.plan import Rollout
-from engine.runtime.prompts import listed
+from engine.runtime.prompt_sources import listed
 
 
 def noted(directory: Path, replica: int) -> Rollout:

@@ -19,7 +19,7 @@ from engine.control.requests import Drain, Look
 from engine.events import DrainRequested, ReplicasWanted, RunResumed, SettingChanged
 from engine.metrics.status import Status
 from engine.protocols import Batch, GroupWork
-from engine.runtime.prompts import listed
+from engine.runtime.prompt_sources import listed
 from engine.trajectory import Trajectory
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]

@@ -9,7 +9,7 @@ from engine.actors.launch import start
 from engine.events import ProcessLost, ProcessUp, StateLeft
 from engine.protocols import Batch
 from engine.runtime.plan import Rollout
-from engine.runtime.prompts import listed
+from engine.runtime.prompt_sources import listed
 from engine.states.limits import AddedState, Limits
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]

@@ -47,7 +47,7 @@ from engine.record.recovery import Recovered, recover
 from engine.record.snapshots import restore, snapshot
 from engine.runtime.driver import Driver
 from engine.scheduling.scheduler import Scheduler
-from engine.simulation.judge import Judge
+from engine.simulation.run_checks import Judge
 from engine.states.laws import check_all
 from engine.states.limits import Limits
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER

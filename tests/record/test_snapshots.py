@@ -20,8 +20,8 @@ from engine.record import Handled, Header, MemoryRecorder, Recorder, read, recov
 from engine.record.frames import encode_snapshot
 from engine.record.msgpack_values import CodecError, pack, unpack
 from engine.record.snapshots import GROUPS_IN_A_PART, declarations, restore, snapshot
-from engine.scheduling.pace import PaceScheduling
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.stragglers import PaceScheduling
 from engine.simulation.world import Faults, Setting, World
 from engine.states.clocks import Clocks
 from engine.states.fleet import Fleet

@@ -25,7 +25,7 @@ from engine.record import MemoryRecorder, NullRecorder, Recorder, read
 from engine.record.files import make_run_private
 from engine.runtime.local.local_processes import LocalProcesses, LocalStores, LocalTrajectories, LocalWeights
 from engine.runtime.plan import Plan, Restore, Rollout
-from engine.runtime.prompts import Prompts, as_prompts, listed
+from engine.runtime.prompt_sources import Prompts, as_prompts, listed
 from engine.runtime.run_history import history_of
 from engine.runtime.run_loop import RunLoop, Watchers, header_of, recorder_of
 from engine.runtime.trajectory_service import TrajectoryService
