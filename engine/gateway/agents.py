@@ -1,7 +1,7 @@
 """The agents of a run, by group: starts, cuts short and ends them, and issues their keys.
 
-`gateway_server.py` calls it to check a key, `actors.gateway_actor` for every order about a group. No agent and no key may
-remain when their group ends.
+`gateway_server.py` calls it to check a key, `actors.gateway_actor` for every order about a group. No agent and no key
+may remain when their group ends.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Agents and their conversations by group, and the replica that each group samples on.
 
-`gateway_server.py` calls it for every request, `agents.py` for every order about a group. If a group's replica fails, its
-agents keep running: their calls wait, and continue from their prefixes on the next replica. Two attempts of a group
+`gateway_server.py` calls it for every request, `agents.py` for every order about a group. If a group's replica fails,
+its agents keep running: their calls wait, and continue from their prefixes on the next replica. Two attempts of a group
 must never answer each other's orders.
 """
 
