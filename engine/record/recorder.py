@@ -3,7 +3,7 @@
 Called by the driver through `runtime.driver.Recorder`: `write` or `reject` once per event, in order, and `flush` before
 any of their commands is sent. A recorder never changes what it has written. After a failed write it refuses every
 frame, because a record must not have a gap. It keeps the index of its segments (`log.py`), and it notices when its
-directory is deleted or moved: a run must not continue that nobody could resume. It never writes behind a recorder of a
+directory is deleted or moved: a run that cannot be resumed must not continue. It never writes behind a recorder of a
 higher epoch.
 """
 

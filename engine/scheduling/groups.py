@@ -124,7 +124,7 @@ class RolloutScheduling:
             return
         if parks:
             group.moved, group.failed_on, unasked = True, event.replica, False
-        if unasked:  # nobody paused the replica: an attempt was lost, else this could continue forever
+        if unasked:  # the replica was not paused: charge an attempt, because this could repeat forever
             self.park_after_failure(group, "infrastructure", "its replica aborted it without an order")
             return
         self._park_uncharged(group)

@@ -92,7 +92,7 @@ class Clocks(Record):
         self.sooner = False
         """Something may be due before the timer fires."""
         self._queues: dict[str, dict[int, Order]] = {}
-        """Orders that nobody has looked at yet, oldest first, by subject."""
+        """Orders not looked at yet, oldest first, by subject."""
         self._heap: list[tuple[float, int]] = []
         """`looks` as (time, order number); outdated entries are skipped."""
         self._stalled: dict[Owner, dict[int, None]] = {}
@@ -138,7 +138,7 @@ class Clocks(Record):
         if type(event) in FAILURES:
             return
         if subject == "start" and not self.runs(order):
-            return  # nobody knows when it had room
+            return  # it is not known when it had room
         kind, took = KINDS_OF_SUBJECTS[subject], self.elapsed(order)
         if took > self.longest.get(kind, -1.0):
             self._learn(order, took)
