@@ -13,7 +13,8 @@ from engine.config.inputs import check_inputs
 from engine.config.loading import load_config, parse_config
 from engine.config.resumption import resumed
 from engine.errors import ConfigError
-from engine.plans.configured_plan import inputs_of, make_prompts, plan_of
+from engine.plans.configured_plan import plan_of
+from engine.plans.run_inputs import inputs_of, make_prompts
 from engine.runtime.prompt_sources import ChosenPrompts, MixtureOfSources
 
 

@@ -16,8 +16,11 @@ import engine.runtime.local
 from engine.actors.launch import start
 from engine.config import Config
 from engine.config.loading import parse_config
+from engine.config.prompts import stop_ids_of
 from engine.events import GroupGenerated
-from engine.plans.configured_plan import make_prompts, make_trainer, plan_of, stop_ids_of
+from engine.plans.configured_plan import plan_of
+from engine.plans.run_inputs import make_prompts
+from engine.plans.trainers import make_trainer
 from engine.protocols import Batch
 from engine.record import Handled, read
 from engine.rollout.backend import SamplingParams

@@ -32,10 +32,11 @@ from engine.errors import EngineError, RunFailed, RunFinished, clean
 from engine.events import RunInterrupted
 from engine.hardware import object_store_limit
 from engine.metrics.status import Status
-from engine.plans.configured_plan import Progress, plan_of
+from engine.plans.configured_plan import plan_of
 from engine.runtime.metrics_endpoint import withdraw_addresses
 from engine.runtime.plan import Plan
 from engine.states.waits import counted
+from engine.tasks.quickstart import Progress
 from engine.tasks.rewards import Reward
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,8 @@ from transformers import AutoTokenizer
 
 from engine.config.loading import parse_config
 from engine.errors import ConfigError, DataFailure, EngineError
-from engine.plans.configured_plan import Inputs, openai_backend
+from engine.plans.rollouts import openai_backend
+from engine.plans.run_inputs import Inputs
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
 from engine.rollout.openai.openai_backend import RETRIES, OpenAIBackend
 from engine.rollout.torch.torch_backend import TorchBackend

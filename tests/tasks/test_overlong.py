@@ -12,7 +12,8 @@ from engine.cli import main
 from engine.config import Config
 from engine.config.loading import parse_config
 from engine.errors import ConfigError
-from engine.plans.configured_plan import make_rollout, plan_of
+from engine.plans.configured_plan import plan_of
+from engine.plans.rollouts import make_rollout
 from engine.protocols import GroupWork
 
 CONTEXT = 64
