@@ -32,7 +32,7 @@ from engine.ids import ReplicaId
 from engine.protocols import Batch, Generated, GroupWork
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.runtime.plan import Plan, Rollout
-from engine.runtime.prompts import CountedPrompts, Prompts
+from engine.runtime.prompt_sources import CountedPrompts, Prompts
 from engine.states.limits import Limits
 from engine.trajectory import Prompt, TrajectoryGroup
 

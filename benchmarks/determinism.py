@@ -25,7 +25,7 @@ from engine.protocols import Batch
 from engine.rollout.backend import SamplingParams
 from engine.rollout.generator import ModelGenerator
 from engine.rollout.torch.torch_backend import TorchBackend
-from engine.runtime.prompts import CountedPrompts
+from engine.runtime.prompt_sources import CountedPrompts
 from engine.tasks.dataset import Dataset, PromptSource
 from engine.tasks.quickstart import Prepared, prepare
 from engine.tasks.rewards import load_reward

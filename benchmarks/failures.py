@@ -26,7 +26,7 @@ from engine.protocols import Batch, GroupWork
 from engine.record import Handled, read
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.runtime.plan import Plan, Rollout
-from engine.runtime.prompts import CountedPrompts
+from engine.runtime.prompt_sources import CountedPrompts
 from engine.simulation.world import Setting, World
 from engine.states.limits import Limits
 from engine.trajectory import Prompt, Trajectory

@@ -112,8 +112,10 @@ def make_published(path: str) -> dict[str, torch.Tensor]:
 def pack(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """As a store that is on another machine publishes them."""
     from engine.actors.transports import DistributedTransport
+    from engine.runtime.plan import DistributedSettings
 
-    packed: dict[str, torch.Tensor] = DistributedTransport(backend="gloo", bucket_bytes=1, timeout_s=1.0).pack(weights)
+    settings = DistributedSettings(backend="gloo", bucket_bytes=1, timeout_s=1.0)
+    packed: dict[str, torch.Tensor] = DistributedTransport(settings).pack(weights)
     return packed
 
 

@@ -24,7 +24,7 @@ from engine.actors.detached_actors import collect_rarely
 from engine.events import RunStarted
 from engine.metrics.collector import RunMetrics
 from engine.metrics.export import ExternalFigures, registry
-from engine.metrics.server import MetricsServer
+from engine.metrics.metrics_server import MetricsServer
 from engine.metrics.transitions import Transitions
 from engine.record.frames import Header
 from engine.record.recorder import Recorder

@@ -35,11 +35,11 @@ from typing import Any
 
 import psutil
 
-from engine.actors.configured_plan import plan_of
 from engine.actors.launch import connect, start
 from engine.config import Config, load_config, parse_config
 from engine.ids import ReplicaId
 from engine.metrics.status import Status
+from engine.plans.configured_plan import plan_of
 from engine.protocols import Generated, GroupWork
 from engine.runtime.plan import Rollout
 from engine.tasks.arithmetic import reward

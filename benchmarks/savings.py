@@ -19,8 +19,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.actors.configured_plan import plan_of
 from engine.config import load_config
+from engine.plans.configured_plan import plan_of
 from engine.runtime.local import run_plan
 from engine.training.batch import Sample
 

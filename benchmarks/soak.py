@@ -32,7 +32,7 @@ from engine.record import Header, Recorder
 from engine.runtime.driver import Driver
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.runtime.plan import Plan, Rollout
-from engine.runtime.prompts import CountedPrompts
+from engine.runtime.prompt_sources import CountedPrompts
 from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import Limits
 from engine.trajectory import Prompt, Trajectory

@@ -17,6 +17,7 @@ from engine.actors.launch import connect
 from engine.actors.store_actors import RemoteWeights, WeightsStoreActor
 from engine.actors.transports import DistributedTransport, ObjectStoreTransport, Transport
 from engine.rollout.torch.host_weights import stage
+from engine.runtime.plan import DistributedSettings
 from engine.storage.weights import WeightsStore
 
 LAYER = 1 << 22
@@ -101,7 +102,11 @@ if __name__ == "__main__":
     chosen = parser.parse_args()
     connect(object_store_bytes=max(chosen.megabytes * 4, 100) << 20)  # Ray needs 75 MiB
     try:
-        gloo = DistributedTransport(backend="gloo", bucket_bytes=chosen.bucket_mb << 20, timeout_s=60.0)
-        measure({"object store": ObjectStoreTransport(), "distributed, gloo": gloo}, chosen.megabytes, chosen.rounds)
+        gloo = DistributedSettings(backend="gloo", bucket_bytes=chosen.bucket_mb << 20, timeout_s=60.0)
+        transports: dict[str, Transport] = {
+            "object store": ObjectStoreTransport(),
+            "distributed, gloo": DistributedTransport(gloo),
+        }
+        measure(transports, chosen.megabytes, chosen.rounds)
     finally:
         ray.shutdown()

@@ -51,7 +51,7 @@ class Manifest:
 
 
 class PublishedTensors(dict[str, "Tensor"]):
-    """The tensors of one publication by name, in memory that others may read, so that nobody may write it."""
+    """The tensors of one publication by name, in memory that others may read, so it must never be written."""
 
     def __init__(self, tensors: Mapping[str, "Tensor"], publication: str) -> None:
         """`publication`: unique to these tensors; equal names mean equal bytes."""

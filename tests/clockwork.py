@@ -14,17 +14,10 @@ from engine.ids import ReplicaId, Version
 from engine.metrics.collector import RunMetrics
 from engine.metrics.journal import Journal
 from engine.metrics.transitions import Transitions
+from engine.record import NullRecorder
 from engine.runtime.driver import Driver, Recorder
 from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import Limits, Pool, ValidationLimits
-
-
-class NoRecord:
-    def write(self, event: Event, commands: Sequence[Command], state_hash: int) -> None: ...
-    def reject(self, event: Event, reason: str) -> None: ...
-    def snapshot(self, payloads: Sequence[bytes]) -> None: ...
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -61,7 +54,7 @@ class Clockwork:
         journal = None if self.journal is None else Journal(self.journal)
         self.metrics = RunMetrics(self.scheduler, transitions, journal)
         self.driver = Driver(
-            self.scheduler, self, self.recorder or NoRecord(), self, self.metrics.observe,
+            self.scheduler, self, self.recorder or NullRecorder(), self, self.metrics.observe,
             snapshot_every=self.snapshot_every, books=transitions,
         )  # fmt: skip
         self.after(0.0, fact.RunStarted(replicas=self.replicas))

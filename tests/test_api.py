@@ -11,11 +11,11 @@ import pytest
 from chat_tokenizers import save_chat_model
 
 import engine
-from engine.actors.configured_plan import plan_of
 from engine.actors.detached_actors import PackedPlan
 from engine.api import TrainedRun, configured, resumption
 from engine.cli import main
 from engine.config.inputs import check_inputs
+from engine.plans.configured_plan import plan_of
 from engine.runtime.local import run_plan
 from engine.storage import run_directory
 from engine.tasks.rewards import exact_match, name_of

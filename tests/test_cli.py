@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from chat_tokenizers import save_chat_model, write_rows
 from clockwork import Clockwork, clockwork
 
 from engine import cli
@@ -1005,6 +1006,25 @@ def test_light_commands_load_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_an_evaluation_needs_no_ray(tmp_path: Path) -> None:
+    model = save_chat_model(tmp_path / "model", "base", context=64)
+    prompts = write_rows(tmp_path / "prompts.jsonl", *({"prompt": f"{n}+1="} for n in range(2)))
+    (tmp_path / "my_code.py").write_text("def long(prompt, trajectory):\n    return float(len(trajectory.token_ids))\n")
+    tree = {
+        "data": {"validation_path": prompts},
+        "reward": {"function": "my_code:long"},
+        "rollout": {"max_tokens": 4, "device": "cpu"},
+        "validation": {"sets": [{"name": "all", "prompts": 2}]},
+    }
+    (tmp_path / "eval.yaml").write_text(yaml.safe_dump(tree))
+    command = ["evaluate", model, "eval.yaml"]
+    code = f"import sys; sys.modules['ray'] = None; from engine import cli; sys.exit(cli.main({command}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert (done.returncode, "2 of 2 responses measured" in done.stdout) == (0, True), done.stderr
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:

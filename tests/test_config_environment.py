@@ -8,11 +8,11 @@ import pytest
 from chat_tokenizers import save_chat_model, write_rows
 from transformers import AutoTokenizer
 
-from engine.actors.configured_plan import plan_of
 from engine.config.inputs import check_inputs
 from engine.config.loading import parse_config
 from engine.environments import Environment, Step, ToolCall, Turn
 from engine.errors import ConfigError
+from engine.plans.configured_plan import plan_of
 from engine.rollout.agents.tool_calls import ParsedCall
 from engine.trajectory import Prompt
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
+from engine.cli.control_commands import require_live
 from engine.config import load_config
-from engine.config.changeable_fields import require_live
 from engine.config.resumption import resumed
 from engine.errors import ConfigError
 from engine.metrics.journal import cut_rows

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 from chat_tokenizers import save_chat_model, write_rows
 
-from engine.actors.configured_plan import inputs_of, make_prompts, plan_of
 from engine.api import configured
 from engine.cli import main
 from engine.config.inputs import check_inputs
 from engine.config.loading import load_config, parse_config
 from engine.config.resumption import resumed
 from engine.errors import ConfigError
-from engine.runtime.prompts import ChosenPrompts, MixtureOfSources
+from engine.plans.configured_plan import plan_of
+from engine.plans.run_inputs import inputs_of, make_prompts
+from engine.runtime.prompt_sources import ChosenPrompts, MixtureOfSources
 
 
 @pytest.fixture(scope="module")

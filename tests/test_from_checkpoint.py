@@ -10,7 +10,6 @@ import torch
 from chat_tokenizers import save_chat_model, write_rows
 from test_api import ROWS, SMALL
 
-from engine.actors.configured_plan import plan_of
 from engine.api import configured
 from engine.cli import _parser, main
 from engine.cli.checkpoint_names import find_checkpoint
@@ -19,6 +18,7 @@ from engine.cli.run import read_config
 from engine.config import Config
 from engine.config.inputs import check_inputs
 from engine.errors import ConfigError
+from engine.plans.configured_plan import plan_of
 from engine.runtime.local import run_plan
 from engine.runtime.plan import Plan
 from engine.trajectory import Prompt, Trajectory

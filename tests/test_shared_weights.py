@@ -19,6 +19,7 @@ from weight_holders import WIDE, hold, inodes, manifest, replica
 from engine.actors.transports import DistributedTransport
 from engine.rollout.torch import transfer
 from engine.rollout.vllm.staged_weights import StagingArea
+from engine.runtime.plan import DistributedSettings
 from engine.shared_weights import Memory, PublishedTensors, find, publication_of, turn
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -47,7 +48,7 @@ def process(run: Any, *given: Any) -> Iterator[tuple[Any, Connection]]:
 
 
 def test_replicas_of_one_machine_hold_one_copy_of_each_version() -> None:
-    transport = DistributedTransport(backend="gloo", bucket_bytes=1 << 20, timeout_s=60.0)
+    transport = DistributedTransport(DistributedSettings(backend="gloo", bucket_bytes=1 << 20, timeout_s=60.0))
     with process(replica) as (_, first), process(replica) as (_, second):
         alone = {name: value.clone() for name, value in published().items()}  # as the store of another machine has it
         alone["odd too"] = alone["odd"]

@@ -13,17 +13,20 @@ from reference_sync import Outcome, Task, digest, run_reference, seen
 from transformers import AutoTokenizer
 
 import engine.runtime.local
-from engine.actors.configured_plan import make_prompts, make_trainer, plan_of, stop_ids_of
 from engine.actors.launch import start
 from engine.config import Config
 from engine.config.loading import parse_config
+from engine.config.prompts import stop_ids_of
 from engine.events import GroupGenerated
+from engine.plans.configured_plan import plan_of
+from engine.plans.run_inputs import make_prompts
+from engine.plans.trainers import make_trainer
 from engine.protocols import Batch
 from engine.record import Handled, read
 from engine.rollout.backend import SamplingParams
 from engine.rollout.generator import ModelGenerator
 from engine.rollout.torch.torch_backend import TorchBackend
-from engine.runtime.prompts import CountedPrompts
+from engine.runtime.prompt_sources import CountedPrompts
 from engine.tasks.quickstart import Prepared, Quickstart, prepare
 from engine.tasks.rewards import load_reward
 from engine.trajectory import TrajectoryGroup

@@ -22,10 +22,10 @@ from engine.metrics.journal import keep_rows
 from engine.metrics.status import Status
 from engine.metrics.step_rows import ReplayedRows, StepRows
 from engine.metrics.transitions import Transitions
-from engine.record import After, Recovered, read, recover
+from engine.record import Recovered, read, recover
 from engine.record.files import RecordLock
 from engine.runtime.plan import Plan
-from engine.runtime.process_port import KEPT, source_of
+from engine.runtime.process_port import SERVICES, source_of
 from engine.states.state import State
 
 STORES = ("trajectories", "weights")
@@ -43,18 +43,13 @@ class RunRecovery:
     """Rows of steps that are not finished."""
 
     @property
-    def after(self) -> After:
-        """Where the record continues."""
-        return After(events=self.recovered.events, torn=self.recovered.torn)
-
-    @property
     def failure(self) -> EngineError | None:
         """The defect that ended the run, if one did: the event after the last handled one failed."""
         rejected = [one for one in self.recovered.report.rejected if one.event.id == self.recovered.events]
         return RunFailed(rejected[-1].reason) if rejected else None
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return self.failure is not None or self.recovered.scheduler.state.outcome is not None
 
 
@@ -118,7 +113,7 @@ async def take_over(launch: str, plan: Plan, recovery: RunRecovery, epoch: int) 
     listed = {
         (source_of(one.kind, one.index), one.incarnation): one.state == "up"
         for one in processes
-        if one.state != "gone" and one.kind not in KEPT
+        if one.state != "gone" and one.kind not in SERVICES
     }
     silent = await attach_actors(known, listed, Pulse.of(plan).patience_s)
     log.info("took over %s; lost: %s", sorted({source for source, _ in actors}), silent or "none")

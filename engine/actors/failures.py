@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from engine.errors import EngineError, RunFailed, clean, reason_of
 from engine.runtime.plan import Plan
-from engine.runtime.process_port import Ended, Sign, Waits
+from engine.runtime.process_port import ProcessEnd, Sign, Waits
 
 # -- lost actors -------------------------------------------------------------------------------------------------------
 
@@ -36,9 +36,9 @@ class Pulse:
     def of(cls, plan: Plan) -> "Pulse":
         return cls(plan.heartbeat_s, plan.missed_beats)
 
-    async def lost(self, actor: Any) -> "Ended":
+    async def lost(self, actor: Any) -> "ProcessEnd":
         """Return once the actor is lost."""
-        ended = asyncio.ensure_future(_ended(actor))
+        ended = asyncio.ensure_future(_wait_for_end(actor))
         try:
             while self.every_s:
                 beat = asyncio.ensure_future(sign_of(actor))
@@ -50,7 +50,7 @@ class Pulse:
                 if ended.done():
                     break
                 if not beat.done():
-                    return Ended(f"no sign of life for {self.limit_s:g} s", silent=True)
+                    return ProcessEnd(f"no sign of life for {self.limit_s:g} s", silent=True)
             return await ended
         finally:
             ended.cancel()
@@ -73,11 +73,11 @@ async def sign_of(actor: Any) -> Sign | None:
     return None
 
 
-async def _ended(actor: Any) -> Ended:
+async def _wait_for_end(actor: Any) -> ProcessEnd:
     try:
-        return Ended(await actor.alive.remote(), self_reported=True)
+        return ProcessEnd(await actor.alive.remote(), self_reported=True)
     except Exception as error:
-        return Ended(failure_reason(error))
+        return ProcessEnd(failure_reason(error))
 
 
 # -- answers to heartbeats ---------------------------------------------------------------------------------------------

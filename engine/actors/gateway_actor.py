@@ -16,7 +16,7 @@ from engine.actors.detached_actors import PackedPlan, end_when_orphaned, prepare
 from engine.actors.failures import HeartbeatActor, raised
 from engine.errors import EngineError
 from engine.gateway.agents import Agents
-from engine.gateway.server import GatewayServer
+from engine.gateway.gateway_server import GatewayServer
 from engine.ids import GroupId
 from engine.rollout.agents.agent_generator import AgentCall, GroupOutcome, OpenGroup
 from engine.rollout.backend import SampleResult

@@ -19,13 +19,12 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from engine.actors.cluster import initialize_ray, join_cluster, require_shared_files
-from engine.actors.configured_plan import Progress, plan_of
 from engine.actors.detached_actors import PackedPlan, end_actors
 from engine.actors.failover import status_at_end
 from engine.actors.failures import Pulse, raised, unwrapped
 from engine.actors.launcher_watch import RayNode, SchedulerWatch, separate_sessions
 from engine.actors.placement import on_this_node, with_gpus
-from engine.actors.scheduler_actor import SchedulerActor
+from engine.actors.scheduler_actor import RelaunchNeeded, SchedulerActor, Traffic, Update
 from engine.config import Config
 from engine.config.inputs import LEAST_STORE_BYTES
 from engine.control.requests import Drain, Operation, Stop
@@ -33,10 +32,11 @@ from engine.errors import EngineError, RunFailed, RunFinished, clean
 from engine.events import RunInterrupted
 from engine.hardware import object_store_limit
 from engine.metrics.status import Status
+from engine.plans.configured_plan import plan_of
 from engine.runtime.metrics_endpoint import withdraw_addresses
 from engine.runtime.plan import Plan
-from engine.runtime.updates import RelaunchNeeded, Traffic, Update
 from engine.states.waits import counted
+from engine.tasks.quickstart import Progress
 from engine.tasks.rewards import Reward
 
 log = logging.getLogger(__name__)

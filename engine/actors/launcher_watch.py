@@ -94,7 +94,7 @@ class RayNode:
 
     def require_ray(self) -> None:
         """Raises: `RayProcessEnded` if a Ray process has ended on this node."""
-        ended = self._ended()
+        ended = self._find_dead_process()
         if ended is None:
             return
         what = f"the Ray process on this node ({ended}) ended"
@@ -116,11 +116,11 @@ class RayNode:
     @property
     def takes_orders(self) -> bool:
         """Whether Ray can still start and end actors. The GCS does this."""
-        return self._ended() != GCS
+        return self._find_dead_process() != GCS
 
     def close(self) -> None:
         """Stop watching. End the cluster if this process started it. A second call does nothing."""
-        ended = self._ended()
+        ended = self._find_dead_process()
         handles, self._handles = self._handles, {}
         for handle in handles:
             os.close(handle)
@@ -131,7 +131,7 @@ class RayNode:
             self._kill_actors()
         ray.shutdown()
 
-    def _ended(self) -> str | None:
+    def _find_dead_process(self) -> str | None:
         """The process that has ended, if any; the GCS if both have."""
         names = [self._handles[handle] for handle in self._wait(timeout_ms=0)]
         return GCS if GCS in names else next(iter(names), None)

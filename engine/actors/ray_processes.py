@@ -18,7 +18,7 @@ from engine.actors.worker_actor import ACTORS
 from engine.errors import clean
 from engine.ids import NO_VERSION, GroupId, Incarnation, StepId, Version
 from engine.runtime.plan import Plan, Restore
-from engine.runtime.process_port import KEPT, Ended, Found, Order, Process, Sign, key_of, source_of
+from engine.runtime.process_port import SERVICES, Found, Order, Process, ProcessEnd, Sign, key_of, source_of
 from engine.runtime.stacks import dump_stacks, stacks_file, writes_to
 from engine.runtime.wire import pack_orders
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
@@ -66,7 +66,7 @@ class RayProcess:
         self._pid = self._pid if sign is None else sign.pid
         return sign
 
-    async def lost(self) -> Ended:
+    async def lost(self) -> ProcessEnd:
         learning = asyncio.ensure_future(self.probe())
         try:
             return await self._pulse.lost(self.actor)
@@ -145,7 +145,7 @@ class RayProcesses:
     def check(self, prompt: Prompt) -> None:
         plain_prompt(prompt)
 
-    def kept(self) -> Mapping[str, Process]:
+    def services(self) -> Mapping[str, Process]:
         return {kind: self._process(kind, 0, actor) for kind, actor in self._kept.items() if actor is not None}
 
     async def room(self) -> int:
@@ -173,7 +173,7 @@ class RayProcesses:
         return Found(processes=known, silent=living.silent)
 
     def _process(self, kind: str, index: int, actor: Any, placed: Place | None = None) -> RayProcess:
-        pulse = self._patient if kind in KEPT else self._pulse
+        pulse = self._patient if kind in SERVICES else self._pulse
         return RayProcess(kind, index, actor, pulse, self._plan, self._epoch, placed or Place({}))
 
     def _name(self, source: str, incarnation: Incarnation) -> str:

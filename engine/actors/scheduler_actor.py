@@ -11,6 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -36,17 +37,46 @@ from engine.actors.transports import transport_of
 from engine.actors.worker_actor import Inbox
 from engine.config import load_extensions_of
 from engine.control.requests import Operation
-from engine.errors import ConfigError, EngineError, RecordError, RecordHeld, StorageFull, reason_of
+from engine.errors import ConfigError, EngineError, RecordError, RecordHeld, RunFailed, StorageFull, reason_of
 from engine.events import SchedulerRecovered
 from engine.ids import Incarnation, StepId
 from engine.metrics.status import Status
 from engine.metrics.transitions import Transitions
 from engine.runtime.metrics_endpoint import withdraw_addresses
-from engine.runtime.recovery import RunHistory, history_of
+from engine.runtime.run_history import RunHistory, history_of
 from engine.runtime.run_loop import RunLoop, Watchers, recorder_of
-from engine.runtime.updates import RelaunchNeeded, Traffic, Update
 from engine.runtime.wire import unpack_events
 from engine.workers.threads import contained
+
+
+class RelaunchNeeded(RunFailed):
+    """The run cannot continue in its current processes, but can be relaunched from its record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """A status of the run. `last`: it is the final one. `relaunch`: why the run must be relaunched from its record;
+    empty if it need not be."""
+
+    number: int
+    status: Status
+    last: bool
+    relaunch: str = ""
+    end_requested: bool = False
+    """A user has asked the run to end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Number of calls between the actors so far, for benchmarks."""
+
+    reports: int
+    calls: int
+    events: int
+    decisions_s: tuple[float, ...]
+    """Seconds from the arrival of a report until its events were recorded and the resulting commands were sent, for the
+    newest reports."""
+
 
 log = logging.getLogger(__name__)
 
@@ -183,7 +213,7 @@ class SchedulerActor:
             await self._load()
             assert self._plan.run_dir is not None
             recovery = await asyncio.to_thread(contained, recovery_of, self._plan.run_dir, self._transitions)
-            if recovery.ended:
+            if recovery.has_ended:
                 await self._report_end(recovery)
             else:
                 await self._continue_run(recovery)

@@ -14,9 +14,10 @@ import ray
 
 from engine.actors.detached_actors import PackedPlan, end_when_orphaned
 from engine.actors.failures import HeartbeatActor, awaited
-from engine.actors.transports import Senders, Transport, Wire
+from engine.actors.transports import Senders, Transport
 from engine.ids import ReplicaId, Version
 from engine.rollout.sent_weights import Call, Turn
+from engine.runtime.plan import Wire
 from engine.runtime.trajectory_service import PackedTrajectories, TrajectoryService
 from engine.states.process import TRAINER, WEIGHTS_STORE
 from engine.storage.durable_trajectories import StorePolicy

@@ -20,7 +20,7 @@ from engine.actors.failures import awaited
 from engine.errors import EngineError, reason_of
 from engine.ids import ReplicaId, Version
 from engine.rollout.sent_weights import Answer, Call, Join, Offer, Turn
-from engine.runtime.plan import Plan
+from engine.runtime.plan import DistributedSettings, Plan, VllmSettings, Wire
 from engine.shared_weights import Manifest, PublishedTensors, publication_of
 from engine.states.process import WEIGHTS_STORE
 
@@ -28,18 +28,6 @@ from engine.states.process import WEIGHTS_STORE
 
 
 GIVEN_UP = "the process group of this transfer was closed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wire:
-    """How bytes travel from the store to an engine's workers."""
-
-    backend: str
-    bucket_bytes: int
-    timeout_s: float
-    """Maximum seconds that either side waits for the other; NCCL has no such limit."""
-    limit_s: float
-    """Seconds that an engine may take for one call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,25 +286,16 @@ class ObjectStoreTransport:
         return unpack_tensors(await reference)
 
 
-def transport_of(plan: Plan) -> Transport:
-    """The transport of a plan."""
-    given: Transport | None = plan.transport
-    return ObjectStoreTransport() if given is None else given
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DistributedTransport:
     """Sends weights over `torch.distributed`, in one group of two for every transfer: `rollout/torch/transfer.py`. The
     store actor holds the tensors and sends them to each replica that asks, to several at once."""
 
-    backend: str
-    bucket_bytes: int
-    timeout_s: float
-    """Seconds that either side waits for the other at any point."""
+    settings: DistributedSettings
 
     @property
     def store_gpus(self) -> float:
-        return {"gloo": 0.0, "nccl": 1.0}[self.backend]
+        return {"gloo": 0.0, "nccl": 1.0}[self.settings.backend]
 
     def pack(self, weights: Any) -> Any:
         """Named, so that the processes of one machine know that they have the same."""
@@ -325,16 +304,14 @@ class DistributedTransport:
     def hand_out(self, packed: Any) -> Any:
         if not _tensors(packed):
             return packed
-        import ray
-
         from engine.rollout.torch import transfer
 
         return transfer.offer(
             packed,
             ray.util.get_node_ip_address(),
-            backend=self.backend,
-            bucket_bytes=self.bucket_bytes,
-            timeout_s=self.timeout_s,
+            backend=self.settings.backend,
+            bucket_bytes=self.settings.bucket_bytes,
+            timeout_s=self.settings.timeout_s,
         )
 
     async def keep(self, answer: Any) -> Any:
@@ -346,10 +323,10 @@ class DistributedTransport:
     async def take(self, answer: Any) -> Any:
         """Raises: `EngineError` if the other side does not answer, ends or stalls."""
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with asyncio.timeout(self.settings.timeout_s):
                 answered = await answer
         except TimeoutError:
-            raise EngineError(f"no offer of weights came within {self.timeout_s:g} s") from None
+            raise EngineError(f"no offer of weights came within {self.settings.timeout_s:g} s") from None
         return await asyncio.to_thread(_receive, answered) if isinstance(answered, Offer) else answered
 
 
@@ -359,8 +336,12 @@ class VllmTransport:
     replica's install; the store acts as vLLM's trainer: `transports.py`. The answer to a replica holds only
     metadata."""
 
-    inward: DistributedTransport
-    wire: Wire
+    settings: VllmSettings
+
+    @property
+    def inward(self) -> DistributedTransport:
+        """From the trainer to the store."""
+        return DistributedTransport(self.settings.inward)
 
     @property
     def store_gpus(self) -> float:
@@ -378,21 +359,28 @@ class VllmTransport:
     async def keep(self, answer: Any) -> Any:
         """Keep the tensors on the store's GPU, if it has one, so that an install does not wait for a copy."""
         weights = await self.inward.keep(answer)
-        return await asyncio.to_thread(_kept, weights, self.inward.backend)
+        return await asyncio.to_thread(_hold_tensors, weights, self.settings.inward.backend)
 
     def give(self, kept: Any, reader: ReplicaId | None) -> Any:
         if reader is None:
             return self.inward.give(kept.named(), None)
-        import ray
-
         store = ray.get_runtime_context().current_actor
-        return SentByStore(manifest=kept.manifest, wire=self.wire, store=store, reader=reader)
+        return SentByStore(manifest=kept.manifest, wire=self.settings.wire, store=store, reader=reader)
 
     async def take(self, answer: Any) -> Any:
         return await self.inward.take(answer)
 
 
-def _kept(weights: Any, backend: str) -> KeptTensors:
+def transport_of(plan: Plan) -> Transport:
+    """The transport that a plan describes."""
+    if plan.transport is None:
+        return ObjectStoreTransport()
+    if isinstance(plan.transport, VllmSettings):
+        return VllmTransport(plan.transport)
+    return DistributedTransport(plan.transport)
+
+
+def _hold_tensors(weights: Any, backend: str) -> KeptTensors:
     from engine.rollout.torch import transfer
 
     manifest, tensors = transfer.described(weights)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.metrics.set_figures import value_in
+from engine.metrics.journal import value_in
 from engine.states.checkpoints import best_of
 from engine.states.waits import counted
 from engine.storage.checkpoints import checkpoint_path, list_checkpoints, verify_checkpoint

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import ConfigError, RecordError
+from engine.errors import ConfigError, RecordError, suggestion
 
 if TYPE_CHECKING:
     from engine.control.requests import Operation
@@ -53,7 +53,6 @@ def _scale(arguments: argparse.Namespace) -> int:
 
 
 def _set(arguments: argparse.Namespace) -> int:
-    from engine.config.changeable_fields import require_live
     from engine.control.requests import Set, Setting
 
     settings = []
@@ -117,3 +116,24 @@ def _tell(arguments: argparse.Namespace, asked: "Operation", shown: int = SHOWN)
         if not waits:
             print("no order is open" if answer.get("outcome") is None else f"the run has {answer['outcome']}")
     return 0
+
+
+LAWS = {
+    "scheduler.train_batch_size": "earlier admissions and deadlines were computed with it",
+    "scheduler.sync_every": "it determined which steps each weights version contains",
+    "rollout.replicas": "use `engine scale`",
+}
+"""Fields that look like live settings, and why they are not."""
+
+
+def require_live(path: str) -> str:
+    """The same path. Raises: `ConfigError`, with the law, for a field that is not live."""
+    from engine.scheduling.settings import FIGURES, POLICIES, live_settings
+
+    live = live_settings()
+    if path in live:
+        return path
+    settings = f"use one of {', '.join(FIGURES)}, {POLICIES}*"
+    if path in LAWS:
+        raise ConfigError("PATH", path, f"cannot be changed while the run is running: {LAWS[path]}", settings)
+    raise ConfigError("PATH", path, "is not a setting of a running run", suggestion(path, live, settings))

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, EngineError
-from engine.metrics.journal import plain
-from engine.metrics.set_figures import metrics_in
+from engine.metrics.journal import metrics_in, plain
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -60,8 +59,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from transformers.utils import logging as transformers_logging
 
-    from engine.actors.configured_plan import evaluation_plan
     from engine.config.evaluation import load_evaluation
+    from engine.plans.configured_plan import evaluation_plan
     from engine.storage import run_directory
     from engine.storage.samples import FOLDER, SampleFiles, lacks_pyarrow
 

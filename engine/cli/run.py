@@ -49,7 +49,7 @@ class Mode:
 def run(arguments: argparse.Namespace) -> int:
     """`engine run CONFIG`."""
     from engine.config.inputs import check_inputs
-    from engine.metrics.server import check_address
+    from engine.metrics.metrics_server import check_address
     from engine.storage import run_directory
 
     output = cast(TextIO, Output(sys.stdout))
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 def check_start(config: "Config", reward: "Reward | None" = None) -> None:
     """Check all that a new run needs, before it has a directory. Raises: `ConfigError`, `ModuleNotFoundError`."""
     require_packages()
-    from engine.actors.configured_plan import check_plan  # imports optional packages
+    from engine.plans.configured_plan import check_plan  # imports optional packages
 
     check_plan(config, reward)
 

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from engine.metrics.set_figures import metrics_in
+from engine.metrics.journal import metrics_in
 from engine.metrics.status import Status
 
 BARS = "▁▂▃▄▅▆▇█"

@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.cli.run_view import clock, panel
+from engine.control.client import RUN_OPENER
 from engine.errors import ConfigError
 from engine.metrics.address_files import FILE, address_of
 from engine.metrics.status import Status, status_of
@@ -43,8 +44,6 @@ BAR_WIDTH = 24
 SILENCE_S = 5.0
 """Shorter silence is not shown; the run itself reports a long one."""
 HELD, FREE = "█", "░"
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Without proxies: their answers do not come from a run."""
 
 
 def watch(run: str, console: Console) -> str:
@@ -71,17 +70,17 @@ def watch(run: str, console: Console) -> str:
                 status, head, answered_at = ask(address, directory.shown), title, time.monotonic()
             except ConfigError:
                 if not (directory.path / FILE).exists():
-                    return _ended(directory, status)
+                    return _last_line(directory, status)
                 if time.monotonic() - answered_at > GONE_S:
                     raise
                 head = f"Step Engine  no answer from {address}; retrying"
-    return _ended(directory, status) if status.outcome is not None else f"{directory.shown} continues"
+    return _last_line(directory, status) if status.outcome is not None else f"{directory.shown} continues"
 
 
 def ask(address: str, shown: str) -> Status:
     """Request the status of a run. Raises: `ConfigError` if there is no answer, or it is not from a run."""
     try:
-        with _OPENER.open(f"http://{address}/status", timeout=PATIENCE_S) as answer:
+        with RUN_OPENER.open(f"http://{address}/status", timeout=PATIENCE_S) as answer:
             body = answer.read(LARGEST_ANSWER_BYTES + 1)
             if len(body) > LARGEST_ANSWER_BYTES:
                 raise ValueError(f"an answer of more than {LARGEST_ANSWER_BYTES} bytes")
@@ -179,7 +178,7 @@ def _replicas(status: Status, shown: int) -> RenderableType:
     return Panel(table, title=title, title_align="left", padding=(0, 1))
 
 
-def _ended(directory: RunDirectory, status: Status) -> str:
+def _last_line(directory: RunDirectory, status: Status) -> str:
     return f"the run has {status.outcome or 'ended'}; use `engine replay {directory.shown}` to read its record"
 
 

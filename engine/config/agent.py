@@ -1,4 +1,5 @@
-"""The configuration of multi-turn rollouts: whose code runs them, and what bounds it. Part of `schema.Config`."""
+"""The sections `agent` and `environment`: whose code runs multi-turn rollouts, and what bounds it. Part of
+`schema.Config`."""
 
 from typing import Any, Self
 
@@ -58,3 +59,26 @@ class AgentSection(Section):
     def on_gateway(self) -> bool:
         """Whether agents reach the model over HTTP."""
         return self.function is not None or self.command is not None
+
+
+class EnvironmentSection(Section):
+    """Episodes of an environment with tools (docs/ENVIRONMENTS.md), instead of an agent."""
+
+    class_name: str | None = Field(
+        None, pattern=NAMED, description="Class of the environment, as module:Class; null: no environment."
+    )
+    arguments: dict[str, Any] = Field(
+        {}, max_length=256, description="Keyword arguments of the class, for every episode."
+    )
+    max_turns: int = Field(16, ge=1, le=10_000, description="Maximum answers of the model in an episode.")
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=100_000_000,
+        description="Maximum response tokens of an episode, sampled and inserted; null: the context.",
+    )
+    tool_parser: str = TOOL_PARSER
+    call_timeout_s: float = Field(
+        60.0, gt=0, le=86_400, description="Maximum seconds of one call of reset, step or a tool."
+    )
+    timeout_s: float = Field(600.0, gt=0, le=86_400, description="Maximum seconds of a group's episodes while it runs.")

@@ -23,7 +23,7 @@ BACKENDS: dict[str, Callable[[Config], None]] = {
 def check_config(config: Config) -> list[str]:
     """What `engine check` says of a lawful configuration: each law with its figures, then what may surprise.
 
-    Raises: ConfigError for a policy that nobody registered, and for a rollout backend that cannot start here.
+    Raises: ConfigError for a policy that is not registered, and for a rollout backend that cannot start here.
     """
     check_backend(config)
     check_nccl(config, gpu_count(), built_for_cpu())

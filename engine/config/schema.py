@@ -12,11 +12,10 @@ import yaml
 from pydantic import Field, model_validator
 
 from engine.config.adapter import refuse_adapter
-from engine.config.agent import AgentSection
+from engine.config.agent import AgentSection, EnvironmentSection
 from engine.config.cluster import ClusterSection
 from engine.config.data import DataSection
 from engine.config.deterministic import settled
-from engine.config.environment import EnvironmentSection
 from engine.config.lookup import LookupSection
 from engine.config.paths import RUNS
 from engine.config.pools import PoolSection, check_pools, limit_pools, rewarding, settled_by_pools

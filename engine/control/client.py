@@ -29,7 +29,8 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
+RUN_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
+"""Opens the endpoints of a run. Without proxies, whose answers do not come from a run."""
 
 
 def tell(run_dir: Path, shown: str, operation: Operation) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def tell(run_dir: Path, shown: str, operation: Operation) -> dict[str, Any]:
         method="POST",
     )
     try:
-        with _OPENER.open(request, timeout=ANSWER_TIMEOUT_S) as answer:
+        with RUN_OPENER.open(request, timeout=ANSWER_TIMEOUT_S) as answer:
             return _plain(answer.read(MAX_ANSWER_BYTES + 1))
     except urllib.error.HTTPError as error:
         raise _refused(shown, error) from None

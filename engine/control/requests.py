@@ -1,4 +1,4 @@
-"""The JSON requests that a running run accepts. `client.py` creates them, `server.py` parses them.
+"""The JSON requests that a running run accepts. `client.py` creates them, `control_server.py` parses them.
 
 Parsing is strict: unknown fields, other types and values out of bounds are refused.
 """

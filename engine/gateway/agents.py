@@ -1,7 +1,7 @@
 """The agents of a run, by group: starts, cuts short and ends them, and issues their keys.
 
-`server.py` calls it to check a key, `actors.gateway_actor` for every order about a group. No agent and no key may
-remain when their group ends.
+`gateway_server.py` calls it to check a key, `actors.gateway_actor` for every order about a group. No agent and no key
+may remain when their group ends.
 """
 
 import asyncio
@@ -126,7 +126,7 @@ class Agents:
         except Exception as error:
             session.group.fail(error)
         else:
-            session.group.ended(session, result)
+            session.group.end_session(session, result)
 
     def _end(self, group: AgentGroup) -> None:
         if self._groups.get(group.id) is group:

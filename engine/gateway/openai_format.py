@@ -1,7 +1,7 @@
 """Parses and checks agents' requests in OpenAI's format; faults become OpenAI error objects.
 
-Called by `server.py`. `request_fields.py` says which fields are honored, and refuses those that cannot be. Fields that
-it does not know are ignored, as other servers do.
+Called by `gateway_server.py`. `request_fields.py` says which fields are honored, and refuses those that cannot be.
+Fields that it does not know are ignored, as other servers do.
 """
 
 import json

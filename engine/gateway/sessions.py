@@ -1,7 +1,7 @@
 """Agents and their conversations by group, and the replica that each group samples on.
 
-`server.py` calls it for every request, `agents.py` for every order about a group. If a group's replica fails, its
-agents keep running: their calls wait, and continue from their prefixes on the next replica. Two attempts of a group
+`gateway_server.py` calls it for every request, `agents.py` for every order about a group. If a group's replica fails,
+its agents keep running: their calls wait, and continue from their prefixes on the next replica. Two attempts of a group
 must never answer each other's orders.
 """
 
@@ -258,7 +258,7 @@ class AgentGroup:
                 failure = error if isinstance(error, EngineError) else EngineError(f"sampling failed: {error!r}")
                 self._outcome.set_exception(failure)
 
-    def ended(self, session: Session, result: RolloutResult) -> None:
+    def end_session(self, session: Session, result: RolloutResult) -> None:
         session.ended = True
         session.result = result
         session.end()

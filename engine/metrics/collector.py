@@ -39,6 +39,7 @@ from engine.events import (
 from engine.ids import StepId
 from engine.metrics.counts import BATCH, GeneratedGroups, GroupCounts, Histogram, Replicas, RunProgress
 from engine.metrics.idle import IdleTime, only_syncs
+from engine.metrics.journal import bounds_in, sets_of
 from engine.metrics.names import (
     DECISION_BUCKETS,
     FIGURES_KEPT,
@@ -50,7 +51,6 @@ from engine.metrics.names import (
     STEP_PHASES,
     VALIDATION_BUCKETS,
 )
-from engine.metrics.set_figures import bounds_in, sets_of
 from engine.metrics.status import Status, describe
 from engine.metrics.step_rows import Row, StepRows
 from engine.metrics.transitions import Transitions
@@ -153,12 +153,12 @@ class RunMetrics:
         """The method that counts events of each class; stale echoes are not passed to it."""
         return {
             GroupGenerated: self._group_generated,
-            GroupAborted: self.replicas.aborted,
+            GroupAborted: self.replicas.on_abort,
             GroupFailed: self._group_failed,
             StateFailed: self._state_failed,
             ProcessUp: self._process_up,
             ProcessLost: self._process_lost,
-            WeightsInstalled: self.replicas.installed,
+            WeightsInstalled: self.replicas.on_install,
             SyncFailed: self._sync_failed,
             StepFailed: lambda event: self._retry("train_step", f"train step {event.step}: {event.reason}"),
             PublishFailed: lambda event: self._retry("publish", f"version {event.version}: {event.reason}"),
@@ -166,7 +166,7 @@ class RunMetrics:
             RowsFailed: lambda event: self._retry("validation", f"validation {event.validation}: {event.reason}"),
             CheckpointFailed: lambda event: self._retry("checkpoint", f"checkpoint {event.steps}: {event.reason}"),
             DrawFailed: lambda event: self._retry("draw", f"the data source: {event.reason}"),
-            CheckpointSaved: self.progress.checkpoint_saved,
+            CheckpointSaved: self.progress.on_checkpoint_saved,
             DrainRequested: self.transitions.note_event,
             RunResumed: self._run_resumed,
             SchedulerRecovered: self.transitions.note_event,
@@ -210,7 +210,7 @@ class RunMetrics:
         if stale or kind is not GroupGenerated:
             self._events[kind] += 1
             if kind in REQUESTS:
-                self.progress.requested(kind)
+                self.progress.on_request(kind)
         if counted is not None and not stale:
             counted(event)
         transitions.released = None
@@ -224,9 +224,9 @@ class RunMetrics:
             if type(command) is TrainStep:
                 self._batch_ordered(command)
             elif type(command) is ParkGroup:
-                self.progress.park_ordered(command)
+                self.progress.on_park(command)
             elif type(command) is not StartGroup:
-                self.replicas.ordered(command, event.at)
+                self.replicas.on_order(command, event.at)
         if transitions.replicas:
             self.since.update(dict.fromkeys((("replica", id) for id in transitions.replicas), event.at))
             for replica in transitions.replicas.values():
@@ -328,8 +328,8 @@ class RunMetrics:
     # counting
 
     def _run_resumed(self, event: RunResumed) -> None:
-        self.progress.resumed(event)
-        self.groups.resumed(event)
+        self.progress.on_resume(event)
+        self.groups.on_resume(event)
         self.finished_at = event.at
 
     def _group_generated(self, event: GroupGenerated) -> None:
@@ -341,7 +341,7 @@ class RunMetrics:
     def _group_failed(self, event: GroupFailed) -> None:
         cause = "group_data" if event.cause == "data" else "group_infrastructure"
         self.failed_group[cause] = event.group
-        self.replicas.failed(event)
+        self.replicas.on_failure(event)
         self._retry(cause, f"group {event.group}: {event.reason}")
 
     def _state_failed(self, event: StateFailed) -> None:
@@ -351,18 +351,18 @@ class RunMetrics:
 
     def _process_up(self, event: ProcessUp) -> None:
         if event.kind == REPLICA:
-            self.replicas.joined(event.index)
+            self.replicas.on_join(event.index)
 
     def _process_lost(self, event: ProcessLost) -> None:
         process = self.state.find_process(event.kind, event.index)
         if event.kind == REPLICA:
-            self.replicas.lost(event)
+            self.replicas.on_loss(event)
         if process is not None and process.wanted:  # otherwise the user removed it
             self.deaths[event.kind] += 1
             self._retry("replica_lost" if event.kind == REPLICA else "process_lost", f"{process.id}: {event.reason}")
 
     def _sync_failed(self, event: SyncFailed) -> None:
-        self.replicas.reverted(event)
+        self.replicas.on_revert(event)
         self._retry("weight_sync", f"replica {event.replica}, version {event.version}: {event.reason}")
 
     def _rows_measured(self, event: RowsMeasured) -> None:

@@ -119,22 +119,22 @@ class Replicas:
         self.sync_s = {mode: Histogram(SYNC_BUCKETS) for mode in SYNC_MODES}
         self._pausing: dict[ReplicaId, tuple[float, str]] = {}
 
-    def joined(self, replica: ReplicaId) -> None:
+    def on_join(self, replica: ReplicaId) -> None:
         """Add a replica, with all figures 0."""
         self._figures(replica)
 
-    def generated(self, replica: ReplicaId, groups: int, tokens: int) -> None:
+    def on_generated(self, replica: ReplicaId, groups: int, tokens: int) -> None:
         figures = self._figures(replica)
         figures.tokens += tokens
         figures.ended["generated"] += groups
 
-    def aborted(self, event: GroupAborted) -> None:
+    def on_abort(self, event: GroupAborted) -> None:
         self._figures(event.replica).ended["aborted"] += 1
 
-    def failed(self, event: GroupFailed) -> None:
+    def on_failure(self, event: GroupFailed) -> None:
         self._figures(event.replica).ended["failed"] += 1
 
-    def ordered(self, command: Command, at: float) -> None:
+    def on_order(self, command: Command, at: float) -> None:
         """Note an order to a replica."""
         if type(command) is ResumeGroup:
             self._figures(command.replica).resumed += 1
@@ -143,16 +143,16 @@ class Replicas:
         elif type(command) is PauseReplica and command.mode != "sleep":  # time asleep counts as idle slot time
             self._pausing[command.replica] = (at, command.mode)
 
-    def installed(self, event: WeightsInstalled) -> None:
+    def on_install(self, event: WeightsInstalled) -> None:
         paused = self._unpause(event.replica, event.at)
         if paused is not None:
             mode, seconds = paused
             self.sync_s[mode].observe(seconds)
 
-    def reverted(self, event: SyncFailed) -> None:
+    def on_revert(self, event: SyncFailed) -> None:
         self._unpause(event.replica, event.at)
 
-    def lost(self, event: ProcessLost) -> None:
+    def on_loss(self, event: ProcessLost) -> None:
         self._pausing.pop(event.index, None)
 
     def _unpause(self, replica: ReplicaId, at: float) -> tuple[str, float] | None:
@@ -233,7 +233,7 @@ class GeneratedGroups:
         self.tokens = tokens
         self.groups += len(batch)
         for replica, groups in groups_of.items():
-            self._replicas.generated(replica, groups, tokens_of[replica])
+            self._replicas.on_generated(replica, groups, tokens_of[replica])
         self.response_tokens.observe_all(lengths, ids)
         self.seconds.observe_all(times, timed)
 
@@ -258,14 +258,14 @@ class RunProgress:
         """Number of recoveries, by kind (`names.RECOVERY_KINDS`)."""
         return self._transitions.recoveries
 
-    def requested(self, kind: type[Event]) -> None:
+    def on_request(self, kind: type[Event]) -> None:
         self.requests[REQUESTS[kind]] += 1
 
-    def resumed(self, event: RunResumed) -> None:
+    def on_resume(self, event: RunResumed) -> None:
         self._transitions.note_event(event)
         self.checkpoint_at = event.at
 
-    def checkpoint_saved(self, event: CheckpointSaved) -> None:
+    def on_checkpoint_saved(self, event: CheckpointSaved) -> None:
         self.checkpoint_at = event.at
 
     @property
@@ -273,7 +273,7 @@ class RunProgress:
         """Train steps in the newest complete checkpoint; 0 before the first."""
         return self._state.checkpoints.newest
 
-    def park_ordered(self, command: ParkGroup) -> None:
+    def on_park(self, command: ParkGroup) -> None:
         self.parked["timeout" if command.reason else "moved"] += 1
 
     def draining_s(self, now: float) -> float:
@@ -307,7 +307,7 @@ class GroupCounts:
         self._undo(id for id in transitions.released or () if id in state.groups)
         self._begin()
 
-    def resumed(self, event: RunResumed) -> None:
+    def on_resume(self, event: RunResumed) -> None:
         """Count again: a resume changed states of groups without triggers."""
         self._undo(event.released)
         self._begin()
@@ -320,7 +320,7 @@ class GroupCounts:
         counts["queued"] += drawn
         return {state: max(0, count) for state, count in counts.items()}
 
-    def ended(self) -> dict[str, int]:
+    def by_final_state(self) -> dict[str, int]:
         """Number of groups by final state, without those that ended after the point where a resumed run continues."""
         entered = self._transitions.entered
         released = {state: entered("group", state) - self._undone[state] for state in RELEASED}

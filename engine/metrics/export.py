@@ -179,7 +179,7 @@ class Exporter(Collector):
             names.PARKED.name: lambda: _labelled(live.parked),
             names.POLICY_ERRORS.name: lambda: _one(state.policy_errors),
             names.REPLICAS_WANTED.name: lambda: _one(live.replicas_wanted),
-            names.BATCHES_KEPT.name: lambda: _one(len(state.checkpoints.kept)),
+            names.BATCHES_KEPT.name: lambda: _one(len(state.checkpoints.stored_batches)),
             names.CHECKPOINT_AGE.name: lambda: _one(max(0.0, self._now() - live.checkpoint_at)),
             names.CHECKPOINT_STEPS.name: lambda: _one(live.checkpoint_steps),
             names.CHECKPOINT_EVERY.name: lambda: _one(state.limits.checkpoint_every),

@@ -1,7 +1,10 @@
 """`metrics.jsonl`: one complete line of JSON for each train step and validation.
 
 `collector.RunMetrics` writes it for the user's tools. Every line is standard JSON: a number that is not finite is
-written as null.
+written as null. The row of a validation has `sets`: by the name of the set, each figure with the ends of its 95 %
+confidence interval.
+
+    {"math": {"prompts": 30, "pass@4": 0.8, "pass@4_low": 0.63, "pass@4_high": 0.9, ...}}
 """
 
 import json
@@ -9,13 +12,14 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from engine.errors import FULL, StorageFull
 from engine.record.files import open_private, private_opener
+from engine.states.estimators import Estimate
 
 log = logging.getLogger(__name__)
 
@@ -133,3 +137,43 @@ def _cut_torn_line(path: Path) -> None:
     whole = text.rfind(b"\n") + 1
     if whole < len(text):
         os.truncate(path, whole)
+
+
+# -- figures of validation sets ----------------------------------------------------------------------------------------
+
+
+BOUNDS = {"value": "", "low": "_low", "high": "_high"}
+"""Suffix of each estimate of a figure."""
+PROMPTS = "prompts"
+"""Key of the number of prompts with a measured response."""
+
+
+def sets_of(estimates: Sequence[Estimate]) -> dict[str, dict[str, Any]]:
+    """The figures of each set."""
+    sets: dict[str, dict[str, Any]] = {}
+    for found in estimates:
+        figures = sets.setdefault(found.set, {PROMPTS: found.prompts})
+        figures |= {found.metric: found.value, f"{found.metric}_low": found.low, f"{found.metric}_high": found.high}
+    return sets
+
+
+def metrics_in(figures: Mapping[str, Any]) -> Iterator[tuple[str, float, float | None, float | None]]:
+    """(metric, value, low, high) of each figure of a set."""
+    for name, value in figures.items():
+        if f"{name}_low" in figures:
+            yield name, value, figures[f"{name}_low"], figures[f"{name}_high"]
+
+
+def bounds_in(figures: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
+    """(metric, estimate, number) of each figure of a set, without unknown ends of intervals."""
+    for metric, *ends in metrics_in(figures):
+        for bound, number in zip(BOUNDS, ends, strict=True):
+            if number is not None:
+                yield metric, bound, number
+
+
+def value_in(row: Mapping[str, Any], metric: str) -> float | None:
+    """A figure of a validation's row by its name: `accuracy`, `reward_mean` or `SET/METRIC`."""
+    name, slash, own = metric.rpartition("/")
+    value = row.get("sets", {}).get(name, {}).get(own) if slash else row.get(metric)
+    return float(value) if isinstance(value, int | float) else None

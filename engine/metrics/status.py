@@ -172,7 +172,7 @@ def describe(metrics: RunMetrics, now: float) -> Status:
         step_phase=next((s.state for s in list(state.steps.values()) if s.state != "finished"), "finished"),
         versions_kept=len(state.versions),
         admission_limit=idle.admission_limit,
-        groups_ended=metrics.groups.ended(),
+        groups_ended=metrics.groups.by_final_state(),
         failures={
             cause: count for cause, count in {**metrics.retries, "policy": metrics.state.policy_errors}.items() if count
         },

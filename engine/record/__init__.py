@@ -8,13 +8,13 @@ from engine.record.codec import CodecError, decode_command, decode_event, encode
 from engine.record.frames import FORMAT_VERSION, Handled, Header, Rejected
 from engine.record.log import Torn
 from engine.record.reader import Record, read
-from engine.record.recorder import After, MemoryRecorder, NullRecorder, Recorder
+from engine.record.recorder import MemoryRecorder, NullRecorder, RecordEnd, Recorder
 from engine.record.recovery import Recovered, recover
 from engine.record.replayer import Divergence, ReplayReport, replay
 
 __all__ = [
     "FORMAT_VERSION",
-    "After",
+    "RecordEnd",
     "CodecError",
     "Divergence",
     "Handled",

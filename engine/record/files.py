@@ -1,6 +1,6 @@
 """Files of a run: made for its user only, opened only if regular, appended in whole frames, one writer each.
 
-Records and trajectories hold prompts and answers, so nobody else may read them. Used by everything that writes into a
+Records and trajectories hold prompts and answers, so no other user may read them. Used by everything that writes into a
 run's directory.
 """
 

@@ -3,7 +3,7 @@
 Called by the driver through `runtime.driver.Recorder`: `write` or `reject` once per event, in order, and `flush` before
 any of their commands is sent. A recorder never changes what it has written. After a failed write it refuses every
 frame, because a record must not have a gap. It keeps the index of its segments (`log.py`), and it notices when its
-directory is deleted or moved: a run must not continue that nobody could resume. It never writes behind a recorder of a
+directory is deleted or moved: a run that cannot be resumed must not continue. It never writes behind a recorder of a
 higher epoch.
 """
 
@@ -47,7 +47,7 @@ HELD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class After:
+class RecordEnd:
     """The end of an existing record: its number of events, and the torn end that a crash left."""
 
     events: int
@@ -57,7 +57,7 @@ class After:
 class Recorder:
     """Appends frames to the segments of a new record, or of one that is there.
 
-    Args: `header` begins a new record; an `After` continues an existing one in a new segment,
+    Args: `header` begins a new record; an `RecordEnd` continues an existing one in a new segment,
     what is torn cut off. `fsync`: `flush` returns only when the disk has the frames, not merely the operating system;
     costs a disk's latency per flush and is what a power cut, but not a killed process, needs.
     Raises: `RecordError` where the directory holds a record already, is held by another process or cannot be written,
@@ -68,7 +68,7 @@ class Recorder:
     def __init__(
         self,
         directory: str | Path,
-        header: Header | After,
+        header: Header | RecordEnd,
         *,
         segment_bytes: int = SEGMENT_BYTES,
         fsync: bool = False,
@@ -99,7 +99,7 @@ class Recorder:
         first = encode_header(header) if isinstance(header, Header) else None
         self._lock = lock or RecordLock(self.directory)
         try:
-            if isinstance(header, After):
+            if isinstance(header, RecordEnd):
                 self._take_up(header)
             else:
                 self._require_empty()
@@ -189,13 +189,13 @@ class Recorder:
         self._held.add(data)
         self._crc32 = crc32(data, self._crc32)
 
-    def _take_up(self, after: After) -> None:
+    def _take_up(self, end: RecordEnd) -> None:
         """Cut the torn end, so that only whole frames precede the next segment, and list the existing segments."""
-        self.next_event = after.events
+        self.next_event = end.events
         segments = segments_of(self.directory, missing_end=True)
         self._number = len(segments) - 1
-        if after.torn is not None:
-            self._cut(after.torn)
+        if end.torn is not None:
+            self._cut(end.torn)
         try:
             listed = (load_index(self.directory) or [])[: self._number + 1]
             for number in range(self._number + 1):

@@ -1,7 +1,7 @@
 """From the record of a run that ended before its time to the event with which it continues.
 
     recovered = recover(read(directory))
-    event = recovered.resumed(steps=20, replicas=4)    # steps: those of a complete checkpoint
+    event = recovered.resume_from_checkpoint(steps=20, replicas=4)    # steps: those of a complete checkpoint
 
 Called to resume a run, and by tests. It replays the events after the newest usable snapshot, or the whole record if
 there is none. Every answer must be identical: a scheduler that decides differently cannot continue the run. Before the
@@ -19,6 +19,7 @@ from engine.record.frames import Handled, Header
 from engine.record.log import Torn
 from engine.record.msgpack_values import CodecError
 from engine.record.reader import Place, Record
+from engine.record.recorder import RecordEnd
 from engine.record.replayer import ReplayReport, replay
 from engine.record.snapshots import Books, restore
 from engine.scheduling.scheduler import Scheduler
@@ -91,6 +92,11 @@ class Recovered:
         """The incomplete bytes that a crash left after the last whole frame."""
         return None if self._interruptions else self.report.torn
 
+    @property
+    def end(self) -> RecordEnd:
+        """Where the record continues."""
+        return RecordEnd(events=self.events, torn=self.torn)
+
     def frames(self) -> Iterator[Handled]:
         """Every event of the record with its commands, from the first one. Raises: `RecordError`."""
         return (frame for frame in self._record.frames() if type(frame) is Handled and frame.event.id < self.events)
@@ -103,7 +109,9 @@ class Recovered:
         self._interruptions += bool(answer)
         return answer
 
-    def kept(self, *, replicas: int, missing: tuple[GroupId, ...] = (), checkpoint: StepId = 0) -> RunResumed:
+    def resume_without_loss(
+        self, *, replicas: int, missing: tuple[GroupId, ...] = (), checkpoint: StepId = 0
+    ) -> RunResumed:
         """The event that continues from where the record ends: the trainer is there again, from the checkpoint after so
         many steps, and so are the trajectories but for those of the groups that are `missing`."""
         return RunResumed(
@@ -111,7 +119,7 @@ class Recovered:
             missing=missing, checkpoint=checkpoint,
         )  # fmt: skip
 
-    def resumed(self, *, steps: int, replicas: int) -> RunResumed:
+    def resume_from_checkpoint(self, *, steps: int, replicas: int) -> RunResumed:
         """The event that continues from the weights after `steps` train steps: what ended since then has not."""
         consumed, released = self._since(steps).since(steps)
         return RunResumed(

@@ -33,7 +33,7 @@ from engine.errors import reason_of
 from engine.events import Event, GroupFailed
 from engine.ids import GroupId
 from engine.runtime.process_port import Order, Stores
-from engine.runtime.prompts import Prompts, draw_prompts, read_prompt
+from engine.runtime.prompt_sources import Prompts, draw_prompts, read_prompt
 from engine.runtime.supervisor import Supervisor
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 from engine.trajectory import Prompt

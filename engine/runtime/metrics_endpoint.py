@@ -16,7 +16,7 @@ from engine.http_listener import ANYWHERE
 from engine.metrics.address_files import FILE, announce, remove_dead, withdraw
 from engine.metrics.collector import RunMetrics
 from engine.metrics.export import ExternalFigures, registry
-from engine.metrics.server import MetricsServer
+from engine.metrics.metrics_server import MetricsServer
 from engine.metrics.status import plain_status
 from engine.record import Recorder
 from engine.runtime.driver import Driver

@@ -1,6 +1,6 @@
 """`Plan`: everything that defines a run, as values and functions that are sent to its processes.
 
-`actors.configured_plan.plan_of` makes it from a configuration, `runtime.local.run` from its arguments. Users with a
+`plans.configured_plan.plan_of` makes it from a configuration, `runtime.local.run` from its arguments. Users with a
 custom generator and trainer make it themselves. `actors.launch.start` runs it.
 """
 
@@ -13,7 +13,7 @@ from engine.errors import ConfigError
 from engine.events import RunInterrupted
 from engine.ids import NO_VERSION, GroupId, ReplicaId, StepId, Version
 from engine.protocols import Generator, Scorer, Trainer
-from engine.runtime.prompts import Prompts
+from engine.runtime.prompt_sources import Prompts
 from engine.states.limits import REWARDING, Limits
 from engine.storage.durable_trajectories import StorePolicy
 from engine.storage.samples import SamplePolicy
@@ -71,6 +71,36 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DistributedSettings:
+    """Weights are sent over `torch.distributed`."""
+
+    backend: str
+    bucket_bytes: int
+    timeout_s: float
+    """Seconds that either side waits for the other at any point."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """How bytes travel from the weights store to the workers of a vLLM engine."""
+
+    backend: str
+    bucket_bytes: int
+    timeout_s: float
+    """Maximum seconds that either side waits for the other; NCCL has no such limit."""
+    limit_s: float
+    """Seconds that an engine may take for one call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """Weights are sent to the store over `torch.distributed`, and from there by vLLM's own weight transfer."""
+
+    inward: DistributedSettings
+    wire: Wire
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One run. Each `make_` function is called in the process that needs its result, on a thread, so it may block."""
 
@@ -96,8 +126,8 @@ class Plan:
     """Seconds that the work on one group may take; in the state `rewarding`, each call of the reward."""
     reward_timeout_s: float = 0.0
     """Seconds that one call of the reward may take. `timeouts.group_s` cannot be set below it in a running run."""
-    transport: Any = None
-    """How published weights reach the replicas: an `actors.transports.Transport`; None: Ray's object store."""
+    transport: DistributedSettings | VllmSettings | None = None
+    """How published weights reach the replicas of a run on Ray; None: through Ray's object store."""
     resume: bool = False
     """Resume the run in `run_dir`."""
     policies: Mapping[str, str] = field(default_factory=dict)

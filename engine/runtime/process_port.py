@@ -46,7 +46,7 @@ class Waits:
 
 Key = tuple[str, int]
 """(kind, index) of a process."""
-KEPT = (TRAJECTORY_STORE, WEIGHTS_STORE, GATEWAY)
+SERVICES = (TRAJECTORY_STORE, WEIGHTS_STORE, GATEWAY)
 """Kinds that start and end with the run."""
 SINGLE = {
     TRAINER: "trainer",
@@ -86,7 +86,7 @@ class Sign(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ProcessEnd:
     """How an incarnation of a process ended."""
 
     reason: str
@@ -112,7 +112,7 @@ class Process(Protocol):
     async def probe(self) -> Sign | None:
         """Wait for the process to respond. Returns None if it is dead."""
 
-    async def lost(self) -> Ended:
+    async def lost(self) -> ProcessEnd:
         """Wait until the process is lost, and return how it ended."""
 
     async def stacks(self) -> str:
@@ -156,7 +156,7 @@ class Processes(Protocol):
     def check(self, prompt: Prompt) -> None:
         """Raises: `DataFailure` for a prompt that cannot be sent."""
 
-    def kept(self) -> Mapping[str, Process]:
+    def services(self) -> Mapping[str, Process]:
         """The processes that start and end with the run, by kind."""
 
     async def room(self) -> int:

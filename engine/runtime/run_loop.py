@@ -21,7 +21,7 @@ from engine.metrics.sinks import open_row_writer
 from engine.metrics.step_rows import StepRows
 from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
-from engine.record import After, Header, MemoryRecorder, NullRecorder, Recorder, Recovered
+from engine.record import Header, MemoryRecorder, NullRecorder, Recorder, Recovered
 from engine.record.files import RecordLock
 from engine.runtime.control_requests import Control
 from engine.runtime.driver import Driver
@@ -29,8 +29,8 @@ from engine.runtime.executor import RunExecutor
 from engine.runtime.metrics_endpoint import Endpoint
 from engine.runtime.plan import Plan
 from engine.runtime.process_port import Found, Processes, Stores
-from engine.runtime.prompts import MixedPrompts, Prompts, WatchingPrompts
-from engine.runtime.recovery import RunHistory
+from engine.runtime.prompt_sources import MixedPrompts, Prompts, WatchingPrompts
+from engine.runtime.run_history import RunHistory
 from engine.runtime.supervisor import Supervisor
 from engine.scheduling.scheduler import Scheduler
 from engine.storage.samples import FOLDER, samples_for_sinks
@@ -82,7 +82,7 @@ log = logging.getLogger(__name__)
 
 
 class RecoveredRun(Protocol):
-    """The recovered state of an earlier scheduler: `runtime.recovery.RunHistory`, or a restarted scheduler's
+    """The recovered state of an earlier scheduler: `runtime.run_history.RunHistory`, or a restarted scheduler's
     `actors.failover.RunRecovery`."""
 
     @property
@@ -91,8 +91,6 @@ class RecoveredRun(Protocol):
     def lock(self) -> RecordLock: ...
     @property
     def rows(self) -> StepRows | None: ...
-    @property
-    def after(self) -> After: ...
 
 
 def header_of(plan: Plan) -> Header:
@@ -112,7 +110,7 @@ def recorder_of(plan: Plan, earlier: RecoveredRun | None) -> Recorder | NullReco
     if plan.run_dir is None:
         return NullRecorder()
     if earlier is not None:
-        return Recorder(plan.run_dir / "schedule", earlier.after, lock=earlier.lock)
+        return Recorder(plan.run_dir / "schedule", earlier.recovered.end, lock=earlier.lock)
     return Recorder(plan.run_dir / "schedule", header_of(plan))
 
 

@@ -15,7 +15,7 @@ from engine.errors import EngineError, clean, reason_of
 from engine.events import CheckpointDamaged, Event, ProcessLost, ProcessProbed, ProcessUp, ProcessWaits
 from engine.ids import NO_VERSION, Incarnation, StepId
 from engine.runtime.plan import Plan, Redo, Restore
-from engine.runtime.process_port import KEPT, Ended, Found, Key, Order, Process, Processes, source_of
+from engine.runtime.process_port import SERVICES, Found, Key, Order, Process, ProcessEnd, Processes, source_of
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER, name_of
 from engine.states.state import State
 from engine.storage.checkpoints import checkpoint_path, damaged_of, is_sound, put_aside
@@ -83,7 +83,7 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._found = found
-        for kind, process in processes.kept().items():
+        for kind, process in processes.services().items():
             self._lives[kind, 0] = Life((kind, 0), self._newest((kind, 0)) + (found is None), process)
 
     # the launch
@@ -143,9 +143,9 @@ class Supervisor:
         assert self._found is not None
         listed: dict[tuple[str, Incarnation], Key] = {}
         for process in self._known():
-            if process.kind not in KEPT and process.state != "gone":
+            if process.kind not in SERVICES and process.state != "gone":
                 listed[source_of(process.kind, process.index), process.incarnation] = (process.kind, process.index)
-        kept = {source_of(kind, 0) for kind in KEPT}
+        kept = {source_of(kind, 0) for kind in SERVICES}
         for (source, incarnation), running in self._found.processes.items():
             key = listed.get((source, incarnation))
             if key is not None and source not in self._found.silent:
@@ -162,7 +162,7 @@ class Supervisor:
             life = self._lives.get(key)
             if process.state == "up" and (life is None or life.incarnation != process.incarnation):
                 why = self._found.silent.get(source_of(*key), "it ended while there was no scheduler")
-                self._spawn(self._report(key, process.incarnation, Ended(why)))
+                self._spawn(self._report(key, process.incarnation, ProcessEnd(why)))
         for life in list(self._lives.values()):
             if not life.watched:
                 self._watch(life)
@@ -188,7 +188,7 @@ class Supervisor:
         if command.steps and self._plan.restore_trainer is None:
             self._begun[key] = incarnation
             reason = "its plan cannot restore a trainer: set Plan.restore_trainer"
-            self._spawn(self._report(key, incarnation, Ended(reason), final=True))
+            self._spawn(self._report(key, incarnation, ProcessEnd(reason), final=True))
             return
         try:
             life = life or self._make_incarnation(key, incarnation)
@@ -228,7 +228,7 @@ class Supervisor:
         stacks = await self._stacks(life) if command.hung else ""
         if self._is_current(life):
             await self._end_life(life, hung=command.hung)
-            await self._report((life.kind, life.index), life.incarnation, Ended(f"{command.reason}{stacks}"))
+            await self._report((life.kind, life.index), life.incarnation, ProcessEnd(f"{command.reason}{stacks}"))
 
     def probe(self, command: ProbeProcess) -> None:
         """Report what a process waits for. If it does not answer, there is no report."""
@@ -322,7 +322,7 @@ class Supervisor:
         key = (life.kind, life.index)
         ended = await life.process.lost()
         if ended.silent and self._is_current(life):
-            ended = Ended(f"{ended.reason}{await self._stacks(life)}")
+            ended = ProcessEnd(f"{ended.reason}{await self._stacks(life)}")
         if self._is_current(life):
             await self._end_life(life)
             await self._report(key, life.incarnation, ended)
@@ -334,9 +334,9 @@ class Supervisor:
 
     async def _report_unstarted(self, key: Key, incarnation: Incarnation, error: Exception) -> None:
         log.error("%s could not be started (incarnation %d)", name_of(*key), incarnation, exc_info=error)
-        await self._report(key, incarnation, Ended(f"it could not be started: {reason_of(error)}"))
+        await self._report(key, incarnation, ProcessEnd(f"it could not be started: {reason_of(error)}"))
 
-    async def _report(self, key: Key, incarnation: Incarnation, ended: Ended, *, final: bool = False) -> None:
+    async def _report(self, key: Key, incarnation: Incarnation, ended: ProcessEnd, *, final: bool = False) -> None:
         """Report a lost incarnation, after the events that the scheduler needs to start the next one."""
         log.warning("%s is lost (incarnation %d): %s", name_of(*key), incarnation, ended.reason)
         known: dict[str, Any] = {}
@@ -344,7 +344,7 @@ class Supervisor:
             known = {"published": await self._processes.published(), "saved": await self._saved()}
             await self._report_damage(incarnation)
         # A store reports itself that its disk is full; a restart would not help.
-        full = ended.self_reported and key[0] in KEPT and key[0] != GATEWAY
+        full = ended.self_reported and key[0] in SERVICES and key[0] != GATEWAY
         reason = f"it can no longer store data: {ended.reason}" if full else ended.reason
         if not self._closed:
             self._deliver(self._loss(key, incarnation, reason, final=final or full, **known))
@@ -412,7 +412,7 @@ class Supervisor:
     async def close(self) -> None:
         """Give processes a limited time to close, then kill all except the stores and the gateway."""
         self.stop_watching()
-        lives = [life for life in self._lives.values() if life.kind not in KEPT]
+        lives = [life for life in self._lives.values() if life.kind not in SERVICES]
         closing = [asyncio.ensure_future(life.process.close()) for life in lives if life.up]
         if closing:
             await asyncio.wait(closing, timeout=self._processes.goodbye_s)
@@ -436,7 +436,7 @@ class Supervisor:
         """Kill an incarnation and report nothing more about it. Returns the result of `Process.kill`."""
         self._lives.pop((life.kind, life.index), None)
         self._ordered.pop((life.kind, life.index), None)
-        return life.process.kill(hung=hung) if life.kind not in KEPT else None
+        return life.process.kill(hung=hung) if life.kind not in SERVICES else None
 
     def _loss(
         self, key: Key, incarnation: Incarnation, reason: str, *, final: bool = False, **known: Any
@@ -449,9 +449,9 @@ class Supervisor:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_end)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not self._closed:

@@ -22,6 +22,7 @@ from engine.storage.trajectories import Trajectories
 from engine.storage.weights import Weights
 from engine.trajectory import Prompt
 from engine.workers.measurement import HeldOut
+from engine.workers.order_queue import OrderQueue
 from engine.workers.replica import ReplicaWorker
 from engine.workers.sample_keeper import HeldOutRow, keeper_of
 from engine.workers.scorer import ScorerWorker
@@ -50,6 +51,8 @@ class PlannedWorker:
     """The worker of one incarnation of a process. Orders that arrive before it is loaded wait."""
 
     kind: ClassVar[str]
+    _worker: ReplicaWorker | OrderQueue[Any] | StageWorker | None = None
+    """None until it is loaded."""
 
     def __init__(self, plan: Plan, index: int, incarnation: Incarnation) -> None:
         self.plan = plan
@@ -110,7 +113,8 @@ class PlannedWorker:
         await self._close()
 
     async def _close(self) -> None:
-        raise NotImplementedError
+        if self._worker is not None:
+            await self._worker.close()
 
 
 class PlannedReplica(PlannedWorker):
@@ -169,17 +173,28 @@ class PlannedReplica(PlannedWorker):
         assert self._worker is not None
         self._worker.carry_out(command, prompt)
 
-    async def _close(self) -> None:
-        if self._worker is not None:
-            await self._worker.close()
-
 
 def _held_out_rows(limits: ValidationLimits) -> list[HeldOutRow]:
     places = map(limits.place, range(limits.rows))
     return [HeldOutRow(one.name, prompt, sample, one.prompts) for one, prompt, sample in places]
 
 
-class PlannedTrainer(PlannedWorker):
+class PlannedQueue(PlannedWorker):
+    """A worker that carries out one order at a time, on a thread."""
+
+    _worker: OrderQueue[Any] | None = None
+
+    def _carry_out(self, command: Any, prompt: Prompt | None) -> None:
+        assert self._worker is not None
+        self._worker.carry_out(command)
+
+    def abandon(self) -> None:
+        super().abandon()
+        if self._worker is not None:
+            self._worker.abandon()
+
+
+class PlannedTrainer(PlannedQueue):
     """The worker of the trainer."""
 
     kind = TRAINER
@@ -228,24 +243,14 @@ class PlannedTrainer(PlannedWorker):
         assert self._worker is not None
         await self._worker.hand_over_again(steps)
 
-    def _carry_out(self, command: Command, prompt: Prompt | None) -> None:
-        assert self._worker is not None
-        self._worker.carry_out(command)
-
-    def abandon(self) -> None:
-        super().abandon()
-        if self._worker is not None:
-            self._worker.abandon()
-
     async def _close(self) -> None:
-        if self._worker is not None:
-            await self._worker.close()
+        await super()._close()
         made: Any = self._made
         if isinstance(made, Closable):
             await on_a_thread(made.close)
 
 
-class PlannedScorer(PlannedWorker):
+class PlannedScorer(PlannedQueue):
     """The worker of the scorer of one pool's tasks. Its orders are `ScoreBatch`."""
 
     kind = SCORER
@@ -266,19 +271,6 @@ class PlannedScorer(PlannedWorker):
             emit=peers.emit,
             ask=peers.ask_trainer,
         )
-
-    def _carry_out(self, command: Any, prompt: Prompt | None) -> None:
-        assert self._worker is not None
-        self._worker.carry_out(command)
-
-    def abandon(self) -> None:
-        super().abandon()
-        if self._worker is not None:
-            self._worker.abandon()
-
-    async def _close(self) -> None:
-        if self._worker is not None:
-            await self._worker.close()
 
 
 class PlannedStages(PlannedWorker):
@@ -314,10 +306,6 @@ class PlannedStages(PlannedWorker):
             self._worker.discard(command.groups)
         else:
             self._worker.carry_out(command)
-
-    async def _close(self) -> None:
-        if self._worker is not None:
-            await self._worker.close()
 
 
 WORKERS: Mapping[str, type[PlannedWorker]] = {

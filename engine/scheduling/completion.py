@@ -276,7 +276,8 @@ class Completion:
         census, step = state.census, state.steps.get(state.steps_batched)
         if census.under_way or not census.rollouts.alive.total or (step is not None and step.timer is not None):
             return None
+        seen = self.decisions.describe_view()
         return PolicyError(
-            f"nothing is running and the policies start nothing: {held_up(state)}; they saw {self.decisions.seen()}",
+            f"nothing is running and the policies start nothing: {held_up(state)}; they saw {seen}",
             policies=str(dict(self.decisions.policies.names)),
         )

@@ -119,7 +119,7 @@ class Decisions:
         self.state.last_policy_error = str(error)
         self._count()
 
-    def seen(self) -> str:
+    def describe_view(self) -> str:
         """A summary of what every policy sees now."""
         view = self.view
         counts = ", ".join(f"{count} {phase}" for phase, count in view.phase_counts().items())
@@ -151,7 +151,7 @@ class Decisions:
             did, answer = f"decided {shown}: {error.law}", shown
         else:
             did, answer = f"raised {describe_error(error)}", ""
-        seen = self.seen()
+        seen = self.describe_view()
         did = did.encode("utf-8", "replace").decode("utf-8")  # the record holds only valid Unicode
         return PolicyError(
             f"the {decision} policy {name!r} {did}; it saw {seen}", decision=decision, policy=name, answer=answer,

@@ -24,8 +24,8 @@ from engine.ids import NO_VERSION, ReplicaId, Version
 from engine.scheduling.decisions import Decisions
 from engine.scheduling.issued_commands import MOST_STARTS, Orders
 from engine.scheduling.lifetimes import REASON_LENGTH, Lifetimes
-from engine.scheduling.pace import PaceScheduling
 from engine.scheduling.stages import StageScheduling
+from engine.scheduling.stragglers import PaceScheduling
 from engine.states.group import Group
 from engine.states.laws import require
 from engine.states.orders import KINDS_OF_SUBJECTS
@@ -79,19 +79,19 @@ class RolloutScheduling:
         if replica.failed_groups:
             replica.failed_groups = 0
         if group.seated_at and self.state.limits.straggler_factor is not None:
-            self.pace.generated(group, replica)
+            self.pace.measure(group, replica)
         group.failed_on = -1
         group.reward_mean = event.reward_mean
         if not self.state.stages.by_name or not self.stages.enter(group):
             self._settle(group, event)
 
     def on_state_left(self, event: StateLeft) -> None:
-        outcome = self.stages.left(event)
+        outcome = self.stages.leave(event)
         if outcome is not None:
             self._settle(self.state.groups[event.group], outcome)
 
     def on_state_failed(self, event: StateFailed) -> None:
-        spent = self.stages.failed(event)
+        spent = self.stages.fail(event)
         if spent is not None:
             self._give_up(spent)
 
@@ -124,7 +124,7 @@ class RolloutScheduling:
             return
         if parks:
             group.moved, group.failed_on, unasked = True, event.replica, False
-        if unasked:  # nobody paused the replica: an attempt was lost, else this could continue forever
+        if unasked:  # the replica was not paused: charge an attempt, because this could repeat forever
             self.park_after_failure(group, "infrastructure", "its replica aborted it without an order")
             return
         self._park_uncharged(group)
@@ -176,7 +176,9 @@ class RolloutScheduling:
         """Its process has ended or will be stopped. Park its groups: each is charged one infrastructure attempt and
         keeps its place. If the replica hung, only groups that exceeded their own limit are charged."""
         state = self.state
-        hung = hung or any(KINDS_OF_SUBJECTS[one.subject] not in CUT_SHORT for one in state.clocks.exceeded(replica.id))
+        hung = hung or any(
+            KINDS_OF_SUBJECTS[one.subject] not in CUT_SHORT for one in state.clocks.find_exceeded(replica.id)
+        )
         parks = [order.command for order in state.orders.fail(replica.id) if isinstance(order.command, ParkGroup)]
         overdue = {park.group for park in parks if park.reason}
         replica.staged = replica.staging = None

@@ -86,7 +86,7 @@ class Lifetimes:
         process.deaths += 1
         return process.deaths <= self._restarts(process)
 
-    def progressed(self, process: Process) -> None:
+    def note_progress(self, process: Process) -> None:
         """A process other than a replica or the trainer has answered an order."""
         if process.deaths:
             process.deaths = 0

@@ -75,11 +75,11 @@ class ProcessScheduling:
     def on_batch_scored(self, event: BatchScored) -> None:
         for index, tasks in enumerate(self.state.limits.scorers()):
             if event.task in tasks:
-                self.lifetimes.progressed(self.state.process(SCORER, index))
+                self.lifetimes.note_progress(self.state.process(SCORER, index))
         self.training.on_batch_scored(event)
 
     def on_state_left(self, event: StateLeft) -> None:
-        self.lifetimes.progressed(self.state.process(ADDED_STATES, 0))
+        self.lifetimes.note_progress(self.state.process(ADDED_STATES, 0))
         self.rollout.on_state_left(event)
 
     def on_up(self, event: ProcessUp) -> None:
@@ -187,7 +187,7 @@ class ProcessScheduling:
         """End the orders of a lost process. Returns them, and those that are charged an attempt: all, or if the process
         hung, those that exceeded their limits."""
         state, owners = self.state, self.state.owners_of(process)
-        exceeded = [order for owner in owners for order in state.clocks.exceeded(owner)]
+        exceeded = [order for owner in owners for order in state.clocks.find_exceeded(owner)]
         hung = exceeded or any(
             isinstance(one.command, StopProcess) and one.command.hung for one in state.orders.matched
         )

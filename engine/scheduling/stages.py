@@ -37,7 +37,7 @@ class StageScheduling:
                 return True
         return False
 
-    def left(self, event: StateLeft) -> GroupGenerated | None:
+    def leave(self, event: StateLeft) -> GroupGenerated | None:
         """A group's work is done: it continues to the next state. Where none is left: what came of the group."""
         group = self.state.groups[event.group]
         self.state.update(group, reward_mean=event.reward_mean)
@@ -51,7 +51,7 @@ class StageScheduling:
         stamp(outcome, event.id, event.at)
         return outcome
 
-    def failed(self, event: StateFailed) -> Group | None:
+    def fail(self, event: StateFailed) -> Group | None:
         """The work on a group failed, which is charged as an attempt. Returns the group if it was the last attempt."""
         group = self.state.groups[event.group]
         self.state.last_failure = event.reason

@@ -322,7 +322,7 @@ class TrainingScheduling:
         state = self.state
         saved, trained = state.checkpoints.newest, state.steps_trained
         redo = tuple(range(saved, trained))
-        kept = state.checkpoints.kept
+        kept = state.checkpoints.stored_batches
         if all(step in kept for step in redo):
             return {"steps": saved, "updates": state.updates_in[saved], "redo": redo}
         if state.steps_in[state.latest_version] == trained and state.latest_version in state.versions:

@@ -51,8 +51,8 @@ class TimeLimits:
         if not clocks.sooner:
             return
         clocks.sooner = False
-        at = clocks.earliest()
-        if clocks.on and at + SLACK_S >= clocks.timer_at:
+        at = clocks.next_look()
+        if clocks.enabled and at + SLACK_S >= clocks.timer_at:
             return
         if state.limit_timer is not None:
             self.orders.add(CancelTimer(timer=state.limit_timer, cause=self.orders.cause))
@@ -71,13 +71,13 @@ class TimeLimits:
         if late_s > LATE_S:
             clocks.restart_all()
             return
-        for order in clocks.overdue():
+        for order in clocks.take_overdue():
             if state.orders.is_open(order.number) and state.outcome is None:  # it may have ended with one before it
                 self._act_on(order)
 
     def on_recovered(self, event: SchedulerRecovered) -> None:
         """Restart all clocks: answers may have arrived while no scheduler ran."""
-        if self.clocks.on:
+        if self.clocks.enabled:
             self.clocks.restart_all()
 
     # acting
@@ -92,7 +92,7 @@ class TimeLimits:
             self._park(order, f"an attempt exceeded its time limit of {limit_s:g} s (timeouts.group_s)")
         elif order.subject == "rows":
             self.validation.cut(order, reason)
-        elif order.subject == "stage" and not self.clocks.silent(order):
+        elif order.subject == "stage" and not self.clocks.is_silent(order):
             self._fail_stage(order, reason)
         elif order.subject == "stop":
             self.orders.end_run("stopped", reason, again=True)

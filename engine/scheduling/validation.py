@@ -48,7 +48,7 @@ class ValidationScheduling:
                 f"its replica reported version {event.version} instead of {run.version}, or {event.measured} rows and "
                 f"{event.right} right ones of {chunk.count}"
             )
-            self._attempt_lost(run, chunk, replica, reason)
+            self._lose_attempt(run, chunk, replica, reason)
             return
         self.books.count(run, chunk, replica, event)
         if run.left:
@@ -66,7 +66,7 @@ class ValidationScheduling:
         return known and inside and len({*event.rows}) == len(event.rows) == len(event.rewards) == len(event.answers)
 
     def on_rows_failed(self, event: RowsFailed) -> None:
-        self._attempt_lost(*self._subject(event), event.reason)
+        self._lose_attempt(*self._subject(event), event.reason)
 
     def on_order_done(self, event: OrderDone) -> None:
         """A replica that stopped measuring has free slots for rows."""
@@ -87,7 +87,7 @@ class ValidationScheduling:
             self.books.put_back(run, run.chunks[index], replica, failed=index == late.chunk)
         run.reason = reason[:REASON_LENGTH]
 
-    def _stopping(self, run: Validation, replica: Replica) -> bool:
+    def _is_stopping(self, run: Validation, replica: Replica) -> bool:
         """Whether a replica has not yet stopped measuring for a run. It would drop new chunks too."""
         stop: Any = self.state.orders.find("stop rows", replica.id)
         return stop is not None and stop.command.validation == run.id
@@ -97,7 +97,7 @@ class ValidationScheduling:
         run = self.books.runs[event.validation]
         return run, run.chunks[event.chunk], self.state.fleet.replicas[event.replica]
 
-    def _attempt_lost(self, run: Validation, chunk: Chunk, replica: Replica, reason: str) -> None:
+    def _lose_attempt(self, run: Validation, chunk: Chunk, replica: Replica, reason: str) -> None:
         self.books.put_back(run, chunk, replica)
         run.reason = reason[:REASON_LENGTH]
 
@@ -129,7 +129,7 @@ class ValidationScheduling:
             if not run.waiting:
                 return
             pool = self.state.pools.of_replica(replica.id)
-            wanted = (pool is not None and pool.wanted) or self._stopping(run, replica)
+            wanted = (pool is not None and pool.wanted) or self._is_stopping(run, replica)
             if replica.state == "ready" and replica.version == run.version and not wanted:
                 while run.waiting and replica.free_for_chunks > 0:
                     if run.state == "queued":

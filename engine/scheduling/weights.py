@@ -50,7 +50,7 @@ class SyncScheduling:
             samples=event.samples,
         )  # fmt: skip
         if not replica.validator:
-            self._some_left()
+            self._forget_none_left()
         replica.incarnation = event.incarnation
         replica.slots, replica.samples = event.slots, event.samples
         replica.count_taken()
@@ -71,7 +71,7 @@ class SyncScheduling:
             delay = state.limits.give_up_s
             self.orders.add(SetTimer(timer=state.give_up_timer, delay_s=delay, cause=self.orders.cause))
 
-    def _some_left(self) -> None:
+    def _forget_none_left(self) -> None:
         self.state.none_left = ""
         timer, self.state.give_up_timer = self.state.give_up_timer, None
         if timer is not None:

@@ -14,7 +14,7 @@ from engine.record.frames import Header
 from engine.record.reader import read
 from engine.record.recorder import MemoryRecorder
 from engine.record.replayer import replay
-from engine.simulation.judge import Finding
+from engine.simulation.run_checks import Finding
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import ROUNDING, Limits
 from engine.states.state import State

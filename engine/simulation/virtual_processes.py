@@ -164,7 +164,7 @@ class VirtualProcesses:
 
     def check(self, prompt: Prompt) -> None: ...
 
-    def kept(self) -> Mapping[str, Process]:
+    def services(self) -> Mapping[str, Process]:
         memory = LocalStore(self._trajectories)  # used for both stores, because it never fails
         return {TRAJECTORY_STORE: memory, WEIGHTS_STORE: memory}
 

@@ -22,10 +22,10 @@ from engine.runtime.executor import RunExecutor
 from engine.runtime.local.local_processes import LocalStores, LocalTrajectories, LocalWeights
 from engine.runtime.plan import Plan, Rollout
 from engine.runtime.process_port import Found, source_of
-from engine.runtime.prompts import CountedPrompts
+from engine.runtime.prompt_sources import CountedPrompts
 from engine.runtime.supervisor import Supervisor
 from engine.scheduling.scheduler import Scheduler
-from engine.simulation.judge import Finding, Judge
+from engine.simulation.run_checks import Finding, Judge
 from engine.simulation.run_settings import Faults, Setting
 from engine.simulation.simulated_models import SAMPLES, Dice, SimGenerator, SimScorer, SimTrainer, restore, work_of
 from engine.simulation.virtual_processes import VirtualProcess, VirtualProcesses

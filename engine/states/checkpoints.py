@@ -65,7 +65,7 @@ class Checkpoints(Record):
         return self.steps[-1] if self.steps else 0
 
     @property
-    def kept(self) -> dict[StepId, tuple[GroupId, ...]]:
+    def stored_batches(self) -> dict[StepId, tuple[GroupId, ...]]:
         """The groups of each step whose trajectories are still in their store: the trainer can train it again."""
         if not self._keeps:
             return {}
@@ -75,7 +75,7 @@ class Checkpoints(Record):
 
     def save(self, steps: StepId) -> list[GroupId]:
         """A checkpoint is complete; a repeat changes nothing. The groups that need not be kept for it any more."""
-        groups = [group for step, batch in self.kept.items() if step < steps for group in batch]
+        groups = [group for step, batch in self.stored_batches.items() if step < steps for group in batch]
         self.kept_from = max(self.kept_from, steps)
         if steps > self.newest:
             self.floor = max(self.floor, self.newest)

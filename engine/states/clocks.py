@@ -92,7 +92,7 @@ class Clocks(Record):
         self.sooner = False
         """Something may be due before the timer fires."""
         self._queues: dict[str, dict[int, Order]] = {}
-        """Orders that nobody has looked at yet, oldest first, by subject."""
+        """Orders not looked at yet, oldest first, by subject."""
         self._heap: list[tuple[float, int]] = []
         """`looks` as (time, order number); outdated entries are skipped."""
         self._stalled: dict[Owner, dict[int, None]] = {}
@@ -100,7 +100,7 @@ class Clocks(Record):
         self._find_least(state.limits.timeouts)
 
     @property
-    def on(self) -> bool:
+    def enabled(self) -> bool:
         """Whether any order has a limit."""
         return bool(self.least)
 
@@ -110,7 +110,7 @@ class Clocks(Record):
 
     # told by the order book
 
-    def opened(self, order: Order) -> None:
+    def on_opened(self, order: Order) -> None:
         """An order was given."""
         subject = order.subject
         least = self.least.get(subject)
@@ -128,7 +128,7 @@ class Clocks(Record):
         if order.at + least < self.timer_at:
             self.sooner = True
 
-    def answered(self, order: Order, event: Event) -> None:
+    def on_answered(self, order: Order, event: Event) -> None:
         """An event answers an order, which is still open. A failure teaches nothing about how long work takes."""
         subject = order.subject
         if subject not in self.least:
@@ -138,7 +138,7 @@ class Clocks(Record):
         if type(event) in FAILURES:
             return
         if subject == "start" and not self.runs(order):
-            return  # nobody knows when it had room
+            return  # it is not known when it had room
         kind, took = KINDS_OF_SUBJECTS[subject], self.elapsed(order)
         if took > self.longest.get(kind, -1.0):
             self._learn(order, took)
@@ -151,7 +151,7 @@ class Clocks(Record):
             clock.answered |= BITS[kind]
             self._note_owner(order.owner, clock)
 
-    def progressed(self, order: Order) -> None:
+    def on_progress(self, order: Order) -> None:
         """An event reports progress of an open order: its clock restarts."""
         if order.subject in self.least and order.subject != "start":  # `room_changed` times a start
             took = self.elapsed(order)
@@ -159,7 +159,7 @@ class Clocks(Record):
                 self._learn(order, took)
             self._restart(order)
 
-    def closed(self, order: Order, *, was_first: bool) -> None:
+    def on_closed(self, order: Order, *, was_first: bool) -> None:
         """An order has ended. `was_first`: its owner has no older order."""
         queue = self._queues.get(order.subject)
         if queue is not None and queue.pop(order.number, None) is None:
@@ -170,7 +170,7 @@ class Clocks(Record):
             self._note_closed(order.owner)
             self._wake(order.owner)
 
-    def cleared(self) -> None:
+    def on_cleared(self) -> None:
         """All orders have ended, the timer among them."""
         self._forget_orders()
         self.timer_at = inf
@@ -185,35 +185,35 @@ class Clocks(Record):
 
     # told of processes
 
-    def replica_changed(self, replica: Replica) -> None:
+    def on_replica_changed(self, replica: Replica) -> None:
         """A replica changed its state, and may have started or stopped working."""
         if replica.state == "down":
             self.forget(replica.id)
         elif self._works(replica):
-            self.work(replica.id)
+            self.run_clock(replica.id)
         else:
-            self.stand(replica.id)
+            self.stop_clock(replica.id)
 
-    def process_changed(self, process: Process) -> None:
+    def on_process_changed(self, process: Process) -> None:
         """A process changed its state. Of a replica, its own machine says more."""
         if process.kind == REPLICA:
             return
         for owner in self._state.owners_of(process):
             if process.state == "up":
-                self.work(owner)
+                self.run_clock(owner)
             else:
                 if process.state != "stopping":
                     self.forget(owner)
-                self.stand(owner)
+                self.stop_clock(owner)
 
-    def room_changed(self, process: Process) -> None:
+    def on_room_changed(self, process: Process) -> None:
         """A process waits for room before it can start, or has room now: the clock of its start begins anew."""
         start = self._state.orders.find("start", (process.kind, process.index))
         if start is not None and start.subject in self.least:
             self._restart(start)
             self._wake(start.owner)
 
-    def stand(self, owner: Owner) -> None:
+    def stop_clock(self, owner: Owner) -> None:
         """A process stands still: the clocks of its orders do, too."""
         clock = self.owners.get(owner)
         if clock is None:
@@ -222,7 +222,7 @@ class Clocks(Record):
             clock.stopped_at = self._state.now
             self._note_owner(owner, clock)
 
-    def work(self, owner: Owner) -> None:
+    def run_clock(self, owner: Owner) -> None:
         """A process works, perhaps after a standstill."""
         clock = self.owners.get(owner)
         if clock is None:
@@ -240,7 +240,7 @@ class Clocks(Record):
         if clock is not None:
             self._note_owner(owner, clock)
 
-    def emptied(self, replica: Replica) -> None:
+    def on_emptied(self, replica: Replica) -> None:
         """The last group of a pausing replica has ended: a pause that waited for it begins."""
         pause = self._state.orders.find("sync", replica.id)
         if pause is not None:
@@ -258,12 +258,12 @@ class Clocks(Record):
         """The time limits of the run have changed. All clocks begin anew."""
         before = bool(self.least)
         self._find_least(self._timeouts)
-        if self.on and not before:
+        if self.enabled and not before:
             self.owners.clear()
             for replica in self._state.fleet.replicas.values():
-                self.replica_changed(replica)
+                self.on_replica_changed(replica)
             for process in self._state.processes.values():
-                self.process_changed(process)
+                self.on_process_changed(process)
         self.restart_all()
         self.sooner = True
 
@@ -338,18 +338,18 @@ class Clocks(Record):
             return self._state.orders.first(order.owner) is order
         return True
 
-    def exceeded(self, owner: Owner) -> list[Order]:
+    def find_exceeded(self, owner: Owner) -> list[Order]:
         """The open orders of an owner that exceeded their limits."""
         if PAST not in self.looks.values():
             return []
         return [order for order in self._state.orders.owned(owner) if self.looks.get(order.number) == PAST]
 
-    def silent(self, order: Order) -> bool:
+    def is_silent(self, order: Order) -> bool:
         """Whether the owner of an order to a state has answered nothing since it was given."""
         clock = self.owners.get(order.owner)
         return clock is None or clock.closed <= order.mark
 
-    def overdue(self) -> list[Order]:
+    def take_overdue(self) -> list[Order]:
         """Look at every order whose time may have come. Returns those that exceed their limit, in the order given."""
         found: list[Order] = []
         now, orders = self._state.now + SLACK_S, self._state.orders
@@ -365,7 +365,7 @@ class Clocks(Record):
         found.sort(key=lambda order: order.number)
         return found
 
-    def earliest(self) -> float:
+    def next_look(self) -> float:
         """When to look next; infinity if nothing has a limit that runs."""
         heads = [next(iter(queue.values())) for queue in self._queues.values() if queue]
         times = [order.at + self.least[order.subject] for order in heads]
@@ -489,7 +489,7 @@ class Clocks(Record):
         queued = [number for queue in self._queues.values() for number in queue]
         if sorted([*queued, *self.looks]) != sorted(limited):
             yield f"orders {limited} have a limit, {queued} and {list(self.looks)} are timed"
-        at = self.earliest()
+        at = self.next_look()
         if at < inf and max(at, self._state.now) < self.timer_at - SLACK_S:
             yield f"an order may be due at {at}, and the timer fires at {self.timer_at}"
         if {number for number, look in self.looks.items() if look == STALLED} - set(self.stalled):

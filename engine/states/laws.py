@@ -243,7 +243,9 @@ def check_pools(state: State) -> None:
     formed = state.formed_steps
     require(len(formed) <= 2, "more than one batch is formed ahead", steps=[step.id for step in formed])
     for lease in pools.leases:
-        require((lease.state == "leased") == bool(lease.task), "a pool is leased to nobody", pool=lease.id)
+        require(
+            (lease.state == "leased") == bool(lease.task), "the state of a lease and its task differ", pool=lease.id
+        )
         if not lease.task:
             continue
         if lease.task == ROLLOUT:
@@ -261,12 +263,12 @@ def check_pools(state: State) -> None:
             require(idle, "tasks of one pool run at once", pool=lease.id, task=lease.task, replica=id)
     for replica in replicas.values():
         if replica.state in ("yielding", "asleep"):
-            require(pools.of_replica(replica.id) is not None, "a replica sleeps for nobody", replica=replica.id)
+            require(pools.of_replica(replica.id) is not None, "a replica sleeps, but is in no pool", replica=replica.id)
         require(replica.state != "asleep" or not replica.groups, "groups run on a sleeper", replica=replica.id)
 
 
 def check_validations(state: State) -> None:
-    """What holds of validations: a version kept while one waits for it, each row counted once, nobody else delayed."""
+    """A version is kept while a validation waits for it, each row counts once, and no other replica is delayed."""
     books, replicas = state.validations, state.fleet.replicas
     held: dict[int, int] = {}
     out: dict[int, dict[int, None]] = {}
@@ -303,4 +305,4 @@ def check_validations(state: State) -> None:
         if replica.state == "ready" and replica.held < 0 and not replica.validator and state.outcome is None:
             on_its_way = replica.staging is not None or replica.staged == state.latest_version
             newest = replica.version == state.latest_version or state.latest_version not in state.versions
-            require(newest or on_its_way, "an install is delayed where nobody validates", replica=replica.id)
+            require(newest or on_its_way, "an install is delayed without a validation", replica=replica.id)

@@ -331,7 +331,7 @@ class OrderBook:
         owned[number] = order
         self.digest += (number + 1) * SPREAD
         if self.clocks is not None:
-            self.clocks.opened(order)
+            self.clocks.on_opened(order)
 
     def rebuild(self) -> None:
         """Make the indexes anew from `by_number`. Call `Clocks.rebuild` after it."""
@@ -364,7 +364,7 @@ class OrderBook:
             orders.clear()
         self.digest = 0
         if self.clocks is not None:
-            self.clocks.cleared()
+            self.clocks.on_cleared()
 
     # events
 
@@ -385,10 +385,10 @@ class OrderBook:
                 for order in found:
                     if rule.closes:
                         if clocks is not None:
-                            clocks.answered(order, event)
+                            clocks.on_answered(order, event)
                         self._close(order)
                     elif clocks is not None:
-                        clocks.progressed(order)
+                        clocks.on_progress(order)
         self.matched = matched
         return bool(matched) or type(event) in UNSOLICITED
 
@@ -403,7 +403,7 @@ class OrderBook:
         del self.by_number[number], owned[number], self._by_subject[order.subject][order.id]
         self.digest -= (number + 1) * SPREAD
         if self.clocks is not None:
-            self.clocks.closed(order, was_first=next(iter(owned), number) >= number)
+            self.clocks.on_closed(order, was_first=next(iter(owned), number) >= number)
 
 
 class _Rule:

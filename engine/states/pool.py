@@ -1,6 +1,6 @@
 """The pool: hardware whose tasks take turns. Driven by `scheduling/pools.py`.
 
-Only pools that a task of the trainer needs have a record; replicas that share theirs with nobody need no turn.
+Only pools that a task of the trainer needs have a record; replicas with a pool of their own need no turn.
 """
 
 from engine.ids import ReplicaId, StepId

@@ -27,7 +27,7 @@ from engine.states.pool import POOL, PoolLease, Pools
 from engine.states.process import ADDED_STATES, PROCESS, SCORER, Process, name_of
 from engine.states.process import REPLICA as REPLICA_KIND
 from engine.states.replica import REPLICA, Replica
-from engine.states.stages import Stages
+from engine.states.stage_queues import Stages
 from engine.states.step import STEP, Step
 from engine.states.tree import Record
 from engine.states.validation import VALIDATION, Validations
@@ -392,8 +392,8 @@ class State:
         if group.finished:
             replica.finished -= group.finished
             group.finished = 0
-        if replica.state == "pausing" and not replica.groups and self.clocks.on:
-            self.clocks.emptied(replica)
+        if replica.state == "pausing" and not replica.groups and self.clocks.enabled:
+            self.clocks.on_emptied(replica)
         group.seated_at = 0.0
         self.fleet.changed(replica)
 
@@ -460,8 +460,8 @@ class State:
         if replica.slow:
             self.fleet.seats_on_slow += 1
         self.fleet.changed(replica)
-        if self.clocks.on:
-            self.clocks.replica_changed(replica)
+        if self.clocks.enabled:
+            self.clocks.on_replica_changed(replica)
 
     def find_process(self, kind: str, index: int) -> Process | None:
         """A process; None for one that was never seen."""
@@ -498,14 +498,14 @@ class State:
 
     def fire_process(self, process: Process, trigger: str) -> None:
         self._process_machine.fire(process, trigger)
-        if self.clocks.on:
-            self.clocks.process_changed(process)
+        if self.clocks.enabled:
+            self.clocks.on_process_changed(process)
 
     def wait_for_room(self, process: Process, reason: str) -> None:
         """A process cannot start before it has room; with an empty reason, it has room now."""
         process.room = reason
-        if self.clocks.on:
-            self.clocks.room_changed(process)
+        if self.clocks.enabled:
+            self.clocks.on_room_changed(process)
 
     def target_of(self, replica: Replica) -> Version:
         """What a replica works towards: the newest version; where a validation holds it, that one's; a validator that

@@ -60,7 +60,7 @@ class ValidationView(NamedTuple):
 
 
 class PoolView(NamedTuple):
-    """Hardware that tasks take turns on. `task` has it now, of train step `step` (-1: of none); empty: nobody has."""
+    """Hardware that tasks take turns on. `task` has it now, of train step `step` (-1: of none); empty: none has."""
 
     tasks: tuple[str, ...]
     replicas: tuple[ReplicaId, ...]

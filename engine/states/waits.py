@@ -69,7 +69,7 @@ def waits(state: State, since: Since | None = None) -> list[Wait]:
         return []
     orders: dict[tuple[str, Any], list[Order]] = {}
     for order in state.orders.all():
-        if order.subject != "timer" or order.id != state.limit_timer:  # nobody waits for that
+        if order.subject != "timer" or order.id != state.limit_timer:  # no process waits for that
             orders.setdefault(_together(order), []).append(order)
     found = sorted((RANK.get(like[0].subject, LAST), like[0].number, _of(like, state)) for like in orders.values())
     return [*(wait for _, _, wait in found), *_unordered(state, since or {})]

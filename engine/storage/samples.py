@@ -81,7 +81,7 @@ class SampleRow:
     prompt_row: int
     """Row of the prompt in its data source."""
     reasons: tuple[str, ...] = ()
-    """Why it was selected: `workers.sample_selection.REASONS`, or `validation`."""
+    """Why it was selected: `workers.sample_keeper.REASONS`, or `validation`."""
     prompt: str
     response: str
     answer: str | None = None

@@ -116,7 +116,7 @@ class Measurements:
         measurement.unwanted = True
         self._spawn(self._end(measurement))
 
-    async def ended(self) -> None:
+    async def wait_for_stopped(self) -> None:
         """Return once every stopped chunk has ended."""
         stopped = [m.task for m in self._running.values() if m.unwanted]
         if stopped:

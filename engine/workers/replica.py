@@ -372,7 +372,7 @@ class ReplicaWorker:
 
     def _stop_measuring(self, command: StopMeasuring) -> None:
         self._measuring.stop(command)
-        self._spawn(self._done.add_after(self._measuring.ended, [command.number]))
+        self._spawn(self._done.add_after(self._measuring.wait_for_stopped, [command.number]))
 
     def _report_done(self, event: OrderDone) -> None:
         if not self._closed:
@@ -412,10 +412,10 @@ class ReplicaWorker:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_end)
         return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
         """Report the replica as broken if a task raised: its state is then unknown."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()

@@ -131,7 +131,7 @@ class ReplicaWeights:
 
     async def _pause(self, command: PauseReplica) -> None:
         self.pause_mode = command.mode
-        await self._measuring.ended()
+        await self._measuring.wait_for_stopped()
         sleeps = command.mode == "sleep"
         try:
             await awaited(self._generator.pause, "abort" if sleeps else command.mode)

@@ -15,7 +15,7 @@ from engine.record import Handled, read
 from engine.record.replayer import build_scheduler, replay
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.runtime.plan import Plan, Restore, Rollout
-from engine.runtime.prompts import listed
+from engine.runtime.prompt_sources import listed
 from engine.states.laws import check_all
 from engine.states.limits import Limits
 from engine.trajectory import Trajectory

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from engine.actors.configured_plan import inputs_of, reward_of
 from engine.config import parse_config
 from engine.errors import ConfigError
+from engine.plans.run_inputs import inputs_of, reward_of
 from engine.rollout.reward_parts import RewardParts
 from engine.rollout.scoring import Scorer
 from engine.tasks.rewards import exact_match

@@ -22,7 +22,7 @@ from engine.commands import (
 )
 from engine.events import Event, OrderDone
 from engine.runtime.executor import RunExecutor
-from engine.runtime.prompts import listed
+from engine.runtime.prompt_sources import listed
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 
 

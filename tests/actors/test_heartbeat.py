@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
-from engine.actors.failures import PATIENCE_S, Ended, Pulse, Sign
+from engine.actors.failures import PATIENCE_S, ProcessEnd, Pulse, Sign
 
 
 class Patient:
@@ -40,15 +40,15 @@ class Patient:
 @pytest.mark.parametrize(
     ("beats", "end", "ended"),
     [
-        (3, None, Ended("no sign of life for 0.03 s", silent=True)),
-        (0, None, Ended("no sign of life for 0.03 s", silent=True)),
-        (3, "its engine died", Ended("its engine died", self_reported=True)),
-        (3, RayError("gone"), Ended("RayError: gone")),
+        (3, None, ProcessEnd("no sign of life for 0.03 s", silent=True)),
+        (0, None, ProcessEnd("no sign of life for 0.03 s", silent=True)),
+        (3, "its engine died", ProcessEnd("its engine died", self_reported=True)),
+        (3, RayError("gone"), ProcessEnd("RayError: gone")),
     ],
     ids=["silent", "silent from the first", "broken", "dead"],
 )
-def test_an_actor_is_lost_after_its_last_sign_of_life_with_the_reason(beats: int, end: Any, ended: Ended) -> None:
-    async def story() -> tuple[Ended, int]:
+def test_an_actor_is_lost_after_its_last_sign_of_life_with_the_reason(beats: int, end: Any, ended: ProcessEnd) -> None:
+    async def story() -> tuple[ProcessEnd, int]:
         actor = Patient(beats, end)
         return await Pulse(every_s=0.01, missed=3).lost(actor), actor.beats
 
@@ -56,12 +56,12 @@ def test_an_actor_is_lost_after_its_last_sign_of_life_with_the_reason(beats: int
 
 
 def test_without_beats_none_is_asked_for() -> None:
-    async def story() -> tuple[Ended, int]:
+    async def story() -> tuple[ProcessEnd, int]:
         actor = Patient(3, "its engine died")
         asyncio.get_running_loop().call_soon(actor.over.set)
         return await Pulse(every_s=0.0, missed=3).lost(actor), actor.beats
 
-    assert asyncio.run(story()) == (Ended("its engine died", self_reported=True), 3)
+    assert asyncio.run(story()) == (ProcessEnd("its engine died", self_reported=True), 3)
 
 
 def test_no_answer_is_waited_for_without_end() -> None:

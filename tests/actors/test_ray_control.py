@@ -15,7 +15,7 @@ from engine.control.client import tell
 from engine.control.requests import Look
 from engine.events import DrainRequested, ReplicasWanted, RunResumed, SettingChanged
 from engine.metrics.status import Status
-from engine.runtime.prompts import listed
+from engine.runtime.prompt_sources import listed
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 

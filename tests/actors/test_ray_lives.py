@@ -28,7 +28,7 @@ from engine.protocols import Batch
 from engine.record import Handled, read
 from engine.record.files import RecordLock
 from engine.runtime.plan import Plan, Rollout
-from engine.runtime.prompts import listed
+from engine.runtime.prompt_sources import listed
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(300)]
 

@@ -28,14 +28,13 @@ from ray_plans import (
 )
 
 from engine.actors.launch import start
-from engine.actors.transports import DistributedTransport
 from engine.errors import ConfigError, RunFailed
 from engine.events import ProcessLost, StateLeft
 from engine.metrics.status import Status
 from engine.policies import custom_states
 from engine.protocols import Batch
-from engine.runtime.plan import Plan
-from engine.runtime.prompts import listed
+from engine.runtime.plan import DistributedSettings, Plan
+from engine.runtime.prompt_sources import listed
 from engine.states.limits import AddedState
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
@@ -118,7 +117,7 @@ def test_what_is_wrong_with_a_plan_is_raised_before_any_prompt_is_drawn(tmp_path
         start(plan(tmp_path / "other", policies={"deadline": "trunkate"}))
     with pytest.raises(RunFailed, match="exhausted raised StopIteration"):
         start(plan(tmp_path / "iterator", make_rollout=exhausted))
-    nccl = DistributedTransport(backend="nccl", bucket_bytes=1 << 20, timeout_s=1.0)
+    nccl = DistributedSettings(backend="nccl", bucket_bytes=1 << 20, timeout_s=1.0)
     with pytest.raises(ConfigError, match="need a GPU of their own: 4; there are 0; "):
         start(plan(tmp_path / "third", transport=nccl))
     wait_for_no_actors()

@@ -17,11 +17,11 @@ from test_ray_lives import processes
 from test_ray_runs import wait_for_no_actors
 from weight_observers import watched_rollout, watched_trainer
 
-from engine.actors.configured_plan import plan_of
 from engine.actors.launch import launch, start
 from engine.config.loading import parse_config
 from engine.events import CheckpointSaved, GroupGenerated, ProcessLost, PublishFailed, SyncFailed, WeightsInstalled
 from engine.metrics.status import Status
+from engine.plans.configured_plan import plan_of
 from engine.record import read
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]

@@ -9,12 +9,12 @@ import pytest
 from frozen_engine import FrozenEngine
 from ray_plans import check_record, events_of
 
-from engine.actors.configured_plan import plan_of
 from engine.actors.launch import RunHandle, start
 from engine.commands import ResumeGroup, StartGroup
 from engine.config.loading import parse_config
 from engine.events import GroupGenerated, PrefixStored, ProcessLost, SyncFailed, WeightsInstalled
 from engine.ids import GroupId
+from engine.plans.configured_plan import plan_of
 from engine.record import Handled, read
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(600)]

@@ -9,10 +9,10 @@ from ray_plans import plan
 from engine.actors import launch as running
 from engine.actors.launch import Launched, RunHandle
 from engine.actors.launcher_watch import RayNode
+from engine.actors.scheduler_actor import RelaunchNeeded
 from engine.errors import ConfigError, RecordError, RunFailed, RunFinished, StorageFull
 from engine.events import RunInterrupted, StopRequested
 from engine.runtime.plan import Plan
-from engine.runtime.updates import RelaunchNeeded
 from tests.core.test_recovery import busy
 
 NO_MEMORY = "RolloutActor died: CUDA out of memory"

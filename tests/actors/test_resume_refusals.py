@@ -15,7 +15,7 @@ from test_run_recovery import SAVED, TRAINED, Scene
 from engine.errors import RecordError, RunDamaged
 from engine.metrics.transitions import Transitions
 from engine.record.log import Entry, closed_entry, store_index
-from engine.runtime.recovery import history_of
+from engine.runtime.run_history import history_of
 from engine.storage.checkpoints import checkpoint_path, save_checkpoint
 from engine.storage.durable_trajectories import DurableStore
 from tests.core.test_recovery import until_trained, world

@@ -14,7 +14,7 @@ from engine.metrics.transitions import Transitions
 from engine.record import read, replay
 from engine.runtime.local import response
 from engine.runtime.plan import Plan
-from engine.runtime.recovery import RunHistory, history_of
+from engine.runtime.run_history import RunHistory, history_of
 from engine.states.group import Group, phase_of
 from engine.states.machine import Phase
 from engine.states.state import State
@@ -40,7 +40,7 @@ class Scene:
         (self.ready, *_) = self.state.ready
         (formed,) = self.state.formed_steps
         self.formed = formed.groups
-        self.trained = self.state.checkpoints.kept[SAVED]
+        self.trained = self.state.checkpoints.stored_batches[SAVED]
         self.running = [group.id for group in self.state.groups.values() if phase_of(group.state) is Phase.RUNNING]
         self.plan: Plan = replace(plan(run_dir), restore_trainer=restore_mortal)
         self.directory = run_dir / "trajectories"
@@ -271,7 +271,7 @@ def test_an_interruption_is_recorded_and_the_record_decides_whether_the_run_begi
     for number in range(5):
         history = interrupted(number)
         assert history.recovered.scheduler.state.restarts == number + 1
-        assert history.event(1, again=True).again and history.after.torn is None
+        assert history.event(1, again=True).again and history.recovered.end.torn is None
     with pytest.raises(RunFinished, match="launch 5 failed; the run restarted 5 times without a train step"):
         interrupted(5)
     assert replay(read(scene.directory.parent / "schedule")).divergence is None

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from control_rig import Rig
 
+from engine.control.control_server import ControlServer
 from engine.control.requests import Look
-from engine.control.server import ControlServer
 from engine.http_listener import ConnectionBounds
 
 SECRET = "hunter2-and-more"

@@ -47,7 +47,7 @@ from engine.record.recovery import Recovered, recover
 from engine.record.snapshots import restore, snapshot
 from engine.runtime.driver import Driver
 from engine.scheduling.scheduler import Scheduler
-from engine.simulation.judge import Judge
+from engine.simulation.run_checks import Judge
 from engine.states.laws import check_all
 from engine.states.limits import Limits
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
@@ -299,9 +299,9 @@ class Adversary:
             state = self.scheduler.state
             stored = [g for g in state.groups.values() if g.state == "generated" or (g.kept and g.state == "aborted")]
             gone = tuple(g.id for g in stored if missing(g.id))
-            self.deliver(recovered.kept(replicas=replicas, missing=gone))
+            self.deliver(recovered.resume_without_loss(replicas=replicas, missing=gone))
         else:
-            self.deliver(recovered.resumed(steps=max(saved, default=0), replicas=replicas))
+            self.deliver(recovered.resume_from_checkpoint(steps=max(saved, default=0), replicas=replicas))
         self.past.clear()  # nobody is left who could say any of it again
         for id in range(replicas):
             self.join(id)

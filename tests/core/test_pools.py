@@ -28,7 +28,7 @@ from engine.events import (
     WeightsStaged,
 )
 from engine.scheduling.pools import PoolScheduling
-from engine.simulation.judge import Finding
+from engine.simulation.run_checks import Finding
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, Pool, ValidationLimits
 from tests.core.scripted import Scripted

@@ -250,7 +250,7 @@ def test_a_batch_is_kept_until_a_checkpoint_contains_its_step() -> None:
     until_trained(made, 3)
     gone = {group for group, step in made.judge.taken.items() if step < 3} & made.store.discarded
     assert gone == {group for group, step in made.judge.taken.items() if step < 2}
-    assert made.scheduler.state.checkpoints.kept.keys() == {2}
+    assert made.scheduler.state.checkpoints.stored_batches.keys() == {2}
 
 
 def test_a_ready_group_whose_trajectories_are_gone_begins_again_in_its_place() -> None:

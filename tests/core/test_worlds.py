@@ -16,7 +16,7 @@ from engine.record.frames import Header
 from engine.record.reader import read
 from engine.record.recorder import MemoryRecorder
 from engine.record.replayer import replay
-from engine.simulation.judge import Finding
+from engine.simulation.run_checks import Finding
 from engine.simulation.simulated_models import SimTrainer
 from engine.simulation.world import Faults, Setting, World
 from engine.states.group import Group

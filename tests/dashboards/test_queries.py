@@ -12,12 +12,12 @@ from prometheus_server import ALERTS, BOARDS, Prometheus, needs_prometheus
 
 from dashboards.rollout import VLLM
 from dashboards.training import AGENTS
-from engine.actors.configured_plan import plan_of
 from engine.config.loading import parse_config
 from engine.control.client import tell
 from engine.control.requests import Stop
 from engine.metrics.address_files import FOLDER
 from engine.metrics.document import IDLE_SHARE
+from engine.plans.configured_plan import plan_of
 from engine.runtime.local import run_plan
 from engine.tasks.quickstart import Quickstart, prepare
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from engine.gateway.agents import Agents
-from engine.gateway.server import GatewayServer
+from engine.gateway.gateway_server import GatewayServer
 from engine.gateway.sessions import Bounds
 from engine.http_listener import ConnectionBounds
 from engine.protocols import Generated, GroupWork
@@ -57,7 +57,7 @@ def model(seed: int = 0) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config).eval()
 
 
-class Scripted:
+class FixedAnswers:
     """A backend that says what it is told, word for word, under version 0."""
 
     context = CONTEXT

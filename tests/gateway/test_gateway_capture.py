@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from gateway_rig import Scripted, model, one_group, run, tokenizer
+from gateway_rig import FixedAnswers, model, one_group, run, tokenizer
 from openai import AsyncOpenAI
 
 from engine.rollout.agents.conversation import Call, CallHistory, Conversation, text
@@ -40,12 +40,12 @@ async def two_turns(client: AsyncOpenAI, prompt: Prompt) -> None:
 
 def test_turns_are_kept_token_by_token_with_what_came_between_masked() -> None:
     """The ids of `abcd` are single letters as sampled here; encoding the text would give pairs."""
-    letters = Scripted("x", "yy<end>")
+    letters = FixedAnswers("x", "yy<end>")
     spelled = [tokenizer().convert_tokens_to_ids(letter) for letter in "abcd"]
     assert tokenizer().encode("abcd") != spelled
 
     async def spell(request: SampleRequest) -> Any:
-        result = await Scripted.sample(letters, request)
+        result = await FixedAnswers.sample(letters, request)
         if len(letters.asked) == 1:
             result.token_ids, result.logprobs = [*spelled, 1], [-1.0, -2.0, -3.0, -4.0, -5.0]
             result.spans, result.finish_reason = [result.spans[0]._replace(stop=5)], "stop"
@@ -87,7 +87,7 @@ def test_what_is_captured_is_what_the_model_samples_on_the_same_tokens() -> None
 
 
 def test_an_answer_cut_by_its_length_goes_on_behind_the_end_that_the_template_writes() -> None:
-    (only,) = run(one_group(two_turns, Scripted("no end", "ok<end>")))
+    (only,) = run(one_group(two_turns, FixedAnswers("no end", "ok<end>")))
     assert runs_of(only) == [(1, "no end"), (0, "<end>[user]again<end>[assistant]"), (1, "ok<end>")]
 
 
@@ -98,7 +98,7 @@ def test_a_rewritten_history_begins_a_segment_that_continues_the_rollout() -> No
         await ask(client, [{"role": "user", "content": "summary of what was"}])
         return 2.5
 
-    first, second = run(one_group(forgetful, Scripted("one<end>", "two<end>")))
+    first, second = run(one_group(forgetful, FixedAnswers("one<end>", "two<end>")))
     assert (runs_of(first), runs_of(second)) == ([(1, "one<end>")], [(1, "two<end>")])
     assert tokenizer().decode(second.prompt_ids) == "[user]summary of what was<end>[assistant]"
     assert [t.continues for t in (first, second)] == [False, True]
@@ -115,7 +115,7 @@ def test_an_agent_may_return_figures_and_rewards_of_its_answers() -> None:
         await ask(client, [*messages, {"role": "user", "content": "again"}])
         return RolloutResult(reward=2.0, turn_rewards=[0.5, None, 1.0], finish_reason="max_turns", figures={"right": 1})
 
-    first, last = run(one_group(graded, Scripted("one<end>", "two<end>", "three<end>")))
+    first, last = run(one_group(graded, FixedAnswers("one<end>", "two<end>", "three<end>")))
     assert [one.reward for one in (first, last)] == [2.0, 2.0]
     assert (first.step_rewards, last.step_rewards) == ([], [(len(last.token_ids) - 1, 1.0)])
     assert (first.finish_reason, last.finish_reason) == ("stop", "max_turns")
@@ -130,7 +130,7 @@ def test_an_agent_that_edits_its_own_answer_is_not_trained_on_the_edit() -> None
         messages.append({"role": "user", "content": "continue"})
         await ask(client, messages)
 
-    first, second = run(one_group(editor, Scripted("one<end>", "two<end>")))
+    first, second = run(one_group(editor, FixedAnswers("one<end>", "two<end>")))
     assert second.continues
     assert (runs_of(first), runs_of(second)) == ([(1, "one<end>")], [(1, "two<end>")])
 
@@ -144,7 +144,7 @@ def test_two_conversations_under_one_key_are_kept_apart() -> None:
                 messages.append({"role": "user", "content": "more"})
             await ask(client, messages)
 
-    said = Scripted("a<end>", "a<end>", "b<end>", "c<end>")
+    said = FixedAnswers("a<end>", "a<end>", "b<end>", "c<end>")
     left, right = run(one_group(interleaving, said))
     assert runs_of(left) == [(1, "a<end>"), (0, "[user]more<end>[assistant]"), (1, "b<end>")]
     assert runs_of(right) == [(1, "a<end>"), (0, "[user]more<end>[assistant]"), (1, "c<end>")]
@@ -167,7 +167,7 @@ def test_tool_calls_are_parsed_and_come_back_as_the_tokens_that_they_were(parser
         done = await ask(client, messages, tools=[SUM])
         assert (done.choices[0].message.content, done.choices[0].finish_reason) == ("3", "stop")
 
-    (only,) = run(one_group(calculating, Scripted(spaced, "3<end>"), max_tokens=100, parser=parser))
+    (only,) = run(one_group(calculating, FixedAnswers(spaced, "3<end>"), max_tokens=100, parser=parser))
     assert runs_of(only) == [(1, spaced), (0, "[tool]3<end>[assistant]"), (1, "3<end>")]
     assert tokenizer().decode(only.prompt_ids).startswith("tools: sum")
 
@@ -186,7 +186,7 @@ def test_completions_go_on_from_what_they_said(prompt: str) -> None:
             ids += tokenizer().encode("one, two! more<end> and ")
             await client.completions.create(model="model", prompt=ids)
 
-    (only,) = run(one_group(plain, Scripted("one, two! more<end>", "three<end>"), max_tokens=100))
+    (only,) = run(one_group(plain, FixedAnswers("one, two! more<end>", "three<end>"), max_tokens=100))
     kept = "one, two!" if prompt == "text" else "one, two! more<end>"
     assert runs_of(only) == [(1, kept), (0, " and "), (1, "three<end>")]
 
@@ -198,7 +198,7 @@ def test_a_text_that_leaves_the_end_of_an_answer_out_begins_a_segment() -> None:
         first = await client.completions.create(model="model", prompt="count: ")
         await client.completions.create(model="model", prompt="count: " + first.choices[0].text + " and ")
 
-    first, second = run(one_group(joining, Scripted("one<end>", "two<end>")))
+    first, second = run(one_group(joining, FixedAnswers("one<end>", "two<end>")))
     assert (runs_of(first), runs_of(second)) == ([(1, "one<end>")], [(1, "two<end>")])
     assert tokenizer().decode(second.prompt_ids) == "count: one and "
 
@@ -267,7 +267,7 @@ def test_a_stream_says_what_the_whole_answer_says(tools: bool, text: str) -> Non
         assert finish == ("tool_calls" if tools else "stop")
         seen.append((text, names, usage, values))
 
-    results = [run(one_group(agent, Scripted(said), max_tokens=100)) for agent in (whole, streaming)]
+    results = [run(one_group(agent, FixedAnswers(said), max_tokens=100)) for agent in (whole, streaming)]
     assert seen[0] == seen[1]
     assert results[0] == results[1]
 
@@ -282,7 +282,7 @@ def test_a_streamed_completion_has_the_log_probs_of_the_whole_one() -> None:
         found = [chunk.choices[0].logprobs async for chunk in chunks]
         seen.append([value for one in found if one is not None for value in one.token_logprobs])
 
-    run(one_group(both, Scripted("abcd<end>", "abcd<end>")))
+    run(one_group(both, FixedAnswers("abcd<end>", "abcd<end>")))
     assert seen[0] == seen[1] != []
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import openai
 import pytest
-from gateway_rig import CONTEXT, Rig, Scripted, model, one_group, run
+from gateway_rig import CONTEXT, FixedAnswers, Rig, model, one_group, run
 from openai import AsyncOpenAI
 
 from engine.errors import DataFailure, EngineError
@@ -48,7 +48,7 @@ async def refused(client: AsyncOpenAI, prompt: Prompt) -> float:
 
 
 def test_what_is_refused_is_refused_in_openais_words_and_leaves_no_trace() -> None:
-    (only,) = run(one_group(refused, Scripted("hi<end>"), max_body_bytes=20_000))
+    (only,) = run(one_group(refused, FixedAnswers("hi<end>"), max_body_bytes=20_000))
     assert (only.loss_mask, only.reward, only.finish_reason) == ([1, 1, 1], 1.0, "stop")
 
 
@@ -133,7 +133,7 @@ def test_a_call_of_an_agent_reports_the_siblings_that_have_ended() -> None:
             while client is not first[0] and counts[-1] < 1:
                 await hello(client, prompt)
 
-        async with Rig(the_second_goes_on, Scripted(*["yes<end>"] * 1000)) as rig:
+        async with Rig(the_second_goes_on, FixedAnswers(*["yes<end>"] * 1000)) as rig:
             await rig.generate(samples=2, finished=counts.append)
         assert sorted(set(counts)) == [0, 1, 2] and counts == sorted(counts)
 
@@ -198,7 +198,7 @@ def test_a_conversation_survives_its_replica_and_goes_on_from_its_prefix(end: st
 
 
 def test_a_replica_with_older_weights_cannot_go_on_so_the_agents_begin_anew() -> None:
-    class Newer(Scripted):
+    class Newer(FixedAnswers):
         async def sample(self, request: SampleRequest) -> SampleResult:
             if len(self.asked):
                 raise EngineError("this replica is gone")
@@ -212,7 +212,7 @@ def test_a_replica_with_older_weights_cannot_go_on_so_the_agents_begin_anew() ->
         return 1.0
 
     async def scenario() -> None:
-        async with Rig(twice, Newer("new<end>"), Scripted("old<end>", "older<end>")) as rig:
+        async with Rig(twice, Newer("new<end>"), FixedAnswers("old<end>", "older<end>")) as rig:
             with pytest.raises(EngineError, match="gone"):
                 await rig.generate(0)
             generated = await rig.generate(1, attempt=2)
@@ -265,7 +265,7 @@ def test_a_discarded_group_takes_its_agents_along() -> None:
 
 def test_an_order_to_cut_that_overtakes_its_opening_is_not_lost() -> None:
     async def scenario() -> None:
-        async with Rig(hello, Scripted("x<end>")) as rig:
+        async with Rig(hello, FixedAnswers("x<end>")) as rig:
             rig.agents.cut(5, 1, "park")
             assert (await rig.generate()).aborted
             assert not (await rig.generate(attempt=2)).aborted
@@ -300,4 +300,4 @@ def model_text(ids: list[int]) -> str:
 
 def test_a_reward_is_needed_from_somewhere() -> None:
     with pytest.raises(DataFailure, match="returned no reward"):
-        run(one_group(hello, Scripted("x<end>"), reward=None))
+        run(one_group(hello, FixedAnswers("x<end>"), reward=None))

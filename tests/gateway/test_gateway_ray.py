@@ -15,11 +15,13 @@ from conversations import make_inputs
 from ray_plans import check_record, events_of
 
 import engine.rollout.torch.torch_backend
-from engine.actors.configured_plan import inputs_of, make_rollout, plan_of
 from engine.actors.launch import start
 from engine.config import Config
 from engine.config.loading import parse_config
 from engine.events import GroupAborted, GroupFailed, GroupGenerated, ProcessLost, RunResumed, WeightsInstalled
+from engine.plans.configured_plan import plan_of
+from engine.plans.rollouts import make_rollout
+from engine.plans.run_inputs import inputs_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 

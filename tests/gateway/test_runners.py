@@ -12,9 +12,9 @@ import psutil
 import pytest
 from test_gateway_ray import configured
 
-from engine.actors.configured_plan import plan_of
 from engine.errors import ConfigError, DataFailure, EngineError
 from engine.gateway.runners import MOST_BLOCKED, CommandRunner, FunctionRunner
+from engine.plans.configured_plan import plan_of
 from engine.trajectory import Prompt
 
 PROMPT = Prompt(row=3, text="say it", fields={"answer": "4"})

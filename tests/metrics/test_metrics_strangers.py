@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from engine.http_listener import ConnectionBounds
-from engine.metrics.server import MetricsServer
+from engine.metrics.metrics_server import MetricsServer
 
 SECRET = b"hunter2-and-more"
 

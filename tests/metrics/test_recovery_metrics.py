@@ -86,17 +86,17 @@ def test_after_a_resume_groups_count_in_the_line_of_weights_that_goes_on(kept: b
     recorder = MemoryRecorder(Header(run="again", limits=limits.to_plain()))
     world = Clockwork(limits, recorder=recorder, fails=lambda group: group % 3 == 2)
     world.run(lambda world: world.scheduler.state.steps_trained == 5)
-    before = world.metrics.groups.ended()
+    before = world.metrics.groups.by_final_state()
     assert before["consumed"] == 10 and before["failed"] > 2
 
     transitions = Transitions()
     recovered = recover(read(recorder), transitions.changed)
     metrics = RunMetrics(recovered.scheduler, transitions)
-    assert metrics.groups.ended() == before
-    event = recovered.kept(replicas=2) if kept else recovered.resumed(steps=2, replicas=2)
+    assert metrics.groups.by_final_state() == before
+    event = recovered.resume_without_loss(replicas=2) if kept else recovered.resume_from_checkpoint(steps=2, replicas=2)
     fact.stamp(event, recovered.events, recovered.at)
     metrics.observe(event, recovered.scheduler.handle(event))
-    ended, state = metrics.groups.ended(), recovered.scheduler.state
+    ended, state = metrics.groups.by_final_state(), recovered.scheduler.state
     assert ended["consumed"] == state.ledger.consumed == (10 if kept else 4)
     assert sum(ended.values()) - ended["consumed"] == state.ledger.released
     assert (ended["failed"] < before["failed"]) is not kept
@@ -206,13 +206,13 @@ def test_groups_that_ended_before_a_snapshot_are_undone_in_number() -> None:
     counted = Transitions()
     counted.take(world.metrics.transitions.to_plain())
     metrics = RunMetrics(recovered.scheduler, counted)
-    assert metrics.groups.ended() == world.metrics.groups.ended()
-    event = recovered.resumed(steps=2, replicas=2)
+    assert metrics.groups.by_final_state() == world.metrics.groups.by_final_state()
+    event = recovered.resume_from_checkpoint(steps=2, replicas=2)
     fact.stamp(event, recovered.events, recovered.at)
     metrics.observe(event, recovered.scheduler.handle(event))
-    ended, ledger = metrics.groups.ended(), recovered.scheduler.state.ledger
+    ended, ledger = metrics.groups.by_final_state(), recovered.scheduler.state.ledger
     assert ended == {"consumed": ledger.consumed, "filtered": 0, "dropped": 0, "failed": ledger.released}
-    assert 0 < ledger.released < world.metrics.groups.ended()["failed"]
+    assert 0 < ledger.released < world.metrics.groups.by_final_state()["failed"]
 
 
 @pytest.mark.parametrize(("how", "age_s"), [("resumed", 3.0), ("by another scheduler", 5.0)])
@@ -224,7 +224,7 @@ def test_a_run_that_goes_on_is_not_taken_for_one_that_stands_since_it_began(how:
     world.run(lambda world: world.scheduler.state.steps_trained == 5)
     recovered = recover(read(recorder))
     metrics = RunMetrics(recovered.scheduler, Transitions())
-    event: fact.Event = recovered.resumed(steps=5, replicas=2)
+    event: fact.Event = recovered.resume_from_checkpoint(steps=5, replicas=2)
     if how != "resumed":
         metrics.finish_replay()
         event = fact.SchedulerRecovered()

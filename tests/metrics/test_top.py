@@ -28,7 +28,7 @@ from engine.cli import main
 from engine.cli.top import screen
 from engine.metrics.address_files import FILE, announce, withdraw
 from engine.metrics.export import registry
-from engine.metrics.server import MetricsServer
+from engine.metrics.metrics_server import MetricsServer
 from engine.metrics.status import plain_status, status_of
 from engine.states.limits import Limits
 

@@ -19,7 +19,7 @@ from engine.commands import DiscardGroups, MeasureRows, StageWeights, StartGroup
 from engine.events import GroupAborted, ReplicaPaused, WeightsInstalled
 from engine.record.frames import Header
 from engine.record.recorder import MemoryRecorder
-from engine.runtime.prompts import CountedPrompts
+from engine.runtime.prompt_sources import CountedPrompts
 from engine.simulation.world import Setting, World
 from engine.states.limits import Limits, Pool, ValidationLimits
 from engine.tasks.dataset import Dataset, PromptSource

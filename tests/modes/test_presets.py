@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.actors.configured_plan import plan_of
 from engine.config import Config, load_config
+from engine.plans.configured_plan import plan_of
 from engine.runtime.local import run_plan
 from tests.actors.ray_plans import SMALLEST, check_record
 from tests.modes import definitions

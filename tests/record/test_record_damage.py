@@ -16,7 +16,7 @@ from record_samples import answer, event, fill, header, leave_open, record_run
 from engine.commands import FinishRun, SaveCheckpoint
 from engine.errors import RecordError, RunDamaged
 from engine.inspect import open_record, replay_text
-from engine.record import After, Handled, Recorder, read, recover, replay
+from engine.record import Handled, RecordEnd, Recorder, read, recover, replay
 from engine.record.log import FOUND, FRAME_BYTES, FRAME_STARTS, INDEX, PREAMBLE_BYTES, load_index, segment_name
 
 EVERY = 25
@@ -85,7 +85,7 @@ def test_who_goes_on_with_less_may_do_without_the_newest_segments(run: Path) -> 
     record = read(run, missing_end=True)
     recovered = recover(record)
     assert recovered.events > 0 and recovered.torn is None
-    recorder = Recorder(run, After(events=recovered.events))
+    recorder = Recorder(run, RecordEnd(events=recovered.events))
     recorder.write(event(recovered.events), answer(recovered.events), 1)
     recorder.close()
     assert segments(run) == [*kept, gone], "the new segment has the place of the one that was lost"
@@ -114,7 +114,7 @@ def test_the_index_says_how_long_closed_segments_are(run: Path) -> None:
         assert (entry.bytes, entry.crc32) == (path.stat().st_size, crc32(path.read_bytes()))
     leave_open(run)
     recovered = recover(read(run))
-    recorder = Recorder(run, After(events=recovered.events))
+    recorder = Recorder(run, RecordEnd(events=recovered.events))
     again = load_index(run)
     assert again is not None and again[: len(entries)] == entries and not again[-1].closed
     recorder.close()

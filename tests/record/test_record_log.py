@@ -17,11 +17,11 @@ from record_samples import answer, event, fill, header, leave_open
 from engine.errors import EngineError, RecordError, RecordHeld
 from engine.record import (
     FORMAT_VERSION,
-    After,
     CodecError,
     Handled,
     MemoryRecorder,
     NullRecorder,
+    RecordEnd,
     Recorder,
     Rejected,
     read,
@@ -389,9 +389,9 @@ def test_every_recorder_has_an_epoch_of_its_own_which_all_its_segments_say(tmp_p
             first.write(event(position), answer(position), position)
             first.flush()
     assert first.epoch == 0 and len(epochs(tmp_path)) > 2
-    second = Recorder(tmp_path, After(events=9))
+    second = Recorder(tmp_path, RecordEnd(events=9))
     second.close()
-    third = Recorder(tmp_path, After(events=9))
+    third = Recorder(tmp_path, RecordEnd(events=9))
     third.close()
     begun = second.epoch
     assert third.epoch == begun + 1
@@ -418,7 +418,7 @@ def test_where_there_are_no_locks_nothing_is_written_behind_a_higher_epoch(
     old = Recorder(tmp_path, header(), segment_bytes=1 if full else 1 << 20)
     old.write(event(0), answer(0), 0)
     old.flush()
-    new = Recorder(tmp_path, After(events=1))
+    new = Recorder(tmp_path, RecordEnd(events=1))
     assert new.epoch > old.epoch
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(RecordHeld, match=f"a scheduler of a higher epoch than {old.epoch} writes this record"):

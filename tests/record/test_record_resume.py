@@ -9,7 +9,7 @@ import pytest
 from record_samples import answer, event, fill, header, leave_open
 
 from engine.errors import RecordError
-from engine.record import After, Handled, Recorder, read
+from engine.record import Handled, RecordEnd, Recorder, read
 from engine.record.log import INDEX, PREAMBLE_BYTES
 
 COUNT = 6
@@ -23,7 +23,7 @@ def go_on(directory: Path) -> int:
     """Read to the end, then write three more events; how many were there."""
     record = read(directory)
     there = len(list(record.frames()))
-    recorder = Recorder(directory, After(events=there, torn=record.torn))
+    recorder = Recorder(directory, RecordEnd(events=there, torn=record.torn))
     for n in range(there, there + 3):
         recorder.write(event(n), answer(n), n)
     recorder.close()
@@ -58,9 +58,9 @@ def test_a_record_goes_on_wherever_its_last_segment_was_cut(tmp_path: Path) -> N
 def test_one_process_at_a_time_writes_a_record(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, header())
     with pytest.raises(RecordError, match="another process is writing this record"):
-        Recorder(tmp_path, After(events=0))
+        Recorder(tmp_path, RecordEnd(events=0))
     recorder.close()
-    Recorder(tmp_path, After(events=0)).close()
+    Recorder(tmp_path, RecordEnd(events=0)).close()
 
 
 def test_a_writer_that_was_killed_holds_nothing(tmp_path: Path) -> None:
@@ -77,9 +77,9 @@ def test_a_writer_that_was_killed_holds_nothing(tmp_path: Path) -> None:
 
 def test_a_record_that_is_not_there_cannot_go_on(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="has no schedule record"):
-        Recorder(tmp_path, After(events=0))
+        Recorder(tmp_path, RecordEnd(events=0))
     with pytest.raises(RecordError, match="has no schedule record"):
-        Recorder(tmp_path, After(events=0))
+        Recorder(tmp_path, RecordEnd(events=0))
 
 
 def test_what_a_killed_writer_left_is_brought_to_the_disk_before_another_segment_follows(
@@ -99,5 +99,5 @@ def test_what_a_killed_writer_left_is_brought_to_the_disk_before_another_segment
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", watched)
-    Recorder(tmp_path, After(events=3)).close()
+    Recorder(tmp_path, RecordEnd(events=3)).close()
     assert tmp_path / "00000000.seg" in synced

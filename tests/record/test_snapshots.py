@@ -20,8 +20,8 @@ from engine.record import Handled, Header, MemoryRecorder, Recorder, read, recov
 from engine.record.frames import encode_snapshot
 from engine.record.msgpack_values import CodecError, pack, unpack
 from engine.record.snapshots import GROUPS_IN_A_PART, declarations, restore, snapshot
-from engine.scheduling.pace import PaceScheduling
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.stragglers import PaceScheduling
 from engine.simulation.world import Faults, Setting, World
 from engine.states.clocks import Clocks
 from engine.states.fleet import Fleet
@@ -237,7 +237,9 @@ def test_the_run_goes_on_from_the_newest_snapshot_and_a_replay_checks_each() -> 
     assert recovered.at == plain.at
     assert structure(recovered.scheduler) == structure(plain.scheduler)
     for steps in range(recovered.scheduler.state.steps_trained + 1):
-        assert recovered.resumed(steps=steps, replicas=2) == plain.resumed(steps=steps, replicas=2)
+        assert recovered.resume_from_checkpoint(steps=steps, replicas=2) == plain.resume_from_checkpoint(
+            steps=steps, replicas=2
+        )
         assert recovered.batches(steps) == plain.batches(steps)
 
 

@@ -32,10 +32,12 @@ from test_backend_scenarios import (  # noqa: F401  (collected here, over this f
 )
 from transformers import AutoTokenizer
 
-from engine.actors.configured_plan import Inputs, openai_backend, plan_of
 from engine.config.loading import parse_config
 from engine.errors import ConfigError, DataFailure, EngineError
 from engine.events import GroupGenerated, WeightsInstalled
+from engine.plans.configured_plan import plan_of
+from engine.plans.rollouts import openai_backend
+from engine.plans.run_inputs import Inputs
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
 from engine.rollout.openai.openai_backend import RETRIES, OpenAIBackend
 from engine.rollout.torch.torch_backend import TorchBackend

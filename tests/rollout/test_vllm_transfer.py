@@ -16,10 +16,11 @@ import vllm_engines
 from backends import WIDE, build, go_on, hold, run, until_sampled
 from test_vllm_weights import LONG, assert_samples, greedy
 
-from engine.actors.transports import KeptTensors, Senders, Wire
+from engine.actors.transports import KeptTensors, Senders
 from engine.errors import EngineError
 from engine.rollout.sent_weights import Answer, Call, Join, Send, Turn
 from engine.rollout.torch import transfer
+from engine.runtime.plan import Wire
 from engine.shared_weights import Manifest
 from engine.trajectory import Span
 

@@ -9,8 +9,8 @@ sys.path += [str(Path(__file__).resolve().parent.parent / folder) for folder in 
 from ray_plans import check_record, events_of
 from test_gateway_ray import PROMPTS, SAMPLES, STEPS, configured
 
-from engine.actors.configured_plan import plan_of
 from engine.events import GroupAborted, GroupFailed, GroupGenerated, WeightsInstalled
+from engine.plans.configured_plan import plan_of
 from engine.runtime.local import run_plan
 
 

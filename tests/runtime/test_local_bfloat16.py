@@ -11,9 +11,9 @@ import torch
 from digested_weights import Digested, note_installs
 from transformers import AutoModelForCausalLM
 
-from engine.actors.configured_plan import plan_of
 from engine.config.loading import parse_config
 from engine.events import WeightsInstalled
+from engine.plans.configured_plan import plan_of
 from engine.runtime.local import RunResult, run_plan
 from engine.tasks.quickstart import Quickstart, prepare
 from engine.training.model_trainer import ModelTrainer

@@ -7,9 +7,9 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parent.parent / "actors"))
 from ray_plans import check_record, events_of
 
-from engine.actors.configured_plan import plan_of
 from engine.config import load_config
 from engine.events import GroupFailed
+from engine.plans.configured_plan import plan_of
 from engine.runtime.local import run_plan
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "environment.yaml"

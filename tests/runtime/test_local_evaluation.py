@@ -16,7 +16,7 @@ from engine.protocols import Batch, GroupWork
 from engine.record import read, replay
 from engine.runtime.local import RunResult, SimpleGenerator, SimpleTrainer, response, run
 from engine.runtime.plan import Plan, Rollout
-from engine.runtime.prompts import CountedPrompts
+from engine.runtime.prompt_sources import CountedPrompts
 from engine.states.limits import Limits, ValidationLimits, ValidationSet
 from engine.storage.run_directory import RunDirectory
 from engine.storage.samples import FOLDER, VALIDATION, SampleFiles

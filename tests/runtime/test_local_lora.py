@@ -10,9 +10,9 @@ import pytest
 from digested_weights import Digested, note_installs
 from safetensors.torch import load_file
 
-from engine.actors.configured_plan import plan_of
 from engine.config.loading import parse_config
 from engine.events import WeightsInstalled
+from engine.plans.configured_plan import plan_of
 from engine.runtime.local import run_plan
 from engine.training.model_trainer import ModelTrainer
 

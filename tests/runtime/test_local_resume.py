@@ -240,7 +240,7 @@ def test_a_call_that_never_returns_ends_the_run_and_its_process(tmp_path: Path, 
 import sys, threading
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from embedded_run import *
-from engine.runtime.prompts import listed
+from engine.runtime.prompt_sources import listed
 from engine.states.timeouts import Timeouts
 class Prompts:
     def __init__(self): self.listed = listed(["a"] * 64)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.actors.configured_plan import plan_of
 from engine.config.loading import parse_config
 from engine.errors import RunFailed
 from engine.events import GroupFailed
+from engine.plans.configured_plan import plan_of
 from engine.runtime.local import run_plan
 from engine.storage.samples import TRAIN, SampleFiles
 from engine.tasks.quickstart import prepare

@@ -18,7 +18,7 @@ from engine.events import DrawFailed, GroupFailed, GroupGenerated, ProcessLost
 from engine.protocols import Batch, Generated, GroupWork
 from engine.record import Handled, read, replay
 from engine.runtime.local import RunResult, SimpleGenerator, SimpleTrainer, response
-from engine.runtime.prompts import CountedPrompts
+from engine.runtime.prompt_sources import CountedPrompts
 from engine.scheduling import lifetimes
 from engine.states.limits import Limits
 from engine.states.timeouts import Timeouts

@@ -16,7 +16,7 @@ from engine.events import GroupGenerated, StateLeft
 from engine.protocols import Batch, GroupWork
 from engine.record import Handled, read
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
-from engine.runtime.prompts import ChosenPrompts
+from engine.runtime.prompt_sources import ChosenPrompts
 from engine.states.limits import Limits
 from engine.tasks.dataset import Dataset
 from engine.tasks.mixture import Mixture, Source

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.actors.configured_plan import plan_of
 from engine.config.loading import parse_config
 from engine.errors import ConfigError
 from engine.events import BatchScored, GroupGenerated, StateLeft
+from engine.plans.configured_plan import plan_of
 from engine.protocols import Batch
 from engine.runtime.local import run_plan
 from engine.states.limits import Pool

@@ -13,7 +13,7 @@ from engine.protocols import Batch, GroupWork
 from engine.record import read, replay
 from engine.runtime.local import RunResult, SimpleGenerator, SimpleTrainer, response
 from engine.runtime.plan import Plan, Rollout
-from engine.runtime.prompts import listed
+from engine.runtime.prompt_sources import listed
 from engine.states.limits import Limits, ValidationLimits
 from engine.trajectory import Prompt, Trajectory
 

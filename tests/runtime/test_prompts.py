@@ -7,7 +7,7 @@ import pytest
 from engine.commands import DrawPrompts
 from engine.errors import DataFailure
 from engine.events import DrawFailed, PromptsDrawn
-from engine.runtime.prompts import CountedPrompts, draw_prompts, listed, read_prompt
+from engine.runtime.prompt_sources import CountedPrompts, draw_prompts, listed, read_prompt
 from engine.trajectory import Prompt
 
 ORDER = DrawPrompts(first=12, count=4, number=7, cause=0)

@@ -10,7 +10,7 @@ from small_disk import SmallDisk, small_disk
 from engine.errors import StorageFull
 from engine.events import StepFailed
 from engine.metrics.journal import Journal, cut_rows
-from engine.record import After, Header, Recorder, read
+from engine.record import Header, RecordEnd, Recorder, read
 from engine.states.limits import Limits
 from engine.storage.durable_trajectories import DurableStore, StorePolicy
 
@@ -69,7 +69,7 @@ def test_a_record_says_so_and_goes_on_where_it_was(disk: SmallDisk) -> None:
     disk.grow(128)
     record = read(directory)
     assert len(list(record.frames())) == taken
-    recorder = Recorder(directory, After(events=taken, torn=record.torn))
+    recorder = Recorder(directory, RecordEnd(events=taken, torn=record.torn))
     write(taken)
     recorder.close()
 

@@ -8,11 +8,12 @@ import pytest
 from chat_tokenizers import save_chat_model, tokens, write_rows
 from transformers import AutoTokenizer
 
-from engine.actors.configured_plan import make_rollout, plan_of
 from engine.cli import main
 from engine.config import Config
 from engine.config.loading import parse_config
 from engine.errors import ConfigError
+from engine.plans.configured_plan import plan_of
+from engine.plans.rollouts import make_rollout
 from engine.protocols import GroupWork
 
 CONTEXT = 64

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine import cli
-from engine.actors.configured_plan import inputs_of
 from engine.config.loading import parse_config
 from engine.errors import ConfigError
+from engine.plans.run_inputs import inputs_of
 from engine.tasks.quickstart import Prepared, Quickstart, prepare
 from engine.tasks.warm_start import RECIPE
 

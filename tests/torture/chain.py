@@ -28,7 +28,7 @@ from engine.protocols import Batch, GroupWork
 from engine.record import Recorder
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.runtime.plan import Plan, Restore, Rollout
-from engine.runtime.prompts import CountedPrompts, listed
+from engine.runtime.prompt_sources import CountedPrompts, listed
 from engine.states.limits import Limits, Pool
 from engine.trajectory import Trajectory
 

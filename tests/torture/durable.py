@@ -21,7 +21,7 @@ from engine.commands import Command
 from engine.errors import ConfigError
 from engine.events import Event
 from engine.policies import PolicySet
-from engine.record import After, Header, Record, Recorder, Recovered, read, replay
+from engine.record import Header, Record, RecordEnd, Recorder, Recovered, read, replay
 from engine.record.files import RecordLock
 from engine.states.laws import check_all
 from engine.states.limits import Limits
@@ -83,9 +83,9 @@ class Durable(Adversary):
         """Orders of the last frames never left, that to discard among them: what the state does not name is let go."""
         self.judge_up_to(recovered.events)
         state = recovered.scheduler.state
-        wanted = {*state.groups, *chain.from_iterable(state.checkpoints.kept.values())}
+        wanted = {*state.groups, *chain.from_iterable(state.checkpoints.stored_batches.values())}
         self.store.discard(tuple(id for id in range(state.ledger.drawn) if id not in wanted))
-        after = After(events=recovered.events, torn=recovered.torn)
+        after = RecordEnd(events=recovered.events, torn=recovered.torn)
         self.recorder = Dying(self.directory, after, segment_bytes=3000, lock=RecordLock(self.directory))
         self.torn = recovered.torn.bytes if recovered.torn else 0
 

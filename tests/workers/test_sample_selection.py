@@ -3,7 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.workers.sample_selection import (
+from engine.workers.sample_keeper import (
     BEST,
     LONGEST,
     RANDOM,

@@ -14,7 +14,7 @@ from engine.errors import EngineError
 from engine.events import Event
 from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
 from engine.runtime.plan import Plan, Restore
-from engine.runtime.process_port import Ended, Order, Process, Sign, Waits
+from engine.runtime.process_port import Order, Process, ProcessEnd, Sign, Waits
 from engine.runtime.trajectory_service import PackedTrajectories, TrajectoryService
 from engine.runtime.worker import WORKERS, Peers, PlannedReplica, PlannedTrainer, PlannedWorker
 from engine.states.process import REPLICA, TRAINER, TRAJECTORY_STORE, name_of
@@ -130,8 +130,8 @@ class LocalProcess:
         """Always answers, because the worker shares this event loop."""
         return Sign(os.getpid(), self._waits.oldest)
 
-    async def lost(self) -> Ended:
-        return Ended(await asyncio.shield(self._broken), self_reported=True)
+    async def lost(self) -> ProcessEnd:
+        return ProcessEnd(await asyncio.shield(self._broken), self_reported=True)
 
     async def stacks(self) -> str:
         return ""
@@ -182,8 +182,8 @@ class LocalStore:
     async def probe(self) -> Sign:
         return Sign(os.getpid())
 
-    async def lost(self) -> Ended:
-        return Ended(await self._store.alive(), self_reported=True)
+    async def lost(self) -> ProcessEnd:
+        return ProcessEnd(await self._store.alive(), self_reported=True)
 
     async def stacks(self) -> str:
         return ""
@@ -233,7 +233,7 @@ class LocalProcesses:
         if isinstance(self._store, TrajectoryService):
             plain_prompt(prompt)
 
-    def kept(self) -> Mapping[str, Process]:
+    def services(self) -> Mapping[str, Process]:
         return {TRAJECTORY_STORE: LocalStore(self._store)}
 
     async def room(self) -> int:

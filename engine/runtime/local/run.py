@@ -17,7 +17,7 @@ from engine.commands import FinishRun
 from engine.errors import ConfigError, EngineError, RunFailed
 from engine.events import StopRequested
 from engine.ids import ReplicaId, StepId
-from engine.metrics.server import check_address
+from engine.metrics.metrics_server import check_address
 from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
 from engine.protocols import Generator, Restorable, Scorer, Trainer
@@ -25,8 +25,8 @@ from engine.record import MemoryRecorder, NullRecorder, Recorder, read
 from engine.record.files import make_run_private
 from engine.runtime.local.local_processes import LocalProcesses, LocalStores, LocalTrajectories, LocalWeights
 from engine.runtime.plan import Plan, Restore, Rollout
-from engine.runtime.prompts import Prompts, as_prompts, listed
-from engine.runtime.recovery import history_of
+from engine.runtime.prompt_sources import Prompts, as_prompts, listed
+from engine.runtime.run_history import history_of
 from engine.runtime.run_loop import RunLoop, Watchers, header_of, recorder_of
 from engine.runtime.trajectory_service import TrajectoryService
 from engine.scheduling.settings import MAX_STEPS

@@ -24,7 +24,7 @@ from engine.errors import ConfigError, PolicyError, RecordNotBegun, RunFinished,
 from engine.events import Event, RunResumed, RunStarted, TimerFired
 from engine.ids import StepId
 from engine.policies import PolicySet
-from engine.record import After, Header, MemoryRecorder, Record, Recorder, Recovered, read, recover
+from engine.record import Header, MemoryRecorder, Record, Recorder, Recovered, read, recover
 from engine.record.files import RecordLock, make_run_private
 from engine.record.log import SUFFIX
 from engine.runtime.driver import Driver
@@ -162,10 +162,10 @@ class Session:
             begin_at = _steps_of(recovered, steps)
             wanted = sum(replica.process.wanted for replica in state.fleet.rollouts()) or 1
             count = (wanted if replicas is None else replicas) + len(state.limits.validators())
-            resumed = recovered.resumed(steps=begin_at, replicas=count)
+            resumed = recovered.resume_from_checkpoint(steps=begin_at, replicas=count)
             made = cls.__new__(cls)
             made.directory = Path(directory)
-            made._recorder = Recorder(schedule, After(events=recovered.events, torn=recovered.torn), lock=lock)
+            made._recorder = Recorder(schedule, recovered.end, lock=lock)
         except BaseException:
             lock.release()
             raise

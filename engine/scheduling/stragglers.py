@@ -23,7 +23,7 @@ Pace = tuple[float, ReplicaId]
 """(seconds per token, replica)."""
 MOST_ID = 2**63
 """Above every id of a replica."""
-NOBODY: Pace = (float("inf"), MOST_ID)
+NO_PACE: Pace = (float("inf"), MOST_ID)
 """Above every pace."""
 
 
@@ -37,12 +37,12 @@ class PaceScheduling:
         """Paces of the replicas whose pace counts, ascending."""
         self._listed: dict[ReplicaId, Pace] = {}
         """The same by replica."""
-        self._first_slow = NOBODY
+        self._first_slow = NO_PACE
         """The lowest pace that is slow."""
         self._scanned: tuple[int, Version] | None = None
         """`Fleet.seats_on_slow` and the newest idle version when no group was left to move."""
 
-    def generated(self, group: Group, replica: Replica) -> None:
+    def measure(self, group: Group, replica: Replica) -> None:
         """Measure a finished group. Called before it leaves its slot."""
         tokens = group.tokens - group.seated_tokens
         if tokens <= 0:
@@ -60,7 +60,7 @@ class PaceScheduling:
         for replica in changed:
             self._list(replica)
         before, first = self._first_slow, self._find_first_slow()
-        self._first_slow = paces[first] if first < len(paces) else NOBODY
+        self._first_slow = paces[first] if first < len(paces) else NO_PACE
         for replica in changed:
             known = self._listed.get(replica.id)
             state.fleet.mark_slow(replica, known is not None and known >= self._first_slow)

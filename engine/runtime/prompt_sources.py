@@ -105,7 +105,7 @@ class ChosenPrompts(MixtureOfSources):
             self._attempts.clear()
             self.chooser.branch(event.steps, (*event.consumed, *event.released))
         elif type(event) is GroupGenerated or type(event) is StateLeft:
-            self._ended(event, commands)
+            self._note_outcome(event, commands)
         for command in commands:
             if type(command) is StartGroup:
                 self._attempts[command.group] = command.attempt
@@ -117,7 +117,7 @@ class ChosenPrompts(MixtureOfSources):
             elif type(command) is PublishWeights:
                 self._steps_in[command.version] = command.steps
 
-    def _ended(self, event: GroupGenerated | StateLeft, commands: Sequence[Command]) -> None:
+    def _note_outcome(self, event: GroupGenerated | StateLeft, commands: Sequence[Command]) -> None:
         """The outcome of a group, unless another added state comes first, which may compute its reward."""
         enters = any(type(command) is EnterState and command.group == event.group for command in commands)
         if not enters and self._attempts.get(event.group) == event.attempt:

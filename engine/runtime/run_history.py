@@ -18,7 +18,7 @@ from engine.ids import GroupId, StepId, Version
 from engine.metrics.journal import cut_rows
 from engine.metrics.step_rows import ReplayedRows, StepRows
 from engine.metrics.transitions import Transitions
-from engine.record import After, Recorder, Recovered, read, recover
+from engine.record import Recorder, Recovered, read, recover
 from engine.record.files import RecordLock, require_regular
 from engine.record.log import Torn
 from engine.runtime.plan import Plan, Redo, Restore
@@ -121,7 +121,7 @@ def _discard_unwanted(store: DurableStore, recovered: Recovered) -> None:
     """Discard groups that the ended processes had yet to discard, and attempts that a power cut removed from the
     record. New attempts would not replace those."""
     state = recovered.scheduler.state
-    kept = {*chain.from_iterable(state.checkpoints.kept.values())}
+    kept = {*chain.from_iterable(state.checkpoints.stored_batches.values())}
     last = {group.id: group.attempt for group in state.groups.values()}
     wanted = {group for group, attempt in store.attempts.items() if group in kept or attempt <= last.get(group, -1)}
     store.discard([group for group in store.attempts if group not in wanted])
@@ -197,17 +197,14 @@ class RunHistory:
         aside = [f"set aside: {', '.join(path.name for path in self.aside)}"] if self.aside else []
         return "; ".join([*parts, *cut, *self.damaged, *aside])
 
-    @property
-    def after(self) -> After:
-        """Where the record continues."""
-        return After(events=self.recovered.events, torn=self.recovered.torn)
-
     def event(self, replicas: int, again: bool = False) -> RunResumed:
         """The event that resumes the run."""
         if self.missing is not None:
-            event = self.recovered.kept(replicas=replicas, missing=self.missing, checkpoint=self.restore.steps)
+            event = self.recovered.resume_without_loss(
+                replicas=replicas, missing=self.missing, checkpoint=self.restore.steps
+            )
         else:
-            event = self.recovered.resumed(steps=self.restore.steps, replicas=replicas)
+            event = self.recovered.resume_from_checkpoint(steps=self.restore.steps, replicas=replicas)
         return replace(event, again=again)
 
 
@@ -262,11 +259,11 @@ def _extends(plan: Plan, recovered: Recovered) -> bool:
 
 def _record_interruption(recovered: Recovered, event: RunInterrupted, schedule: Path, lock: RecordLock) -> RecordLock:
     """Record that the run was interrupted, and the scheduler's decision. Returns the lock on the record."""
-    after = After(events=recovered.events, torn=recovered.torn)
+    end = recovered.end
     answer = recovered.interrupt(event)
     if not answer:
         return lock
-    with closing(Recorder(schedule, after, lock=lock)) as recorder:
+    with closing(Recorder(schedule, end, lock=lock)) as recorder:
         recorder.write(event, answer, recovered.scheduler.state_hash)
     return RecordLock(schedule)
 

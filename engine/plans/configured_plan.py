@@ -1,0 +1,182 @@
+"""Makes the plan of a configuration: the built-in generator on the configured backend, and the built-in trainer.
+
+`plan_of` runs in the launching process and checks files and rewards before any other process starts. The functions that
+the plan refers to run in the processes of the run.
+"""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engine.config import Config, check_backend
+from engine.config.episodes import check_environment
+from engine.config.inputs import known_directory, object_store_bytes
+from engine.config.pools import threads_of_scorers
+from engine.config.prompts import stop_ids_of
+from engine.config.rollout import RolloutSection
+from engine.metrics.address_files import FOLDER
+from engine.plans.rollouts import check_agent, gateway_of, make_rollout, make_work
+from engine.plans.run_inputs import Inputs, fit_prompts, held_out_of, inputs_of, make_prompts, reward_of
+from engine.plans.trainers import make_scorer, make_trainer, restore_trainer, start_of
+from engine.plans.validation_sets import answers_of_sets, judge_of
+from engine.rollout.generator import Reward
+from engine.rollout.vllm.engine_args import built_for_cpu, workers_of
+from engine.runtime.local.simple import SimpleTrainer
+from engine.runtime.plan import DistributedSettings, Plan, VllmSettings, Wire
+from engine.runtime.prompt_sources import CountedPrompts
+from engine.storage.checkpoints import verify_checkpoint
+from engine.storage.durable_trajectories import StorePolicy
+from engine.storage.samples import SamplePolicy
+from engine.tasks.quickstart import Progress
+from engine.trajectory import Prompt
+
+
+def plan_of(config: Config, run_dir: Path, progress: Progress | None = None, reward: Reward | None = None) -> Plan:
+    """The plan of a configured run. With `model.make`, creates the quickstart's model and data. `reward` replaces the
+    function that the configuration names.
+
+    Raises: `ConfigError` for a file, a model directory, a reward or a rollout backend that cannot be used.
+    """
+    check_backend(config)
+    inputs = inputs_of(config, progress)
+    inputs = inputs if reward is None else replace(inputs, reward=reward)
+    check_agent(config)
+    reward_of(config, inputs, check=True)
+    for line in check_environment(config, inputs.model, inputs.sources[0].load().data):
+        if progress is not None and line.startswith("note: "):
+            progress(1.0, line.removeprefix("note: "))
+    inputs = fit_prompts(config, inputs, progress)
+    return _planned(config, inputs, run_dir)
+
+
+def check_plan(config: Config, reward: Reward | None = None) -> None:
+    """What `plan_of` refuses, before a run's directory is made. Creates no model and copies no checkpoint.
+
+    Raises: `ConfigError`.
+    """
+    if config.model.make is not None:
+        check_backend(config)
+        check_agent(config)
+        return
+    if config.model.checkpoint_path is not None:
+        verify_checkpoint(Path(config.model.checkpoint_path))
+    none: dict[str, Any] = {"checkpoint_path": None, "checkpoint_optimizer": False}
+    none["warm_start"] = config.model.warm_start.model_copy(update={"path": None})
+    plan_of(
+        config.model_copy(update={"model": config.model.model_copy(update=none)}), Path(config.run.dir), reward=reward
+    )
+
+
+def evaluation_plan(config: Config, model: str, run_dir: Path, progress: Progress | None = None) -> Plan:
+    """The plan of an evaluation: one validation of the weights in `model`, and no train step.
+
+    Raises: `ConfigError` as `plan_of`.
+    """
+    check_backend(config)
+    inputs = replace(inputs_of(config, progress), model=model)
+    check_agent(config)
+    reward_of(config, inputs, check=True)
+    plan = _planned(config, fit_prompts(config, inputs, progress, trains=False), run_dir)
+    return replace(
+        plan, make_trainer=NoTrainer, make_prompts=partial(CountedPrompts, 0, _no_prompt), make_scorer=None,
+        metrics_port=None, control_port=None, sinks={}, endpoints=None, trajectories="memory",
+        sample_policy=replace(plan.sample_policy, per_step=0, validation=MOST_PROMPTS),
+    )  # fmt: skip
+
+
+MOST_PROMPTS = 1_000_000
+"""Maximum number of prompts of each set whose responses an evaluation keeps."""
+
+
+class NoTrainer(SimpleTrainer):
+    """The trainer of an evaluation, which trains nothing."""
+
+
+def _no_prompt(group: int) -> Prompt:
+    raise AssertionError("an evaluation draws no training prompts")
+
+
+def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
+    answers_of_sets(config, judge_of(config, inputs.reward))
+    settings, begin = start_of(config, run_dir, inputs.model)
+    inputs, limits, held_out = replace(inputs, model=begin), config.limits(), list[Prompt]()
+    if limits.validation is not None:  # the files may have fewer rows than the configuration requests
+        held_out, validation = held_out_of(config, inputs, limits.validation)
+        limits = replace(limits, validation=validation)
+    return Plan(
+        limits=limits,
+        samples=config.scheduler.samples_per_prompt,
+        replicas=config.rollout.replicas,
+        slots=config.rollout.slots,
+        prefix_every_tokens=config.durability.prefix_every_tokens,
+        snapshot_every=config.durability.snapshot_every,
+        make_rollout=partial(make_rollout, config, inputs),
+        make_trainer=partial(make_trainer, begin, settings, limits.scored_apart, config.model.checkpoint_optimizer),
+        make_work=partial(make_work, config, inputs),
+        state_timeout_s=config.scheduler.state_timeout_s,
+        reward_timeout_s=config.reward.longest_s,
+        make_scorer=partial(make_scorer, inputs.model, settings),
+        restore_trainer=restore_trainer,
+        make_gateway=gateway_of(config, inputs.model, partial(stop_ids_of, chat=config.data.chat_settings())),
+        make_prompts=partial(make_prompts, config, inputs),
+        transport=transport_settings(config.rollout),
+        policies=config.policies().names,
+        run_dir=run_dir.resolve(),
+        config=config.model_dump(mode="json"),
+        held_out=held_out,
+        metrics_host=config.metrics.host,
+        metrics_hosts=tuple(config.metrics.hosts),
+        metrics_port=config.metrics.port,
+        control_host=config.control.host,
+        control_hosts=tuple(config.control.hosts),
+        control_port=config.control.port if config.control.enabled else None,
+        most_replicas=len(config.rollout.urls) or 4096,
+        silence_s=config.run.silence_s,
+        sinks=config.metrics.sinks.chosen(),
+        endpoints=Path(config.run.dir) / FOLDER,
+        trajectories=config.durability.trajectories,
+        store_policy=StorePolicy(
+            segment_bytes=config.durability.segment_mb << 20,
+            max_bytes=config.durability.max_bytes,
+            cache_bytes=config.durability.cache_mb << 20,
+            fsync=config.durability.fsync,
+        ),
+        sample_policy=SamplePolicy(seed=config.run.seed, **config.samples.model_dump()),
+        heartbeat_s=config.rollout.heartbeat_s,
+        rollout_threads=config.rollout.threads,
+        trainer_threads=config.trainer.threads,
+        trainer_ranks=1 if config.trainer.device == "cpu" else config.trainer.ranks,
+        trainer_gpus=float(config.trainer.ranks * config.trainer.gpus_per_rank),
+        scorer_threads=threads_of_scorers(config, limits.scorers()),
+        pool_shares=tuple(pool.share or 0.0 for pool in config.pools),
+        object_store_bytes=object_store_bytes(config, known_directory(config)),
+        rollout_gpus=gpus_of(config.rollout),
+        rollout_spread=config.rollout.engine_args.get("distributed_executor_backend") == "ray",
+    )
+
+
+def gpus_of(rollout: RolloutSection) -> float:
+    """GPUs that Ray reserves for a replica; 0: a share that `placement.with_gpus` computes."""
+    workers = workers_of(rollout.engine_args) if rollout.backend == "vllm" and not built_for_cpu() else 1
+    return rollout.gpus or (workers if workers > 1 else 0.0)
+
+
+def transport_settings(rollout: RolloutSection) -> DistributedSettings | VllmSettings | None:
+    """The transport named by `rollout.transport`; None: Ray's object store."""
+    if rollout.transport == "object_store":
+        return None
+    # Both ends of a message hold a bucket of its size.
+    bucket_bytes = min(rollout.send_bucket_mb, rollout.receive_bucket_mb) << 20
+    backend = rollout.transport_backend
+    inward = DistributedSettings(backend=backend, bucket_bytes=bucket_bytes, timeout_s=rollout.transport_timeout_s)
+    if rollout.transport == "distributed":
+        return inward
+    wire = Wire(
+        backend=backend,
+        bucket_bytes=bucket_bytes,
+        # A worker whose sender is lost must fail early enough that the install can still be undone.
+        timeout_s=min(rollout.transport_timeout_s, rollout.install_timeout_s / 2),
+        limit_s=rollout.install_timeout_s,
+    )
+    return VllmSettings(inward=inward, wire=wire)

@@ -1,0 +1,261 @@
+"""What replicas and agents of a configured run do: sampling backends, generators, the gateway, rewards in a state.
+
+`configured_plan` checks it in the launching process; the processes of a run make their parts with it. Torch comes with
+a backend only.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from engine.config import Config
+from engine.config.episodes import parser_of, settings_of
+from engine.config.pools import rewarding
+from engine.config.prompts import renderer_of, stop_ids_of
+from engine.errors import ConfigError
+from engine.gateway.agents import GatewayParts
+from engine.gateway.openai_format import MOST_TOP_LOGPROBS
+from engine.gateway.runners import CommandRunner, FunctionRunner, Runner
+from engine.gateway.sessions import Bounds
+from engine.ids import ReplicaId
+from engine.plans.run_inputs import Inputs, reward_of
+from engine.plans.validation_sets import answers_of_sets, judge_of, make_evaluator
+from engine.protocols import Generator
+from engine.rollout.agents.agent_generator import AgentGenerator
+from engine.rollout.agents.conversation import Chat
+from engine.rollout.agents.environment_program import EnvironmentGenerator
+from engine.rollout.agents.program_generator import ProgramGenerator
+from engine.rollout.backend import RolloutBackend, SamplingParams
+from engine.rollout.generator import ModelGenerator
+from engine.rollout.reward_parts import RewardParts
+from engine.rollout.scoring import RewardWork, Scorer
+from engine.runtime.plan import Rollout
+from engine.tasks.rewards import load_coroutine
+from engine.workers.stage import Work, unchanged
+
+AGENT = ("base_url", "api_key", "prompt")
+
+
+PROGRAM = ("client", "prompt")
+
+
+MakeGenerator = Callable[[RolloutBackend, Any, RewardParts | None, SamplingParams, bool], Generator]
+"""(backend, tokenizer, reward, sampling parameters, whether rewards are assigned later) → a replica's generator."""
+
+
+def check_agent(config: Config) -> None:
+    """Check that the functions in the configuration can be imported. Raises: `ConfigError`."""
+    if config.agent.function is not None:
+        _agent_function(config)
+    if config.agent.rollout is not None:
+        _agent_rollout(config)
+    if config.agent.on_gateway:
+        parser_of(config.agent.tool_parser, config.run.code_dir, "agent.tool_parser")
+
+
+def _agent_function(config: Config) -> Callable[..., Any]:
+    return load_coroutine(config.agent.function or "", AGENT, config.run.code_dir, config_field="agent.function")
+
+
+def _agent_rollout(config: Config) -> Callable[..., Any]:
+    return load_coroutine(config.agent.rollout or "", PROGRAM, config.run.code_dir, config_field="agent.rollout")
+
+
+def gateway_of(config: Config, model: str, stop_ids: Callable[[Any, str, list[str]], tuple[int, ...]]) -> Any:
+    """The value of `Plan.make_gateway`; None if no agent uses the gateway."""
+    return partial(make_gateway, config, model, stop_ids) if config.agent.on_gateway else None
+
+
+def make_gateway(
+    config: Config, model: str, stop_ids: Callable[[Any, str, list[str]], tuple[int, ...]]
+) -> GatewayParts:
+    """Make the gateway's parts, in its actor."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    agent = config.agent
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    context = config.rollout.context or getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
+    return GatewayParts(
+        chat=Chat(
+            tokenizer, stop_ids(tokenizer, model, config.rollout.stop), config.data.chat_settings().template_kwargs
+        ),
+        runner=_runner(config),
+        bounds=Bounds(
+            max_tokens=config.rollout.max_tokens,
+            context=context,
+            timeout_s=agent.timeout_s,
+            top_logprobs=0 if config.rollout.backend == "openai" else MOST_TOP_LOGPROBS,
+        ),
+        model=agent.served_model_name or config.model.path or "model",
+        parser=parser_of(agent.tool_parser, config.run.code_dir, "agent.tool_parser"),
+        max_body_bytes=agent.max_body_mb << 20,
+        host=agent.host,
+        port=agent.port,
+    )
+
+
+def _runner(config: Config) -> Runner:
+    if config.agent.command is not None:
+        return CommandRunner(list(config.agent.command), config.run.code_dir)
+    return FunctionRunner(_agent_function(config))
+
+
+def generator_maker(config: Config, most_prompt_tokens: int | None = None) -> MakeGenerator:
+    """The factory of the replicas' generators: for agents on the gateway, for rollouts in Python, or for single
+    responses, whose prompts have at most `most_prompt_tokens`."""
+    agent, seed, timeout_s = config.agent, config.run.seed, config.reward.timeout_s
+
+    def on_gateway(
+        backend: RolloutBackend, tokenizer: Any, reward: RewardParts | None, params: SamplingParams, later: bool = False
+    ) -> Generator:
+        scorer = Scorer(tokenizer, reward, timeout_s=timeout_s, later=later)
+        return AgentGenerator(backend, scorer, params=params, seed=seed)
+
+    def program(
+        backend: RolloutBackend, tokenizer: Any, reward: RewardParts | None, params: SamplingParams, later: bool = False
+    ) -> Generator:
+        rollout = _agent_rollout(config)
+        scorer = Scorer(tokenizer, reward, timeout_s=timeout_s, later=later)
+        chat = Chat(tokenizer, params.stop_ids, config.data.chat_settings().template_kwargs)
+        return ProgramGenerator(backend, chat, scorer, rollout, params=params, seed=seed, timeout_s=agent.timeout_s)
+
+    def environment(
+        backend: RolloutBackend, tokenizer: Any, reward: RewardParts | None, params: SamplingParams, later: bool = False
+    ) -> Generator:
+        scorer = Scorer(tokenizer, reward, timeout_s=timeout_s, later=later)
+        chat = Chat(tokenizer, params.stop_ids, config.data.chat_settings().template_kwargs)
+        settings = settings_of(config, scored=reward is not None or later)
+        return EnvironmentGenerator(
+            backend, chat, scorer, settings, params=params, seed=seed, timeout_s=config.environment.timeout_s
+        )
+
+    def single(
+        backend: RolloutBackend, tokenizer: Any, reward: RewardParts | None, params: SamplingParams, later: bool = False
+    ) -> Generator:
+        assert reward is not None  # the configuration was checked
+        return ModelGenerator(
+            backend, tokenizer, reward, params=params, seed=seed, reward_timeout_s=timeout_s, rewards_later=later,
+            renderer=renderer_of(config, tokenizer, most_prompt_tokens),
+        )  # fmt: skip
+
+    if config.environment.class_name is not None:
+        return environment
+    return on_gateway if agent.on_gateway else program if agent.rollout is not None else single
+
+
+def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
+    """A replica: a generator with the run's sampling parameters, and one for held-out prompts on the same backend."""
+    from transformers import AutoTokenizer
+
+    r = config.rollout
+    tokenizer = AutoTokenizer.from_pretrained(inputs.model)
+    reward = reward_of(config, inputs)
+    backend = BACKENDS[r.backend](config, inputs, replica)
+    stop_ids = stop_ids_of(tokenizer, inputs.model, r.stop, config.data.chat_settings())
+    params = SamplingParams(temperature=r.temperature, top_p=r.top_p, max_tokens=r.max_tokens, stop_ids=stop_ids)
+    make = generator_maker(config, inputs.most_prompt_tokens)
+    return Rollout(
+        generator=make(backend, tokenizer, reward, params, bool(rewarding(config))),
+        evaluator=make_evaluator(
+            config, stop_ids, reward, lambda judge, sampling: make(backend, tokenizer, judge, sampling, False)
+        ),
+        answers=answers_of_sets(config, judge_of(config, inputs.reward)),
+    )
+
+
+def make_work(config: Config, inputs: Inputs, state: str) -> Work:
+    """The work of an added state whose class has none: score the groups, or return them unchanged."""
+    states = [added for added in rewarding(config) if added.name == state]
+    reward = reward_of(config, inputs)
+    if not states or reward is None:
+        return unchanged
+    from transformers import AutoTokenizer
+
+    tokenizer, at_once = AutoTokenizer.from_pretrained(inputs.model), states[0].concurrency
+    scorer = Scorer(tokenizer, reward, threads=at_once, timeout_s=config.reward.timeout_s)
+    return RewardWork(scorer)
+
+
+def torch_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutBackend:
+    """The embedded sampler."""
+    from engine.rollout.torch.torch_backend import TorchBackend
+    from engine.training.device import device_named
+
+    r = config.rollout
+    device = device_named("auto").type if r.device == "auto" else r.device
+    return TorchBackend(
+        inputs.model,
+        device=device,
+        rows=rows_of(config),
+        context=r.context,
+        kv=r.kv,
+        threads=r.threads,
+        deterministic=r.deterministic,
+        lora=config.trainer_settings().lora,
+    )
+
+
+def vllm_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutBackend:
+    """vLLM, whose engine runs in separate processes."""
+    from engine.rollout.vllm.vllm_backend import VllmBackend
+
+    r = config.rollout
+    return VllmBackend(
+        inputs.model,
+        rows=rows_of(config),
+        kv=r.kv,
+        threads=r.threads,
+        seed=config.run.seed,
+        engine_args=r.engine_args,
+        receive_bucket_mb=r.receive_bucket_mb,
+        install_timeout_s=r.install_timeout_s,
+        weight_transfer=r.transport_backend if r.transport == "vllm" else None,
+        lora=config.trainer_settings().lora,
+    )
+
+
+def openai_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutBackend:
+    """The replica's server, with the run's initial weights. Raises: `ConfigError` if the environment has no key or the
+    server cannot be used."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from engine.rollout.openai.openai_backend import OpenAIBackend
+
+    r = config.rollout
+    key = None if r.api_key_env is None else os.environ.get(r.api_key_env)
+    if r.api_key_env is not None and not key:
+        law = "is not set in the environment, or is empty"
+        raise ConfigError("rollout.api_key_env", r.api_key_env, law, "set this environment variable to the key")
+    lora = config.trainer_settings().lora
+    initial = None if lora is not None else AutoModelForCausalLM.from_pretrained(inputs.model).state_dict()
+    return OpenAIBackend(
+        r.urls[replica],
+        model=inputs.model,
+        served_model_name=r.served_model_name,
+        key=key,
+        weights_dir=r.weights_dir,
+        initial=initial,
+        sync_mode=r.sync_mode,
+        kv=r.kv,
+        vocabulary=AutoConfig.from_pretrained(inputs.model).vocab_size,
+        encode=AutoTokenizer.from_pretrained(inputs.model).encode,
+        timeout_s=r.request_timeout_s,
+        install_timeout_s=r.install_timeout_s,
+        bucket_mb=r.receive_bucket_mb,
+        wait_s=r.connect_timeout_s,
+        lora=lora,
+    )
+
+
+BACKENDS: dict[str, Callable[[Config, Inputs, ReplicaId], RolloutBackend]] = {
+    "torch": torch_backend,
+    "vllm": vllm_backend,
+    "openai": openai_backend,
+}
+"""By `rollout.backend`. Called in the actor, on a thread."""
+
+
+def rows_of(config: Config) -> int:
+    """Maximum number of trajectories that a replica samples at a time."""
+    return config.rollout.slots * config.scheduler.samples_per_prompt

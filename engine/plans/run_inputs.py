@@ -1,0 +1,157 @@
+"""The files and functions that a configuration refers to: model, prompts, reward.
+
+Called by `configured_plan`, in the launching process, and by `rollouts`. Must never change a file of the user.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from engine.config import Config
+from engine.config.prompts import check_prompts, has_agents, load_tokenizer, prompt_limit, renderer_of
+from engine.config.reward_functions import reward_of_function, reward_of_section
+from engine.config.validation import SetSettings
+from engine.errors import ConfigError
+from engine.plans.trainers import make_warm_start
+from engine.plans.validation_sets import held_out_rows, set_files
+from engine.rollout.generator import Reward
+from engine.rollout.reward_parts import RewardParts
+from engine.runtime.prompt_sources import ChosenPrompts, CountedPrompts, MixtureOfSources, Prompts
+from engine.states.limits import ValidationLimits
+from engine.tasks.dataset import Dataset, PromptSource
+from engine.tasks.lookup import prepare_lookup
+from engine.tasks.mixture import Mixture, Source
+from engine.tasks.prompt_lengths import count_tokens, fitting_prompts
+from engine.tasks.quickstart import Progress, prepare
+from engine.tasks.source_files import SourceFiles
+from engine.trajectory import Prompt
+
+HELD_OUT = "data.validation_path"
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The files and functions that a configuration refers to."""
+
+    model: str
+    sources: tuple[SourceFiles, ...]
+    """The training prompts, with the rows that the run takes."""
+    held_out: str | Sequence[str] | None
+    reward: str | Reward | None
+    """`module:function`, or the function itself, which Ray pickles by value if it cannot be imported."""
+    prompt_field: str
+    held_out_rows: Sequence[int] | None = None
+    set_rows: Mapping[str, Sequence[int]] | None = None
+    """Rows of the files of validation sets, by the field that names the file; others, and None: all."""
+    most_prompt_tokens: int | None = None
+    """Longer prompts are cut; None: there are none."""
+
+
+def inputs_of(config: Config, progress: Progress | None = None) -> Inputs:
+    """The paths of model and data and the name of the reward. With `model.make`, creates model and data first.
+
+    Raises: `ConfigError` if a path is missing or an input cannot be used.
+    """
+    if config.model.make is not None:
+        made, seed = Path(config.run.dir) / ".made", config.run.seed
+        if config.model.make == "lookup":
+            ready = prepare_lookup(made, config.model.lookup.model(seed), progress)
+        else:
+            ready = prepare(made, config.model.arithmetic.quickstart(seed), progress)
+        made_source = SourceFiles(name="", field="data.path", path=ready.training_path)
+        return Inputs(ready.model_path, (made_source,), ready.validation_path, ready.reward, "prompt")
+    path, data, reward = config.model.path, config.data, config.reward
+    if path is None or data.given is None:
+        raise ConfigError("model.path", path, "model.path and data.path are required", "set them, or use model.make")
+    model = path if config.model.warm_start.path is None else make_warm_start(config, path, progress)
+    return Inputs(model, tuple(data.source_files()), data.validation_path, reward.function, data.prompt_field)
+
+
+def reward_of(config: Config, inputs: Inputs, *, check: bool = False) -> RewardParts | None:
+    """The reward of a run: its function, or the weighted sum of several. None: rollouts return their own. `check`: also
+    what the functions need.
+
+    Raises: `ConfigError` for a function that cannot be imported or called.
+    """
+    if inputs.reward is not None and not isinstance(inputs.reward, str):
+        return reward_of_function(inputs.reward)
+    section = config.reward
+    if inputs.reward is not None:
+        section = section.model_copy(update={"function": inputs.reward})
+    return reward_of_section(section, config.run.code_dir, check=check)
+
+
+def fit_prompts(config: Config, inputs: Inputs, progress: Progress | None, *, trains: bool = True) -> Inputs:
+    """With the prompts that fit the model. `trains`: the training prompts, too.
+
+    Raises: `ConfigError` for prompts that cannot be read, or not by this model.
+    """
+    files = {source.field: source.load().data for source in inputs.sources} if trains else {}
+    if config.model.make is not None:
+        set_files(config, inputs.prompt_field)
+        return inputs
+    if inputs.held_out is not None:
+        files[HELD_OUT] = _held_out_data(inputs, inputs.held_out)
+    files |= set_files(config, inputs.prompt_field)
+    tokenizer = load_tokenizer(inputs.model)
+    if has_agents(config):
+        check_prompts(config, tokenizer, inputs.model, {})
+        return inputs
+    check_prompts(config, tokenizer, inputs.model, files)
+    limit = prompt_limit(config, inputs.model)
+    if limit is None:
+        return inputs
+    fittings = {}
+    for field, data in files.items():
+        counts = count_tokens(data, renderer_of(config, tokenizer), field, limit.tokens)
+        fittings[field] = fitting_prompts(data, counts, limit, config.data.overlong, field)
+        if progress is not None and fittings[field].note:
+            progress(1.0, fittings[field].note)
+    held_out = fittings.get(HELD_OUT)
+    sources = [replace(source, rows=fittings[source.field].rows) if trains else source for source in inputs.sources]
+    return replace(
+        inputs, sources=tuple(sources),
+        set_rows={field: found.rows for field, found in fittings.items() if found.rows is not None},
+        held_out_rows=None if held_out is None else held_out.rows,
+        most_prompt_tokens=limit.tokens if config.data.overlong == "truncate_left" else None,
+    )  # fmt: skip
+
+
+def _held_out_data(inputs: Inputs, path: str | Sequence[str]) -> Dataset:
+    data = Dataset.load(path, prompt_field=inputs.prompt_field, config_field=HELD_OUT)
+    return data if inputs.held_out_rows is None else data.only(inputs.held_out_rows)
+
+
+def held_out_of(config: Config, inputs: Inputs, limits: ValidationLimits) -> tuple[list[Prompt], ValidationLimits]:
+    """The prompt of each row of a validation, and the limits with their number."""
+
+    def data_of(one: SetSettings) -> Dataset:
+        field = HELD_OUT if one.path is None else f"{one.field}.path"
+        path = one.path or inputs.held_out
+        assert path is not None  # the configuration was checked
+        data = Dataset.load(path, prompt_field=one.prompt_field or inputs.prompt_field, config_field=field)
+        kept = inputs.held_out_rows if one.path is None else (inputs.set_rows or {}).get(field)
+        return data if kept is None else data.only(kept)
+
+    rows, sets = held_out_rows(config, data_of)
+    named = sets if config.validation.sets else ()
+    return rows, replace(limits, rows=len(rows), sets=named)
+
+
+def make_prompts(config: Config, inputs: Inputs) -> Prompts:
+    """The training prompts, in the order of the run's seed."""
+    loaded = [source.load() for source in inputs.sources]
+    order: dict[str, Any] = {
+        "seed": config.run.seed, "epochs": config.run.epochs, "shuffle": config.data.shuffle
+    }  # fmt: skip
+    if not config.data.sources:
+        (alone,) = loaded
+        source = PromptSource(alone.data, **order)
+        return CountedPrompts(source.total, source.prompt)
+    sources = [
+        Source(name=one.files.name, data=one.data, weight=one.files.weight, rest=one.files.rest, dropped=one.dropped)
+        for one in loaded
+    ]
+    mixture = Mixture(sources, curriculum=config.data.chosen_curriculum(), **order)
+    return ChosenPrompts(mixture) if mixture.learns else MixtureOfSources(mixture)

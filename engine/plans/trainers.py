@@ -1,0 +1,131 @@
+"""The weights that a run begins with, and what trains and scores them.
+
+Called by `configured_plan`, in the launching process, and by the processes of a run. With `model.checkpoint_path`, a
+run gets links to the files of that checkpoint, or copies, in its own directory, so that it can be resumed after the
+other run has deleted them. It must never change the other run.
+"""
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engine.chat import turn_end
+from engine.config import Config
+from engine.config.inputs import check_checkpoint, warm_start_of
+from engine.config.model_description import files_of
+from engine.config.prompts import check_prompts, load_tokenizer, renderer_of, stop_ids_of
+from engine.protocols import Closable
+from engine.protocols import Scorer as RoleScorer
+from engine.runtime.plan import Restore
+from engine.storage.checkpoints import verify_checkpoint
+from engine.tasks.quickstart import Progress
+from engine.tasks.warm_start import load_answers, warm_started
+from engine.training.trainer_settings import TrainerSettings
+from engine.trajectory import Prompt
+
+FOLDER = "start"
+"""The folder in the run's directory."""
+
+
+def start_of(config: Config, run_dir: Path, model: str) -> tuple[TrainerSettings, str]:
+    """The trainer's settings, and the directory of the weights that the run begins with. The reference stays `model`.
+    Raises: as `start_weights`."""
+    settings, begin = config.trainer_settings(), start_weights(config, run_dir, model)
+    if begin != model and settings.needs_reference and settings.reference_path is None:
+        settings = replace(settings, reference_path=model)
+    return settings, begin
+
+
+def start_weights(config: Config, run_dir: Path, model: str) -> str:
+    """The directory of the weights that the run begins with: `model`, or a copy of `model.checkpoint_path`.
+
+    Raises: `ConfigError` if the checkpoint is missing or damaged, has an adapter, or is of another model than `model`.
+    """
+    if config.model.checkpoint_path is None:
+        return model
+    target = run_dir / FOLDER
+    if target.is_dir():  # the run is resumed
+        verify_checkpoint(target)
+        return str(target.resolve())
+    source = Path(config.model.checkpoint_path)
+    check_checkpoint(source, files_of(model))
+    verify_checkpoint(source)
+    unfinished = target.with_name(f".{FOLDER}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.copytree(source, unfinished, copy_function=_link_or_copy)
+    os.rename(unfinished, target)
+    return str(target.resolve())
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)
+
+
+def make_trainer(model: str, settings: Any, scored_apart: Sequence[str] = (), optimizer: bool = False) -> Any:
+    """`optimizer`: `model` is a checkpoint, whose optimizer state the trainer begins with."""
+    trainer: Any
+    if settings.ranks > 1:
+        from engine.training.ranked_trainer import RankedTrainer
+
+        trainer = RankedTrainer(model, settings, scored_apart=scored_apart)
+    else:
+        from engine.training.model_trainer import ModelTrainer
+
+        trainer = ModelTrainer(model, settings, scored_apart=scored_apart)
+    if optimizer:
+        trainer.load(model)
+    return trainer
+
+
+def make_scorer(model: str, settings: Any, tasks: Sequence[str]) -> RoleScorer:
+    from engine.training.model_scorer import ModelScorer
+
+    return ModelScorer(model, settings, tasks)
+
+
+def restore_trainer(trainer: Any, restore: Restore) -> None:
+    """Restore a trainer: bit for bit from a checkpoint, or from published weights with new optimizer moments."""
+    if restore.checkpoint is not None:
+        trainer.load(restore.checkpoint)
+    else:
+        trainer.start_from(restore.weights, restore.optimizer_steps)
+
+
+def make_warm_start(config: Config, model: str, progress: Progress | None) -> str:
+    """The directory of the model after its supervised warm start. Runs the warm start unless its result exists."""
+    from transformers import AutoConfig
+
+    from engine.training.model_checkpoint import export_model
+
+    described, tokenizer = AutoConfig.from_pretrained(model), load_tokenizer(model)
+    renderer = renderer_of(config, tokenizer)
+    ends = stop_ids_of(tokenizer, model, config.rollout.stop, config.data.chat_settings())
+    turn = turn_end(tokenizer, config.data.chat_template_kwargs) if renderer.templated else None
+    end = ends[0] if turn is None or turn.token is None else turn.token
+
+    def encode(prompt: Prompt, answer: str) -> tuple[list[int], list[int]]:
+        return renderer.ids(prompt), [*tokenizer.encode(answer, add_special_tokens=False), end]
+
+    wanted = warm_start_of(config)
+    data, answers = load_answers(wanted, config.data.prompt_field)
+    check_prompts(config, tokenizer, model, {"model.warm_start.path": data})
+    settings = replace(
+        config.trainer_settings(), kl_loss_coef=0.0, kl_reward_coef=0.0, reference_path=None, publish_dtype="float32"
+    )
+    return warm_started(
+        Path(config.run.dir) / ".made", model, wanted,
+        [(data.prompt(row), answer) for row, answer in enumerate(answers)],
+        encode=encode, settings=asdict(config.data.chat_settings()) | {"lora": settings.lora and asdict(settings.lora)},
+        longest=described.get_text_config().max_position_embeddings,
+        export=partial(export_model, dtype=str(described.dtype or "float32").removeprefix("torch.")),
+        learner=lambda: make_trainer(model, settings),
+        close=lambda trainer: trainer.close() if isinstance(trainer, Closable) else None,
+        progress=progress or (lambda done, text: None),
+    )  # fmt: skip
