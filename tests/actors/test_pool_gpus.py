@@ -92,12 +92,19 @@ def test_ranks_have_a_gpu_each_on_one_node_and_the_rest_is_shared(monkeypatch: p
 
 
 def test_replicas_that_can_never_be_placed_are_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.actors.placement.node_gpus", lambda: [5.0])
-    with pytest.raises(ConfigError, match=r"rollout\.replicas is 3: each needs 2 GPUs on one node, 6 in total; the n"):
+    monkeypatch.setattr("engine.actors.placement.node_gpus", lambda: [3.0, 3.0])
+    law = "each needs 2 GPUs on one node, 6 in total; the nodes have 3, 3: room for 2 of 3; use 2"
+    with pytest.raises(ConfigError, match=rf"rollout\.replicas is 3: {law}"):
         with_gpus(plan(Path(), replicas=3, rollout_gpus=2.0))
-    with pytest.raises(ConfigError, match="have 5: room for 0 of 1; fewer GPUs for a replica"):
+    with pytest.raises(ConfigError, match="have 3, 3: room for 0 of 1; fewer GPUs for a replica"):
         with_gpus(plan(Path(), replicas=1, rollout_gpus=8.0))
     spread = plan(Path(), rollout_gpus=2.0, rollout_spread=True)
-    assert shortfall(spread, 3) == "each needs 2 GPUs, 6 in total; the nodes have 5: room for 2 of 3"
+    assert shortfall(spread, 3) == ""
+    assert shortfall(spread, 4) == "each needs 2 GPUs, 8 in total; the nodes have 3, 3: room for 3 of 4"
+
+
+def test_the_trainer_has_what_large_replicas_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.actors.placement.node_gpus", lambda: [5.0])
     for gpus, replicas, trainer in ((2.0, 2, 1.0), (5.0, 1, 0.0)):
-        assert with_gpus(plan(Path(), replicas=replicas, rollout_gpus=gpus)).trainer_gpus == trainer
+        given = with_gpus(plan(Path(), replicas=replicas, rollout_gpus=gpus))
+        assert (given.rollout_gpus, given.trainer_gpus) == (gpus, trainer)
