@@ -1,11 +1,14 @@
 """Memory of a trainer and of replicas on one machine, with a model of 302 M parameters in bfloat16.
 
-    python benchmarks/memory.py [--kinds float32 bfloat16 "2 ranks" "2 ranks bfloat16"] [--replicas 2] [--small]
+    python benchmarks/memory.py [--kinds float32 bfloat16 "2 ranks" "2 ranks bfloat16"] [--ranks 2] [--replicas 2]
+                                [--small]
 
 Each trainer takes two train steps of few tokens and publishes, in a process of its own; its peak is the largest
 resident memory of a process so far (with ranks: of each). Then replicas of the embedded sampler stage version 1 over
 `transport: distributed`, install it, and stage version 2. Their memory is the growth of the sum of their PSS, which
 counts a page that n processes share as 1/n in each: it is what the machine gives them.
+
+With `--ranks`, also the sum of the PSS of a trainer's ranks while they start, save a checkpoint, and resume from it.
 """
 
 import argparse
@@ -16,9 +19,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from trainer import make_batch, make_model, peak_of
 
@@ -31,11 +36,13 @@ from engine.training.trainer_settings import TrainerSettings
 KINDS = ("float32", "bfloat16", "2 ranks", "2 ranks bfloat16")
 
 
-def pss() -> int:
-    """Bytes of this process, its share of shared pages included."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith("Pss:"))
-    return int(line.split()[1]) * 1024
+def pss(pid: int | str = "self") -> int:
+    """Bytes of a process, its share of shared pages included; 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
 def measure_trainer(kind: str, path: str, tokens: int) -> None:
@@ -55,6 +62,52 @@ def measure_trainer(kind: str, path: str, tokens: int) -> None:
     print(json.dumps({"trained": trained, "peaks": peaks, "published": published}))
     if ranks > 1:
         trainer.close()
+
+
+class Peak(threading.Thread):
+    """Context manager: the largest memory of the processes that this one has started, all together."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.bytes = 0
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        while not self._done.wait(0.05):
+            self.bytes = max(self.bytes, sum(pss(child.pid) for child in psutil.Process().children()))
+
+    def __enter__(self) -> "Peak":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self.join()
+
+
+def measure_ranks(path: str, ranks: int, count: int) -> None:
+    """Print bytes for each of the model's `count` parameters, of all ranks together. The files are bfloat16, and freed
+    memory goes back to the system at once."""
+    from transformers import AutoModelForCausalLM
+
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
+    plain: dict[str, Any] = {"activation_checkpointing": True, "device": "cpu", "learning_rate": 1e-6, "ranks": ranks}
+    peaks: dict[str, Peak] = {}
+    with tempfile.TemporaryDirectory(prefix="memory-") as folder:
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).save_pretrained(f"{folder}/model")
+        with Peak() as peaks["start with a reference, bfloat16"]:
+            RankedTrainer(f"{folder}/model", TrainerSettings(**plain, bf16="on", kl_loss_coef=0.1)).close()
+        with Peak() as peaks["start"]:
+            trainer = RankedTrainer(f"{folder}/model", TrainerSettings(**plain, bf16="off"))
+        with Peak() as peaks["train step"]:
+            trainer.train(make_batch(0, 2, 2, 64, 64, 0))
+        with Peak() as peaks["checkpoint"]:
+            trainer.save(f"{folder}/step-1", 1)
+        with Peak() as peaks["resume"]:
+            trainer.load(f"{folder}/step-1")
+        trainer.close()
+    for name, peak in peaks.items():
+        print(f"{ranks} ranks, {name}: {peak.bytes / count:.1f} bytes per parameter", flush=True)
 
 
 def replica(link: Any, path: str) -> None:
@@ -122,7 +175,8 @@ def pack(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS)
-    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=0)
+    parser.add_argument("--replicas", type=int, default=2, help="0: none")
     parser.add_argument("--tokens", type=int, default=64, help="of the longest response")
     parser.add_argument("--small", action="store_true", help="a model of 8 M parameters, to see that it runs")
     parser.add_argument("--one", nargs=2, metavar=("KIND", "MODEL"), help=argparse.SUPPRESS)
@@ -143,7 +197,10 @@ def main() -> None:
                 f"{kind:<17} peak, bytes per parameter: {each[0]} after training, {each[1]} after publication; "
                 f"published: {found['published'] / count:.1f}"
             )
-        measure_replicas(directory, given.replicas)
+        if given.ranks:
+            measure_ranks(directory, given.ranks, count)
+        if given.replicas:
+            measure_replicas(directory, given.replicas)
 
 
 if __name__ == "__main__":

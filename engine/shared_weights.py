@@ -95,6 +95,19 @@ class Memory:
             os.close(self.handle)
 
 
+def copy_of(weights: "Mapping[str, Tensor]") -> tuple[Memory, Manifest]:
+    """Memory with a copy of weights, tied ones once, for processes that get its handle. Close it."""
+    places: dict[Any, int] = {}
+    keys = {name: (value.data_ptr(), value.shape, value.dtype) for name, value in weights.items()}
+    names = tuple((name, places.setdefault(key, len(places))) for name, key in keys.items())
+    kinds = tuple((str(kind).removeprefix("torch."), tuple(shape)) for _, shape, kind in places)
+    manifest = Manifest(tensors=kinds, names=names)
+    memory = Memory(manifest)
+    for name, place in names:
+        memory.tensors[place].copy_(weights[name])
+    return memory, manifest
+
+
 def find(manifest: Manifest, publication: str) -> PublishedTensors | None:
     """What a process of this machine has of a publication; this process then holds it, too."""
     if not SHARES:
@@ -175,6 +188,12 @@ def tensors_in(handle: int, manifest: Manifest, access: int = mmap.ACCESS_WRITE)
     """Views of the memory of a manifest. It stays open in this process, where others find it, as long as one of them is
     there."""
     return _views(mmap.mmap(handle, _size(manifest), access=access), manifest)
+
+
+def weights_in(handle: int, manifest: Manifest) -> "dict[str, Tensor]":
+    """The tensors in the memory of a manifest, by name, to be read only."""
+    tensors = tensors_in(handle, manifest, mmap.ACCESS_READ)
+    return {name: tensors[place] for name, place in manifest.names}
 
 
 def _views(memory: Any, manifest: Manifest) -> "list[Tensor]":

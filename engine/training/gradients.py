@@ -9,7 +9,7 @@ small by that factor on every token, and no clip or cap notices. Sample with top
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from engine.training.diagnostics import Diagnostics, note_gaps
 from engine.training.layout import load_of
 from engine.training.losses import TokenTerms, policy_loss, without_unsound
 from engine.training.masters import Masters
+from engine.training.model_files import StoredTensor, fill_model
 from engine.training.packed_attention import pack_attention
 from engine.training.ranks import ALONE, Ranks, layers_of
 from engine.training.trainer_settings import TrainerSettings
@@ -53,19 +54,27 @@ class Policy:
     """
 
     def __init__(
-        self, model: torch.nn.Module, settings: TrainerSettings, device: torch.device, bf16: bool, ranks: Ranks = ALONE
-    ) -> None:
+        self, model: torch.nn.Module, settings: TrainerSettings, device: torch.device, bf16: bool,
+        ranks: Ranks = ALONE, missing: Mapping[str, StoredTensor] | None = None,
+    ) -> None:  # fmt: skip
+        """`missing`: the weights that a model of several ranks does not have yet."""
         self.model = model
         self.settings = settings
         self.device = device
         self.bf16 = bf16
         self.ranks = ranks
-        self._parts = body_and_head(model)
-        self.packing = packing_for(model, settings)
         self.masters = Masters()
-        if bf16 and ranks.count == 1:  # several ranks gather float32 shards as bfloat16
-            self.masters.divide(model)
-        self._run = ranks.shard(model, device, bf16=bf16)
+        if ranks.count == 1:
+            self._parts, self.packing = _examined(model, settings)
+            if bf16:  # several ranks gather float32 shards as bfloat16
+                self.masters.divide(model)
+            self._run = ranks.shard(model, device, bf16=bf16)
+        else:
+            self._run = ranks.shard(model, device, bf16=bf16)
+            fill_model(model, missing or {}, ranks)
+            with torch.no_grad(), self.autocast():
+                self._parts, self.packing = self._run(_examined, model, settings)
+            ranks.release(self._run)
         self.masters.place(device, on_host=settings.cpu_offload)
         self.trained = self.masters.trained(model)
         """The tensors that the optimizer updates, and in which gradients are summed. float32"""
@@ -153,6 +162,10 @@ class Policy:
             yield micro, [own[index] for index in indices]
         for _ in range(most - len(packed)):
             yield idle_pass(), []
+
+
+def _examined(model: Any, settings: TrainerSettings) -> tuple[tuple[Callable[..., Any], Any] | None, Packing]:
+    return body_and_head(model), packing_for(model, settings)
 
 
 def packing_for(model: Any, settings: TrainerSettings) -> Packing:

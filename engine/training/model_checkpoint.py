@@ -1,8 +1,9 @@
 """Checkpoints on disk: a directory that transformers loads as a model and this engine resumes from to the bit.
 
-    config.json, model.safetensors, tokenizer files   as `save_pretrained` writes them; of an adapter, what peft writes:
+    config.json, model.safetensors, tokenizer files   as `save_pretrained` writes them: of a large model several files,
+                                                      with an index; of an adapter, what peft writes:
                                                       adapter_config.json, adapter_model.safetensors
-    optimizer/                                        AdamW's moments, `exp_avg/<parameter>` and so on: a file of each
+    optimizer/                                        AdamW's moments, `exp_avg/<parameter>` and so on: files of each
                                                       rank, as torch.distributed.checkpoint writes safetensors
     random.safetensors                                torch's random states
     trainer_state.json                                format, train steps, optimizer steps, settings
@@ -35,7 +36,8 @@ from engine.errors import ConfigError, reason_of
 from engine.ids import StepId
 from engine.lora import CONFIG_FILE, WEIGHTS_FILE, adapter_tensors, has_adapter, lora_of, merged_model, write_adapter
 from engine.training.masters import Masters
-from engine.training.ranks import ALONE, Ranks
+from engine.training.model_files import FILE_BYTES, files_of, matching, named_tensors, stored_tensors, write_model
+from engine.training.ranks import ALONE, Ranks, Whole
 
 # -- failed steps ------------------------------------------------------------------------------------------------------
 
@@ -96,6 +98,7 @@ def _copy(value: Tensor) -> Tensor:
 
 FORMAT = 1
 STATE_FILE = "trainer_state.json"
+MODEL_CONFIG = "config.json"
 OPTIMIZER = "optimizer"
 NOT_TOKENIZER = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 """Endings of weight files: all else that lies beside them (tokenizer, templates, generation defaults) is copied
@@ -122,10 +125,14 @@ def write_checkpoint(
     model_path: str,
     ranks: Ranks = ALONE,
     masters: Masters | None = None,
+    *,
+    direct: bool = True,
 ) -> None:
-    """Write a checkpoint. One of the same step that is there already is kept: a repeated order changes nothing. With
-    several ranks the first one holds all weights for a while; moments are written by the rank that has them. If one
-    rank cannot write, all raise, and the checkpoint is not there. Collective.
+    """Write a checkpoint. One of the same step that is there already is kept: a repeated order changes nothing.
+
+    With several ranks the first one gathers and writes the weights, one file after another; only if the model's tensors
+    are not those of its files (`direct`), it holds all of them for a while. Moments are written by the rank that has
+    them. If one rank cannot write, all raise, and the checkpoint is not there. Collective.
 
     Raises `ConfigError` where the directory holds anything else.
     """
@@ -141,29 +148,37 @@ def write_checkpoint(
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
     masters = masters or Masters()
-    whole = {}
-    for name, value in trained_tensors(model).items():
-        gathered = ranks.whole(masters.of(value).detach())
-        if first:
-            whole[name] = gathered.cpu()
+    own = {name: masters.of(value) for name, value in trained_tensors(model).items()}
+    if direct and not has_adapter(model):
+        write_model(unfinished, model, own, ranks)
+    else:
+        _write_whole(unfinished, model, own, model_path, ranks)
     if moments := optimizer_tensors(model, optimizer, masters):
         write_moments(unfinished / OPTIMIZER, moments, ranks)
     with ranks.together():
         if first:
-            _write_model(unfinished, model, whole, model_path)
+            if not has_adapter(model):
+                _name_type(unfinished / MODEL_CONFIG, torch.float32)
+            _copy_tokenizer(model_path, unfinished, leave=(MODEL_CONFIG,))
             _finish(unfinished, state)
             os.rename(unfinished, directory)
             _fsync(directory.parent)
 
 
-def _write_model(folder: Path, model: PreTrainedModel, whole: dict[str, Tensor], model_path: str) -> None:
-    if has_adapter(model):
-        write_adapter(folder, whole, lora_of(model), model_path)
-        _copy_tokenizer(model_path, folder, leave=("config.json",))
-        return
-    model.save_pretrained(folder, state_dict=whole, max_shard_size="1TB")
-    _name_type(folder / "config.json", torch.float32)
-    _copy_tokenizer(model_path, folder)
+def _write_whole(
+    folder: Path, model: PreTrainedModel, own: Mapping[str, Tensor], model_path: str, ranks: Ranks
+) -> None:
+    """Write an adapter, or a model whose tensors transformers converts: together. Collective."""
+    whole = {}
+    for name, value in own.items():
+        gathered = ranks.whole(value.detach())
+        if ranks.index == 0:
+            whole[name] = gathered.cpu()
+    with ranks.together():
+        if whole and has_adapter(model):
+            write_adapter(folder, whole, lora_of(model), model_path)
+        elif whole:
+            model.save_pretrained(folder, state_dict=whole, max_shard_size=FILE_BYTES)
 
 
 def _finish(folder: Path, state: TrainerState) -> None:
@@ -208,11 +223,12 @@ def read_checkpoint(
     ranks: Ranks = ALONE,
     masters: Masters | None = None,
 ) -> TrainerState:
-    """Put a checkpoint into a model and its optimizer. Everything is read before anything is changed."""
+    """Put a checkpoint into a model and its optimizer. Names and shapes are compared before anything is changed; then
+    weights are read one by one, by each rank its own part."""
     masters = masters or Masters()
     state = read_state(directory)
     own = trained_tensors(model)
-    weights = _read_weights(directory, adapter=has_adapter(model))
+    weights = _stored_weights(directory, model)
     _check_weights(directory, weights, own)
     random = load_file(directory / "random.safetensors")
     groups = read_moments(directory, model, optimizer, ranks, masters)
@@ -267,35 +283,35 @@ def trained_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     with the parameters themselves, or only those of its adapter."""
     if has_adapter(model):
         return adapter_tensors(model)
-    known = dict(model.named_parameters(remove_duplicate=False))
-    known |= dict(model.named_buffers(remove_duplicate=False))
-    return {name: known[name] for name in model.state_dict()}
+    return named_tensors(model)
 
 
 def load_weights(
-    own: Mapping[str, Tensor], weights: Mapping[str, Tensor], ranks: Ranks = ALONE, masters: Masters | None = None
+    own: Mapping[str, Tensor], weights: Mapping[str, Whole], ranks: Ranks = ALONE, masters: Masters | None = None
 ) -> None:
     """Fill a model's own `trained_tensors` with whole weights. Raises: `ConfigError` if a name or a shape differs."""
     _check_weights("weights", weights, own)
     masters = masters or Masters()
-    for name, value in own.items():
-        ranks.fill(masters.of(value).detach(), torch.as_tensor(weights[name]))
+    for value, name in {value: name for name, value in own.items()}.items():  # tied ones once
+        ranks.fill(masters.of(value).detach(), weights[name])
     masters.round()
 
 
-def _read_weights(directory: Path, *, adapter: bool) -> dict[str, Tensor]:
+def _stored_weights(directory: Path, model: PreTrainedModel) -> Mapping[str, Whole]:
     """The `trained_tensors` in a checkpoint. Raises: `ConfigError` if the other kind is there."""
-    if adapter != (directory / WEIGHTS_FILE).is_file():
+    adapter = has_adapter(model)
+    if adapter != has_only_adapter(directory):
         law, fix = "has a whole model, but trainer.lora trains an adapter", "remove trainer.lora"
         if not adapter:
             law, fix = "has an adapter, but the whole model is trained", "set trainer.lora"
         raise ConfigError("checkpoint", str(directory), law, f"{fix}, or use another checkpoint")
     if adapter:
         return dict(load_file(directory / WEIGHTS_FILE))
-    return dict(_model_in(directory, torch.float32).state_dict())
+    found = matching(stored_tensors(str(directory)), model)
+    return dict(_model_in(directory, torch.float32).state_dict()) if found is None else found
 
 
-def _check_weights(directory: Path | str, weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+def _check_weights(directory: Path | str, weights: Mapping[str, Whole], own: Mapping[str, Tensor]) -> None:
     """Before anything is changed."""
     for name in sorted(weights.keys() | own.keys()):
         theirs, ours = (list(held[name].shape) if name in held else "none" for held in (weights, own))
@@ -319,13 +335,10 @@ def optimizer_tensors(
 def write_moments(folder: Path, moments: Mapping[str, Tensor], ranks: Ranks) -> None:
     """Write the tensors of `optimizer_tensors`, each rank its own shards. Collective. Raises: `OSError`, in every rank,
     if one of them cannot write."""
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    try:
-        with _quiet_dcp():
-            dcp.save({**moments}, storage_writer=writer, no_dist=ranks.count == 1)
-    except CheckpointException as error:  # not an `Exception`, and the same in every rank
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise OSError(f"rank {rank} cannot write the optimizer's state: {reason_of(cause)}") from cause
+    files = {name: number for number, names in enumerate(files_of(moments), 1) for name in names}
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
+    with _dcp("cannot write the optimizer's state"):
+        dcp.save({**moments}, storage_writer=writer, no_dist=ranks.count == 1)
 
 
 def read_moments(
@@ -348,7 +361,7 @@ def read_moments(
             like = parameters[name].detach()
             shaped = like.ndim == len(entry.size)
             wanted[key] = torch.zeros_like(like) if shaped and kind != "step" else torch.zeros(entry.size)
-        with _quiet_dcp():
+        with _dcp("cannot read the optimizer's state"):
             dcp.load(dict(wanted), storage_reader=reader, no_dist=ranks.count == 1)
         for key, value in wanted.items():
             kind, _, name = key.partition("/")
@@ -380,11 +393,16 @@ def _copy_tokenizer(model_path: str, target: Path, leave: Sequence[str] = ()) ->
 
 
 @contextmanager
-def _quiet_dcp() -> Iterator[None]:
-    """Without its warning that a process without a group saves alone."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
-        yield
+def _dcp(problem: str) -> Iterator[None]:
+    """Context manager around torch.distributed.checkpoint: its error, which is no `Exception` and the same in every
+    rank, becomes an `OSError`; without its warning that a process without a group saves alone."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
+            yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise OSError(f"rank {rank} {problem}: {reason_of(cause)}") from cause
 
 
 def _fsync(path: Path) -> None:

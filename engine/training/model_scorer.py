@@ -11,17 +11,18 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from engine.errors import ConfigError, EngineError
-from engine.lora import add_adapter, without_adapter
+from engine.lora import without_adapter
 from engine.protocols import Batch
 from engine.training.advantages import set_advantages
 from engine.training.batch import Sample, samples_of
 from engine.training.device import device_named, runs_in_bf16
 from engine.training.gradients import Policy
 from engine.training.model_checkpoint import load_weights, trained_tensors
+from engine.training.model_files import load_model
 from engine.training.ranks import ALONE, Ranks
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import TrajectoryGroup
@@ -133,12 +134,13 @@ def load_reference(
     if adapted is not None and settings.lora is not None and settings.reference_path is None:
         return BasePolicy(adapted)
     path = settings.reference_path or model_path
-    loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    theirs = tokens_of(loaded)
+    loaded = load_model(path, ranks)
+    theirs = tokens_of(loaded.model)
     if theirs != tokens:
         law = f"has {theirs} tokens, but the trained model has {tokens}"
         raise ConfigError("trainer.reference_path", path, law, "use a model with the same tokenizer")
-    return Policy(loaded.eval().requires_grad_(False), _tolerant(settings), device, bf16, ranks)
+    loaded.model.requires_grad_(False)
+    return Policy(loaded.model, _tolerant(settings), device, bf16, ranks, loaded.missing)
 
 
 def _tolerant(settings: TrainerSettings) -> TrainerSettings:
@@ -171,10 +173,9 @@ class ModelScorer:
         self._policies: dict[str, Reference] = {}
         trained: Policy | None = None
         if "old_logprobs" in tasks:
-            model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-            if settings.lora is not None:
-                add_adapter(model, settings.lora, settings.seed)
-            trained = Policy(model.eval().requires_grad_(False), settings, device, bf16)
+            loaded = load_model(model_path, ALONE, settings.lora, settings.seed)
+            loaded.model.requires_grad_(False)
+            trained = Policy(loaded.model, settings, device, bf16)
             self._policies["old_logprobs"] = trained
         if "ref_logprobs" in tasks:
             tokens = AutoConfig.from_pretrained(model_path).get_text_config().vocab_size

@@ -14,16 +14,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from engine.errors import ConfigError, TrainerSpoiled, reason_of
 from engine.ids import StepId
-from engine.lora import add_adapter
 from engine.protocols import Batch, RolloutFigures
 from engine.shared_weights import Manifest, Memory, PublishedTensors
 from engine.training.advantages import set_advantages, shaping_metrics
@@ -41,6 +40,7 @@ from engine.training.model_checkpoint import (
     trained_tensors,
     write_checkpoint,
 )
+from engine.training.model_files import load_model
 from engine.training.model_scorer import Reference, given_scores, load_reference, score_old, score_taught, tokens_of
 from engine.training.ranks import ALONE, Ranks
 from engine.training.trainer_settings import TrainerSettings
@@ -108,17 +108,16 @@ class ModelTrainer:
         transformers_logging.disable_progress_bar()
         self._published = _published_type(model_path, self.settings.publish_dtype)
         device = device_named(self.settings.device)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-        self.model: PreTrainedModel = loaded.eval()
-        if self.settings.lora is not None:
-            add_adapter(self.model, self.settings.lora, self.settings.seed)
+        loaded = load_model(model_path, ranks, self.settings.lora, self.settings.seed)
+        self.model: PreTrainedModel = loaded.model
+        self._direct = loaded.direct
         bf16 = runs_in_bf16(self.settings.bf16, device)
         if self.settings.activation_checkpointing and not checkpoint_layers(self.model):
             law = f"{type(self.model).__name__} does not name its layers"
             raise ConfigError("trainer.activation_checkpointing", True, law, "use false")
         self.ranks = ranks
         tokens = tokens_of(self.model)
-        self.policy = Policy(self.model, self.settings, device, bf16, ranks)
+        self.policy = Policy(self.model, self.settings, device, bf16, ranks, loaded.missing)
         self.reference: Reference | None = None
         self._scored_apart = scored_apart
         if self.settings.needs_reference and "ref_logprobs" not in scored_apart:
@@ -287,8 +286,9 @@ class ModelTrainer:
             step=step, optimizer_steps=self.optimizer_steps, settings=dataclasses.asdict(self.settings)
         )
         write_checkpoint(
-            Path(directory), state, self.model, self.optimizer, self.model_path, self.ranks, self.policy.masters
-        )
+            Path(directory), state, self.model, self.optimizer, self.model_path, self.ranks, self.policy.masters,
+            direct=self._direct,
+        )  # fmt: skip
 
     def load(self, directory: str) -> StepId:
         """Go on from a checkpoint, to the bit where the number of ranks is the same. Returns the train steps it

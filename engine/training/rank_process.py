@@ -73,6 +73,8 @@ class Rank:
     def call(self, name: str, arguments: tuple[Any, ...]) -> Any:
         if name == "write_weights":
             return self._write_weights()
+        if name == "start_from":
+            return self._start_from(*arguments)
         return getattr(self.trainer, name)(*arguments)
 
     def _write_weights(self) -> None:
@@ -89,6 +91,16 @@ class Rank:
         for index, whole in enumerate(self.trainer.published()):
             if copies is not None:
                 copies[index].copy_(whole)
+
+    def _start_from(self, manifest: Any, optimizer_steps: int) -> None:
+        """Begin with the weights in the memory that the parent sends to each rank."""
+        from engine.shared_weights import weights_in
+
+        memory = recv_handle(self._link)
+        try:
+            self.trainer.start_from(weights_in(memory, manifest), optimizer_steps)
+        finally:
+            os.close(memory)
 
 
 def sendable(error: Exception) -> Exception:

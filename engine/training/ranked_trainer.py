@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import ConfigError, TrainerSpoiled, reason_of
 from engine.ids import StepId
 from engine.protocols import Batch, RolloutFigures
-from engine.shared_weights import SHARES, Manifest, Memory, PublishedTensors
+from engine.shared_weights import SHARES, Manifest, Memory, PublishedTensors, copy_of
 from engine.training.trainer_settings import TrainerSettings
 
 if TYPE_CHECKING:
@@ -108,7 +108,12 @@ class RankedTrainer:
         return step
 
     def start_from(self, weights: Mapping[str, Any], optimizer_steps: int) -> None:
-        self._call("start_from", dict(weights), optimizer_steps)
+        """As `ModelTrainer.start_from`. The ranks read one copy, in memory that this process shares with them."""
+        memory, manifest = copy_of(weights)
+        try:
+            self._call("start_from", manifest, optimizer_steps, memory=memory.handle, readers=len(self._links))
+        finally:
+            memory.close()
 
     def offload(self) -> None:
         self._call("offload")
@@ -164,17 +169,17 @@ class RankedTrainer:
         self._processes.append(process)
         return ours
 
-    def _call(self, name: str, *arguments: Any, memory: int | None = None) -> Any:
-        """The first rank's result of a call in every rank. `memory`: a file that the first rank writes."""
-        return self._answer_to([(name, arguments)] * len(self._links), memory)
+    def _call(self, name: str, *arguments: Any, memory: int | None = None, readers: int = 1) -> Any:
+        """The first rank's result of a call in every rank. `memory`: a file that the first `readers` ranks get."""
+        return self._answer_to([(name, arguments)] * len(self._links), memory, readers)
 
-    def _answer_to(self, messages: Sequence[Any], memory: int | None = None) -> Any:
+    def _answer_to(self, messages: Sequence[Any], memory: int | None = None, readers: int = 1) -> Any:
         if self._lost:
             raise TrainerSpoiled(self._lost)
         for rank, (link, message) in enumerate(zip(self._links, messages, strict=True)):
             try:
                 link.send(message)
-                if memory is not None and rank == 0:
+                if memory is not None and rank < readers:
                     send_handle(link, memory, self._processes[rank].pid)
             except OSError:
                 self._lose(rank)

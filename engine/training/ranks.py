@@ -7,16 +7,26 @@ process, for which all of them are trivial.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from engine.errors import EngineError, reason_of
+
+
+class Whole(Protocol):
+    """A whole tensor, or one in a file, of which a part is read."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def __getitem__(self, rows: Any) -> Tensor: ...
+
 
 Run = Callable[..., Any]
 """`run(function, *arguments)` calls the function while the model's own parameters are there."""
@@ -29,7 +39,8 @@ class Ranks:
     count = 1
 
     def shard(self, model: nn.Module, device: torch.device, *, bf16: bool) -> Run:
-        """Bring a model to the device. Parameters are replaced: make optimizers afterwards."""
+        """Bring a model to the device. Parameters are replaced: make optimizers afterwards. Those without values get
+        memory, and must then be filled."""
         model.to(device)
         return lambda function, *arguments: function(*arguments)
 
@@ -66,9 +77,9 @@ class Ranks:
         """All of a parameter, in a type. Collective."""
         return tensor if kind is None else tensor.to(kind)
 
-    def fill(self, target: Tensor, whole: Tensor) -> None:
+    def fill(self, target: Tensor, whole: Whole) -> None:
         """Copy this rank's part of a whole tensor into a parameter."""
-        target.copy_(whole)
+        target.copy_(whole[...])
 
 
 ALONE = Ranks()
@@ -84,13 +95,19 @@ class Sharded(Ranks):
 
     def shard(self, model: nn.Module, device: torch.device, *, bf16: bool) -> Run:
         """Layer by layer, so that the device never holds the whole model. With `bf16` the gathered weights are
-        bfloat16 and gradients are summed in float32; the shards, which the optimizer steps, stay float32."""
+        bfloat16 and gradients are summed in float32. The shards that the optimizer steps stay float32, those of frozen
+        parameters become bfloat16."""
+        for parameter in model.parameters():
+            if bf16 and not parameter.requires_grad and parameter.dtype == torch.float32:
+                parameter.data = parameter.data.bfloat16()
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
         options: dict[str, Any] = {"mesh": self._mesh, "mp_policy": precision, "offload_policy": self._offload}
         for layer in layers_of(model):
             fully_shard(layer, **options)
         root = _Root(model)
         fully_shard(root, **options)
+        home = torch.device("cpu") if isinstance(self._offload, CPUOffloadPolicy) else device
+        replace_parameters(model, lambda own: torch.empty_like(own, device=home) if own.is_meta else own)
         return root
 
     def release(self, run: Run) -> None:
@@ -148,12 +165,14 @@ class Sharded(Ranks):
                                        shape=shard.shape, stride=shard.stride())  # fmt: skip
         return shard.full_tensor()
 
-    def fill(self, target: Tensor, whole: Tensor) -> None:
-        if isinstance(target, DTensor):
-            own = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-            target.to_local().copy_(own.to_local())
-        else:
-            target.copy_(whole)
+    def fill(self, target: Tensor, whole: Whole) -> None:
+        if not isinstance(target, DTensor):
+            target.copy_(whole[...])
+            return
+        own = target.to_local()
+        if len(own):
+            first = self.index * -(-whole.shape[0] // self.count)  # rows are divided as by `torch.chunk`
+            own.copy_(whole[first : first + len(own)])
 
     def _reduced(self, values: Tensor, operation: Any) -> Tensor:
         reduced = values.detach().cpu().clone()
@@ -176,3 +195,16 @@ def layers_of(model: Any) -> list[nn.Module]:
     """The transformer layers of a model: the modules that it names as not to be split."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def replace_parameters(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Replace each parameter of a model for which `change` returns another tensor. Tied ones stay tied."""
+    made: dict[Tensor, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in made:
+                changed = change(parameter)
+                same = changed is parameter
+                made[parameter] = parameter if same else nn.Parameter(changed, requires_grad=parameter.requires_grad)
+            if made[parameter] is not parameter:
+                setattr(module, name, made[parameter])

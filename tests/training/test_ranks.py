@@ -185,6 +185,19 @@ def test_a_checkpoint_that_one_rank_cannot_write_is_no_lost_trainer(
         assert trainer.load(str(tmp_path / "step-2")) == 2
 
 
+def test_ranks_continue_from_published_weights(model_path: str, batch: MakeBatch) -> None:
+    with of_ranks(1, model_path) as alone:
+        alone.train(batch(0))
+        weights = alone.weights()
+    with of_ranks(2, model_path) as trainer:
+        trainer.start_from(weights, 2)
+        found = trainer.weights()
+        assert all(torch.equal(found[name], value) for name, value in weights.items())
+        wrong = {name: value[:1] for name, value in weights.items()}
+        with pytest.raises(ConfigError, match="is of another model"):
+            trainer.start_from(wrong, 2)
+
+
 def test_gathered_weights_may_be_bfloat16(model_path: str, batch: MakeBatch) -> None:
     """Shards stay float32: an update of 1e-6 is not lost."""
     options = {"bf16": "on", "fp32_head": True, "activation_checkpointing": True, "learning_rate": 1e-6}
