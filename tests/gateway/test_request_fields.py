@@ -5,7 +5,7 @@ from typing import Any
 
 import openai
 import pytest
-from gateway_rig import CONTEXT, Scripted, model, one_group, run
+from gateway_rig import CONTEXT, FixedAnswers, model, one_group, run
 from openai import AsyncOpenAI
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
@@ -106,7 +106,7 @@ async def asking(client: AsyncOpenAI, prompt: Prompt) -> float:
 
 
 def test_a_refused_request_leaves_no_trace_in_the_conversation() -> None:
-    backend = Scripted("<tool_call>{}<end>")
+    backend = FixedAnswers("<tool_call>{}<end>")
     (only,) = run(one_group(asking, backend, max_tokens=40))
     assert len(backend.asked) == 1
     assert only.figures["turns"] == 1

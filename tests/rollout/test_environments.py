@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "gateway"))
-from gateway_rig import TEMPLATE, Scripted, model, tokenizer
+from gateway_rig import TEMPLATE, FixedAnswers, model, tokenizer
 
 from engine.environments import Environment, Step, ToolCall, Turn
 from engine.environments.lookup import Lookup
@@ -57,7 +57,7 @@ def run(scenario: Awaitable[Any]) -> Any:
 
 
 async def played(make: Any, *said: str, prompt: Prompt | None = None, **limits: Any) -> Generated:
-    made = generator(make, Scripted(*said), **limits)
+    made = generator(make, FixedAnswers(*said), **limits)
     try:
         return await made.generate(work(prompt=prompt))
     finally:
@@ -211,7 +211,7 @@ class Endless(Environment):
 def test_an_environment_that_never_ends_meets_a_limit(
     limits: dict[str, Any], said: list[str], reason: str, turns: int
 ) -> None:
-    class Bounded(Scripted):
+    class Bounded(FixedAnswers):
         async def sample(self, request: Any) -> Any:
             if len(request.prompt_ids) + 1 > self.context:
                 raise DataFailure("the prompt is too long", context_tokens=self.context)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "gateway"))
-from gateway_rig import Scripted, model, tokenizer
+from gateway_rig import FixedAnswers, model, tokenizer
 
 from engine.errors import DataFailure
 from engine.protocols import Generated, GroupWork
@@ -69,7 +69,7 @@ def test_what_is_added_is_masked_and_a_returned_number_is_the_reward() -> None:
         assert (await client.sample()).text == "done"
         return 0.25
 
-    group = run(generated(calculator, Scripted("1+2=9", "done<end>", "1+2=9", "done<end>"))).group
+    group = run(generated(calculator, FixedAnswers("1+2=9", "done<end>", "1+2=9", "done<end>"))).group
     assert [t.reward for t in group.trajectories] == [0.25, 0.25]
     for trajectory in group.trajectories:
         assert tokenizer().decode(trajectory.prompt_ids) == "say it"
@@ -81,7 +81,7 @@ def test_a_trajectory_of_the_rollouts_own_making_is_taken_as_it_is() -> None:
     async def making(client: RolloutClient, prompt: Prompt) -> Trajectory:
         return Trajectory(prompt_ids=[4], reward=0.5)
 
-    group = run(generated(making, Scripted())).group
+    group = run(generated(making, FixedAnswers())).group
     assert [(t.prompt_ids, t.reward, t.finish_reason) for t in group.trajectories] == [([4], 0.5, "stop")] * 2
 
 
@@ -162,7 +162,7 @@ def test_each_rollout_is_reported_as_it_ends() -> None:
                 await reported.wait()
             return 1.0
 
-        made = generator(one_after_the_other, Scripted("done<end>", "done<end>"))
+        made = generator(one_after_the_other, FixedAnswers("done<end>", "done<end>"))
         await made.generate(work(finished=report))
         assert counts == [0, 1, 2]
         await made.close()
@@ -180,7 +180,7 @@ def test_a_rollout_that_asks_for_something_else_is_not_answered_with_the_old() -
         async def other(client: RolloutClient, prompt: Prompt) -> None:
             await client.sample([{"role": "user", "content": "something else"}])
 
-        made = generator(other, Scripted("x<end>", "y<end>"))
+        made = generator(other, FixedAnswers("x<end>", "y<end>"))
         group = (await made.generate(work(2, partial=old))).group
         assert sorted(runs_of(t)[0][1] for t in group.trajectories) == ["x<end>", "y<end>"]
         await made.close()
@@ -204,4 +204,4 @@ def test_what_a_rollout_does_wrong_is_named(fault: BaseException | None, story: 
         await asyncio.Event().wait()
 
     with pytest.raises(DataFailure, match=story):
-        run(generated(wrong, Scripted(), timeout_s=60 if fault is not None else 0.05))
+        run(generated(wrong, FixedAnswers(), timeout_s=60 if fault is not None else 0.05))
