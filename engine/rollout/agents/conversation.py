@@ -314,7 +314,7 @@ def _after(text: str, beginning: str) -> str | None:
     return text[len(beginning) :] if text.startswith(beginning) else None
 
 
-def _rest_of_chat(segment: Segment, messages: list[Message], tools: list[Tool], renderer: "Chat") -> str | None:
+def _rest_of_chat(segment: Segment, messages: Sequence[Message], tools: Sequence[Tool], renderer: "Chat") -> str | None:
     """What the template writes after the last answer of a segment; None if the messages do not continue it.
 
     The template must write the same after that answer alone, and each added message in it: it may have changed what

@@ -76,7 +76,7 @@ def _json_call(text: str, required: bool = False) -> ParsedCall | None:
         return None
     if not isinstance(said, dict) or not isinstance(said.get("name"), str):
         return None
-    given = next((said[name] for name in _ARGUMENTS if name in said), None if required else {})
+    given: Any = next((said[name] for name in _ARGUMENTS if name in said), None if required else {})
     return ParsedCall(said["name"], json.dumps(given, ensure_ascii=False)) if isinstance(given, dict) else None
 
 
