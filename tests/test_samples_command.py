@@ -76,6 +76,17 @@ def test_the_newest_step_is_shown_with_all_that_is_known(run: Path, capsys: Capt
     assert "Step 1 says" not in said
 
 
+def test_reward_parts_and_figures_of_turns_are_shown(run: Path, capsys: Capture) -> None:
+    parts, turns = '{"right": 1.0, "brief": 0.25}', '{"turns": 3.0, "tool_errors": 1.0}'
+    row = replace(of_step(9, 0), reward_parts=parts, figures=turns)
+    SampleFiles(run / FOLDER).write_step(9, [row])
+    said = " ".join(shown(capsys, "mine").replace("│", " ").split())
+    assert "parts right 1, brief 0.25" in said and "turns 3 tool_errors 1" in said
+    (sample,) = listed(capsys, "mine")
+    assert sample["reward_parts"] == {"right": 1.0, "brief": 0.25}
+    assert sample["figures"] == {"turns": 3.0, "tool_errors": 1.0}
+
+
 @pytest.mark.parametrize(
     ("options", "groups"),
     [

@@ -371,6 +371,7 @@ def figures(row: Row) -> str:
     weights = None if oldest is None else f"{oldest}" if oldest == newest else f"{oldest} to {newest}"
     known = {
         "reward": _figure(row["reward"], ".3f"),
+        "parts": ", ".join(f"{name} {value:g}" for name, value in (row["reward_parts"] or {}).items()) or None,
         "answer": None if row["answer"] is None else visible(row["answer"]),
         "tokens": row["tokens"],
         "end": row["finish_reason"] or None,
@@ -379,6 +380,7 @@ def figures(row: Row) -> str:
         "advantage": None if row["advantage"] is None else _figure(row["advantage"], "+.3f"),
         "log-prob gap": None if row["logprob_gap"] is None else _figure(row["logprob_gap"], ".3g"),
         "segments": row["segments"] if row["segments"] > 1 else None,
+        **{name: f"{value:g}" for name, value in (row["figures"] or {}).items()},
     }
     return "  ".join(f"{name} {value}" for name, value in known.items() if value is not None)
 

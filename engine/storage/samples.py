@@ -13,6 +13,7 @@ pyarrow is imported late: the base installation lacks it. Must never leave a hal
 """
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -37,6 +38,8 @@ TRAIN, VALIDATION = "train", "validation"
 BLOCKS = {"step": 256, "validation": 16}
 """Number of train steps, and of validations, in a merged file."""
 _FILES_OF = {TRAIN: "step", VALIDATION: "validation"}
+MAPPINGS = ("reward_parts", "figures")
+"""Columns that are JSON in the files, and mappings when they are read."""
 MERGE_EVERY = 32
 """Train steps after which a writer looks for files to merge."""
 
@@ -149,7 +152,7 @@ class SampleFiles:
 
     def rows(self, kind: str, numbers: Container[int] | None = None) -> Iterator[dict[str, Any]]:
         """Rows of train steps (`TRAIN`) or validations (`VALIDATION`), each unit once, in the order of the files.
-        `numbers`: of these steps or validations only. Reads one row group at a time.
+        `MAPPINGS` are decoded. `numbers`: of these steps or validations only. Reads one row group at a time.
 
         Raises: `RunDamaged` for a file that cannot be read, `FileNotFoundError` for one that was merged meanwhile."""
         names = [found for found in self.names() if found.kind == _FILES_OF[kind]]
@@ -162,7 +165,7 @@ class SampleFiles:
                     for row in _whole(file.read_row_group(group)).to_pylist():
                         wanted = numbers is None or number_of(row) in numbers
                         if wanted and (not found.merged or _unit_of(row) not in single):
-                            yield row
+                            yield row | {name: json.loads(row[name] or "null") for name in MAPPINGS}
 
     def numbers(self, kind: str) -> list[int]:
         """The train steps, or the validations, that have rows."""

@@ -86,7 +86,7 @@ def test_several_rewards_make_one(own_code: Path) -> None:
         total = parts["exact"] + parts["early"] + parts["longest"] + 2.0 * parts["trl"] - 0.5 * parts["digits"]
         assert line["reward_mean"] == pytest.approx(total, abs=1e-6)
     for row in SampleFiles(run_dir / "samples").rows(TRAIN):
-        assert json.loads(row["reward_parts"])["trl"] == 0.5
+        assert row["reward_parts"]["trl"] == 0.5
 
 
 def test_a_reward_that_always_fails_ends_the_run_by_name(own_code: Path) -> None:
