@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.api import TrainedRun, resume, train
+    from engine.environments import Environment
     from engine.errors import ConfigError, RunFailed
     from engine.runtime.local import IllegalFact, Session, answer
     from engine.states.limits import Limits
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConfigError",
+    "Environment",
     "IllegalFact",
     "Limits",
     "Prompt",
@@ -34,6 +36,7 @@ __all__ = [
 
 _MODULES = {
     "ConfigError": "engine.errors",
+    "Environment": "engine.environments",
     "IllegalFact": "engine.runtime.local",
     "Limits": "engine.states.limits",
     "Prompt": "engine.trajectory",

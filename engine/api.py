@@ -7,6 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -97,11 +98,18 @@ def train(
     from engine.cli import run as running
     from engine.storage import run_directory
 
-    config, function = configured(model, data, reward, validation_data, max_steps, settings)
-    _check(config, function)
-    running.check_start(config, function)
-    running.join(config)
-    directory = run_directory.create(config.run.dir, config.run.name, config_yaml=config.dump_yaml(), chosen=run_dir)
+    made: list[Path] = []
+    try:
+        config, function = configured(model, data, reward, validation_data, max_steps, settings, made)
+        _check(config, function)
+        running.check_start(config, function)
+        running.join(config)
+        directory = run_directory.create(
+            config.run.dir, config.run.name, config_yaml=config.dump_yaml(), chosen=run_dir
+        )
+    except BaseException:
+        _remove(made)
+        raise
     return _watched(config, directory, running.Mode(plain=plain, reward=function))
 
 
@@ -175,13 +183,14 @@ def configured(
     validation_data: Data | None = None,
     max_steps: int | None = None,
     settings: Mapping[str, Any] | None = None,
+    made: list[Path] | None = None,
 ) -> tuple["Config", Reward | None]:
     """The configuration that the arguments of `train` describe, and the reward function if it cannot be imported by
-    name. Raises: `ConfigError`."""
+    name. The files and directories that are created for rows are added to `made`. Raises: `ConfigError`."""
     from engine.config.loading import parse_config
     from engine.tasks.rewards import name_of
 
-    settings = settings or {}
+    settings, made = settings or {}, [] if made is None else made
     name, importable = (reward, True) if isinstance(reward, str) else name_of(reward)
     folder = Path(settings.get("run.dir", RUNS)) / ".made"
     arguments: dict[str, Any] = {
@@ -189,9 +198,9 @@ def configured(
         "reward.function": name,
     }
     if data is not None:
-        arguments["data.path"] = _file_of(data, "data", folder)
+        arguments["data.path"] = _file_of(data, "data", folder, made)
     if validation_data is not None:
-        arguments["data.validation_path"] = _file_of(validation_data, "validation_data", folder)
+        arguments["data.validation_path"] = _file_of(validation_data, "validation_data", folder, made)
     if max_steps is not None:
         arguments["run.max_steps"] = max_steps
     for field in arguments:
@@ -223,7 +232,7 @@ def _plain_value(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _file_of(data: Data, argument: str, folder: Path) -> str | list[str]:
+def _file_of(data: Data, argument: str, folder: Path, made: list[Path]) -> str | list[str]:
     """Paths as they are. Rows are written to a file named by their content, so that a resumed run finds them.
 
     Raises: `ConfigError`.
@@ -241,9 +250,17 @@ def _file_of(data: Data, argument: str, folder: Path) -> str | list[str]:
             argument, type(data).__name__, law, "give dictionaries of texts, numbers and lists"
         ) from error
     path = folder / f"rows-{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
+    made += [one for one in (*reversed(path.parents), path) if not one.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return str(path)
+
+
+def _remove(made: Sequence[Path]) -> None:
+    """Remove files, and directories that are empty, in the reverse order of their creation."""
+    for path in reversed(made):
+        with suppress(OSError):  # another run has put files there
+            path.rmdir() if path.is_dir() else path.unlink()
 
 
 def _check(config: "Config", reward: Reward | None) -> None:

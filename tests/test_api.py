@@ -135,6 +135,13 @@ def test_arguments_that_cannot_be_used_are_refused(case: str) -> None:
         configured(**{"model": "model", "data": "rows.jsonl", "reward": exact_match, **given})
 
 
+def test_refused_arguments_leave_no_files(model: str, tmp_path: Path) -> None:
+    for settings in ({"trainer.learning_rate": -1.0}, {"rollout.stop": ["no such token"]}):
+        with pytest.raises(engine.ConfigError):
+            engine.train(model, ROWS, exact_match, **settings)  # type: ignore[arg-type]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
 def test_public_names_need_no_optional_package() -> None:
     code = "import sys, engine; [getattr(engine, n) for n in engine.__all__]; print({'ray', 'torch'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(engine.__file__).parents[1], capture_output=True)

@@ -11,7 +11,7 @@ import yaml
 from chat_tokenizers import save_chat_model, write_rows
 
 from engine import cli
-from engine.cli.evaluate import subject_of
+from engine.cli.evaluate import Subject, subject_of
 from engine.config.evaluation import load_evaluation
 from engine.record import read, replay
 from engine.states.estimators import Response, estimates
@@ -114,6 +114,17 @@ def test_models_and_runs_that_are_not_there_are_refused(model: str, project: Pat
         '{"validation": 0, "steps": 4, "outcome": "reported", "accuracy": 0.5}\n'
     )
     assert subject_of("mine@best").steps == 4
+
+
+def test_a_hub_name_may_have_no_slash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    snapshot = tmp_path / "hub" / "models--gpt2" / "snapshots" / "0"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert subject_of("gpt2") == Subject("gpt2", "gpt2")
 
 
 @pytest.mark.parametrize(
