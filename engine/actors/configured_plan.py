@@ -4,6 +4,7 @@
 plan refers to run in the actors, which import torch.
 """
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +21,7 @@ from engine.config.episodes import check_environment, parser_of, settings_of
 from engine.config.inputs import model_directory, object_store_bytes, warm_start_of
 from engine.config.pools import rewarding, threads_of_scorers
 from engine.config.prompts import check_prompts, has_agents, load_tokenizer, prompt_limit, renderer_of, stop_ids_of
-from engine.config.reward_functions import reward_of_function, reward_of_section
+from engine.config.reward_functions import reward_of_section
 from engine.config.rollout import RolloutSection
 from engine.config.validation import SetSettings
 from engine.errors import ConfigError
@@ -37,7 +38,7 @@ from engine.rollout.agents.conversation import Chat
 from engine.rollout.agents.environment_program import EnvironmentGenerator
 from engine.rollout.agents.program_generator import ProgramGenerator
 from engine.rollout.backend import RolloutBackend, SamplingParams
-from engine.rollout.generator import ModelGenerator, Reward
+from engine.rollout.generator import ModelGenerator
 from engine.rollout.reward_parts import RewardParts
 from engine.rollout.scoring import RewardWork, Scorer
 from engine.rollout.vllm.engine_args import built_for_cpu, workers_of
@@ -53,7 +54,7 @@ from engine.tasks.lookup import prepare_lookup
 from engine.tasks.mixture import Mixture, Source
 from engine.tasks.prompt_lengths import count_tokens, fitting_prompts
 from engine.tasks.quickstart import prepare
-from engine.tasks.rewards import load_coroutine
+from engine.tasks.rewards import NO_LOCAL, Local, load_coroutine
 from engine.tasks.source_files import SourceFiles
 from engine.tasks.warm_start import load_answers, warm_started
 from engine.trajectory import Prompt
@@ -70,32 +71,35 @@ MakeGenerator = Callable[[RolloutBackend, Any, RewardParts | None, SamplingParam
 """(backend, tokenizer, reward, sampling parameters, whether rewards are assigned later) → a replica's generator."""
 
 
-def check_agent(config: Config) -> None:
+def check_agent(config: Config, local: Local = NO_LOCAL) -> None:
     """Check that the functions in the configuration can be imported. Raises: `ConfigError`."""
     if config.agent.function is not None:
-        _agent_function(config)
+        _agent_function(config, local)
     if config.agent.rollout is not None:
-        _agent_rollout(config)
+        _agent_rollout(config, local)
     if config.agent.on_gateway:
         parser_of(config.agent.tool_parser, config.run.code_dir, "agent.tool_parser")
 
 
-def _agent_function(config: Config) -> Callable[..., Any]:
-    return load_coroutine(config.agent.function or "", AGENT, config.run.code_dir, config_field="agent.function")
+def _agent_function(config: Config, local: Local) -> Callable[..., Any]:
+    name, field = config.agent.function or "", "agent.function"
+    return load_coroutine(name, AGENT, config.run.code_dir, config_field=field, local=local)
 
 
-def _agent_rollout(config: Config) -> Callable[..., Any]:
-    return load_coroutine(config.agent.rollout or "", PROGRAM, config.run.code_dir, config_field="agent.rollout")
+def _agent_rollout(config: Config, local: Local) -> Callable[..., Any]:
+    name, field = config.agent.rollout or "", "agent.rollout"
+    return load_coroutine(name, PROGRAM, config.run.code_dir, config_field=field, local=local)
 
 
-def gateway_of(config: Config, model: str, stop_ids: Callable[[Any, str, list[str]], tuple[int, ...]]) -> Any:
+StopIds = Callable[[Any, str, list[str]], tuple[int, ...]]
+
+
+def gateway_of(config: Config, model: str, stop_ids: StopIds, local: Local = NO_LOCAL) -> Any:
     """The value of `Plan.make_gateway`; None if no agent uses the gateway."""
-    return partial(make_gateway, config, model, stop_ids) if config.agent.on_gateway else None
+    return partial(make_gateway, config, model, stop_ids, local) if config.agent.on_gateway else None
 
 
-def make_gateway(
-    config: Config, model: str, stop_ids: Callable[[Any, str, list[str]], tuple[int, ...]]
-) -> GatewayParts:
+def make_gateway(config: Config, model: str, stop_ids: StopIds, local: Local = NO_LOCAL) -> GatewayParts:
     """Make the gateway's parts, in its actor."""
     from transformers import AutoConfig, AutoTokenizer
 
@@ -106,7 +110,7 @@ def make_gateway(
         chat=Chat(
             tokenizer, stop_ids(tokenizer, model, config.rollout.stop), config.data.chat_settings().template_kwargs
         ),
-        runner=_runner(config),
+        runner=_runner(config, local),
         bounds=Bounds(
             max_tokens=config.rollout.max_tokens,
             context=context,
@@ -121,13 +125,13 @@ def make_gateway(
     )
 
 
-def _runner(config: Config) -> Runner:
+def _runner(config: Config, local: Local) -> Runner:
     if config.agent.command is not None:
         return CommandRunner(list(config.agent.command), config.run.code_dir)
-    return FunctionRunner(_agent_function(config))
+    return FunctionRunner(_agent_function(config, local))
 
 
-def generator_maker(config: Config, most_prompt_tokens: int | None = None) -> MakeGenerator:
+def generator_maker(config: Config, most_prompt_tokens: int | None = None, local: Local = NO_LOCAL) -> MakeGenerator:
     """The factory of the replicas' generators: for agents on the gateway, for rollouts in Python, or for single
     responses, whose prompts have at most `most_prompt_tokens`."""
     agent, seed, timeout_s = config.agent, config.run.seed, config.reward.timeout_s
@@ -141,7 +145,7 @@ def generator_maker(config: Config, most_prompt_tokens: int | None = None) -> Ma
     def program(
         backend: RolloutBackend, tokenizer: Any, reward: RewardParts | None, params: SamplingParams, later: bool = False
     ) -> Generator:
-        rollout = _agent_rollout(config)
+        rollout = _agent_rollout(config, local)
         scorer = Scorer(tokenizer, reward, timeout_s=timeout_s, later=later)
         chat = Chat(tokenizer, params.stop_ids, config.data.chat_settings().template_kwargs)
         return ProgramGenerator(backend, chat, scorer, rollout, params=params, seed=seed, timeout_s=agent.timeout_s)
@@ -151,7 +155,7 @@ def generator_maker(config: Config, most_prompt_tokens: int | None = None) -> Ma
     ) -> Generator:
         scorer = Scorer(tokenizer, reward, timeout_s=timeout_s, later=later)
         chat = Chat(tokenizer, params.stop_ids, config.data.chat_settings().template_kwargs)
-        settings = settings_of(config, scored=reward is not None or later)
+        settings = settings_of(config, scored=reward is not None or later, local=local)
         return EnvironmentGenerator(
             backend, chat, scorer, settings, params=params, seed=seed, timeout_s=config.environment.timeout_s
         )
@@ -184,9 +188,10 @@ class Inputs:
     sources: tuple[SourceFiles, ...]
     """The training prompts, with the rows that the run takes."""
     held_out: str | Sequence[str] | None
-    reward: str | Reward | None
-    """`module:function`, or the function itself, which Ray pickles by value if it cannot be imported."""
+    reward: str | None
+    """`module:function`."""
     prompt_field: str
+    local: Local = dataclasses.field(default_factory=dict)
     held_out_rows: Sequence[int] | None = None
     set_rows: Mapping[str, Sequence[int]] | None = None
     """Rows of the files of validation sets, by the field that names the file; others, and None: all."""
@@ -194,39 +199,38 @@ class Inputs:
     """Longer prompts are cut; None: there are none."""
 
 
-def plan_of(config: Config, run_dir: Path, progress: Progress | None = None, reward: Reward | None = None) -> Plan:
-    """The plan of a configured run. With `model.make`, creates the quickstart's model and data. `reward` replaces the
-    function that the configuration names.
+def plan_of(config: Config, run_dir: Path, progress: Progress | None = None, local: Local = NO_LOCAL) -> Plan:
+    """The plan of a configured run. With `model.make`, creates the quickstart's model and data. `local`: functions and
+    classes that other processes cannot import.
 
     Raises: `ConfigError` for a file, a model directory, a reward or a rollout backend that cannot be used.
     """
     check_backend(config)
-    inputs = inputs_of(config, progress)
-    inputs = inputs if reward is None else replace(inputs, reward=reward)
-    check_agent(config)
+    inputs = replace(inputs_of(config, progress), local=local)
+    check_agent(config, local)
     reward_of(config, inputs, check=True)
-    for line in check_environment(config, inputs.model, inputs.sources[0].load().data):
+    for line in check_environment(config, inputs.model, inputs.sources[0].load().data, local):
         if progress is not None and line.startswith("note: "):
             progress(1.0, line.removeprefix("note: "))
     inputs = _fitted(config, inputs, progress)
     return _planned(config, inputs, run_dir)
 
 
-def check_plan(config: Config, reward: Reward | None = None) -> None:
+def check_plan(config: Config, local: Local = NO_LOCAL) -> None:
     """What `plan_of` refuses, before a run's directory is made. Creates no model and copies no checkpoint.
 
     Raises: `ConfigError`.
     """
     if config.model.make is not None:
         check_backend(config)
-        check_agent(config)
+        check_agent(config, local)
         return
     if config.model.checkpoint_path is not None:
         verify_checkpoint(Path(config.model.checkpoint_path))
     none: dict[str, Any] = {"checkpoint_path": None, "checkpoint_optimizer": False}
     none["warm_start"] = config.model.warm_start.model_copy(update={"path": None})
     plan_of(
-        config.model_copy(update={"model": config.model.model_copy(update=none)}), Path(config.run.dir), reward=reward
+        config.model_copy(update={"model": config.model.model_copy(update=none)}), Path(config.run.dir), local=local
     )
 
 
@@ -260,7 +264,7 @@ def _no_prompt(group: int) -> Prompt:
 
 
 def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
-    answers_of_sets(config, judge_of(config, inputs.reward))
+    answers_of_sets(config, judge_of(config, inputs.reward, inputs.local), inputs.local)
     settings, begin = start_of(config, run_dir, inputs.model)
     inputs, limits, held_out = replace(inputs, model=begin), config.limits(), list[Prompt]()
     if limits.validation is not None:  # the files may have fewer rows than the configuration requests
@@ -280,7 +284,9 @@ def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
         reward_timeout_s=config.reward.longest_s,
         make_scorer=partial(make_scorer, inputs.model, settings),
         restore_trainer=restore_trainer,
-        make_gateway=gateway_of(config, inputs.model, partial(stop_ids_of, chat=config.data.chat_settings())),
+        make_gateway=gateway_of(
+            config, inputs.model, partial(stop_ids_of, chat=config.data.chat_settings()), inputs.local
+        ),
         make_prompts=partial(make_prompts, config, inputs),
         transport=TRANSPORTS[config.rollout.transport](config.rollout),
         policies=config.policies().names,
@@ -378,12 +384,10 @@ def reward_of(config: Config, inputs: Inputs, *, check: bool = False) -> RewardP
 
     Raises: `ConfigError` for a function that cannot be imported or called.
     """
-    if inputs.reward is not None and not isinstance(inputs.reward, str):
-        return reward_of_function(inputs.reward)
     section = config.reward
     if inputs.reward is not None:
         section = section.model_copy(update={"function": inputs.reward})
-    return reward_of_section(section, config.run.code_dir, check=check)
+    return reward_of_section(section, config.run.code_dir, check=check, local=inputs.local)
 
 
 def _fitted(config: Config, inputs: Inputs, progress: Progress | None, *, trains: bool = True) -> Inputs:
@@ -531,13 +535,17 @@ def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
     backend = BACKENDS[r.backend](config, inputs, replica)
     stop_ids = stop_ids_of(tokenizer, inputs.model, r.stop, config.data.chat_settings())
     params = SamplingParams(temperature=r.temperature, top_p=r.top_p, max_tokens=r.max_tokens, stop_ids=stop_ids)
-    make = generator_maker(config, inputs.most_prompt_tokens)
+    make = generator_maker(config, inputs.most_prompt_tokens, inputs.local)
     return Rollout(
         generator=make(backend, tokenizer, reward, params, bool(rewarding(config))),
         evaluator=make_evaluator(
-            config, stop_ids, reward, lambda judge, sampling: make(backend, tokenizer, judge, sampling, False)
+            config,
+            stop_ids,
+            reward,
+            lambda judge, sampling: make(backend, tokenizer, judge, sampling, False),
+            inputs.local,
         ),
-        answers=answers_of_sets(config, judge_of(config, inputs.reward)),
+        answers=answers_of_sets(config, judge_of(config, inputs.reward, inputs.local), inputs.local),
     )
 
 

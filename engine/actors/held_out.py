@@ -16,7 +16,7 @@ from engine.rollout.reward_parts import RewardParts
 from engine.states.limits import ValidationSet
 from engine.tasks.answers import answer_of
 from engine.tasks.dataset import Dataset
-from engine.tasks.rewards import find
+from engine.tasks.rewards import NO_LOCAL, Local, find
 from engine.trajectory import Prompt
 from engine.workers.measurement import Answer
 
@@ -53,6 +53,7 @@ def make_evaluator(
     stop_ids: Sequence[int],
     reward: RewardParts | None,
     make: Callable[[RewardParts | None, SamplingParams], Generator],
+    local: Local = NO_LOCAL,
 ) -> Generator:
     """What answers held-out prompts on a replica: a generator for each way of sampling and judging them."""
     made: dict[Any, Generator] = {}
@@ -63,11 +64,11 @@ def make_evaluator(
             params = SamplingParams(
                 temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop_ids=tuple(stop_ids)
             )
-            made[one.way] = make(_reward_of(config, one, reward), params)
+            made[one.way] = make(_reward_of(config, one, reward, local), params)
     return next(iter(made.values())) if len(made) == 1 else SetEvaluator({one.name: made[one.way] for one in sets})
 
 
-def answers_of_sets(config: Config, judge: Any) -> Mapping[str, Answer]:
+def answers_of_sets(config: Config, judge: Any, local: Local = NO_LOCAL) -> Mapping[str, Answer]:
     """What extracts the answers that a majority vote counts, by the name of the set. `judge`: see `judge_of`.
 
     Raises: `ConfigError` for a function that cannot be imported or called.
@@ -75,23 +76,22 @@ def answers_of_sets(config: Config, judge: Any) -> Mapping[str, Answer]:
     found: dict[str, Answer] = {}
     for one in validation_sets(config.validation, config.rollout):
         if one.limited(1).majority:
-            own = judge if one.reward is None else find(one.reward, config.run.code_dir, f"{one.field}.reward")
+            field = f"{one.field}.reward"
+            own = judge if one.reward is None else find(one.reward, config.run.code_dir, field, local)
             found[one.name] = answer_of(one.answer, own, config.run.code_dir, config_field=f"{one.field}.answer")
     return found
 
 
-def judge_of(config: Config, given: Any) -> Any:
+def judge_of(config: Config, given: str | None, local: Local = NO_LOCAL) -> Any:
     """The reward function of the run, which may say how to extract an answer; None if there are several. `given`: the
-    function, or its name, instead of that of the configuration. Raises: `ConfigError`."""
-    if given is not None and not isinstance(given, str):
-        return given
+    name of a function instead of that of the configuration. Raises: `ConfigError`."""
     specs = config.reward.specs if given is None else {"reward.function": given}
     field, spec = next(iter(specs.items()), ("", ""))
-    return find(spec, config.run.code_dir, field) if len(specs) == 1 else None
+    return find(spec, config.run.code_dir, field, local) if len(specs) == 1 else None
 
 
-def _reward_of(config: Config, one: SetSettings, reward: RewardParts | None) -> RewardParts | None:
+def _reward_of(config: Config, one: SetSettings, reward: RewardParts | None, local: Local) -> RewardParts | None:
     """The set's own reward, else that of the run. Raises: `ConfigError`."""
     if one.reward is None:
         return reward
-    return reward_of_set(one.reward, config.reward, config.run.code_dir, f"{one.field}.reward")
+    return reward_of_set(one.reward, config.reward, config.run.code_dir, f"{one.field}.reward", local)

@@ -31,6 +31,7 @@ from engine.rollout.reward_parts import RewardPart, RewardParts, Value
 from engine.rollout.scoring import Overdue, call_part
 from engine.tasks.dataset import MESSAGES, Dataset
 from engine.tasks.prompt_lengths import UNCOUNTED, fitting_prompts, sampled_counts
+from engine.tasks.rewards import NO_LOCAL, Local
 from engine.trajectory import Prompt, Span, Trajectory
 
 HELD_OUT = "data.validation_path"
@@ -40,7 +41,7 @@ MOST_KINDS = 16
 """Kinds of rows for which the reward is called, at most."""
 
 
-def dry_run(config: Config, model: str, files: Mapping[str, Dataset]) -> Iterator[str]:
+def dry_run(config: Config, model: str, files: Mapping[str, Dataset], local: Local = NO_LOCAL) -> Iterator[str]:
     """Lines like those of `check_inputs`. `files`: the data sets of prompts, by the field that names them."""
     tokenizer = load_tokenizer(model)
     agents = has_agents(config)
@@ -56,7 +57,7 @@ def dry_run(config: Config, model: str, files: Mapping[str, Dataset]) -> Iterato
             if not _is_held_out(name):
                 yield from _first_prompt_lines(tokenizer, renderer, data, name)
     yield from _overlap_lines(surveys)
-    for judge in _judges(config, surveys):
+    for judge in _judges(config, surveys, local):
         yield from _reward_lines(judge, tokenizer)
 
 
@@ -219,7 +220,7 @@ class _Judge:
     surveys: Mapping[str, Survey]
 
 
-def _judges(config: Config, surveys: Mapping[str, Survey]) -> Iterator[_Judge]:
+def _judges(config: Config, surveys: Mapping[str, Survey], local: Local) -> Iterator[_Judge]:
     """The reward of the run for its own prompts, and for those of validation sets without a reward of their own; then
     the rewards of the sets. Raises: `ConfigError` for one that cannot be called."""
     directory = config.run.code_dir
@@ -227,13 +228,13 @@ def _judges(config: Config, surveys: Mapping[str, Survey]) -> Iterator[_Judge]:
     read = {path: HELD_OUT if one.path is None else f"{path}.path" for path, one in sets}
     others = {read[path] for path, one in sets if one.reward is not None}
     others -= {read[path] for path, one in sets if one.reward is None}
-    reward = reward_of_section(config.reward, directory, check=True)
+    reward = reward_of_section(config.reward, directory, check=True, local=local)
     if reward is not None:
         own = {name: found for name, found in surveys.items() if name not in others}
         yield _Judge(reward, config.reward.specs, own)
     for path, one in sets:
         if one.reward is not None:
-            apart = reward_of_set(one.reward, config.reward, directory, f"{path}.reward")
+            apart = reward_of_set(one.reward, config.reward, directory, f"{path}.reward", local)
             found = {name: survey for name, survey in surveys.items() if name == read[path]}
             yield _Judge(apart, {f"{path}.reward": one.reward}, found)
 

@@ -10,7 +10,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from functools import update_wrapper
 from types import ModuleType
@@ -21,6 +21,10 @@ from engine.trajectory import Prompt, Trajectory
 
 Reward: TypeAlias = Callable[[Prompt, Trajectory], float]
 """Of several functions, each may also return None: it does not apply to this response."""
+Local: TypeAlias = Mapping[str, Any]
+"""Functions and classes of the program that other processes cannot import, by the field that names them. They travel
+with the plan of the run, pickled by value."""
+NO_LOCAL: Local = {}
 
 _CHOICE = re.compile(r"(?<![\w'])([A-H])(?![\w'])(?=(\s+[a-z]+)?)")
 """A letter on its own, and the word after it."""
@@ -70,10 +74,10 @@ def column_of(prompt: Prompt, column: str) -> Any:
 
 
 def load_coroutine(
-    spec: str, parameters: Sequence[str], directory: str | None, *, config_field: str
+    spec: str, parameters: Sequence[str], directory: str | None, *, config_field: str, local: Local = NO_LOCAL
 ) -> Callable[..., Any]:
     """Import a coroutine function, "module:function", that takes these parameters. Raises: `ConfigError`."""
-    found = find(spec, directory, config_field)
+    found = find(spec, directory, config_field, local)
     wanted = f"async def {spec.rpartition(':')[2]}({', '.join(parameters)})"
     if not inspect.iscoroutinefunction(found):
         raise ConfigError(
@@ -88,14 +92,17 @@ def load_coroutine(
     return found
 
 
-def find(spec: str, directory: str | None, config_field: str) -> Any:
-    """What "module:attribute" names. Raises: `ConfigError`."""
+def find(spec: str, directory: str | None, config_field: str, local: Local = NO_LOCAL) -> Any:
+    """What "module:attribute" names in this field. Raises: `ConfigError`."""
+    if config_field in local:
+        return local[config_field]
     module_name, colon, attribute = spec.partition(":")
     if not colon or not module_name or not attribute:
         raise ConfigError(config_field, spec, "is not of the form module:function", "for example my_rewards:score")
     if module_name == "__main__" or {"locals", "lambda"} & {*attribute.split(".")}:
-        law = "is a function of a script or a notebook, or inside another function, and cannot be imported"
-        fix = "a run that began with it resumes in the script: engine.resume(RUN, reward=FUNCTION)"
+        law = "belongs to a script or a notebook, or is inside a function, and cannot be imported"
+        argument = "environment=CLASS" if config_field.startswith("environment.") else "reward=FUNCTION"
+        fix = f"a run that began with it resumes in the script: engine.resume(RUN, {argument})"
         raise ConfigError(config_field, spec, law, f"{fix}; for a new run, put it in a module")
     module = _import(module_name, directory or os.getcwd(), spec, config_field)
     found: Any = module
@@ -142,17 +149,16 @@ def check_signature(found: Any, spec: str, config_field: str) -> None:
         return  # A builtin without a signature: the first call shows whether it fits.
 
 
-def name_of(reward: Reward) -> tuple[str, bool]:
-    """The name "module:function" of a function, and whether it can be imported under it. A function of a script or a
-    notebook, or one inside another function, cannot. Raises: `ConfigError` for an object that is no reward."""
-    module = getattr(reward, "__module__", None) or "__main__"
-    path = getattr(reward, "__qualname__", type(reward).__qualname__)
+def name_of(given: Any) -> tuple[str, bool]:
+    """The name "module:attribute" of a function or a class, and whether it can be imported under it. One of a script or
+    a notebook, or inside a function, cannot."""
+    module = getattr(given, "__module__", None) or "__main__"
+    path = getattr(given, "__qualname__", type(given).__qualname__)
     spec = f"{module}:{re.sub(r'[^A-Za-z0-9_.]', '', path)}"
-    check_signature(reward, spec, "reward.function")
     found: Any = sys.modules.get(module) if module != "__main__" else None
     for part in path.split("."):
         found = getattr(found, part, None)
-    return spec, found is reward
+    return spec, found is given
 
 
 def answer_of(prompt: Prompt) -> str:
