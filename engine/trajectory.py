@@ -42,6 +42,8 @@ class Prompt:
     """The name of its data source in the configuration; empty if there is only one, without a name."""
 
 
+RIGHT = 1.0
+"""A response is right from this value on: of its reward, or of the reward functions that say whether it is right."""
 MAX_TURNS = "max_turns"
 """The finish reason of an episode that reached its limit of turns."""
 
@@ -80,6 +82,13 @@ class Trajectory:
     @property
     def finished(self) -> bool:
         return bool(self.finish_reason)
+
+    def is_right(self, correct: Sequence[str] = ()) -> bool:
+        """Whether the response is right: at least one of the reward functions `correct` applies to it, and all that do
+        gave it at least 1. Without them, or if the rollout gave its own reward: whether its reward is at least 1."""
+        values = [self.reward] if not correct or not self.reward_parts else map(self.reward_parts.get, correct)
+        known = [value for value in values if value is not None]
+        return bool(known) and min(known) >= RIGHT
 
     def copy(self) -> "Trajectory":
         """A copy with its own lists."""

@@ -73,8 +73,8 @@ ALLOWED: dict[str, set[str]] = {
     "actors": {*RUNTIME, *WORK, "runtime", "hardware", "chat", "lora", "shared_weights"},
     # the wiring
     "cli": {*RUNTIME, *WORK, "runtime", "simulation", "actors", "inspect"},
-    "api": {*RUNTIME, *WORK, "runtime", "cli"},
-    "__init__": {*POLICIES, "api", "runtime"},
+    "api": {*RUNTIME, *WORK, "runtime", "cli", "environments"},
+    "__init__": {*POLICIES, "api", "runtime", "environments"},
 }
 
 EXCEPTIONS: dict[str, set[str]] = {

@@ -293,6 +293,7 @@ def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
         run_dir=run_dir.resolve(),
         config=config.model_dump(mode="json"),
         held_out=held_out,
+        correct=config.reward.correct_names,
         metrics_host=config.metrics.host,
         metrics_hosts=tuple(config.metrics.hosts),
         metrics_port=config.metrics.port,
@@ -473,8 +474,7 @@ def held_out_of(config: Config, inputs: Inputs, limits: ValidationLimits) -> tup
         return data if kept is None else data.only(kept)
 
     rows, sets = held_out_rows(config, data_of)
-    named = sets if config.validation.sets else ()
-    return rows, replace(limits, rows=len(rows), sets=named)
+    return rows, replace(limits, rows=len(rows), sets=sets)
 
 
 def make_prompts(config: Config, inputs: Inputs) -> Prompts:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.config import Config
-from engine.config.reward_functions import reward_of_set
+from engine.config.reward_functions import function_of_set, reward_of_set
 from engine.config.validation import SetSettings, validation_sets
 from engine.protocols import Generator
 from engine.rollout.backend import SamplingParams
@@ -27,7 +27,7 @@ def set_files(config: Config, default_field: str) -> dict[str, Dataset]:
     Raises: `ConfigError` for a file that cannot be read.
     """
     found = {}
-    for one in validation_sets(config.validation, config.rollout):
+    for one in validation_sets(config.validation, config.rollout, config.reward):
         if one.path is not None:
             field = f"{one.field}.path"
             found[field] = Dataset.load(one.path, prompt_field=one.prompt_field or default_field, config_field=field)
@@ -40,7 +40,7 @@ def held_out_rows(
     """The prompt of each row of a validation, as many times as it gets responses, and the sets with their sizes.
     `data_of`: the prompts of a set."""
     rows, sets = [], []
-    for one in validation_sets(config.validation, config.rollout):
+    for one in validation_sets(config.validation, config.rollout, config.reward):
         data = data_of(one)
         prompts = [data.prompt(row) for row in range(min(one.prompts, len(data)))]
         rows += [prompt for prompt in prompts for _ in range(one.samples)]
@@ -57,7 +57,7 @@ def make_evaluator(
 ) -> Generator:
     """What answers held-out prompts on a replica: a generator for each way of sampling and judging them."""
     made: dict[Any, Generator] = {}
-    sets = validation_sets(config.validation, config.rollout)
+    sets = validation_sets(config.validation, config.rollout, config.reward)
     for one in sets:
         if one.way not in made:
             temperature, top_p, max_tokens, _ = one.way
@@ -74,18 +74,24 @@ def answers_of_sets(config: Config, judge: Any, local: Local = NO_LOCAL) -> Mapp
     Raises: `ConfigError` for a function that cannot be imported or called.
     """
     found: dict[str, Answer] = {}
-    for one in validation_sets(config.validation, config.rollout):
+    for one in validation_sets(config.validation, config.rollout, config.reward):
         if one.limited(1).majority:
             field = f"{one.field}.reward"
-            own = judge if one.reward is None else find(one.reward, config.run.code_dir, field, local)
+            own = judge
+            if one.reward is not None:
+                own = function_of_set(one.reward, config.reward, config.run.code_dir, field, local)
             found[one.name] = answer_of(one.answer, own, config.run.code_dir, config_field=f"{one.field}.answer")
     return found
 
 
 def judge_of(config: Config, given: str | None, local: Local = NO_LOCAL) -> Any:
-    """The reward function of the run, which may say how to extract an answer; None if there are several. `given`: the
-    name of a function instead of that of the configuration. Raises: `ConfigError`."""
+    """The reward function of the run that says whether a response is right, which may say how to extract an answer;
+    None if there is not exactly one. `given`: the name of a function instead of that of the configuration. Raises:
+    `ConfigError`."""
     specs = config.reward.specs if given is None else {"reward.function": given}
+    if config.reward.functions:
+        of_parts = zip(config.reward.names, specs.items(), strict=True)
+        specs = dict(one for name, one in of_parts if name in config.reward.correct_names)
     field, spec = next(iter(specs.items()), ("", ""))
     return find(spec, config.run.code_dir, field, local) if len(specs) == 1 else None
 

@@ -5,7 +5,7 @@ with processes of its own starts them when it is first called.
 """
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from engine.config.reward import NamedReward, RewardSection
 from engine.errors import ConfigError
@@ -39,12 +39,27 @@ def reward_of_section(
 def reward_of_set(
     spec: str, section: RewardSection, directory: str | None, field: str, local: Local = NO_LOCAL
 ) -> RewardParts:
-    """The reward of a validation set that has its own function, called as the section says. `field` names it.
+    """The reward of a validation set that has its own: a function, or one of the section's by its name, without its
+    weight. `field` names it.
 
     Raises: `ConfigError` for a function that cannot be imported or called.
     """
-    alone = NamedReward(name="reward", function=spec)
-    return RewardParts((_part(field, alone, section.model_copy(update={"function": spec}), directory, False, local),))
+    place, part = _of_set(spec, section, field)
+    return RewardParts((replace(_part(place, part, section, directory, False, local), name="", weight=1.0),))
+
+
+def function_of_set(spec: str, section: RewardSection, directory: str | None, field: str, local: Local) -> Any:
+    """The function of `reward_of_set`. Raises: `ConfigError`."""
+    place, part = _of_set(spec, section, field)
+    return find(part.function, directory, place, local)
+
+
+def _of_set(spec: str, section: RewardSection, field: str) -> tuple[str, NamedReward]:
+    """The settings of the reward of a set, and the field of its function."""
+    if spec in section.names:
+        index = section.names.index(spec)
+        return f"reward.functions.{index}.function", section.functions[index]
+    return field, NamedReward(name="reward", function=spec)
 
 
 def _part(

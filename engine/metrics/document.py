@@ -69,7 +69,7 @@ null. Lines of train steps have a `step`:
 | `version` | newest published weights version when the step finished |
 | `groups` | number of prompt groups trained |
 | `reward_mean` | their mean reward |
-| `accuracy` | as the trainer reports it: share of trajectories with a reward of at least 1 |
+| `accuracy` | share of [right](EVALUATION.md#the-figures) responses |
 | `loss` | as the trainer reports it |
 | `staleness_min`, `staleness_mean`, `staleness_max` | staleness of the groups, in train steps |
 | `tokens` | response tokens of the groups |
@@ -89,7 +89,7 @@ Lines of validations have a `validation` instead:
 | `validation` | number of the validation, counted from 0 |
 | `version`, `steps` | the weights version that was measured, and the train steps in it |
 | `outcome` | `reported`, `cancelled` or `failed`; `reason` says why it failed or was cancelled |
-| `accuracy`, `reward_mean` | of the measured rows: share with a reward of at least 1, and mean reward |
+| `accuracy`, `reward_mean` | of the measured rows: share that is [right](EVALUATION.md#the-figures), and mean reward |
 | `rows`, `measured` | number of held-out rows (responses), and of those that could be measured |
 | `sets` | by set: `prompts` and [figures](EVALUATION.md); `X_low` and `X_high` are the interval of `X` |
 | `elapsed_s` | seconds from the start of the run to the end of the validation |

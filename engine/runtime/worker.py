@@ -154,6 +154,8 @@ class PlannedReplica(PlannedWorker):
         return HeldOut(
             prompts=self.plan.held_out, evaluator=rollout.evaluator, rows=_held_out_rows(self.plan.limits.validation),
             answers=rollout.answers, samples=samples,
+            parts={one.name: one.parts for one in self.plan.limits.validation.parts},
+            correct={one.name: one.correct for one in self.plan.limits.validation.parts},
         )  # fmt: skip
 
     def join(self) -> None:
@@ -206,6 +208,7 @@ class PlannedTrainer(PlannedWorker):
             scored_apart=plan.limits.scored_apart,
             hands_over=plan.hands_over,
             samples=keeper_of(plan.run_dir, plan.sample_policy),
+            correct=plan.correct,
         )
         for redo in () if restore is None else restore.redo:
             await worker.redo(redo.step, redo.groups, redo.staleness, reports=redo.reports)

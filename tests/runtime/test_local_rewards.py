@@ -75,6 +75,7 @@ def test_several_rewards_make_one(own_code: Path) -> None:
             "arguments": {"pattern": r"\d"},
         },
     )
+    config["reward"]["correct"] = "trl"
     assert run_plan(plan_of(parse_config(config), run_dir)).outcome == "finished"
     check_record(run_dir)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -85,6 +86,7 @@ def test_several_rewards_make_one(own_code: Path) -> None:
         assert parts["trl"] == 0.5 and parts["longest"] >= 0.25 and 0 < parts["early"] <= 0.5
         total = parts["exact"] + parts["early"] + parts["longest"] + 2.0 * parts["trl"] - 0.5 * parts["digits"]
         assert line["reward_mean"] == pytest.approx(total, abs=1e-6)
+        assert line["accuracy"] == 0.0, "trl gives 0.5"
     for row in SampleFiles(run_dir / "samples").rows(TRAIN):
         assert row["reward_parts"]["trl"] == 0.5
 
