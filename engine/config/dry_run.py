@@ -37,6 +37,8 @@ from engine.trajectory import Prompt, Span, Trajectory
 HELD_OUT = "data.validation_path"
 SHOWN_CHARACTERS = 2000
 """Of the first prompt."""
+MADE_ANSWER = r"The test answer is \boxed{42}."
+"""A response from which rewards extract something, unlike one without a number."""
 MOST_KINDS = 16
 """Kinds of rows for which the reward is called, at most."""
 
@@ -72,7 +74,7 @@ class Survey:
     texts: list[str] = field(default_factory=list)
     """The text of each as the model reads it; for agents the prompt itself."""
     kinds: dict[Any, int] = field(default_factory=dict)
-    """The first row of each kind: the same columns with values of the same types."""
+    """The first row of each kind: values of the same types in the same columns."""
     answered: int = 0
     """Chats that end with a message of the assistant."""
 
@@ -86,7 +88,8 @@ def survey(data: Dataset, renderer: PromptRenderer | None, field: str) -> Survey
         except DataFailure as error:
             law = f"row {row + 1}: {error}"
             raise ConfigError(field, data.path, law, "correct the row, or use another template") from error
-        found.kinds.setdefault(frozenset((name, type(value)) for name, value in prompt.fields.items()), row)
+        kind = frozenset((name, type(value), value == "") for name, value in prompt.fields.items())
+        found.kinds.setdefault(kind, row)
         messages = prompt.fields.get(MESSAGES)
         found.answered += 1 if messages and messages[-1]["role"] == "assistant" else 0
     return found
@@ -240,24 +243,28 @@ def _judges(config: Config, surveys: Mapping[str, Survey], local: Local) -> Iter
 
 
 def _reward_lines(judge: _Judge, tokenizer: Any) -> Iterator[str]:
-    """Call every function for the first row of each kind. Raises: `ConfigError` where it fails."""
+    """Call every function for the first row of each kind: with its answer, if it has one, and with a made one.
+
+    Raises: `ConfigError` where it fails.
+    """
     rewards = list(zip(judge.specs.items(), judge.reward.parts, strict=True))
     try:
         for name, found in judge.surveys.items():
             for number, row in enumerate(sorted(found.kinds.values())[:MOST_KINDS]):
                 prompt = found.data.prompt(row)
-                answer = str(prompt.fields.get("answer") or "test answer")
                 where = f"row {row + 1} of {name}"
-                values = {}
-                for (field, spec), part in rewards:
-                    values[field] = _call(part, field, spec, prompt, _test_trajectory(tokenizer, prompt, answer), where)
-                if all(value is None for value in values.values()):
-                    specs = [spec for (_, spec), _ in rewards]
-                    law = f"all returned None for {where}"
-                    raise ConfigError("reward.functions", specs, law, "make one of them return a number for every row")
-                for (field, spec), part in rewards if number == 0 else ():
-                    call = f"{field} {spec} returns {_describe(values[field], part)}"
-                    yield f"ok: {call} for the answer {answer!r:.60} to row 1 of {name}{FORMS[part.form]}"
+                for answer in dict.fromkeys((str(prompt.fields.get("answer") or MADE_ANSWER), MADE_ANSWER)):
+                    values = {}
+                    for (field, spec), part in rewards:
+                        said = _test_trajectory(tokenizer, prompt, answer)
+                        values[field] = _call(part, field, spec, prompt, said, where)
+                    if all(value is None for value in values.values()):
+                        specs = [spec for (_, spec), _ in rewards]
+                        law, fix = f"all returned None for {where}", "make one of them return a number for every row"
+                        raise ConfigError("reward.functions", specs, law, fix)
+                    for (field, spec), part in rewards if number == 0 else ():
+                        call = f"{field} {spec} returns {_describe(values[field], part)}"
+                        yield f"ok: {call} for the answer {answer!r:.60} to row 1 of {name}{FORMS[part.form]}"
     finally:
         judge.reward.close()
 

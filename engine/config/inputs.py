@@ -73,6 +73,7 @@ def check_inputs(config: Config, *, rehearse: bool = False, local: Local = NO_LO
     yield from _check_sets(config, local)
     for field, data in files.items():
         yield f"ok: {field} has {len(data)} {'answers' if field == WARM_START else 'prompts'}"
+        yield from (f"note: {field}: {gap}" for gap in data.gaps)
     yield from _source_lines(config, sources)
     reward_of_section(config.reward, config.run.code_dir, local=local)
     for field, spec in config.reward.specs.items():
