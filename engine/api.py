@@ -6,10 +6,12 @@
 import hashlib
 import json
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -31,6 +33,7 @@ without its name."""
 Reward: TypeAlias = Function | Sequence[Function] | Mapping[str, Part]
 """One reward function; several, named as the functions are; or several by their names."""
 Rows: TypeAlias = Iterable[Mapping[str, Any]]
+"""Or a `pandas.DataFrame`, which is none but gives such rows."""
 Data: TypeAlias = str | Path | Sequence[str | Path] | Rows
 
 
@@ -45,8 +48,21 @@ class TrainedRun:
     """Why the run was stopped."""
 
     @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """One row for each train step, as in metrics.jsonl (docs/METRICS.md). `pandas.DataFrame(run.metrics)` works."""
+    def metrics(self) -> Any:
+        """A `pandas.DataFrame` with a row for each train step, as in metrics.jsonl (docs/METRICS.md).
+
+        Raises: `ModuleNotFoundError` without pandas; `steps` needs no package.
+        """
+        try:
+            pandas = import_module("pandas")
+        except ModuleNotFoundError as error:
+            law = "run.metrics is a DataFrame and needs the package pandas: run `pip install pandas`, or use run.steps"
+            raise ModuleNotFoundError(law, name="pandas") from error
+        return pandas.DataFrame(self.steps)
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """One row for each train step, as in metrics.jsonl."""
         return [row for row in self._rows() if "validation" not in row]
 
     @property
@@ -94,8 +110,8 @@ def train(
     """Train a model on Ray, show the progress, and return the run when it has ended.
 
     `model`: a directory in Hugging Face format, or a hub name. `data`, `validation_data`: a file, a directory or a
-    glob, a list of these (docs/DATA.md), or rows, which are written to a file under `run.dir`. `data` is None if
-    `settings` have `data.sources`. `reward`: a function in any form of docs/REWARDS.md, a list of functions, or a
+    glob, a list of these (docs/DATA.md), or rows or a DataFrame, which are written to a file under `run.dir`. `data` is
+    None if `settings` have `data.sources`. `reward`: a function in any form of docs/REWARDS.md, a list of functions, or a
     mapping from names to functions, (function, weight) or settings; None if an environment or an agent returns one.
     `environment`: a class derived from `Environment`, or a function that returns one. Functions and classes may be
     those of this script or notebook, or names "module:function". `max_steps`: number of train steps, with as many
@@ -313,9 +329,12 @@ def _file_of(data: Data, argument: str, folder: Path, made: list[Path]) -> str |
         return str(data)
     if isinstance(data, list | tuple) and data and all(isinstance(one, str | Path) for one in data):
         return [str(one) for one in data]
+    pandas = sys.modules.get("pandas")
     rows: Any = data
+    if pandas is not None and isinstance(rows, pandas.DataFrame):
+        rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
     try:
-        text = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
+        text = "".join(json.dumps(dict(row), ensure_ascii=False, default=_as_list) + "\n" for row in rows)
     except (TypeError, ValueError) as error:
         law = f"has a row that is not a mapping of JSON values: {error}"
         raise ConfigError(
@@ -326,6 +345,14 @@ def _file_of(data: Data, argument: str, folder: Path, made: list[Path]) -> str |
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return str(path)
+
+
+def _as_list(value: Any) -> Any:
+    """An array of numpy as JSON has it. Raises: `TypeError` for anything else."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray | numpy.generic):
+        raise TypeError(f"{type(value).__name__} {value!r:.60} is no JSON value")
+    return value.tolist()
 
 
 def _remove(made: Sequence[Path]) -> None:

@@ -1,12 +1,15 @@
 """`engine.train` and `engine.resume`: their arguments, and a reward that is a function of the caller."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
+import pandas
 import pytest
 from chat_tokenizers import save_chat_model
 
@@ -62,7 +65,7 @@ def test_the_reward_may_be_a_function_that_cannot_be_imported(model: str, tmp_pa
     assert run_plan(sent).steps == 2
 
     run = TrainedRun(tmp_path / "run", "finished")
-    assert [(row["step"], row["reward_mean"]) for row in run.metrics] == [(0, 0.25), (1, 0.25)]
+    assert [(row["step"], row["reward_mean"]) for row in run.steps] == [(0, 0.25), (1, 0.25)]
     assert [row["reward_mean"] for row in run.validations] == [0.25, 0.25], "of the initial and the last weights"
     assert {row["reward"] for row in run.samples()} == {0.25} and {row["step"] for row in run.samples()} == {0, 1}
     assert {row["kind"] for row in run.samples(validation=True)} == {"validation"}
@@ -89,7 +92,7 @@ def test_a_run_with_a_function_of_a_script_resumes_with_that_function(
     again, changed, local = resumption(directory, made_reward(0.5), None, {"run.max_steps": 2})
     plan = plan_of(again, directory.path, local=local)
     assert run_plan(dataclasses.replace(plan, resume=True, settings=tuple(changed))).steps == 2
-    assert [row["reward_mean"] for row in TrainedRun(directory.path, "finished").metrics] == [0.25, 0.5]
+    assert [row["reward_mean"] for row in TrainedRun(directory.path, "finished").steps] == [0.25, 0.5]
 
 
 def test_an_importable_reward_goes_by_its_name_so_that_the_run_can_be_resumed(model: str) -> None:
@@ -99,6 +102,28 @@ def test_an_importable_reward_goes_by_its_name_so_that_the_run_can_be_resumed(mo
     assert configured(model, ROWS, "my_rewards:score")[0].reward.function == "my_rewards:score"
     again = configured(model, ROWS, exact_match)[0].data.path
     assert again == config.data.path and again is not None and Path(again).is_file()
+
+
+def test_metrics_are_a_data_frame_where_pandas_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"step": 0, "loss": 2.0}, {"validation": 0, "steps": 0}, {"step": 1, "loss": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = TrainedRun(tmp_path, "finished")
+    assert run.steps == [rows[0], rows[2]] and run.validations == [rows[1]]
+    assert list(run.metrics["loss"]) == [2.0, 1.0]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install pandas"):
+        _ = run.metrics
+
+
+def test_data_may_be_a_data_frame(model: str) -> None:
+    columns = {"prompt": ["1+1=", "2+2="], "answer": ["2", None], "n": [1, 2], "tags": [numpy.array([1, 2]), []]}
+    config, _ = configured(model, pandas.DataFrame(columns), exact_match)
+    path = config.data.path
+    assert isinstance(path, str)
+    assert [json.loads(line) for line in Path(path).read_text().splitlines()] == [
+        {"prompt": "1+1=", "answer": "2", "n": 1, "tags": [1, 2]},
+        {"prompt": "2+2=", "answer": None, "n": 2, "tags": []},
+    ]
 
 
 def test_every_form_of_a_reward_may_be_local(model: str, tmp_path: Path) -> None:
