@@ -111,8 +111,8 @@ def train(
 
     `model`: a directory in Hugging Face format, or a hub name. `data`, `validation_data`: a file, a directory or a
     glob, a list of these (docs/DATA.md), or rows or a DataFrame, which are written to a file under `run.dir`. `data` is
-    None if `settings` have `data.sources`. `reward`: a function in any form of docs/REWARDS.md, a list of functions, or a
-    mapping from names to functions, (function, weight) or settings; None if an environment or an agent returns one.
+    None if `settings` have `data.sources`. `reward`: a function in any form of docs/REWARDS.md, a list of functions, or
+    a mapping from names to functions, (function, weight) or settings; None if an environment or an agent returns one.
     `environment`: a class derived from `Environment`, or a function that returns one. Functions and classes may be
     those of this script or notebook, or names "module:function". `max_steps`: number of train steps, with as many
     passes over the data as they need; None: one pass. `run_dir`: directory of the run; None: `runs/<id>`. `plain`:
