@@ -247,12 +247,8 @@ def evaluation_plan(config: Config, model: str, run_dir: Path, progress: Progres
     return replace(
         plan, make_trainer=NoTrainer, make_prompts=partial(CountedPrompts, 0, _no_prompt), make_scorer=None,
         metrics_port=None, control_port=None, sinks={}, endpoints=None, trajectories="memory",
-        sample_policy=replace(plan.sample_policy, per_step=0, validation=MOST_PROMPTS),
+        sample_policy=replace(plan.sample_policy, per_step=0, validation=None),
     )  # fmt: skip
-
-
-MOST_PROMPTS = 1_000_000
-"""Maximum number of prompts of each set whose responses an evaluation keeps."""
 
 
 class NoTrainer(SimpleTrainer):

@@ -51,6 +51,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--grep", metavar="TEXT", help="with this text in prompt or response, in all steps; any case")
     parser.add_argument("--compare", metavar="A,B", help="two steps side by side, by prompt if they share any")
     parser.add_argument("--validation", action="store_true", help="of validations, not of train steps")
+    parser.add_argument("--failed", action="store_true", help="responses whose reward failed, with the error")
     parser.add_argument("--set", metavar="NAME", help="with --validation: of this validation set")
     parser.add_argument("--limit", type=_count(1), default=SHOWN, metavar="N", help=f"at most N (default: {SHOWN})")
     parser.add_argument("--json", action="store_true", help="print each sample as a line of JSON")
@@ -75,9 +76,14 @@ def show(arguments: argparse.Namespace) -> int:
     run = open_run(arguments.directory)
     if arguments.set is not None and not arguments.validation:
         raise ConfigError("--set", arguments.set, "must be used together with --validation", "add --validation")
-    shelf = Shelf.of(run.path, validation=arguments.validation)
+    for option in ("validation", "step", "compare", "worst", "best"):
+        if arguments.failed and getattr(arguments, option):
+            law = "cannot be used together with --failed: these responses have neither a step nor a reward"
+            raise ConfigError(f"--{option}", getattr(arguments, option), law, "leave one of them out")
+    shelf = Shelf.of(run.path, validation=arguments.validation, failed=arguments.failed)
     if not shelf.numbers:
-        law = f"has no samples of {'validations' if arguments.validation else 'train steps'}"
+        kind = "whose reward failed" if arguments.failed else "of validations" if arguments.validation else ""
+        law = f"has no samples {kind or 'of train steps'}"
         raise ConfigError("RUN", arguments.directory, law, _why_none(arguments))
     console = Console(highlight=False, soft_wrap=False)
     if arguments.compare is not None:
@@ -88,6 +94,8 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def _why_none(arguments: argparse.Namespace) -> str:
+    if arguments.failed:
+        return "no reward has failed, or samples.per_step is 0"
     if arguments.validation:
         return "wait for the first validation, or set samples.validation and data.validation_path"
     return "wait for the first train step, or set samples.per_step; --validation shows those of validations"
@@ -108,10 +116,10 @@ class Shelf:
     """Train steps in the weights of each validation that has ended."""
 
     @staticmethod
-    def of(run_dir: Path, *, validation: bool) -> "Shelf":
-        from engine.storage.samples import FOLDER, TRAIN, VALIDATION, SampleFiles
+    def of(run_dir: Path, *, validation: bool, failed: bool = False) -> "Shelf":
+        from engine.storage.samples import FAILED, FOLDER, TRAIN, VALIDATION, SampleFiles
 
-        files, kind = SampleFiles(run_dir / FOLDER), VALIDATION if validation else TRAIN
+        files, kind = SampleFiles(run_dir / FOLDER), FAILED if failed else VALIDATION if validation else TRAIN
         steps = _steps_of_validations(run_dir / "metrics.jsonl") if validation else {}
         return Shelf(files, kind, _read(lambda: files.numbers(kind)), steps)
 
@@ -138,6 +146,8 @@ class Shelf:
         def read() -> list[Row]:
             wanted = None if numbers is None else frozenset(numbers)
             rows = self.files.rows(self.kind, wanted)
+            if self.kind == "failed":
+                return [row for row in rows if keep(row)]
             return [{**row, "step": self.step_of(_number(row))} for row in rows if keep(row)]
 
         return sorted(_read(read), key=_place)
@@ -146,12 +156,13 @@ class Shelf:
 def _place(row: Row) -> tuple[Any, ...]:
     """The order of rows: by step and group; in a validation, by set and prompt."""
     of_set = (row["validation_set"], row["prompt_row"]) if row["kind"] == "validation" else ("", row["group"] or 0)
-    return _number(row), *of_set, row["sample"]
+    return _number(row), *of_set, row["attempt"] or 0, row["sample"]
 
 
 def _number(row: Row) -> int:
-    number: int = row["step"] if row["kind"] == "train" else row["validation"]
-    return number
+    from engine.storage.samples import number_of
+
+    return number_of(row)
 
 
 def _read(read: Callable[[], Any]) -> Any:
@@ -189,7 +200,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def _list(arguments: argparse.Namespace, shelf: Shelf, console: "Console") -> None:
-    everywhere = arguments.group is not None or arguments.grep is not None
+    everywhere = arguments.group is not None or arguments.grep is not None or arguments.failed
     numbers: list[int] | None = None if everywhere else [shelf.numbers[-1]]
     if arguments.step is not None:
         numbers = shelf.numbers_of("--step", arguments.step)
@@ -314,9 +325,9 @@ def card(row: Row) -> "RenderableType":
     from rich.panel import Panel
     from rich.text import Text
 
-    body = Group(
-        Text(figures(row), style="dim"), *_labelled("prompt", row["prompt"]), *_labelled("response", row["response"])
-    )
+    error = _labelled("error", row["error"]) if row["error"] is not None else []
+    told = [*_labelled("prompt", row["prompt"]), *_labelled("response", row["response"]), *error]
+    body = Group(Text(figures(row), style="dim"), *told)
     return Panel(body, title=Text(f"{place(row)}  {_whose(row)}"), title_align="left", border_style=_color(row))
 
 
@@ -348,14 +359,16 @@ def _labelled(label: str, text: str) -> "list[RenderableType]":
 
 
 def place(row: Row) -> str:
-    """Of which step or validation it is."""
+    """Of which step, validation or attempt it is."""
+    if row["kind"] == "failed":
+        return f"attempt {row['attempt']}"
     if row["kind"] == "train":
         return f"step {row['step']}"
     return f"validation {row['validation']}" + (f" after {row['step']} steps" if row["step"] is not None else "")
 
 
 def _whose(row: Row) -> str:
-    if row["kind"] == "train":
+    if row["kind"] != "validation":
         return f"{_source(row)}group {row['group']}  sample {row['sample']}  ({', '.join(row['reasons'])})"
     return f"set {row['validation_set']}  prompt {row['prompt_row']}  response {row['sample']}"
 

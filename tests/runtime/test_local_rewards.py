@@ -13,7 +13,7 @@ from engine.config.loading import parse_config
 from engine.errors import RunFailed
 from engine.events import GroupFailed
 from engine.runtime.local import run_plan
-from engine.storage.samples import TRAIN, SampleFiles
+from engine.storage.samples import FAILED, TRAIN, SampleFiles
 from engine.tasks.quickstart import prepare
 
 sys.path.append(str(Path(__file__).parent.parent / "actors"))
@@ -100,4 +100,9 @@ def test_a_reward_that_always_fails_ends_the_run_by_name(own_code: Path) -> None
         run_plan(plan_of(parse_config(config), run_dir))
     failed = events_of(run_dir, GroupFailed)
     story = "reward wrong (whole_run_rewards.wrong) raised KeyError on prompt row "
+    kept = list(SampleFiles(run_dir / "samples").rows(FAILED))
+    assert 0 < len(kept) <= 4 * 2, "samples.per_step of each version in each replica"
+    for row in kept:
+        assert row["error"].startswith(story) and row["tokens"] and row["reward"] is None
+        assert (row["kind"], row["attempt"] >= 1, row["version"]) == ("failed", True, 0)
     assert {event.cause for event in failed} == {"data"} and all(event.reason.startswith(story) for event in failed)
