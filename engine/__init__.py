@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from engine.runtime.local import IllegalFact, Session, answer
     from engine.states.limits import Limits
     from engine.states.timeouts import Timeouts
-    from engine.trajectory import Prompt, Trajectory
+    from engine.trajectory import NoAnswer, Prompt, Trajectory
 
 __version__ = "0.1.0"
 
@@ -22,6 +22,7 @@ __all__ = [
     "Environment",
     "IllegalFact",
     "Limits",
+    "NoAnswer",
     "Prompt",
     "RunFailed",
     "Session",
@@ -39,6 +40,7 @@ _MODULES = {
     "Environment": "engine.environments",
     "IllegalFact": "engine.runtime.local",
     "Limits": "engine.states.limits",
+    "NoAnswer": "engine.trajectory",
     "Prompt": "engine.trajectory",
     "RunFailed": "engine.errors",
     "Session": "engine.runtime.local",

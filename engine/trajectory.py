@@ -31,6 +31,11 @@ class StepReward(NamedTuple):
     reward: float
 
 
+class NoAnswer(float):
+    """The value of a reward function that found no answer in a response: a number, `NoAnswer()` is 0.0. Such responses
+    are counted in the metric `unparsable_share`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One row of a data set: the text given to the model and whatever its reward needs."""
@@ -75,6 +80,8 @@ class Trajectory:
     Of several segments, only the last has any."""
     figures: dict[str, float] = field(default_factory=dict)
     """Figures of a multi-turn rollout by name, such as `turns` and `tool_errors`; the same in all its segments."""
+    unparsable: bool = False
+    """Whether a reward function found no answer in it (`NoAnswer`)."""
     continues: bool = False
     """Whether it continues the previous trajectory of its group as another segment of the same rollout. It has the same
     reward and does not count in the group's mean and spread."""

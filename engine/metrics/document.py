@@ -77,6 +77,7 @@ null. Lines of train steps have a `step`:
 | `seconds` | seconds by phase: `collecting`, `scoring`, `training`, `publishing`, and their `total` |
 | `groups_aborted`, `groups_resumed`, `groups_filtered`, `groups_failed` | number of groups since the previous line |
 | `truncated_share`, `empty_share`, `repeated_share` | responses cut off, without text, equal to another of the group |
+| `unparsable_share` | responses in which a reward [found no answer](REWARDS.md#responses-without-an-answer) |
 | `reward_min`, `reward_p25`, `reward_p50`, `reward_p75`, `reward_max` | quantiles of rewards |
 | `reward_NAME` | mean value of the part NAME of `reward.functions`, without its weight ([REWARDS.md](REWARDS.md)) |
 | `agent_NAME` | turns, tool calls, tokens by role and so on ([ENVIRONMENTS.md](ENVIRONMENTS.md#figures)) |

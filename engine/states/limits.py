@@ -111,7 +111,8 @@ class ValidationSet:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "ValidationSet":
         """From the header of a record, where tuples are lists."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()})
+        given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in plain.items()}
+        return cls(**given)
 
     def __post_init__(self) -> None:
         for field in ("prompts", "samples"):

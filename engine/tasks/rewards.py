@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 from engine.errors import ConfigError, DataFailure, suggestion
-from engine.trajectory import Prompt, Trajectory
+from engine.trajectory import NoAnswer, Prompt, Trajectory
 
 Reward: TypeAlias = Callable[[Prompt, Trajectory], float]
 """Of several functions, each may also return None: it does not apply to this response."""
@@ -176,7 +176,7 @@ def final_number(prompt: Prompt, trajectory: Trajectory) -> float:
     got, expected = _last_number(trajectory.text), _last_number(answer_of(prompt))
     if expected is None:
         raise DataFailure(f"the answer of row {prompt.row} contains no number", row=prompt.row)
-    return float(got is not None and got == expected)
+    return NoAnswer() if got is None else float(got == expected)
 
 
 def boxed_answer(prompt: Prompt, trajectory: Trajectory) -> float:
@@ -184,7 +184,7 @@ def boxed_answer(prompt: Prompt, trajectory: Trajectory) -> float:
     got, expected = _last_boxed(trajectory.text), answer_of(prompt)
     boxed = _last_boxed(expected)
     wanted = expected if boxed is None else boxed
-    return float(got is not None and "".join(got.split()) == "".join(wanted.split()))
+    return NoAnswer() if got is None else float("".join(got.split()) == "".join(wanted.split()))
 
 
 def multiple_choice(prompt: Prompt, trajectory: Trajectory) -> float:
@@ -193,7 +193,7 @@ def multiple_choice(prompt: Prompt, trajectory: Trajectory) -> float:
     got, expected = _last_choice(trajectory.text), _last_choice(answer_of(prompt))
     if expected is None:
         raise DataFailure(f"the answer of row {prompt.row} contains no letter from A to H on its own", row=prompt.row)
-    return float(got == expected)
+    return NoAnswer() if got is None else float(got == expected)
 
 
 def _last_choice(text: str) -> str | None:

@@ -12,7 +12,7 @@ CUT_OFF = ("length", "truncated", MAX_TURNS)
 """The finish reasons of responses that did not end by themselves."""
 QUANTILES = {"reward_min": 0.0, "reward_p25": 0.25, "reward_p50": 0.5, "reward_p75": 0.75, "reward_max": 1.0}
 """The share of the responses, sorted by reward, below each figure."""
-NAMES = ("accuracy", "truncated_share", "empty_share", "repeated_share", *QUANTILES)
+NAMES = ("accuracy", "truncated_share", "empty_share", "repeated_share", "unparsable_share", *QUANTILES)
 """All figures."""
 
 
@@ -25,7 +25,7 @@ def response_figures(groups: Sequence[TrajectoryGroup], correct: Sequence[str] =
 
     `accuracy`: right responses (`Trajectory.is_right`). `truncated_share`: cut off. `empty_share`: without a token, or,
     where responses have texts, with only white space. `repeated_share`: identical to an earlier response of their
-    group.
+    group. `unparsable_share`: a reward function found no answer in them.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
@@ -37,6 +37,7 @@ def response_figures(groups: Sequence[TrajectoryGroup], correct: Sequence[str] =
         "accuracy": fmean(rollout[-1].is_right(correct) for rollout in rollouts),
         "truncated_share": sum(is_cut_off(rollout) for rollout in rollouts) / len(rollouts),
         "empty_share": sum(_is_empty(rollout, have_texts) for rollout in rollouts) / len(rollouts),
+        "unparsable_share": sum(rollout[-1].unparsable for rollout in rollouts) / len(rollouts),
         "repeated_share": 1.0 - distinct / len(rollouts),
         **{name: rewards[round(share * (len(rewards) - 1))] for name, share in QUANTILES.items() if rewards},
         **_means("reward_", [rollout[0].reward_parts for rollout in rollouts]),
