@@ -139,10 +139,10 @@ def training() -> Dashboard:
     )
     page = page.with_panel(
         graph(
-            "Truncated, empty and repeated responses",
+            "Truncated, empty, repeated and unparsable responses",
             "Cut off, empty, or identical to another one of their group. More repeats: the policy becomes less varied.",
             "percentunit",
-            {"{{figure}}": figure("~(truncated|empty|repeated)_share")},
+            {"{{figure}}": figure("~(truncated|empty|repeated|unparsable)_share")},
             high=1.0,
         )
     )

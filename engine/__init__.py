@@ -8,18 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.api import TrainedRun, resume, train
+    from engine.environments import Environment
     from engine.errors import ConfigError, RunFailed
     from engine.runtime.local import IllegalFact, Session, answer
     from engine.states.limits import Limits
     from engine.states.timeouts import Timeouts
-    from engine.trajectory import Prompt, Trajectory
+    from engine.trajectory import NoAnswer, Prompt, Trajectory
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ConfigError",
+    "Environment",
     "IllegalFact",
     "Limits",
+    "NoAnswer",
     "Prompt",
     "RunFailed",
     "Session",
@@ -34,8 +37,10 @@ __all__ = [
 
 _MODULES = {
     "ConfigError": "engine.errors",
+    "Environment": "engine.environments",
     "IllegalFact": "engine.runtime.local",
     "Limits": "engine.states.limits",
+    "NoAnswer": "engine.trajectory",
     "Prompt": "engine.trajectory",
     "RunFailed": "engine.errors",
     "Session": "engine.runtime.local",

@@ -5,23 +5,35 @@
 
 import hashlib
 import json
+import re
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from engine.config.paths import RUNS
 from engine.errors import ConfigError, RunFailed
-from engine.trajectory import Prompt, Trajectory
 
 if TYPE_CHECKING:
     from engine.cli.run import Mode
     from engine.config import Config
+    from engine.environments import Environment
     from engine.storage.run_directory import RunDirectory
+    from engine.tasks.rewards import Local
 
-Reward: TypeAlias = Callable[[Prompt, Trajectory], float]
+Function: TypeAlias = str | Callable[..., Any]
+"""A function, or its name "module:function"."""
+Part: TypeAlias = Function | tuple[Function, float] | Mapping[str, Any]
+"""One of several reward functions: a function, (function, weight), or the fields of an entry of `reward.functions`
+without its name."""
+Reward: TypeAlias = Function | Sequence[Function] | Mapping[str, Part]
+"""One reward function; several, named as the functions are; or several by their names."""
 Rows: TypeAlias = Iterable[Mapping[str, Any]]
+"""Or a `pandas.DataFrame`, which is none but gives such rows."""
 Data: TypeAlias = str | Path | Sequence[str | Path] | Rows
 
 
@@ -36,8 +48,21 @@ class TrainedRun:
     """Why the run was stopped."""
 
     @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """One row for each train step, as in metrics.jsonl (docs/METRICS.md). `pandas.DataFrame(run.metrics)` works."""
+    def metrics(self) -> Any:
+        """A `pandas.DataFrame` with a row for each train step, as in metrics.jsonl (docs/METRICS.md).
+
+        Raises: `ModuleNotFoundError` without pandas; `steps` needs no package.
+        """
+        try:
+            pandas = import_module("pandas")
+        except ModuleNotFoundError as error:
+            law = "run.metrics is a DataFrame and needs the package pandas: run `pip install pandas`, or use run.steps"
+            raise ModuleNotFoundError(law, name="pandas") from error
+        return pandas.DataFrame(self.steps)
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """One row for each train step, as in metrics.jsonl."""
         return [row for row in self._rows() if "validation" not in row]
 
     @property
@@ -45,11 +70,13 @@ class TrainedRun:
         """One row for each validation, as in metrics.jsonl."""
         return [row for row in self._rows() if "validation" in row]
 
-    def samples(self, *, validation: bool = False) -> list[dict[str, Any]]:
-        """The stored responses of train steps, or of validations. docs/SAMPLES.md lists the columns."""
-        from engine.storage.samples import TRAIN, VALIDATION, SampleFiles
+    def samples(self, *, validation: bool = False, failed: bool = False) -> list[dict[str, Any]]:
+        """The stored responses of train steps, of validations, or those whose reward failed. docs/SAMPLES.md lists the
+        columns."""
+        from engine.storage.samples import FAILED, TRAIN, VALIDATION, SampleFiles
 
-        return list(SampleFiles(self._directory.samples).rows(VALIDATION if validation else TRAIN))
+        kind = FAILED if failed else VALIDATION if validation else TRAIN
+        return list(SampleFiles(self._directory.samples).rows(kind))
 
     @property
     def model_path(self) -> Path | None:
@@ -73,8 +100,9 @@ class TrainedRun:
 def train(
     model: str | Path,
     data: Data | None,
-    reward: str | Reward,
+    reward: Reward | None = None,
     *,
+    environment: str | Callable[..., "Environment"] | None = None,
     validation_data: Data | None = None,
     max_steps: int | None = None,
     run_dir: str | Path | None = None,
@@ -84,12 +112,14 @@ def train(
     """Train a model on Ray, show the progress, and return the run when it has ended.
 
     `model`: a directory in Hugging Face format, or a hub name. `data`, `validation_data`: a file, a directory or a
-    glob, a list of these (docs/DATA.md), or rows, which are written to a file under `run.dir`. `data` is None if
-    `settings` have `data.sources`. `reward`: a function (prompt, trajectory) -> float, which may be defined in this
-    script or notebook, or a name "module:function". `max_steps`: number of train steps, with as many passes over the
-    data as they need; None: one pass. `run_dir`: directory of the run; None: `runs/<id>`. `plain`: print one line for
-    each train step instead of the live view. `settings`: other fields of the configuration by their dotted names, for
-    example `**{"scheduler.train_batch_size": 16}`. Ctrl-C drains the run; a second Ctrl-C stops it.
+    glob, a list of these (docs/DATA.md), or rows or a DataFrame, which are written to a file under `run.dir`. `data` is
+    None if `settings` have `data.sources`. `reward`: a function in any form of docs/REWARDS.md, a list of functions, or
+    a mapping from names to functions, (function, weight) or settings; None if an environment or an agent returns one.
+    `environment`: a class derived from `Environment`, or a function that returns one. Functions and classes may be
+    those of this script or notebook, or names "module:function". `max_steps`: number of train steps, with as many
+    passes over the data as they need; None: one pass. `run_dir`: directory of the run; None: `runs/<id>`. `plain`:
+    print one line for each train step instead of the live view. `settings`: other fields of the configuration by their
+    dotted names, for example `**{"scheduler.train_batch_size": 16}`. Ctrl-C drains the run; a second Ctrl-C stops it.
 
     Raises: `ConfigError` for an invalid argument or setting, before anything starts; `RunFailed` if the run fails; and
     any exception that a bug of the engine raises.
@@ -97,22 +127,34 @@ def train(
     from engine.cli import run as running
     from engine.storage import run_directory
 
-    config, function = configured(model, data, reward, validation_data, max_steps, settings)
-    _check(config, function)
-    running.check_start(config, function)
-    running.join(config)
-    directory = run_directory.create(config.run.dir, config.run.name, config_yaml=config.dump_yaml(), chosen=run_dir)
-    return _watched(config, directory, running.Mode(plain=plain, reward=function))
+    made: list[Path] = []
+    try:
+        config, local = configured(model, data, reward, environment, validation_data, max_steps, settings, made)
+        _check(config, local)
+        running.check_start(config, local)
+        running.join(config)
+        directory = run_directory.create(
+            config.run.dir, config.run.name, config_yaml=config.dump_yaml(), chosen=run_dir
+        )
+    except BaseException:
+        _remove(made)
+        raise
+    return _watched(config, directory, running.Mode(plain=plain, local=local))
 
 
 def resume(
-    run: str | Path | TrainedRun, reward: Reward | None = None, *, plain: bool = False, **settings: Any
+    run: str | Path | TrainedRun,
+    reward: Reward | None = None,
+    *,
+    environment: str | Callable[..., "Environment"] | None = None,
+    plain: bool = False,
+    **settings: Any,
 ) -> TrainedRun:
     """Continue an unfinished run from its newest state, as `engine resume` does, and return it when it has ended.
 
-    `run`: its directory, its name under `runs/`, or a `TrainedRun`. `reward`: the function that the run began with, if
-    it cannot be imported: one of this script or notebook. `settings`: fields that a resume may change, by their dotted
-    names, for example `**{"run.max_steps": 100}`, which also extends a finished run.
+    `run`: its directory, its name under `runs/`, or a `TrainedRun`. `reward`, `environment`: as the run began with, if
+    they cannot be imported: those of this script or notebook. `settings`: fields that a resume may change, by their
+    dotted names, for example `**{"run.max_steps": 100}`, which also extends a finished run.
 
     Raises: as `train`, and `RunFinished` if no step is left.
     """
@@ -120,29 +162,33 @@ def resume(
     from engine.storage import run_directory
 
     directory = run_directory.open_run(run.run_dir if isinstance(run, TrainedRun) else run)
-    config, changed, function = resumption(directory, reward, settings)
+    config, changed, local = resumption(directory, reward, environment, settings)
     running.require_packages()
     running.join(config)
-    return _watched(config, directory, running.Mode(plain=plain, resume=True, settings=changed, reward=function))
+    return _watched(config, directory, running.Mode(plain=plain, resume=True, settings=changed, local=local))
 
 
 def resumption(
-    directory: "RunDirectory", reward: Reward | None, settings: Mapping[str, Any]
-) -> tuple["Config", Sequence[tuple[str, str]], Reward | None]:
-    """The configuration of a resumed run, the new settings of its scheduler, and the reward if it cannot be imported by
-    name. Raises: `ConfigError`."""
+    directory: "RunDirectory", reward: Reward | None, environment: Any, settings: Mapping[str, Any]
+) -> tuple["Config", Sequence[tuple[str, str]], "Local"]:
+    """The configuration of a resumed run, the new settings of its scheduler, and what cannot be imported by its name.
+    Raises: `ConfigError`."""
     from engine.cli.run import resumption_of
     from engine.tasks.rewards import name_of
 
     given = [f"{field}={json.dumps(_plain_value(value))}" for field, value in settings.items()]
     config, changed = resumption_of(directory, directory.config, given)
-    if reward is None:
-        return config, changed, None
-    name, importable = name_of(reward)
-    began = config.reward.function or ""
-    if name.rpartition(":")[2] != began.rpartition(":")[2]:  # a script may have become a module
-        raise ConfigError("reward", name, f"is not the reward that the run began with, {began}", "give that function")
-    return config, changed, None if importable and name == began else reward
+    began = config.reward.specs | {"environment.class_name": config.environment.class_name or ""}
+    local = {}
+    for field, found in _functions_in(_judges(reward, environment)):
+        name, importable = name_of(found)
+        if name.rpartition(":")[2] != began.get(field, "").rpartition(":")[2]:  # a script may have become a module
+            known = ", ".join(spec for spec in began.values() if spec)
+            law = f"is not the function or class that the run began with, {began.get(field) or known}"
+            raise ConfigError(field.partition(".")[0], name, law, "give what it began with")
+        if not importable or name != began[field]:
+            local[field] = found
+    return config, changed, local
 
 
 def _watched(config: "Config", directory: "RunDirectory", mode: "Mode") -> TrainedRun:
@@ -171,35 +217,79 @@ def _watched(config: "Config", directory: "RunDirectory", mode: "Mode") -> Train
 def configured(
     model: str | Path,
     data: Data | None,
-    reward: str | Reward,
+    reward: Reward | None = None,
+    environment: Any = None,
     validation_data: Data | None = None,
     max_steps: int | None = None,
     settings: Mapping[str, Any] | None = None,
-) -> tuple["Config", Reward | None]:
-    """The configuration that the arguments of `train` describe, and the reward function if it cannot be imported by
-    name. Raises: `ConfigError`."""
+    made: list[Path] | None = None,
+) -> tuple["Config", "Local"]:
+    """The configuration that the arguments of `train` describe, and what cannot be imported by its name. The files and
+    directories that are created for rows are added to `made`. Raises: `ConfigError`."""
     from engine.config.loading import parse_config
     from engine.tasks.rewards import name_of
 
-    settings = settings or {}
-    name, importable = (reward, True) if isinstance(reward, str) else name_of(reward)
+    settings, made = settings or {}, [] if made is None else made
     folder = Path(settings.get("run.dir", RUNS)) / ".made"
-    arguments: dict[str, Any] = {
-        "model.path": str(model),
-        "reward.function": name,
-    }
+    arguments: dict[str, Any] = {"model.path": str(model), **_judges(reward, environment)}
     if data is not None:
-        arguments["data.path"] = _file_of(data, "data", folder)
+        arguments["data.path"] = _file_of(data, "data", folder, made)
     if validation_data is not None:
-        arguments["data.validation_path"] = _file_of(validation_data, "validation_data", folder)
+        arguments["data.validation_path"] = _file_of(validation_data, "validation_data", folder, made)
     if max_steps is not None:
         arguments["run.max_steps"] = max_steps
     for field in arguments:
         if field in settings:
             raise ConfigError(field, settings[field], "is also an argument of engine.train", "give only one of them")
     passes = {} if max_steps is None else {"run.epochs": None}
-    config = parse_config(_tree({**passes, **arguments, **settings}))
-    return config, None if importable or isinstance(reward, str) else reward
+    fields = {**passes, **arguments, **settings}
+    config = parse_config(_tree(fields))
+    return config, {field: found for field, found in _functions_in(fields) if not name_of(found)[1]}
+
+
+def _judges(reward: Reward | None, environment: Any) -> dict[str, Any]:
+    """The fields of the configuration that describe a reward and an environment. Raises: `ConfigError`."""
+    fields: dict[str, Any] = {}
+    if isinstance(reward, Mapping):
+        fields["reward.functions"] = [{"name": name, **_part(part)} for name, part in reward.items()]
+    elif isinstance(reward, Sequence) and not isinstance(reward, str):
+        fields["reward.functions"] = [{"name": _part_name(function), "function": function} for function in reward]
+    elif reward is not None:
+        fields["reward.function"] = reward
+    if environment is not None:
+        fields["environment.class_name"] = environment
+    return fields
+
+
+def _part(part: Part) -> dict[str, Any]:
+    if isinstance(part, Mapping):
+        return dict(part)
+    if isinstance(part, tuple):
+        function, weight = part
+        return {"function": function, "weight": float(weight)}
+    return {"function": part}
+
+
+def _part_name(function: Function) -> str:
+    """The name of a function without its module. Raises: `ConfigError` if it has none that a part can have."""
+    name = function if isinstance(function, str) else getattr(function, "__name__", "")
+    name = re.split(r"[:.]", name)[-1].lower()
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        law = f"has a function without a name: {function!r:.80}"
+        raise ConfigError("reward", "a list", law, "give a mapping from names to functions")
+    return name
+
+
+def _functions_in(value: Any, field: str = "") -> Iterator[tuple[str, Any]]:
+    """Every function and class in settings, with the field that it is the value of."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _functions_in(inner, f"{field}.{name}" if field else name)
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _functions_in(inner, f"{field}.{index}")
+    elif callable(value):
+        yield field, value
 
 
 def _tree(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,10 +310,19 @@ def _tree(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_value(value: Any) -> Any:
+    """A value as the configuration has it: paths as texts, functions and classes by their names."""
+    from engine.tasks.rewards import name_of
+
+    if isinstance(value, Mapping):
+        return {name: _plain_value(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_value(inner) for inner in value]
+    if callable(value):
+        return name_of(value)[0]
     return str(value) if isinstance(value, Path) else value
 
 
-def _file_of(data: Data, argument: str, folder: Path) -> str | list[str]:
+def _file_of(data: Data, argument: str, folder: Path, made: list[Path]) -> str | list[str]:
     """Paths as they are. Rows are written to a file named by their content, so that a resumed run finds them.
 
     Raises: `ConfigError`.
@@ -232,21 +331,40 @@ def _file_of(data: Data, argument: str, folder: Path) -> str | list[str]:
         return str(data)
     if isinstance(data, list | tuple) and data and all(isinstance(one, str | Path) for one in data):
         return [str(one) for one in data]
+    pandas = sys.modules.get("pandas")
     rows: Any = data
+    if pandas is not None and isinstance(rows, pandas.DataFrame):
+        rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
     try:
-        text = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
+        text = "".join(json.dumps(dict(row), ensure_ascii=False, default=_as_list) + "\n" for row in rows)
     except (TypeError, ValueError) as error:
         law = f"has a row that is not a mapping of JSON values: {error}"
         raise ConfigError(
             argument, type(data).__name__, law, "give dictionaries of texts, numbers and lists"
         ) from error
     path = folder / f"rows-{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
+    made += [one for one in (*reversed(path.parents), path) if not one.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return str(path)
 
 
-def _check(config: "Config", reward: Reward | None) -> None:
+def _as_list(value: Any) -> Any:
+    """An array of numpy as JSON has it. Raises: `TypeError` for anything else."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray | numpy.generic):
+        raise TypeError(f"{type(value).__name__} {value!r:.60} is no JSON value")
+    return value.tolist()
+
+
+def _remove(made: Sequence[Path]) -> None:
+    """Remove files, and directories that are empty, in the reverse order of their creation."""
+    for path in reversed(made):
+        with suppress(OSError):  # another run has put files there
+            path.rmdir() if path.is_dir() else path.unlink()
+
+
+def _check(config: "Config", local: "Local") -> None:
     """Run the checks of `engine run`, and print their warnings. Raises: `ConfigError`."""
     from engine.config import check_config
     from engine.config.inputs import check_inputs
@@ -254,7 +372,7 @@ def _check(config: "Config", reward: Reward | None) -> None:
     from engine.metrics.sinks import check_sinks
 
     check_sinks(list(config.metrics.sinks.chosen()))
-    for line in (*check_config(config), *check_inputs(config, reward=reward)):
+    for line in (*check_config(config), *check_inputs(config, local=local)):
         if not line.startswith("ok:"):
             print(line)
     check_address(config.metrics.host, config.metrics.port)

@@ -116,6 +116,9 @@ class RunFinished(ConfigError):
 class DataFailure(EngineError):
     """A prompt, its data or its reward failed. The group is retried within its `data` budget."""
 
+    judged: object = None
+    """The trajectory group whose reward failed, for samples. It is lost if the error is pickled."""
+
 
 class RewardFailure(DataFailure):
     """A reward failed in a process of its own. The message is a predicate: "raised KeyError: ..."."""

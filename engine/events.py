@@ -289,8 +289,6 @@ class GroupProgressed(Event):
     """Trajectories of the group that have ended: the replica may generate others in their place."""
 
 
-RIGHT = 1.0
-"""A response with at least this reward counts as right, as in the trainer's own accuracy."""
 NO_ANSWER = 0
 """Stands for the answer of a response from which none could be extracted."""
 
@@ -309,14 +307,20 @@ class RowsMeasured(Event):
     measured: int
     """Number of rows that got a reward. The others have unusable data and are left out."""
     right: int
-    """Number of these rows with a reward of at least 1."""
+    """Number of these rows whose response is right."""
     reward: float
     """Sum of the rewards of these rows."""
     rows: tuple[int, ...] = ()
-    """These rows, with the reward and the answer of each; empty if the replica reports only their sums."""
+    """These rows, with the reward and the answer of each; empty if the replica reports only sums."""
     rewards: tuple[float, ...] = ()
     answers: tuple[int, ...] = ()
     """A hash of the answer that was extracted from each response, for majority votes; `NO_ANSWER`: it has none."""
+    right_rows: tuple[int, ...] = ()
+    """Those of `rows` whose response is right."""
+    part_rows: tuple[int, ...] = ()
+    """The row of each value of a reward part, with the place of the part in `ValidationSet.parts` and the value."""
+    part_places: tuple[int, ...] = ()
+    part_values: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

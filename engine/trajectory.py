@@ -31,6 +31,11 @@ class StepReward(NamedTuple):
     reward: float
 
 
+class NoAnswer(float):
+    """The value of a reward function that found no answer in a response: a number, `NoAnswer()` is 0.0. Such responses
+    are counted in the metric `unparsable_share`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One row of a data set: the text given to the model and whatever its reward needs."""
@@ -42,6 +47,8 @@ class Prompt:
     """The name of its data source in the configuration; empty if there is only one, without a name."""
 
 
+RIGHT = 1.0
+"""A response is right from this value on: of its reward, or of the reward functions that say whether it is right."""
 MAX_TURNS = "max_turns"
 """The finish reason of an episode that reached its limit of turns."""
 
@@ -73,6 +80,8 @@ class Trajectory:
     Of several segments, only the last has any."""
     figures: dict[str, float] = field(default_factory=dict)
     """Figures of a multi-turn rollout by name, such as `turns` and `tool_errors`; the same in all its segments."""
+    unparsable: bool = False
+    """Whether a reward function found no answer in it (`NoAnswer`)."""
     continues: bool = False
     """Whether it continues the previous trajectory of its group as another segment of the same rollout. It has the same
     reward and does not count in the group's mean and spread."""
@@ -80,6 +89,13 @@ class Trajectory:
     @property
     def finished(self) -> bool:
         return bool(self.finish_reason)
+
+    def is_right(self, correct: Sequence[str] = ()) -> bool:
+        """Whether the response is right: at least one of the reward functions `correct` applies to it, and all that do
+        gave it at least 1. Without them, or if the rollout gave its own reward: whether its reward is at least 1."""
+        values = [self.reward] if not correct or not self.reward_parts else map(self.reward_parts.get, correct)
+        known = [value for value in values if value is not None]
+        return bool(known) and min(known) >= RIGHT
 
     def copy(self) -> "Trajectory":
         """A copy with its own lists."""

@@ -117,7 +117,7 @@ class Clockwork:
                 rows = tuple(range(command.first, command.first + command.count))
                 rewards = tuple(float(place < right) for place in range(command.count))
                 said = {"measured": command.count, "right": right, "reward": float(right)}
-                said |= {"rows": rows, "rewards": rewards, "answers": (0,) * command.count}
+                said |= {"rows": rows, "rewards": rewards, "answers": (0,) * command.count, "right_rows": rows[:right]}
                 self.after(self.measure_s, fact.RowsMeasured(**place, **said))
             case order.TrainStep(step=step, attempt=attempt):
                 if self.reports:

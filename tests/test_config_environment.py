@@ -43,6 +43,10 @@ class Toolbox(Task):
         return [self.add]
 
 
+def number() -> int:
+    return 3
+
+
 def shouted(text: str) -> tuple[str, list[ParsedCall]]:
     """A parser of one's own."""
     return (text, []) if not text.isupper() else ("", [ParsedCall(text.lower(), "{}")])
@@ -88,7 +92,8 @@ def test_check_begins_an_episode_and_says_what_the_model_is_not_told(models: dic
     ("environment", "story"),
     [
         ({"class_name": f"{__name__}:Tusk"}, f"module '{__name__}' has no attribute 'Tusk'; did you mean Task?"),
-        ({"class_name": f"{__name__}:shouted"}, "is a function, not a class derived from"),
+        ({"class_name": f"{__name__}:shouted"}, "shouted cannot be called with these arguments: .*parameters are text"),
+        ({"class_name": f"{__name__}:number"}, "number returned int, not an engine.environments.Environment"),
         ({"class_name": f"{__name__}:Toolbox"}, "Toolbox.tools is a method, not a property; put @property before"),
         ({"class_name": f"{__name__}:ToolCall"}, "is a type, not a class derived from"),
         ({"arguments": {"speed": 1}}, "Task cannot be called with these arguments: .*its parameters are fault"),

@@ -122,3 +122,17 @@ def test_a_line_of_the_metrics_that_is_no_row_is_told_and_left_out(tmp_path: Pat
         f"{path}: line {number}" for number in (2, 3, 4, 5, 6)
     ]
     assert path.read_bytes() == rows[0] + b"\n" + rows[2] + b"\n"
+
+
+def test_arguments_that_are_added_or_removed_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    environment = {"class_name": "engine.environments.lookup:Lookup", "arguments": {"error_penalty": 0.2}}
+    path.write_text(yaml.safe_dump({"model": {"make": "lookup"}, "environment": environment}))
+    recorded = load_config(path).model_dump(mode="json")
+    for arguments in ({}, {"error_penalty": 0.2, "extra": 1}, {"error_penalty": 0.3}):
+        path.write_text(
+            yaml.safe_dump({"model": {"make": "lookup"}, "environment": environment | {"arguments": arguments}})
+        )
+        with pytest.raises(ConfigError) as caught:
+            resumed(path, recorded)
+        assert "environment.arguments" in str(caught.value) and "error_penalty" in str(caught.value)

@@ -24,10 +24,19 @@ def config(**sections: Any) -> Any:
 
 
 def test_the_scheduler_is_told_what_is_measured() -> None:
-    assert config().limits().validation == ValidationLimits(rows=128, rows_per_slot=8)
+    assert config().limits().validation == ValidationLimits(
+        rows=128, rows_per_slot=8, sets=(ValidationSet(name="held_out", prompts=128),)
+    )
     asked = {"every": 5, "at_start": False, "placement": "own", "replicas": 2, "conflict": "cancel", "prompts": 9}
     assert config(validation=asked).limits().validation == ValidationLimits(
-        rows=9, rows_per_slot=8, every=5, at_start=False, replicas=2, own_from=3, conflict="cancel"
+        rows=9,
+        rows_per_slot=8,
+        every=5,
+        at_start=False,
+        replicas=2,
+        own_from=3,
+        conflict="cancel",
+        sets=(ValidationSet(name="held_out", prompts=9),),
     )
 
 
@@ -92,7 +101,7 @@ def test_a_set_takes_what_it_does_not_say_from_the_run() -> None:
         rollout={"replicas": 3, "temperature": 0.7, "top_p": 0.9, "max_tokens": 99},
         validation={"sets": [*SETS, {"name": "c", "temperature": 0.2, "max_tokens": 7, "answer": "none", "k": [1]}]},
     )
-    ways = {one.name: one.way for one in validation_sets(made.validation, made.rollout)}
+    ways = {one.name: one.way for one in validation_sets(made.validation, made.rollout, made.reward)}
     assert ways == {"a": (0.0, 1.0, 99, None), "b": (0.7, 0.9, 99, None), "c": (0.2, 0.9, 7, None)}
     assert [one.majority for one in made.limits().validation.parts] == [False, True, False]
 

@@ -11,6 +11,7 @@ from chat_tokenizers import save_chat_model, write_rows
 from transformers import AutoTokenizer
 
 from engine import cli
+from engine.cli.project import REWARD_TEXT
 
 Capture = pytest.CaptureFixture[str]
 EXACT = "engine.tasks.rewards:exact_match"
@@ -348,6 +349,21 @@ def test_a_validation_set_is_judged_by_its_own_reward_only(models: dict[str, str
 
     said = refused(capsys, write_config(models["base"], validation={"sets": [own | {"reward": None}]}))
     assert "reward.function is 'engine.tasks.rewards:exact_match'" in said  # which needs the column `answer`
+
+
+def test_a_row_without_the_answer_is_found_where_a_reward_looks_at_the_response_first(
+    models: dict[str, str], capsys: Capture
+) -> None:
+    Path("my_code.py").write_text(REWARD_TEXT)
+    config = {"reward": {"function": "my_code:score"}}
+    right = {"prompt": "2+2?", "answer": "4"}
+    said = shown(capsys, write_config(models["base"], right, **config))
+    assert "returns 1 for the answer '4' to row 1" in said and "returns 0 for the answer 'The test" in said
+    said = refused(capsys, write_config(models["base"], right, right, {"prompt": "3+3?"}, **config))
+    assert "row 3 of data.path" in said and "KeyError: 'answer'" in said
+    rows = [right, {"prompt": "3+3?", "answer": ""}]
+    said = shown(capsys, write_config(models["base"], *rows, **config))
+    assert "note: data.path: column 'answer' has no value in 1 of 2 rows, the first in line 2" in said
 
 
 def test_prompts_that_several_validation_sets_share_are_judged_by_each(models: dict[str, str], capsys: Capture) -> None:

@@ -11,7 +11,7 @@ import yaml
 from chat_tokenizers import save_chat_model, write_rows
 
 from engine import cli
-from engine.cli.evaluate import subject_of
+from engine.cli.evaluate import Subject, subject_of
 from engine.config.evaluation import load_evaluation
 from engine.record import read, replay
 from engine.states.estimators import Response, estimates
@@ -78,7 +78,10 @@ def test_the_figures_are_those_of_the_responses_that_are_kept(model: str, projec
         assert [(r["prompt_row"], r["sample"]) for r in own] == [(p, s) for p in range(prompts) for s in range(samples)]
         assert max(r["tokens"] for r in own) <= (8 if name == "greedy" else 5)
         assert all(r["answer"] is None for r in own) == (name == "greedy")
-        said = {i: Response(r["reward"], letters.setdefault(r["answer"], len(letters))) for i, r in enumerate(own)}
+        said = {
+            i: Response(r["reward"], letters.setdefault(r["answer"], len(letters)), r["reward"] >= 1.0)
+            for i, r in enumerate(own)
+        }
         one = ValidationSet(name=name, prompts=prompts, samples=samples, k=k, majority=bool(k))
         told = {f.metric: (f.value, f.low, f.high) for f in estimates([one], said)}
         figures = printed["sets"][name]
@@ -93,6 +96,53 @@ def test_the_figures_are_those_of_the_responses_that_are_kept(model: str, projec
     (again,) = (project / "evaluations").iterdir()
     repeated = SampleFiles(again / FOLDER).rows(VALIDATION)
     assert sorted(map(str, rows)) == sorted(map(str, repeated)) and len({row["response"] for row in rows}) > 3
+
+
+def test_the_function_that_is_correct_decides_and_every_part_has_a_mean(
+    model: str, project: Path, capsys: Capture
+) -> None:
+    """An untrained model whose responses are never right and always well formed; and one that is always right."""
+    Path("my_code.py").write_text("""
+def never(prompt, trajectory):
+    return 0.0
+
+def always(prompt, trajectory):
+    return 1.0
+
+def seldom(prompt, trajectory):
+    return 0.25 if prompt.row == 0 else None
+""")
+    functions = [
+        {"name": "acc", "function": "my_code:never"},
+        {"name": "fmt", "function": "my_code:always", "weight": 0.5},
+        {"name": "rare", "function": "my_code:seldom", "weight": 2.0},
+    ]
+    sets = [
+        {"name": "both", "samples_per_prompt": 2, "max_tokens": 4},
+        {"name": "alone", "reward": "fmt", "max_tokens": 4},
+    ]
+
+    def measured(correct: str) -> dict[str, Any]:
+        settings = {"reward.functions": functions, "reward.correct": correct, "validation.sets": sets}
+        given = [f"--set={name}={json.dumps(value)}" for name, value in settings.items()]
+        done = cli.main(["evaluate", model, "eval.yaml", "--json", "--set=reward.function=null", *given])
+        said = capsys.readouterr()
+        assert done == 0, said.err
+        found: dict[str, Any] = json.loads(said.out)
+        return found
+
+    wrong, right = measured("acc"), measured("fmt")
+    assert (wrong["accuracy"], right["accuracy"]) == (pytest.approx(1 / 3), 1.0), "a set of its own reward is right"
+    for found, value in ((wrong, 0.0), (right, 1.0)):
+        both, alone = found["sets"]["both"], found["sets"]["alone"]
+        assert [both[name] for name in ("avg@2", "pass@2")] == [value] * 2
+        assert [both[f"reward_{name}"] for name in ("acc", "fmt", "rare")] == [0.0, 1.0, 0.25]
+        assert both["reward_mean"] == pytest.approx(0.5 + 0.5 / 5)
+        assert (alone["avg@1"], alone["reward_mean"]) == (1.0, 1.0) and "reward_fmt" not in alone
+    assert "reward.correct 'acx' is not" in refused(
+        capsys, model, "eval.yaml", "--set=reward.function=null", f"--set=reward.functions={json.dumps(functions)}",
+        "--set=reward.correct=acx",
+    )  # fmt: skip
 
 
 def test_models_and_runs_that_are_not_there_are_refused(model: str, project: Path, capsys: Capture) -> None:
@@ -114,6 +164,17 @@ def test_models_and_runs_that_are_not_there_are_refused(model: str, project: Pat
         '{"validation": 0, "steps": 4, "outcome": "reported", "accuracy": 0.5}\n'
     )
     assert subject_of("mine@best").steps == 4
+
+
+def test_a_hub_name_may_have_no_slash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    snapshot = tmp_path / "hub" / "models--gpt2" / "snapshots" / "0"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert subject_of("gpt2") == Subject("gpt2", "gpt2")
 
 
 @pytest.mark.parametrize(

@@ -41,11 +41,11 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def config_of(**settings: Any) -> Config:
-    return configured("model", ROWS, by_tokens, None, 2, {**EVERY, **settings})[0]
+    return configured("model", ROWS, by_tokens, None, None, 2, {**EVERY, **settings})[0]
 
 
 def plan(config: Config, run_dir: Path) -> Plan:
-    return plan_of(config, run_dir, reward=by_tokens)
+    return plan_of(config, run_dir, local={"reward.function": by_tokens})
 
 
 def trainer_of(config: Config, run_dir: Path) -> Any:
@@ -56,7 +56,7 @@ def test_a_run_begins_with_the_weights_of_a_checkpoint(runs: Path) -> None:
     checkpoint = find_checkpoint("first@step-2").path
     config = config_of(**{"model.checkpoint_path": str(checkpoint)})
     assert f"ok: model.checkpoint_path {checkpoint} has weights of this model" in [
-        *check_inputs(config, reward=by_tokens)
+        *check_inputs(config, local={"reward.function": by_tokens})
     ]
     (runs / "second").mkdir()
     started, with_all = trainer_of(config, runs / "second"), {"model.checkpoint_optimizer": True}
@@ -123,7 +123,7 @@ def test_what_cannot_be_the_beginning_is_refused(runs: Path, capsys: pytest.Capt
         config_of(**{"model.checkpoint_optimizer": True})
     save_chat_model(runs / "larger", "chatml", context=128, layers=3)
     other = configured(
-        "larger", ROWS, by_tokens, None, 2, {**EVERY, "model.checkpoint_path": "first/checkpoints/step-000002"}
+        "larger", ROWS, by_tokens, None, None, 2, {**EVERY, "model.checkpoint_path": "first/checkpoints/step-000002"}
     )
     with pytest.raises(ConfigError, match=r"is of another model than model\.path"):
-        list(check_inputs(other[0], reward=by_tokens))
+        list(check_inputs(other[0], local={"reward.function": by_tokens}))

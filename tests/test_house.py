@@ -75,8 +75,8 @@ ALLOWED: dict[str, set[str]] = {
     "actors": {*RUNTIME, *WORK, "runtime", "plans", "hardware", "shared_weights"},
     # the wiring
     "cli": {*RUNTIME, *WORK, "runtime", "plans", "simulation", "actors", "inspect"},
-    "api": {*RUNTIME, *WORK, "runtime", "cli"},
-    "__init__": {*POLICIES, "api", "runtime"},
+    "api": {*RUNTIME, *WORK, "runtime", "cli", "environments"},
+    "__init__": {*POLICIES, "api", "runtime", "environments"},
 }
 
 EXCEPTIONS: dict[str, set[str]] = {

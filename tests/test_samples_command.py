@@ -9,7 +9,7 @@ import pytest
 
 from engine import cli
 from engine.cli.samples import ranges
-from engine.storage.samples import FOLDER, TRAIN, VALIDATION, SampleFiles, SampleRow
+from engine.storage.samples import FAILED, FOLDER, TRAIN, VALIDATION, SampleFiles, SampleRow
 
 Capture = pytest.CaptureFixture[str]
 
@@ -74,6 +74,36 @@ def test_the_newest_step_is_shown_with_all_that_is_known(run: Path, capsys: Capt
         assert part in said
     assert "reward 3.000  tokens 3  end stop  weights 5 to 6  staleness 1  advantage -0.500  log-prob gap 0.25" in said
     assert "Step 1 says" not in said
+
+
+def test_responses_whose_reward_failed_are_shown_with_the_error(run: Path, capsys: Capture) -> None:
+    assert "has no samples whose reward failed" in refused(capsys, "mine", "--failed")
+    for group, attempt in ((3, 2), (3, 1), (700, 1)):
+        row = replace(
+            of_step(0, 0), kind=FAILED, step=None, group=group, attempt=attempt, version=4, reward=None,
+            reasons=(FAILED,), error=f"reward raised KeyError: 'anser' {attempt}",
+        )  # fmt: skip
+        SampleFiles(run / FOLDER).write_failure(group, attempt, [row])
+    said = shown(capsys, "mine", "--failed")
+    assert "attempt 2  group 3  sample 0  (failed)" in said and "KeyError: 'anser' 2" in said
+    assert [(row["group"], row["attempt"]) for row in listed(capsys, "mine", "--failed")] == [(3, 1), (3, 2), (700, 1)]
+    SampleFiles(run / FOLDER).merge()
+    assert {path.name for path in (run / FOLDER).glob("failure*")} == {
+        "failures-000000-000255.parquet", "failure-000700-0001.parquet",
+    }  # fmt: skip
+    assert [row["attempt"] for row in listed(capsys, "mine", "--failed", "--group", "3")] == [1, 2]
+    assert "--step" in refused(capsys, "mine", "--failed", "--step", "1")
+
+
+def test_reward_parts_and_figures_of_turns_are_shown(run: Path, capsys: Capture) -> None:
+    parts, turns = '{"right": 1.0, "brief": 0.25}', '{"turns": 3.0, "tool_errors": 1.0}'
+    row = replace(of_step(9, 0), reward_parts=parts, figures=turns)
+    SampleFiles(run / FOLDER).write_step(9, [row])
+    said = " ".join(shown(capsys, "mine").replace("│", " ").split())
+    assert "parts right 1, brief 0.25" in said and "turns 3 tool_errors 1" in said
+    (sample,) = listed(capsys, "mine")
+    assert sample["reward_parts"] == {"right": 1.0, "brief": 0.25}
+    assert sample["figures"] == {"turns": 3.0, "tool_errors": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from engine.runtime.metrics_endpoint import withdraw_addresses
 from engine.runtime.plan import Plan
 from engine.states.waits import counted
 from engine.tasks.quickstart import Progress
-from engine.tasks.rewards import Reward
+from engine.tasks.rewards import NO_LOCAL, Local
 
 log = logging.getLogger(__name__)
 
@@ -60,20 +60,20 @@ def launch(
     resume: bool = False,
     force_from: str | None = None,
     settings: Sequence[tuple[str, str]] = (),
-    reward: Reward | None = None,
+    local: Local = NO_LOCAL,
 ) -> "RunHandle":
     """Start the run of a configuration, in a directory that `storage.run_directory.create` has made.
 
     `resume` continues the run in the directory: from the checkpoint `force_from` if given, with `settings` of the
-    scheduler as (path, value). `reward` replaces the function that the configuration names. If the configuration or
-    `RAY_ADDRESS` names a cluster, it is joined, and the process stays connected after the run. `progress(share, text)`
-    is called as each stage of the start begins and goes on; `share` is from 0 to 1. Returns when every actor is up and
-    the first prompts are drawn.
+    scheduler as (path, value). `local`: functions and classes that other processes cannot import. If the configuration
+    or `RAY_ADDRESS` names a cluster, it is joined, and the process stays connected after the run. `progress(share,
+    text)` is called as each stage of the start begins and goes on; `share` is from 0 to 1. Returns when every actor is
+    up and the first prompts are drawn.
 
     Raises: `ConfigError` if the configuration cannot run, before any actor starts if possible.
     """
     join_cluster(config, log.info)
-    plan = plan_of(config, Path(run_dir), progress, reward)
+    plan = plan_of(config, Path(run_dir), progress, local)
     if ray.is_initialized():
         require_shared_files(config, str(plan.run_dir))
     plan = dataclasses.replace(plan, resume=resume, force_from=force_from, settings=tuple(settings))

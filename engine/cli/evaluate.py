@@ -30,6 +30,7 @@ EVALUATIONS = "evaluations"
 """Default parent of evaluations, beside that of the runs."""
 RESULTS = "results.json"
 SHOWN_EVERY_S = 1.0
+FIX = "give a model in Hugging Face format, the name of one on the hub, a run, RUN@step-N or RUN@best"
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
@@ -162,10 +163,9 @@ def subject_of(name: str) -> Subject:
     if Path(name).is_dir():
         check_model(Path(name))
         return Subject(name, str(Path(name).resolve()))
-    if name.startswith(("/", ".", "~")) or name.count("/") != 1:
-        law = "is neither the directory of a model nor a run"
-        raise ConfigError("MODEL", name, law, "give a model in Hugging Face format, a run, RUN@step-N or RUN@best")
-    find_model(name)
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise ConfigError("MODEL", name, "is neither the directory of a model nor a run", FIX)
+    find_model(name, "MODEL", FIX)
     return Subject(name, name)
 
 

@@ -270,7 +270,7 @@ TEST_TEXT = '''\
 import pytest
 from my_rewards import score
 
-from engine.trajectory import Prompt, Trajectory
+from engine import Prompt, Trajectory
 
 
 @pytest.mark.parametrize(

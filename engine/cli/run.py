@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from engine.config import Config
     from engine.metrics.status import Status
     from engine.storage.run_directory import RunDirectory
-    from engine.tasks.rewards import Reward
+    from engine.tasks.rewards import Local
 
 DONE, FAILED = 0, 1
 
@@ -42,8 +42,8 @@ class Mode:
     """New scheduler settings of a resumed run, as (path, value)."""
     force_from: str | None = None
     """The checkpoint from which to resume; None: the newest state."""
-    reward: "Reward | None" = None
-    """The reward, if it cannot be imported under the name in the configuration."""
+    local: "Local" = field(default_factory=dict)
+    """Functions and classes that cannot be imported under their names in the configuration, by their fields."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -72,12 +72,12 @@ def run(arguments: argparse.Namespace) -> int:
         return _train(config, directory, interrupts, Mode(plain=arguments.plain))
 
 
-def check_start(config: "Config", reward: "Reward | None" = None) -> None:
+def check_start(config: "Config", local: "Local | None" = None) -> None:
     """Check all that a new run needs, before it has a directory. Raises: `ConfigError`, `ModuleNotFoundError`."""
     require_packages()
     from engine.plans.configured_plan import check_plan  # imports optional packages
 
-    check_plan(config, reward)
+    check_plan(config, local or {})
 
 
 def require_packages() -> None:
@@ -238,7 +238,7 @@ def watch(
             resume=mode.resume,
             settings=mode.settings,
             force_from=mode.force_from,
-            reward=mode.reward,
+            local=mode.local,
         )
     try:
         with view_for(console, title=f"Step Engine  {directory.shown}", plain=mode.plain) as view:

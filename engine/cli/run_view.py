@@ -190,7 +190,7 @@ def set_fields(row: Mapping[str, Any]) -> dict[str, str]:
         f"{name}/{metric}": f"{figure(value, '.4f')}[{figure(low, '.3f')},{figure(high, '.3f')}]"
         for name, figures in row.get("sets", {}).items()
         for metric, value, low, high in metrics_in(figures)
-        if metric != "reward_mean"
+        if not metric.startswith("reward_")
     }
 
 
@@ -269,7 +269,11 @@ def _validation_figures(status: Status) -> str:
     sets = reported[-1]["sets"] if reported else {}
     if len(sets) < 2:
         return figure(status.accuracy, ".3f")
-    shown = {name: [m for m in metrics_in(figures) if m[0] != "reward_mean"][-1] for name, figures in sets.items()}
+    shares = {
+        name: [found for found in metrics_in(figures) if not found[0].startswith("reward_")]
+        for name, figures in sets.items()
+    }
+    shown = {name: found[-1] for name, found in shares.items()}
     return ", ".join(f"{name} {metric} {figure(value, '.3f')}" for name, (metric, value, *_) in shown.items())
 
 

@@ -53,6 +53,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--compare", metavar="A,B", help="two steps side by side, by prompt if they share any")
     parser.add_argument("--validation", action="store_true", help="responses of validations instead of train steps")
+    parser.add_argument("--failed", action="store_true", help="responses whose reward failed, with the error")
     parser.add_argument("--set", metavar="NAME", help="with --validation: only this validation set")
     parser.add_argument(
         "--limit", type=_count(1), default=SHOWN, metavar="N", help=f"show at most N (default: {SHOWN})"
@@ -79,9 +80,14 @@ def show(arguments: argparse.Namespace) -> int:
     run = open_run(arguments.directory)
     if arguments.set is not None and not arguments.validation:
         raise ConfigError("--set", arguments.set, "must be used together with --validation", "add --validation")
-    shelf = Shelf.of(run.path, validation=arguments.validation)
+    for option in ("validation", "step", "compare", "worst", "best"):
+        if arguments.failed and getattr(arguments, option):
+            law = "cannot be used together with --failed: these responses have neither a step nor a reward"
+            raise ConfigError(f"--{option}", getattr(arguments, option), law, "leave one of them out")
+    shelf = Shelf.of(run.path, validation=arguments.validation, failed=arguments.failed)
     if not shelf.numbers:
-        law = f"has no samples of {'validations' if arguments.validation else 'train steps'}"
+        kind = "whose reward failed" if arguments.failed else "of validations" if arguments.validation else ""
+        law = f"has no samples {kind or 'of train steps'}"
         raise ConfigError("RUN", arguments.directory, law, _why_none(arguments))
     console = Console(highlight=False, soft_wrap=False)
     if arguments.compare is not None:
@@ -92,6 +98,8 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def _why_none(arguments: argparse.Namespace) -> str:
+    if arguments.failed:
+        return "no reward has failed, or samples.per_step is 0"
     if arguments.validation:
         return "wait for the first validation, or set samples.validation and data.validation_path"
     return "wait for the first train step, or set samples.per_step; --validation shows those of validations"
@@ -112,10 +120,10 @@ class Shelf:
     """Train steps in the weights of each validation that has ended."""
 
     @staticmethod
-    def of(run_dir: Path, *, validation: bool) -> "Shelf":
-        from engine.storage.samples import FOLDER, TRAIN, VALIDATION, SampleFiles
+    def of(run_dir: Path, *, validation: bool, failed: bool = False) -> "Shelf":
+        from engine.storage.samples import FAILED, FOLDER, TRAIN, VALIDATION, SampleFiles
 
-        files, kind = SampleFiles(run_dir / FOLDER), VALIDATION if validation else TRAIN
+        files, kind = SampleFiles(run_dir / FOLDER), FAILED if failed else VALIDATION if validation else TRAIN
         steps = _steps_of_validations(run_dir / "metrics.jsonl") if validation else {}
         return Shelf(files, kind, _read(lambda: files.numbers(kind)), steps)
 
@@ -142,6 +150,8 @@ class Shelf:
         def read() -> list[Row]:
             wanted = None if numbers is None else frozenset(numbers)
             rows = self.files.rows(self.kind, wanted)
+            if self.kind == "failed":
+                return [row for row in rows if keep(row)]
             return [{**row, "step": self.step_of(_number(row))} for row in rows if keep(row)]
 
         return sorted(_read(read), key=_place)
@@ -150,12 +160,13 @@ class Shelf:
 def _place(row: Row) -> tuple[Any, ...]:
     """The order of rows: by step and group; in a validation, by set and prompt."""
     of_set = (row["validation_set"], row["prompt_row"]) if row["kind"] == "validation" else ("", row["group"] or 0)
-    return _number(row), *of_set, row["sample"]
+    return _number(row), *of_set, row["attempt"] or 0, row["sample"]
 
 
 def _number(row: Row) -> int:
-    number: int = row["step"] if row["kind"] == "train" else row["validation"]
-    return number
+    from engine.storage.samples import number_of
+
+    return number_of(row)
 
 
 def _read(read: Callable[[], Any]) -> Any:
@@ -193,7 +204,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def _list(arguments: argparse.Namespace, shelf: Shelf, console: "Console") -> None:
-    everywhere = arguments.group is not None or arguments.grep is not None
+    everywhere = arguments.group is not None or arguments.grep is not None or arguments.failed
     numbers: list[int] | None = None if everywhere else [shelf.numbers[-1]]
     if arguments.step is not None:
         numbers = shelf.numbers_of("--step", arguments.step)
@@ -318,9 +329,9 @@ def card(row: Row) -> "RenderableType":
     from rich.panel import Panel
     from rich.text import Text
 
-    body = Group(
-        Text(figures(row), style="dim"), *_labelled("prompt", row["prompt"]), *_labelled("response", row["response"])
-    )
+    error = _labelled("error", row["error"]) if row["error"] is not None else []
+    told = [*_labelled("prompt", row["prompt"]), *_labelled("response", row["response"]), *error]
+    body = Group(Text(figures(row), style="dim"), *told)
     return Panel(body, title=Text(f"{place(row)}  {_whose(row)}"), title_align="left", border_style=_color(row))
 
 
@@ -352,14 +363,16 @@ def _labelled(label: str, text: str) -> "list[RenderableType]":
 
 
 def place(row: Row) -> str:
-    """Of which step or validation it is."""
+    """Of which step, validation or attempt it is."""
+    if row["kind"] == "failed":
+        return f"attempt {row['attempt']}"
     if row["kind"] == "train":
         return f"step {row['step']}"
     return f"validation {row['validation']}" + (f" after {row['step']} steps" if row["step"] is not None else "")
 
 
 def _whose(row: Row) -> str:
-    if row["kind"] == "train":
+    if row["kind"] != "validation":
         return f"{_source(row)}group {row['group']}  sample {row['sample']}  ({', '.join(row['reasons'])})"
     return f"set {row['validation_set']}  prompt {row['prompt_row']}  response {row['sample']}"
 
@@ -375,6 +388,7 @@ def figures(row: Row) -> str:
     weights = None if oldest is None else f"{oldest}" if oldest == newest else f"{oldest} to {newest}"
     known = {
         "reward": _figure(row["reward"], ".3f"),
+        "parts": ", ".join(f"{name} {value:g}" for name, value in (row["reward_parts"] or {}).items()) or None,
         "answer": None if row["answer"] is None else visible(row["answer"]),
         "tokens": row["tokens"],
         "end": row["finish_reason"] or None,
@@ -383,6 +397,7 @@ def figures(row: Row) -> str:
         "advantage": None if row["advantage"] is None else _figure(row["advantage"], "+.3f"),
         "log-prob gap": None if row["logprob_gap"] is None else _figure(row["logprob_gap"], ".3g"),
         "segments": row["segments"] if row["segments"] > 1 else None,
+        **{name: f"{value:g}" for name, value in (row["figures"] or {}).items()},
     }
     return "  ".join(f"{name} {value}" for name, value in known.items() if value is not None)
 

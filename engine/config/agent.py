@@ -65,7 +65,9 @@ class EnvironmentSection(Section):
     """Episodes of an environment with tools (docs/ENVIRONMENTS.md), instead of an agent."""
 
     class_name: str | None = Field(
-        None, pattern=NAMED, description="Class of the environment, as module:Class; null: no environment."
+        None,
+        pattern=NAMED,
+        description="Class of the environment, or a function that returns one, as module:Class; null: none.",
     )
     arguments: dict[str, Any] = Field(
         {}, max_length=256, description="Keyword arguments of the class, for every episode."

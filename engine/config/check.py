@@ -102,6 +102,11 @@ def _surprises(config: Config, slots: int) -> Iterator[str]:
         yield "sync_mode wait idles every replica until its slowest group ends, at each install"
     if not config.held_out:
         yield "no data.validation_path: the run does not validate"
+    if len(config.reward.names) > 1 and not config.reward.correct_names:
+        yield (
+            f"accuracy, avg@k, pass@k and maj@k count a response as right if its weighted reward is at least 1; set "
+            f"reward.correct to the function that says whether it is right ({', '.join(config.reward.names)})"
+        )
     v = config.validation
     if v.every and v.placement == "shared" and v.replicas == r.replicas:
         outcome = {

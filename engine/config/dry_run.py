@@ -31,16 +31,19 @@ from engine.rollout.reward_parts import RewardPart, RewardParts, Value
 from engine.rollout.scoring import Overdue, call_part
 from engine.tasks.dataset import MESSAGES, Dataset
 from engine.tasks.prompt_lengths import UNCOUNTED, fitting_prompts, sampled_counts
+from engine.tasks.rewards import NO_LOCAL, Local
 from engine.trajectory import Prompt, Span, Trajectory
 
 HELD_OUT = "data.validation_path"
 SHOWN_CHARACTERS = 2000
 """Of the first prompt."""
+MADE_ANSWER = r"The test answer is \boxed{42}."
+"""A response from which rewards extract something, unlike one without a number."""
 MOST_KINDS = 16
 """Kinds of rows for which the reward is called, at most."""
 
 
-def dry_run(config: Config, model: str, files: Mapping[str, Dataset]) -> Iterator[str]:
+def dry_run(config: Config, model: str, files: Mapping[str, Dataset], local: Local = NO_LOCAL) -> Iterator[str]:
     """Lines like those of `check_inputs`. `files`: the data sets of prompts, by the field that names them."""
     tokenizer = load_tokenizer(model)
     agents = has_agents(config)
@@ -56,7 +59,7 @@ def dry_run(config: Config, model: str, files: Mapping[str, Dataset]) -> Iterato
             if not _is_held_out(name):
                 yield from _first_prompt_lines(tokenizer, renderer, data, name)
     yield from _overlap_lines(surveys)
-    for judge in _judges(config, surveys):
+    for judge in _judges(config, surveys, local):
         yield from _reward_lines(judge, tokenizer)
 
 
@@ -71,7 +74,7 @@ class Survey:
     texts: list[str] = field(default_factory=list)
     """The text of each as the model reads it; for agents the prompt itself."""
     kinds: dict[Any, int] = field(default_factory=dict)
-    """The first row of each kind: the same columns with values of the same types."""
+    """The first row of each kind: values of the same types in the same columns."""
     answered: int = 0
     """Chats that end with a message of the assistant."""
 
@@ -85,7 +88,8 @@ def survey(data: Dataset, renderer: PromptRenderer | None, field: str) -> Survey
         except DataFailure as error:
             law = f"row {row + 1}: {error}"
             raise ConfigError(field, data.path, law, "correct the row, or use another template") from error
-        found.kinds.setdefault(frozenset((name, type(value)) for name, value in prompt.fields.items()), row)
+        kind = frozenset((name, type(value), value == "") for name, value in prompt.fields.items())
+        found.kinds.setdefault(kind, row)
         messages = prompt.fields.get(MESSAGES)
         found.answered += 1 if messages and messages[-1]["role"] == "assistant" else 0
     return found
@@ -219,7 +223,7 @@ class _Judge:
     surveys: Mapping[str, Survey]
 
 
-def _judges(config: Config, surveys: Mapping[str, Survey]) -> Iterator[_Judge]:
+def _judges(config: Config, surveys: Mapping[str, Survey], local: Local) -> Iterator[_Judge]:
     """The reward of the run for its own prompts, and for those of validation sets without a reward of their own; then
     the rewards of the sets. Raises: `ConfigError` for one that cannot be called."""
     directory = config.run.code_dir
@@ -227,36 +231,40 @@ def _judges(config: Config, surveys: Mapping[str, Survey]) -> Iterator[_Judge]:
     read = {path: HELD_OUT if one.path is None else f"{path}.path" for path, one in sets}
     others = {read[path] for path, one in sets if one.reward is not None}
     others -= {read[path] for path, one in sets if one.reward is None}
-    reward = reward_of_section(config.reward, directory, check=True)
+    reward = reward_of_section(config.reward, directory, check=True, local=local)
     if reward is not None:
         own = {name: found for name, found in surveys.items() if name not in others}
         yield _Judge(reward, config.reward.specs, own)
     for path, one in sets:
         if one.reward is not None:
-            apart = reward_of_set(one.reward, config.reward, directory, f"{path}.reward")
+            apart = reward_of_set(one.reward, config.reward, directory, f"{path}.reward", local)
             found = {name: survey for name, survey in surveys.items() if name == read[path]}
             yield _Judge(apart, {f"{path}.reward": one.reward}, found)
 
 
 def _reward_lines(judge: _Judge, tokenizer: Any) -> Iterator[str]:
-    """Call every function for the first row of each kind. Raises: `ConfigError` where it fails."""
+    """Call every function for the first row of each kind: with its answer, if it has one, and with a made one.
+
+    Raises: `ConfigError` where it fails.
+    """
     rewards = list(zip(judge.specs.items(), judge.reward.parts, strict=True))
     try:
         for name, found in judge.surveys.items():
             for number, row in enumerate(sorted(found.kinds.values())[:MOST_KINDS]):
                 prompt = found.data.prompt(row)
-                answer = str(prompt.fields.get("answer") or "test answer")
                 where = f"row {row + 1} of {name}"
-                values = {}
-                for (field, spec), part in rewards:
-                    values[field] = _call(part, field, spec, prompt, _test_trajectory(tokenizer, prompt, answer), where)
-                if all(value is None for value in values.values()):
-                    specs = [spec for (_, spec), _ in rewards]
-                    law = f"all returned None for {where}"
-                    raise ConfigError("reward.functions", specs, law, "make one of them return a number for every row")
-                for (field, spec), part in rewards if number == 0 else ():
-                    call = f"{field} {spec} returns {_describe(values[field], part)}"
-                    yield f"ok: {call} for the answer {answer!r:.60} to row 1 of {name}{FORMS[part.form]}"
+                for answer in dict.fromkeys((str(prompt.fields.get("answer") or MADE_ANSWER), MADE_ANSWER)):
+                    values = {}
+                    for (field, spec), part in rewards:
+                        said = _test_trajectory(tokenizer, prompt, answer)
+                        values[field] = _call(part, field, spec, prompt, said, where)
+                    if all(value is None for value in values.values()):
+                        specs = [spec for (_, spec), _ in rewards]
+                        law, fix = f"all returned None for {where}", "make one of them return a number for every row"
+                        raise ConfigError("reward.functions", specs, law, fix)
+                    for (field, spec), part in rewards if number == 0 else ():
+                        call = f"{field} {spec} returns {_describe(values[field], part)}"
+                        yield f"ok: {call} for the answer {answer!r:.60} to row 1 of {name}{FORMS[part.form]}"
     finally:
         judge.reward.close()
 

@@ -19,24 +19,25 @@ from engine.environments.protocol import Environment
 from engine.errors import ConfigError, DataFailure, message_of
 from engine.rollout.agents.environment_program import Episode, EpisodeSettings
 from engine.rollout.agents.tool_calls import MARKS, PARSERS, Parser
-from engine.tasks.rewards import find
+from engine.tasks.rewards import NO_LOCAL, Local, find
 from engine.trajectory import Prompt
 
 if TYPE_CHECKING:
     from engine.tasks.dataset import Dataset
 
 
-def load_environment(config: Config) -> Callable[[], Environment]:
-    """The constructor of an environment, with its arguments.
+def load_environment(config: Config, local: Local = NO_LOCAL) -> Callable[[], Environment]:
+    """The constructor of an environment, with its arguments. `local`: a class that cannot be imported.
 
     Raises: `ConfigError` for a class that cannot be imported, is no `Environment`, or does not take the arguments.
     """
     path, arguments = config.environment.class_name or "", config.environment.arguments
-    found = find(path, config.run.code_dir, "environment.class_name")
-    if not (inspect.isclass(found) and issubclass(found, Environment)):
+    found = find(path, config.run.code_dir, "environment.class_name", local)
+    known_class = inspect.isclass(found) and issubclass(found, Environment)
+    if not known_class and not inspect.isfunction(found):
         law = f"is a {type(found).__name__}, not a class derived from engine.environments.Environment"
         raise ConfigError("environment.class_name", path, law, "derive it: class MyTask(Environment)")
-    if inspect.isfunction(inspect.getattr_static(found, "tools")):
+    if known_class and inspect.isfunction(inspect.getattr_static(found, "tools")):
         law = f"{found.__name__}.tools is a method, not a property"
         raise ConfigError("environment.class_name", path, law, "put @property before def tools(self)")
     try:
@@ -46,7 +47,15 @@ def load_environment(config: Config) -> Callable[[], Environment]:
         known = [name for name in inspect.signature(found).parameters]
         fix = f"its parameters are {', '.join(known)}" if known else "remove them: it takes none"
         raise ConfigError("environment.arguments", arguments, law, fix) from error
-    return partial(found, **arguments)
+    return partial(_made, found, arguments)
+
+
+def _made(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Environment:
+    """Raises: `TypeError` if a user's function returns something else."""
+    found = make(**arguments)
+    if not isinstance(found, Environment):
+        raise TypeError(f"{make.__qualname__} returned {type(found).__name__}, not an engine.environments.Environment")
+    return found
 
 
 def parser_of(name: str, directory: str | None, field: str) -> Parser:
@@ -63,12 +72,12 @@ def parser_of(name: str, directory: str | None, field: str) -> Parser:
     return parser
 
 
-def settings_of(config: Config, *, scored: bool) -> EpisodeSettings:
+def settings_of(config: Config, *, scored: bool, local: Local = NO_LOCAL) -> EpisodeSettings:
     """The settings of every episode. `scored`: whether a reward function judges episodes without a reward."""
     section = config.environment
     return EpisodeSettings(
         name=section.class_name or "",
-        make=load_environment(config),
+        make=load_environment(config, local),
         parser=parser_of(section.tool_parser, config.run.code_dir, "environment.tool_parser"),
         call_mark=MARKS.get(section.tool_parser, ""),
         max_turns=section.max_turns,
@@ -79,13 +88,13 @@ def settings_of(config: Config, *, scored: bool) -> EpisodeSettings:
     )
 
 
-def check_environment(config: Config, model: str, data: "Dataset") -> Iterator[str]:
+def check_environment(config: Config, model: str, data: "Dataset", local: Local = NO_LOCAL) -> Iterator[str]:
     """Begin an episode of the first prompt, and render it. Yields lines like those of `check_inputs`; none without an
     environment. Raises: `ConfigError` if that fails."""
     path = config.environment.class_name
     if path is None:
         return
-    settings, tokenizer = settings_of(config, scored=True), load_tokenizer(model)
+    settings, tokenizer = settings_of(config, scored=True, local=local), load_tokenizer(model)
     try:
         messages, schemas = _begin(settings, data.prompt(0), config.run.seed)
     except DataFailure as error:

@@ -20,7 +20,7 @@ from engine.errors import ConfigError
 from engine.hardware import object_store_limit
 from engine.lora import WEIGHTS_FILE
 from engine.tasks.answers import answer_of
-from engine.tasks.rewards import Reward
+from engine.tasks.rewards import NO_LOCAL, Local
 from engine.tasks.tokenizer import END, PAD, UNKNOWN
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ VERSIONS_HELD = 3
 LEAST_STORE_BYTES = 256 << 20
 
 
-def check_inputs(config: Config, *, rehearse: bool = False, reward: Reward | None = None) -> Iterator[str]:
+def check_inputs(config: Config, *, rehearse: bool = False, local: Local = NO_LOCAL) -> Iterator[str]:
     """Lines like those of `check_config`; `rehearse`: with those of `dry_run`, which calls the reward. `reward`: the
     function itself, if it cannot be imported.
 
@@ -48,23 +48,24 @@ def check_inputs(config: Config, *, rehearse: bool = False, reward: Reward | Non
     sources = [files.load() for files in config.data.source_files()]
     files = {loaded.files.field: loaded.data for loaded in sources}
     files |= _data_sets(config)
-    yield from _check_sets(config)
+    yield from _check_sets(config, local)
     for field, data in files.items():
         yield f"ok: {field} has {len(data)} {'answers' if field == WARM_START else 'prompts'}"
+        yield from (f"note: {field}: {gap}" for gap in data.gaps)
     yield from _source_lines(config, sources)
-    if reward is None:
-        reward_of_section(config.reward, config.run.code_dir)
-    for field, spec in config.reward.specs.items() if reward is None else ():
-        yield f"ok: {field} {spec} can be imported"
+    reward_of_section(config.reward, config.run.code_dir, local=local)
+    for field, spec in config.reward.specs.items():
+        if field not in local:
+            yield f"ok: {field} {spec} can be imported"
     if config.model.make is None and files and _has_transformers():
-        yield from _check_prompts(config, files, rehearse)
+        yield from _check_prompts(config, files, rehearse, local)
     if config.environment.class_name is not None:
         from engine.config.episodes import check_environment, load_environment
 
         if sources and config.model.path is not None and _has_transformers():
-            yield from check_environment(config, config.model.path, sources[0].data)
+            yield from check_environment(config, config.model.path, sources[0].data, local)
         else:
-            load_environment(config)
+            load_environment(config, local)
             yield f"ok: environment.class_name {config.environment.class_name} can be imported"
 
 
@@ -119,12 +120,12 @@ def _size_lines(config: Config, directory: Path, shapes: Shapes) -> Iterator[str
     yield from memory_lines(model, config, reference)
 
 
-def _check_sets(config: Config) -> Iterator[str]:
+def _check_sets(config: Config, local: Local) -> Iterator[str]:
     """Raises: ConfigError for a reward or an answer of a validation set that cannot be imported."""
     for index, one in enumerate(config.validation.sets):
         field = f"validation.sets.{index}"
         if one.reward is not None:
-            reward_of_set(one.reward, config.reward, config.run.code_dir, f"{field}.reward")
+            reward_of_set(one.reward, config.reward, config.run.code_dir, f"{field}.reward", local)
             yield f"ok: {field}.reward {one.reward} can be imported"
         if ":" in one.answer:
             answer_of(one.answer, None, config.run.code_dir, config_field=f"{field}.answer")
@@ -138,7 +139,7 @@ def _has_transformers() -> bool:
     return find_spec("transformers") is not None
 
 
-def _check_prompts(config: Config, files: dict[str, "Dataset"], rehearse: bool) -> Iterator[str]:
+def _check_prompts(config: Config, files: dict[str, "Dataset"], rehearse: bool, local: Local) -> Iterator[str]:
     """Raises: ConfigError for prompts that the model cannot read."""
     from engine.config.dry_run import dry_run
     from engine.config.prompts import check_prompts, has_agents, load_tokenizer
@@ -152,7 +153,7 @@ def _check_prompts(config: Config, files: dict[str, "Dataset"], rehearse: bool) 
         return
     if answered:
         check_prompts(config, load_tokenizer(model), model, answered)
-    yield from dry_run(config, model, prompts)
+    yield from dry_run(config, model, prompts, local)
 
 
 def _source_lines(config: Config, sources: Sequence["LoadedSource"]) -> Iterator[str]:

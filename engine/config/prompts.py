@@ -17,25 +17,27 @@ HUB_TIMEOUT_S = 5.0
 """For the hub's answer to whether it has a model."""
 
 
-def find_model(path: str) -> None:
+MODEL_FIX = "give the directory of a model in Hugging Face format, or the name of a model on the hub"
+
+
+def find_model(path: str, config_field: str = "model.path", fix: str = MODEL_FIX) -> None:
     """Raises: `ConfigError`, within seconds, for a hub name that is neither in the local cache nor on the hub."""
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    fix = "give the directory of a model in Hugging Face format, or the name of a model on the hub"
     try:
         if isinstance(try_to_load_from_cache(path, "config.json"), str):
             return
         HfApi().model_info(path, timeout=HUB_TIMEOUT_S)
     except HFValidationError as error:
-        raise ConfigError("model.path", path, f"is neither a directory nor a hub name: {error}", fix) from error
+        raise ConfigError(config_field, path, f"is neither a directory nor a hub name: {error}", fix) from error
     except HfHubHTTPError as error:
         status = "" if error.response is None else f" (HTTP {error.response.status_code})"
         law = f"is neither a directory nor in the local cache, and the hub refuses it{status}"
-        raise ConfigError("model.path", path, law, fix) from error
+        raise ConfigError(config_field, path, law, fix) from error
     except Exception as error:  # whatever its HTTP client raises without a connection
         law = f"is neither a directory nor in the local cache, and the hub cannot be reached: {describe_error(error)}"
-        raise ConfigError("model.path", path, law, fix) from error
+        raise ConfigError(config_field, path, law, fix) from error
 
 
 def load_tokenizer(model: str) -> Any:

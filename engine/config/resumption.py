@@ -12,6 +12,7 @@ from typing import Any
 from engine.config.loading import load_config, parse_config
 from engine.config.paths import moved
 from engine.config.schema import Config
+from engine.config.section import Section
 from engine.errors import ConfigError
 from engine.scheduling.settings import FIGURES, POLICIES, live_settings
 
@@ -32,11 +33,6 @@ FREE = (
     "samples",
 )
 """Fields and sections on which nothing that was recorded depends."""
-FREE_FORM = (
-    "data.chat_template_kwargs", "data.curriculum", "rollout.engine_args", "cluster.runtime_env", "trainer.lora",
-    "trainer.keep_best",
-)  # fmt: skip
-"""Mappings with any keys, or that may be missing, compared as wholes."""
 REPLICAS = "rollout.replicas"
 SHOWN = 8
 """Maximum number of differences in a message."""
@@ -61,7 +57,7 @@ def resumed(path: Path, recorded: Mapping[str, Any], overrides: Sequence[str] = 
     wished = load_config(path, overrides)
     _refuse_other_extensions(wished, recorded)
     before = parse_config(recorded)
-    was, now = dict(_flat(before.model_dump(mode="json"))), dict(_flat(wished.model_dump(mode="json")))
+    was, now = dict(_flat(before)), dict(_flat(wished))
     live = live_settings()
     numbered = bool(before.pools) or before.validation.placement == "own"  # which replica is whose was recorded
     free = [field for field in FREE if not (numbered and field == "rollout.replicas")]
@@ -109,9 +105,12 @@ def _refuse_other_extensions(wished: Config, recorded: Mapping[str, Any]) -> Non
         raise ConfigError("run.extensions", list(wished.run.extensions), law, "use the same modules")
 
 
-def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and f"{above}{name}" not in FREE_FORM:
+def _flat(section: Section, above: str = "") -> Iterator[tuple[str, Any]]:
+    """Every field by its path. Mappings with any keys, and sections that may be missing, are fields as a whole."""
+    plain = section.model_dump(mode="json")
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section) and isinstance(field.annotation, type):
             yield from _flat(value, f"{above}{name}.")
         else:
-            yield f"{above}{name}", value
+            yield f"{above}{name}", plain[name]

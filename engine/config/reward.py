@@ -10,7 +10,7 @@ from pydantic import Field
 
 from engine.config.agent import NAMED
 from engine.config.section import Section
-from engine.errors import ConfigError
+from engine.errors import ConfigError, suggestion
 from engine.states.limits import BOUNDS
 
 OTHER_FIGURES = ("mean", "std", "min", "max", "p25", "p50", "p75")
@@ -62,6 +62,11 @@ class RewardSection(Section):
     functions: list[NamedReward] = Field(
         [], max_length=64, description="Several reward functions instead of one: the reward is their weighted sum."
     )
+    correct: str | list[str] | None = Field(
+        None,
+        description="Name of the function that says whether a response is right: if its value is at least 1. Of "
+        "several names, all functions that apply must say so; null: the only function, else the weighted sum.",
+    )
     timeout_s: float = Field(
         30.0, gt=0, le=86_400, description="Seconds after which one call of a reward function counts as failed."
     )
@@ -82,6 +87,18 @@ class RewardSection(Section):
         return self.function is not None or bool(self.functions)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of several functions."""
+        return tuple(part.name for part in self.functions)
+
+    @property
+    def correct_names(self) -> tuple[str, ...]:
+        """The functions that say whether a response is right; empty: the reward does."""
+        if self.correct is None:
+            return self.names if len(self.names) == 1 else ()
+        return (self.correct,) if isinstance(self.correct, str) else tuple(self.correct)
+
+    @property
     def specs(self) -> dict[str, str]:
         """Every function, as module:function, by its field."""
         if self.function is not None:
@@ -94,7 +111,12 @@ def refuse_rewards(reward: RewardSection) -> None:
     if reward.function is not None and reward.functions:
         law = "cannot be set together with reward.functions"
         raise ConfigError("reward.function", reward.function, law, "move it into the list, or remove the list")
-    names = [part.name for part in reward.functions]
+    names = list(reward.names)
+    for name in reward.correct_names:
+        if name not in names:
+            law = "is not the name of one of reward.functions"
+            fix = suggestion(name, names, f"use {' or '.join(names)}" if names else "remove it")
+            raise ConfigError("reward.correct", reward.correct, law, fix)
     for index, part in enumerate(reward.functions):
         field = f"reward.functions.{index}"
         _refuse_name(f"{field}.name", part.name, names[:index])

@@ -4,7 +4,6 @@ Used by `engine check`, by the launcher and by the processes that judge response
 with processes of its own starts them when it is first called.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,54 +12,75 @@ from engine.errors import ConfigError
 from engine.rollout.reward_parts import Form, RewardPart, RewardParts
 from engine.tasks.reward_forms import bind, check_declared, declared_by
 from engine.tasks.reward_processes import ProcessSettings, RewardProcesses
-from engine.tasks.rewards import check_signature, find, name_of
+from engine.tasks.rewards import NO_LOCAL, Local, find
 
 Settings = tuple[str, NamedReward]
 """The field of a function's settings, such as `reward.functions.0`, and the settings."""
 
 
-def reward_of_section(section: RewardSection, directory: str | None, *, check: bool = False) -> RewardParts | None:
+def reward_of_section(
+    section: RewardSection, directory: str | None, *, check: bool = False, local: Local = NO_LOCAL
+) -> RewardParts | None:
     """The reward that the section names; None if it names none. `check`: also test what the functions need, for example
-    that a server answers.
+    that a server answers. `local`: functions that cannot be imported.
 
     Raises: `ConfigError` for a function that cannot be imported or called, or an argument that cannot be used.
     """
     if section.function is not None:
         alone = NamedReward(name="reward", function=section.function)
-        return RewardParts((_part("reward", alone, section, directory, check),))
+        return RewardParts((_part("reward.function", alone, section, directory, check, local),))
     named = enumerate(section.functions)
-    parts = [_part(f"reward.functions.{index}", part, section, directory, check) for index, part in named]
+    parts = [
+        _part(f"reward.functions.{index}.function", part, section, directory, check, local) for index, part in named
+    ]
     return RewardParts(tuple(parts)) if parts else None
 
 
-def reward_of_function(function: Callable[..., Any]) -> RewardParts:
-    """The reward of a run whose function belongs to the program, so that other processes may be unable to import it."""
-    spec, _ = name_of(function)
-    bound = bind(function, {}, spec, "reward.function")
-    return RewardParts((RewardPart(function=bound.call, form=cast(Form, bound.form), shown=spec.replace(":", ".")),))
-
-
-def reward_of_set(spec: str, section: RewardSection, directory: str | None, field: str) -> RewardParts:
-    """The reward of a validation set that has its own function, called as the section says. `field` names it.
+def reward_of_set(
+    spec: str, section: RewardSection, directory: str | None, field: str, local: Local = NO_LOCAL
+) -> RewardParts:
+    """The reward of a validation set that has its own: a function, or one of the section's by its name, without its
+    weight. `field` names it.
 
     Raises: `ConfigError` for a function that cannot be imported or called.
     """
-    check_signature(find(spec, directory, field), spec, field)
-    reward = reward_of_section(section.model_copy(update={"function": spec, "functions": []}), directory)
-    assert reward is not None
-    return reward
+    place, part = _of_set(spec, section, field)
+    return RewardParts((replace(_part(place, part, section, directory, False, local), name="", weight=1.0),))
 
 
-def _part(field: str, part: NamedReward, section: RewardSection, directory: str | None, check: bool) -> RewardPart:
-    function = find(part.function, directory, f"{field}.function")
-    bound = bind(function, part.arguments, part.function, f"{field}.function")
+def function_of_set(spec: str, section: RewardSection, directory: str | None, field: str, local: Local) -> Any:
+    """The function of `reward_of_set`. Raises: `ConfigError`."""
+    place, part = _of_set(spec, section, field)
+    return find(part.function, directory, place, local)
+
+
+def _of_set(spec: str, section: RewardSection, field: str) -> tuple[str, NamedReward]:
+    """The settings of the reward of a set, and the field of its function."""
+    if spec in section.names:
+        index = section.names.index(spec)
+        return f"reward.functions.{index}.function", section.functions[index]
+    return field, NamedReward(name="reward", function=spec)
+
+
+def _part(
+    field: str, part: NamedReward, section: RewardSection, directory: str | None, check: bool, local: Local
+) -> RewardPart:
+    """`field`: that of the function."""
+    settings_field = field.removesuffix(".function")
+    function = find(part.function, directory, field, local)
+    bound = bind(function, part.arguments, part.function, field)
     declared = declared_by(function)
     if check:
-        check_declared(function, part.arguments, f"{field}.arguments")
+        check_declared(function, part.arguments, f"{settings_field}.arguments")
     processes = declared.processes if part.processes is None else part.processes
     if part.memory_mb is not None and not processes:
         law = "limits the processes of the function, but it has none"
-        raise ConfigError(f"{field}.memory_mb", part.memory_mb, law, f"set {field}.processes to 1 or more")
+        raise ConfigError(
+            f"{settings_field}.memory_mb", part.memory_mb, law, f"set {settings_field}.processes to 1 or more"
+        )
+    if processes and field in local:
+        law = "belongs to a script or a notebook, or is inside a function, so that its processes cannot import it"
+        raise ConfigError(field, part.function, law, "put it in a module, or give it no processes")
     pool = None
     if processes:
         settings = ProcessSettings(

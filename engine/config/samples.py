@@ -16,14 +16,14 @@ class SamplesSection(Section):
         ge=0,
         le=100_000,
         description="Maximum number of responses kept of each train step: worst, best, random, longest, truncated; "
-        "0: none.",
+        "and of those whose reward failed, in each replica and weights version; 0: none.",
     )
-    validation: int = Field(
-        128,
+    validation: int | None = Field(
+        None,
         ge=0,
         le=1_000_000,
         description="Maximum number of prompts of each validation set whose responses are kept, the same each time; 0: "
-        "none.",
+        "none; null: all.",
     )
     max_characters: int = Field(
         20_000,
@@ -42,7 +42,7 @@ class SamplesSection(Section):
 
 def missing_package(section: SamplesSection) -> Iterator[str]:
     """A note if samples are wanted but cannot be written here."""
-    if (section.per_step or section.validation) and importlib.util.find_spec("pyarrow") is None:
+    if (section.per_step or section.validation != 0) and importlib.util.find_spec("pyarrow") is None:
         yield (
             "the package pyarrow is not installed, so no samples are kept; run `pip install 'step-engine[train]'`, or "
             "set samples.per_step and samples.validation to 0"

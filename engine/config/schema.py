@@ -391,7 +391,7 @@ class Config(Section):
             keep_best="" if self.trainer.keep_best is None else self.trainer.keep_best.metric,
             keep_best_mode="max" if self.trainer.keep_best is None else self.trainer.keep_best.mode,
             validation=(
-                validation_limits(self.validation, r, s.samples_per_prompt, replicas=r.replicas)
+                validation_limits(self.validation, r, self.reward, s.samples_per_prompt, replicas=r.replicas)
                 if self.held_out
                 else None
             ),

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from engine.config.agent import NAMED as FUNCTION
 from engine.config.data import Paths
+from engine.config.reward import RewardSection
 from engine.config.rollout import RolloutSection
 from engine.config.section import Section
 from engine.errors import ConfigError, suggestion
@@ -54,7 +55,10 @@ class ValidationSetSection(Section):
         None, ge=1, le=10_000_000, description="Maximum tokens of a response; null: rollout.max_tokens."
     )
     reward: str | None = Field(
-        None, pattern=FUNCTION, description="Reward function, as module:function; null: that of the run."
+        None,
+        pattern=rf"{FUNCTION}|^[a-z][a-z0-9_]*$",
+        description="Reward function, as module:function, or the name of one of reward.functions; null: the reward of "
+        "the run.",
     )
     answer: str = Field(
         "auto",
@@ -108,11 +112,17 @@ class SetSettings(NamedTuple):
     reward: str | None
     """None: the reward of the run."""
     answer: str
+    parts: tuple[str, ...]
+    """Names of the functions that its reward is the sum of, if it is."""
+    correct: tuple[str, ...]
 
     def limited(self, prompts: int) -> ValidationSet:
         """The part that the scheduler needs, with this number of prompts."""
         majority = bool(self.k) and self.answer != NONE
-        return ValidationSet(name=self.name, prompts=prompts, samples=self.samples, k=self.k, majority=majority)
+        return ValidationSet(
+            name=self.name, prompts=prompts, samples=self.samples, k=self.k, majority=majority, parts=self.parts,
+            correct=self.correct,
+        )  # fmt: skip
 
     @property
     def way(self) -> tuple[float, float, int, str | None]:
@@ -120,13 +130,15 @@ class SetSettings(NamedTuple):
         return self.temperature, self.top_p, self.max_tokens, self.reward
 
 
-def validation_sets(section: ValidationSection, rollout: RolloutSection) -> list[SetSettings]:
+def validation_sets(section: ValidationSection, rollout: RolloutSection, reward: RewardSection) -> list[SetSettings]:
     """The sets, in order; the default one where none is named."""
     given = section.sets or [ValidationSetSection(name=HELD_OUT)]
-    return [_settings(one, index, section, rollout) for index, one in enumerate(given)]
+    return [_settings(one, index, section, rollout, reward) for index, one in enumerate(given)]
 
 
-def _settings(one: ValidationSetSection, index: int, section: ValidationSection, r: RolloutSection) -> SetSettings:
+def _settings(
+    one: ValidationSetSection, index: int, section: ValidationSection, r: RolloutSection, reward: RewardSection
+) -> SetSettings:
     samples = one.samples_per_prompt
     greedy = section.greedy and samples == 1
     temperature = one.temperature if one.temperature is not None else 0.0 if greedy else r.temperature
@@ -144,24 +156,26 @@ def _settings(one: ValidationSetSection, index: int, section: ValidationSection,
         max_tokens=one.max_tokens or r.max_tokens,
         reward=one.reward,
         answer=one.answer,
+        parts=reward.names if one.reward is None else (),
+        correct=reward.correct_names if one.reward is None else (),
     )
 
 
 def validation_limits(
-    section: ValidationSection, rollout: RolloutSection, samples: int, *, replicas: int
+    section: ValidationSection, rollout: RolloutSection, reward: RewardSection, samples: int, *, replicas: int
 ) -> ValidationLimits | None:
     """The limits for the scheduler, with the maximum number of rows; None if nothing is ever measured.
 
     `samples`: trajectories of a group, which a slot holds at once; `replicas`: the number that generate.
     Raises: `ConfigError` for sets that cannot be measured.
     """
-    refuse_sets(section, rollout)
+    refuse_sets(section, rollout, reward)
     if not (section.at_start or section.every or section.at_end):
         return None
-    sets = [one.limited(one.prompts) for one in validation_sets(section, rollout)]
+    sets = [one.limited(one.prompts) for one in validation_sets(section, rollout, reward)]
     return ValidationLimits(
         rows=sum(one.prompts * one.samples for one in sets),
-        sets=tuple(sets) if section.sets else (),
+        sets=tuple(sets),
         rows_per_slot=samples,
         at_start=section.at_start,
         every=section.every,
@@ -172,10 +186,10 @@ def validation_limits(
     )
 
 
-def refuse_sets(section: ValidationSection, rollout: RolloutSection) -> None:
+def refuse_sets(section: ValidationSection, rollout: RolloutSection, reward: RewardSection) -> None:
     """Raises: `ConfigError` for a repeated name, a k above the number of responses, or impossible sampling."""
     names: list[str] = []
-    for given, one in zip(section.sets, validation_sets(section, rollout), strict=False):
+    for given, one in zip(section.sets, validation_sets(section, rollout, reward), strict=False):
         if one.name in names:
             law = "must be unique: an earlier set has this name"
             raise ConfigError(f"{one.field}.name", one.name, law, "use another name")
@@ -183,6 +197,10 @@ def refuse_sets(section: ValidationSection, rollout: RolloutSection) -> None:
             law = f"must not be one of {', '.join(RESERVED)}: these are figures of all sets together"
             raise ConfigError(f"{one.field}.name", one.name, law, "use another name")
         names.append(one.name)
+        if one.reward is not None and ":" not in one.reward and one.reward not in reward.names:
+            law = "is neither module:function nor the name of one of reward.functions"
+            fix = suggestion(one.reward, reward.names, "name a function")
+            raise ConfigError(f"{one.field}.reward", one.reward, law, fix)
         for k in one.k:
             if not 1 <= k <= one.samples:
                 law = f"must be from 1 to samples_per_prompt = {one.samples}"
@@ -200,7 +218,7 @@ def refuse_sets(section: ValidationSection, rollout: RolloutSection) -> None:
 def refuse_validation(config: "Config", held_out: bool) -> None:
     """Raises: `ConfigError` for sets that cannot be measured, and for a best checkpoint that is never measured."""
     section, rollout = config.validation, config.rollout
-    for one in validation_sets(section, rollout) if section.sets else ():
+    for one in validation_sets(section, rollout, config.reward) if section.sets else ():
         if one.path is None and config.data.validation_path is None and config.model.make is None:
             raise ConfigError(f"{one.field}.path", None, "required without data.validation_path", "set it to a file")
     if section.every and not held_out:
@@ -212,7 +230,7 @@ def refuse_validation(config: "Config", held_out: bool) -> None:
     if section.placement == "shared" and section.replicas > rollout.replicas:
         law = f"must be at most rollout.replicas = {rollout.replicas}"
         raise ConfigError("validation.replicas", section.replicas, law, f"use {rollout.replicas}")
-    if config.agent.on_gateway and len({one.way for one in validation_sets(section, rollout)}) > 1:
+    if config.agent.on_gateway and len({one.way for one in validation_sets(section, rollout, config.reward)}) > 1:
         law = "must all have the same sampling and reward: agents on the gateway use one for every set"
         raise ConfigError(
             "validation.sets", [one.name for one in section.sets], law, "remove the fields in which the sets differ"

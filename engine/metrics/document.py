@@ -69,7 +69,7 @@ Lines of train steps have a `step`:
 | `version` | newest published weights version when the step finished |
 | `groups` | number of prompt groups trained |
 | `reward_mean` | their mean reward |
-| `accuracy` | as the trainer reports it: share of trajectories with a reward of at least 1 |
+| `accuracy` | share of [right](EVALUATION.md#the-figures) responses |
 | `loss` | as the trainer reports it |
 | `staleness_min`, `staleness_mean`, `staleness_max` | staleness of the groups, in train steps |
 | `tokens` | response tokens of the groups |
@@ -77,6 +77,7 @@ Lines of train steps have a `step`:
 | `seconds` | seconds by phase: `collecting`, `scoring`, `training`, `publishing`, and their `total` |
 | `groups_aborted`, `groups_resumed`, `groups_filtered`, `groups_failed` | number of groups since the previous line |
 | `truncated_share`, `empty_share`, `repeated_share` | responses cut off, without text, equal to another of the group |
+| `unparsable_share` | responses in which a reward [found no answer](REWARDS.md#responses-without-an-answer) |
 | `reward_min`, `reward_p25`, `reward_p50`, `reward_p75`, `reward_max` | quantiles of rewards |
 | `reward_NAME` | mean of the reward NAME of `reward.functions`, without its weight ([REWARDS.md](REWARDS.md)) |
 | `agent_NAME` | turns, tool calls, tokens by role and more ([ENVIRONMENTS.md](ENVIRONMENTS.md#figures)) |
@@ -89,7 +90,7 @@ Lines of validations have a `validation` instead:
 | `validation` | number of the validation, counted from 0 |
 | `version`, `steps` | the weights version that was measured, and the train steps in it |
 | `outcome` | `reported`, `cancelled` or `failed`; `reason` says why it failed or was cancelled |
-| `accuracy`, `reward_mean` | of the measured rows: share with a reward of at least 1; mean reward |
+| `accuracy`, `reward_mean` | of the measured rows: share that is [right](EVALUATION.md#the-figures); mean reward |
 | `rows`, `measured` | number of held-out rows (responses); number of those that could be measured |
 | `sets` | by set: `prompts` and [figures](EVALUATION.md); `X_low` and `X_high` are the interval of `X` |
 | `elapsed_s` | seconds from the start of the run to the end of the validation |

@@ -320,7 +320,9 @@ def _as_markdown(sample: Row) -> str:
 
 
 def _cell(value: Any) -> Any:
-    """A value of one column; lists as text."""
+    """A value of one column; lists and mappings as text."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {number}" for name, number in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 

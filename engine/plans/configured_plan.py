@@ -20,7 +20,6 @@ from engine.plans.rollouts import check_agent, gateway_of, make_rollout, make_wo
 from engine.plans.run_inputs import Inputs, fit_prompts, held_out_of, inputs_of, make_prompts, reward_of
 from engine.plans.trainers import make_scorer, make_trainer, restore_trainer, start_of
 from engine.plans.validation_sets import answers_of_sets, judge_of
-from engine.rollout.generator import Reward
 from engine.rollout.vllm.engine_args import built_for_cpu, workers_of
 from engine.runtime.local.simple import SimpleTrainer
 from engine.runtime.plan import DistributedSettings, Plan, VllmSettings, Wire
@@ -29,42 +28,42 @@ from engine.storage.checkpoints import verify_checkpoint
 from engine.storage.durable_trajectories import StorePolicy
 from engine.storage.samples import SamplePolicy
 from engine.tasks.quickstart import Progress
+from engine.tasks.rewards import NO_LOCAL, Local
 from engine.trajectory import Prompt
 
 
-def plan_of(config: Config, run_dir: Path, progress: Progress | None = None, reward: Reward | None = None) -> Plan:
-    """The plan of a configured run. With `model.make`, creates the quickstart's model and data. `reward` replaces the
-    function that the configuration names.
+def plan_of(config: Config, run_dir: Path, progress: Progress | None = None, local: Local = NO_LOCAL) -> Plan:
+    """The plan of a configured run. With `model.make`, creates the quickstart's model and data. `local`: functions and
+    classes that other processes cannot import.
 
     Raises: `ConfigError` for a file, a model directory, a reward or a rollout backend that cannot be used.
     """
     check_backend(config)
-    inputs = inputs_of(config, progress)
-    inputs = inputs if reward is None else replace(inputs, reward=reward)
-    check_agent(config)
+    inputs = replace(inputs_of(config, progress), local=local)
+    check_agent(config, local)
     reward_of(config, inputs, check=True)
-    for line in check_environment(config, inputs.model, inputs.sources[0].load().data):
+    for line in check_environment(config, inputs.model, inputs.sources[0].load().data, local):
         if progress is not None and line.startswith("note: "):
             progress(1.0, line.removeprefix("note: "))
     inputs = fit_prompts(config, inputs, progress)
     return _planned(config, inputs, run_dir)
 
 
-def check_plan(config: Config, reward: Reward | None = None) -> None:
+def check_plan(config: Config, local: Local = NO_LOCAL) -> None:
     """What `plan_of` refuses, before a run's directory is made. Creates no model and copies no checkpoint.
 
     Raises: `ConfigError`.
     """
     if config.model.make is not None:
         check_backend(config)
-        check_agent(config)
+        check_agent(config, local)
         return
     if config.model.checkpoint_path is not None:
         verify_checkpoint(Path(config.model.checkpoint_path))
     none: dict[str, Any] = {"checkpoint_path": None, "checkpoint_optimizer": False}
     none["warm_start"] = config.model.warm_start.model_copy(update={"path": None})
     plan_of(
-        config.model_copy(update={"model": config.model.model_copy(update=none)}), Path(config.run.dir), reward=reward
+        config.model_copy(update={"model": config.model.model_copy(update=none)}), Path(config.run.dir), local=local
     )
 
 
@@ -81,12 +80,8 @@ def evaluation_plan(config: Config, model: str, run_dir: Path, progress: Progres
     return replace(
         plan, make_trainer=NoTrainer, make_prompts=partial(CountedPrompts, 0, _no_prompt), make_scorer=None,
         metrics_port=None, control_port=None, sinks={}, endpoints=None, trajectories="memory",
-        sample_policy=replace(plan.sample_policy, per_step=0, validation=MOST_PROMPTS),
+        sample_policy=replace(plan.sample_policy, per_step=0, validation=None),
     )  # fmt: skip
-
-
-MOST_PROMPTS = 1_000_000
-"""Maximum number of prompts of each set whose responses an evaluation keeps."""
 
 
 class NoTrainer(SimpleTrainer):
@@ -98,7 +93,7 @@ def _no_prompt(group: int) -> Prompt:
 
 
 def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
-    answers_of_sets(config, judge_of(config, inputs.reward))
+    answers_of_sets(config, judge_of(config, inputs.reward, inputs.local), inputs.local)
     settings, begin = start_of(config, run_dir, inputs.model)
     inputs, limits, held_out = replace(inputs, model=begin), config.limits(), list[Prompt]()
     if limits.validation is not None:  # the files may have fewer rows than the configuration requests
@@ -118,13 +113,16 @@ def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
         reward_timeout_s=config.reward.longest_s,
         make_scorer=partial(make_scorer, inputs.model, settings),
         restore_trainer=restore_trainer,
-        make_gateway=gateway_of(config, inputs.model, partial(stop_ids_of, chat=config.data.chat_settings())),
+        make_gateway=gateway_of(
+            config, inputs.model, partial(stop_ids_of, chat=config.data.chat_settings()), inputs.local
+        ),
         make_prompts=partial(make_prompts, config, inputs),
         transport=transport_settings(config.rollout),
         policies=config.policies().names,
         run_dir=run_dir.resolve(),
         config=config.model_dump(mode="json"),
         held_out=held_out,
+        correct=config.reward.correct_names,
         metrics_host=config.metrics.host,
         metrics_hosts=tuple(config.metrics.hosts),
         metrics_port=config.metrics.port,

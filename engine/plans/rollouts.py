@@ -31,7 +31,7 @@ from engine.rollout.generator import ModelGenerator
 from engine.rollout.reward_parts import RewardParts
 from engine.rollout.scoring import RewardWork, Scorer
 from engine.runtime.plan import Rollout
-from engine.tasks.rewards import load_coroutine
+from engine.tasks.rewards import NO_LOCAL, Local, load_coroutine
 from engine.workers.stage import Work, unchanged
 
 AGENT = ("base_url", "api_key", "prompt")
@@ -44,32 +44,36 @@ MakeGenerator = Callable[[RolloutBackend, Any, RewardParts | None, SamplingParam
 """(backend, tokenizer, reward, sampling parameters, whether rewards are assigned later) → a replica's generator."""
 
 
-def check_agent(config: Config) -> None:
+def check_agent(config: Config, local: Local = NO_LOCAL) -> None:
     """Check that the functions in the configuration can be imported. Raises: `ConfigError`."""
     if config.agent.function is not None:
-        _agent_function(config)
+        _agent_function(config, local)
     if config.agent.rollout is not None:
-        _agent_rollout(config)
+        _agent_rollout(config, local)
     if config.agent.on_gateway:
         parser_of(config.agent.tool_parser, config.run.code_dir, "agent.tool_parser")
 
 
-def _agent_function(config: Config) -> Callable[..., Any]:
-    return load_coroutine(config.agent.function or "", AGENT, config.run.code_dir, config_field="agent.function")
+def _agent_function(config: Config, local: Local) -> Callable[..., Any]:
+    name, field = config.agent.function or "", "agent.function"
+    return load_coroutine(name, AGENT, config.run.code_dir, config_field=field, local=local)
 
 
-def _agent_rollout(config: Config) -> Callable[..., Any]:
-    return load_coroutine(config.agent.rollout or "", PROGRAM, config.run.code_dir, config_field="agent.rollout")
+def _agent_rollout(config: Config, local: Local) -> Callable[..., Any]:
+    name, field = config.agent.rollout or "", "agent.rollout"
+    return load_coroutine(name, PROGRAM, config.run.code_dir, config_field=field, local=local)
 
 
-def gateway_of(config: Config, model: str, stop_ids: Callable[[Any, str, list[str]], tuple[int, ...]]) -> Any:
+StopIds = Callable[[Any, str, list[str]], tuple[int, ...]]
+"""(tokenizer, model, stop texts) → token ids that end a response."""
+
+
+def gateway_of(config: Config, model: str, stop_ids: StopIds, local: Local = NO_LOCAL) -> Any:
     """The value of `Plan.make_gateway`; None if no agent uses the gateway."""
-    return partial(make_gateway, config, model, stop_ids) if config.agent.on_gateway else None
+    return partial(make_gateway, config, model, stop_ids, local) if config.agent.on_gateway else None
 
 
-def make_gateway(
-    config: Config, model: str, stop_ids: Callable[[Any, str, list[str]], tuple[int, ...]]
-) -> GatewayParts:
+def make_gateway(config: Config, model: str, stop_ids: StopIds, local: Local = NO_LOCAL) -> GatewayParts:
     """Make the gateway's parts, in its actor."""
     from transformers import AutoConfig, AutoTokenizer
 
@@ -80,7 +84,7 @@ def make_gateway(
         chat=Chat(
             tokenizer, stop_ids(tokenizer, model, config.rollout.stop), config.data.chat_settings().template_kwargs
         ),
-        runner=_runner(config),
+        runner=_runner(config, local),
         bounds=Bounds(
             max_tokens=config.rollout.max_tokens,
             context=context,
@@ -95,13 +99,13 @@ def make_gateway(
     )
 
 
-def _runner(config: Config) -> Runner:
+def _runner(config: Config, local: Local) -> Runner:
     if config.agent.command is not None:
         return CommandRunner(list(config.agent.command), config.run.code_dir)
-    return FunctionRunner(_agent_function(config))
+    return FunctionRunner(_agent_function(config, local))
 
 
-def generator_maker(config: Config, most_prompt_tokens: int | None = None) -> MakeGenerator:
+def generator_maker(config: Config, most_prompt_tokens: int | None = None, local: Local = NO_LOCAL) -> MakeGenerator:
     """The factory of the replicas' generators: for agents on the gateway, for rollouts in Python, or for single
     responses, whose prompts have at most `most_prompt_tokens`."""
     agent, seed, timeout_s = config.agent, config.run.seed, config.reward.timeout_s
@@ -115,7 +119,7 @@ def generator_maker(config: Config, most_prompt_tokens: int | None = None) -> Ma
     def program(
         backend: RolloutBackend, tokenizer: Any, reward: RewardParts | None, params: SamplingParams, later: bool = False
     ) -> Generator:
-        rollout = _agent_rollout(config)
+        rollout = _agent_rollout(config, local)
         scorer = Scorer(tokenizer, reward, timeout_s=timeout_s, later=later)
         chat = Chat(tokenizer, params.stop_ids, config.data.chat_settings().template_kwargs)
         return ProgramGenerator(backend, chat, scorer, rollout, params=params, seed=seed, timeout_s=agent.timeout_s)
@@ -125,7 +129,7 @@ def generator_maker(config: Config, most_prompt_tokens: int | None = None) -> Ma
     ) -> Generator:
         scorer = Scorer(tokenizer, reward, timeout_s=timeout_s, later=later)
         chat = Chat(tokenizer, params.stop_ids, config.data.chat_settings().template_kwargs)
-        settings = settings_of(config, scored=reward is not None or later)
+        settings = settings_of(config, scored=reward is not None or later, local=local)
         return EnvironmentGenerator(
             backend, chat, scorer, settings, params=params, seed=seed, timeout_s=config.environment.timeout_s
         )
@@ -154,13 +158,17 @@ def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
     backend = BACKENDS[r.backend](config, inputs, replica)
     stop_ids = stop_ids_of(tokenizer, inputs.model, r.stop, config.data.chat_settings())
     params = SamplingParams(temperature=r.temperature, top_p=r.top_p, max_tokens=r.max_tokens, stop_ids=stop_ids)
-    make = generator_maker(config, inputs.most_prompt_tokens)
+    make = generator_maker(config, inputs.most_prompt_tokens, inputs.local)
     return Rollout(
         generator=make(backend, tokenizer, reward, params, bool(rewarding(config))),
         evaluator=make_evaluator(
-            config, stop_ids, reward, lambda judge, sampling: make(backend, tokenizer, judge, sampling, False)
+            config,
+            stop_ids,
+            reward,
+            lambda judge, sampling: make(backend, tokenizer, judge, sampling, False),
+            inputs.local,
         ),
-        answers=answers_of_sets(config, judge_of(config, inputs.reward)),
+        answers=answers_of_sets(config, judge_of(config, inputs.reward, inputs.local), inputs.local),
     )
 
 

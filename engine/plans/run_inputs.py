@@ -4,18 +4,17 @@ Called by `configured_plan`, in the launching process, and by `rollouts`. Must n
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from engine.config import Config
 from engine.config.prompts import check_prompts, has_agents, load_tokenizer, prompt_limit, renderer_of
-from engine.config.reward_functions import reward_of_function, reward_of_section
+from engine.config.reward_functions import reward_of_section
 from engine.config.validation import SetSettings
 from engine.errors import ConfigError
 from engine.plans.trainers import make_warm_start
 from engine.plans.validation_sets import held_out_rows, set_files
-from engine.rollout.generator import Reward
 from engine.rollout.reward_parts import RewardParts
 from engine.runtime.prompt_sources import ChosenPrompts, CountedPrompts, MixtureOfSources, Prompts
 from engine.states.limits import ValidationLimits
@@ -24,6 +23,7 @@ from engine.tasks.lookup import prepare_lookup
 from engine.tasks.mixture import Mixture, Source
 from engine.tasks.prompt_lengths import count_tokens, fitting_prompts
 from engine.tasks.quickstart import Progress, prepare
+from engine.tasks.rewards import Local
 from engine.tasks.source_files import SourceFiles
 from engine.trajectory import Prompt
 
@@ -38,9 +38,10 @@ class Inputs:
     sources: tuple[SourceFiles, ...]
     """The training prompts, with the rows that the run takes."""
     held_out: str | Sequence[str] | None
-    reward: str | Reward | None
-    """`module:function`, or the function itself, which Ray pickles by value if it cannot be imported."""
+    reward: str | None
+    """`module:function`."""
     prompt_field: str
+    local: Local = field(default_factory=dict)
     held_out_rows: Sequence[int] | None = None
     set_rows: Mapping[str, Sequence[int]] | None = None
     """Rows of the files of validation sets, by the field that names the file; others, and None: all."""
@@ -74,12 +75,10 @@ def reward_of(config: Config, inputs: Inputs, *, check: bool = False) -> RewardP
 
     Raises: `ConfigError` for a function that cannot be imported or called.
     """
-    if inputs.reward is not None and not isinstance(inputs.reward, str):
-        return reward_of_function(inputs.reward)
     section = config.reward
     if inputs.reward is not None:
         section = section.model_copy(update={"function": inputs.reward})
-    return reward_of_section(section, config.run.code_dir, check=check)
+    return reward_of_section(section, config.run.code_dir, check=check, local=inputs.local)
 
 
 def fit_prompts(config: Config, inputs: Inputs, progress: Progress | None, *, trains: bool = True) -> Inputs:
@@ -103,16 +102,16 @@ def fit_prompts(config: Config, inputs: Inputs, progress: Progress | None, *, tr
     if limit is None:
         return inputs
     fittings = {}
-    for field, data in files.items():
-        counts = count_tokens(data, renderer_of(config, tokenizer), field, limit.tokens)
-        fittings[field] = fitting_prompts(data, counts, limit, config.data.overlong, field)
-        if progress is not None and fittings[field].note:
-            progress(1.0, fittings[field].note)
+    for name, data in files.items():
+        counts = count_tokens(data, renderer_of(config, tokenizer), name, limit.tokens)
+        fittings[name] = fitting_prompts(data, counts, limit, config.data.overlong, name)
+        if progress is not None and fittings[name].note:
+            progress(1.0, fittings[name].note)
     held_out = fittings.get(HELD_OUT)
     sources = [replace(source, rows=fittings[source.field].rows) if trains else source for source in inputs.sources]
     return replace(
         inputs, sources=tuple(sources),
-        set_rows={field: found.rows for field, found in fittings.items() if found.rows is not None},
+        set_rows={name: found.rows for name, found in fittings.items() if found.rows is not None},
         held_out_rows=None if held_out is None else held_out.rows,
         most_prompt_tokens=limit.tokens if config.data.overlong == "truncate_left" else None,
     )  # fmt: skip
@@ -135,8 +134,7 @@ def held_out_of(config: Config, inputs: Inputs, limits: ValidationLimits) -> tup
         return data if kept is None else data.only(kept)
 
     rows, sets = held_out_rows(config, data_of)
-    named = sets if config.validation.sets else ()
-    return rows, replace(limits, rows=len(rows), sets=named)
+    return rows, replace(limits, rows=len(rows), sets=sets)
 
 
 def make_prompts(config: Config, inputs: Inputs) -> Prompts:

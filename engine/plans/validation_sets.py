@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.config import Config
-from engine.config.reward_functions import reward_of_set
+from engine.config.reward_functions import function_of_set, reward_of_set
 from engine.config.validation import SetSettings, validation_sets
 from engine.protocols import Generator
 from engine.rollout.backend import SamplingParams
@@ -16,7 +16,7 @@ from engine.rollout.reward_parts import RewardParts
 from engine.states.limits import ValidationSet
 from engine.tasks.answers import answer_of
 from engine.tasks.dataset import Dataset
-from engine.tasks.rewards import find
+from engine.tasks.rewards import NO_LOCAL, Local, find
 from engine.trajectory import Prompt
 from engine.workers.measurement import Answer
 
@@ -27,7 +27,7 @@ def set_files(config: Config, default_field: str) -> dict[str, Dataset]:
     Raises: `ConfigError` for a file that cannot be read.
     """
     found = {}
-    for one in validation_sets(config.validation, config.rollout):
+    for one in validation_sets(config.validation, config.rollout, config.reward):
         if one.path is not None:
             field = f"{one.field}.path"
             found[field] = Dataset.load(one.path, prompt_field=one.prompt_field or default_field, config_field=field)
@@ -40,7 +40,7 @@ def held_out_rows(
     """The prompt of each row of a validation, as many times as it gets responses, and the sets with their sizes.
     `data_of`: the prompts of a set."""
     rows, sets = [], []
-    for one in validation_sets(config.validation, config.rollout):
+    for one in validation_sets(config.validation, config.rollout, config.reward):
         data = data_of(one)
         prompts = [data.prompt(row) for row in range(min(one.prompts, len(data)))]
         rows += [prompt for prompt in prompts for _ in range(one.samples)]
@@ -53,45 +53,51 @@ def make_evaluator(
     stop_ids: Sequence[int],
     reward: RewardParts | None,
     make: Callable[[RewardParts | None, SamplingParams], Generator],
+    local: Local = NO_LOCAL,
 ) -> Generator:
     """What answers held-out prompts on a replica: a generator for each way of sampling and judging them."""
     made: dict[Any, Generator] = {}
-    sets = validation_sets(config.validation, config.rollout)
+    sets = validation_sets(config.validation, config.rollout, config.reward)
     for one in sets:
         if one.way not in made:
             temperature, top_p, max_tokens, _ = one.way
             params = SamplingParams(
                 temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop_ids=tuple(stop_ids)
             )
-            made[one.way] = make(_reward_of(config, one, reward), params)
+            made[one.way] = make(_reward_of(config, one, reward, local), params)
     return next(iter(made.values())) if len(made) == 1 else SetEvaluator({one.name: made[one.way] for one in sets})
 
 
-def answers_of_sets(config: Config, judge: Any) -> Mapping[str, Answer]:
+def answers_of_sets(config: Config, judge: Any, local: Local = NO_LOCAL) -> Mapping[str, Answer]:
     """What extracts the answers that a majority vote counts, by the name of the set. `judge`: see `judge_of`.
 
     Raises: `ConfigError` for a function that cannot be imported or called.
     """
     found: dict[str, Answer] = {}
-    for one in validation_sets(config.validation, config.rollout):
+    for one in validation_sets(config.validation, config.rollout, config.reward):
         if one.limited(1).majority:
-            own = judge if one.reward is None else find(one.reward, config.run.code_dir, f"{one.field}.reward")
+            field = f"{one.field}.reward"
+            own = judge
+            if one.reward is not None:
+                own = function_of_set(one.reward, config.reward, config.run.code_dir, field, local)
             found[one.name] = answer_of(one.answer, own, config.run.code_dir, config_field=f"{one.field}.answer")
     return found
 
 
-def judge_of(config: Config, given: Any) -> Any:
-    """The reward function of the run, which may say how to extract an answer; None if there are several. `given`: the
-    function, or its name, instead of that of the configuration. Raises: `ConfigError`."""
-    if given is not None and not isinstance(given, str):
-        return given
+def judge_of(config: Config, given: str | None, local: Local = NO_LOCAL) -> Any:
+    """The reward function of the run that says whether a response is right, which may say how to extract an answer;
+    None if there is not exactly one. `given`: the name of a function instead of that of the configuration. Raises:
+    `ConfigError`."""
     specs = config.reward.specs if given is None else {"reward.function": given}
+    if config.reward.functions:
+        of_parts = zip(config.reward.names, specs.items(), strict=True)
+        specs = dict(one for name, one in of_parts if name in config.reward.correct_names)
     field, spec = next(iter(specs.items()), ("", ""))
-    return find(spec, config.run.code_dir, field) if len(specs) == 1 else None
+    return find(spec, config.run.code_dir, field, local) if len(specs) == 1 else None
 
 
-def _reward_of(config: Config, one: SetSettings, reward: RewardParts | None) -> RewardParts | None:
+def _reward_of(config: Config, one: SetSettings, reward: RewardParts | None, local: Local) -> RewardParts | None:
     """The set's own reward, else that of the run. Raises: `ConfigError`."""
     if one.reward is None:
         return reward
-    return reward_of_set(one.reward, config.reward, config.run.code_dir, f"{one.field}.reward")
+    return reward_of_set(one.reward, config.reward, config.run.code_dir, f"{one.field}.reward", local)

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any, Literal, TypeAlias
 
 from engine.errors import DataFailure
-from engine.trajectory import Prompt, StepReward, Trajectory
+from engine.trajectory import NoAnswer, Prompt, StepReward, Trajectory
 
 Form: TypeAlias = Literal["response", "group", "batch"]
 """What one call gets: a response; all responses of a group; or the responses of several whole groups."""
@@ -83,7 +83,9 @@ class RewardParts:
             for position, number in zip(places(part.unit, last), value if isinstance(value, list) else (), strict=True):
                 steps[position] = steps.get(position, 0.0) + part.weight * number
         self._require(prompt, figures, total)
+        unparsable = any(isinstance(value, NoAnswer) for value in values)
         for trajectory in rollout:
+            trajectory.unparsable = unparsable
             trajectory.reward = float(total)
             trajectory.reward_parts = {name: number for name, number in figures.items() if name}
             trajectory.step_rewards = []
@@ -123,6 +125,8 @@ def value_in(part: RewardPart, value: Any, trajectory: Trajectory) -> Value | st
         return None
     if part.unit == "response":
         number = number_in(value)
+        if isinstance(value, NoAnswer) and isinstance(number, float):
+            return value
         law = "neither a finite number nor None" if part.name else "not a finite number"
         return f"{number} WHERE, {law}" if isinstance(number, str) else number
     wanted = f"one finite number for each {part.unit}" + (", or None" if part.name else "")

@@ -346,6 +346,8 @@ class Scorer:
             )
         columns: list[list[Value]] = []
         for outcome in outcomes:
+            if isinstance(outcome, DataFailure):
+                outcome.judged = group
             if isinstance(outcome, BaseException):
                 raise outcome
             columns.append(outcome)

@@ -137,6 +137,8 @@ class Plan:
     """The complete configuration, for the record."""
     held_out: Sequence[Prompt] = ()
     """The held-out prompt of each row that `limits.validation` measures."""
+    correct: tuple[str, ...] = ()
+    """The reward functions that say whether a response is right; empty: its reward does."""
     metrics_host: str = "127.0.0.1"
     metrics_hosts: tuple[str, ...] = ()
     """Additional host names for requests to it."""

@@ -24,7 +24,7 @@ from engine.trajectory import Prompt
 from engine.workers.measurement import HeldOut
 from engine.workers.order_queue import OrderQueue
 from engine.workers.replica import ReplicaWorker
-from engine.workers.sample_keeper import HeldOutRow, keeper_of
+from engine.workers.sample_keeper import HeldOutRow, SampleKeeper, keeper_of
 from engine.workers.scorer import ScorerWorker
 from engine.workers.stage import StageWorker, Work, unchanged
 from engine.workers.threads import on_a_thread
@@ -132,6 +132,7 @@ class PlannedReplica(PlannedWorker):
     async def _open(self, peers: Peers, restore: Restore | None) -> None:
         plan = self.plan
         self.rollout = rollout = await on_a_thread(plan.make_rollout, self.index)
+        keeper = keeper_of(plan.run_dir, plan.sample_policy)
         self._worker = ReplicaWorker(
             replica=self.index,
             incarnation=self.incarnation,
@@ -142,22 +143,24 @@ class PlannedReplica(PlannedWorker):
             emit=peers.emit,
             broken=peers.broken,
             prefix_every_tokens=plan.prefix_every_tokens,
-            held_out=self._held_out(rollout),
+            held_out=self._held_out(rollout, keeper),
             rewarded=plan.rewarded,
             progress_every_s=plan.limits.timeouts.progress_every_s,
+            keeper=keeper,
         )
 
-    def _held_out(self, rollout: Rollout) -> HeldOut | None:
+    def _held_out(self, rollout: Rollout, keeper: SampleKeeper | None) -> HeldOut | None:
         """The held-out prompts that this replica may measure. Raises: `ConfigError` if it has no evaluator."""
         if self.plan.limits.validation is None:
             return None
         if rollout.evaluator is None:
             law = "validation needs an evaluator, but the plan's rollouts have none"
             raise ConfigError("limits.validation", f"{len(self.plan.held_out)} rows", law, "add one, or use None")
-        samples = keeper_of(self.plan.run_dir, self.plan.sample_policy)
         return HeldOut(
             prompts=self.plan.held_out, evaluator=rollout.evaluator, rows=_held_out_rows(self.plan.limits.validation),
-            answers=rollout.answers, samples=samples,
+            answers=rollout.answers, samples=keeper,
+            parts={one.name: one.parts for one in self.plan.limits.validation.parts},
+            correct={one.name: one.correct for one in self.plan.limits.validation.parts},
         )  # fmt: skip
 
     def join(self) -> None:
@@ -221,6 +224,7 @@ class PlannedTrainer(PlannedQueue):
             scored_apart=plan.limits.scored_apart,
             hands_over=plan.hands_over,
             samples=keeper_of(plan.run_dir, plan.sample_policy),
+            correct=plan.correct,
         )
         for redo in () if restore is None else restore.redo:
             await worker.redo(redo.step, redo.groups, redo.staleness, reports=redo.reports)

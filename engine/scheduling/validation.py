@@ -60,10 +60,13 @@ class ValidationScheduling:
 
     @staticmethod
     def _fits(event: RowsMeasured, chunk: Chunk) -> bool:
-        """Whether an answer names each measured row of its chunk once, or none."""
-        known = not event.rows or len(event.rows) == event.measured
+        """Whether an answer names each measured row of its chunk once, or none, and only these in its other parts."""
+        named = {*event.rows}
+        known = not named or (len(named) == event.measured and len({*event.right_rows}) == event.right)
         inside = all(chunk.first <= row < chunk.first + chunk.count for row in event.rows)
-        return known and inside and len({*event.rows}) == len(event.rows) == len(event.rewards) == len(event.answers)
+        inside = inside and named.issuperset(event.right_rows) and named.issuperset(event.part_rows)
+        parts = len(event.part_rows) == len(event.part_places) == len(event.part_values)
+        return known and inside and parts and len(named) == len(event.rows) == len(event.rewards) == len(event.answers)
 
     def on_rows_failed(self, event: RowsFailed) -> None:
         self._lose_attempt(*self._subject(event), event.reason)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import fsum, prod, sqrt
 from typing import NamedTuple
 
-from engine.events import NO_ANSWER, RIGHT
+from engine.events import NO_ANSWER
 from engine.states.limits import ValidationSet
 
 Z = 1.959963984540054
@@ -23,10 +23,13 @@ Z = 1.959963984540054
 
 
 class Response(NamedTuple):
-    """A measured response: its reward, and a number that stands for its answer (`NO_ANSWER`: it has none)."""
+    """A measured response: its reward, a number that stands for its answer (`NO_ANSWER`: it has none), whether it is
+    right, and the values of reward parts by their places in `ValidationSet.parts`, for those that apply to it."""
 
     reward: float
     answer: int
+    right: bool
+    parts: Mapping[int, float] = {}
 
 
 class Estimate(NamedTuple):
@@ -34,7 +37,7 @@ class Estimate(NamedTuple):
 
     set: str
     metric: str
-    """`avg@4`, `pass@4`, `maj@4` or `reward_mean`."""
+    """`avg@4`, `pass@4`, `maj@4`, `reward_mean`, or `reward_NAME` of a part of the reward."""
     value: float
     low: float | None
     high: float | None
@@ -63,7 +66,8 @@ def estimates(sets: Sequence[ValidationSet], responses: Mapping[int, Response]) 
 
 def _metrics(one: ValidationSet) -> list[str]:
     votes = [f"maj@{k}" for k in one.k] if one.majority else []
-    return [f"avg@{one.samples}", *(f"pass@{k}" for k in one.k), *votes, "reward_mean"]
+    parts = [f"reward_{name}" for name in one.parts]
+    return [f"avg@{one.samples}", *(f"pass@{k}" for k in one.k), *votes, "reward_mean", *parts]
 
 
 def _estimates_of(one: ValidationSet, prompts: Sequence[Sequence[Response]]) -> list[Estimate]:
@@ -75,12 +79,19 @@ def _estimates_of(one: ValidationSet, prompts: Sequence[Sequence[Response]]) -> 
         if one.majority:
             values[f"maj@{k}"] = [majority_at(p, k) for p in enough]
     found = [Estimate(one.name, name, *share_interval(each, total), len(each)) for name, each in values.items() if each]
-    rewards = [fsum(response.reward / len(p) for response in p) for p in prompts]
-    return [*found, Estimate(one.name, "reward_mean", *mean_interval(rewards), len(rewards))] if rewards else found
+    rewards = {"reward_mean": [[response.reward for response in p] for p in prompts]}
+    for place, name in enumerate(one.parts):
+        applies = [[response.parts[place] for response in p if place in response.parts] for p in prompts]
+        rewards[f"reward_{name}"] = [values for values in applies if values]
+    for name, of_prompts in rewards.items():
+        if of_prompts:
+            means = [fsum(value / len(each) for value in each) for each in of_prompts]
+            found.append(Estimate(one.name, name, *mean_interval(means), len(means)))
+    return found
 
 
 def _right(response: Response) -> bool:
-    return response.reward >= RIGHT
+    return response.right
 
 
 # -- figures of one prompt ---------------------------------------------------------------------------------------------

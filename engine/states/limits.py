@@ -103,6 +103,16 @@ class ValidationSet:
     """Numbers of responses for which pass@k and maj@k are measured."""
     majority: bool = False
     """Whether responses have answers to vote on, for maj@k."""
+    parts: tuple[str, ...] = ()
+    """Names of the reward functions whose values are measured too, where the reward is the sum of several."""
+    correct: tuple[str, ...] = ()
+    """Those of them that say whether a response is right; empty: its reward does."""
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "ValidationSet":
+        """From the header of a record, where tuples are lists."""
+        given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in plain.items()}
+        return cls(**given)
 
     def __post_init__(self) -> None:
         for field in ("prompts", "samples"):
@@ -470,7 +480,7 @@ class Limits:
         validation = plain.get("validation")
         if validation is not None:
             _require_known(ValidationLimits, validation, "limits.validation")
-            sets = tuple(ValidationSet(**{**one, "k": tuple(one.get("k", ()))}) for one in validation.get("sets", ()))
+            sets = tuple(ValidationSet.from_plain(one) for one in validation.get("sets", ()))
             validation = ValidationLimits(**{**validation, "sets": sets})
         pools = tuple(
             Pool(tasks=tuple(pool["tasks"]), replicas=tuple(pool["replicas"])) for pool in plain.get("pools", ())

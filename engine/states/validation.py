@@ -48,6 +48,20 @@ class Chunk:
     """The rows that could be measured, with the reward and the answer of each (`estimators.Response`)."""
     rewards: tuple[float, ...] = ()
     answers: tuple[int, ...] = ()
+    right_rows: tuple[int, ...] = ()
+    part_rows: tuple[int, ...] = ()
+    """For each value of a reward part its row, and its place in the parts of the row's set."""
+    part_places: tuple[int, ...] = ()
+    part_values: tuple[float, ...] = ()
+
+    def responses(self) -> dict[int, Response]:
+        """The measured responses by row."""
+        parts: dict[int, dict[int, float]] = {}
+        for row, place, value in zip(self.part_rows, self.part_places, self.part_values, strict=True):
+            parts.setdefault(row, {})[place] = value
+        right = {*self.right_rows}
+        measured = zip(self.rows, self.rewards, self.answers, strict=True)
+        return {row: Response(reward, answer, row in right, parts.get(row, {})) for row, reward, answer in measured}
 
 
 @dataclass(eq=False)
@@ -134,14 +148,7 @@ class Validation(Record):
 
     def estimate(self, sets: Sequence[ValidationSet]) -> None:
         """Compute the figures of each set from the measured rows."""
-        self.estimates = estimates(
-            sets,
-            {
-                row: Response(reward, answer)
-                for chunk in self.chunks
-                for row, reward, answer in zip(chunk.rows, chunk.rewards, chunk.answers, strict=True)
-            },
-        )
+        self.estimates = estimates(sets, {r: one for chunk in self.chunks for r, one in chunk.responses().items()})
 
     def value(self, metric: str) -> float | None:
         """A figure by its name (`estimators.metric_names`); None if no row or prompt gives it."""
@@ -284,6 +291,8 @@ class Validations(Record):
         """A chunk is done: its rows are counted, once."""
         chunk.done = True
         chunk.rows, chunk.rewards, chunk.answers = event.rows, event.rewards, event.answers
+        chunk.right_rows, chunk.part_rows = event.right_rows, event.part_rows
+        chunk.part_places, chunk.part_values = event.part_places, event.part_values
         self._unseat(run, chunk, replica)
         run.left -= 1
         run.measured += event.measured

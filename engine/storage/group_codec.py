@@ -86,7 +86,7 @@ def _plain_trajectory(t: Trajectory) -> tuple[Any, ...]:
     return (
         _bytes_of("i", t.prompt_ids), _bytes_of("i", t.token_ids), _bytes_of("d", t.logprobs), bytes(t.loss_mask),
         _bytes_of("q", spans), t.text, t.finish_reason, None if t.reward is None else float(t.reward), t.continues,
-        *more,
+        t.unparsable, *more,
     )  # fmt: skip
 
 
@@ -108,11 +108,11 @@ def _prompt_from(plain: Any) -> Prompt:
 
 
 def _trajectory_from(plain: Any) -> Trajectory:
-    prompt_ids, token_ids, logprobs, mask, spans, text, finish_reason, reward, continues, *more = plain
-    law = "its text and finish reason are text, and its continuation flag is a bool"
-    _require(type(text) is str and type(finish_reason) is str and type(continues) is bool, law)
+    prompt_ids, token_ids, logprobs, mask, spans, text, finish_reason, reward, continues, unparsable, *more = plain
+    law = "its text and finish reason are text, and its flags are bools"
+    _require(type(text) is str and type(finish_reason) is str and type(continues) is type(unparsable) is bool, law)
     _require(reward is None or type(reward) is float, "its reward is a number")
-    _require(len(more) in (0, 1, 2, 4), "it has 9, 10, 11 or 13 parts")
+    _require(len(more) in (0, 1, 2, 4), "it has 10, 11, 12 or 14 parts")
     _require(all(_are_parts(one) for one in more[:2]), "its reward parts and figures are numbers by name")
     _require(type(mask) is bytes, "its loss mask is bytes")
     bounds = _list_of("q", spans)
@@ -127,6 +127,7 @@ def _trajectory_from(plain: Any) -> Trajectory:
         finish_reason=finish_reason,
         reward=reward,
         continues=continues,
+        unparsable=unparsable,
         reward_parts=more[0] if more else {},
         figures=more[1] if len(more) > 1 else {},
     )

@@ -1,24 +1,29 @@
 """Samples: what the model said, as readable Parquet files in the `samples/` directory of a run.
 
-`workers.sample_keeper` writes them, `engine samples` reads them. A file holds the rows of one *unit*, a train step or a
-chunk of a validation. It is written under a temporary name and renamed, so that a repeated unit replaces its own rows.
-Those of 256 steps or 16 validations are merged into one file, so that a long run has few files:
+`workers.sample_keeper` writes them, `engine samples` reads them. A file holds the rows of one *unit*: a train step, a
+chunk of a validation or a failed attempt. It is written under a temporary name and renamed, so that a repeated unit
+replaces its own rows. Those of 256 steps or groups, or of 16 validations, are merged into one file, so that a long run
+has few files:
 
     step-000050.parquet                  the rows of train step 50
     steps-000000-000255.parquet          those of 256 train steps
     validation-000003-0002.parquet       chunk 2 of validation 3
     validations-000000-000015.parquet    those of 16 validations
+    failure-000093-0001.parquet          attempt 1 of group 93, whose reward failed
+    failures-000000-000255.parquet       those of 256 groups
 
 pyarrow is imported late: the base installation lacks it. Must never leave a half-written file under its name.
 """
 
 import importlib.util
+import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
@@ -33,14 +38,23 @@ if TYPE_CHECKING:
 
 FOLDER = "samples"
 """The directory, in that of the run."""
-TRAIN, VALIDATION = "train", "validation"
-BLOCKS = {"step": 256, "validation": 16}
-"""Number of train steps, and of validations, in a merged file."""
-_FILES_OF = {TRAIN: "step", VALIDATION: "validation"}
+TRAIN, VALIDATION, FAILED = "train", "validation", "failed"
+BLOCKS = {"step": 256, "validation": 16, "failure": 256}
+"""Number of train steps, of validations, and of groups with failures, in a merged file."""
+_FILES_OF = {TRAIN: "step", VALIDATION: "validation", FAILED: "failure"}
+_NUMBER_OF = {TRAIN: "step", VALIDATION: "validation", FAILED: "group"}
+"""The column by which rows are found."""
+MOST_IN_SINKS = 256
+"""Maximum number of samples of a validation that go to the sinks of metrics: the first ones."""
+MAPPINGS = ("reward_parts", "figures")
+"""Columns that are JSON in the files, and mappings when they are read."""
 MERGE_EVERY = 32
 """Train steps after which a writer looks for files to merge."""
 
-_NAME = re.compile(r"(step|validation)-(\d{6,})(?:-(\d{4,}))?\.parquet|(steps|validations)-(\d{6,})-(\d{6,})\.parquet")
+_NAME = re.compile(
+    r"(step|validation|failure)-(\d{6,})(?:-(\d{4,}))?\.parquet|"
+    r"(steps|validations|failures)-(\d{6,})-(\d{6,})\.parquet"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +62,19 @@ class SamplePolicy:
     """Which samples a run keeps."""
 
     per_step: int = 8
-    """Maximum number of responses of each train step; 0: none."""
-    validation: int = 128
-    """Maximum number of prompts of each validation set, the same in each validation; 0: none."""
+    """Maximum number of responses of each train step, and of failed ones of each weights version in each replica; 0:
+    none."""
+    validation: int | None = None
+    """Maximum number of prompts of each validation set, the same in each validation; 0: none; None: all."""
     max_characters: int = 20_000
     """Maximum length of a prompt or a response; the middle of a longer one is left out."""
     sink_every: int = 10
     """Train steps from one whose samples go to the sinks of metrics to the next; 0: none go there."""
     seed: int = 0
+
+    @property
+    def keeps_any(self) -> bool:
+        return bool(self.per_step) or self.validation != 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +82,7 @@ class SampleRow:
     """One response. None: unknown, or without meaning for this kind of row."""
 
     kind: str
-    """`train` or `validation`."""
+    """`train`, `validation` or `failed`."""
     step: StepId | None = None
     """The train step, counted from 0, as in metrics.jsonl."""
     validation: ValidationId | None = None
@@ -81,7 +100,11 @@ class SampleRow:
     prompt_row: int
     """Row of the prompt in its data source."""
     reasons: tuple[str, ...] = ()
-    """Why it was selected: `workers.sample_keeper.REASONS`, or `validation`."""
+    """Why it was selected: `workers.sample_keeper.REASONS`, `validation` or `failed`."""
+    attempt: int | None = None
+    """The attempt of the group that failed."""
+    error: str | None = None
+    """Why it failed."""
     prompt: str
     response: str
     answer: str | None = None
@@ -139,6 +162,10 @@ class SampleFiles:
         """Replace the rows of a chunk of a validation."""
         self._write(f"validation-{validation:06d}-{chunk:04d}.parquet", rows)
 
+    def write_failure(self, group: GroupId, attempt: int, rows: Sequence[SampleRow]) -> None:
+        """Replace the rows of a failed attempt."""
+        self._write(f"failure-{group:06d}-{attempt:04d}.parquet", rows)
+
     def merge(self, *, ended: bool = False) -> None:
         """Merge the files of each block; of the newest only if the run has `ended`. Call it from one process only."""
         for kind in BLOCKS:
@@ -148,8 +175,9 @@ class SampleFiles:
                 self._merge(kind, block, [found for found in units if found.block == block])
 
     def rows(self, kind: str, numbers: Container[int] | None = None) -> Iterator[dict[str, Any]]:
-        """Rows of train steps (`TRAIN`) or validations (`VALIDATION`), each unit once, in the order of the files.
-        `numbers`: of these steps or validations only. Reads one row group at a time.
+        """Rows of train steps (`TRAIN`), validations (`VALIDATION`) or failed attempts (`FAILED`), each unit once, in
+        the order of the files. `MAPPINGS` are decoded. `numbers`: of these steps, validations or groups only. Reads one
+        row group at a time.
 
         Raises: `RunDamaged` for a file that cannot be read, `FileNotFoundError` for one that was merged meanwhile."""
         names = [found for found in self.names() if found.kind == _FILES_OF[kind]]
@@ -162,15 +190,15 @@ class SampleFiles:
                     for row in _whole(file.read_row_group(group)).to_pylist():
                         wanted = numbers is None or number_of(row) in numbers
                         if wanted and (not found.merged or _unit_of(row) not in single):
-                            yield row
+                            yield row | {name: json.loads(row[name] or "null") for name in MAPPINGS}
 
     def numbers(self, kind: str) -> list[int]:
-        """The train steps, or the validations, that have rows."""
+        """The train steps, the validations, or the groups with failed attempts, that have rows."""
         found: set[int] = set()
         for name in self.names():
             if name.kind == _FILES_OF[kind]:
                 with _opened(self.directory / name.name) as file:
-                    found.update(file.read(columns=[_FILES_OF[kind]]).column(0).unique().to_pylist())
+                    found.update(file.read(columns=[_NUMBER_OF[kind]]).column(0).unique().to_pylist())
         return sorted(found)
 
     def names(self) -> list["FileName"]:
@@ -233,7 +261,7 @@ def samples_for_sinks(directory: Path, policy: SamplePolicy) -> Callable[[Mappin
         if not policy.sink_every or lacks_pyarrow():
             return []
         if "validation" in row:
-            return list(files.rows(VALIDATION, [row["validation"]]))
+            return list(islice(files.rows(VALIDATION, [row["validation"]]), MOST_IN_SINKS))
         return [] if row["step"] % policy.sink_every else list(files.rows(TRAIN, [row["step"]]))
 
     return samples_of
@@ -308,16 +336,19 @@ class FileName:
         return self.kind, self.first, self.chunk
 
     def stays(self, steps: int, validations: Sequence[ValidationId]) -> bool:
+        if self.kind == "failure":
+            return True
         return self.last < steps if self.kind == "step" else all(number in validations for number in self.numbers)
 
 
 def number_of(row: Mapping[str, Any]) -> int:
-    """The train step, or the validation, of a row."""
-    return int(row["step"] if row["kind"] == TRAIN else row["validation"])
+    """The train step, the validation, or the group of a row, as its kind is."""
+    return int(row[_NUMBER_OF[row["kind"]]])
 
 
 def _unit_of(row: Mapping[str, Any]) -> tuple[str, int, int]:
-    return ("step", row["step"], 0) if row["kind"] == TRAIN else (VALIDATION, row["validation"], row["chunk"])
+    chunk = {TRAIN: None, VALIDATION: row["chunk"], FAILED: row["attempt"]}[row["kind"]]
+    return _FILES_OF[row["kind"]], number_of(row), chunk or 0
 
 
 def _whole(table: "pyarrow.Table") -> "pyarrow.Table":
@@ -332,7 +363,7 @@ def _whole(table: "pyarrow.Table") -> "pyarrow.Table":
 
 
 def _without(table: "pyarrow.Table", units: set[tuple[str, int, int]]) -> "pyarrow.Table":
-    keys = table.select(["kind", "step", "validation", "chunk"]).to_pylist()
+    keys = table.select(["kind", "step", "validation", "chunk", "group", "attempt"]).to_pylist()
     return _filtered(table, [_unit_of(key) not in units for key in keys])
 
 

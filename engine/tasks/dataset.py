@@ -34,10 +34,13 @@ class Dataset:
         prompt_field: str,
         chosen: Sequence[int] | None = None,
         columns: Mapping[str, str] | None = None,
+        gaps: Sequence["Gap"] = (),
     ) -> None:
-        """`chosen`: the rows of the data set; None: all. `columns`: new names of columns, by the names in the files."""
+        """`chosen`: the rows of the data set; None: all. `columns`: new names of columns, by the names in the files.
+        `gaps`: columns without a value in some rows of the files."""
         self.path = path
         self.prompt_field = prompt_field
+        self.gaps = tuple(gaps)
         self._rows = rows
         self._chosen = chosen
         self._columns = dict(columns or {})
@@ -48,7 +51,7 @@ class Dataset:
     def only(self, rows: Sequence[int]) -> "Dataset":
         """A part of the data set: these rows, in this order. Its prompts keep the row numbers that they have here."""
         chosen = rows if self._chosen is None else [self._chosen[row] for row in rows]
-        return Dataset(self.path, self._rows, self.prompt_field, chosen, self._columns)
+        return Dataset(self.path, self._rows, self.prompt_field, chosen, self._columns, self.gaps)
 
     @property
     def chats(self) -> bool:
@@ -98,7 +101,7 @@ class Dataset:
         shown = str(path) if isinstance(path, str | Path) else ", ".join(map(str, path))
         if not any(map(len, parts)):
             raise ConfigError(config_field, shown, "has no rows", "add at least one row with a prompt")
-        return cls(str(Path(shown).expanduser()), Parts(parts), prompt_field, columns=columns)
+        return cls(str(Path(shown).expanduser()), Parts(parts), prompt_field, columns=columns, gaps=check.gaps())
 
 
 def renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
@@ -131,6 +134,19 @@ class Parts:
 # -- checks of a file --------------------------------------------------------------------------------------------------
 
 
+class Gap(NamedTuple):
+    """A column without a value in some rows: absent, null or an empty text."""
+
+    column: str
+    missing: int
+    rows: int
+    first: str
+    """The first such row."""
+
+    def __str__(self) -> str:
+        return f"column {self.column!r} has no value in {self.missing} of {self.rows} rows, the first in {self.first}"
+
+
 class _Check:
     """Reads the files of a data set, and refuses rows without a prompt and files that do not fit together."""
 
@@ -139,6 +155,8 @@ class _Check:
         self._back = {new: old for old, new in columns.items()}
         self._first: tuple[str, str, Path] | None = None
         self._types: dict[str, tuple[str, Path]] = {}
+        self._parts: list[tuple[Path, Rows, Mapping[str, int]]] = []
+        """Each file with the number of values in each of its columns."""
 
     def part(self, file: Path) -> Rows:
         """The rows of the next file. Raises: `ConfigError`."""
@@ -150,6 +168,8 @@ class _Check:
         if isinstance(rows, TableRows):
             rows.nested.update(name for name in wanted if name in rows.columns())
         types: dict[str, str] = {}
+        filled: dict[str, int] = {}
+        began: dict[str, int] = {}
         renames = self._columns
         for number, raw in rows.all(wanted):
             row = renamed(raw, renames) if renames else raw
@@ -161,12 +181,35 @@ class _Check:
                 self._one_kind(kind, where, file)
             if not isinstance(rows, TableRows):
                 for name, value in raw.items():
-                    if name not in types and value is not None:
-                        types[name] = _type_word(value)
+                    if value is None or value == "":
+                        continue
+                    filled[name] = filled.get(name, 0) + 1
+                    word = _type_word(value)
+                    if types.setdefault(name, word) != word and name != wanted[2]:
+                        law = f"{where}: its column {name!r} has {word}, but that of {rows.where} {began[name]} has "
+                        raise ConfigError(
+                            self._config_field, str(file), law + types[name], "use one type of value in a column"
+                        )
+                    began.setdefault(name, number)
         if isinstance(rows, TableRows):
-            types = _table_types(rows)
+            types, filled = _table_types(rows), _table_values(rows)
+        self._parts.append((file, rows, filled))
         self._one_type({self._columns.get(name, name): word for name, word in types.items()}, file)
         return rows
+
+    def gaps(self) -> list[Gap]:
+        """The columns, but for those of prompts and tools, that have no value in some rows of the files."""
+        total, found = sum(len(rows) for _, rows, _ in self._parts), []
+        names = dict.fromkeys(name for _, _, filled in self._parts for name in filled)
+        for name in names:
+            shown = self._columns.get(name, name)
+            missing = total - sum(filled.get(name, 0) for _, _, filled in self._parts)
+            if missing and shown not in (self._prompt_field, MESSAGES, TOOLS):
+                file, rows, _ = next(part for part in self._parts if part[2].get(name, 0) < len(part[1]))
+                number = next(number for number, row in rows.all([name]) if row.get(name) in (None, ""))
+                of = f" of {file}" if len(self._parts) > 1 else ""
+                found.append(Gap(shown, missing, total, f"{rows.where} {number}{of}"))
+        return found
 
     def _require_columns(self, names: Sequence[str], where: str, file: Path) -> None:
         self._require_renamed(names, where, file)
@@ -225,6 +268,25 @@ def _table_types(rows: TableRows) -> dict[str, str]:
             found = (word for word, tests in kinds.items() if any(test(field.type) for test in tests))
             words[field.name] = next(found, str(field.type))
     return words
+
+
+def _table_values(rows: TableRows) -> dict[str, int]:
+    """The number of values in each column of a table."""
+    import pyarrow
+    import pyarrow.compute
+
+    filled = {}
+    for name in rows.columns():
+        column = rows.table.column(name)
+        empty = pyarrow.compute.sum(pyarrow.compute.equal(column, "")).as_py() if _is_text(column.type) else 0
+        filled[name] = len(rows) - column.null_count - (empty or 0)
+    return filled
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow
+
+    return bool(pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind))
 
 
 def _check_prompt(row: Mapping[str, Any], where: str, file: Path, prompt_field: str, config_field: str) -> str:

@@ -23,9 +23,11 @@ import msgpack
 from engine.errors import RewardFailure, message_of
 from engine.tasks.reward_forms import bind
 from engine.tasks.rewards import find
-from engine.trajectory import Prompt, Span, Trajectory
+from engine.trajectory import NoAnswer, Prompt, Span, Trajectory
 
 LENGTH = struct.Struct("<I")
+NO_ANSWER = "no answer"
+"""The key of a `NoAnswer` in a message."""
 LONGEST_STORY = 4000
 """Characters of a traceback's end."""
 
@@ -64,6 +66,13 @@ def plain_call(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) ->
             for trajectory in trajectories
         ],
     ]  # fmt: skip
+
+
+def value_from(plain: Any) -> Any:
+    """The reverse of `_plain`: a value of a reward function, or a list of values."""
+    if isinstance(plain, list):
+        return [value_from(one) for one in plain]
+    return NoAnswer(plain[NO_ANSWER]) if isinstance(plain, dict) else plain
 
 
 def call_from(plain: Any) -> tuple[list[Prompt], list[Trajectory]]:
@@ -144,6 +153,8 @@ async def _result_of(found: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     """A value as plain data: None, a number, or a list of these. Raises: `RewardFailure` for anything else."""
+    if isinstance(value, NoAnswer):
+        return {NO_ANSWER: float(value)}
     if value is None or isinstance(value, float | int):
         return value
     if not isinstance(value, str | bytes | dict):

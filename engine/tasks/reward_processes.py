@@ -21,7 +21,7 @@ from time import monotonic
 from typing import IO, Any
 
 from engine.errors import DataFailure, RewardFailure
-from engine.tasks.reward_child import LENGTH, pack, plain_call, unpack
+from engine.tasks.reward_child import LENGTH, pack, plain_call, unpack, value_from
 from engine.trajectory import Prompt, Trajectory
 
 START_S = 300.0
@@ -208,7 +208,7 @@ class RewardProcesses:
                 process = RewardProcess(self._settings)
                 with self._lock:
                     self._running[process] = None
-            return process.call(data)
+            return value_from(process.call(data))
         finally:
             if process is not None and process.ended:
                 with self._lock:

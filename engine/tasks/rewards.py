@@ -10,17 +10,21 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import update_wrapper
 from types import ModuleType
 from typing import Any, TypeAlias
 
 from engine.errors import ConfigError, DataFailure, suggestion
 from engine.tasks.extraction import choices_of, last_boxed, last_choice, last_number
-from engine.trajectory import Prompt, Trajectory
+from engine.trajectory import NoAnswer, Prompt, Trajectory
 
 Reward: TypeAlias = Callable[[Prompt, Trajectory], float]
 """Of several functions, each may also return None: it does not apply to this response."""
+Local: TypeAlias = Mapping[str, Any]
+"""Functions and classes of the program that other processes cannot import, by the field that names them. They travel
+with the plan of the run, pickled by value."""
+NO_LOCAL: Local = {}
 
 
 def load_reward(spec: str, directory: str | None = None, *, config_field: str = "reward.function") -> Reward:
@@ -58,10 +62,10 @@ def column_of(prompt: Prompt, column: str) -> Any:
 
 
 def load_coroutine(
-    spec: str, parameters: Sequence[str], directory: str | None, *, config_field: str
+    spec: str, parameters: Sequence[str], directory: str | None, *, config_field: str, local: Local = NO_LOCAL
 ) -> Callable[..., Any]:
     """Import a coroutine function, "module:function", that takes these parameters. Raises: `ConfigError`."""
-    found = find(spec, directory, config_field)
+    found = find(spec, directory, config_field, local)
     wanted = f"async def {spec.rpartition(':')[2]}({', '.join(parameters)})"
     if not inspect.iscoroutinefunction(found):
         raise ConfigError(
@@ -76,14 +80,17 @@ def load_coroutine(
     return found
 
 
-def find(spec: str, directory: str | None, config_field: str) -> Any:
-    """What "module:attribute" names. Raises: `ConfigError`."""
+def find(spec: str, directory: str | None, config_field: str, local: Local = NO_LOCAL) -> Any:
+    """What "module:attribute" names in this field. Raises: `ConfigError`."""
+    if config_field in local:
+        return local[config_field]
     module_name, colon, attribute = spec.partition(":")
     if not colon or not module_name or not attribute:
         raise ConfigError(config_field, spec, "is not of the form module:function", "for example my_rewards:score")
     if module_name == "__main__" or {"locals", "lambda"} & {*attribute.split(".")}:
-        law = "is a function of a script or a notebook, or inside another function, and cannot be imported"
-        fix = "a run that began with it resumes in the script: engine.resume(RUN, reward=FUNCTION)"
+        law = "belongs to a script or a notebook, or is inside a function, and cannot be imported"
+        argument = "environment=CLASS" if config_field.startswith("environment.") else "reward=FUNCTION"
+        fix = f"a run that began with it resumes in the script: engine.resume(RUN, {argument})"
         raise ConfigError(config_field, spec, law, f"{fix}; for a new run, put it in a module")
     module = _import(module_name, directory or os.getcwd(), spec, config_field)
     found: Any = module
@@ -130,17 +137,16 @@ def check_signature(found: Any, spec: str, config_field: str) -> None:
         return  # A builtin without a signature: the first call shows whether it fits.
 
 
-def name_of(reward: Reward) -> tuple[str, bool]:
-    """The name "module:function" of a function, and whether it can be imported under it. A function of a script or a
-    notebook, or one inside another function, cannot. Raises: `ConfigError` for an object that is no reward."""
-    module = getattr(reward, "__module__", None) or "__main__"
-    path = getattr(reward, "__qualname__", type(reward).__qualname__)
+def name_of(given: Any) -> tuple[str, bool]:
+    """The name "module:attribute" of a function or a class, and whether it can be imported under it. One of a script or
+    a notebook, or inside a function, cannot."""
+    module = getattr(given, "__module__", None) or "__main__"
+    path = getattr(given, "__qualname__", type(given).__qualname__)
     spec = f"{module}:{re.sub(r'[^A-Za-z0-9_.]', '', path)}"
-    check_signature(reward, spec, "reward.function")
     found: Any = sys.modules.get(module) if module != "__main__" else None
     for part in path.split("."):
         found = getattr(found, part, None)
-    return spec, found is reward
+    return spec, found is given
 
 
 def answer_of(prompt: Prompt) -> str:
@@ -158,7 +164,7 @@ def final_number(prompt: Prompt, trajectory: Trajectory) -> float:
     got, expected = last_number(trajectory.text), last_number(answer_of(prompt))
     if expected is None:
         raise DataFailure(f"the answer of row {prompt.row} contains no number", row=prompt.row)
-    return float(got is not None and got == expected)
+    return NoAnswer() if got is None else float(got == expected)
 
 
 def boxed_answer(prompt: Prompt, trajectory: Trajectory) -> float:
@@ -167,7 +173,7 @@ def boxed_answer(prompt: Prompt, trajectory: Trajectory) -> float:
     got, expected = last_boxed(trajectory.text), answer_of(prompt)
     boxed = last_boxed(expected)
     wanted = expected if boxed is None else boxed
-    return float(got is not None and "".join(got.split()) == "".join(wanted.split()))
+    return NoAnswer() if got is None else float("".join(got.split()) == "".join(wanted.split()))
 
 
 def multiple_choice(prompt: Prompt, trajectory: Trajectory) -> float:
@@ -178,4 +184,4 @@ def multiple_choice(prompt: Prompt, trajectory: Trajectory) -> float:
     if expected is None:
         law = f"the answer of row {prompt.row} contains no letter of a choice on its own"
         raise DataFailure(law + (f"; the row has {choices} choices" if choices else ""), row=prompt.row)
-    return float(got == expected)
+    return NoAnswer() if got is None else float(got == expected)

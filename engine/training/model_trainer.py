@@ -79,10 +79,6 @@ class StepTally:
             self.seconds[name] += time.perf_counter() - started
 
 
-RIGHT = 1.0
-"""Reward from which a response counts as right in `accuracy`."""
-
-
 class ModelTrainer:
     """Trains the causal language model at `model_path` (a directory, or a name that transformers resolves).
 
@@ -398,7 +394,6 @@ def _metrics(groups: Sequence[Sequence[Sample]], tally: StepTally, passes: int) 
         "lr": tally.learning_rate,
         **tally.diagnostics.metrics(),
         "reward_mean": fmean(rewards) if rewards else 0.0,
-        "accuracy": fmean(reward >= RIGHT for reward in rewards) if rewards else 0.0,
         "reward_std": pstdev(rewards) if rewards else 0.0,
         "response_tokens": float(sum(sample.tokens for sample in samples)),
         "trained_token_share": tally.diagnostics.sums()["tokens"] / max(1, passes * sum(s.tokens for s in samples)),

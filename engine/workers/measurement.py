@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.commands import MeasureRows, StopMeasuring
 from engine.errors import DataFailure, EngineError, reason_of
-from engine.events import NO_ANSWER, RIGHT, Event, RowsFailed, RowsMeasured
+from engine.events import NO_ANSWER, Event, RowsFailed, RowsMeasured
 from engine.ids import GroupId, ValidationId, Version
 from engine.protocols import Generated, Generator, GroupWork
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
@@ -42,6 +42,10 @@ class HeldOut:
     """Set, prompt and response of each row; empty: one response to each prompt of one set."""
     answers: Mapping[str, Answer] = field(default_factory=dict)
     """By the name of the set, for those with a majority vote."""
+    parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By the name of the set, the parts of its reward that are reported."""
+    correct: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By the name of the set, those that say whether a response is right (`Trajectory.is_right`)."""
     samples: SampleKeeper | None = None
     """Keeps samples of the answers."""
 
@@ -175,11 +179,13 @@ class Measurements:
         total = sum(measured.values())
         if not isfinite(total):
             raise EngineError(f"the rewards of held-out rows {rows[0]} to {rows[-1]} are too large to add up")
+        right_rows, parts = _parts(held_out, groups)
         return RowsMeasured(
-            **_place(order), version=order.version, measured=len(measured),
-            right=sum(reward >= RIGHT for reward in measured.values()), reward=float(total),
+            **_place(order), version=order.version, measured=len(measured), right=len(right_rows), reward=float(total),
             rows=tuple(measured), rewards=tuple(measured.values()),
             answers=tuple(answer_number(answers.get(row)) for row in measured),
+            right_rows=right_rows, part_rows=tuple(row for row, _, _ in parts),
+            part_places=tuple(place for _, place, _ in parts), part_values=tuple(value for _, _, value in parts),
         )  # fmt: skip
 
     async def _answers(self, held_out: HeldOut, groups: Mapping[int, TrajectoryGroup]) -> dict[int, str]:
@@ -229,6 +235,21 @@ def _extracted(voted: Mapping[int, tuple[Answer, TrajectoryGroup]]) -> dict[int,
         if answer is not None and str(answer).strip():
             found[row] = str(answer).strip()
     return found
+
+
+def _parts(
+    held_out: HeldOut, groups: Mapping[int, TrajectoryGroup]
+) -> tuple[tuple[int, ...], list[tuple[int, int, float]]]:
+    """The rows with a right response; and (row, place of the part in its set, value) of each part of a reward."""
+    right, parts = [], []
+    for row, group in groups.items():
+        response, name_of_set = group.trajectories[0], held_out.row(row).set
+        if response.is_right(held_out.correct.get(name_of_set, ())):
+            right.append(row)
+        for place, name in enumerate(held_out.parts.get(name_of_set, ())):
+            if name in response.reward_parts:
+                parts.append((row, place, float(response.reward_parts[name])))
+    return tuple(right), parts
 
 
 def _place(order: MeasureRows) -> dict[str, int]:

@@ -37,6 +37,7 @@ from engine.workers.group_checks import Versions, check_generated
 from engine.workers.measurement import HeldOut, Measurements
 from engine.workers.replica_weights import ReplicaWeights
 from engine.workers.reports import DoneOrders, aborted_event, generated_event, prefix_event
+from engine.workers.sample_keeper import SampleKeeper
 from engine.workers.threads import contained
 
 # -- one attempt -------------------------------------------------------------------------------------------------------
@@ -100,6 +101,7 @@ class ReplicaWorker:
         held_out: HeldOut | None = None,
         rewarded: bool = True,
         progress_every_s: float = 60.0,
+        keeper: SampleKeeper | None = None,
     ) -> None:
         self.replica = replica
         self.incarnation = incarnation
@@ -107,6 +109,7 @@ class ReplicaWorker:
         self.samples = samples
         self.prefix_every_tokens = prefix_every_tokens
         self._rewarded = rewarded
+        self._keeper = keeper
         self._progress_every_s = progress_every_s
         self._progressed: dict[Attempt, None] = {}
         """Attempts that have made progress since the last report."""
@@ -215,6 +218,8 @@ class ReplicaWorker:
             event = await self._attempt(attempt, command, prompt)
         except DataFailure as error:
             event = self._failed(attempt, "data", error)
+            if self._keeper is not None and isinstance(error.judged, TrajectoryGroup) and not attempt.unwanted:
+                self._spawn(self._keeper.keep_failed(error.judged, attempt.number, self.version, str(error)))
         except asyncio.CancelledError as error:
             if attempt.unwanted or self._closed:
                 return

@@ -12,19 +12,20 @@ CUT_OFF = ("length", "truncated", MAX_TURNS)
 """The finish reasons of responses that did not end by themselves."""
 QUANTILES = {"reward_min": 0.0, "reward_p25": 0.25, "reward_p50": 0.5, "reward_p75": 0.75, "reward_max": 1.0}
 """The share of the responses, sorted by reward, below each figure."""
-NAMES = ("truncated_share", "empty_share", "repeated_share", *QUANTILES)
+NAMES = ("accuracy", "truncated_share", "empty_share", "repeated_share", "unparsable_share", *QUANTILES)
 """All figures."""
 
 
-def response_figures(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+def response_figures(groups: Sequence[TrajectoryGroup], correct: Sequence[str] = ()) -> dict[str, float]:
     """Shares of all responses in a batch, and quantiles of their rewards; nothing for an empty batch. Of several
     reward functions, `reward_<name>` is the mean value of each, over the responses to which it applies.
 
     For rollouts of several turns: `agent_<name>`, the mean of each figure over the rollouts that have it, and
     `agent_max_turns_share`, the share of them that reached their limit of turns.
 
-    `truncated_share`: cut off. `empty_share`: without a token, or, where responses have texts, with only white space.
-    `repeated_share`: identical to an earlier response of their group.
+    `accuracy`: right responses (`Trajectory.is_right`). `truncated_share`: cut off. `empty_share`: without a token, or,
+    where responses have texts, with only white space. `repeated_share`: identical to an earlier response of their
+    group. `unparsable_share`: a reward function found no answer in them.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
@@ -33,8 +34,10 @@ def response_figures(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     distinct = sum(len({_identity(rollout) for rollout in group.rollouts}) for group in groups)
     rewards = sorted(float(rollout[0].reward) for rollout in rollouts if rollout[0].reward is not None)
     return {
+        "accuracy": fmean(rollout[-1].is_right(correct) for rollout in rollouts),
         "truncated_share": sum(is_cut_off(rollout) for rollout in rollouts) / len(rollouts),
         "empty_share": sum(_is_empty(rollout, have_texts) for rollout in rollouts) / len(rollouts),
+        "unparsable_share": sum(rollout[-1].unparsable for rollout in rollouts) / len(rollouts),
         "repeated_share": 1.0 - distinct / len(rollouts),
         **{name: rewards[round(share * (len(rewards) - 1))] for name, share in QUANTILES.items() if rewards},
         **_means("reward_", [rollout[0].reward_parts for rollout in rollouts]),

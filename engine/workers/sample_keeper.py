@@ -10,6 +10,7 @@ a file that cannot be written, or not in time, is reported once, and the run con
 import asyncio
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,10 @@ from typing import Any, NamedTuple
 
 from engine.commands import MeasureRows
 from engine.errors import reason_of
+from engine.ids import Version
 from engine.protocols import Batch, RolloutFigures
 from engine.storage.samples import (
+    FAILED,
     FOLDER,
     MERGE_EVERY,
     TRAIN,
@@ -121,6 +124,8 @@ class SampleKeeper:
         self.policy = policy
         self._files = SampleFiles(run_dir / FOLDER)
         self._failed = False
+        self._failures: Counter[Version] = Counter()
+        """Number of failed responses that were kept, by weights version."""
         self._hung: asyncio.Task[None] | None = None
 
     async def keep_step(self, batch: Batch, figures: Sequence[Sequence[RolloutFigures]]) -> None:
@@ -136,9 +141,18 @@ class SampleKeeper:
         answers: Mapping[int, str],
     ) -> None:
         """Keep samples of a chunk of a validation. `groups` and `answers`: by row. Never raises."""
-        if self.policy.validation:
+        if self.policy.validation != 0:
             whose = f"of validation {order.validation}"
             await self._keep(whose, self._write_chunk, order, groups, row_of, answers)
+
+    async def keep_failed(self, group: TrajectoryGroup, attempt: int, version: Version, error: str) -> None:
+        """Keep responses of an attempt whose reward failed, a bounded number for each weights version. Never raises."""
+        room = self.policy.per_step - self._failures[version]
+        rollouts = group.rollouts[:room] if room > 0 else []
+        if rollouts:
+            self._failures[version] += len(rollouts)
+            whose = f"of group {group.group}, attempt {attempt}"
+            await self._keep(whose, self._write_failure, group, rollouts, attempt, version, error)
 
     async def _keep(self, whose: str, write: Callable[..., None], *given: Any) -> None:
         if self._hung is not None and not self._hung.done():
@@ -205,6 +219,18 @@ class SampleKeeper:
         if kept:
             self._files.write_chunk(order.validation, order.chunk, kept)
 
+    def _write_failure(
+        self, group: TrajectoryGroup, rollouts: Sequence[Rollout], attempt: int, version: Version, error: str
+    ) -> None:
+        rows = [
+            SampleRow(
+                kind=FAILED, group=group.group, sample=number, attempt=attempt, version=version, reasons=(FAILED,),
+                error=shortened(error, self.policy.max_characters), **self._texts(group.prompt, rollout),
+            )
+            for number, rollout in enumerate(rollouts)
+        ]  # fmt: skip
+        self._files.write_failure(group.group, attempt, rows)
+
     def _texts(self, prompt: Prompt, rollout: Rollout) -> dict[str, Any]:
         """The columns that every row has."""
         versions = [span.version for trajectory in rollout for span in trajectory.spans]
@@ -226,7 +252,7 @@ class SampleKeeper:
 
 def keeper_of(run_dir: Path | None, policy: SamplePolicy) -> SampleKeeper | None:
     """None if the run keeps no samples: it has no directory, `policy` keeps none, or pyarrow is not installed."""
-    if run_dir is None or not (policy.per_step or policy.validation) or lacks_pyarrow():
+    if run_dir is None or not policy.keeps_any or lacks_pyarrow():
         return None
     return SampleKeeper(run_dir, policy)
 

@@ -192,6 +192,7 @@ class TrainerWorker(OrderQueue[Command]):
         scored_apart: Sequence[str] = (),
         hands_over: bool = False,
         samples: SampleKeeper | None = None,
+        correct: Sequence[str] = (),
     ) -> None:
         super().__init__("trainer", emit)
         self.trainer = trainer
@@ -204,6 +205,7 @@ class TrainerWorker(OrderQueue[Command]):
         self._scored_apart = scored_apart
         self._hands_over = hands_over
         self._samples = samples
+        self._correct = correct
         self._spoiled = False
         self._owed: StepId | None = None
         self._handing_over = asyncio.Lock()
@@ -302,7 +304,7 @@ class TrainerWorker(OrderQueue[Command]):
         groups = await self._trajectories.get(ids)
         scores = {task: await self._trajectories.scores(step, task, ids) for task in self._scored_apart}
         batch = Batch(step=step, groups=groups, staleness=list(staleness), scores=scores)
-        responses: dict[str, Figure] = await self._call(response_figures, groups)
+        responses: dict[str, Figure] = await self._call(response_figures, groups, self._correct)
         sources: dict[str, Any] = await self._call(source_figures, groups)
         metrics: Mapping[Any, Any] | None = await self._call(self.trainer.train, batch)
         if metrics is not None and not isinstance(metrics, Mapping):

@@ -265,6 +265,7 @@ class SimReplica:
             RowsMeasured(
                 **place, version=self.version, measured=len(measured), right=sum(r >= 1.0 for r in measured),
                 reward=sum(measured), rows=rows, rewards=tuple(measured), answers=(0,) * len(rows),
+                right_rows=tuple(row for row, reward in zip(rows, measured, strict=True) if reward >= 1.0),
             )
         )  # fmt: skip
 

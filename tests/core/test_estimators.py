@@ -13,7 +13,7 @@ from engine.states.limits import ValidationLimits, ValidationSet
 
 MATH = ValidationSet(name="math", prompts=3, samples=4, k=(2, 4), majority=True)
 EASY = ValidationSet(name="easy", prompts=2)
-RIGHT, WRONG = Response(1.0, 7), Response(0.0, 8)
+RIGHT, WRONG = Response(1.0, 7, True), Response(0.0, 8, False)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.integers(1, 9))
@@ -25,7 +25,7 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_with_a_right_one(right: list
 
 def votes(text: str) -> list[Response]:
     """`a` is right; `.` has no answer."""
-    return [Response(float(one == "a"), 0 if one == "." else ord(one)) for one in text]
+    return [Response(float(one == "a"), 0 if one == "." else ord(one), one == "a") for one in text]
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,23 @@ def test_what_could_not_be_measured_is_left_out() -> None:
     found = {one.metric: (one.value, one.prompts) for one in estimates([MATH], rows)}
     assert found["avg@4"] == (0.5, 2) and found["pass@2"] == (0.5, 2) and found["pass@4"] == (0.0, 1)
     assert estimates([MATH], {}) == ()
+
+
+def test_the_parts_of_a_reward_have_means_over_the_prompts_to_which_they_apply() -> None:
+    """What is right does not follow from the reward."""
+    one = ValidationSet(name="a", prompts=3, samples=2, k=(2,), parts=("acc", "fmt", "rare"), correct=("acc",))
+    of = [Response(2.0, 0, False, {0: 0.0, 1: 2.0}), Response(0.5, 0, True, {0: 1.0, 1: -0.5}), Response(1.0, 0, False)]
+    found = {
+        e.metric: (e.value, e.prompts) for e in estimates([one], {0: of[0], 1: of[1], 2: of[0], 3: of[0], 4: of[2]})
+    }
+    assert found == {
+        "avg@2": (pytest.approx(0.5 / 3), 3),
+        "pass@2": (0.5, 2),
+        "reward_mean": (pytest.approx((1.25 + 2.0 + 1.0) / 3), 3),
+        "reward_acc": (0.25, 2),
+        "reward_fmt": (pytest.approx((0.75 + 2.0) / 2), 2),
+    }
+    assert set(metric_names([one])) == {*(f"a/{name}" for name in found), "a/reward_rare", "accuracy", "reward_mean"}
 
 
 def test_each_row_has_its_place() -> None:

@@ -657,6 +657,7 @@ def measure(world: Measured, right: int) -> None:
         rows = tuple(range(order.first, order.first + order.count))
         rewards = tuple(float(0 < row <= right) for row in rows)
         told = {"measured": len(rows), "right": int(sum(rewards)), "reward": sum(rewards)}
+        told["right_rows"] = tuple(row for row in rows if 0 < row <= right)
         world.measured(order, rows=rows, rewards=rewards, answers=(5,) * len(rows), **told)
 
 
@@ -714,6 +715,10 @@ def test_going_back_forgets_what_later_weights_measured() -> None:
         {"rows": (1, 1)},
         {"rewards": (1.0,)},
         {"answers": ()},
+        {"right_rows": (0, 1)},
+        {"right_rows": (2,)},
+        {"part_rows": (0,), "part_places": (0,)},
+        {"part_rows": (2,), "part_places": (0,), "part_values": (1.0,)},
     ],
 )
 def test_an_answer_that_does_not_name_each_row_once_costs_the_chunk_an_attempt(changes: dict[str, Any]) -> None:
@@ -722,7 +727,8 @@ def test_an_answer_that_does_not_name_each_row_once_costs_the_chunk_an_attempt(c
     world.install(0)
     order = world.out()[0]
     assert (order.first, order.count) == (0, 2)
-    world.measured(order, **{"rows": (0, 1), "rewards": (0.0, 1.0), "answers": (0, 0), **changes})
+    lawful = {"rows": (0, 1), "rewards": (0.0, 1.0), "answers": (0, 0), "right_rows": (1,)}
+    world.measured(order, **{**lawful, **changes})
     (run,) = world.state.validations.runs.values()
     assert run.chunks[0].failures == 1 and not run.measured
 

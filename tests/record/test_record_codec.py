@@ -262,6 +262,8 @@ def test_claimed_lengths_allocate_nothing(claim: bytes, size: int) -> None:
 )
 def test_a_tuple_of_floats_holds_finite_floats_alone(rewards: tuple[float, ...], reason: str) -> None:
     place = dict.fromkeys(("validation", "chunk", "attempt", "replica", "incarnation", "version"), 0)
-    told = RowsMeasured(**place, measured=2, right=1, reward=1.0, rows=(0, 1), rewards=rewards, answers=(0, 0))
+    told = RowsMeasured(
+        **place, measured=2, right=1, reward=1.0, rows=(0, 1), rewards=rewards, answers=(0, 0), right_rows=(0,)
+    )
     with pytest.raises(CodecError, match=reason):
         encode_event(told)

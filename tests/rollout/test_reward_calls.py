@@ -12,7 +12,8 @@ from engine.errors import DataFailure
 from engine.rollout.reward_parts import RewardPart, RewardParts
 from engine.rollout.scoring import RewardCalls, Scorer, Waiting
 from engine.tasks.reward_forms import bind
-from engine.trajectory import Prompt, StepReward, Trajectory, TrajectoryGroup
+from engine.tasks.rewards import boxed_answer, final_number, multiple_choice
+from engine.trajectory import NoAnswer, Prompt, StepReward, Trajectory, TrajectoryGroup
 
 
 def responses(*texts: str) -> list[Trajectory]:
@@ -55,6 +56,21 @@ def test_a_function_of_the_group_gets_all_its_unscored_responses() -> None:
     group = group_of("a", "abc", "ab")
     group.trajectories[2].reward = 7.0
     assert [one.reward for one in scored(group, part_of(ranked))] == [0.0, 1.0, 7.0]
+
+
+def test_a_response_without_an_answer_is_marked() -> None:
+    def score(prompt: Prompt, trajectory: Trajectory) -> float:
+        return NoAnswer(-0.5) if trajectory.text == "a" else 1.0
+
+    def one(prompt: Prompt, trajectory: Trajectory) -> float:
+        return 1.0
+
+    first, second = scored(group_of("a", "b"), part_of(score, name="score"), part_of(one, name="one"))
+    assert (first.reward, first.unparsable, second.reward, second.unparsable) == (0.5, True, 2.0, False)
+    prompt = Prompt(row=0, text="?", fields={"answer": "(B) is 7, or \\boxed{7}"})
+    for built_in in (final_number, boxed_answer, multiple_choice):
+        assert isinstance(built_in(prompt, Trajectory(text="I do not know.")), NoAnswer)
+        assert not isinstance(built_in(prompt, Trajectory(text="\\boxed{5} A. (C) 8")), NoAnswer)
 
 
 def test_a_function_as_trl_calls_it_gets_lists_and_columns() -> None:

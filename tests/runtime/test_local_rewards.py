@@ -13,7 +13,7 @@ from engine.errors import RunFailed
 from engine.events import GroupFailed
 from engine.plans.configured_plan import plan_of
 from engine.runtime.local import run_plan
-from engine.storage.samples import TRAIN, SampleFiles
+from engine.storage.samples import FAILED, TRAIN, SampleFiles
 from engine.tasks.quickstart import prepare
 
 sys.path.append(str(Path(__file__).parent.parent / "actors"))
@@ -75,6 +75,7 @@ def test_several_rewards_make_one(own_code: Path) -> None:
             "arguments": {"pattern": r"\d"},
         },
     )
+    config["reward"]["correct"] = "trl"
     assert run_plan(plan_of(parse_config(config), run_dir)).outcome == "finished"
     check_record(run_dir)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -85,8 +86,9 @@ def test_several_rewards_make_one(own_code: Path) -> None:
         assert parts["trl"] == 0.5 and parts["longest"] >= 0.25 and 0 < parts["early"] <= 0.5
         total = parts["exact"] + parts["early"] + parts["longest"] + 2.0 * parts["trl"] - 0.5 * parts["digits"]
         assert line["reward_mean"] == pytest.approx(total, abs=1e-6)
+        assert line["accuracy"] == 0.0, "trl gives 0.5"
     for row in SampleFiles(run_dir / "samples").rows(TRAIN):
-        assert json.loads(row["reward_parts"])["trl"] == 0.5
+        assert row["reward_parts"]["trl"] == 0.5
 
 
 def test_a_reward_that_always_fails_ends_the_run_by_name(own_code: Path) -> None:
@@ -98,4 +100,9 @@ def test_a_reward_that_always_fails_ends_the_run_by_name(own_code: Path) -> None
         run_plan(plan_of(parse_config(config), run_dir))
     failed = events_of(run_dir, GroupFailed)
     story = "reward wrong (whole_run_rewards.wrong) raised KeyError on prompt row "
+    kept = list(SampleFiles(run_dir / "samples").rows(FAILED))
+    assert 0 < len(kept) <= 4 * 2, "samples.per_step of each version in each replica"
+    for row in kept:
+        assert row["error"].startswith(story) and row["tokens"] and row["reward"] is None
+        assert (row["kind"], row["attempt"] >= 1, row["version"]) == ("failed", True, 0)
     assert {event.cause for event in failed} == {"data"} and all(event.reason.startswith(story) for event in failed)

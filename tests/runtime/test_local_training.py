@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from engine.config.loading import parse_config
+from engine.cli.run import resumption_of
+from engine.config.loading import load_config, parse_config
 from engine.errors import ConfigError
 from engine.events import BatchScored, GroupGenerated, StateLeft
 from engine.plans.configured_plan import plan_of
 from engine.protocols import Batch
 from engine.runtime.local import run_plan
 from engine.states.limits import Pool
+from engine.storage import run_directory
 from engine.training.model_scorer import ModelScorer
 from engine.training.model_trainer import ModelTrainer
 
@@ -153,3 +156,31 @@ def test_the_built_in_scorers_give_the_trainer_what_it_would_have_scored(tmp_pat
     result = run_plan(watched)
     assert (result.outcome, result.steps) == ("finished", 3), result.reason
     check_record(tmp_path / "run")
+
+
+def test_a_run_that_resumes_in_another_directory_makes_no_new_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.chdir(here)
+    config = tree(tmp_path)
+    del config["run"]["dir"]  # runs/ in the working directory
+    config["run"]["max_steps"], config["trainer"]["checkpoint_every"], config["validation"]["every"] = 1, 1, 0
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    began = load_config("config.yaml")
+    run = run_directory.create(began.run.dir, "mine", config_yaml=began.dump_yaml())
+    assert run_plan(plan_of(began, run.path)).steps == 1
+
+    def made() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in (here / "runs" / ".made").rglob("*") if path.is_file()}
+
+    models = made()
+    assert models
+    monkeypatch.chdir(elsewhere)
+    again = run_directory.open_run(here / "runs" / run.path.name)
+    resumed, settings = resumption_of(again, again.config, ["run.max_steps=2"])
+    plan = replace(plan_of(resumed, again.path), resume=True, settings=tuple(settings))
+    assert run_plan(plan).steps == 2
+    assert made() == models and not list(elsewhere.iterdir())

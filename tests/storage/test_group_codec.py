@@ -36,6 +36,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         finish_reason=draw(st.sampled_from(["", "stop", "length"])),
         reward=draw(st.none() | st.floats(allow_nan=False)),
         continues=draw(st.booleans()),
+        unparsable=draw(st.booleans()),
         reward_parts=draw(st.dictionaries(texts, st.floats(allow_nan=False), max_size=2)),
         step_rewards=[StepReward(*one) for one in draw(st.lists(steps, max_size=2))],
         figures=draw(st.dictionaries(texts, st.floats(allow_nan=False), max_size=2)),
@@ -58,7 +59,7 @@ def test_a_group_comes_back_as_it_was(
 
 
 def test_a_group_without_parts_of_its_reward_is_readable() -> None:
-    plain = [1, 5, [0, "?", {}], [[b"", b"", b"", b"", b"", "a", "stop", 1.0, False]]]
+    plain = [1, 5, [0, "?", {}], [[b"", b"", b"", b"", b"", "a", "stop", 1.0, False, False]]]
     whole = unpack_group(msgpack.packb(plain))
     assert whole.trajectories == [Trajectory(text="a", finish_reason="stop", reward=1.0)]
     assert msgpack.unpackb(pack_group(whole)) == plain

@@ -158,10 +158,10 @@ def test_files_without_a_column_that_came_later_are_read_merged_and_set_aside(tm
         files.write_step(step, [of_step(step, f"{step}", reward_parts='{"a": 1.0}')])
     for path in [tmp_path / "samples" / "step-000000.parquet", tmp_path / "samples" / "step-000002.parquet"]:
         pq.write_table(pq.read_table(path).drop_columns(["reward_parts"]), path)
-    assert [row["reward_parts"] for row in files.rows(TRAIN, [0, 1, 2])] == [None, '{"a": 1.0}', None]
+    assert [row["reward_parts"] for row in files.rows(TRAIN, [0, 1, 2])] == [None, {"a": 1.0}, None]
     files.merge()
     merged = tmp_path / "samples" / f"steps-000000-{STEPS - 1:06d}.parquet"
-    assert [row["reward_parts"] for row in files.rows(TRAIN, [0, 1, 2])] == [None, '{"a": 1.0}', None]
+    assert [row["reward_parts"] for row in files.rows(TRAIN, [0, 1, 2])] == [None, {"a": 1.0}, None]
     pq.write_table(pq.read_table(merged).drop_columns(["reward_parts"]), merged)
     assert put_samples_aside(tmp_path / "samples", 2, []) is not None
     assert said(files) == {0: "0", 1: "1"} and {row["reward_parts"] for row in files.rows(TRAIN)} == {None}

@@ -129,6 +129,37 @@ def test_bad_rows_are_refused_by_line(tmp_path: Path, rows: list[Any], said: str
     assert said in str(refused(jsonl(tmp_path, *rows)))
 
 
+def test_columns_with_values_of_two_types_are_refused_with_both_lines(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a"},
+        {"prompt": "b", "answer": "1"},
+        {"prompt": "c", "answer": None},
+        {"prompt": "d", "answer": 2},
+    ]
+    said = "line 4: its column 'answer' has numbers, but that of line 2 has texts"
+    assert said in str(refused(jsonl(tmp_path, *rows)))
+    mixed = [{"prompt": "a", "answer": 1, "tools": []}, {"prompt": "b", "answer": 2.5, "tools": "[]"}]
+    assert len(Dataset.load(jsonl(tmp_path, *mixed))) == 2, "both are numbers; tools may be JSON"
+
+
+def test_columns_without_a_value_in_some_rows_are_told(tmp_path: Path) -> None:
+    first = jsonl(tmp_path, {"prompt": "a", "answer": "1", "id": 1}, {"prompt": "b", "answer": "", "id": 2})
+    second = jsonl(tmp_path, {"prompt": "c", "id": 3}, "", {"prompt": "d", "answer": "4", "id": None}, name="b.jsonl")
+    assert Dataset.load(jsonl(tmp_path, {"prompt": "a", "answer": "1"}, name="c.jsonl")).gaps == ()
+    assert list(map(str, Dataset.load([first, second]).gaps)) == [
+        f"column 'answer' has no value in 2 of 4 rows, the first in line 2 of {first}",
+        f"column 'id' has no value in 1 of 4 rows, the first in line 3 of {second}",
+    ]
+    table = pyarrow.table({"prompt": ["a", "b", "c"], "answer": ["1", None, ""], "n": [None, 1, 2]})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    assert [(gap.column, gap.missing, gap.first) for gap in Dataset.load(tmp_path / "rows.parquet").gaps] == [
+        ("answer", 2, "row 2"),
+        ("n", 1, "row 1"),
+    ]
+    (tmp_path / "rows.csv").write_text("prompt,answer\na,1\nb,\n")
+    assert [gap.first for gap in Dataset.load(tmp_path / "rows.csv").gaps] == ["line 3"]
+
+
 def test_a_missing_prompt_column_suggests_one(tmp_path: Path) -> None:
     hint = refused(jsonl(tmp_path, {"promt": "a", "answer": 1})).details["fix"]
     assert "'promt', 'answer'" in hint and "did you mean promt" in hint

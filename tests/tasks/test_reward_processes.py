@@ -11,10 +11,12 @@ import pytest
 
 from engine.errors import DataFailure, RewardFailure
 from engine.tasks.reward_processes import ProcessSettings, RewardProcesses
-from engine.trajectory import Prompt, Span, Trajectory
+from engine.trajectory import NoAnswer, Prompt, Span, Trajectory
 
 CODE = """
 import asyncio, os, sys, threading, time
+
+from engine.trajectory import NoAnswer
 
 def echo(prompt, trajectory, *, factor=1.0):
     print("printed by the reward")
@@ -53,6 +55,9 @@ def leave(prompt, trajectory):
 
 def text(prompt, trajectory):
     return "good"
+
+def unread(prompts, trajectories):
+    return [NoAnswer(-0.5), 1.0]
 
 def parent(prompt, trajectory):
     child = os.fork()
@@ -102,6 +107,8 @@ def test_other_forms_run_in_processes_too(pools: Any) -> None:
     assert pools("later")(PROMPT, response()) == 2.5
     assert pools("lengths")([PROMPT] * 2, [response("a"), response("abcd")]) == [1, 4]
     assert pools("trl")([PROMPT] * 2, [response(""), response("x")]) == [None, 2.0]
+    lost, found = pools("unread")([PROMPT] * 2, [response("a"), response("b")])
+    assert (lost, type(lost), found, type(found)) == (-0.5, NoAnswer, 1.0, float)
 
 
 @pytest.mark.parametrize(

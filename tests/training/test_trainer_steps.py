@@ -22,7 +22,7 @@ Make = Callable[..., TrajectoryGroup]
 
 METRICS = {
     "loss", "grad_norm", "lr", "clip_share_low", "clip_share_high", "approx_kl", "entropy", "ratio_mean",
-    "tis_truncated_share", "ess", "reward_mean", "reward_std", "accuracy", "response_tokens", "zero_advantage_groups",
+    "tis_truncated_share", "ess", "reward_mean", "reward_std", "response_tokens", "zero_advantage_groups",
     "behavior_kl_k1", "behavior_kl_k2", "behavior_kl_k3", "token_share_stale_0", "ratio_mean_stale_0",
     "behavior_kl_k3_stale_0", "advantage_std", "advantage_abs_max",
     "segments", "optimizer_steps", "nonfinite_minibatches", "nonfinite_trajectories", "trained_token_share",

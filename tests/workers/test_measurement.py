@@ -28,6 +28,8 @@ class Answering(SimpleGenerator):
         self.reward = reward
         self.let = asyncio.Event()
         self.works: list[GroupWork] = []
+        self.parts: dict[int, dict[str, float]] = {}
+        """Of the reward, by row."""
 
     async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
         self.works.append(work)
@@ -36,6 +38,7 @@ class Answering(SimpleGenerator):
             raise DataFailure("no answer is known")
         judged = response([1, 2], reward=0.0, version=version)
         judged.reward = self.reward(work.prompt.row)
+        judged.reward_parts = dict(self.parts.get(work.prompt.row, {}))
         return [judged]
 
 
@@ -203,6 +206,26 @@ def test_what_is_stopped_reports_nothing_and_samples_nothing_once_the_replica_is
         await on.until(1)
         assert [type(e) for e in on.events] == [ReplicaPaused]
         assert not on.generator._sampling
+
+    play(scene)
+
+
+def test_rows_tell_the_parts_of_their_rewards_and_whether_they_are_right() -> None:
+    async def scene() -> None:
+        generator = Answering()
+        generator.parts = {0: {"acc": 0.0, "fmt": 1.0}, 1: {"acc": 1.0}, 2: {"fmt": 1.0}}
+        parts, correct = {"both": ("fmt", "acc")}, {"both": ("acc",)}
+        rows = [HeldOutRow(name, row, 0, 3) for name in ("both", "plain") for row in range(3)]
+        on = Stage(
+            generator, held_out=HeldOut(prompts=PROMPTS, evaluator=generator, parts=parts, correct=correct, rows=rows)
+        )  # fmt: skip
+        generator.let.set()
+        on.worker.carry_out(measure(0, 0, 4))
+        await on.until(1)
+        (event,) = news(on, RowsMeasured)
+        assert (event.rewards, event.right, event.right_rows) == ((1.0, 0.0, 0.0, 1.0), 2, (1, 3))
+        assert (event.part_rows, event.part_places) == ((0, 0, 1, 2), (0, 1, 1, 0))
+        assert event.part_values == (1.0, 0.0, 1.0, 1.0)
 
     play(scene)
 

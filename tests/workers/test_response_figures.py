@@ -29,8 +29,19 @@ def test_shares_are_of_all_responses() -> None:
         group(said("a"), said(" \n"), said("", 1), said("", 0)),
     ])  # fmt: skip
     assert figures["truncated_share"] == 2 / 8
+    assert figures["unparsable_share"] == 0
     assert figures["empty_share"] == 3 / 8
     assert figures["repeated_share"] == 2 / 8, "the second and the last of the first group"
+
+
+def test_unparsable_and_right_responses_are_shares_of_the_rollouts() -> None:
+    lost, right, half = said("a", reward=0.0), said("b", reward=0.5), said("c", reward=2.0)
+    lost.unparsable, right.reward_parts, half.reward_parts = True, {"acc": 1.0, "fmt": 0.0}, {"acc": 0.5, "fmt": 3.0}
+    groups = [group(lost, right, half, said("d", reward=1.0))]
+    assert (response_figures(groups)["unparsable_share"], response_figures(groups)["accuracy"]) == (1 / 4, 2 / 4)
+    assert response_figures(groups, ["acc"])["accuracy"] == 2 / 4, "of a response without parts the reward counts"
+    assert response_figures(groups, ["acc", "fmt"])["accuracy"] == 1 / 4, "all that apply"
+    assert response_figures(groups, ["other"])["accuracy"] == 1 / 4, "one must apply"
 
 
 def test_figures_of_sources_are_of_the_groups_with_a_name() -> None:

@@ -102,7 +102,7 @@ def test_a_reported_step_has_its_samples_with_what_is_known_of_them(tmp_path: Pa
         (None, 0.25),
     ]
     assert [row["staleness"] for row in rows] == [2, 2, 0, 0]
-    assert [row["reward_parts"] for row in rows] == [None, None, *['{"right": 1.0, "brief": 0.5}'] * 2]
+    assert [row["reward_parts"] for row in rows] == [None, None, *[{"right": 1.0, "brief": 0.5}] * 2]
     assert "worst" in rows[0]["reasons"] and {"best", "longest"} & set(rows[3]["reasons"])
     others = ("prompt_row", "prompt", "oldest_version", "newest_version", "finish_reason", "step", "segments")
     assert [rows[0][name] for name in others] == [7, "0 + 1", 3, 3, "length", 5, 1]

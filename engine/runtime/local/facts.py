@@ -233,6 +233,8 @@ def _content_problems(fact: Any, order: Any, state: State) -> Iterator[str]:
     elif isinstance(fact, RowsMeasured):
         if not fact.right <= fact.measured <= order.count:
             yield f"must have right <= measured <= {order.count}, the number of rows"
+        if fact.rows and len(fact.right_rows) != fact.right:
+            yield f"has {len(fact.right_rows)} right_rows, but right is {fact.right}; name these rows"
         if fact.version != order.version:
             yield f"version {order.version} was ordered"
     if isinstance(fact, GroupGenerated | StateLeft) and fact.reward_spread < 0:
