@@ -139,7 +139,7 @@ def train(
     except BaseException:
         _remove(made)
         raise
-    return _watched(config, directory, running.Mode(plain=plain, local=local))
+    return _watch(config, directory, running.Mode(plain=plain, local=local))
 
 
 def resume(
@@ -165,7 +165,7 @@ def resume(
     config, changed, local = resumption(directory, reward, environment, settings)
     running.require_packages()
     running.join(config)
-    return _watched(config, directory, running.Mode(plain=plain, resume=True, settings=changed, local=local))
+    return _watch(config, directory, running.Mode(plain=plain, resume=True, settings=changed, local=local))
 
 
 def resumption(
@@ -191,7 +191,7 @@ def resumption(
     return config, changed, local
 
 
-def _watched(config: "Config", directory: "RunDirectory", mode: "Mode") -> TrainedRun:
+def _watch(config: "Config", directory: "RunDirectory", mode: "Mode") -> TrainedRun:
     """Show a run until it ends. Raises: as `train`."""
     from rich.console import Console
 

@@ -238,9 +238,6 @@ BANNED_NAMES = {
     *("told", "past", "survived", "lasting", "watched", "going_on", "kept", "ended", "there", "to_nowhere"),
 }
 
-OLD_NAMES = {"engine/api.py": "_watched", "engine/tasks/reward_processes.py": "ended"}
-"""To be renamed; no others."""
-
 
 def names_are_nouns_and_verbs(source: Source) -> Iterator[str]:
     """Names of modules, functions and classes say what they contain or do: none is a bare participle or preposition."""
@@ -248,7 +245,7 @@ def names_are_nouns_and_verbs(source: Source) -> Iterator[str]:
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     named += [(node.lineno, node.name) for node in ast.walk(source.tree) if isinstance(node, defined)]
     for line, name in named:
-        if name.strip("_").lower() in BANNED_NAMES and OLD_NAMES.get(source.path) != name:
+        if name.strip("_").lower() in BANNED_NAMES:
             yield f"{source.path}:{line}: {name!r} does not say what it is or does"
 
 

@@ -84,7 +84,7 @@ class RewardProcess:
         return self._exchange(data, limit_s + GRACE_S, "")
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return self._process.returncode is not None
 
     def end(self) -> None:
@@ -204,13 +204,13 @@ class RewardProcesses:
             raise DataFailure(law, row=row) from error
         process = self._free.get()
         try:
-            if process is None or process.ended:
+            if process is None or process.has_ended:
                 process = RewardProcess(self._settings)
                 with self._lock:
                     self._running[process] = None
             return value_from(process.call(data))
         finally:
-            if process is not None and process.ended:
+            if process is not None and process.has_ended:
                 with self._lock:
                     self._running.pop(process, None)
                 process = None
