@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -408,7 +408,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
             resume: bool,
             force_from: str | None,
             settings: tuple[tuple[str, str], ...],
-            reward: None,
+            local: Mapping[str, Any],
         ) -> FakeHandle:
             if resume:
                 handles.append(
