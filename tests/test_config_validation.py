@@ -103,7 +103,7 @@ def test_a_set_takes_what_it_does_not_say_from_the_run() -> None:
     )
     ways = {one.name: one.way for one in validation_sets(made.validation, made.rollout, made.reward)}
     assert ways == {"a": (0.0, 1.0, 99, None), "b": (0.7, 0.9, 99, None), "c": (0.2, 0.9, 7, None)}
-    assert [one.majority for one in made.limits().validation.parts] == [False, True, False]
+    assert [one.majority for one in made.limits().validation.measured_sets] == [False, True, False]
 
 
 def test_paths_of_sets_are_relative_to_the_file(tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ def _refuse_best(config: "Config") -> None:
     best, limits = config.trainer.keep_best, config.limits().validation
     if best is None or limits is None:  # `Limits` has refused a best checkpoint without validation
         return
-    known = metric_names(limits.parts)
+    known = metric_names(limits.measured_sets)
     if best.metric not in known:
         fix = suggestion(best.metric, known, f"use one of {', '.join(known)}")
         raise ConfigError("trainer.keep_best.metric", best.metric, "is not a figure of the validation", fix)

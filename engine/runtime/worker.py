@@ -159,8 +159,8 @@ class PlannedReplica(PlannedWorker):
         return HeldOut(
             prompts=self.plan.held_out, evaluator=rollout.evaluator, rows=_held_out_rows(self.plan.limits.validation),
             answers=rollout.answers, samples=keeper,
-            parts={one.name: one.parts for one in self.plan.limits.validation.parts},
-            correct={one.name: one.correct for one in self.plan.limits.validation.parts},
+            parts={one.name: one.parts for one in self.plan.limits.validation.measured_sets},
+            correct={one.name: one.correct for one in self.plan.limits.validation.measured_sets},
         )  # fmt: skip
 
     def join(self) -> None:

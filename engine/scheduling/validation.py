@@ -240,7 +240,7 @@ class ValidationScheduling:
     def _rate(self, run: Validation) -> None:
         """Compute the figures of a validation, and note the one by which the best checkpoint is kept."""
         assert self.limits is not None
-        run.estimate(self.limits.parts)
+        run.estimate(self.limits.measured_sets)
         metric = self.state.limits.keep_best
         value = run.value(metric) if metric else None
         if value is not None:

@@ -160,14 +160,14 @@ class ValidationLimits:
         return self.own_from is not None
 
     @property
-    def parts(self) -> tuple[ValidationSet, ...]:
+    def measured_sets(self) -> tuple[ValidationSet, ...]:
         """The sets, also where none is named."""
         return self.sets or (ValidationSet(name=HELD_OUT, prompts=self.rows),)
 
     def place(self, row: int) -> Place:
         """The set, prompt and response of a row. Raises: `IndexError`."""
         first = 0
-        for one in self.parts:
+        for one in self.measured_sets:
             if row < first + one.prompts * one.samples:
                 return Place(one, *divmod(row - first, one.samples))
             first += one.prompts * one.samples

@@ -49,7 +49,7 @@ def test_the_figures_of_each_set_come_from_its_own_rows() -> None:
     limits = ValidationLimits(rows=14, sets=(MATH, EASY))
     rows = {row: RIGHT if limits.place(row).prompt == 0 else WRONG for row in range(14)}
     rows[4] = RIGHT  # one of four for the second prompt
-    found = {(one.set, one.metric): (one.value, one.prompts) for one in estimates(limits.parts, rows)}
+    found = {(one.set, one.metric): (one.value, one.prompts) for one in estimates(limits.measured_sets, rows)}
     assert found == {
         ("math", "avg@4"): (pytest.approx((1 + 0.25 + 0) / 3), 3),
         ("math", "pass@2"): (pytest.approx((1 + 0.5 + 0) / 3), 3),
@@ -60,7 +60,7 @@ def test_the_figures_of_each_set_come_from_its_own_rows() -> None:
         ("easy", "avg@1"): (0.5, 2),
         ("easy", "reward_mean"): (0.5, 2),
     }
-    assert {f"{set}/{metric}" for set, metric in found} == {*metric_names(limits.parts)} - {"accuracy", "reward_mean"}
+    assert {f"{set}/{metric}" for set, metric in found} == {*metric_names(limits.measured_sets)} - {"accuracy", "reward_mean"}
 
 
 def test_what_could_not_be_measured_is_left_out() -> None:
