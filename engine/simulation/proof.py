@@ -67,7 +67,7 @@ def scaled_down(limits: Limits) -> Limits:
     if limits.validation is not None:
         own = 2 if limits.validation.own else None
         rows, replicas = min(limits.validation.rows, 12), min(limits.validation.replicas, 2)
-        figures["validation"] = replace(limits.validation, rows=rows, replicas=replicas, own_from=own)
+        figures["validation"] = replace(limits.validation, rows=rows, sets=(), replicas=replicas, own_from=own)
     most = replace(limits, **figures, max_concurrent_groups=batch)
     workers = min(max(batch, int(share * batch + ROUNDING)), most.ahead + most.surplus)
     return replace(most, max_concurrent_groups=workers)
