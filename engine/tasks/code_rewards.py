@@ -22,7 +22,7 @@ from typing import Any
 from engine.errors import DataFailure
 from engine.tasks.reward_forms import Problem, declare
 from engine.tasks.rewards import column_of
-from engine.trajectory import Prompt, Trajectory
+from engine.trajectory import NoAnswer, Prompt, Trajectory
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 CHILD = Path(__file__).with_name("code_child.py")
@@ -99,7 +99,10 @@ def python_tests(
         if passes(code, test, limit_s=limit_s, memory_mb=memory_mb, processes=processes):
             passed += 1
         elif not share:
-            return 0.0
+            passed = 0
+            break
+    if not blocks and not passed:
+        return NoAnswer()  # the whole response was no program that does anything right
     return passed / len(found)
 
 

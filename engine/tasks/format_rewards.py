@@ -12,7 +12,7 @@ from typing import Any
 from engine.errors import DataFailure
 from engine.tasks.reward_forms import Problem, declare
 from engine.tasks.rewards import column_of
-from engine.trajectory import Prompt, Trajectory
+from engine.trajectory import NoAnswer, Prompt, Trajectory
 
 EXTRA = "step-engine[rewards]"
 _BLOCK = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
@@ -89,7 +89,7 @@ def json_schema(
     try:
         value = json.loads(blocks[-1] if blocks else said, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return 0.0
+        return NoAnswer()
     try:
         kind = jsonschema.validators.validator_for(wanted, default=jsonschema.Draft202012Validator)
         validator = kind(wanted, registry=referencing.Registry())  # an empty one: it fetches nothing

@@ -11,7 +11,7 @@ from typing import Any
 from engine.errors import DataFailure
 from engine.tasks.reward_forms import Problem, declare
 from engine.tasks.rewards import column_of
-from engine.trajectory import Prompt, Trajectory
+from engine.trajectory import NoAnswer, Prompt, Trajectory
 
 EXTRA = "step-engine[rewards]"
 
@@ -40,7 +40,7 @@ def math_verify(prompt: Prompt, trajectory: Trajectory, *, answer: str = "answer
         law = f"the column {answer!r} of row {prompt.row} has no mathematical expression: {right!r:.80}"
         raise DataFailure(law, row=prompt.row)
     given = package.parse(trajectory.text, parsing_timeout=seconds)
-    return float(package.verify(expected, given, timeout_seconds=seconds))
+    return float(package.verify(expected, given, timeout_seconds=seconds)) if given else NoAnswer()
 
 
 def _parse(package: Any, right: str, seconds: int | None) -> Any:

@@ -60,7 +60,10 @@ def test_the_figures_of_each_set_come_from_its_own_rows() -> None:
         ("easy", "avg@1"): (0.5, 2),
         ("easy", "reward_mean"): (0.5, 2),
     }
-    assert {f"{set}/{metric}" for set, metric in found} == {*metric_names(limits.measured_sets)} - {"accuracy", "reward_mean"}
+    assert {f"{set}/{metric}" for set, metric in found} == {*metric_names(limits.measured_sets)} - {
+        "accuracy",
+        "reward_mean",
+    }
 
 
 def test_what_could_not_be_measured_is_left_out() -> None:

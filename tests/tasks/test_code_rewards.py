@@ -8,7 +8,7 @@ import pytest
 
 from engine.errors import DataFailure
 from engine.tasks.code_rewards import CodeTest, code_tests, passes, python_tests
-from engine.trajectory import Prompt, Trajectory
+from engine.trajectory import NoAnswer, Prompt, Trajectory
 
 ADD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 WRONG = ADD.replace("a + b", "a - b")
@@ -35,6 +35,11 @@ def score(response: str, tests: Any, **arguments: Any) -> float:
 )
 def test_code_is_worth_something_if_its_tests_pass(response: str, tests: Any, value: float) -> None:
     assert score(response, tests) == value
+
+
+def test_a_response_without_code_is_told_from_wrong_code() -> None:
+    assert isinstance(score("no code", "assert True"), NoAnswer)
+    assert not isinstance(score(WRONG, "assert add(1, 2) == 3"), NoAnswer)
 
 
 SOLUTION = "```python\nclass Solution:\n    def add(self, a: int, b: int) -> List[int]:\n        return a + b\n```"

@@ -9,7 +9,7 @@ from engine.config.reward_functions import reward_of_section
 from engine.errors import ConfigError, DataFailure
 from engine.tasks.format_rewards import json_schema, regular_expression
 from engine.tasks.math_rewards import math_verify
-from engine.trajectory import Prompt, Trajectory
+from engine.trajectory import NoAnswer, Prompt, Trajectory
 
 SCHEMA = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
 
@@ -128,3 +128,17 @@ def test_math_verify_has_a_process_of_its_own_unless_told_otherwise() -> None:
         parts = reward_of_section(RewardSection(functions=[part]), None)
         assert parts is not None and parts.parts[0].limits_itself == limited
         assert parts.parts[0].concurrency == (processes or (1 if limited else None))
+
+
+@pytest.mark.parametrize(
+    ("response", "unanswered", "wrong"),
+    [("I do not know", {math_verify}, set()), ("It is 4", set(), {math_verify}), ("[4]", set(), {json_schema})],
+)
+def test_no_answer_is_not_a_wrong_answer(response: str, unanswered: set[Any], wrong: set[Any]) -> None:
+    values = {
+        math_verify: value(math_verify, response, {"answer": "5"}),
+        json_schema: value(json_schema, response, schema=SCHEMA),
+    }
+    assert set(values.values()) == {0.0}
+    assert unanswered <= {reward for reward, got in values.items() if isinstance(got, NoAnswer)}
+    assert wrong <= {reward for reward, got in values.items() if not isinstance(got, NoAnswer)}
