@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "gateway"))
-from gateway_rig import Rig, Scripted, run
+from gateway_rig import FixedAnswers, Rig, run
 from openai import AsyncOpenAI
 
 from engine.environments.verifiers import agent_of, input_of, rows_of
@@ -74,7 +74,7 @@ def played(environment: Sums, *said: str, samples: int = 1) -> list[Trajectory]:
         return await function(str(client.base_url), client.api_key, Prompt(row=3, text="1+1", fields=row))
 
     async def scenario() -> list[Trajectory]:
-        async with Rig(agent, Scripted(*said), max_tokens=90, reward=None) as rig:
+        async with Rig(agent, FixedAnswers(*said), max_tokens=90, reward=None) as rig:
             return (await rig.generate(samples=samples)).group.trajectories
 
     found: list[Trajectory] = run(scenario())
