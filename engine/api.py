@@ -34,6 +34,8 @@ Reward: TypeAlias = Function | Sequence[Function] | Mapping[str, Part]
 """One reward function; several, named as the functions are; or several by their names."""
 Rows: TypeAlias = Iterable[Mapping[str, Any]]
 """Or a `pandas.DataFrame`, which is none but gives such rows."""
+NAMING = ("function", "class_name", "rollout", "reward", "answer", "tool_parser")
+"""Last words of the fields whose texts name a function or a class."""
 Data: TypeAlias = str | Path | Sequence[str | Path] | Rows
 
 
@@ -176,17 +178,21 @@ def resumption(
     from engine.cli.run import resumption_of
     from engine.tasks.rewards import name_of
 
-    given = [f"{field}={json.dumps(_plain_value(value))}" for field, value in settings.items()]
+    functions = {field: value for field, value in settings.items() if callable(value)}
+    others = {field: value for field, value in settings.items() if field not in functions}
+    given = [f"{field}={json.dumps(_plain_value(value))}" for field, value in others.items()]
     config, changed = resumption_of(directory, directory.config, given)
-    began = config.reward.specs | {"environment.class_name": config.environment.class_name or ""}
+    began = dict(_named_in(config.model_dump(mode="json")))
     local = {}
-    for field, found in _functions_in(_judges(reward, environment)):
-        name, importable = name_of(found)
-        if name.rpartition(":")[2] != began.get(field, "").rpartition(":")[2]:  # a script may have become a module
-            known = ", ".join(spec for spec in began.values() if spec)
-            law = f"is not the function or class that the run began with, {began.get(field) or known}"
-            raise ConfigError(field.partition(".")[0], name, law, "give what it began with")
-        if not importable or name != began[field]:
+    for field, found in _named_in({**_reward_fields(reward, environment), **settings}):
+        name, importable = (found, True) if isinstance(found, str) else name_of(found)
+        known = began.get(field, "")
+        moved = not isinstance(found, str) and name.rpartition(":")[2] == known.rpartition(":")[2]
+        if name != known and not moved:  # a script may have become a module
+            listed = ", ".join(spec for at, spec in began.items() if at.partition(".")[0] == field.partition(".")[0])
+            law = f"is not the function or class that the run began with, {known or listed or None}"
+            raise ConfigError(field, name, law, "give what it began with")
+        if not isinstance(found, str) and (not importable or name != known):
             local[field] = found
     return config, changed, local
 
@@ -231,7 +237,7 @@ def configured(
 
     settings, made = settings or {}, [] if made is None else made
     folder = Path(settings.get("run.dir", RUNS)) / ".made"
-    arguments: dict[str, Any] = {"model.path": str(model), **_judges(reward, environment)}
+    arguments: dict[str, Any] = {"model.path": str(model), **_reward_fields(reward, environment)}
     if data is not None:
         arguments["data.path"] = _file_of(data, "data", folder, made)
     if validation_data is not None:
@@ -243,11 +249,16 @@ def configured(
             raise ConfigError(field, settings[field], "is also an argument of engine.train", "give only one of them")
     passes = {} if max_steps is None else {"run.epochs": None}
     fields = {**passes, **arguments, **settings}
+    functions = {field: found for field, found in _named_in(fields) if not isinstance(found, str)}
+    for field, found in functions.items():
+        if "arguments" in field.split("."):
+            law = "is a function or a class, which cannot be an argument: arguments are recorded"
+            raise ConfigError(field, name_of(found)[0], law, "give its name, and import it in your function or class")
     config = parse_config(_tree(fields))
-    return config, {field: found for field, found in _functions_in(fields) if not name_of(found)[1]}
+    return config, {field: found for field, found in functions.items() if not name_of(found)[1]}
 
 
-def _judges(reward: Reward | None, environment: Any) -> dict[str, Any]:
+def _reward_fields(reward: Reward | None, environment: Any) -> dict[str, Any]:
     """The fields of the configuration that describe a reward and an environment. Raises: `ConfigError`."""
     fields: dict[str, Any] = {}
     if isinstance(reward, Mapping):
@@ -280,15 +291,15 @@ def _part_name(function: Function) -> str:
     return name
 
 
-def _functions_in(value: Any, field: str = "") -> Iterator[tuple[str, Any]]:
-    """Every function and class in settings, with the field that it is the value of."""
+def _named_in(value: Any, field: str = "") -> Iterator[tuple[str, Any]]:
+    """Every function and class in settings with its field, and the name of every one, `module:name`."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from _functions_in(inner, f"{field}.{name}" if field else name)
+            yield from _named_in(inner, f"{field}.{name}" if field else name)
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
-            yield from _functions_in(inner, f"{field}.{index}")
-    elif callable(value):
+            yield from _named_in(inner, f"{field}.{index}")
+    elif callable(value) or (isinstance(value, str) and field.rpartition(".")[2] in NAMING):
         yield field, value
 
 

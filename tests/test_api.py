@@ -83,7 +83,7 @@ def test_a_run_with_a_function_of_a_script_resumes_with_that_function(
     assert main(["resume", "latest", "--set", "run.max_steps=2"]) == 2
     said = capsys.readouterr().err
     assert "cannot be imported" in said and "engine.resume(RUN, reward=FUNCTION)" in said
-    for wrong in (exact_match, lambda prompt: 1, {"right": exact_match}):
+    for wrong in (exact_match, "engine.tasks.rewards:exact_match", lambda prompt: 1, {"right": exact_match}):
         with pytest.raises(engine.ConfigError, match="is not the function or class that the run began with"):
             engine.resume("latest", wrong)
     with pytest.raises(engine.ConfigError, match=r"run\.seed is 7"):
@@ -195,6 +195,26 @@ def test_the_environment_may_be_local(model: str, tmp_path: Path, form: str) -> 
     assert again[2] == local and again[0].run.max_steps == 2
 
 
+def test_a_resume_takes_every_function_that_the_run_began_with(model: str) -> None:
+    async def play(client: Any, prompt: engine.Prompt) -> float:
+        await client.sample(prompt.text)
+        return 1.0
+
+    async def other(client: Any, prompt: engine.Prompt) -> float:
+        return 0.0
+
+    settings = {**SMALL, "agent.rollout": play, "trainer.checkpoint_every": 1}
+    config, local = configured(model, ROWS, None, None, None, 1, settings)
+    directory = run_directory.create("runs", "mine", config_yaml=config.dump_yaml())
+    assert run_plan(plan_of(config, directory.path, local=local)).steps == 1
+    again, _, found = resumption(directory, None, None, {"agent.rollout": play, "run.max_steps": 2})
+    assert found == local == {"agent.rollout": play} and again.run.max_steps == 2
+    with pytest.raises(engine.ConfigError, match=r"agent\.rollout .* is not the function or class that the run began"):
+        resumption(directory, None, None, {"agent.rollout": other})
+    with pytest.raises(engine.ConfigError, match=r"engine\.resume\(RUN, \*\*\{'agent\.rollout': FUNCTION\}\)"):
+        plan_of(again, directory.path)
+
+
 def test_a_function_of_a_script_is_not_importable() -> None:
     def score(prompt: engine.Prompt, trajectory: engine.Trajectory) -> float:
         return 1.0
@@ -221,6 +241,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a value and a section": (
         {"settings": {"rollout.engine_args": 1, "rollout.engine_args.seed": 2}},
         "engine_args is given as a value too; give only one of them",
+    ),
+    "a function as an argument": (
+        {"environment": "m:E", "settings": {"environment.arguments": {"play": print}}},
+        "environment.arguments.play 'builtins:print' is a function or a class, which cannot be an argument",
     ),
     "unknown": ({"settings": {"run.max_stepz": 4}}, "run.max_stepz is 4: unknown key; did you mean run.max_steps"),
 }

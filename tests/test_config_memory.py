@@ -107,7 +107,8 @@ def test_ranks_load_their_shards_and_one_process_the_whole_model() -> None:
     alone, of_four = (config(trainer={"device": "cuda", "ranks": ranks, "kl_loss_coef": 0.1}) for ranks in (1, 4))
     assert start_memory(MODEL, alone) == {"float32 weights": 4e6, "bfloat16 copies": 2e6}
     assert start_memory(MODEL, alone, TEACHER)["float32 weights"] == 28e6, "one model after the other"
-    assert start_memory(MODEL, of_four) == {"float32 weights": 4e6, "a tensor in each rank": 4 * 4 * 64_000}
+    assert start_memory(MODEL, of_four) == {"rows of a tensor in each rank": 4 * 64_000}
+    assert trainer_memory(MODEL, of_four, TEACHER)["reference"] == 2 * 7e6 / 4, "frozen shards are bfloat16"
     assert host_memory(MODEL, alone)["weights being saved"] == 4e6
 
 

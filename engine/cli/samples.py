@@ -81,7 +81,7 @@ def show(arguments: argparse.Namespace) -> int:
     if arguments.set is not None and not arguments.validation:
         raise ConfigError("--set", arguments.set, "must be used together with --validation", "add --validation")
     for option in ("validation", "step", "compare", "worst", "best"):
-        if arguments.failed and getattr(arguments, option):
+        if arguments.failed and getattr(arguments, option) not in (None, False):
             law = "cannot be used together with --failed: these responses have neither a step nor a reward"
             raise ConfigError(f"--{option}", getattr(arguments, option), law, "leave one of them out")
     shelf = Shelf.of(run.path, validation=arguments.validation, failed=arguments.failed)

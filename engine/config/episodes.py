@@ -47,10 +47,10 @@ def load_environment(config: Config, local: Local = NO_LOCAL) -> Callable[[], En
         known = [name for name in inspect.signature(found).parameters]
         fix = f"its parameters are {', '.join(known)}" if known else "remove them: it takes none"
         raise ConfigError("environment.arguments", arguments, law, fix) from error
-    return partial(_made, found, arguments)
+    return partial(_make_environment, found, arguments)
 
 
-def _made(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Environment:
+def _make_environment(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Environment:
     """Raises: `TypeError` if a user's function returns something else."""
     found = make(**arguments)
     if not isinstance(found, Environment):

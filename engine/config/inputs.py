@@ -36,8 +36,8 @@ LEAST_STORE_BYTES = 256 << 20
 
 
 def check_inputs(config: Config, *, rehearse: bool = False, local: Local = NO_LOCAL) -> Iterator[str]:
-    """Lines like those of `check_config`; `rehearse`: with those of `dry_run`, which calls the reward. `reward`: the
-    function itself, if it cannot be imported.
+    """Lines like those of `check_config`; `rehearse`: with those of `dry_run`, which calls the reward. `local`:
+    functions and classes that cannot be imported.
 
     Raises: ConfigError for a file that is missing or cannot be used.
     """

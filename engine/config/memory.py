@@ -99,12 +99,12 @@ def trainer_memory(model: Model, config: Config, reference: Model | None = None)
     t, number = config.trainer, computed_bytes(config)
     share, trained = (model.parameters + model.adapter) / t.ranks, model.trained / t.ranks
     own = None if reference is None or not loads_reference(config) else reference
-    held = {"weights": 4.0 * share}
+    held = {"weights": 4.0 * trained + number * (share - trained)}
     if halved := number < 4 and t.ranks == 1:
         held = {"bfloat16 weights": 2.0 * share, "float32 masters": 4.0 * trained}
     held |= {"gradients": 4.0 * trained, "moments": 8.0 * trained}
     if own is not None:
-        held["reference"] = (2.0 if halved else 4.0) * own.parameters / t.ranks
+        held["reference"] = float(number) * own.parameters / t.ranks
     if t.cpu_offload and (halved or t.ranks > 1):
         held = {name: held[name] for name in ("bfloat16 weights", "reference") if halved and name in held}
     if t.ranks > 1:
@@ -149,13 +149,14 @@ def published_bytes(config: Config, number: int) -> int:
 
 
 def start_memory(model: Model, config: Config, reference: Model | None = None) -> dict[str, float]:
-    """Bytes in host memory while the trainer, with all its ranks, loads models for its device."""
+    """Bytes in host memory while the trainer loads models for its device. Each of several ranks reads its rows of one
+    tensor after another."""
     t = config.trainer
     loaded = [model, *([reference] if reference is not None and loads_reference(config) else [])]
-    parts = {"float32 weights": 4.0 * max(one.parameters + one.adapter for one in loaded)}
     if t.ranks > 1:
-        parts["a tensor in each rank"] = 4.0 * t.ranks * max(one.largest for one in loaded)
-    elif computed_bytes(config) < 4:
+        return {"rows of a tensor in each rank": 4.0 * max(one.largest for one in loaded)}
+    parts = {"float32 weights": 4.0 * max(one.parameters + one.adapter for one in loaded)}
+    if computed_bytes(config) < 4:
         parts["bfloat16 copies"] = 2.0 * model.trained
     return parts
 
@@ -169,9 +170,11 @@ def host_memory(model: Model, config: Config, reference: Model | None = None) ->
     if t.cpu_offload and t.ranks == 1 and computed_bytes(config) < 4:
         parts["masters, gradients and moments"] = 16.0 * model.trained
     elif t.cpu_offload and t.ranks > 1:
-        parts["shards of every rank"] = 4.0 * (model.parameters + model.adapter) + 12.0 * model.trained
+        number = computed_bytes(config)
+        frozen = model.parameters + model.adapter - model.trained
+        parts["shards of every rank"] = float(number * frozen + 16 * model.trained)
         if reference is not None and loads_reference(config):
-            parts["reference"] = 4.0 * reference.parameters
+            parts["reference"] = float(number * reference.parameters)
     if t.ranks == 1 and t.rollback and settings.optimizer_steps(config.scheduler.train_batch_size) > 1:
         parts["the copy that undoes a failed step"] = 12.0 * model.trained
     return parts

@@ -89,10 +89,6 @@ class ValidationSection(Section):
     )
     greedy: bool = Field(True, description="Take the likeliest token where a prompt gets one response.")
 
-    def needs_default_path(self) -> bool:
-        """Whether a set has the prompts of `data.validation_path`."""
-        return not self.sets or any(one.path is None for one in self.sets)
-
 
 class SetSettings(NamedTuple):
     """A validation set with the defaults of its sections filled in."""

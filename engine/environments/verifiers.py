@@ -93,7 +93,9 @@ def _counted_errors(environment: Any) -> ContextVar[list[BaseException]]:
     if callable(formatted):
 
         def counted(error: BaseException) -> Any:
-            collected.get().append(error)
+            errors = collected.get(None)
+            if errors is not None:  # else it is of a rollout of another agent on this environment
+                errors.append(error)
             return formatted(error)
 
         environment.error_formatter = counted

@@ -57,7 +57,7 @@ class RecordEnd:
 class Recorder:
     """Appends frames to the segments of a new record, or of one that is there.
 
-    Args: `header` begins a new record; an `RecordEnd` continues an existing one in a new segment,
+    Args: `header` begins a new record; a `RecordEnd` continues an existing one in a new segment,
     what is torn cut off. `fsync`: `flush` returns only when the disk has the frames, not merely the operating system;
     costs a disk's latency per flush and is what a power cut, but not a killed process, needs.
     Raises: `RecordError` where the directory holds a record already, is held by another process or cannot be written,

@@ -345,14 +345,16 @@ class Scorer:
                 return_exceptions=True,
             )
         columns: list[list[Value]] = []
-        for outcome in outcomes:
-            if isinstance(outcome, DataFailure):
-                outcome.judged = group
-            if isinstance(outcome, BaseException):
-                raise outcome
-            columns.append(outcome)
-        for rollout, values in zip(unscored, zip(*columns, strict=True), strict=True):
-            self._reward.assign(group.prompt, rollout, values)
+        try:
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                columns.append(outcome)
+            for rollout, values in zip(unscored, zip(*columns, strict=True), strict=True):
+                self._reward.assign(group.prompt, rollout, values)
+        except DataFailure as failure:
+            failure.judged = group
+            raise
 
     async def failed(self) -> str:
         """As `RewardCalls.failed`."""

@@ -89,7 +89,9 @@ def find(spec: str, directory: str | None, config_field: str, local: Local = NO_
         raise ConfigError(config_field, spec, "is not of the form module:function", "for example my_rewards:score")
     if module_name == "__main__" or {"locals", "lambda"} & {*attribute.split(".")}:
         law = "belongs to a script or a notebook, or is inside a function, and cannot be imported"
-        argument = "environment=CLASS" if config_field.startswith("environment.") else "reward=FUNCTION"
+        section = config_field.partition(".")[0]
+        arguments = {"environment": "environment=CLASS", "reward": "reward=FUNCTION"}
+        argument = arguments.get(section, f"**{{'{config_field}': FUNCTION}}")
         fix = f"a run that began with it resumes in the script: engine.resume(RUN, {argument})"
         raise ConfigError(config_field, spec, law, f"{fix}; for a new run, put it in a module")
     module = _import(module_name, directory or os.getcwd(), spec, config_field)

@@ -65,7 +65,7 @@ class Policy:
         self.ranks = ranks
         self.masters = Masters()
         if ranks.count == 1:
-            self._parts, self.packing = _examined(model, settings)
+            self._parts, self.packing = _examine(model, settings)
             if bf16:  # several ranks gather float32 shards as bfloat16
                 self.masters.divide(model)
             self._run = ranks.shard(model, device, bf16=bf16)
@@ -73,7 +73,7 @@ class Policy:
             self._run = ranks.shard(model, device, bf16=bf16)
             fill_model(model, missing or {}, ranks)
             with torch.no_grad(), self.autocast():
-                self._parts, self.packing = self._run(_examined, model, settings)
+                self._parts, self.packing = self._run(_examine, model, settings)
             ranks.release(self._run)
         self.masters.place(device, on_host=settings.cpu_offload)
         self.trained = self.masters.trained(model)
@@ -164,7 +164,7 @@ class Policy:
             yield idle_pass(), []
 
 
-def _examined(model: Any, settings: TrainerSettings) -> tuple[tuple[Callable[..., Any], Any] | None, Packing]:
+def _examine(model: Any, settings: TrainerSettings) -> tuple[tuple[Callable[..., Any], Any] | None, Packing]:
     return body_and_head(model), packing_for(model, settings)
 
 

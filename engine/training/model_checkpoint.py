@@ -36,7 +36,14 @@ from engine.errors import ConfigError, reason_of
 from engine.ids import StepId
 from engine.lora import CONFIG_FILE, WEIGHTS_FILE, adapter_tensors, has_adapter, lora_of, merged_model, write_adapter
 from engine.training.masters import Masters
-from engine.training.model_files import FILE_BYTES, files_of, matching, named_tensors, stored_tensors, write_model
+from engine.training.model_files import (
+    FILE_BYTES,
+    divide_into_files,
+    matching,
+    named_tensors,
+    stored_tensors,
+    write_model,
+)
 from engine.training.ranks import ALONE, Ranks, Whole
 
 # -- failed steps ------------------------------------------------------------------------------------------------------
@@ -335,7 +342,7 @@ def optimizer_tensors(
 def write_moments(folder: Path, moments: Mapping[str, Tensor], ranks: Ranks) -> None:
     """Write the tensors of `optimizer_tensors`, each rank its own shards. Collective. Raises: `OSError`, in every rank,
     if one of them cannot write."""
-    files = {name: number for number, names in enumerate(files_of(moments), 1) for name in names}
+    files = {name: number for number, names in enumerate(divide_into_files(moments), 1) for name in names}
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
     with _dcp("cannot write the optimizer's state"):
         dcp.save({**moments}, storage_writer=writer, no_dist=ranks.count == 1)

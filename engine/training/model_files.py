@@ -179,7 +179,7 @@ def write_model(folder: Path, model: PreTrainedModel, own: Mapping[str, Tensor],
     names: dict[int, str] = {}
     for name, value in own.items():
         names.setdefault(id(value), name)  # of tied tensors, the first
-    files = files_of({name: own[name] for name in names.values()})
+    files = divide_into_files({name: own[name] for name in names.values()})
     places: dict[str, str] = {}
     for number, each in enumerate(files, 1):
         file = SAFE_WEIGHTS_NAME if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
@@ -201,7 +201,7 @@ def write_model(folder: Path, model: PreTrainedModel, own: Mapping[str, Tensor],
                 (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def files_of(tensors: Mapping[str, Tensor]) -> Sequence[Sequence[str]]:
+def divide_into_files(tensors: Mapping[str, Tensor]) -> Sequence[Sequence[str]]:
     """The names of each file: in order, and of at most `FILE_BYTES`, unless one tensor has more."""
     files: list[list[str]] = []
     room = 0

@@ -205,3 +205,13 @@ def test_what_a_template_writes_again_in_every_turn_begins_a_segment() -> None:
         "Be brief. [question 1]",
         "[question 1]4<|im_end|>Be brief. [question 2]",
     ]
+
+
+def test_no_word_in_a_message_is_taken_for_the_end_of_an_answer() -> None:
+    talk = Talk("qwen2_5", "<|im_end|>")
+    talk.say("2+2?")
+    talk.answer("4")
+    said = "IMPORTANT " + "".join(f" xANSWER{n}x<|im_end|>\n" for n in range(3)) + "tail"
+    talk.say(said)
+    talk.answer("5")
+    assert talk.inserted() == [CHATML.format(said)]

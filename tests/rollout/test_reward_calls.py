@@ -58,6 +58,16 @@ def test_a_function_of_the_group_gets_all_its_unscored_responses() -> None:
     assert [one.reward for one in scored(group, part_of(ranked))] == [0.0, 1.0, 7.0]
 
 
+def test_a_failed_reward_says_which_responses_it_judged() -> None:
+    def none(prompt: Prompt, trajectory: Trajectory) -> None:
+        return None
+
+    group = group_of("a", "b")
+    with pytest.raises(DataFailure) as failed:
+        scored(group, part_of(none, name="none"), part_of(none, name="other"))
+    assert failed.value.judged is group, "engine samples --failed shows them"
+
+
 def test_a_response_without_an_answer_is_marked() -> None:
     def score(prompt: Prompt, trajectory: Trajectory) -> float:
         return NoAnswer(-0.5) if trajectory.text == "a" else 1.0

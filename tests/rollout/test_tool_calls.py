@@ -133,3 +133,19 @@ def test_long_answers_are_parsed_in_linear_time(name: str, inner: str) -> None:
     said = "<tool_call><function=f>" + inner * 20_000
     assert parsed(name, said) == (said, [])
     assert len(parsed(name, said + "</function></tool_call>")[1]) <= 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        {"parameters": []},
+        {"parameters": {"properties": []}},
+        {"parameters": {"properties": {"a": {"type": None}}}},
+        {"parameters": {"properties": {"a": {"anyOf": 3}}}},
+        {"parameters": {"properties": {"a": {"oneOf": [1]}}}},
+    ],
+)
+def test_a_tool_whose_schema_is_none_gets_values_as_they_parse(function: dict[str, Any]) -> None:
+    said = "<tool_call><function=f><parameter=a>2</parameter></function></tool_call>"
+    for tool in ({"type": "function", "function": {"name": "f", **function}}, {"function": 1}):
+        assert calls_of(PARSERS["qwen3_coder"], said, [tool]) == ("", [ParsedCall("f", '{"a": 2}')])

@@ -1,6 +1,7 @@
 """Environments of `verifiers` on the gateway. The package itself cannot be installed beside the tests': a stand-in with
 its interface plays the rollouts, through the real gateway."""
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -34,6 +35,9 @@ class Sums:
     def get_eval_dataset(self, n: int = -1) -> list[dict[str, Any]]:
         return [{**ROW, "answer": "3"}]
 
+    async def meet(self) -> None:
+        """Called after each answer of the model."""
+
     def error_formatter(self, error: Exception) -> str:
         return f"Error: {error}"
 
@@ -44,6 +48,7 @@ class Sums:
             done = await client.connection.chat.completions.create(
                 model=model, messages=messages, tools=[ADD], **sampling
             )
+            await self.meet()
             message = done.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
             if not message.tool_calls:
@@ -95,9 +100,27 @@ def test_a_rollout_has_the_reward_the_metrics_and_the_tool_errors_of_its_environ
                                   {"max_tokens": 90})]  # fmt: skip
 
 
+class Pairs(Sums):
+    """Two rollouts that get their answers together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.barrier = asyncio.Barrier(2)
+
+    async def meet(self) -> None:
+        await self.barrier.wait()
+
+
 def test_the_errors_of_rollouts_at_the_same_time_are_kept_apart() -> None:
-    found = played(Sums(), *[call(numbers="x")] * 2, *["2<end>"] * 2, samples=2)
+    found = played(Pairs(), *[call(numbers="x")] * 2, *["2<end>"] * 2, samples=2)
     assert [one.figures["tool_errors"] for one in found] == [1.0, 1.0]
+
+
+def test_several_agents_may_play_one_environment() -> None:
+    environment = Sums()
+    played(environment, call(numbers=[1, 1]), "2<end>")
+    (one,) = played(environment, call(numbers="x"), call(numbers=[1, 1]), "2<end>")
+    assert one.figures["tool_errors"] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,11 @@ out of earlier answers, such as thinking, stays. A history that continues no cap
 never put a token into a trajectory at a position where the model was not conditioned on that token.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from itertools import count
+from typing import Any, NamedTuple, TypeAlias
 
 from engine.chat import Message, Tool, content_of, has_template, parsed_arguments, plain_message, render
 from engine.errors import DataFailure
@@ -329,10 +331,11 @@ def _rest_of_chat(segment: Segment, messages: Sequence[Message], tools: Sequence
         for n, message in enumerate(added)
     ]
     question: Message = {"role": "user", "content": "question"}
+    end = End(segment.hidden, _word_in_none_of([*messages, *tools]))
     try:
-        rest = _written_after(answer, messages[:place], added, tools, segment.hidden, renderer)
-        alone = _written_after(answer, [question], added, [], segment.hidden, renderer)
-        probed = _written_after(answer, [question], probes, [], segment.hidden, renderer)
+        rest = _written_after(answer, messages[:place], added, tools, end, renderer)
+        alone = _written_after(answer, [question], added, [], end, renderer)
+        probed = _written_after(answer, [question], probes, [], end, renderer)
     except DataFailure:
         return None  # of a history that the template refuses, the whole is rendered, which says so
     shown = probed is not None and all(
@@ -354,8 +357,19 @@ def _continues(segment: Segment, messages: Sequence[Message], tools: Sequence[To
     return all(same)
 
 
-MARK = "xANSWERx7f3a9c"
-"""Placeholder of an answer in a rendered history: one word, which templates do not change."""
+class End(NamedTuple):
+    """How the end of an answer is found in a rendered history."""
+
+    hidden: str
+    """What ends the answer, and is not shown."""
+    mark: str
+    """Stands for the answer: one word, which templates do not change, and no message has."""
+
+
+def _word_in_none_of(values: Sequence[Mapping[str, Any]]) -> str:
+    """A word that occurs in none of these. A tool's result could have any word that is known before."""
+    text = json.dumps(values, default=str)
+    return next(word for n in count() if (word := f"xANSWER{n}x") not in text)
 
 
 def _written_after(
@@ -363,19 +377,20 @@ def _written_after(
     before: Sequence[Message],
     added: Sequence[Message],
     tools: Sequence[Tool],
-    hidden: str,
+    end: End,
     renderer: "Chat",
 ) -> str | None:
-    """What the template writes after an answer and its end `hidden`; None if it does not write them. Raises:
+    """What the template writes after an answer and its end; None if it does not write them. Raises:
     `DataFailure` if it refuses the messages."""
-    marked: Message = {"role": "assistant", "content": MARK}
+    hidden, mark = end
+    marked: Message = {"role": "assistant", "content": mark}
     calls = answer.get("tool_calls") if hidden else None
     if calls:  # some templates refuse or drop results without the call; the mark is also in what is last of the answer
         *others, last = calls
-        function = {"name": last.get("function", last)["name"], "arguments": {"mark": MARK}}
+        function = {"name": last.get("function", last)["name"], "arguments": {"mark": mark}}
         marked = {**marked, "tool_calls": [*others, {**last, "function": function}]}
     text = renderer.template([*before, marked, *added], tools)
-    _, found, tail = text.rpartition(MARK)
+    _, found, tail = text.rpartition(mark)
     if not found or not tail:
         return None
     if not calls:

@@ -140,9 +140,9 @@ def _typed(call: ParsedCall, tools: Sequence[Mapping[str, Any]]) -> ParsedCall:
     """A text that is no JSON, and every text for which the schema allows texts, stays a text."""
     if not call.texts:
         return call
-    functions = [tool.get("function", tool) for tool in tools]
-    function = next((one for one in functions if isinstance(one, Mapping) and one.get("name") == call.name), {})
-    schemas = (function.get("parameters") or {}).get("properties") or {}
+    functions = [_mapping(tool.get("function", tool)) for tool in tools]
+    function = next((one for one in functions if one.get("name") == call.name), {})
+    schemas = _mapping(_mapping(function.get("parameters")).get("properties"))
     given = {name: _value_of(text, schemas.get(name)) for name, text in json.loads(call.arguments).items()}
     return ParsedCall(call.name, json.dumps(given, ensure_ascii=False))
 
@@ -157,12 +157,19 @@ def _value_of(text: str, schema: Any) -> Any:
 
 
 def _types_of(schema: Any) -> set[str]:
-    """The types of JSON that a schema names."""
-    if not isinstance(schema, Mapping):
-        return set()
-    stated = schema.get("type", ())
-    types = {stated} if isinstance(stated, str) else {str(one) for one in stated}
-    return types.union(*(_types_of(one) for name in ("anyOf", "oneOf") for one in schema.get(name) or ()))
+    """The types of JSON that a schema names. Nothing has checked the schema: what is none names no type."""
+    known = _mapping(schema)
+    stated = known.get("type")
+    types = {stated} if isinstance(stated, str) else {str(one) for one in _list(stated)}
+    return types.union(*(_types_of(one) for name in ("anyOf", "oneOf") for one in _list(known.get(name))))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _refuse(constant: str) -> Any:
