@@ -142,7 +142,9 @@ class TrainerSection(Section):
     publish_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Type of published weights; auto: that of the samplers."
     )
-    fp32_head: bool = Field(False, description="With bf16: logits in float32.")
+    fp32_head: bool = Field(
+        False, description="With bf16: logits in float32. Has no effect on models that scale or cap their logits."
+    )
     activation_checkpointing: bool = Field(
         False, description="Keep only the inputs of layers for the backward pass: less memory, a third more time."
     )
