@@ -16,7 +16,19 @@ from clockwork import clockwork
 from rich.cells import cell_len
 from rich.console import Console
 
-from engine.cli.run_view import LiveView, PlainView, clock, figure, panel, sparkline, step_line, summary, view_for
+from engine.cli.run_view import (
+    LiveView,
+    PlainView,
+    clock,
+    figure,
+    panel,
+    set_rows,
+    sparkline,
+    step_line,
+    summary,
+    validation_line,
+    view_for,
+)
 from engine.metrics.status import Status
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -249,3 +261,16 @@ def read_all(descriptor: int) -> bytes:
             break
         parts.append(part)
     return b"".join(parts)
+
+
+def test_a_set_without_a_name_adds_only_what_the_validation_does_not_say() -> None:
+    figures = {"prompts": 2, **{f"{m}{end}": 0.5 for m in ("avg@1", "pass@2") for end in ("", "_low", "_high")}}
+    row = {
+        "validation": 0, "version": 1, "steps": 1, "outcome": "reported", "accuracy": 0.5, "reward_mean": 0.5,
+        "sets": {"held_out": figures}, "measured": 2, "rows": 2, "elapsed_s": 1.0, "reason": "",
+    }  # fmt: skip
+    line = validation_line(row)
+    assert "held_out/pass@2=0.5000[0.500,0.500]" in line and "avg@1" not in line
+    assert [name for name, _ in set_rows([row])] == ["held_out pass@2"]
+    named = {**row, "sets": {"math": figures}}
+    assert "math/avg@1=" in validation_line(named)

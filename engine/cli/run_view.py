@@ -18,6 +18,7 @@ from rich.text import Text
 
 from engine.metrics.journal import metrics_in
 from engine.metrics.status import Status
+from engine.states.limits import HELD_OUT
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 24
@@ -190,8 +191,13 @@ def set_fields(row: Mapping[str, Any]) -> dict[str, str]:
         f"{name}/{metric}": f"{figure(value, '.4f')}[{figure(low, '.3f')},{figure(high, '.3f')}]"
         for name, figures in row.get("sets", {}).items()
         for metric, value, low, high in metrics_in(figures)
-        if not metric.startswith("reward_")
+        if not metric.startswith("reward_") and not _is_shown(name, metric)
     }
+
+
+def _is_shown(name: str, metric: str) -> bool:
+    """Whether a figure repeats the validation's accuracy or reward: that of the only set, which has no name."""
+    return name == HELD_OUT and metric in ("avg@1", "reward_mean")
 
 
 def set_rows(validations: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -202,6 +208,8 @@ def set_rows(validations: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, st
     first, newest = reported[0], reported[-1]
     for name, figures in newest["sets"].items():
         for metric, value, low, high in metrics_in(figures):
+            if _is_shown(name, metric):
+                continue
             before = first["sets"].get(name, {}).get(metric) if first is not newest else None
             earlier = "" if before is None else f"{figure(before, '.3f')} / "
             cell = f"{earlier}{figure(value, '.3f')}  (95 %: {figure(low, '.3f')} to {figure(high, '.3f')})"
