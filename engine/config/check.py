@@ -13,6 +13,7 @@ from engine.errors import ConfigError
 from engine.hardware import gpu_count, gpus_of_their_own
 from engine.rollout.vllm.engine_args import built_for_cpu, check_engine_args, workers_of
 from engine.states.limits import Limits
+from engine.states.waits import counted
 
 BACKENDS: dict[str, Callable[[Config], None]] = {
     "vllm": lambda config: check_engine_args(config.rollout.engine_args),
@@ -38,7 +39,7 @@ def check_config(config: Config) -> list[str]:
         f"ok: hard staleness, no group is trained more than S = {stale} train steps behind its oldest token",
         f"ok: a version comes in time, S >= k - 1 ({stale} >= {every - 1}), published every k = {every} train steps",
         f"ok: {_concurrency(config.limits())}, K groups run at once",
-        f"ok: {r.replicas} replicas of {r.slots} slots run {slots} groups, {trajectories} trajectories, at once",
+        f"ok: {counted(r.replicas, 'replica')} of {r.slots} slots: {slots} groups, {trajectories} trajectories at once",
         f"ok: policies: {named}",
         *(f"ok: {line}" for line in layout(config)),
         *(f"note: {note}" for note in _surprises(config, slots)),
