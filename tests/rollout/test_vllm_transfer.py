@@ -25,7 +25,7 @@ from engine.shared_weights import Manifest
 from engine.trajectory import Span
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-WIRE = Wire(backend="gloo", bucket_bytes=50_000, timeout_s=10.0, limit_s=60.0)
+WIRE = Wire(backend="gloo", bucket_bytes=50_000, timeout_s=20.0, limit_s=60.0)
 READER = 0
 
 
