@@ -1,6 +1,6 @@
-"""Decisions that users can replace: their protocols, the registry and the built-in policies, one file per decision."""
+"""Decisions that users can replace: their protocols, the registry and the built-in policies."""
 
-from engine.policies import admission, batching, deadline, dispatch, filter, resume, retry, sync, validation
+from engine.policies import built_in
 from engine.policies.custom_states import add_state, added_states, state_names
 from engine.policies.registry import API_VERSION, DEFAULTS, ON_ERROR, PolicySet, names, register
 
@@ -11,16 +11,8 @@ __all__ = [
     "PolicySet",
     "add_state",
     "added_states",
-    "admission",
-    "batching",
-    "deadline",
-    "dispatch",
-    "filter",
+    "built_in",
     "names",
     "register",
-    "resume",
-    "retry",
     "state_names",
-    "sync",
-    "validation",
 ]

@@ -1,6 +1,6 @@
 """Train steps: collecting a batch under the deadline rule, scoring, training, publishing, checkpoints.
 
-Called by `scheduler.py`. `policies/batching.py` states the rule that makes the staleness bound hard. This module checks
+Called by `scheduler.py`. `policies/built_in.py` states the rule that makes the staleness bound hard. This module checks
 every batch against it, whichever policy chose the batch.
 """
 
@@ -23,7 +23,7 @@ from engine.events import (
     WeightsPublished,
 )
 from engine.ids import GroupId, StepId, Version
-from engine.policies.deadline import DECISIONS
+from engine.policies.built_in import DECISIONS
 from engine.scheduling.decisions import Decisions
 from engine.scheduling.groups import RolloutScheduling
 from engine.scheduling.issued_commands import Orders

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from engine import policies
 from engine.ids import GroupId, ReplicaId, Version
-from engine.policies.dispatch import LeastLoaded
+from engine.policies.built_in import LeastLoaded
 from engine.states.view import View
 
 MARKER = "LOOPED"
