@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from engine.config import Config, check_config, load_config, parse_config
 from engine.config.check import check_nccl
 from engine.config.loading import expected, fields
+from engine.config.model import ArithmeticSection
 from engine.config.paths import PATHS
-from engine.config.schema import ArithmeticSection, TrainerSection
+from engine.config.trainer import TrainerSection
 from engine.errors import ConfigError
 from engine.hardware import gpu_count
 from engine.states.limits import Limits

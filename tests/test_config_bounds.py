@@ -8,7 +8,7 @@ import yaml
 from pydantic import ValidationError
 
 from engine.config.schema import Config
-from engine.control.request_events import changes
+from engine.control.requests import changes
 from engine.errors import ConfigError
 from engine.policies import PolicySet
 from engine.scheduling.settings import FIGURES

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from engine.config.inputs import packing_line
 from engine.config.loading import parse_config
-from engine.config.packing import packing_line
 from engine.config.schema import Config
 from engine.errors import ConfigError
 from engine.training.packable import why_padded

@@ -18,9 +18,8 @@ from engine.actors.failures import Pulse, failure_reason
 from engine.errors import EngineError, RunFailed
 from engine.ids import Incarnation
 from engine.metrics.collector import RunMetrics
-from engine.metrics.journal import keep_rows
+from engine.metrics.journal import ReplayedRows, StepRows, keep_rows
 from engine.metrics.status import Status
-from engine.metrics.step_rows import ReplayedRows, StepRows
 from engine.metrics.transitions import Transitions
 from engine.record import Recovered, read, recover
 from engine.record.files import RecordLock

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from engine.config.deterministic import remarks
 from engine.config.pools import layout, surprises
-from engine.config.samples import missing_package
+from engine.config.reports import missing_package
 from engine.config.schema import Config
 from engine.errors import ConfigError
 from engine.hardware import gpu_count, gpus_of_their_own

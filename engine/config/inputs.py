@@ -10,12 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.config.adapter import Shapes, adapter_line, adapter_numbers, refuse_adapter_as_model
 from engine.config.memory import Model, memory_lines, published_bytes
 from engine.config.model_description import files_of, number_bytes, numbers_in, tensor_shapes, vocabulary
-from engine.config.packing import packing_line
 from engine.config.reward_functions import reward_of_section, reward_of_set
 from engine.config.schema import Config
+from engine.config.trainer import Shapes, adapter_line, adapter_numbers, refuse_adapter_as_model
 from engine.errors import ConfigError
 from engine.hardware import object_store_limit
 from engine.lora import WEIGHTS_FILE
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from engine.tasks.dataset import Dataset
     from engine.tasks.source_files import LoadedSource
     from engine.tasks.warm_start import WarmStart  # it needs the extra `train`
+from engine.training.packable import why_padded
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -366,3 +366,24 @@ def _lengths(directory: Path, stop: list[str]) -> dict[str, int]:
         text: 1 if json.dumps(text) in settings else len(tokenizer.encode(text, add_special_tokens=False).ids)
         for text in stop
     }
+
+
+def packing_line(config: Config, directory: Path) -> str:
+    """Raises: ConfigError if the settings require packed rows, but the model cannot compute them."""
+    t = config.trainer
+    if t.packing == "off":
+        return "ok: trajectories are padded to the longest of their pass (trainer.packing off)"
+    try:
+        reason = why_padded(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, AttributeError, TypeError):
+        reason = "has no config.json that can be read"
+    if reason is None:
+        shared = {"auto": "a prompt is computed once if that saves 15 % of the tokens", "off": "no prompt is shared"}
+        return (
+            "ok: trajectories are packed without padding, if a test of the loaded model gives the same as padded rows; "
+            f"{shared.get(t.shared_prompts, 'each prompt is computed once')}"
+        )
+    for field in ("packing", "shared_prompts"):
+        if getattr(t, field) == "on":
+            raise ConfigError(f"trainer.{field}", "on", f"model.path {config.model.path} {reason}", "use auto")
+    return f"note: trajectories are padded, not packed: model.path {config.model.path} {reason}"

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from engine.config.extensions import load_extensions_of
 from engine.config.paths import RUNS, absolute_paths
 from engine.config.schema import Config
-from engine.config.secrets import refuse_secrets
+from engine.config.section import refuse_secrets
 from engine.errors import ConfigError, suggestion
 from engine.redaction import shortened
 

@@ -10,9 +10,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from engine.config.adapter import Shapes
 from engine.config.model_description import numbers_in, read_json
 from engine.config.schema import Config
+from engine.config.trainer import Shapes
 from engine.errors import ConfigError
 from engine.hardware import gpu_count
 from engine.rollout.vllm.engine_args import workers_of

@@ -5,36 +5,29 @@ A `Config` holds only if every law does, however it was made. The laws on batch,
 Reads no file: `loading.py` does.
 """
 
-import dataclasses
 from typing import Literal, Self
 
 import yaml
 from pydantic import Field, model_validator
 
-from engine.config.adapter import refuse_adapter
 from engine.config.agent import AgentSection, EnvironmentSection
 from engine.config.cluster import ClusterSection
 from engine.config.data import DataSection
 from engine.config.deterministic import settled
-from engine.config.lookup import LookupSection
+from engine.config.model import ModelSection
 from engine.config.paths import RUNS
 from engine.config.pools import PoolSection, check_pools, limit_pools, rewarding, settled_by_pools
+from engine.config.reports import SamplesSection, SinksSection
 from engine.config.reward import RewardSection, refuse_rewards
 from engine.config.rollout import RolloutSection
-from engine.config.samples import SamplesSection
-from engine.config.scheduler import SchedulerSection, divisor
-from engine.config.secrets import refuse_secrets
-from engine.config.section import HostName, Section
-from engine.config.sinks import SinksSection
-from engine.config.timeouts import TimeoutsSection
-from engine.config.trainer import TrainerSection
+from engine.config.scheduler import SchedulerSection, TimeoutsSection
+from engine.config.section import HostName, Section, refuse_secrets
+from engine.config.trainer import TrainerSection, refuse_adapter
 from engine.config.validation import ValidationSection, refuse_validation, validation_limits
 from engine.errors import ConfigError
 from engine.policies import PolicySet, added_states
 from engine.scheduling.settings import require_time_for_rewards
 from engine.states.limits import BOUNDS, Limits
-from engine.tasks.arithmetic import Division
-from engine.tasks.quickstart import Quickstart
 from engine.training.trainer_settings import TrainerSettings
 
 # -- the control endpoint ----------------------------------------------------------------------------------------------
@@ -52,12 +45,6 @@ class ControlSection(Section):
 
 
 # -- the configuration -------------------------------------------------------------------------------------------------
-
-
-_MADE = Quickstart()
-MOST_MADE = 10_000_000
-"""Prompts and supervised steps of a model that is made on the spot."""
-_FAMILY = {field.name for field in dataclasses.fields(Division)}
 
 
 class RunSection(Section):
@@ -105,121 +92,6 @@ class RunSection(Section):
                 "the run would never end, because run.max_steps is null too",
                 "set one of them, for example run.epochs: 1",
             )
-        return self
-
-
-class ArithmeticSection(Section):
-    """The model and data that `model.make: arithmetic` builds on the spot: `tasks.quickstart.Quickstart`."""
-
-    layers: int = Field(_MADE.layers, ge=1, le=64, description="Transformer layers.")
-    hidden_size: int = Field(_MADE.hidden_size, ge=8, le=8192, description="Width of the model.")
-    heads: int = Field(_MADE.heads, ge=1, le=64, description="Attention heads; must divide half of hidden_size.")
-    train_prompts: int = Field(_MADE.train_prompts, ge=1, le=MOST_MADE, description="Prompts in the training set.")
-    validation_prompts: int = Field(_MADE.validation_prompts, ge=1, le=MOST_MADE, description="Validation prompts.")
-    warmup_steps: int = Field(_MADE.warmup_steps, ge=0, le=MOST_MADE, description="Supervised steps before the run.")
-    warmup_batch: int = Field(
-        _MADE.warmup_batch, ge=1, le=MOST_MADE, description="Worked solutions per supervised step."
-    )
-    warmup_learning_rate: float = Field(
-        _MADE.warmup_learning_rate, gt=0, le=1, description="Learning rate of the supervised steps."
-    )
-    short_steps: int = Field(
-        _MADE.short_steps,
-        ge=1,
-        le=24,
-        description="Most supervised examples use only this many first steps of an answer.",
-    )
-    carelessness: float = Field(
-        _MADE.carelessness, ge=0, le=1, description="How often those answers slip: to be unlearned."
-    )
-    largest_divisor: int = Field(
-        _MADE.family.largest_divisor, ge=2, le=9, description="Questions divide by at most this, a digit."
-    )
-    median_steps: float = Field(
-        _MADE.family.median_steps, ge=1, le=24, description="Median number of subtractions that an answer takes."
-    )
-    spread: float = Field(
-        _MADE.family.spread,
-        ge=0,
-        le=3,
-        description="Log-normal spread of that number: p99 / median = exp(2.33 spread).",
-    )
-    most_steps: int = Field(
-        _MADE.family.most_steps, ge=1, le=24, description="Subtractions of the longest answer; each is 6 tokens."
-    )
-
-    @model_validator(mode="after")
-    def _laws(self) -> Self:
-        if self.hidden_size % (2 * self.heads):
-            law = f"must divide half of hidden_size = {self.hidden_size}"
-            fix = (
-                f"use {divisor(self.hidden_size // 2, self.heads)}"
-                if self.hidden_size % 2 == 0
-                else "use an even hidden_size"
-            )
-            raise ConfigError("model.arithmetic.heads", self.heads, law, fix)
-        return self
-
-    def family(self) -> Division:
-        """Which questions are asked."""
-        return Division(**self.model_dump(include=_FAMILY))
-
-    def quickstart(self, seed: int) -> Quickstart:
-        """What `tasks.quickstart.prepare` is told to make."""
-        return Quickstart(seed=seed, family=self.family(), **self.model_dump(exclude=_FAMILY))
-
-
-class WarmStartSection(Section):
-    """Supervised training on written answers before the run begins."""
-
-    path: str | None = Field(
-        None,
-        min_length=1,
-        description="Prompts with answers: a file, a directory of datasets, or a glob, as in data.path; null: no warm "
-        "start.",
-    )
-    answer_field: str = Field("answer", min_length=1, description="Column with the answer.")
-    epochs: int = Field(1, ge=1, le=1000, description="Passes over the file.")
-    batch_size: int = Field(32, ge=1, le=65_536, description="Answers of one optimizer step.")
-    learning_rate: float = Field(1e-5, gt=0, le=1, description="AdamW's peak learning rate.")
-
-
-class ModelSection(Section):
-    """Which model is trained: give `path`, or `make`."""
-
-    path: str | None = Field(
-        None, min_length=1, description="Directory of a model in Hugging Face format, or a hub name."
-    )
-    make: Literal["arithmetic", "lookup"] | None = Field(
-        None, description="Build a small model and its data instead of loading them."
-    )
-    arithmetic: ArithmeticSection = Field(
-        default_factory=ArithmeticSection, description="Sizes of what `make: arithmetic` builds."
-    )
-    lookup: LookupSection = Field(default_factory=LookupSection, description="Sizes of what `make: lookup` builds.")
-    warm_start: WarmStartSection = Field(
-        default_factory=WarmStartSection, description="Supervised training before the run begins."
-    )
-    checkpoint_path: str | None = Field(
-        None, min_length=1, description="Directory of a run's checkpoint whose weights the run begins with."
-    )
-    checkpoint_optimizer: bool = Field(
-        False, description="Whether the trainer also begins with the optimizer state of model.checkpoint_path."
-    )
-
-    @model_validator(mode="after")
-    def _laws(self) -> Self:
-        if (self.path is None) == (self.make is None):
-            law = "exactly one of model.path and model.make must be set"
-            raise ConfigError(
-                "model.path", self.path, law, "set model.path: <directory or hub name>, or model.make: arithmetic"
-            )
-        if self.make is not None and self.warm_start.path is not None:
-            law = "a model that the engine makes has had its warm start"
-            raise ConfigError("model.warm_start.path", self.warm_start.path, law, "remove it, or use model.path")
-        if self.checkpoint_optimizer and self.checkpoint_path is None:
-            law = "needs model.checkpoint_path, whose optimizer state it takes"
-            raise ConfigError("model.checkpoint_optimizer", True, law, "set model.checkpoint_path, or run with --from")
         return self
 
 

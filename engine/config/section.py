@@ -1,8 +1,12 @@
-"""What every section of a configuration is: the base of the models in `schema.py` and its siblings."""
+"""The base of every section of a configuration, and the values that no section may have: secrets in plain sight."""
 
-from typing import Annotated
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from engine.errors import ConfigError
+from engine.redaction import HIDDEN, is_secret_name, secret_in_command, secret_in_text
 
 DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
 
@@ -14,3 +18,37 @@ class Section(BaseModel):
     """Base of every block: no unknown keys, no silent conversions, no change after loading."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+
+COMMAND = "agent.command"
+
+
+def refuse_secrets(tree: Mapping[str, Any]) -> None:
+    """Raises: `ConfigError` for the first value of a configuration that is or holds a secret; without the value."""
+    for path, secret, value in _values(tree):
+        if secret and value not in (None, "") and not isinstance(value, bool):
+            raise _refusal(path, "a secret")
+        if isinstance(value, str) and (what := secret_in_text(value, path)):
+            raise _refusal(path, what)
+    agent = tree.get("agent")
+    command = agent.get("command") if isinstance(agent, Mapping) else None
+    words = [command] if isinstance(command, str) else command
+    if isinstance(words, list | tuple) and (what := secret_in_command(words)):
+        raise _refusal(COMMAND, f"a secret ({what})")
+
+
+def _refusal(path: str, what: str) -> ConfigError:
+    law = f"is {what}, which would be stored in the run's directory and record"
+    return ConfigError(path, HIDDEN, law, "pass it in an environment variable (docs/OPERATIONS.md, Secrets)")
+
+
+def _values(tree: Any, path: str = "", secret: bool = False) -> Iterator[tuple[str, bool, Any]]:
+    """(path, whether a field around it is named like a secret, value) of every value there is."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _values(value, f"{path}.{key}" if path else str(key), secret or is_secret_name(str(key)))
+    elif isinstance(tree, Sequence) and not isinstance(tree, str | bytes):
+        for value in tree:
+            yield from _values(value, path, secret)
+    else:
+        yield path, secret, tree

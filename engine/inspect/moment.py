@@ -11,8 +11,7 @@ from engine.commands import Command
 from engine.errors import ConfigError, EngineError
 from engine.events import Event
 from engine.ids import EventId, GroupId
-from engine.inspect.story import Story
-from engine.inspect.summary import SHOWN, stamped, summarize, summary_lines, worded
+from engine.inspect.story import SHOWN, Story, stamped, summarize, summary_lines, worded
 from engine.record import Handled, Header, Record, Rejected, ReplayReport, read, recover, replay
 from engine.record.replayer import build_scheduler
 from engine.scheduling.scheduler import Scheduler

@@ -1,11 +1,12 @@
-"""The causal story of one prompt group: event → command → event, with times, versions and state changes.
+"""The causal story of one prompt group: event → command → event, with times, versions and state changes; and the state
+of a run as plain values and as text.
 
 `moment` calls it for each event of a replay. An event belongs to the story if it names the group, changed its state,
 caused a command that names it, or concerns the replica that it runs on or the step that trains it.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
 from typing import Any
 
 from engine.commands import Command, ResumeGroup, ScoreBatch, StartGroup, TrainStep
@@ -21,10 +22,171 @@ from engine.events import (
     WeightsInstalled,
 )
 from engine.ids import EventId, GroupId, ReplicaId, StepId
-from engine.inspect.summary import stamped, worded
 from engine.record import Handled
+from engine.states.machine import Phase
 from engine.states.process import REPLICA
 from engine.states.state import State
+from engine.states.waits import counted
+
+# -- events and commands -----------------------------------------------------------------------------------------------
+
+
+SHOWN = 8
+"""Maximum number of entries shown of a list."""
+
+
+def worded(item: Event | Command, without: tuple[str, ...] = ()) -> str:
+    """`StartGroup(group=3, attempt=1, ...)`, without id, time and cause. Long tuples are cut."""
+    left_out = (*(("id", "at") if isinstance(item, Event) else ("cause",)), *without)
+    parts = [f"{f.name}={_value(getattr(item, f.name))}" for f in fields(item) if f.name not in left_out]
+    return f"{type(item).__name__}({', '.join(parts)})"
+
+
+def stamped(event: Event) -> str:
+    """`t=1.234 s  #57 PromptsDrawn(...)`."""
+    return f"t={event.at:.3f} s  #{event.id} {worded(event)}"
+
+
+def few(things: Iterable[Any]) -> str:
+    """The first entries of a list, and its length."""
+    listed = [str(thing) for thing in things]
+    if not listed:
+        return "none"
+    more = f", … {len(listed)} in all" if len(listed) > SHOWN else ""
+    return ", ".join(listed[:SHOWN]) + more
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({few(value) if value else ''})"
+    return f"{value:.6g}" if isinstance(value, float) else repr(value)
+
+
+# -- the state ---------------------------------------------------------------------------------------------------------
+
+
+def summarize(state: State) -> dict[str, Any]:
+    """The state as plain values, which later events do not change."""
+    newest = state.latest_version
+    return {
+        "prompts": {
+            "drawn": state.ledger.drawn,
+            "phases": {phase.name.lower(): state.ledger.count[phase] for phase in Phase},
+            "asked": state.asked,
+            "exhausted": state.exhausted,
+        },
+        "places": {"held": state.held, "all": state.places(newest), "version": newest},
+        "concurrent": {"running": state.ledger.running, "most": state.limits.max_concurrent_groups},
+        "deadlines": [
+            {"step": deadline, "started": started, "ready": ready}
+            for deadline, started, ready in state.deadlines.cumulative()
+        ],
+        "steps": {
+            "batched": state.steps_batched,
+            "trained": state.steps_trained,
+            "live": [
+                {
+                    "step": s.id, "state": s.state, "attempt": s.attempt, "groups": list(s.groups), "timer": s.timer,
+                    "scoring": state.scoring(s),
+                }
+                for s in state.steps.values()
+            ],
+        },
+        "pools": [
+            {"tasks": list(lease.pool.tasks), "task": lease.task, "step": lease.step, "wanted": lease.wanted}
+            for lease in (state.pools.leases if state.limits.pools else ())
+        ],
+        "replicas": [
+            {
+                "replica": r.id, "state": r.condition, "incarnation": r.process.incarnation, "version": r.version,
+                "staging": r.staging, "staged": r.staged, "slots": r.slots, "occupied": r.occupied,
+                "groups": list(r.groups), "chunks": len(r.chunks), "validator": r.validator,
+                "waits": r.process.room,
+            }
+            for r in state.fleet.replicas.values()
+        ],
+        "processes": [
+            {"process": p.id, "state": p.state, "incarnation": p.incarnation, "deaths": p.deaths, "waits": p.room}
+            for p in state.processes.values()
+        ],
+        "versions": [{"version": v.id, "state": v.state, "steps": v.steps} for v in state.versions.values()],
+        "validations": [
+            {
+                "validation": v.id, "state": v.state, "version": v.version, "rows": v.rows, "measured": v.measured,
+                "waiting": len(v.waiting), "out": v.out, "replicas": list(v.replicas),
+            }
+            for v in state.validations.runs.values()
+        ],
+        "publishing": state.publishing,
+        "checkpoint_pending": state.checkpoint_pending,
+        "stale_echoes": state.stale_echoes,
+        "outcome": None if state.outcome is None else f"{state.outcome.outcome}: {state.outcome.reason}",
+        "hash": state.hash,
+    }  # fmt: skip
+
+
+def summary_lines(summary: dict[str, Any]) -> list[str]:
+    """The text of a summary."""
+    prompts, places, concurrent, steps = summary["prompts"], summary["places"], summary["concurrent"], summary["steps"]
+    counted = " + ".join(f"{count} {phase}" for phase, count in prompts["phases"].items())
+    source = "the data source is exhausted" if prompts["exhausted"] else f"{prompts['asked']} requested"
+    lines = [
+        f"prompts   {prompts['drawn']} drawn = {counted}; {source}",
+        f"places    {places['held']} of {places['all']} held at version {places['version']}; "
+        f"{concurrent['running']} of {concurrent['most']} groups running",
+    ]
+    if summary["deadlines"]:
+        deadlines = [f"by step {d['step']}: {d['started']} ({d['ready']} ready)" for d in summary["deadlines"]]
+        lines.append(f"deadlines {'; '.join(deadlines)}")
+    lines.append(f"steps     {steps['batched']} batched, {steps['trained']} trained")
+    for step in steps["live"]:
+        timer = "" if step["timer"] is None else f", timer {step['timer']}"
+        batch = f", groups {few(step['groups'])}" if step["groups"] else ""
+        scoring = "".join(f", {task} running" for task in step["scoring"])
+        lines.append(f"  step {step['step']}: {step['state']}, attempt {step['attempt']}{scoring}{timer}{batch}")
+    for pool in summary["pools"]:
+        of = f" of step {pool['step']}" if pool["step"] >= 0 else ""
+        wanted = ", wanted by the trainer" if pool["wanted"] else ""
+        lines.append(f"pool      {' + '.join(pool['tasks'])}: {pool['task'] or 'free'}{of}{wanted}")
+    if summary["processes"]:
+        lines.append("processes " + "; ".join(_process(p) for p in summary["processes"]))
+    lines.append("replicas" if summary["replicas"] else "replicas  none has joined")
+    for r in summary["replicas"]:
+        coming = "".join(f", {word} {r[word]}" for word in ("staging", "staged") if r[word] is not None)
+        lines.append(
+            f"  replica {r['replica']}: {r['state']}, incarnation {r['incarnation']}, version {r['version']}{coming}; "
+            f"{r['occupied']} of {r['slots']} slots: {few(r['groups'])}{_validating(r)}{_room(r)}"
+        )
+    publishing = "; one is being published" if summary["publishing"] else ""
+    lines.append(f"versions  {_versions(summary['versions'])}{publishing}")
+    for v in summary["validations"]:
+        chunks = f"{v['out']} chunks running, {v['waiting']} waiting; holds replicas {few(v['replicas'])}"
+        rows = f"version {v['version']}, {v['measured']} of {v['rows']} rows"
+        lines.append(f"  validation {v['validation']}: {v['state']}, {rows}; {chunks}")
+    checkpoint = "a checkpoint is being written; " if summary["checkpoint_pending"] else ""
+    lines.append(f"other     {checkpoint}{summary['stale_echoes']} stale echoes; state hash {summary['hash']:016x}")
+    if summary["outcome"] is not None:
+        lines.append(f"outcome   {summary['outcome']}")
+    return lines
+
+
+def _process(process: dict[str, Any]) -> str:
+    ended = f", ended {counted(process['deaths'], 'time')} without progress" if process["deaths"] else ""
+    return f"{process['process']} {process['state']}, incarnation {process['incarnation']}{ended}{_room(process)}"
+
+
+def _room(process: dict[str, Any]) -> str:
+    return f", waits for room: {process['waits']}" if process["waits"] else ""
+
+
+def _validating(replica: dict[str, Any]) -> str:
+    only = ", only validates" if replica["validator"] else ""
+    return f"{only}, {replica['chunks']} slots measure" if replica["chunks"] else only
+
+
+def _versions(versions: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{v['version']} {v['state']} ({v['steps']} steps)" for v in versions) or "none"
+
 
 ABOUT_ITS_REPLICA = (ReplicaPaused, WeightsInstalled, SyncFailed)
 ABOUT_ITS_STEP = (BatchScored, StepTrained, StepFailed)

@@ -39,7 +39,7 @@ from engine.events import (
 from engine.ids import StepId
 from engine.metrics.counts import BATCH, GeneratedGroups, GroupCounts, Histogram, Replicas, RunProgress
 from engine.metrics.idle import IdleTime, only_syncs
-from engine.metrics.journal import bounds_in, sets_of
+from engine.metrics.journal import Row, StepRows, bounds_in, sets_of
 from engine.metrics.names import (
     DECISION_BUCKETS,
     FIGURES_KEPT,
@@ -52,7 +52,6 @@ from engine.metrics.names import (
     VALIDATION_BUCKETS,
 )
 from engine.metrics.status import Status, describe
-from engine.metrics.step_rows import Row, StepRows
 from engine.metrics.transitions import Transitions
 from engine.states.process import KINDS, REPLICA
 from engine.states.state import State

@@ -11,8 +11,7 @@ from typing import Any
 
 from engine.control.address_file import announce, new_token, withdraw
 from engine.control.control_server import ControlServer
-from engine.control.request_events import decide
-from engine.control.requests import Drain, Look, Operation, Scale, Set, Stop
+from engine.control.requests import Drain, Look, Operation, Scale, Set, Stop, decide
 from engine.errors import EngineError, clean
 from engine.metrics.collector import RunMetrics
 from engine.runtime.driver import Driver

@@ -38,8 +38,8 @@ from engine.runtime.supervisor import Supervisor
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 from engine.trajectory import Prompt
 from engine.workers.clock import Timers
+from engine.workers.group_reports import DoneOrders
 from engine.workers.measurement import held_out_group
-from engine.workers.reports import DoneOrders
 from engine.workers.threads import OneThread
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ from typing import Any
 from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished, reason_of
 from engine.events import RunInterrupted, RunResumed
 from engine.ids import GroupId, StepId, Version
-from engine.metrics.journal import cut_rows
-from engine.metrics.step_rows import ReplayedRows, StepRows
+from engine.metrics.journal import ReplayedRows, StepRows, cut_rows
 from engine.metrics.transitions import Transitions
 from engine.record import Recorder, Recovered, read, recover
 from engine.record.files import RecordLock, require_regular

@@ -13,12 +13,12 @@ from typing import Protocol
 
 from engine import __version__
 from engine.commands import Command, FinishRun
-from engine.control.request_events import after_resuming
+from engine.control.requests import after_resuming
 from engine.errors import clean
 from engine.events import Event, RunInterrupted, RunStarted
 from engine.metrics.collector import RunMetrics
+from engine.metrics.journal import StepRows
 from engine.metrics.sinks import open_row_writer
-from engine.metrics.step_rows import StepRows
 from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
 from engine.record import Header, MemoryRecorder, NullRecorder, Recorder, Recovered

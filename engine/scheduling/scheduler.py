@@ -54,14 +54,13 @@ from engine.events import (
 from engine.policies import PolicySet
 from engine.scheduling.completion import Completion, DepartureScheduling
 from engine.scheduling.decisions import Decisions
-from engine.scheduling.groups import RolloutScheduling
+from engine.scheduling.groups import RolloutScheduling, StageScheduling
 from engine.scheduling.issued_commands import Orders
 from engine.scheduling.lifetimes import REASON_LENGTH, Lifetimes
 from engine.scheduling.pools import PoolScheduling
 from engine.scheduling.processes import ProcessScheduling
 from engine.scheduling.run_resume import resume
 from engine.scheduling.settings import FIGURES, changed_limits, changed_policies
-from engine.scheduling.stages import StageScheduling
 from engine.scheduling.steps import TrainingScheduling
 from engine.scheduling.stragglers import PaceScheduling
 from engine.scheduling.time_limits import TimeLimits

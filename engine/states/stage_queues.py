@@ -1,6 +1,6 @@
 """The added states between the last token of a group and `generated`: which groups wait for their work, in which order.
 
-`states/state.py` updates it when groups enter and leave; `scheduling/stages.py` drives it. The order book alone says
+`states/state.py` updates it when groups enter and leave; `scheduling/groups.py` drives it. The order book alone says
 whose work is ordered. The ledger counts a group in an added state as parked: it keeps its place and deadline, but holds
 no slot.
 """

@@ -19,7 +19,7 @@ from engine.ids import GroupId, ValidationId, Version
 from engine.protocols import Generated, Generator, GroupWork
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 from engine.user_code import awaited
-from engine.workers.group_checks import reward_problem
+from engine.workers.group_reports import reward_problem
 from engine.workers.sample_keeper import HeldOutRow, SampleKeeper
 from engine.workers.threads import contained, on_a_thread
 

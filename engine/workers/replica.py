@@ -33,10 +33,16 @@ from engine.storage.trajectories import Trajectories
 from engine.storage.weights import Weights
 from engine.trajectory import Prompt, TrajectoryGroup
 from engine.user_code import awaited
-from engine.workers.group_checks import Versions, check_generated
+from engine.workers.group_reports import (
+    DoneOrders,
+    Versions,
+    aborted_event,
+    check_generated,
+    generated_event,
+    prefix_event,
+)
 from engine.workers.measurement import HeldOut, Measurements
 from engine.workers.replica_weights import ReplicaWeights
-from engine.workers.reports import DoneOrders, aborted_event, generated_event, prefix_event
 from engine.workers.sample_keeper import SampleKeeper
 from engine.workers.threads import contained
 

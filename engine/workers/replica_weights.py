@@ -16,8 +16,8 @@ from engine.ids import Version
 from engine.protocols import Generator, Sleeper
 from engine.storage.weights import Weights
 from engine.user_code import awaited
+from engine.workers.group_reports import DoneOrders
 from engine.workers.measurement import Measurements
-from engine.workers.reports import DoneOrders
 
 # -- sleep -------------------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,7 @@ from engine.protocols import Closable, Fallible
 from engine.storage.trajectories import Trajectories, copy_group
 from engine.trajectory import Trajectory, TrajectoryGroup
 from engine.user_code import awaited
-from engine.workers.group_checks import reward_problem, rewards_problem, segment_problem, steps_problem
-from engine.workers.reports import reward_figures
+from engine.workers.group_reports import reward_figures, reward_problem, rewards_problem, segment_problem, steps_problem
 from engine.workers.threads import contained
 
 log = logging.getLogger(__name__)

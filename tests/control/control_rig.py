@@ -10,8 +10,7 @@ from clockwork import Clockwork, clockwork
 
 from engine.control.address_file import ControlPlace, announce, new_token
 from engine.control.control_server import ControlServer
-from engine.control.request_events import decide
-from engine.control.requests import Operation
+from engine.control.requests import Operation, decide
 from engine.errors import ConfigError
 from engine.events import Event
 

@@ -19,8 +19,18 @@ from engine import cli
 from engine.control.address_file import FILE, ControlPlace, announce, place_of, withdraw
 from engine.control.client import tell
 from engine.control.control_server import ControlServer
-from engine.control.request_events import after_resuming, check_replicas, decide
-from engine.control.requests import MAX_BODY_BYTES, Drain, Look, Scale, Set, Setting, parse
+from engine.control.requests import (
+    MAX_BODY_BYTES,
+    Drain,
+    Look,
+    Scale,
+    Set,
+    Setting,
+    after_resuming,
+    check_replicas,
+    decide,
+    parse,
+)
 from engine.errors import ConfigError
 from engine.events import DrainRequested, ProcessLost, ReplicaLeaves, ReplicasWanted, SettingChanged, StopRequested
 from engine.states.limits import Limits, Pool, ValidationLimits

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.commands import DeleteCheckpoint, FinishRun, SaveCheckpoint
-from engine.control.request_events import after_resuming
+from engine.control.requests import after_resuming
 from engine.errors import ConfigError
 from engine.events import (
     CheckpointDamaged,

@@ -10,7 +10,7 @@ from engine.commands import StartGroup, TrainStep
 from engine.errors import ConfigError, EngineError, RecordError
 from engine.events import GroupFailed, PromptsDrawn, RunStarted, stamp
 from engine.inspect import at_text, open_record, replay_text, state_at
-from engine.inspect.summary import summarize, summary_lines
+from engine.inspect.story import summarize, summary_lines
 from engine.policies import PolicySet
 from engine.record import Handled, Header, Record, Recorder, read, replay
 from engine.scheduling.scheduler import Scheduler

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from engine import events as fact
 from engine.cli.top import screen
-from engine.inspect.summary import summarize, summary_lines
+from engine.inspect.story import summarize, summary_lines
 from engine.metrics.export import registry
 from engine.metrics.status import plain_status, status_of
 from engine.states.limits import AddedState, Limits

@@ -7,8 +7,8 @@ from engine import events as fact
 from engine.metrics.collector import RunMetrics
 from engine.metrics.counts import Histogram
 from engine.metrics.export import ExternalFigures, registry
+from engine.metrics.journal import ReplayedRows
 from engine.metrics.names import ROLLOUT_IDLE_CAUSES
-from engine.metrics.step_rows import ReplayedRows
 from engine.metrics.transitions import Transitions
 from engine.record import Header, MemoryRecorder, read, recover
 from engine.states.limits import Limits

@@ -14,9 +14,8 @@ from engine.commands import Command
 from engine.errors import PolicyError
 from engine.metrics.collector import RunMetrics
 from engine.metrics.export import registry
-from engine.metrics.journal import Journal
+from engine.metrics.journal import Journal, ReplayedRows, StepRows
 from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES
-from engine.metrics.step_rows import ReplayedRows, StepRows
 from engine.metrics.transitions import Transitions
 from engine.record import Header, MemoryRecorder, read, recover
 from engine.scheduling.scheduler import Scheduler

@@ -9,8 +9,7 @@ from engine.errors import EngineError
 from engine.protocols import Generated, GroupWork
 from engine.runtime.local import response
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
-from engine.workers.group_checks import Versions, check_generated
-from engine.workers.reports import generated_event
+from engine.workers.group_reports import Versions, check_generated, generated_event
 
 PROMPT = Prompt(row=0, text="2 + 2")
 

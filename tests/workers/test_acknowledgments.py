@@ -8,7 +8,7 @@ from token_generator import TokenGenerator
 
 from engine.commands import AbortGroup, PauseReplica, ResumeReplica, StopMeasuring
 from engine.events import RowsMeasured
-from engine.workers.reports import DoneOrders
+from engine.workers.group_reports import DoneOrders
 
 
 def test_orders_that_are_carried_out_at_once_are_answered_by_one_event() -> None:

@@ -41,7 +41,7 @@ from engine.protocols import Generated, GroupWork
 from engine.runtime.local import SimpleGenerator, response
 from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
-from engine.workers.group_checks import all_finite
+from engine.workers.group_reports import all_finite
 from engine.workers.measurement import HeldOut
 from engine.workers.replica import ReplicaWorker
 

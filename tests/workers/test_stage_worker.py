@@ -19,8 +19,7 @@ from engine.runtime.local.local_processes import LocalTrajectories
 from engine.states.limits import REWARDING
 from engine.storage.trajectories import copy_group
 from engine.trajectory import Prompt, StepReward, Trajectory, TrajectoryGroup
-from engine.workers.group_checks import Versions, check_generated
-from engine.workers.reports import generated_event
+from engine.workers.group_reports import Versions, check_generated, generated_event
 from engine.workers.stage import StageWorker, Work, check_worked
 
 PROMPT = Prompt(row=7, text="?")

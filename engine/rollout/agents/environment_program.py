@@ -13,9 +13,8 @@ from math import isfinite
 from typing import Any
 
 from engine.chat import Message, problem_of
-from engine.environments.calls import CallTimeout, EpisodeCalls, HangingCalls
+from engine.environments.calls import CallTimeout, EpisodeCalls, HangingCalls, Toolbox, ToolError
 from engine.environments.protocol import Environment, Step, ToolCall, Turn
-from engine.environments.tools import Toolbox, ToolError
 from engine.errors import DataFailure, EngineError, message_of
 from engine.rollout.agents.conversation import Chat
 from engine.rollout.agents.program_generator import (

@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from engine.commands import Command
-from engine.control.request_events import changes, check_replicas
+from engine.control.requests import changes, check_replicas
 from engine.errors import EngineError, suggestion
 from engine.events import (
     EVENTS,

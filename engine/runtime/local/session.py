@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self
 from engine import __version__
 from engine.commands import CancelTimer, Command, FinishRun, SetTimer
 from engine.config import Config, load_config
-from engine.control.request_events import changes
+from engine.control.requests import changes
 from engine.errors import ConfigError, PolicyError, RecordNotBegun, RunFinished, reason_of
 from engine.events import Event, RunResumed, RunStarted, TimerFired
 from engine.ids import StepId
