@@ -1,5 +1,5 @@
-"""Calls an environment's methods, with a time limit: coroutines on the event loop, others on a thread. Also its tools, by
-their JSON schemas.
+"""Calls an environment's methods, with a time limit: coroutines on the event loop, others on a thread. Also its tools,
+by their JSON schemas.
 
 `rollout.agents.environment_program` has one `EpisodeCalls` per episode. All plain calls of an episode run on one
 thread, because some libraries accept calls only from the thread that created an object. It must never block the event

@@ -5,20 +5,16 @@ they sometimes answer before they have followed every link, and sometimes call a
 has the skill and two bad habits, which the reward corrects in minutes.
 """
 
-import hashlib
 import json
 import random
 import string
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from engine.tasks.quickstart import Prepared, Progress, made_once
+from engine.tasks.quickstart import MadeModel, Prepared, Progress, made_once
 from engine.tasks.tokenizer import CHAT_END, CHAT_START, save_chat_tokenizer
-
-RECIPE = 1
-"""Version of the recipe. Increase it when the same parameters make something else."""
 
 KEYS = string.ascii_lowercase
 CALL_BEGIN = '<tool_call>\n{"name": "'
@@ -35,17 +31,11 @@ WORDS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookupModel:
+class LookupModel(MadeModel):
     """Parameters of `model.make: lookup`. Field names are those of the config section `model.lookup`."""
 
-    seed: int = 0
-    layers: int = 2
-    hidden_size: int = 64
-    heads: int = 4
-    train_prompts: int = 4096
-    validation_prompts: int = 128
+    recipe: ClassVar[int] = 1
     warmup_steps: int = 400
-    warmup_batch: int = 32
     warmup_learning_rate: float = 5e-3
     most_steps: int = 4
     """Maximum number of links to follow."""
@@ -53,11 +43,6 @@ class LookupModel:
     """How often a turn of the warm-up answers before it has followed every link."""
     wrong_tool: float = 0.15
     """How often a turn of the warm-up calls a tool that does not exist."""
-
-    def key(self) -> str:
-        """A hash of all parameters."""
-        text = json.dumps({"recipe": RECIPE, **asdict(self)}, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Row(NamedTuple):
@@ -117,7 +102,7 @@ def _make(workplace: Path, wanted: LookupModel, progress: Progress) -> dict[str,
     save_chat_tokenizer(model_directory, WORDS)
     measured = _warm_up(model_directory, wanted, progress)
     progress(1.0, f"model ready after {measured['seconds']:.0f} s of supervised warm-up")
-    return {"recipe": RECIPE, "parameters": asdict(wanted), "warm_up": measured}
+    return {"recipe": wanted.recipe, "parameters": asdict(wanted), "warm_up": measured}
 
 
 def _warm_up(directory: Path, wanted: LookupModel, progress: Progress) -> dict[str, Any]:

@@ -21,15 +21,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from engine.tasks.arithmetic import ALPHABET, STEP_TOKENS, Division, Question, QuestionPool
 from engine.tasks.tokenizer import END, save_character_tokenizer
 
 Progress: TypeAlias = Callable[[float, str], None]
-
-RECIPE = 5
-"""Raised when the same parameters make something else than they used to."""
 
 MARKER = "complete.json"
 MAKING = ".making-"
@@ -38,28 +35,39 @@ FRESH_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quickstart:
-    """Parameters of the quickstart. Field names are those of the config section `model.arithmetic`."""
+class MadeModel:
+    """Parameters of a model and its rows that are made on the spot."""
 
+    recipe: ClassVar[int]
+    """Raised when the same parameters make something else than they used to."""
     seed: int = 0
     layers: int = 2
     hidden_size: int = 64
     heads: int = 4
     train_prompts: int = 4096
     validation_prompts: int = 128
-    warmup_steps: int = 800
+    warmup_steps: int
     warmup_batch: int = 32
+    warmup_learning_rate: float
+
+    def key(self) -> str:
+        """A hash of all parameters."""
+        text = json.dumps({"recipe": self.recipe, **asdict(self)}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quickstart(MadeModel):
+    """Parameters of the quickstart. Field names are those of the config section `model.arithmetic`."""
+
+    recipe: ClassVar[int] = 5
+    warmup_steps: int = 800
     warmup_learning_rate: float = 6e-3
     short_steps: int = 6
     """Warm-up is mostly on the first so many steps of a solution."""
     carelessness: float = 0.55
     """How often the worked solutions of the warm-up slip where they may: what the run then has to unlearn."""
     family: Division = field(default_factory=Division)
-
-    def key(self) -> str:
-        """Changes with every parameter."""
-        text = json.dumps({"recipe": RECIPE, **asdict(self)}, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +172,7 @@ def _make(workplace: Path, wanted: Quickstart, progress: Progress) -> dict[str, 
     save_character_tokenizer(model_directory, ALPHABET)
     measured = _warm_up(model_directory, wanted, pool, progress)
     progress(1.0, f"model ready after {measured['seconds']:.0f} s of supervised warm-up")
-    return {"recipe": RECIPE, "parameters": asdict(wanted), "warm_up": measured}
+    return {"recipe": wanted.recipe, "parameters": asdict(wanted), "warm_up": measured}
 
 
 def _warm_up(directory: Path, wanted: Quickstart, pool: QuestionPool, progress: Progress) -> dict[str, Any]:
