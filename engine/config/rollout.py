@@ -60,7 +60,7 @@ class RolloutSection(Section):
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of a replica; 0: from its pool's share, or 1.")
     deterministic: bool = Field(
         False,
-        description="The torch backend decodes at fixed shapes, so that S = 0 equals a synchronous loop to the bit.",
+        description="The torch backend decodes at fixed shapes, so that S = 0 equals a synchronous loop bit for bit.",
     )
     context: int | None = Field(
         None,

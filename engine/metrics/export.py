@@ -170,18 +170,18 @@ class Exporter(Collector):
         }
 
     def _of_progress(self) -> dict[str, Read]:
-        m, state, live = self._metrics, self._metrics.state, self._metrics.progress
+        m, state, progress = self._metrics, self._metrics.state, self._metrics.progress
         return {
             names.SILENCE.name: lambda: _one(max(0.0, self._now() - m.at)),
-            names.RECOVERIES.name: lambda: _labelled(live.recoveries),
-            names.REQUESTS_TAKEN.name: lambda: _labelled(live.requests),
-            names.DRAINING.name: lambda: _one(live.draining_s(self._now())),
-            names.PARKED.name: lambda: _labelled(live.parked),
+            names.RECOVERIES.name: lambda: _labelled(progress.recoveries),
+            names.REQUESTS_TAKEN.name: lambda: _labelled(progress.requests),
+            names.DRAINING.name: lambda: _one(progress.draining_s(self._now())),
+            names.PARKED.name: lambda: _labelled(progress.parked),
             names.POLICY_ERRORS.name: lambda: _one(state.policy_errors),
-            names.REPLICAS_WANTED.name: lambda: _one(live.replicas_wanted),
+            names.REPLICAS_WANTED.name: lambda: _one(progress.replicas_wanted),
             names.BATCHES_KEPT.name: lambda: _one(len(state.checkpoints.stored_batches)),
-            names.CHECKPOINT_AGE.name: lambda: _one(max(0.0, self._now() - live.checkpoint_at)),
-            names.CHECKPOINT_STEPS.name: lambda: _one(live.checkpoint_steps),
+            names.CHECKPOINT_AGE.name: lambda: _one(max(0.0, self._now() - progress.checkpoint_at)),
+            names.CHECKPOINT_STEPS.name: lambda: _one(progress.checkpoint_steps),
             names.CHECKPOINT_EVERY.name: lambda: _one(state.limits.checkpoint_every),
         }
 

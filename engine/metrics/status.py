@@ -140,7 +140,7 @@ def describe(metrics: RunMetrics, now: float) -> Status:
     state, idle, staleness = metrics.state, metrics.idle, metrics.staleness
     fleet = sorted((r for r in state.fleet.replicas.values() if not r.process.dismissed), key=lambda r: r.id)
     replicas = [replica for replica in fleet if replica.state != "down"]
-    rewards, limits, live = metrics.rewards, state.limits, metrics.progress
+    rewards, limits, progress = metrics.rewards, state.limits, metrics.progress
     return Status(
         outcome=state.outcome.outcome if state.outcome else None,
         reason=state.outcome.reason if state.outcome else "",
@@ -188,15 +188,15 @@ def describe(metrics: RunMetrics, now: float) -> Status:
         rollout_now=_rollout_now(metrics),
         validation_now=_validation_now(state),
         validations=tuple(metrics.validations[metrics.validations_before :][-SPARK_STEPS:]),
-        draining_s=live.draining_s(now),
+        draining_s=progress.draining_s(now),
         draining=state.draining,
-        replicas_wanted=live.replicas_wanted,
-        replicas_slow=tuple(live.slow),
+        replicas_wanted=progress.replicas_wanted,
+        replicas_slow=tuple(progress.slow),
         silent_s=max(0.0, now - metrics.at),
-        checkpoint_steps=live.checkpoint_steps,
-        checkpoint_age_s=max(0.0, now - live.checkpoint_at),
+        checkpoint_steps=progress.checkpoint_steps,
+        checkpoint_age_s=max(0.0, now - progress.checkpoint_at),
         checkpoint_every=limits.checkpoint_every,
-        recoveries={kind: times for kind, times in live.recoveries.items() if times},
+        recoveries={kind: times for kind, times in progress.recoveries.items() if times},
         settings=dict(state.settings),
         events=sum(metrics.events.values()),
         recent=tuple(metrics.steps.recent),
