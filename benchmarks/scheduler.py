@@ -156,7 +156,7 @@ def drive(driver: Driver, echo: Echo, scheduler: Scheduler, groups: int) -> None
             GroupGenerated(
                 group=start.group, attempt=start.attempt, replica=start.replica, incarnation=start.incarnation,
                 tokens=900 if start.replica % SLOW_EVERY else 300, oldest_version=version, newest_version=version,
-                live=8, reward_mean=0.5, reward_spread=1.0,
+                trainable=8, reward_mean=0.5, reward_spread=1.0,
             )
         )  # fmt: skip
 

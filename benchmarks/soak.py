@@ -123,7 +123,7 @@ def turn(driver: Driver, echo: Endless, scheduler: Scheduler) -> None:
     version = scheduler.state.fleet.replicas[start.replica].version
     driver.deliver(
         GroupGenerated(
-            **address, tokens=900, oldest_version=version, newest_version=version, live=8, reward_mean=0.5,
+            **address, tokens=900, oldest_version=version, newest_version=version, trainable=8, reward_mean=0.5,
             reward_spread=1.0,
         )
     )  # fmt: skip

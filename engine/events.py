@@ -65,11 +65,11 @@ class GroupGenerated(Event):
     """Response tokens of all trajectories, including tokens from earlier attempts."""
     oldest_version: Version
     newest_version: Version
-    live: int
+    trainable: int
     """Number of trajectories that have tokens to train on."""
     reward_mean: float
     reward_spread: float
-    """Largest minus smallest reward of these `live` trajectories."""
+    """Largest minus smallest reward of these trainable trajectories."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,7 +369,7 @@ class StateLeft(Event):
     group: GroupId
     attempt: int
     state: str
-    live: int
+    trainable: int
     """This field and the next two have the same meaning as in `GroupGenerated`."""
     reward_mean: float
     reward_spread: float

@@ -151,7 +151,7 @@ class Schedule:
         done = self.groups[order.group] = self.sample(self.sampler, order.group)
         spread = float(done.rewards.max() - done.rewards.min())
         return answer(
-            order, events.GroupGenerated, tokens=done.tokens.numel(), live=len(done.tokens), reward_spread=spread,
+            order, events.GroupGenerated, tokens=done.tokens.numel(), trainable=len(done.tokens), reward_spread=spread,
             oldest_version=self.version, newest_version=self.version, reward_mean=float(done.rewards.mean()),
         )  # fmt: skip
 

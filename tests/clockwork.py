@@ -87,7 +87,7 @@ class Clockwork:
                 self.after(self.generation_s(command.group), self.generated(command))
             case order.EnterState(group=group, attempt=attempt, state=state):
                 place = {"group": group, "attempt": attempt, "state": state}
-                reward = {"live": 4, "reward_mean": 0.5, "reward_spread": 1.0}
+                reward = {"trainable": 4, "reward_mean": 0.5, "reward_spread": 1.0}
                 if group % 3 == 2 and group not in self.failed:
                     self.failed.add(group)
                     self.after(1.0, fact.StateFailed(**place, cause="data", reason="no judge"))
@@ -158,7 +158,7 @@ class Clockwork:
             tokens=10,
             oldest_version=version,
             newest_version=version,
-            live=4,
+            trainable=4,
             reward_mean=min(1.0, command.group / 16),
             reward_spread=1.0,
         )

@@ -114,7 +114,7 @@ def collect_rarely() -> None:
     """Make Python's cyclic garbage collection rare, and exclude all existing objects from it.
 
     For the scheduler's process: its state has up to millions of small objects and no cycles. A full collection would
-    block decisions, for half a second at 300 000 live groups.
+    block decisions, for half a second at 300 000 open groups.
     """
     gc.collect()
     gc.freeze()

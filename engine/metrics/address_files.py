@@ -60,7 +60,7 @@ def remove_dead(folder: Path) -> None:
         with suppress(OSError):
             handle = os.open(place, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while a live run holds it
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while a running run holds it
                 of_this_machine = _run_and_host(os.read(handle, MAX_BYTES)) == (place.stem, socket.gethostname())
                 if of_this_machine and os.path.samestat(os.fstat(handle), place.lstat()):
                     place.unlink()

@@ -222,7 +222,7 @@ class GeneratedGroups:
             tokens += here
             groups_of[replica] = groups_of.get(replica, 0) + 1
             tokens_of[replica] = tokens_of.get(replica, 0) + here
-            lengths.append(here / (event.live or 1))
+            lengths.append(here / (event.trainable or 1))
             ids.append(group)
             if began is not None:
                 times.append(at - began)

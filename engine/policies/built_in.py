@@ -71,10 +71,10 @@ class KeepAll:
 
 @register("filter", "zero-variance")
 class ZeroVariance:
-    """Drop groups of several live trajectories with equal rewards: all their group-relative advantages are zero."""
+    """Drop groups of several trainable trajectories with equal rewards: all group-relative advantages are zero."""
 
     def keep(self, view: View, outcome: GroupGenerated) -> bool:
-        return outcome.live <= 1 or outcome.reward_spread > SPREAD
+        return outcome.trainable <= 1 or outcome.reward_spread > SPREAD
 
 
 # -- resume: which parked group resumes first when a slot is free ------------------------------------------------------
@@ -192,7 +192,7 @@ class Freshest:
 
 
 TAKEN_OR_WAITING = ("queued", "generated", "batched")
-"""States of a group for which strict order does not wait. In all other live states the group is in progress."""
+"""States of a group for which strict order does not wait. In all other open states the group is in progress."""
 
 
 @register("batching", "strict-order")

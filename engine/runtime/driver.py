@@ -148,7 +148,7 @@ class Driver:
 
     def _write_snapshot(self) -> None:
         """Record a snapshot. If the state cannot be encoded, log a warning and take no more snapshots: they only speed
-        up recovery, so the run continues. The cost and the interval to the next snapshot grow with the live groups."""
+        up recovery, so the run continues. The cost and the interval to the next snapshot grow with the open groups."""
         try:
             payloads = encode_snapshot(self.events_handled, snapshot(self.scheduler, self.books))
         except CodecError as error:

@@ -70,7 +70,7 @@ class StageScheduling:
             return None
         outcome = GroupGenerated(
             group=group.id, attempt=group.attempt, replica=-1, incarnation=-1, tokens=group.tokens,
-            oldest_version=group.oldest_version, newest_version=group.newest_version, live=event.live,
+            oldest_version=group.oldest_version, newest_version=group.newest_version, trainable=event.trainable,
             reward_mean=event.reward_mean, reward_spread=event.reward_spread,
         )  # fmt: skip
         stamp(outcome, event.id, event.at)
@@ -295,7 +295,7 @@ class RolloutScheduling:
         self.orders.discard(group.id)
 
     def drop(self, group: Group) -> None:
-        """End a live group that is in no batch, in whatever state it is."""
+        """End a open group that is in no batch, in whatever state it is."""
         if group.replica >= 0:
             replica = self.state.fleet.replicas[group.replica]
             self.orders.add(

@@ -61,7 +61,7 @@ class State:
     checkpoints: Checkpoints
     versions: dict[Version, WeightsVersion]
     steps_in: dict[Version, StepId]
-    """Train steps in each version that a live group, a replica or a validation may still refer to."""
+    """Train steps in each version that an open group, a replica or a validation may still refer to."""
     updates_in: dict[StepId, int]
     """Optimizer updates in the first so many train steps, for each beginning that a trainer may have: a trainer
     schedules by them."""
@@ -103,7 +103,7 @@ class State:
     settings: dict[str, str]
     """What was set while the run continued, by name."""
     loosest: int = 0
-    """The largest S that a live group may have been admitted under."""
+    """The largest S that an open group may have been admitted under."""
     over: int = 0
     """Groups that run beyond K since it was lowered; they end, and no other starts meanwhile."""
     limit_timer: TimerId | None = None
@@ -191,7 +191,7 @@ class State:
         self._watch(*self.small_records())
 
     def _index_groups(self) -> None:
-        """List the live groups by what may become of them."""
+        """List the open groups by what may become of them."""
         self.waiting: deque[GroupId] = deque()
         self.ready: dict[GroupId, None] = {}
         """In the order they became ready; a dict for its order and its O(1) removal."""

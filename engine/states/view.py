@@ -15,7 +15,7 @@ from engine.states.state import State
 
 
 class GroupView(NamedTuple):
-    """One live group. Versions are `events.NO_VERSION` until known; times are seconds since the run began."""
+    """One open group. Versions are `events.NO_VERSION` until known; times are seconds since the run began."""
 
     id: GroupId
     state: str
@@ -176,12 +176,12 @@ class View:
         return self._state.capacity
 
     def group(self, id: GroupId) -> GroupView | None:
-        """A live group; None when it ended or was never drawn."""
+        """An open group; None when it ended or was never drawn."""
         group = self._state.groups.get(id)
         return None if group is None else view_group(group)
 
     def groups(self) -> Iterator[GroupView]:
-        """Every live group in the order drawn."""
+        """Every open group in the order drawn."""
         return (view_group(group) for group in self._state.groups.values())
 
     def ready_deadlines(self) -> Iterator[tuple[GroupId, StepId]]:
@@ -199,7 +199,7 @@ class View:
         return self._state.deadlines.requirements(self._state.steps_batched, self._state.limits.train_batch_size)
 
     def failed_on(self, id: GroupId) -> ReplicaId:
-        """The replica on which the last attempt of a live group failed; -1 if none did."""
+        """The replica on which the last attempt of an open group failed; -1 if none did."""
         return self._state.groups[id].failed_on
 
     def least_loaded(self, oldest: Version, avoid: ReplicaId = -1) -> ReplicaId | None:

@@ -231,7 +231,7 @@ def generated_event(
 ) -> GroupGenerated:
     """The `GroupGenerated` event of a group. Its rewards come from `reward_figures`."""
     oldest, newest = group.versions() or (NO_VERSION, NO_VERSION)
-    live, mean, spread = reward_figures(group)
+    trainable, mean, spread = reward_figures(group)
     return GroupGenerated(
         group=group.group,
         attempt=attempt,
@@ -240,7 +240,7 @@ def generated_event(
         tokens=group.tokens,
         oldest_version=oldest,
         newest_version=newest,
-        live=live,
+        trainable=trainable,
         reward_mean=mean,
         reward_spread=spread,
     )

@@ -142,9 +142,9 @@ class StageWorker:
             raise EngineError(str(error) or story, group=command.group) from error
         contained(check_worked, command.state, kept, group)
         await self._trajectories.replace(group, command.attempt)
-        live, mean, spread = reward_figures(group)
+        trainable, mean, spread = reward_figures(group)
         return StateLeft(
-            group=command.group, attempt=command.attempt, state=command.state, live=live, reward_mean=mean,
+            group=command.group, attempt=command.attempt, state=command.state, trainable=trainable, reward_mean=mean,
             reward_spread=spread,
         )  # fmt: skip
 

@@ -12,7 +12,7 @@ from engine.events import Event, GroupGenerated, StepTrained
 
 def generated(reward_mean: float) -> Event:
     return GroupGenerated(
-        group=0, attempt=1, replica=0, incarnation=1, tokens=1, oldest_version=0, newest_version=0, live=1,
+        group=0, attempt=1, replica=0, incarnation=1, tokens=1, oldest_version=0, newest_version=0, trainable=1,
         reward_mean=reward_mean, reward_spread=0.0,
     )  # fmt: skip
 

@@ -211,7 +211,7 @@ class SimReplica:
         if not self.frozen:
             self.groups[group].sample(tokens, self.version)
 
-    def finish(self, id: GroupId, live: int = 2, spread: float = 1.0) -> None:
+    def finish(self, id: GroupId, trainable: int = 2, spread: float = 1.0) -> None:
         """Finish a group with the tokens that it has."""
         group = self.groups.pop(id)
         self.store.put(id, group.spans)
@@ -219,7 +219,8 @@ class SimReplica:
         self.emit(
             GroupGenerated(
                 group=id, attempt=group.attempt, replica=self.id, incarnation=self.incarnation, tokens=group.tokens,
-                oldest_version=oldest, newest_version=newest, live=live, reward_mean=0.5, reward_spread=spread,
+                oldest_version=oldest, newest_version=newest, trainable=trainable, reward_mean=0.5,
+                reward_spread=spread,
             )
         )  # fmt: skip
 
@@ -328,7 +329,7 @@ def state_answer(order: EnterState, cause: str = "", spread: float = 1.0) -> Sta
     place = {"group": order.group, "attempt": order.attempt}
     if cause:
         return StateFailed(**place, state=order.state, cause=cause, reason="fault")
-    return StateLeft(**place, state=order.state, live=2, reward_mean=0.5, reward_spread=spread)
+    return StateLeft(**place, state=order.state, trainable=2, reward_mean=0.5, reward_spread=spread)
 
 
 class SimTrainer:

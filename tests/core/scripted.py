@@ -102,20 +102,20 @@ class Scripted:
     def ordered(self, kind: type[Kind]) -> list[Kind]:
         return [command for command in self.orders if isinstance(command, kind)]
 
-    def finish(self, *groups: int, spread: float = 1.0, live: int = 2, oldest: int | None = None) -> list[Command]:
+    def finish(self, *groups: int, spread: float = 1.0, trainable: int = 2, oldest: int | None = None) -> list[Command]:
         """Running groups end, with tokens of their replica's version, or from `oldest` on."""
         new: list[Command] = []
         for id in groups:
-            new += self.tell(self.generated(id, spread=spread, live=live, oldest=oldest))
+            new += self.tell(self.generated(id, spread=spread, trainable=trainable, oldest=oldest))
         return new
 
-    def generated(self, id: int, spread: float = 1.0, live: int = 2, oldest: int | None = None) -> GroupGenerated:
+    def generated(self, id: int, spread: float = 1.0, trainable: int = 2, oldest: int | None = None) -> GroupGenerated:
         group = self.state.groups[id]
         replica = self.state.fleet.replicas[group.replica]
         first = group.oldest_version if group.oldest_version >= 0 else group.admitted_version
         return GroupGenerated(
             group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, tokens=10,
-            oldest_version=first if oldest is None else oldest, newest_version=replica.version, live=live,
+            oldest_version=first if oldest is None else oldest, newest_version=replica.version, trainable=trainable,
             reward_mean=0.5, reward_spread=spread,
         )  # fmt: skip
 

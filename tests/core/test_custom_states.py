@@ -45,7 +45,7 @@ def leave(run: Scripted, group: int, *, spread: float = 1.0, reward: float = 0.5
     order = [c for c in run.ordered(EnterState) if c.group == group][-1]
     run.tell(
         StateLeft(
-            group=group, attempt=order.attempt if attempt is None else attempt, state=order.state, live=2,
+            group=group, attempt=order.attempt if attempt is None else attempt, state=order.state, trainable=2,
             reward_mean=reward, reward_spread=spread,
         )
     )  # fmt: skip
@@ -135,7 +135,7 @@ def test_an_answer_to_an_order_already_over_changes_nothing() -> None:
     run.finish(0)
     for wrong in (1, 3):
         leave(run, 0, attempt=wrong)
-    run.tell(StateLeft(group=0, attempt=2, state="weighing", live=2, reward_mean=0.0, reward_spread=0.0))
+    run.tell(StateLeft(group=0, attempt=2, state="weighing", trainable=2, reward_mean=0.0, reward_spread=0.0))
     assert run.state.stale_echoes == 3
     assert run.state.groups[0].state == "checking"
     leave(run, 0)

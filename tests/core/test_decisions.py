@@ -325,7 +325,7 @@ def test_frames_are_flushed_before_their_commands_leave_and_a_rejected_event_is_
         tokens=1,
         oldest_version=9,
         newest_version=9,
-        live=1,
+        trainable=1,
         reward_mean=0.0,
         reward_spread=0.0,
     )
@@ -512,7 +512,7 @@ def test_after_a_rejected_event_the_driver_takes_nothing_more() -> None:
     log = Log()
     driver = Driver(small().scheduler, log, log, log)
     bad = GroupGenerated(
-        group=0, attempt=1, replica=0, incarnation=1, tokens=1, oldest_version=9, newest_version=9, live=1,
+        group=0, attempt=1, replica=0, incarnation=1, tokens=1, oldest_version=9, newest_version=9, trainable=1,
         reward_mean=0.0, reward_spread=0.0,
     )  # fmt: skip
     for event in (bad, RunStarted()):

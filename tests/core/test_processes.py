@@ -253,7 +253,7 @@ def test_the_process_of_the_added_states_starts_again_and_each_group_there_is_ch
     again = run.ordered(EnterState)[2:]
     assert [order.group for order in again] == [0, 1]
     come_up(run, "added states")
-    left = {"state": "checking", "live": 2, "reward_mean": 0.5, "reward_spread": 1.0}
+    left = {"state": "checking", "trainable": 2, "reward_mean": 0.5, "reward_spread": 1.0}
     run.tell(StateLeft(group=0, attempt=again[0].attempt, **left))
     assert process(run, "added states").deaths == 0
     lose(run, "added states")

@@ -544,12 +544,12 @@ def test_a_request_to_stop_is_obeyed_and_nothing_follows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("live", "spread", "kept"),
+    ("trainable", "spread", "kept"),
     [(2, 0.0, False), (2, 0.5, True), (1, 0.0, True), (0, 0.0, True), (8, 1e-7, False), (8, 1e-5, True)],
 )
-def test_zero_variance_filter(live: int, spread: float, kept: bool) -> None:
+def test_zero_variance_filter(trainable: int, spread: float, kept: bool) -> None:
     run = small(policies={"filter": "zero-variance"})
-    run.finish(0, live=live, spread=spread)
+    run.finish(0, trainable=trainable, spread=spread)
     assert (run.view.ready == 1) is kept
 
 

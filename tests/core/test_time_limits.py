@@ -323,7 +323,7 @@ def test_work_of_an_added_state_that_takes_too_long_fails_and_its_late_answer_is
     run = small(every(None, stage_s=50.0), added_states=(TWO_AT_ONCE,))
     run.finish(0)
     first = run.ordered(EnterState)[-1]
-    figures = {"state": "checking", "live": 2, "reward_mean": 0.5, "reward_spread": 1.0}
+    figures = {"state": "checking", "trainable": 2, "reward_mean": 0.5, "reward_spread": 1.0}
     wait(run, run.clock + 10.0)
     run.finish(1)
     run.tell(StateLeft(group=1, attempt=run.ordered(EnterState)[-1].attempt, **figures))

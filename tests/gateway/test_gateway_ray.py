@@ -67,7 +67,7 @@ def test_conversations_live_through_new_weights_and_the_loss_of_a_replica(
     assert events_of(run_dir, GroupFailed) == []
     generated = events_of(run_dir, GroupGenerated)
     assert len(generated) == PROMPTS
-    assert all(e.live == SAMPLES for e in generated)
+    assert all(e.trainable == SAMPLES for e in generated)
     resumed = {e.group for e in events_of(run_dir, GroupAborted) if e.tokens}
     assert resumed & {e.group for e in generated if e.oldest_version < e.newest_version}
     assert len(events_of(run_dir, WeightsInstalled)) > 1

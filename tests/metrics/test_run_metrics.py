@@ -214,7 +214,7 @@ def test_tokens_of_a_stale_echo_are_not_counted() -> None:
     before = world.metrics.tokens_generated
     world.driver.deliver(
         fact.GroupGenerated(
-            group=0, attempt=9, replica=0, incarnation=1, tokens=5, oldest_version=0, newest_version=0, live=1,
+            group=0, attempt=9, replica=0, incarnation=1, tokens=5, oldest_version=0, newest_version=0, trainable=1,
             reward_mean=0.0, reward_spread=0.0,
         )
     )  # fmt: skip

@@ -19,7 +19,7 @@ from engine.record.frames import decode_frame, decode_header, encode_handled, en
 from engine.record.msgpack_values import CHECKED_FROM_BYTES, MAX_TEXT_BYTES
 
 GENERATED = GroupGenerated(
-    group=7, attempt=1, replica=0, incarnation=1, tokens=30, oldest_version=2, newest_version=3, live=4,
+    group=7, attempt=1, replica=0, incarnation=1, tokens=30, oldest_version=2, newest_version=3, trainable=4,
     reward_mean=0.5, reward_spread=1.0, id=9, at=1.25,
 )  # fmt: skip
 START = StartGroup(group=7, attempt=1, replica=0, incarnation=1, cause=9)

@@ -25,7 +25,7 @@ def test_conversations_of_a_rollout_in_python_live_through_new_weights(
     assert check_record(run_dir).state.ledger.consumed == PROMPTS
     assert events_of(run_dir, GroupFailed) == []
     generated = events_of(run_dir, GroupGenerated)
-    assert len(generated) == PROMPTS and all(e.live == SAMPLES for e in generated)
+    assert len(generated) == PROMPTS and all(e.trainable == SAMPLES for e in generated)
     resumed = {e.group for e in events_of(run_dir, GroupAborted) if e.tokens}
     assert resumed & {e.group for e in generated if e.oldest_version < e.newest_version}
     assert len(events_of(run_dir, WeightsInstalled)) > 1

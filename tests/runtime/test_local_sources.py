@@ -116,7 +116,7 @@ def test_rewards_that_come_late_count_when_they_are_there(tmp_path: Path) -> Non
     sources = [Source(name="a", data=learning(tmp_path).chooser.sources[0].data, rest=PassRate(max=0.5))]
     prompts = ChosenPrompts(Mixture(sources, seed=0))
     start = {"group": 0, "replica": 0, "incarnation": 1, "cause": 0}
-    figures = {"group": 0, "live": 2, "reward_mean": 1.0, "reward_spread": 0.0}
+    figures = {"group": 0, "trainable": 2, "reward_mean": 1.0, "reward_spread": 0.0}
     made = GroupGenerated(**figures, attempt=1, replica=0, incarnation=1, tokens=4, oldest_version=0, newest_version=0)
     rewarding = EnterState(group=0, attempt=2, state="rewarding", cause=1)
     prompts.watch(made, [StartGroup(**start, attempt=1)])

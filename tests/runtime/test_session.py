@@ -59,7 +59,7 @@ LIMITS = Limits(
     train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, max_steps=4, checkpoint_every=1,
     sync_mode="wait",
 )  # fmt: skip
-TOKENS = {"tokens": 5, "live": 2, "reward_mean": 0.5, "reward_spread": 1.0}
+TOKENS = {"tokens": 5, "trainable": 2, "reward_mean": 0.5, "reward_spread": 1.0}
 
 
 def kind_of_answer(order: Command, *, fails: bool) -> type[Event]:
@@ -277,7 +277,7 @@ ILLEGAL: dict[str, tuple[Callable[[Loop], Any], str]] = {
     "another life": (lambda loop: replace(group(loop), incarnation=2), "incarnation 2 was not ordered"),
     "weights it cannot have": (lambda loop: replace(group(loop), newest_version=1), "0 <= oldest_version <= newest"),
     "no tokens": (lambda loop: replace(group(loop), tokens=0), "a group without tokens is GroupFailed"),
-    "a negative number": (lambda loop: replace(group(loop), live=-1), "live is -1, but must be at least 0"),
+    "a negative number": (lambda loop: replace(group(loop), trainable=-1), "trainable is -1, but must be at least 0"),
     "no such cause": (
         lambda loop: answer(loop.first(StartGroup), GroupFailed, cause="bug", reason=""),
         "use infrastructure or data",

@@ -90,7 +90,7 @@ def test_the_scheduler_is_told_of_rollouts() -> None:
     """Rewards 1 and 0: the mean is 1/2, though three of four trajectories have 1."""
     group = check(first(), segment(), segment(tokens=1, version=5), first(0.0))
     event = generated_event(group, 1, 0, 1)
-    assert (event.live, event.reward_mean, event.reward_spread) == (2, 0.5, 1.0)
+    assert (event.trainable, event.reward_mean, event.reward_spread) == (2, 0.5, 1.0)
     assert (event.tokens, event.oldest_version, event.newest_version) == (7, 4, 5)
 
 
@@ -98,4 +98,4 @@ def test_a_rollout_is_live_if_any_segment_is() -> None:
     masked = first()
     masked.loss_mask = [0, 0]
     event = generated_event(check(masked, segment(), first(0.0)), 1, 0, 1)
-    assert (event.live, event.reward_mean) == (2, 0.5)
+    assert (event.trainable, event.reward_mean) == (2, 0.5)

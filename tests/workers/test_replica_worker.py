@@ -140,7 +140,7 @@ def test_a_group_is_kept_before_it_is_reported() -> None:
         joined, generated = await stage.until(2)
         assert joined == ProcessUp(kind="replica", index=0, incarnation=1, slots=4, samples=2, version=0)
         assert generated == GroupGenerated(
-            group=0, attempt=1, replica=0, incarnation=1, tokens=6, oldest_version=0, newest_version=0, live=2,
+            group=0, attempt=1, replica=0, incarnation=1, tokens=6, oldest_version=0, newest_version=0, trainable=2,
             reward_mean=0.5, reward_spread=1.0,
         )  # fmt: skip
         assert kept_at_report == [True]

@@ -85,7 +85,7 @@ def test_the_work_is_kept_before_it_is_reported() -> None:
     async def scene(bench: Bench) -> None:
         bench.order()
         left = await bench.until(1)
-        assert left == StateLeft(group=3, attempt=2, state="judging", live=3, reward_mean=1.0, reward_spread=2.0)
+        assert left == StateLeft(group=3, attempt=2, state="judging", trainable=3, reward_mean=1.0, reward_spread=2.0)
         (kept,) = await bench.trajectories.get([3])
         assert [t.reward for t in kept.trajectories] == [0.0, 1.0, 2.0]
 
@@ -327,7 +327,7 @@ def test_rewards_may_be_left_out_where_they_are_given_later_and_only_there() -> 
     group.trajectories[0].reward = None
     check_generated(work, Generated(group=group), INITIAL, rewarded=False)
     told = generated_event(group, 1, 0, 1)
-    assert isinstance(told, GroupGenerated) and (told.live, told.reward_mean) == (1, 0.0)
+    assert isinstance(told, GroupGenerated) and (told.trainable, told.reward_mean) == (1, 0.0)
     with pytest.raises(DataFailure, match="it has no reward"):
         check_generated(work, Generated(group=group), INITIAL)
     group.trajectories[0].reward = math.inf
