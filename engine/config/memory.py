@@ -175,7 +175,7 @@ def host_memory(model: Model, config: Config, reference: Model | None = None) ->
         parts["shards of every rank"] = float(number * frozen + 16 * model.trained)
         if reference is not None and loads_reference(config):
             parts["reference"] = float(number * reference.parameters)
-    if t.ranks == 1 and t.rollback and settings.optimizer_steps(config.scheduler.train_batch_size) > 1:
+    if t.rollback and settings.optimizer_steps(config.scheduler.train_batch_size) > 1:
         parts["the copy that undoes a failed step"] = 12.0 * model.trained
     return parts
 

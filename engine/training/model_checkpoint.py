@@ -44,13 +44,13 @@ from engine.training.model_files import (
     stored_tensors,
     write_model,
 )
-from engine.training.ranks import ALONE, Ranks, Whole
+from engine.training.ranks import ALONE, Ranks, Whole, own_part
 
 # -- failed steps ------------------------------------------------------------------------------------------------------
 
 
 class Snapshot:
-    """Copies in host memory of everything that a train step changes."""
+    """Copies in host memory of everything that a train step changes; of several ranks, each has its own part."""
 
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, masters: Masters | None = None
@@ -69,14 +69,14 @@ class Snapshot:
         """Weights, buffers, optimizer state and random state are as before, in place. Gradients are dropped."""
         self._optimizer.zero_grad(set_to_none=True)
         for live, kept in zip(self._live, self._kept, strict=True):
-            live.detach().copy_(kept)
+            own_part(live).copy_(kept)
         self._masters.round()
         for parameter in list(self._optimizer.state):
             if parameter not in self._moments:
                 del self._optimizer.state[parameter]
                 continue
             for name, value in self._moments[parameter].items():
-                self._optimizer.state[parameter][name].copy_(value)
+                own_part(self._optimizer.state[parameter][name]).copy_(value)
         set_random_state(self._random)
 
 
@@ -97,7 +97,7 @@ def set_random_state(states: dict[str, Tensor]) -> None:
 
 
 def _copy(value: Tensor) -> Tensor:
-    return value.detach().to("cpu", copy=True)
+    return own_part(value).to("cpu", copy=True)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

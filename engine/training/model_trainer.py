@@ -198,15 +198,17 @@ class ModelTrainer:
     def _whole_or_nothing(self, tally: StepTally, optimizer_steps: int) -> Iterator[None]:
         """Leave everything as before if the block raises. Raises: `TrainerSpoiled` where that cannot be."""
         snapshot = None
-        if self.settings.rollback and optimizer_steps > 1 and self.ranks.count == 1:
-            with tally.phase("snapshot"):
+        if self.settings.rollback and optimizer_steps > 1:
+            with tally.phase("snapshot"), self.ranks.together():
                 snapshot = Snapshot(self.model, self.optimizer, self.policy.masters)
         try:
             yield
+        except TrainerSpoiled:
+            raise
         except Exception as error:
             if snapshot is not None:
-                snapshot.restore()
-            elif tally.stepped or self.ranks.count > 1:  # several ranks cannot leave a pass half-way
+                _undo(error, snapshot)
+            elif tally.stepped:
                 raise TrainerSpoiled(reason_of(error)) from error
             self.optimizer.zero_grad(set_to_none=True)
             raise
@@ -360,7 +362,8 @@ class ModelTrainer:
             self.optimizer.zero_grad(set_to_none=True)
             diagnostics = accumulate_gradient(self.policy, samples)
             limit = self.settings.max_grad_norm or float("inf")
-            norm = float(self.ranks.whole(torch.nn.utils.clip_grad_norm_(self.policy.trained, limit)))
+            with self.ranks.inseparable():
+                norm = float(self.ranks.whole(torch.nn.utils.clip_grad_norm_(self.policy.trained, limit)))
             sums = diagnostics.sums()
         if sums["unsound"]:
             tally.unsound += int(sums["unsound"])
@@ -375,13 +378,22 @@ class ModelTrainer:
             rate = self.settings.learning_rate_at(self.optimizer_steps + tally.optimizer_steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            self.optimizer.step()
+            with self.ranks.together():
+                self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         tally.learning_rate = rate
         tally.optimizer_steps += 1
         tally.losses.append(sums["loss"])
         tally.grad_norms.append(norm)
         tally.diagnostics.merge(diagnostics)
+
+
+def _undo(error: Exception, snapshot: Snapshot) -> None:
+    """Restore what an error has left half-changed. Raises: `TrainerSpoiled`."""
+    try:
+        snapshot.restore()
+    except Exception as broken:
+        raise TrainerSpoiled(f"{reason_of(error)}; the step cannot be undone: {reason_of(broken)}") from error
 
 
 def _metrics(groups: Sequence[Sequence[Sample]], tally: StepTally, passes: int) -> dict[str, float]:

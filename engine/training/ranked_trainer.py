@@ -1,9 +1,9 @@
 """`RankedTrainer`: a `Trainer` whose model is sharded over several processes of this machine, its ranks.
 
 Hosted by `workers.trainer`, as `ModelTrainer` is, in a Ray actor or in the user's process. It makes each call in every
-rank (`rank_process.py`) and waits for all of them. A rank that dies, or fails where others do not, is a lost trainer:
-the other ranks are killed, and the call raises `TrainerSpoiled`. A rank that hangs is found by the time limit of the
-order; the ranks die with this process.
+rank (`rank_process.py`) and waits for all of them. An error of all ranks costs the call alone. A rank that dies, or
+fails where others do not, is a lost trainer: the other ranks are killed, and the call raises `TrainerSpoiled`. A rank
+that hangs is found by the time limit of the order; the ranks die with this process.
 """
 
 import os
@@ -204,12 +204,11 @@ class RankedTrainer:
         if errors and len(errors) < len(self._links):
             rank, error = next(iter(errors.items()))
             self._spoil(f"rank {rank} of {len(self._links)} failed alone: {reason_of(error)}")
+        for rank in sorted(errors):
+            if isinstance(errors[rank], TrainerSpoiled):
+                self._spoil(f"rank {rank} of {len(self._links)}: {reason_of(errors[rank])}")
         if errors:
-            error = errors[min(errors)]
-            if isinstance(error, TrainerSpoiled):
-                self._lost = str(error)
-                self.close()
-            raise error
+            raise errors[min(errors)]
         return result
 
     def _lose(self, rank: int) -> None:

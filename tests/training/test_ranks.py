@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from engine.errors import ConfigError, TrainerSpoiled
 from engine.protocols import Batch
+from engine.training import ranked_trainer
 from engine.training.model_trainer import ModelTrainer
 from engine.training.ranked_trainer import RankedTrainer
 from engine.training.trainer_settings import TrainerSettings
@@ -209,6 +210,56 @@ def test_gathered_weights_may_be_bfloat16(model_path: str, batch: MakeBatch) -> 
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
     moved = [(after[name] - before[name]).abs().max() for name in before]
     assert all(0 < change < 1e-5 for change in moved)
+
+
+@contextmanager
+def of_failing_ranks(model_path: str, faults: Path) -> Iterator[Any]:
+    """Two ranks that fail as the files of a folder say: see `failing_rank`."""
+    start = subprocess.Popen
+
+    def start_failing(command: list[str], env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+        program = str(Path(__file__).with_name("failing_rank.py"))
+        return start([command[0], program, *command[3:]], env={**env, "FAULTS": str(faults)}, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", start_failing)
+        trainer = RankedTrainer(model_path, TrainerSettings(**SETTINGS, ranks=2))
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def test_a_step_that_fails_in_one_rank_is_undone_in_all_unless_it_leaves_a_pass_half_way(
+    model_path: str, batch: MakeBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with of_failing_ranks(model_path, tmp_path) as trainer, of_failing_ranks(model_path, tmp_path) as spared:
+        spared.train(batch(0))
+        spared.train(batch(1))
+        for step in range(2):  # the first time, there are no moments yet
+            before = {name: value.clone() for name, value in trainer.weights().items()}
+            for fault in ("step-0", "step-1", "loss-1"):
+                (tmp_path / fault).write_text("2")
+                with pytest.raises(Exception, match="out of memory") as raised:
+                    trainer.train(batch(step))
+                assert not isinstance(raised.value, TrainerSpoiled), fault
+                assert all(torch.equal(before[name], value) for name, value in trainer.weights().items()), fault
+            trainer.train(batch(step))
+        expected = spared.weights()
+        assert all(torch.equal(expected[name], value) for name, value in trainer.weights().items())
+
+        (tmp_path / "loss-0").write_text("1")
+        with pytest.raises(Exception, match="out of memory") as raised:
+            spared.train(batch(2, 2))
+        assert not isinstance(raised.value, TrainerSpoiled), "before its only optimizer step, nothing is to be undone"
+        (tmp_path / "step-1").write_text("1")
+        with pytest.raises(TrainerSpoiled, match="out of memory"):
+            spared.train(batch(2, 2))
+        monkeypatch.setattr(ranked_trainer, "SETTLE_S", 0.0)
+        (tmp_path / "forward-1").write_text("1")
+        with pytest.raises(TrainerSpoiled, match="rank 1 of 2 failed alone: RuntimeError: out of memory"):
+            trainer.train(batch(2))
+        assert alive([*trainer.pids, *spared.pids]) == []
 
 
 @pytest.mark.gpu
