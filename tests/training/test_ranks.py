@@ -4,13 +4,14 @@ Ranks are real processes over gloo.
 """
 
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from engine.errors import ConfigError, TrainerSpoiled
+from engine.plans.trainers import make_trainer
 from engine.protocols import Batch
+from engine.runtime.stacks import dump_stacks, register_stacks, stacks_file
 from engine.training import ranked_trainer
 from engine.training.model_trainer import ModelTrainer
 from engine.training.ranked_trainer import RankedTrainer
@@ -108,7 +111,7 @@ def alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
 
-def test_an_error_of_all_ranks_is_raised_and_one_that_is_killed_or_stopped_ends_the_others_and_the_trainer(
+def test_an_error_of_all_ranks_is_raised_and_one_that_is_killed_ends_the_others_and_the_trainer(
     model_path: str, batch: MakeBatch, tmp_path: Path
 ) -> None:
     with of_ranks(2, model_path) as trainer:
@@ -126,9 +129,21 @@ def test_an_error_of_all_ranks_is_raised_and_one_that_is_killed_or_stopped_ends_
         with pytest.raises(TrainerSpoiled, match="rank 1 of 2 died"):
             trainer.weights()
 
-    with of_ranks(2, model_path) as trainer:
+
+def test_of_a_trainer_with_a_stopped_rank_every_rank_writes_its_stacks_and_ends_with_it(
+    model_path: str, batch: MakeBatch, tmp_path: Path
+) -> None:
+    file = stacks_file(tmp_path, "trainer")
+    register_stacks(file)
+    with closing(make_trainer(model_path, TrainerSettings(**SETTINGS, ranks=2))) as trainer:
         pids = trainer.pids
         os.kill(pids[1], signal.SIGSTOP)
+        os.waitid(os.P_PID, pids[1], os.WSTOPPED | os.WNOWAIT)
+        assert dump_stacks(os.getpid(), file) == f"its stacks are in {file}"
+        own, first, second = re.split(f", started by process {os.getpid()},", file.read_text())
+        assert "in test_of_a_trainer_with_a_stopped_rank" in own and f"process {pids[0]}" in own
+        assert "engine/training/rank_process.py" in first and f"process {pids[1]}" in first
+        assert "T (stopped)" in second
         failures: list[Exception] = []
 
         def train() -> None:
