@@ -2,7 +2,8 @@
 
     config.json, model.safetensors, tokenizer files   as `save_pretrained` writes them: of a large model several files,
                                                       with an index; of an adapter, what peft writes:
-                                                      adapter_config.json, adapter_model.safetensors
+                                                      adapter_config.json, adapter_model.safetensors. Tensors are
+                                                      float32; config.json names the type of the model that was trained
     optimizer/                                        AdamW's moments, `exp_avg/<parameter>` and so on: files of each
                                                       rank, as torch.distributed.checkpoint writes safetensors
     random.safetensors                                torch's random states
@@ -41,6 +42,7 @@ from engine.training.model_files import (
     divide_into_files,
     matching,
     named_tensors,
+    named_type,
     stored_tensors,
     write_model,
 )
@@ -165,7 +167,7 @@ def write_checkpoint(
     with ranks.together():
         if first:
             if not has_adapter(model):
-                _name_type(unfinished / MODEL_CONFIG, torch.float32)
+                _name_type(unfinished / MODEL_CONFIG, named_type(model_path))
             _copy_tokenizer(model_path, unfinished, leave=(MODEL_CONFIG,))
             _finish(unfinished, state)
             os.rename(unfinished, directory)
@@ -379,7 +381,7 @@ def read_moments(
 
 
 def _name_type(config: Path, kind: torch.dtype) -> None:
-    """Write the type of the tensors in a model's files, which may differ from that of the model in memory."""
+    """Write the type in which transformers and samplers load the model. Its files have the float32 masters."""
     plain = json.loads(config.read_text(encoding="utf-8"))
     plain["dtype"] = str(kind).removeprefix("torch.")
     config.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from engine.errors import ConfigError, TrainerSpoiled, reason_of
@@ -40,7 +40,7 @@ from engine.training.model_checkpoint import (
     trained_tensors,
     write_checkpoint,
 )
-from engine.training.model_files import load_model
+from engine.training.model_files import load_model, named_type
 from engine.training.model_scorer import Reference, given_scores, load_reference, score_old, score_taught, tokens_of
 from engine.training.ranks import ALONE, Ranks
 from engine.training.trainer_settings import TrainerSettings
@@ -102,7 +102,8 @@ class ModelTrainer:
             torch.set_num_threads(self.settings.threads)
         torch.manual_seed(self.settings.seed)
         transformers_logging.disable_progress_bar()
-        self._published = _published_type(model_path, self.settings.publish_dtype)
+        named = self.settings.publish_dtype
+        self._published: torch.dtype = named_type(model_path) if named == "auto" else getattr(torch, named)
         device = device_named(self.settings.device)
         loaded = load_model(model_path, ranks, self.settings.lora, self.settings.seed)
         self.model: PreTrainedModel = loaded.model
@@ -415,12 +416,6 @@ def _metrics(groups: Sequence[Sequence[Sample]], tally: StepTally, passes: int) 
         "nonfinite_minibatches": float(tally.nonfinite),
         "nonfinite_trajectories": float(tally.unsound),
     }
-
-
-def _published_type(model_path: str, named: str) -> torch.dtype:
-    """The type of published weights; `auto`: that of the model's files."""
-    kind = AutoConfig.from_pretrained(model_path).dtype if named == "auto" else getattr(torch, named)
-    return kind if isinstance(kind, torch.dtype) else torch.float32
 
 
 def _adamw(trained: Sequence[Tensor], settings: TrainerSettings) -> torch.optim.AdamW:

@@ -174,8 +174,8 @@ class TrainerSettings:
     """Passes with bfloat16 weights: `on`, `off`, or `auto` = on if a CUDA device supports it. The optimizer updates
     float32 weights with float32 moments and gradients, since an update of 1e-6 is lost in bfloat16."""
     publish_dtype: str = "auto"
-    """Type of published weights: `float32`, `bfloat16`, `float16`, or `auto` = that of the model's files, which the
-    samplers load, too. The trained weights stay float32."""
+    """Type of published weights: `float32`, `bfloat16`, `float16`, or `auto` = the type in the model's `config.json`,
+    in which the samplers load it. The trained weights stay float32."""
     fp32_head: bool = False
     """With bf16: compute the logits in float32 all the same."""
     activation_checkpointing: bool = False
