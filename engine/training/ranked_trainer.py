@@ -212,7 +212,7 @@ class RankedTrainer:
             self._spoil(f"rank {rank} of {len(self._links)} failed alone: {reason_of(error)}")
         for rank in sorted(errors):
             if isinstance(errors[rank], TrainerSpoiled):
-                self._spoil(f"rank {rank} of {len(self._links)}: {reason_of(errors[rank])}")
+                self._spoil(reason_of(errors[rank]))
         if errors:
             raise errors[min(errors)]
         return result

@@ -141,7 +141,8 @@ class Sharded(Ranks):
             failure = error
         reasons = [""] * self.count
         with self.inseparable():
-            dist.all_gather_object(reasons, "" if failure is None else reason_of(failure))
+            if self.most(failure is not None):
+                dist.all_gather_object(reasons, "" if failure is None else reason_of(failure))
         if failure is not None:
             raise failure
         for rank, reason in enumerate(reasons):
