@@ -299,7 +299,8 @@ def check_checkpoint(checkpoint: Path, model: Path | None) -> None:
 
 
 def start_bytes(config: Config, directory: Path) -> int:
-    """Bytes of a number in the files that the run begins with; `directory`: of `model.path`."""
+    """Bytes of a number of the weights that the run begins with, as `config.json` names their type; `directory`: of
+    `model.path`."""
     return number_bytes(Path(config.model.checkpoint_path or directory))
 
 

@@ -51,12 +51,12 @@ class Model:
     adapter: int = 0
     """Parameters of the adapter that is trained (`trainer.lora`); 0: the model itself is trained."""
     bytes: int = 4
-    """Of a number in the model's files, which samplers load and the trainer publishes."""
+    """Of a number in the type that `config.json` names, in which samplers load and the trainer publishes the model."""
 
     @classmethod
     def of(cls, directory: Path, shapes: Shapes, adapter: int = 0, number: int = 4) -> "Model | None":
         """From `config.json` and the shapes of the tensors; None if these do not say the sizes under their usual names.
-        `number`: bytes of a number in the files that the run begins with."""
+        `number`: bytes of a number of the weights that the run begins with."""
         if not shapes:
             return None
         try:
@@ -144,7 +144,7 @@ def loads_reference(config: Config) -> bool:
 
 
 def published_bytes(config: Config, number: int) -> int:
-    """Bytes of a number of a published version. `number`: of the model's files."""
+    """Bytes of a number of a published version. `number`: in the type that `config.json` names."""
     return WIDTHS.get(config.trainer_settings().publish_dtype, number)
 
 
@@ -175,7 +175,7 @@ def host_memory(model: Model, config: Config, reference: Model | None = None) ->
         parts["shards of every rank"] = float(number * frozen + 16 * model.trained)
         if reference is not None and loads_reference(config):
             parts["reference"] = float(number * reference.parameters)
-    if t.ranks == 1 and t.rollback and settings.optimizer_steps(config.scheduler.train_batch_size) > 1:
+    if t.rollback and settings.optimizer_steps(config.scheduler.train_batch_size) > 1:
         parts["the copy that undoes a failed step"] = 12.0 * model.trained
     return parts
 

@@ -181,7 +181,8 @@ class RolloutSection(Section):
 
     @property
     def sampler_dtype(self) -> str:
-        """Type of the samplers' weights, where the configuration names it; else `auto`, that of the model's files."""
+        """Type of the samplers' weights, where the configuration names it; else `auto`, that in the model's
+        `config.json`."""
         kind = {"half": "float16", "float": "float32"}.get(
             str(self.engine_args.get("dtype")), str(self.engine_args.get("dtype"))
         )

@@ -12,6 +12,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from engine.record.files import make_directory, open_private
 
@@ -23,6 +24,8 @@ QUIET_S = 0.2
 """Seconds without growth after which the file counts as complete: stacks are many small writes without an end mark."""
 POLL_S = 0.05
 PROCESSES = Path("/proc")
+_registered: BinaryIO | None = None
+"""The file to which this process writes its stacks."""
 
 
 def stacks_file(run_dir: Path, name: str) -> Path:
@@ -33,28 +36,65 @@ def stacks_file(run_dir: Path, name: str) -> Path:
 def register_stacks(file: Path) -> None:
     """Make this process append the stacks of all its threads to a file whenever it gets SIGUSR1. It does so even while
     Python code loops or a library holds the interpreter's lock."""
+    global _registered
     try:
         make_directory(file.parent)
-        faulthandler.register(SIGNAL, file=open_private(file, "ab"), all_threads=True)
+        stream = open_private(file, "ab")
     except OSError as error:
         log.warning("this process cannot write its stacks to %s if it hangs: %s", file, error)
+        return
+    faulthandler.register(SIGNAL, file=stream, all_threads=True)
+    _registered = stream
+
+
+def registered_stacks() -> int | None:
+    """The open file to which this process writes its stacks, for the processes that it starts; None if it has none."""
+    return None if _registered is None else _registered.fileno()
 
 
 def dump_stacks(pid: int, file: Path, patience_s: float = PATIENCE_S) -> str:
-    """Make a process of this node write its stacks to its registered file. Returns a line that says where they are.
+    """Make a process of this node write its stacks to its registered file, and then the processes that it has started
+    with the same file, such as a trainer's ranks. Returns a line that says where they are.
 
     If there are none within `patience_s`, the file and the line give the process's state and the kernel function that
     it waits in. A process that has not registered is not signaled, because the signal would end it. Blocks.
     """
+    said = _dump(pid, file, patience_s, f"process {pid}")
+    last = time.monotonic() + patience_s
+    for child in _children(pid):
+        if writes_to(child, file):
+            _dump(child, file, max(0.0, last - time.monotonic()), f"process {child}, started by process {pid},")
+    return said
+
+
+def _dump(pid: int, file: Path, patience_s: float, who: str) -> str:
+    """As `dump_stacks`, of one process."""
     state = process_state(pid)
     if state is None:
         return "it has ended"
-    failure = _append(file, f"process {pid} is asked for its stacks")
+    failure = _append(file, f"{who} is asked for its stacks")
     if failure is None and _can_answer(pid) and _asked(pid, file, patience_s):
         return f"its stacks are in {file}"
     story = f"it wrote no stacks: {process_state(pid) or state}"
     failure = failure or _append(file, f"process {pid}: {story}")
     return f"{story} ({file} cannot be written: {failure})" if failure else f"{story} (see {file})"
+
+
+def _children(pid: int) -> list[int]:
+    """The processes that a process has started, oldest first."""
+    return sorted(child for child in _processes() if _parent(child) == pid)
+
+
+def _processes() -> list[int]:
+    with suppress(OSError):
+        return [int(entry.name) for entry in PROCESSES.iterdir() if entry.name.isdigit()]
+    return []
+
+
+def _parent(pid: int) -> int | None:
+    with suppress(OSError, KeyError, ValueError):
+        return int(_status(pid)["PPid"])
+    return None
 
 
 def writes_to(pid: int, file: Path) -> bool:

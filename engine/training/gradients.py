@@ -140,13 +140,13 @@ class Policy:
         """Log-probs of each sample's trainable tokens under the present weights. Collective. [samples][tokens] float32,
         on the CPU"""
         own: dict[int, Tensor] = {}
-        with torch.no_grad():
+        with torch.no_grad(), self.ranks.inseparable():
             for micro, indices in self.passes(samples):
                 chosen = self.logprobs(micro.to(self.device), entropy=False).chosen.cpu()
                 tokens = [samples[index].tokens for index in indices]
                 own.update(zip(indices, chosen.split(tokens), strict=True) if tokens else ())
-        self.ranks.release(self._run)
-        scored = self.ranks.joined(own)
+            self.ranks.release(self._run)
+            scored = self.ranks.joined(own)
         return [scored.get(index, torch.zeros(0)) for index in range(len(samples))]
 
     def passes(self, samples: Sequence[Sample]) -> Iterator[tuple[MicroBatch, list[int]]]:
@@ -261,31 +261,50 @@ def accumulate_gradient(policy: Policy, samples: Sequence[Sample]) -> Diagnostic
     Each sample's `weight` is already relative to the whole minibatch, so the passes' losses add up to the minibatch's
     loss for any split into passes. Samples with a gradient of exactly zero are skipped, but their tokens count in the
     weights of the others.
+
+    Raises, in every rank, if a loss cannot be computed: its rank makes the other passes first, because the others wait
+    for it there. `TrainerSpoiled` if a rank of several leaves a pass half-way.
     """
     settings = policy.settings
     diagnostics = Diagnostics(settings)
     trained = samples if settings.needs_every_token else [one for one in samples if not one.teaches_nothing]
     empty = True
-    for packed, indices in policy.passes(trained):
-        empty = False
-        micro = packed.to(policy.device)
-        logprobs = policy.logprobs(micro)
-        if not indices:
-            (logprobs.chosen.sum() * 0.0).backward()
-            continue
-        proximal = logprobs.chosen.detach() if micro.proximal is None else micro.proximal
-        rows = Rows(micro.rows, micro.trajectories)
-        terms = without_unsound(
-            TokenTerms(
-                logprobs.chosen, micro.behavior, proximal, micro.advantages, rows, micro.reference, micro.staleness,
-                logprobs.entropy,
-            )
-        )  # fmt: skip
-        result = policy_loss(terms, settings)
-        note_gaps([trained[index] for index in indices], rows, result.importance)
-        loss = (result.losses * micro.weights).sum()
-        (loss * policy.ranks.count).backward()  # gradients are averaged over the ranks
-        diagnostics.add(terms, result, loss)
-    policy.close_gradient(empty=empty)
-    diagnostics.gather(policy.ranks)
+    failure: Exception | None = None
+    with policy.ranks.inseparable():
+        for packed, indices in policy.passes(trained):
+            empty = False
+            micro = packed.to(policy.device)
+            logprobs = policy.logprobs(micro)
+            loss = logprobs.chosen.sum() * 0.0
+            if indices and failure is None:
+                try:
+                    loss = _loss(micro, logprobs, [trained[index] for index in indices], settings, diagnostics)
+                except Exception as error:
+                    failure = error
+            (loss * policy.ranks.count).backward()  # gradients are averaged over the ranks
+        policy.close_gradient(empty=empty)
+        diagnostics.gather(policy.ranks)
+    with policy.ranks.together():
+        if failure is not None:
+            raise failure
     return diagnostics
+
+
+def _loss(
+    micro: MicroBatch, logprobs: TokenLogprobs, samples: Sequence[Sample], settings: TrainerSettings,
+    diagnostics: Diagnostics,
+) -> Tensor:  # fmt: skip
+    """The loss of one micro-batch, which is noted in its `samples` and in the diagnostics. Not collective."""
+    proximal = logprobs.chosen.detach() if micro.proximal is None else micro.proximal
+    rows = Rows(micro.rows, micro.trajectories)
+    terms = without_unsound(
+        TokenTerms(
+            logprobs.chosen, micro.behavior, proximal, micro.advantages, rows, micro.reference, micro.staleness,
+            logprobs.entropy,
+        )
+    )  # fmt: skip
+    result = policy_loss(terms, settings)
+    note_gaps(samples, rows, result.importance)
+    loss = (result.losses * micro.weights).sum()
+    diagnostics.add(terms, result, loss)
+    return loss

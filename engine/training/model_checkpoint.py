@@ -2,7 +2,8 @@
 
     config.json, model.safetensors, tokenizer files   as `save_pretrained` writes them: of a large model several files,
                                                       with an index; of an adapter, what peft writes:
-                                                      adapter_config.json, adapter_model.safetensors
+                                                      adapter_config.json, adapter_model.safetensors. Tensors are
+                                                      float32; config.json names the type of the model that was trained
     optimizer/                                        AdamW's moments, `exp_avg/<parameter>` and so on: files of each
                                                       rank, as torch.distributed.checkpoint writes safetensors
     random.safetensors                                torch's random states
@@ -41,16 +42,17 @@ from engine.training.model_files import (
     divide_into_files,
     matching,
     named_tensors,
+    named_type,
     stored_tensors,
     write_model,
 )
-from engine.training.ranks import ALONE, Ranks, Whole
+from engine.training.ranks import ALONE, Ranks, Whole, own_part
 
 # -- failed steps ------------------------------------------------------------------------------------------------------
 
 
 class Snapshot:
-    """Copies in host memory of everything that a train step changes."""
+    """Copies in host memory of everything that a train step changes; of several ranks, each has its own part."""
 
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, masters: Masters | None = None
@@ -69,14 +71,14 @@ class Snapshot:
         """Weights, buffers, optimizer state and random state are as before, in place. Gradients are dropped."""
         self._optimizer.zero_grad(set_to_none=True)
         for live, kept in zip(self._live, self._kept, strict=True):
-            live.detach().copy_(kept)
+            own_part(live).copy_(kept)
         self._masters.round()
         for parameter in list(self._optimizer.state):
             if parameter not in self._moments:
                 del self._optimizer.state[parameter]
                 continue
             for name, value in self._moments[parameter].items():
-                self._optimizer.state[parameter][name].copy_(value)
+                own_part(self._optimizer.state[parameter][name]).copy_(value)
         set_random_state(self._random)
 
 
@@ -97,7 +99,7 @@ def set_random_state(states: dict[str, Tensor]) -> None:
 
 
 def _copy(value: Tensor) -> Tensor:
-    return value.detach().to("cpu", copy=True)
+    return own_part(value).to("cpu", copy=True)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ def write_checkpoint(
     with ranks.together():
         if first:
             if not has_adapter(model):
-                _name_type(unfinished / MODEL_CONFIG, torch.float32)
+                _name_type(unfinished / MODEL_CONFIG, named_type(model_path))
             _copy_tokenizer(model_path, unfinished, leave=(MODEL_CONFIG,))
             _finish(unfinished, state)
             os.rename(unfinished, directory)
@@ -379,7 +381,7 @@ def read_moments(
 
 
 def _name_type(config: Path, kind: torch.dtype) -> None:
-    """Write the type of the tensors in a model's files, which may differ from that of the model in memory."""
+    """Write the type in which transformers and samplers load the model. Its files have the float32 masters."""
     plain = json.loads(config.read_text(encoding="utf-8"))
     plain["dtype"] = str(kind).removeprefix("torch.")
     config.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from engine.errors import ConfigError, TrainerSpoiled, reason_of
@@ -40,7 +40,7 @@ from engine.training.model_checkpoint import (
     trained_tensors,
     write_checkpoint,
 )
-from engine.training.model_files import load_model
+from engine.training.model_files import load_model, named_type
 from engine.training.model_scorer import Reference, given_scores, load_reference, score_old, score_taught, tokens_of
 from engine.training.ranks import ALONE, Ranks
 from engine.training.trainer_settings import TrainerSettings
@@ -102,7 +102,8 @@ class ModelTrainer:
             torch.set_num_threads(self.settings.threads)
         torch.manual_seed(self.settings.seed)
         transformers_logging.disable_progress_bar()
-        self._published = _published_type(model_path, self.settings.publish_dtype)
+        named = self.settings.publish_dtype
+        self._published: torch.dtype = named_type(model_path) if named == "auto" else getattr(torch, named)
         device = device_named(self.settings.device)
         loaded = load_model(model_path, ranks, self.settings.lora, self.settings.seed)
         self.model: PreTrainedModel = loaded.model
@@ -198,15 +199,17 @@ class ModelTrainer:
     def _whole_or_nothing(self, tally: StepTally, optimizer_steps: int) -> Iterator[None]:
         """Leave everything as before if the block raises. Raises: `TrainerSpoiled` where that cannot be."""
         snapshot = None
-        if self.settings.rollback and optimizer_steps > 1 and self.ranks.count == 1:
-            with tally.phase("snapshot"):
+        if self.settings.rollback and optimizer_steps > 1:
+            with tally.phase("snapshot"), self.ranks.together():
                 snapshot = Snapshot(self.model, self.optimizer, self.policy.masters)
         try:
             yield
+        except TrainerSpoiled:
+            raise
         except Exception as error:
             if snapshot is not None:
-                snapshot.restore()
-            elif tally.stepped or self.ranks.count > 1:  # several ranks cannot leave a pass half-way
+                _undo(error, snapshot)
+            elif tally.stepped:
                 raise TrainerSpoiled(reason_of(error)) from error
             self.optimizer.zero_grad(set_to_none=True)
             raise
@@ -360,7 +363,8 @@ class ModelTrainer:
             self.optimizer.zero_grad(set_to_none=True)
             diagnostics = accumulate_gradient(self.policy, samples)
             limit = self.settings.max_grad_norm or float("inf")
-            norm = float(self.ranks.whole(torch.nn.utils.clip_grad_norm_(self.policy.trained, limit)))
+            with self.ranks.inseparable():
+                norm = float(self.ranks.whole(torch.nn.utils.clip_grad_norm_(self.policy.trained, limit)))
             sums = diagnostics.sums()
         if sums["unsound"]:
             tally.unsound += int(sums["unsound"])
@@ -375,13 +379,22 @@ class ModelTrainer:
             rate = self.settings.learning_rate_at(self.optimizer_steps + tally.optimizer_steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            self.optimizer.step()
+            with self.ranks.together():
+                self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         tally.learning_rate = rate
         tally.optimizer_steps += 1
         tally.losses.append(sums["loss"])
         tally.grad_norms.append(norm)
         tally.diagnostics.merge(diagnostics)
+
+
+def _undo(error: Exception, snapshot: Snapshot) -> None:
+    """Restore what an error has left half-changed. Raises: `TrainerSpoiled`."""
+    try:
+        snapshot.restore()
+    except Exception as broken:
+        raise TrainerSpoiled(f"{reason_of(error)}; the step cannot be undone: {reason_of(broken)}") from error
 
 
 def _metrics(groups: Sequence[Sequence[Sample]], tally: StepTally, passes: int) -> dict[str, float]:
@@ -403,12 +416,6 @@ def _metrics(groups: Sequence[Sequence[Sample]], tally: StepTally, passes: int) 
         "nonfinite_minibatches": float(tally.nonfinite),
         "nonfinite_trajectories": float(tally.unsound),
     }
-
-
-def _published_type(model_path: str, named: str) -> torch.dtype:
-    """The type of published weights; `auto`: that of the model's files."""
-    kind = AutoConfig.from_pretrained(model_path).dtype if named == "auto" else getattr(torch, named)
-    return kind if isinstance(kind, torch.dtype) else torch.float32
 
 
 def _adamw(trained: Sequence[Tensor], settings: TrainerSettings) -> torch.optim.AdamW:

@@ -1,11 +1,13 @@
-"""The process of one rank: `python -m engine.training.rank_process FD PARENT`, started by `ranked_trainer`.
+"""The process of one rank: `python -m engine.training.rank_process FD PARENT [STACKS]`, started by `ranked_trainer`.
 
 It reads a `Job` and then calls from the connection FD, makes each in its `ModelTrainer`, and answers (True, result) or
-(False, exception). It ends with its parent, also when it hangs or is stopped.
+(False, exception). It ends with its parent, also when it hangs or is stopped. On SIGUSR1 it appends the stacks of its
+threads to the open file STACKS.
 """
 
 import copy
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -18,6 +20,8 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     link, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
+    for stacks in sys.argv[3:]:
+        faulthandler.register(signal.SIGUSR1, file=int(stacks), all_threads=True)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return  # it died before this process could be told to follow it

@@ -1,9 +1,9 @@
 """`RankedTrainer`: a `Trainer` whose model is sharded over several processes of this machine, its ranks.
 
 Hosted by `workers.trainer`, as `ModelTrainer` is, in a Ray actor or in the user's process. It makes each call in every
-rank (`rank_process.py`) and waits for all of them. A rank that dies, or fails where others do not, is a lost trainer:
-the other ranks are killed, and the call raises `TrainerSpoiled`. A rank that hangs is found by the time limit of the
-order; the ranks die with this process.
+rank (`rank_process.py`) and waits for all of them. An error of all ranks costs the call alone. A rank that dies, or
+fails where others do not, is a lost trainer: the other ranks are killed, and the call raises `TrainerSpoiled`. A rank
+that hangs is found by the time limit of the order; the ranks die with this process.
 """
 
 import os
@@ -52,13 +52,17 @@ class RankedTrainer:
     Raises: `ConfigError` for settings that this machine cannot serve, `TrainerSpoiled` if a rank is lost.
     """
 
-    def __init__(self, model_path: str, settings: TrainerSettings, *, scored_apart: Sequence[str] = ()) -> None:
+    def __init__(
+        self, model_path: str, settings: TrainerSettings, *, scored_apart: Sequence[str] = (), stacks: int | None = None
+    ) -> None:
+        """`stacks`: an open file to which each rank appends the stacks of its threads whenever it gets SIGUSR1."""
         if not SHARES:
             raise ConfigError("trainer.ranks", settings.ranks, "several ranks need Linux", "use 1")
         self._folder = tempfile.TemporaryDirectory(prefix="engine-ranks-", ignore_cleanup_errors=True)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: list[Connection] = []
         self._lost = ""
+        self._stacks = () if stacks is None else (stacks,)
         self._closed = threading.Event()
         self._start(settings.ranks)
         threads = settings.threads or len(os.sched_getaffinity(0))
@@ -161,10 +165,12 @@ class RankedTrainer:
     def _start_one(self) -> Connection:
         ours, theirs = Pipe()
         with theirs:
+            files = [theirs.fileno(), *self._stacks]
             environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
-            command = [sys.executable, "-m", "engine.training.rank_process", str(theirs.fileno()), str(os.getpid())]
+            numbers = [theirs.fileno(), os.getpid(), *self._stacks]
+            command = [sys.executable, "-m", "engine.training.rank_process", *map(str, numbers)]
             process = subprocess.Popen(
-                command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                command, env=environment, pass_fds=files, stdin=subprocess.DEVNULL, start_new_session=True
             )
         self._processes.append(process)
         return ours
@@ -204,12 +210,11 @@ class RankedTrainer:
         if errors and len(errors) < len(self._links):
             rank, error = next(iter(errors.items()))
             self._spoil(f"rank {rank} of {len(self._links)} failed alone: {reason_of(error)}")
+        for rank in sorted(errors):
+            if isinstance(errors[rank], TrainerSpoiled):
+                self._spoil(reason_of(errors[rank]))
         if errors:
-            error = errors[min(errors)]
-            if isinstance(error, TrainerSpoiled):
-                self._lost = str(error)
-                self.close()
-            raise error
+            raise errors[min(errors)]
         return result
 
     def _lose(self, rank: int) -> None:

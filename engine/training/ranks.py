@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from engine.errors import EngineError, reason_of
+from engine.errors import EngineError, TrainerSpoiled, reason_of
 
 
 class Whole(Protocol):
@@ -55,6 +55,12 @@ class Ranks:
     def together(self) -> Iterator[None]:
         """Context manager: if the block raises in one rank, every rank raises. The block must not be collective, but
         the context manager is: it ends when all ranks have left the block."""
+        yield
+
+    @contextmanager
+    def inseparable(self) -> Iterator[None]:
+        """Context manager around collective work: a rank that raises in the block has left the others waiting in it.
+        Raises: `TrainerSpoiled` then, with several ranks."""
         yield
 
     def most(self, count: int) -> int:
@@ -134,12 +140,21 @@ class Sharded(Ranks):
         except Exception as error:
             failure = error
         reasons = [""] * self.count
-        dist.all_gather_object(reasons, "" if failure is None else reason_of(failure))
+        with self.inseparable():
+            if self.most(failure is not None):
+                dist.all_gather_object(reasons, "" if failure is None else reason_of(failure))
         if failure is not None:
             raise failure
         for rank, reason in enumerate(reasons):
             if reason:
                 raise EngineError(f"rank {rank} of {self.count} failed: {reason}")
+
+    @contextmanager
+    def inseparable(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise TrainerSpoiled(reason_of(error)) from error
 
     def most(self, count: int) -> int:
         return int(self.largest(torch.tensor(count)))
@@ -169,7 +184,7 @@ class Sharded(Ranks):
         if not isinstance(target, DTensor):
             target.copy_(whole[...])
             return
-        own = target.to_local()
+        own = own_part(target)
         if len(own):
             first = self.index * -(-whole.shape[0] // self.count)  # rows are divided as by `torch.chunk`
             own.copy_(whole[first : first + len(own)])
@@ -189,6 +204,12 @@ class _Root(nn.Module):
 
     def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, in the same memory, without gradient."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def layers_of(model: Any) -> list[nn.Module]:

@@ -152,8 +152,8 @@ class TrainerSettings:
 
     rollback: bool = True
     """Before a train step of several optimizer steps, copy weights and moments to host memory (12 bytes per parameter),
-    so that a step that fails can be undone and tried again. Without the copy the trainer's process is replaced then,
-    as it always is with several `ranks`. A train step of one optimizer step needs no copy."""
+    so that a step that fails can be undone and tried again; each of several `ranks` copies its own shards. Without the
+    copy the trainer's process is replaced then. A train step of one optimizer step needs no copy."""
     policy_mini_batch_size: int = 0
     """Groups per optimizer step; 0 takes the whole batch in one."""
     epochs_per_batch: int = 1
@@ -174,8 +174,8 @@ class TrainerSettings:
     """Passes with bfloat16 weights: `on`, `off`, or `auto` = on if a CUDA device supports it. The optimizer updates
     float32 weights with float32 moments and gradients, since an update of 1e-6 is lost in bfloat16."""
     publish_dtype: str = "auto"
-    """Type of published weights: `float32`, `bfloat16`, `float16`, or `auto` = that of the model's files, which the
-    samplers load, too. The trained weights stay float32."""
+    """Type of published weights: `float32`, `bfloat16`, `float16`, or `auto` = the type in the model's `config.json`,
+    in which the samplers load it. The trained weights stay float32."""
     fp32_head: bool = False
     """With bf16: compute the logits in float32 all the same."""
     activation_checkpointing: bool = False

@@ -23,6 +23,7 @@ from engine.events import CheckpointSaved, GroupGenerated, ProcessLost, PublishF
 from engine.metrics.status import Status
 from engine.plans.configured_plan import plan_of
 from engine.record import read
+from engine.runtime.stacks import dump_stacks, stacks_file
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
@@ -124,15 +125,17 @@ def test_a_rank_that_is_killed_costs_the_trainer_an_attempt(made: Path) -> None:
     config["run"]["max_steps"] = 4
     config["trainer"] |= {"ranks": 2, "checkpoint_every": 2}
     del config["validation"]
-    killed = False
+    stacks, killed = stacks_file(run_dir, "trainer"), False
     with launch(parse_config(config), run_dir) as run:
         for status in run.updates():
             if status.step >= 1 and not killed:
                 (trainer,) = processes("TrainerAct")
+                said = dump_stacks(trainer.pid, stacks)
                 os.kill(ranks_of(trainer.pid)[1].pid, signal.SIGKILL)
                 killed = True
     assert (status.outcome, status.step, status.version) == ("finished", 4, 4), status.reason
     (lost,) = events_of(run_dir, ProcessLost)
     assert "rank 1 of 2 died (SIGKILL)" in lost.reason
+    assert said == f"its stacks are in {stacks}" and stacks.read_text().count("rank_process.py") >= 2, "of each rank"
     check_record(run_dir)
     wait_for_no_actors()

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from digested_weights import Digested, note_installs
+from digested_weights import Digested, DigestedRanks, note_installs
 from safetensors.torch import load_file
 
 from engine.config.loading import parse_config
 from engine.events import WeightsInstalled
 from engine.plans.configured_plan import plan_of
 from engine.runtime.local import run_plan
-from engine.training.model_trainer import ModelTrainer
 
 sys.path.append(str(Path(__file__).parent.parent))
 sys.path.append(str(Path(__file__).parent.parent / "actors"))
@@ -24,8 +23,9 @@ from reference_sync import digest
 STEPS = 3
 
 
+@pytest.mark.parametrize("kind", [Digested, DigestedRanks], ids=["one rank", "two ranks"])
 def test_the_adapter_at_each_replica_is_the_trainers_to_the_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Digested | DigestedRanks]
 ) -> None:
     config = {
         "run": {"dir": str(tmp_path), "max_steps": STEPS, "seed": 3},
@@ -34,6 +34,7 @@ def test_the_adapter_at_each_replica_is_the_trainers_to_the_bit(
         "rollout": {"replicas": 2, "slots": 4, "max_tokens": 40},
         "trainer": {
             "lora": {"rank": 4, "alpha": 8}, "learning_rate": 1e-2, "checkpoint_every": STEPS, "threads": 1,
+            "ranks": 1 if kind is Digested else 2, "device": "cpu",
             "kl_loss_coef": 0.01, "overlong_cache_tokens": 39,  # length alone makes advantages
         },
         "validation": {"at_start": False, "at_end": False},
@@ -42,10 +43,10 @@ def test_the_adapter_at_each_replica_is_the_trainers_to_the_bit(
     run_dir.mkdir()
     planned = plan_of(parse_config(config), run_dir)
     installed = note_installs(monkeypatch)
-    made: list[Digested] = []
+    made: list[Digested | DigestedRanks] = []
 
-    def make_trainer(*arguments: Any) -> Digested:
-        made.append(Digested(*arguments))
+    def make_trainer(*arguments: Any) -> Digested | DigestedRanks:
+        made.append(kind(*arguments))
         return made[-1]
 
     model, settings = planned.make_trainer.args[:2]  # type: ignore[attr-defined]
@@ -58,5 +59,4 @@ def test_the_adapter_at_each_replica_is_the_trainers_to_the_bit(
     told = {(event.replica, event.version) for event in events_of(run_dir, WeightsInstalled) if event.version}
     assert len(told) == len(installed) and {replica for replica, _ in told} == {0, 1}
     saved = load_file(run_dir / "checkpoints" / f"step-{STEPS:06}" / "adapter_model.safetensors")
-    assert digest(saved) == digest(ModelTrainer.weights(trainer))
-    assert set(saved) == set(trainer.weights()) and all("lora_" in name for name in saved)
+    assert [digest(saved)] == trainer.saved and all("lora_" in name for name in saved)

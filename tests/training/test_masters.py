@@ -1,5 +1,6 @@
 """With `bf16` the passes use bfloat16 weights, and the optimizer float32 masters: no small update is lost."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.protocols import Batch
 from engine.training import model_checkpoint
@@ -94,6 +95,26 @@ def test_a_checkpoint_has_the_masters_and_a_resume_is_exact_to_the_bit(
     assert same(state_of(resumed), masters)
     resumed.train(batch(2))
     assert same(state_of(resumed), state_of(straight))
+
+
+@pytest.mark.parametrize("bf16", ["on", "off"])
+def test_what_begins_with_a_checkpoint_publishes_and_samples_in_the_type_of_the_first_model(
+    model_path: str, batch: MakeBatch, tmp_path: Path, bf16: str
+) -> None:
+    """The files have the masters, and config.json the type of the model that the first run began with."""
+    half = shutil.copytree(model_path, tmp_path / "half")
+    AutoModelForCausalLM.from_pretrained(model_path, dtype=BF16).save_pretrained(half)
+    trainer = ModelTrainer(str(half), TrainerSettings(bf16=bf16, publish_dtype="float32", **LARGE))
+    for number in (1, 2):
+        trainer.train(batch(number))
+        trainer.save(str(tmp_path / f"step-{number}"), number)
+        trainer = ModelTrainer(str(tmp_path / f"step-{number}"), TrainerSettings(bf16=bf16, **LARGE))
+        saved = load_file(tmp_path / f"step-{number}" / "model.safetensors")
+        assert {value.dtype for value in saved.values()} == {torch.float32}
+        assert all(torch.equal(trainer.policy.masters.of(trainer.model.get_parameter(name)), value)
+                   for name, value in saved.items())  # fmt: skip
+    published, sampled = trainer.weights(), AutoModelForCausalLM.from_pretrained(tmp_path / "step-2").state_dict()
+    assert same(published, sampled) and {value.dtype for value in published.values()} == {BF16}
 
 
 def test_a_step_that_fails_takes_back_masters_and_weights(

@@ -4,13 +4,14 @@ Ranks are real processes over gloo.
 """
 
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from engine.errors import ConfigError, TrainerSpoiled
+from engine.plans.trainers import make_trainer
 from engine.protocols import Batch
+from engine.runtime.stacks import dump_stacks, register_stacks, stacks_file
+from engine.training import ranked_trainer
 from engine.training.model_trainer import ModelTrainer
 from engine.training.ranked_trainer import RankedTrainer
 from engine.training.trainer_settings import TrainerSettings
@@ -107,7 +111,7 @@ def alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
 
-def test_an_error_of_all_ranks_is_raised_and_one_that_is_killed_or_stopped_ends_the_others_and_the_trainer(
+def test_an_error_of_all_ranks_is_raised_and_one_that_is_killed_ends_the_others_and_the_trainer(
     model_path: str, batch: MakeBatch, tmp_path: Path
 ) -> None:
     with of_ranks(2, model_path) as trainer:
@@ -125,9 +129,21 @@ def test_an_error_of_all_ranks_is_raised_and_one_that_is_killed_or_stopped_ends_
         with pytest.raises(TrainerSpoiled, match="rank 1 of 2 died"):
             trainer.weights()
 
-    with of_ranks(2, model_path) as trainer:
+
+def test_of_a_trainer_with_a_stopped_rank_every_rank_writes_its_stacks_and_ends_with_it(
+    model_path: str, batch: MakeBatch, tmp_path: Path
+) -> None:
+    file = stacks_file(tmp_path, "trainer")
+    register_stacks(file)
+    with closing(make_trainer(model_path, TrainerSettings(**SETTINGS, ranks=2))) as trainer:
         pids = trainer.pids
         os.kill(pids[1], signal.SIGSTOP)
+        os.waitid(os.P_PID, pids[1], os.WSTOPPED | os.WNOWAIT)
+        assert dump_stacks(os.getpid(), file) == f"its stacks are in {file}"
+        own, first, second = re.split(f", started by process {os.getpid()},", file.read_text())
+        assert "in test_of_a_trainer_with_a_stopped_rank" in own and f"process {pids[0]}" in own
+        assert "engine/training/rank_process.py" in first and f"process {pids[1]}" in first
+        assert "T (stopped)" in second
         failures: list[Exception] = []
 
         def train() -> None:
@@ -209,6 +225,56 @@ def test_gathered_weights_may_be_bfloat16(model_path: str, batch: MakeBatch) -> 
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
     moved = [(after[name] - before[name]).abs().max() for name in before]
     assert all(0 < change < 1e-5 for change in moved)
+
+
+@contextmanager
+def of_failing_ranks(model_path: str, faults: Path) -> Iterator[Any]:
+    """Two ranks that fail as the files of a folder say: see `failing_rank`."""
+    start = subprocess.Popen
+
+    def start_failing(command: list[str], env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+        program = str(Path(__file__).with_name("failing_rank.py"))
+        return start([command[0], program, *command[3:]], env={**env, "FAULTS": str(faults)}, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", start_failing)
+        trainer = RankedTrainer(model_path, TrainerSettings(**SETTINGS, ranks=2))
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def test_a_step_that_fails_in_one_rank_is_undone_in_all_unless_it_leaves_a_pass_half_way(
+    model_path: str, batch: MakeBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with of_failing_ranks(model_path, tmp_path) as trainer, of_failing_ranks(model_path, tmp_path) as spared:
+        spared.train(batch(0))
+        spared.train(batch(1))
+        for step in range(2):  # the first time, there are no moments yet
+            before = {name: value.clone() for name, value in trainer.weights().items()}
+            for fault in ("step-0", "step-1", "loss-1"):
+                (tmp_path / fault).write_text("2")
+                with pytest.raises(Exception, match="out of memory") as raised:
+                    trainer.train(batch(step))
+                assert not isinstance(raised.value, TrainerSpoiled), fault
+                assert all(torch.equal(before[name], value) for name, value in trainer.weights().items()), fault
+            trainer.train(batch(step))
+        expected = spared.weights()
+        assert all(torch.equal(expected[name], value) for name, value in trainer.weights().items())
+
+        (tmp_path / "loss-0").write_text("1")
+        with pytest.raises(Exception, match="out of memory") as raised:
+            spared.train(batch(2, 2))
+        assert not isinstance(raised.value, TrainerSpoiled), "before its only optimizer step, nothing is to be undone"
+        (tmp_path / "step-1").write_text("1")
+        with pytest.raises(TrainerSpoiled, match="out of memory"):
+            spared.train(batch(2, 2))
+        monkeypatch.setattr(ranked_trainer, "SETTLE_S", 0.0)
+        (tmp_path / "forward-1").write_text("1")
+        with pytest.raises(TrainerSpoiled, match="rank 1 of 2 failed alone: RuntimeError: out of memory"):
+            trainer.train(batch(2))
+        assert alive([*trainer.pids, *spared.pids]) == []
 
 
 @pytest.mark.gpu

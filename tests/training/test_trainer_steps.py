@@ -364,6 +364,16 @@ def test_one_optimizer_step_is_undone_without_a_copy(model_path: str, batch: Mak
     assert same(trainer.weights(), spared.weights())
 
 
+def test_a_copy_that_cannot_be_restored_spoils_the_trainer(
+    model_path: str, batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = ModelTrainer(model_path, TrainerSettings(policy_mini_batch_size=2))
+    count_steps(trainer, monkeypatch, fail_at=2)
+    monkeypatch.setattr(model_trainer.Snapshot, "restore", lambda snapshot: 1 / 0)
+    with pytest.raises(TrainerSpoiled, match="out of memory; the step cannot be undone: ZeroDivisionError"):
+        trainer.train(batch(0))
+
+
 @pytest.mark.parametrize(("settings", "fail_at"), [({}, 1), ({"rollback": False, "policy_mini_batch_size": 2}, 2)])
 def test_a_step_that_cannot_be_undone_spoils_the_trainer(
     model_path: str, batch: MakeBatch, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], fail_at: int
