@@ -694,7 +694,9 @@ def test_nccl_is_refused_where_gpus_are_too_few(transport: str) -> None:
     )
     config = parse_config({**MADE, "rollout": rollout})
     needed = 6 if transport == "vllm" else 4
-    with pytest.raises(ConfigError, match=f"{needed}; there are {needed - 1}; .*use rollout.transport_backend: gloo"):
+    with pytest.raises(
+        ConfigError, match=f"{needed} in all; there are {needed - 1}; .*use rollout.transport_backend: gloo"
+    ):
         check_nccl(config, needed - 1, False)
     check_nccl(config, needed, False)
     check_nccl(config, None, False)
@@ -714,7 +716,7 @@ def test_scorers_and_validators_need_gpus_of_their_own_too() -> None:
         }
     )
     with pytest.raises(
-        ConfigError, match=r"each replica, 2 scorers, the trainer and the weights store need a GPU .*: 7"
+        ConfigError, match=r"each replica, 2 scorers, the trainer and the weights store need separate GPUs, 7 in all"
     ):
         check_nccl(config, 6, False)
     check_nccl(config, 7, False)

@@ -80,8 +80,7 @@ class SamplesSection(Section):
         10,
         ge=0,
         le=1_000_000,
-        description="Train steps from one whose samples go to metrics.sinks to the next; validations always do. 0: "
-        "neither.",
+        description="Train steps between samples sent to metrics.sinks; validations always send theirs. 0: none.",
     )
 
 

@@ -60,9 +60,7 @@ def resumed(path: Path, recorded: Mapping[str, Any], overrides: Sequence[str] = 
     before = parse_config(recorded)
     was, now = dict(_flat(before)), dict(_flat(wished))
     live = live_settings()
-    numbered = (
-        bool(before.pools) or before.validation.placement == "own"
-    )  # the record says which replica is in which pool
+    numbered = bool(before.pools) or before.validation.placement == "own"  # recorded: the replicas of each pool
     free = [field for field in FREE if not (numbered and field == "rollout.replicas")]
     other = [
         field
