@@ -51,7 +51,7 @@ class Transitions:
         self.others_changed = True
         """Whether something other than a group changed since `RunMetrics` last looked."""
         self.steps: list[tuple[StepId, str]] = []
-        """(step, new state) since then."""
+        """(step, new state) of each step that changed since then."""
         self.validations: list[EndedValidation] = []
         """Validations that ended since then."""
         self.replicas: dict[ReplicaId, Replica] = {}
