@@ -216,7 +216,7 @@ REFUSED: dict[str, tuple[str, list[Any], dict[str, dict[str, Any]], list[str]]] 
         "base",
         [],
         {"reward": {"function": "my_code:slow", "timeout_s": 0.1}},
-        ["took longer than reward.timeout_s = 0.1 on row 1 of data.path"],
+        ["took longer than its limit of 0.1 s on row 1 of data.path"],
     ),
 }
 REWARDS = """

@@ -37,7 +37,7 @@ class ClusterSection(Section):
     )
     runtime_env: dict[str, Any] = Field(
         default_factory=dict,
-        description="Ray's runtime_env in a joined cluster; working_dir is run.code_dir by default, or null for none.",
+        description="Ray's runtime_env in a joined cluster; its working_dir defaults to run.code_dir; null: none.",
     )
 
     @model_validator(mode="after")

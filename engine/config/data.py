@@ -105,11 +105,11 @@ class DataSection(Section):
     prompt_field: str = Field(
         "prompt", min_length=1, description="Column with the prompt; the reward gets all columns."
     )
-    shuffle: bool = Field(True, description="Shuffle each epoch, by run.seed.")
+    shuffle: bool = Field(True, description="Shuffle each epoch with run.seed.")
     chat: Literal["auto", "never"] = Field(
         "auto",
-        description="auto: a text prompt is a user message if the tokenizer has a chat template. never: it is used as "
-        "it is.",
+        description="auto: a text prompt is a user message if the tokenizer has a chat template. never: it is used "
+        "unchanged.",
     )
     system_prompt: str | None = Field(
         None, min_length=1, description="System message for every chat without one; null: none."

@@ -300,8 +300,8 @@ def _call(part: RewardPart, field: str, spec: str, prompt: Prompt, trajectory: T
     thread.start()
     thread.join(None if part.limits_itself else timeout_s)
     if not outcome or isinstance(outcome[0], Overdue):
-        law = f"took longer than reward.timeout_s = {timeout_s:g} on {where}"
-        raise ConfigError(field, spec, law, "make it faster, or raise reward.timeout_s")
+        law = f"took longer than its limit of {timeout_s:g} s on {where}"
+        raise ConfigError(field, spec, law, "make it faster, or raise its timeout_s or reward.timeout_s")
     if isinstance(outcome[0], list):
         value = outcome[0][0]
         if not isinstance(value, str):

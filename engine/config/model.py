@@ -57,7 +57,7 @@ class ArithmeticSection(Section):
         _MADE.family.spread,
         ge=0,
         le=3,
-        description="Log-normal spread of that number: p99 / median = exp(2.33 spread).",
+        description="Log-normal spread of the number of subtractions: p99 / median = exp(2.33 spread).",
     )
     most_steps: int = Field(
         _MADE.family.most_steps, ge=1, le=24, description="Subtractions of the longest answer; each is 6 tokens."
@@ -121,7 +121,7 @@ class WarmStartSection(Section):
     )
     answer_field: str = Field("answer", min_length=1, description="Column with the answer.")
     epochs: int = Field(1, ge=1, le=1000, description="Passes over the file.")
-    batch_size: int = Field(32, ge=1, le=65_536, description="Answers of one optimizer step.")
+    batch_size: int = Field(32, ge=1, le=65_536, description="Answers per optimizer step.")
     learning_rate: float = Field(1e-5, gt=0, le=1, description="AdamW's peak learning rate.")
 
 
@@ -135,9 +135,9 @@ class ModelSection(Section):
         None, description="Build a small model and its data instead of loading them."
     )
     arithmetic: ArithmeticSection = Field(
-        default_factory=ArithmeticSection, description="Sizes of what `make: arithmetic` builds."
+        default_factory=ArithmeticSection, description="Parameters of `make: arithmetic`."
     )
-    lookup: LookupSection = Field(default_factory=LookupSection, description="Sizes of what `make: lookup` builds.")
+    lookup: LookupSection = Field(default_factory=LookupSection, description="Parameters of `make: lookup`.")
     warm_start: WarmStartSection = Field(
         default_factory=WarmStartSection, description="Supervised training before the run begins."
     )

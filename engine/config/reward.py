@@ -36,7 +36,7 @@ class NamedReward(Section):
         "response", description="What one number of the function judges: response, turn or token."
     )
     timeout_s: float | None = Field(
-        None, gt=0, le=86_400, description="Maximum seconds of one call, which then fails; null: reward.timeout_s."
+        None, gt=0, le=86_400, description="Time limit of one call, in seconds; null: reward.timeout_s."
     )
     processes: int | None = Field(
         None,
@@ -74,7 +74,10 @@ class RewardSection(Section):
         "names, all functions that apply must say so. null: the only function, else the weighted sum.",
     )
     timeout_s: float = Field(
-        30.0, gt=0, le=86_400, description="Maximum seconds of one call of a reward function, which then fails."
+        30.0,
+        gt=0,
+        le=86_400,
+        description="Time limit of one call of a reward function, in seconds; after that, it fails.",
     )
     max_failure_share: float | None = Field(
         0.5,

@@ -124,7 +124,10 @@ class RolloutSection(Section):
         "unknown.",
     )
     gpus: float = Field(
-        0.0, ge=0, le=64, description="GPUs that Ray reserves for a replica; 0: its share, or one for each vLLM worker."
+        0.0,
+        ge=0,
+        le=64,
+        description="GPUs that Ray reserves for a replica; 0: a computed share, or one for each vLLM worker.",
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Passed to vLLM's AsyncEngineArgs, for example tensor_parallel_size."

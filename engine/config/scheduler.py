@@ -19,24 +19,24 @@ LimitField = Seconds | Literal["auto"] | None
 
 
 def _limit(description: str) -> Any:
-    return Field(DEFAULT, description=f"{description}: seconds, auto or off.")
+    return Field(DEFAULT, description=f"Time limit to {description}: seconds, auto or off.")
 
 
 class TimeoutsSection(Section):
     """How long orders may take. An order that exceeds its limit is cut short, or its process is stopped."""
 
-    draw_s: LimitField = _limit("Draw prompts from the data source")
-    start_s: LimitField = _limit("Start or stop a process")
-    group_s: LimitField = _limit("Generate a group, rewards included; each token, turn or reward restarts the clock")
-    rows_s: LimitField = _limit("Measure validation rows in one slot")
-    stage_s: LimitField = _limit("Do the work of an added state on a group")
-    sync_s: LimitField = _limit("Stage weights on a replica, pause it, or install them")
-    resume_s: LimitField = _limit("Resume a paused replica")
-    score_s: LimitField = _limit("Run a scoring task on a batch")
-    train_s: LimitField = _limit("Train on a batch")
-    publish_s: LimitField = _limit("Publish a weights version")
-    checkpoint_s: LimitField = _limit("Write a checkpoint")
-    store_s: LimitField = _limit("Discard trajectories, or retire a weights version")
+    draw_s: LimitField = _limit("draw prompts from the data source")
+    start_s: LimitField = _limit("start or stop a process")
+    group_s: LimitField = _limit("generate a group and its rewards, restarted by each token, turn or reward")
+    rows_s: LimitField = _limit("measure validation rows in one slot")
+    stage_s: LimitField = _limit("do the work of an added state on a group")
+    sync_s: LimitField = _limit("stage weights on a replica, pause it, or install them")
+    resume_s: LimitField = _limit("resume a paused replica")
+    score_s: LimitField = _limit("run a scoring task on a batch")
+    train_s: LimitField = _limit("train on a batch")
+    publish_s: LimitField = _limit("publish a weights version")
+    checkpoint_s: LimitField = _limit("write a checkpoint")
+    store_s: LimitField = _limit("discard trajectories, or retire a weights version")
     floor_s: Seconds = Field(
         FLOOR_S,
         description=f"Smallest auto limit; for start, publish, checkpoint, rows {SLOW_FLOOR_S:g} unless lowered.",

@@ -39,7 +39,7 @@ class ControlSection(Section):
     enabled: bool = Field(True, description="Whether the run accepts requests.")
     host: str = Field("127.0.0.1", min_length=1, description="Listen address.")
     hosts: list[HostName] = Field(
-        default_factory=list, max_length=64, description="More accepted host names of requests."
+        default_factory=list, max_length=64, description="Additional accepted host names of requests."
     )
     port: int = Field(0, ge=0, le=65_535, description="Port; 0: any free one.")
 
@@ -96,7 +96,7 @@ class RunSection(Section):
 
 
 class DurabilitySection(Section):
-    """What is stored so that failures lose less."""
+    """Storage that limits how much data failures lose."""
 
     prefix_every_tokens: int = Field(
         1024,
@@ -138,7 +138,7 @@ class MetricsSection(Section):
     port: int = Field(0, ge=0, le=65_535, description="Port; 0: any free one, which the run prints.")
     host: str = Field("127.0.0.1", min_length=1, description="Listen address.")
     hosts: list[HostName] = Field(
-        default_factory=list, max_length=64, description="More accepted host names of requests."
+        default_factory=list, max_length=64, description="Additional accepted host names of requests."
     )
     sinks: SinksSection = Field(
         default_factory=SinksSection, description="Other destinations for the rows of metrics.jsonl."
@@ -171,7 +171,7 @@ class Config(Section):
         default_factory=TimeoutsSection, description="Time limits for each kind of order."
     )
     durability: DurabilitySection = Field(
-        default_factory=DurabilitySection, description="What is stored so that failures lose less."
+        default_factory=DurabilitySection, description="How much data failures may lose."
     )
     metrics: MetricsSection = Field(default_factory=MetricsSection, description="The Prometheus endpoint.")
     samples: SamplesSection = Field(default_factory=SamplesSection, description="Responses that are kept for reading.")

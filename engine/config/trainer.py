@@ -78,10 +78,10 @@ class TrainerSection(Section):
         0, ge=0, le=MOST_STEPS, description="Optimizer steps of the whole run; needed for linear and cosine."
     )
     advantage: str = Field(
-        "grpo", description="grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline or distillation."
+        "grpo", description="Estimator: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline or distillation."
     )
     loss: str = Field(
-        "ppo_clip", description="ppo_clip, gspo, cispo, or decoupled_ppo: ppo_clip with old_policy proximal."
+        "ppo_clip", description="Loss: ppo_clip, gspo, cispo, or decoupled_ppo (ppo_clip with old_policy proximal)."
     )
     old_policy: str = Field(
         "behavior", description="Denominator of the ratio: behavior, or proximal (weights before the step)."
@@ -100,9 +100,7 @@ class TrainerSection(Section):
         0.0, ge=0, le=100, description="Coefficient of the KL to the reference in the loss; 0: none."
     )
     kl_loss: str = Field("k3", description="Estimator of the KL in the loss: k1 (with kl_loss_ratio), k2 or k3.")
-    kl_loss_ratio: bool = Field(
-        False, description="Weight this estimator by current / behavior: its gradient is then the KL's."
-    )
+    kl_loss_ratio: bool = Field(False, description="Weight it by current / behavior, so that its gradient is the KL's.")
     kl_reward_coef: float = Field(0.0, ge=0, le=100, description="Coefficient of the KL in the reward; 0: none.")
     kl_reward: str = Field("k1", description="Estimator of the KL in the reward: k1, k2 or k3.")
     entropy_coef: float = Field(0.0, ge=0, le=100, description="Coefficient of the entropy bonus in the loss; 0: none.")
@@ -132,7 +130,7 @@ class TrainerSection(Section):
         0,
         ge=0,
         le=MOST_TOKENS,
-        description="Divisor of aggregation: constant, in tokens; 0: rollout.max_tokens, rollout.context with agents.",
+        description="Divisor of constant aggregation; 0: rollout.max_tokens, or rollout.context with agents.",
     )
     rollback: bool = Field(
         True,

@@ -90,7 +90,8 @@ class ValidationSection(Section):
         1, ge=1, le=4096, description="Number of replicas that validate; if shared, out of rollout.replicas."
     )
     conflict: Literal["hold", "cancel"] = Field(
-        "hold", description="If validation keeps all replicas from newer weights: the weights wait, or it is canceled."
+        "hold",
+        description="If validation keeps newer weights from all replicas: hold the weights, or cancel the validation.",
     )
     greedy: bool = Field(True, description="Always take the likeliest token if a prompt gets one response.")
 
