@@ -100,7 +100,9 @@ class TrainerSection(Section):
         0.0, ge=0, le=100, description="Coefficient of the KL to the reference in the loss; 0: none."
     )
     kl_loss: str = Field("k3", description="Estimator of the KL in the loss: k1 (with kl_loss_ratio), k2 or k3.")
-    kl_loss_ratio: bool = Field(False, description="Weight it by current / behavior, so that its gradient is the KL's.")
+    kl_loss_ratio: bool = Field(
+        False, description="Weight the estimate by current / behavior, so that its gradient is the KL's."
+    )
     kl_reward_coef: float = Field(0.0, ge=0, le=100, description="Coefficient of the KL in the reward; 0: none.")
     kl_reward: str = Field("k1", description="Estimator of the KL in the reward: k1, k2 or k3.")
     entropy_coef: float = Field(0.0, ge=0, le=100, description="Coefficient of the entropy bonus in the loss; 0: none.")
