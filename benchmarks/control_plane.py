@@ -1,15 +1,14 @@
-"""The control plane through Ray with work that takes no time: groups per second, calls per group, and how long a
-replica waits.
+"""The control plane through Ray: groups per second, calls per group, and how long a replica waits.
 
     python benchmarks/control_plane.py [--seconds 10] [--replicas 2] [--disk-against-memory 3]
 
-Runs over the same actors as in production, recording on. Saturated: generation takes nothing, so all that is measured
-is ours; else it takes a while. `decision` is the time from a report's arrival at the scheduler until the orders that
-it leads to are on their way, decided and recorded; `refill` that from the end of a group on a replica to the start of
-the one that takes its slot: store, report, decision, order, three calls through Ray; `echo` the round trip of a call
-to an actor that does nothing, called beside the run. Figures are in `benchmarks/README.md`.
-Trajectories are kept on disk, as is the default; `--disk-against-memory N` measures what that costs where all is
-saturated, N times each in turns.
+Runs use the same actors as in production, with recording on. In the saturated run, generation takes no time, so all
+measured time is the engine's; in the others, generation takes a while. `decision` is the time from a report's arrival
+at the scheduler until the resulting orders are decided, recorded and sent. `refill` is the time from the end of a group
+on a replica to the start of the next group in its slot: store, report, decision, order, three calls through Ray. `echo`
+is the round trip of a call to an actor that does nothing, made during the run. Figures are in `benchmarks/README.md`.
+Trajectories are stored on disk, which is the default. `--disk-against-memory N` measures the cost of this in the
+saturated run, with N runs of each kind in turns.
 """
 
 import argparse
@@ -37,12 +36,13 @@ from engine.states.limits import Limits
 from engine.trajectory import Prompt, TrajectoryGroup
 
 SATURATED_PER_S, HALF_LOAD_PER_S, ECHOES = 10_000, 4_000, 2.0
-"""Targets: groups per second where all is saturated and at half load; p99 of a decision at half load, in echoes."""
+"""Targets: groups per second, saturated and at half load; p99 of a decision at half load, as a multiple of an
+echo's."""
 ECHO_PAUSE_S = 0.01
 
 
 class Idle(SimpleGenerator):
-    """Generates one token after `seconds`; notes when groups begin and end, and writes that down when it is closed."""
+    """Generates one token after `seconds`. Notes when groups begin and end, and writes this to a file when closed."""
 
     def __init__(self, seconds: float, slots: int, notes: str) -> None:
         super().__init__()
@@ -61,7 +61,8 @@ class Idle(SimpleGenerator):
         return Generated(group=TrajectoryGroup(group=work.group, prompt=work.prompt, trajectories=trajectories))
 
     async def close(self) -> None:
-        """The i-th slot to become free is the i-th to be filled again; the first of each connects the actors."""
+        """The i-th slot to become free is the i-th to be filled again. The first ones are left out, because they
+        connect the actors."""
         waits = [begun - ended for begun, ended in zip(self.begun[self.slots :], self.ended, strict=False)]
         Path(self.notes).write_text(json.dumps(waits[2 * self.slots :]), encoding="utf-8")
 
@@ -77,7 +78,7 @@ class Absent(SimpleTrainer):
 
 
 class Echo:
-    """The round trips of a bare actor, called again and again while the block runs."""
+    """A context manager that measures the round trips of calls to an actor that does nothing."""
 
     def __init__(self) -> None:
         self.trips_ms: list[float] = []
@@ -121,7 +122,7 @@ def make_prompts() -> Prompts:
 def measure(
     name: str, *, seconds: float, generation_s: float, replicas: int, slots: int, batch: int, trajectories: str = "disk"
 ) -> float:
-    """Run for a while, print a row of figures; groups consumed per second."""
+    """Run for a while and print a row of figures. Returns the groups consumed per second."""
     with tempfile.TemporaryDirectory(prefix="control-plane-") as directory:
         return _measure(name, Path(directory), seconds, generation_s, replicas, slots, batch, trajectories)
 
@@ -140,7 +141,7 @@ def _measure(
         train_batch_size=batch,
         max_staleness_steps=10_000,
         max_concurrent_groups=replicas * slots,
-        sync_every=10_000,  # no weights move: what a replica waits for is the control plane alone
+        sync_every=10_000,  # no weights are sent, so a replica waits only for the control plane
     )
     plan = Plan(
         limits=limits,
@@ -184,8 +185,8 @@ def at(ordered: Sequence[float], share: float) -> float:
 
 
 def against_memory(turns: int, **options: Any) -> None:
-    """What keeping trajectories on disk costs: the median of so many turns each, in pairs, so that what else the
-    machine does falls on both."""
+    """Print the cost of trajectories on disk: medians of `turns` runs of each kind. The kinds take turns, so that other
+    load on the machine affects both."""
     rates: dict[str, list[float]] = {"memory": [], "disk": []}
     for turn in range(turns):
         for kept in ("memory", "disk") if turn % 2 == 0 else ("disk", "memory"):

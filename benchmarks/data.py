@@ -1,9 +1,9 @@
-"""What it takes to check many prompts: processor and wall seconds of `engine check`, and of the start of a run.
+"""The cost of checking many prompts: processor and wall seconds of `engine check`.
 
     python benchmarks/data.py [--rows 100000] [--words 80]
 
 Makes a project with a tiny model (`engine init`), writes texts and chats for it, and checks them as a user would, in
-another process, beside a check of ten rows. The difference is what the rows take.
+another process. It also checks ten rows; the difference is the cost of the other rows.
 """
 
 import argparse

@@ -1,8 +1,7 @@
-"""What `rollout.deterministic` costs, and what differs without it: S = 0 in one process, on one replica and on two.
+"""The cost of `rollout.deterministic`, and the differences without it: S = 0 in one process, with one and two replicas.
 
-Run by hand: `python benchmarks/determinism.py [--steps 20] [--batch 8]`. The quickstart's model and task. Each setting
-is run with one replica and with two, on and off, and the two are compared step by step; the price is in tokens/s, in
-one run.
+Run by hand: `python benchmarks/determinism.py [--steps 20] [--batch 8]`. It uses the quickstart's model and task. With
+the setting on and off, it compares the runs with one and with two replicas step by step. The cost is given in tokens/s.
 """
 
 import argparse
@@ -32,7 +31,7 @@ from engine.tasks.rewards import load_reward
 from engine.training.model_trainer import ModelTrainer
 
 CONTEXT = 176
-"""Tokens: the longest prompt, a response of 144, and some room."""
+"""Maximum tokens of the longest prompt and a response of 144 tokens, with some room."""
 
 
 def configured(steps: int, batch: int, deterministic: bool) -> Config:
@@ -60,7 +59,7 @@ def configured(steps: int, batch: int, deterministic: bool) -> Config:
 
 @dataclass
 class Watched:
-    """A trainer that passes every call on, and keeps what was sampled."""
+    """A trainer that forwards every call, and keeps the sampled trajectories."""
 
     trainer: ModelTrainer
     steps: list[list[tuple[list[int], list[float]]]] = field(default_factory=list)
@@ -79,7 +78,8 @@ class Watched:
 
 @dataclass
 class Seen:
-    """What came of a run. `rate` is tokens trained a second of the whole run, in which both take turns."""
+    """The results of a run. `rate`: tokens trained per second of the whole run, in which rollout and training take
+    turns."""
 
     trainer: Watched
     rate: float
@@ -115,7 +115,7 @@ def run(config: Config, made: Prepared, replicas: int) -> Seen:
 
 
 def first_difference(one: Sequence[Any], two: Sequence[Any]) -> int | None:
-    """Index of the first elements that differ."""
+    """Index of the first elements that differ; None if there are none."""
     pairs = enumerate(zip_longest(one, two))
     return next((index for index, (left, right) in pairs if left != right), None)
 

@@ -1,10 +1,10 @@
-"""What the loss of half of the replicas costs: groups a second before it, until they are back, and after.
+"""The cost of losing half of the replicas: groups per second before the loss, until the replicas are back, and after.
 
     python benchmarks/failures.py [--ray]
 
-Two of four replicas are killed in the middle of a run that generation bounds, on the virtual clock and, with `--ray`,
-once over Ray, where two processes get a SIGKILL. Throughput may fall by half and a tenth of that, and must be back one
-group's time after the replicas are.
+Two of four replicas are killed in the middle of a run that is limited by generation: on the virtual clock and, with
+`--ray`, once over Ray, where two processes get a SIGKILL. Throughput may fall to half minus a tenth of that. It must
+recover within the time of one group after the replicas are back.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from engine.trajectory import Prompt, Trajectory
 
 REPLICAS, KILLED, SLOTS, BATCH = 4, 2, 16, 32
 FALLS_TO, BACK_TO = 0.45, 0.9
-"""Of the throughput before: half of it less a tenth of that, and nearly all."""
+"""Minimum throughput without the replicas and after their return, as shares of the throughput before."""
 
 
 def throughput(ended: Sequence[float], begin: float, end: float) -> float:
@@ -43,7 +43,7 @@ def throughput(ended: Sequence[float], begin: float, end: float) -> float:
 def tell(
     where: str, ended: Sequence[float], begin: float, lost: float, back: float, group_s: float, end: float
 ) -> bool:
-    """`back`: when the last of the killed replicas could be given groups again."""
+    """`back`: when the last of the killed replicas could take groups again."""
     before = throughput(ended, begin, lost)
     during, after = throughput(ended, lost, back), throughput(ended, back + group_s, end)
     print(

@@ -1,9 +1,9 @@
-"""How long a newcomer waits: wall seconds from `engine init` to a reward that rises.
+"""How long a new user waits: wall seconds from `engine init` to a rising reward.
 
     python benchmarks/first_run.py [--rise 0.1] [--window 10]
 
-Creates a project as a user would, checks it and runs it, each command in a process of its own. The reward has risen
-when the mean of the newest `window` train steps is `rise` above that of the first ones.
+Creates a project as a user would, checks it and runs it, each command in a separate process. The reward has risen when
+the mean of the newest `window` train steps is `rise` above that of the first ones.
 """
 
 import argparse
@@ -23,7 +23,7 @@ ENGINE = [sys.executable, "-m", "engine.cli"]
 def main() -> None:
     asked = argparse.ArgumentParser(description="Seconds from `engine init` to a rising reward.")
     asked.add_argument("--rise", type=float, default=0.1, help="how much the mean reward must rise")
-    asked.add_argument("--window", type=int, default=10, help="train steps of a mean")
+    asked.add_argument("--window", type=int, default=10, help="number of train steps in a mean")
     given = asked.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         began, project = time.perf_counter(), Path(folder) / "project"
@@ -47,7 +47,7 @@ def has_risen(rewards: list[float], rise: float, window: int) -> bool:
 
 
 def rewards_over_time(project: Path, began: float) -> list[tuple[float, list[float]]]:
-    """Run the project. (seconds since `began`, mean reward of each step so far), for each line about a step."""
+    """Run the project. Returns (seconds since `began`, mean reward of each step so far) for each line about a step."""
     told: list[tuple[float, list[float]]] = []
     command = [*ENGINE, "run", "config.yaml", "--plain", "--run-dir", "run"]
     clean = os.environ | {"PYTHONUNBUFFERED": "1"}

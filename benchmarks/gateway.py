@@ -1,10 +1,11 @@
-"""What the gateway adds to a call: an agent's HTTP call through it, against asking the backend directly, in one run.
+"""The time that the gateway adds to a call: an agent's HTTP call through it, compared with a direct call to the
+backend.
 
     python benchmarks/gateway.py [--calls 200] [--ray]
 
-The backend is the embedded sampler on a made model, one token a call, so that nearly all that is measured is the way
-there and back. Calls alternate between both ways. `--ray` puts the replica into an actor of its own, as in a run.
-Target: at most 3 ms at the median.
+The backend is the embedded sampler with a small model and one token per call, so that nearly all measured time is the
+round trip. Calls alternate between both ways. `--ray` puts the replica into a separate actor, as in a run. Target: at
+most 3 ms at the median.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from engine.rollout.torch.torch_backend import TorchBackend
 
 
 class Replica:
-    """A backend in an actor of its own."""
+    """A backend in a separate actor."""
 
     def __init__(self) -> None:
         self.backend = TorchBackend(model(), rows=8)
@@ -82,7 +83,7 @@ async def measure(backend: TorchBackend, direct: Callable[[SampleRequest], Await
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--calls", type=int, default=200)
-    parser.add_argument("--ray", action="store_true", help="the replica in an actor; directly means without it")
+    parser.add_argument("--ray", action="store_true", help="put the replica into an actor; direct calls do without it")
     given = parser.parse_args()
     local = TorchBackend(model(), rows=8)
     if not given.ray:

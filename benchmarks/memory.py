@@ -3,12 +3,13 @@
     python benchmarks/memory.py [--kinds float32 bfloat16 "2 ranks" "2 ranks bfloat16"] [--ranks 2] [--replicas 2]
                                 [--small]
 
-Each trainer takes two train steps of few tokens and publishes, in a process of its own; its peak is the largest
-resident memory of a process so far (with ranks: of each). Then replicas of the embedded sampler stage version 1 over
+Each trainer takes two train steps of few tokens and publishes, in a separate process. Its peak is the largest resident
+memory of its process (with ranks: of each process). Then replicas of the embedded sampler stage version 1 over
 `transport: distributed`, install it, and stage version 2. Their memory is the growth of the sum of their PSS, which
-counts a page that n processes share as 1/n in each: it is what the machine gives them.
+counts a page that n processes share as 1/n in each, so the sum is the memory that the machine provides.
 
-With `--ranks`, also the sum of the PSS of a trainer's ranks while they start, save a checkpoint, and resume from it.
+With `--ranks`, it also measures the sum of the PSS of a trainer's ranks while they start, save a checkpoint, and resume
+from it.
 """
 
 import argparse
@@ -37,7 +38,7 @@ KINDS = ("float32", "bfloat16", "2 ranks", "2 ranks bfloat16")
 
 
 def pss(pid: int | str = "self") -> int:
-    """Bytes of a process, its share of shared pages included; 0 if it has ended."""
+    """Bytes of a process, including its share of shared pages; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -65,7 +66,7 @@ def measure_trainer(kind: str, path: str, tokens: int) -> None:
 
 
 class Peak(threading.Thread):
-    """Context manager: the largest memory of the processes that this one has started, all together."""
+    """Context manager: measures the largest total memory of the processes that this one has started."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -86,8 +87,8 @@ class Peak(threading.Thread):
 
 
 def measure_ranks(path: str, ranks: int, count: int) -> None:
-    """Print bytes for each of the model's `count` parameters, of all ranks together. The files are bfloat16, and freed
-    memory goes back to the system at once."""
+    """Print the memory of all ranks together, in bytes per parameter of the model. `count`: number of parameters. The
+    files are bfloat16, and freed memory is returned to the system at once."""
     from transformers import AutoModelForCausalLM
 
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
@@ -163,7 +164,7 @@ def make_published(path: str) -> dict[str, torch.Tensor]:
 
 
 def pack(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As a store that is on another machine publishes them."""
+    """The weights as a store on another machine publishes them."""
     from engine.actors.transports import DistributedTransport
     from engine.runtime.plan import DistributedSettings
 
@@ -176,9 +177,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS)
     parser.add_argument("--ranks", type=int, default=0)
-    parser.add_argument("--replicas", type=int, default=2, help="0: none")
-    parser.add_argument("--tokens", type=int, default=64, help="of the longest response")
-    parser.add_argument("--small", action="store_true", help="a model of 8 M parameters, to see that it runs")
+    parser.add_argument("--replicas", type=int, default=2, help="number of replicas; 0: none")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of the longest response")
+    parser.add_argument("--small", action="store_true", help="use a model of 8 M parameters, for a quick test")
     parser.add_argument("--one", nargs=2, metavar=("KIND", "MODEL"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:

@@ -1,10 +1,11 @@
-"""What metrics cost: microseconds a group with and without them, under a scrape a second; milliseconds of a scrape.
+"""The cost of metrics: microseconds per group without them, with them, and with one scrape per second; milliseconds of
+a scrape.
 
     python benchmarks/metrics.py [--live 1000 1000000]
 
-One core, no executor: driver, scheduler, machines, laws and record as in `scheduler.py`, which this builds on. Scraped
-over HTTP, as Prometheus would, alone and while the scheduler works as fast as it can. Garbage is collected as in the
-scheduler's process.
+Uses one core and no executor: driver, scheduler, machines, laws and record as in `scheduler.py`, on which this is
+based. Scrapes come over HTTP, as from Prometheus, both alone and while the scheduler works as fast as it can. Garbage
+is collected as in the scheduler's process.
 """
 
 import argparse
@@ -45,7 +46,7 @@ for _ in range(int(sys.argv[2])):
 
 
 class Run:
-    """A run of about `live` live groups that is past its start."""
+    """A run of about `live` live groups, after its start."""
 
     def __init__(self, live: int, directory: Path, *, metrics: bool) -> None:
         self.batch = max(1, live // 4)
@@ -83,7 +84,7 @@ def scrape(url: str) -> int:
 
 
 def scrapes(url: str) -> list[float]:
-    """Milliseconds on the clock, as another process sees it."""
+    """Wall milliseconds of scrapes, measured in another process."""
     command = [sys.executable, "-c", ASKS, url, str(SCRAPES), str(PAUSE_S)]
     told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return [1e3 * float(seconds) for seconds in told.split()]
@@ -95,7 +96,7 @@ def go_through(run: Run, over: threading.Event) -> None:
 
 
 def cost(live: int, groups: int, runs: int) -> tuple[float, float, float]:
-    """Microseconds a group: without metrics, with them, with them and a scrape a second. Medians of turns."""
+    """Microseconds per group: without metrics, with them, with one scrape per second. Medians of turns."""
     found: tuple[list[float], list[float], list[float]] = ([], [], [])
     with tempfile.TemporaryDirectory() as place:
         bare = Run(live, Path(place) / "bare", metrics=False)

@@ -1,21 +1,22 @@
-"""What the presets are worth: real runs of four modes on three workloads, beside the least time their work could take.
+"""Compares the presets: real runs of four modes on three workloads, and the least time that their work could take.
 
-Run by hand, on a quiet machine of two cores: `python benchmarks/modes.py [--steps 60] [--repeat 3] [--quick]`. The
-quickstart's model and task, as many steps for every mode, modes in turn, medians. Rewards against wall-clock are drawn
-into `--plot FILE` (PNG; needs the extra `bench`).
+Run by hand, on a quiet machine with two cores: `python benchmarks/modes.py [--steps 60] [--repeat 3] [--quick]`. It
+uses the quickstart's model and task, with the same number of steps for every mode. Modes take turns, and figures are
+medians. Rewards against wall-clock time are plotted into `--plot FILE` (PNG; needs the extra `bench`).
 
 - *plain*: the quickstart's task, whose responses have a long tail.
-- *slow rewards*: the same, and each reward waits, without CPU, for a time with a long tail of its own.
+- *slow rewards*: the same task, but each reward waits, without CPU, for a time that also has a long tail.
 - *short*: short responses by a model that answers most questions right, so that most groups have equal rewards.
 
-*K / slots* is `max_concurrent_groups` over the slots of all replicas. Two rows show what slots that count trajectories
-are worth. In `fully_async, whole groups` K is the preset's, but generators do not report ended trajectories (they need
-not), so a group keeps its slot until its last trajectory ends: this raises K alone. In `fully_async, K = slots` K is
-lowered to the slots, too.
+*K / slots* is `max_concurrent_groups` over the slots of all replicas. Two rows show the gain from slots that count
+trajectories. In `fully_async, whole groups` K is that of the preset, but generators do not report ended trajectories
+(this is optional), so a group keeps its slot until its last trajectory ends: only K is raised. In
+`fully_async, K = slots`, K is also lowered to the number of slots.
 
-`sync` is given both cores in every phase, at the thread split that was quickest in a trial at the start. Figures of a
-run are from when its prompts are drawn to the end of its last train step. *Work* is CPU seconds over the threads that
-may do it; no run can take less than the *bound*: the rollout's, the trainer's, or all CPU seconds over the cores.
+`sync` uses both cores in every phase, with the thread split that was fastest in a trial at the start. The time of a run
+is from the draw of its prompts to the end of its last train step. *Work* is CPU seconds over the threads that may do
+it. No run can take less than the *bound*: the largest of the rollout's work, the trainer's work, and all CPU seconds
+over the cores.
 """
 
 import argparse
@@ -49,9 +50,9 @@ from engine.trajectory import Prompt, Trajectory
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 CORES = 2
 REWARD_MEDIAN_S, REWARD_SPREAD = 0.3, 0.7
-"""Seconds a slow reward waits: log-normal, 1.5 s at its 99th percentile."""
+"""Seconds that a slow reward waits: log-normal, 1.5 s at the 99th percentile."""
 REWARD_SLOTS = 64
-"""Groups whose slow rewards are waited for at once."""
+"""Number of groups whose slow rewards wait at once."""
 
 WHOLE_GROUPS = "fully_async, whole groups"
 AT_SLOTS = "fully_async, K = slots"
@@ -61,22 +62,22 @@ MODES: dict[str, list[str]] = {
     "fully_async": [],
     WHOLE_GROUPS: [],
     AT_SLOTS: ["scheduler.max_concurrent_groups=16"],
-    # The loss of the others, which needs no scoring of its own: the modes are compared, not the objectives.
+    # The other modes' loss, which needs no scoring: the benchmark compares modes, not objectives.
     "partial_rollout": ["trainer.loss=ppo_clip", "pools=[{tasks: [rollout, train]}]"],
 }
-"""Presets, by the words before a comma, and what is set in each."""
+"""Overrides of each mode. The words before a comma name its preset."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What the modes are compared on."""
+    """A task on which the modes are compared."""
 
     made: tuple[str, ...] = ()
-    """Overrides for the model and data that are made."""
+    """Overrides for the model and data that the engine makes."""
     runs: tuple[str, ...] = ()
     """Overrides of each run."""
     slow: bool = False
-    """Rewards wait, in a pool of their own."""
+    """Whether rewards wait, in a separate pool."""
 
 
 WORKLOADS = {
@@ -90,9 +91,9 @@ WORKLOADS = {
 }  # fmt: skip
 
 SPLITS = {"2 replicas x 1 thread": (2, 1), "1 replica x 2 threads": (1, 2)}
-"""How rollout may use both cores, (replicas, threads); each is tried with one thread of the trainer and with two."""
+"""Ways for rollout to use both cores, as (replicas, threads). Each is tried with one and with two trainer threads."""
 COLOCATED = {"sync": 16, "partial_rollout": 24}
-"""Modes that have both cores in every phase, and their slots: they run at the split that is best for `sync`."""
+"""Modes that use both cores in every phase, and their slots. They run with the split that is best for `sync`."""
 
 
 COLUMNS = (
@@ -114,7 +115,7 @@ def keeping_slots(make_rollout: Callable[[ReplicaId], Rollout], replica: Replica
 
 
 def slow_reward(prompt: Prompt, trajectory: Trajectory) -> float:
-    """The task's own reward, after a wait that prompt and response decide."""
+    """The task's own reward, after a wait that depends on prompt and response."""
     draws = random.Random(f"{prompt.row} {trajectory.text}")
     time.sleep(REWARD_MEDIAN_S * draws.lognormvariate(0.0, REWARD_SPREAD))
     return reward(prompt, trajectory)
@@ -129,26 +130,26 @@ class Measured:
 
     wall_s: float
     cpu_share: float
-    """Of all cores."""
+    """Busy share of all cores."""
     rollout_idle: float
     """Share of slot time without a group."""
     trainer_idle: float
     rollout_s: float
-    """Work, in seconds of all its threads together."""
+    """Work: seconds, if all threads share it."""
     train_s: float
     bound_s: float
     accuracy: float
-    """On held-out prompts, of the last weights."""
+    """Accuracy of the last weights on held-out prompts."""
     workers: float
     """K over the slots of all replicas."""
     trained: float
-    """Share of the tokens that had a gradient: those of groups with equal rewards have none."""
+    """Share of the tokens with a gradient. Those of groups with equal rewards have none."""
     curve: tuple[tuple[float, float], ...] = ()
     """(seconds, mean reward) of each step."""
 
 
 def cpu_seconds() -> dict[int, tuple[str, float]]:
-    """Of this process and all below it, by process id: what it is called now, and its CPU seconds so far."""
+    """The present name and the CPU seconds of this process and all its descendants, by process id."""
     seconds: dict[int, tuple[str, float]] = {}
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
@@ -158,7 +159,7 @@ def cpu_seconds() -> dict[int, tuple[str, float]]:
 
 
 def until_trained(handle: Any) -> tuple[Status, float, dict[int, tuple[str, float]]]:
-    """The status after the last train step, when it was seen, and the CPU time by then."""
+    """The status after the last train step, the time when it was seen, and the CPU times until then."""
     for status in handle.updates():
         if status.step == status.max_steps or status.outcome is not None:
             return status, time.perf_counter(), cpu_seconds()
@@ -166,7 +167,7 @@ def until_trained(handle: Any) -> tuple[Status, float, dict[int, tuple[str, floa
 
 
 def measure(config: Config, run_dir: Path, *, whole_groups: bool) -> Measured:
-    """Run to the end, the last validation included. `whole_groups`: each keeps its slot to its end."""
+    """Run to the end, including the last validation. `whole_groups`: each group keeps its slot until it ends."""
     run_dir.mkdir(parents=True)
     plan = plan_of(config, run_dir)
     if whole_groups:
@@ -203,7 +204,7 @@ def measure(config: Config, run_dir: Path, *, whole_groups: bool) -> Measured:
 
 
 def median_of(runs: Sequence[Measured]) -> Measured:
-    """Medians, figure by figure; the curve is that of the run in the middle."""
+    """The medians of all figures, and the curve of the run with the median time."""
     names = [name for name in Measured.__dataclass_fields__ if name != "curve"]
     middle = sorted(runs, key=lambda run: run.wall_s)[(len(runs) - 1) // 2]
     return Measured(
@@ -215,7 +216,7 @@ def median_of(runs: Sequence[Measured]) -> Measured:
 
 
 class Bench:
-    """Where runs live, and what all of them share."""
+    """The directory of all runs, and their common settings."""
 
     def __init__(self, directory: Path, steps: int, seed: int, warmup: Sequence[str]) -> None:
         self.directory = directory
@@ -261,7 +262,7 @@ Split = tuple[int, int, int]
 
 
 def split_between(mode: str, replicas: int, threads: int, trainer: int) -> list[str]:
-    """A mode's threads, where it has both cores in every phase; the others keep those of their presets."""
+    """Overrides for the threads of a mode that uses both cores in every phase; empty for the other modes."""
     if mode not in COLOCATED:
         return []
     slots = COLOCATED[mode] // replicas
@@ -270,7 +271,7 @@ def split_between(mode: str, replicas: int, threads: int, trainer: int) -> list[
 
 
 def best_split(bench: Bench, steps: int) -> Split:
-    """The thread split at which `sync` is quickest, tried on a few steps."""
+    """The thread split with which `sync` is fastest in runs of a few steps."""
     tried: dict[str, tuple[float, Split]] = {}
     for name, split in SPLITS.items():
         for threads in (1, 2):
@@ -307,7 +308,7 @@ def table(name: str, steps: int, repeat: int, modes: dict[str, Measured]) -> Non
 
 
 def draw(workloads: dict[str, dict[str, Measured]], file: Path) -> None:
-    """Mean reward against wall-clock, a panel for each workload."""
+    """Plot mean reward against wall-clock time, with a panel for each workload."""
     try:
         import matplotlib
     except ImportError:
@@ -344,13 +345,11 @@ def main(steps: int, repeat: int, trial: int, plot: Path, seed: int, warmup: Seq
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="train steps of each run")
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each mode; medians count")
-    parser.add_argument(
-        "--trial", type=int, default=10, help="train steps of each thread split that sync is tried with"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of data, sampling and model")
-    parser.add_argument("--plot", type=Path, default=Path("modes.png"), help="where the plot goes")
-    parser.add_argument("--quick", action="store_true", help="a few steps, once: whether it works, not how well")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each mode; figures are medians")
+    parser.add_argument("--trial", type=int, default=10, help="train steps of each trial of a thread split for sync")
+    parser.add_argument("--seed", type=int, default=0, help="seed of data, sampling and model")
+    parser.add_argument("--plot", type=Path, default=Path("modes.png"), help="file of the plot")
+    parser.add_argument("--quick", action="store_true", help="a few steps, once: shows whether it works, not how well")
     chosen = parser.parse_args()
     try:
         if chosen.quick:

@@ -1,10 +1,10 @@
-"""How long a run that has ended takes to be brought back from its record, with and without snapshots, and what one
-costs while the run continues.
+"""The time to recover a run from its record, with and without snapshots, and the cost of a snapshot during a run.
 
     python benchmarks/recovery.py [--events 100000] [--repeats 5]
 
-Makes a record of so many events in the simulated world, recovers it from its newest snapshot and, of a copy without
-any, by replaying the whole; then times the writing and the reading of snapshots of many live groups. Medians.
+Makes a record of `--events` events in the simulated world. Recovers it from its newest snapshot, and from a copy
+without snapshots by replaying all events. Then measures how long snapshots of many live groups take to write and read.
+Figures are medians.
 """
 
 import argparse
@@ -27,12 +27,13 @@ from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits
 
 SNAPSHOT_EVERY = 50_000
-"""The default of `durability.snapshot_every`: at most so many events are replayed."""
+"""The default of `durability.snapshot_every`, which limits the number of replayed events."""
 LIMITS = Limits(train_batch_size=256, max_staleness_steps=3, max_concurrent_groups=1024, checkpoint_every=10)
 
 
 def make_record(directory: Path, events: int, snapshot_every: int) -> int:
-    """A run that is cut off after so many events: 16 replicas, some of which die; its live groups at the end."""
+    """Record a run of 16 replicas, some of which die, and cut it off after `events` events. Returns the number of live
+    groups at the end."""
     policies = PolicySet.from_names({})
     header = Header(run="recovery", limits=LIMITS.to_plain(), policies=dict(policies.names))
     recorder = Recorder(directory, header)
@@ -50,7 +51,7 @@ def make_record(directory: Path, events: int, snapshot_every: int) -> int:
 
 
 def median_s(work: Callable[[], Any], repeats: int) -> tuple[float, float]:
-    """(seconds on the clock, seconds of this process' CPU)."""
+    """(wall seconds, CPU seconds of this process); medians."""
     times = []
     for _ in range(repeats):
         gc.collect()
@@ -61,7 +62,7 @@ def median_s(work: Callable[[], Any], repeats: int) -> tuple[float, float]:
 
 
 def started(groups: int) -> Scheduler:
-    """A scheduler with so many live groups, each with figures of its own, parked."""
+    """A scheduler with `groups` live groups, all parked and with different figures."""
     limits = Limits(train_batch_size=groups, max_staleness_steps=1, max_concurrent_groups=groups, checkpoint_every=1)
     scheduler = Scheduler(limits)
     state = scheduler.state

@@ -1,10 +1,10 @@
-"""What a process of its own adds to a reward, per trajectory.
+"""The time that a separate process adds to a reward, per trajectory.
 
     python benchmarks/rewards.py [--groups N] [--samples N] [--tokens N] [--processes N]
 
-Scores the same groups with the same trivial function, on threads of this process and in processes of its own, in turns.
-Prints the median time of a group per trajectory for both, and their difference. The first group, which starts the
-processes, is not counted.
+Scores the same groups with the same trivial function, in turns on threads of this process and in separate processes.
+Prints the median time per trajectory for both, and their difference. The first group, which starts the processes, is
+not counted.
 """
 
 import argparse
@@ -25,7 +25,7 @@ EXACT = "engine.tasks.rewards:exact_match"
 
 
 class Words:
-    """A decoder that costs nothing."""
+    """A decoder that takes nearly no time."""
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "word " * len(token_ids)
@@ -47,7 +47,7 @@ def group_of(samples: int, tokens: int) -> TrajectoryGroup:
 
 
 def reward(processes: int, concurrency: int) -> RewardParts:
-    """Both kinds judge as many responses at once."""
+    """The reward on threads or in processes. Both kinds judge the same number of responses at once."""
     settings: dict[str, Any] = {"processes": processes} if processes else {"processes": 0, "concurrency": concurrency}
     found = reward_of_section(RewardSection(functions=[NamedReward(name="exact", function=EXACT, **settings)]), None)
     assert found is not None

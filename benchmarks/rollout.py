@@ -1,8 +1,8 @@
-"""How much continuous batching is worth: tokens/s of `TorchBackend` against a `generate` loop over single prompts.
+"""The gain from continuous batching: tokens/s of `TorchBackend` against a `generate` loop over single prompts.
 
-Run by hand: `python benchmarks/rollout.py [--trajectories 32] [--threads 1]`. One model, one process, the two measured
-in turn, medians of three. The quickstart's kind of model: small enough that Python, not arithmetic, is what a token
-costs.
+Run by hand: `python benchmarks/rollout.py [--trajectories 32] [--threads 1]`. Both use one model in one process and are
+measured in turn; figures are medians of three. The model is of the quickstart's kind, and so small that a token mostly
+costs Python's time, not arithmetic.
 """
 
 import argparse
@@ -20,7 +20,7 @@ PROMPT_TOKENS = 16
 
 
 def quickstart_model() -> Qwen2ForCausalLM:
-    """About half a million parameters, random weights."""
+    """A model with about half a million parameters and random weights."""
     torch.manual_seed(0)
     return Qwen2ForCausalLM(
         Qwen2Config(
@@ -54,7 +54,7 @@ def generate_loop(model: Qwen2ForCausalLM, trajectories: int, tokens: int) -> fl
 
 
 async def batched(backend: TorchBackend, trajectories: int, tokens: int) -> float:
-    """Tokens/s of the backend with all trajectories asked for at once."""
+    """Tokens/s of the backend with all trajectories requested at once."""
     before, started = backend.tokens_sampled(), time.perf_counter()
     params = SamplingParams(max_tokens=tokens)
     await asyncio.gather(
@@ -92,6 +92,6 @@ if __name__ == "__main__":
     parser.add_argument("--trajectories", type=int, default=32, help="concurrent trajectories")
     parser.add_argument("--tokens", type=int, default=128, help="response tokens of each")
     parser.add_argument("--threads", type=int, default=1, help="torch threads, for both sides")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each; the median counts")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each; figures are medians")
     chosen = parser.parse_args()
     asyncio.run(compare(chosen.trajectories, chosen.tokens, chosen.threads, chosen.rounds))

@@ -1,13 +1,13 @@
-"""What the train step's savings are worth in a whole run: trained groups per second, with and without them.
+"""The gain from skipped work in the train step: trained groups per second of whole runs, with and without it.
 
     python benchmarks/savings.py [--steps 40] [--repeat 3] [--quick]
 
-Runs of `configs/quickstart.yaml` in one process, on its own task and on one whose answers have a longer tail. Each run
-has a process of its own; kinds take turns, medians count. *Nothing saved* pads each trajectory to the longest of its
-pass, and passes those of groups with equal rewards, whose gradient is zero. *Zero advantages* passes over these;
-*everything* also packs rows without padding and computes shared prompts once, as the engine does by default. There is
-no setting for the second one, because it never changes a gradient: here the property that marks such trajectories is
-replaced. Figures are from the end of the first train step to the end of the last one.
+Runs `configs/quickstart.yaml` in one process, on its own task and on one whose answers have a longer tail. Each run has
+a separate process; kinds take turns, and figures are medians. *Nothing saved* pads each trajectory to the longest of
+its pass, and also computes trajectories of groups with equal rewards, whose gradient is zero. *Zero advantages* skips
+these. *Everything* also packs rows without padding and computes shared prompts once, as the engine does by default. The
+engine has no setting to compute trajectories without a gradient, so this benchmark replaces the property that marks
+them. Figures are from the end of the first train step to the end of the last one.
 """
 
 import argparse
@@ -37,11 +37,11 @@ WANTED = 1.5
 
 @dataclass(frozen=True)
 class Kind:
-    """What is saved."""
+    """The work that a run skips."""
 
     settings: tuple[str, ...] = ()
     passes_over: bool = True
-    """Whether trajectories without an advantage are left out."""
+    """Whether trajectories without an advantage are skipped."""
 
 
 KINDS = {
@@ -104,8 +104,8 @@ def compare(task: str, directory: str, steps: int, repeat: int, quick: bool) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40, help="train steps of each run")
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each kind; medians count")
-    parser.add_argument("--quick", action="store_true", help="a few steps, once: whether it works, not how well")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each kind; figures are medians")
+    parser.add_argument("--quick", action="store_true", help="a few steps, once: shows whether it works, not how well")
     parser.add_argument("--one", nargs=3, metavar=("TASK", "KIND", "DIRECTORY"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:

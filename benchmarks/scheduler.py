@@ -1,14 +1,14 @@
-"""Groups per second of the scheduler alone, recording on, through their whole life; and bytes per live group.
+"""Groups per second of the scheduler alone, with recording on, and bytes per live group.
 
     python benchmarks/scheduler.py [--live 1000 10000 100000 1000000]
     python benchmarks/scheduler.py --replicas 10,100,1000,4000
     python benchmarks/scheduler.py --no-time-limits
 
-One core, no executor: events are made from the commands that come back, so what is timed is driver, scheduler,
-machines, ledger, laws and record. "live" groups are started and not consumed while one batch after another goes
-through. With `--replicas`, fleets of so many replicas with 16 slots each are compared instead: a batch is a quarter of
-the slots, and every replica takes new weights after every step, so that each group costs as many events in any fleet.
-`--no-time-limits` gives no order a limit.
+Uses one core and no executor: events are made from the returned commands, so the measured time is that of driver,
+scheduler, machines, ledger, laws and record. Groups pass through their whole life, batch after batch, while `--live`
+groups have started and are not consumed. `--replicas` instead compares fleets with these numbers of replicas, each with
+16 slots: a batch is a quarter of the slots, and every replica takes new weights after every step, so that a group costs
+the same number of events in every fleet. `--no-time-limits` gives no order a time limit.
 """
 
 import argparse
@@ -59,23 +59,23 @@ from engine.states.timeouts import Timeouts
 
 REPLICAS = 16
 SLOTS = 16
-"""Of each replica, where fleets are compared."""
+"""Slots of each replica in the comparison of fleets."""
 STALENESS = 3
 SLOW_EVERY = 10
-"""One replica of so many makes a third of the tokens of the others, where stragglers are looked for."""
+"""With stragglers, one of this many replicas samples a third of the tokens of the others."""
 SYNC_EVENTS = (WeightsStaged, ReplicaPaused, WeightsInstalled)
 
 
 class Echo:
-    """Answers every command at once, first come first served; generated groups finish in the order they started.
-    Every replica has `slots` slots."""
+    """Answers every command at once, in order of arrival. Groups finish in the order in which they started. Every
+    replica has `slots` slots."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.answers: deque[Event] = deque()
         self.running: deque[StartGroup | ResumeGroup] = deque()
         self.parked: set[tuple[int, int]] = set()
-        """Attempts of groups that were parked: nothing comes of them any more."""
+        """Attempts of groups that were parked, which do not finish."""
         self.drawn = 0
 
     def execute(self, commands: Sequence[Command]) -> None:
@@ -121,7 +121,7 @@ def _address(command: StageWeights | PauseReplica | InstallWeights) -> dict[str,
 
 
 class Steady:
-    """A clock on which every event takes as long."""
+    """A clock on which every event takes the same time."""
 
     def __init__(self) -> None:
         self.events = 0
@@ -140,7 +140,7 @@ class Wall:
 
 
 def drive(driver: Driver, echo: Echo, scheduler: Scheduler, groups: int) -> None:
-    """Until so many more groups are consumed."""
+    """Run until `groups` more groups are consumed."""
     until = scheduler.state.ledger.consumed + groups
     replicas = scheduler.state.fleet.replicas
     while scheduler.state.ledger.consumed < until:
@@ -190,7 +190,7 @@ def measure(live: int, groups: int, directory: Path, timeouts: Timeouts) -> tupl
 
 
 class Timed(Driver):
-    """Adds up the CPU time that events take, those of weight syncs apart, and keeps the longest."""
+    """Adds up the CPU time of events, with those of weight syncs separate, and keeps the longest."""
 
     sync_s = 0.0
     syncs = 0
@@ -207,7 +207,7 @@ class Timed(Driver):
 
 
 class Figures(NamedTuple):
-    """Of one fleet. `first_ms` and `longest_ms`: the longest event while it fills, and after that."""
+    """Figures of one fleet. `first_ms` and `longest_ms`: the longest event while the fleet fills, and after that."""
 
     groups_per_s: float
     sync_us: float
@@ -218,8 +218,8 @@ class Figures(NamedTuple):
 def measure_fleet(
     replicas: int, groups: int, directory: Path, timeouts: Timeouts, straggler_factor: float | None = None
 ) -> Figures:
-    """So many replicas, all slots busy, one batch after another with a weight sync behind each. All times are CPU
-    times: cores that others use as well leave the ratios alone."""
+    """Measure a fleet with all slots busy, and a weight sync after every batch. All times are CPU times, so that other
+    load on the cores does not change the ratios."""
     slots = replicas * SLOTS
     batch = slots // (STALENESS + 1)
     limits = Limits(
@@ -247,7 +247,7 @@ def measure_fleet(
 
 
 def compare_fleets(fleets: list[int], groups: int, runs: int, timeouts: Timeouts) -> None:
-    """One row for each fleet, medians; ratios are to the first fleet in the same turn."""
+    """Print a row of medians for each fleet. Ratios are relative to the first fleet in the same turn."""
     kinds = (None, 2.0)
     found: dict[tuple[int, float | None], list[Figures]] = {(n, kind): [] for n in fleets for kind in kinds}
     for _ in range(runs):
@@ -275,7 +275,9 @@ def main() -> None:
     parser.add_argument("--live", type=int, nargs="+", default=[1_000, 10_000, 100_000, 1_000_000])
     parser.add_argument("--groups", type=int, default=40_000, help="groups timed per run")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--replicas", help="compare fleets of so many replicas, for example 10,100,1000,4000")
+    parser.add_argument(
+        "--replicas", help="compare fleets with these numbers of replicas, for example 10,100,1000,4000"
+    )
     parser.add_argument("--no-time-limits", action="store_true", help="give no order a time limit")
     args = parser.parse_args()
     timeouts = Timeouts.every(None) if args.no_time_limits else Timeouts()

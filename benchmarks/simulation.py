@@ -1,11 +1,11 @@
-"""What recording, replaying and simulating cost, and how close a simulated run comes to its lower bound.
+"""The cost of recording, replaying and simulating, and how close a simulated run comes to its lower bound.
 
     python benchmarks/simulation.py
 
-Prints the events per second of a run while it is recorded and while it is replayed, in one process and one run; the
-wall seconds of a simulated step of 1 024 groups; and for three balances of generation and training the virtual
-seconds of a run over the least it could take: max(tokens of all groups / slots, seconds of training). The longest
-group takes three times the mean of a step, which S = 4 allows for; with a longer tail a hard bound has to wait for it.
+Prints the events per second of a run while it is recorded and while it is replayed, both in one process; the wall
+seconds of a simulated step of 1 024 groups; and, for three balances of generation and training, the virtual seconds of
+a run over their lower bound: max(tokens of all groups / slots, seconds of training). The longest group takes three
+times the mean time of a step, which S = 4 allows; with a longer tail, a hard bound would make steps wait for it.
 """
 
 import gc
@@ -48,7 +48,7 @@ def replay_ratio(directory: Path) -> tuple[float, float]:
 
 
 def simulate(train_s: float) -> tuple[float, float]:
-    """(wall seconds of a step, virtual seconds over the lower bound) of a run of 1 024 groups a step."""
+    """(wall seconds of a step, virtual seconds over the lower bound) of a run with 1 024 groups per step."""
     replicas, slots = 16, 96
     limits = Limits(
         train_batch_size=BATCH, max_staleness_steps=4, max_concurrent_groups=replicas * slots, max_steps=STEPS
@@ -75,7 +75,7 @@ def main() -> None:
     print(f"recording {recorded:.0f} events/s, replaying {replayed:.0f} events/s: {replayed / recorded:.2f} x")
     for name, train_s in (("generation-bound", 20.0), ("balanced", 100.0), ("training-bound", 400.0)):
         wall_s, ratio = simulate(train_s)
-        print(f"{name:<17} {1000 * wall_s:5.0f} ms a simulated step of {BATCH} groups; {ratio:.3f} x its lower bound")
+        print(f"{name:<17} {1000 * wall_s:5.0f} ms per simulated step of {BATCH} groups; {ratio:.3f} x its lower bound")
     print("targets: replay 0.8 x, 150 ms a step, 1.03 x the bound")
 
 

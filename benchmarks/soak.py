@@ -1,11 +1,12 @@
-"""Whether anything grows while a run is running for long: memory and open files.
+"""Measures whether the memory or the number of open files grows during a long run.
 
     python benchmarks/soak.py                 # eight hours of a run on a virtual clock, in minutes
-    python benchmarks/soak.py --minutes 10    # a real run over Ray, every process of it
+    python benchmarks/soak.py --minutes 10    # every process of a real run over Ray
 
-On the virtual clock the production driver, scheduler, recorder and metrics are fed by a world that keeps no books, with
-replicas that die and come back, failed attempts, checkpoints and snapshots; a step takes ten seconds. What Python has
-allocated is traced by file. The target is +-5 % after the first fifth; the command fails beyond it.
+On the virtual clock, a simulated world without accounting of its own feeds the production driver, scheduler, recorder
+and metrics. Replicas die and come back, attempts fail, and checkpoints and snapshots are written; a step takes ten
+seconds. Python's allocations are traced by file. The target is a change of at most 5 % after the first fifth; otherwise
+the command fails.
 """
 
 import argparse
@@ -44,7 +45,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Endless(Echo):
-    """As `Echo`, with checkpoints, acknowledged deletions, and replicas that die."""
+    """An `Echo` with checkpoints, acknowledged deletions, and replicas that die."""
 
     def execute(self, commands: Sequence[Command]) -> None:
         super().execute(commands)
@@ -57,12 +58,12 @@ class Endless(Echo):
                 self.lose(command.index, command.incarnation)
 
     def lose(self, replica: int, incarnation: int) -> None:
-        """It died. Its next life has the initial weights."""
+        """Let a replica die. It restarts with the initial weights."""
         self.answers.append(ProcessLost(kind="replica", index=replica, incarnation=incarnation, reason="soak"))
 
 
 class Virtual:
-    """Seconds that pass with the steps trained."""
+    """A clock that advances with the trained steps."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -72,7 +73,7 @@ class Virtual:
 
 
 def soak(hours: float) -> list[tuple[float, int, int]]:
-    """(hour, bytes traced, resident bytes) now and then over a run of so many hours."""
+    """(hour, bytes traced, resident bytes) at intervals during a run of `hours` hours."""
     limits = Limits(train_batch_size=BATCH, max_staleness_steps=2, max_concurrent_groups=3 * BATCH, checkpoint_every=10)
     taken: list[tuple[float, int, int]] = []
     with tempfile.TemporaryDirectory() as place:
@@ -99,7 +100,7 @@ def soak(hours: float) -> list[tuple[float, int, int]]:
             if step + 1 == steps // 5:
                 began = tracemalloc.take_snapshot()
         grown = tracemalloc.take_snapshot().compare_to(began, "lineno")
-        print("grown most since the first fifth:")
+        print("largest growth since the first fifth:")
         for line in [entry for entry in grown if "/engine/" in entry.traceback[0].filename][:8]:
             frame = line.traceback[0]
             print(f"  {line.size_diff / 1e3:8.1f} kB  {frame.filename.split('/engine/')[-1]}:{frame.lineno}")
@@ -109,7 +110,7 @@ def soak(hours: float) -> list[tuple[float, int, int]]:
 
 
 def turn(driver: Driver, echo: Endless, scheduler: Scheduler) -> None:
-    """One event: an answer that waits, else the end of the group that has run longest."""
+    """Deliver one event: a waiting answer, else the end of the group that has run longest."""
     if echo.answers:
         driver.deliver(echo.answers.popleft())
         return
@@ -150,7 +151,7 @@ class Still(SimpleTrainer):
 
 
 def soak_over_ray(minutes: float) -> dict[str, list[tuple[int, int]]]:
-    """(resident bytes, open files) of each process of a real run, once every few seconds."""
+    """(resident bytes, open files) of each process of a real run, measured every few seconds."""
     limits = Limits(train_batch_size=16, max_staleness_steps=2, max_concurrent_groups=48, checkpoint_every=20)
     taken: dict[str, list[tuple[int, int]]] = {}
     with tempfile.TemporaryDirectory() as place:
@@ -209,15 +210,15 @@ def open_files(pid: int) -> int:
 
 
 def drift(figures: Sequence[float]) -> float:
-    """The last fifth over the second, as a share: the first is warm-up."""
+    """The change from the second fifth to the last, as a share. The first fifth is warm-up."""
     fifth = max(1, len(figures) // 5)
     return statistics.fmean(figures[-fifth:]) / statistics.fmean(figures[fifth : 2 * fifth]) - 1
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hours", type=float, default=HOURS, help="on the virtual clock")
-    parser.add_argument("--minutes", type=float, help="a real run over Ray instead")
+    parser.add_argument("--hours", type=float, default=HOURS, help="length of the run on the virtual clock")
+    parser.add_argument("--minutes", type=float, help="instead, length of a real run over Ray")
     chosen = parser.parse_args()
     flat = True
     if chosen.minutes is None and chosen.hours * 3600 < SAMPLES * STEP_S:

@@ -3,12 +3,13 @@
     python benchmarks/trainer.py [--groups 4] [--samples 4] [--prompt 64] [--tokens 256] [--equal 2] [--ranks 2]
         [--micro 2048] [--threads 2] [--turns 3] [--only KIND ...] [--small]
 
-Both take the same GRPO step on the same batch, in processes of their own, in turns. `--equal` groups have equal
-rewards, as is common once prompts become too easy or too hard. The plain loop passes every trajectory and computes all
-response logits. The trainer passes over what has no gradient, packs the rest without padding and computes prompts once
-(*padded* and *packed* do without both, or the latter). *Checkpointed* keeps only the inputs of layers. Tokens per
-second count every trained token of the batch; the first step is not counted. Peak memory is that of the process; with
-ranks, of the largest one, activations checkpointed. On a machine that others use, compare tokens per CPU second.
+Both take the same GRPO step on the same batch, in separate processes, in turns. `--equal` groups have equal rewards, as
+is common when prompts become too easy or too hard. The plain loop computes every trajectory and all response logits.
+The trainer skips trajectories without a gradient, packs the others without padding and computes prompts once (*padded*
+has neither packing nor shared prompts, *packed* only packing). *Checkpointed* keeps only the inputs of layers. Tokens
+per second count every trained token of the batch; the first step is not counted. Peak memory is that of the process;
+with ranks, that of the largest process, with activation checkpointing. On a shared machine, compare tokens per CPU
+second.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 
 STEPS = 2
-"""Train steps of each process; the first one, which makes the optimizer's moments, is not counted."""
+"""Train steps of each process. The first one, which allocates the optimizer's moments, is not counted."""
 WANTED_SPEED, WANTED_MEMORY = 1.5, 0.6
 KINDS: dict[str, dict[str, Any]] = {
     "padded": {"packing": "off"},
@@ -45,7 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def make_model(path: Path, small: bool) -> int:
-    """Write a model of random weights. Returns its number of parameters."""
+    """Write a model with random weights. Returns its number of parameters."""
     torch.manual_seed(0)
     wide = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
     if not small:
@@ -78,7 +79,7 @@ def make_batch(step: int, groups: int, samples: int, prompt_tokens: int, tokens:
 
 
 class Plain:
-    """The step as one would write it down: all trajectories in one padded pass, all logits of their responses."""
+    """The step in its simplest form: all trajectories in one padded pass, and all logits of their responses."""
 
     def __init__(self, path: str) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -114,13 +115,14 @@ SIZES = ("groups", "samples", "prompt", "tokens", "equal")
 
 
 def peak_of(pid: int) -> int:
-    """Bytes, as Linux has them of a process that runs."""
+    """Peak memory of a running process in bytes, as Linux reports it."""
     (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
 
 def measure_one(kind: str, path: str, given: argparse.Namespace) -> None:
-    """In a process of its own: print seconds of the counted steps, their tokens, and the peak memory in bytes."""
+    """Runs in a separate process: print the seconds of the counted steps, their tokens, and the peak memory in
+    bytes."""
     torch.set_num_threads(given.threads)
     ranks = int(kind.removesuffix(" ranks")) if kind.endswith(" ranks") else 1
     changes = KINDS["checkpointed"] if ranks > 1 else KINDS.get(kind, {})
@@ -149,14 +151,14 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=256, help="of the longest response")
-    parser.add_argument("--equal", type=int, default=2, help="groups of equal rewards")
-    parser.add_argument("--ranks", type=int, nargs="*", default=[2], help="numbers of ranks to measure as well")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of the longest response")
+    parser.add_argument("--equal", type=int, default=2, help="number of groups with equal rewards")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2], help="also measure these numbers of ranks")
     parser.add_argument("--micro", type=int, default=2048, help="the trainer's micro_batch_tokens")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--only", nargs="*", choices=["plain", *KINDS], help="measure these; plain always")
-    parser.add_argument("--small", action="store_true", help="a model of 8 M parameters, to see that it runs")
+    parser.add_argument("--only", nargs="*", choices=["plain", *KINDS], help="measure only these, and plain")
+    parser.add_argument("--small", action="store_true", help="use a model of 8 M parameters, for a quick test")
     parser.add_argument("--one", nargs=2, metavar=("KIND", "MODEL"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
@@ -170,7 +172,7 @@ def main() -> None:
         count = make_model(Path(directory), given.small)
         print(
             f"{count / 1e6:.0f} M parameters, {given.groups} groups of {given.samples}, {given.equal} of them "
-            f"of equal rewards, prompts of {given.prompt} and responses of up to {given.tokens} tokens"
+            f"with equal rewards, prompts of {given.prompt} and responses of up to {given.tokens} tokens"
         )
         sizes = [f"--{name}={getattr(given, name)}" for name in (*SIZES, "micro", "threads")]
         for _ in range(given.turns):

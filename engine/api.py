@@ -1,4 +1,4 @@
-"""`engine.train` and `engine.resume`: a run from a script or a notebook, as `engine run` and `engine resume` make it.
+"""`engine.train` and `engine.resume`: do from a script or a notebook what `engine run` and `engine resume` do.
 
 `engine` exports these names. docs/API.md shows their use. Must not import Ray or torch before a run starts.
 """
@@ -31,11 +31,11 @@ Part: TypeAlias = Function | tuple[Function, float] | Mapping[str, Any]
 """One of several reward functions: a function, (function, weight), or the fields of an entry of `reward.functions`
 without its name."""
 Reward: TypeAlias = Function | Sequence[Function] | Mapping[str, Part]
-"""One reward function; several, named as the functions are; or several by their names."""
+"""One reward function; a list of functions, whose own names are used; or a mapping from names to functions."""
 Rows: TypeAlias = Iterable[Mapping[str, Any]]
-"""Or a `pandas.DataFrame`, which is none but gives such rows."""
+"""Rows may also be given as a `pandas.DataFrame`, which is not of this type but is converted to such rows."""
 NAMING = ("function", "class_name", "rollout", "reward", "answer", "tool_parser")
-"""Last words of the fields whose texts name a function or a class."""
+"""The last part of the path of each field whose text names a function or a class."""
 Data: TypeAlias = str | Path | Sequence[str | Path] | Rows
 
 
@@ -154,11 +154,11 @@ def resume(
 ) -> TrainedRun:
     """Continue an unfinished run from its newest state, as `engine resume` does, and return it when it has ended.
 
-    `run`: its directory, its name under `runs/`, or a `TrainedRun`. `reward`, `environment`: as the run began with, if
-    they cannot be imported: those of this script or notebook. `settings`: fields that a resume may change, by their
-    dotted names, for example `**{"run.max_steps": 100}`, which also extends a finished run.
+    `run`: its directory, its name under `runs/`, or a `TrainedRun`. `reward`, `environment`: the functions and classes
+    that the run began with, if they belong to this script or notebook and cannot be imported. `settings`: fields that a
+    resume may change, by their dotted names, for example `**{"run.max_steps": 100}`, which also extends a finished run.
 
-    Raises: as `train`, and `RunFinished` if no step is left.
+    Raises: see `train`; also `RunFinished` if no step is left.
     """
     from engine.cli import run as running
     from engine.storage import run_directory
@@ -173,8 +173,8 @@ def resume(
 def resumption(
     directory: "RunDirectory", reward: Reward | None, environment: Any, settings: Mapping[str, Any]
 ) -> tuple["Config", Sequence[tuple[str, str]], "Local"]:
-    """The configuration of a resumed run, the new settings of its scheduler, and what cannot be imported by its name.
-    Raises: `ConfigError`."""
+    """The configuration of a resumed run, the new settings of its scheduler, and the functions and classes that cannot
+    be imported. Raises: `ConfigError`."""
     from engine.cli.run import resumption_of
     from engine.tasks.rewards import name_of
 
@@ -191,14 +191,14 @@ def resumption(
         if name != known and not moved:  # a script may have become a module
             listed = ", ".join(spec for at, spec in began.items() if at.partition(".")[0] == field.partition(".")[0])
             law = f"is not the function or class that the run began with, {known or listed or None}"
-            raise ConfigError(field, name, law, "give what it began with")
+            raise ConfigError(field, name, law, "give the one that it began with")
         if not isinstance(found, str) and (not importable or name != known):
             local[field] = found
     return config, changed, local
 
 
 def _watch(config: "Config", directory: "RunDirectory", mode: "Mode") -> TrainedRun:
-    """Show a run until it ends. Raises: as `train`."""
+    """Show a run until it ends. Raises: see `train`."""
     from rich.console import Console
 
     from engine.cli import run as running
@@ -230,8 +230,8 @@ def configured(
     settings: Mapping[str, Any] | None = None,
     made: list[Path] | None = None,
 ) -> tuple["Config", "Local"]:
-    """The configuration that the arguments of `train` describe, and what cannot be imported by its name. The files and
-    directories that are created for rows are added to `made`. Raises: `ConfigError`."""
+    """The configuration that the arguments of `train` describe, and the functions and classes that cannot be imported.
+    The files and directories that are created for rows are added to `made`. Raises: `ConfigError`."""
     from engine.config.loading import parse_config
     from engine.tasks.rewards import name_of
 
@@ -282,7 +282,7 @@ def _part(part: Part) -> dict[str, Any]:
 
 
 def _part_name(function: Function) -> str:
-    """The name of a function without its module. Raises: `ConfigError` if it has none that a part can have."""
+    """The name of a function without its module. Raises: `ConfigError` if this cannot be the name of a reward."""
     name = function if isinstance(function, str) else getattr(function, "__name__", "")
     name = re.split(r"[:.]", name)[-1].lower()
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
@@ -292,7 +292,8 @@ def _part_name(function: Function) -> str:
 
 
 def _named_in(value: Any, field: str = "") -> Iterator[tuple[str, Any]]:
-    """Every function and class in settings with its field, and the name of every one, `module:name`."""
+    """(field, function, class or name) of every function and class in settings, also of those named as
+    `module:name`."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _named_in(inner, f"{field}.{name}" if field else name)
@@ -321,7 +322,7 @@ def _tree(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_value(value: Any) -> Any:
-    """A value as the configuration has it: paths as texts, functions and classes by their names."""
+    """A value as in a configuration: paths as texts, functions and classes as their names."""
     from engine.tasks.rewards import name_of
 
     if isinstance(value, Mapping):
@@ -334,7 +335,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def _file_of(data: Data, argument: str, folder: Path, made: list[Path]) -> str | list[str]:
-    """Paths as they are. Rows are written to a file named by their content, so that a resumed run finds them.
+    """Return paths unchanged. Rows are written to a file named after their content, so that a resumed run finds them.
 
     Raises: `ConfigError`.
     """
@@ -361,10 +362,10 @@ def _file_of(data: Data, argument: str, folder: Path, made: list[Path]) -> str |
 
 
 def _as_list(value: Any) -> Any:
-    """An array of numpy as JSON has it. Raises: `TypeError` for anything else."""
+    """A numpy array as a list. Raises: `TypeError` for anything else."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.ndarray | numpy.generic):
-        raise TypeError(f"{type(value).__name__} {value!r:.60} is no JSON value")
+        raise TypeError(f"{type(value).__name__} {value!r:.60} is not a JSON value")
     return value.tolist()
 
 

@@ -194,8 +194,8 @@ def template_arguments(tokenizer: Any) -> list[str]:
 
 
 def _asked_for(node: Any, assigned: set[str]) -> set[str]:
-    """Names for which a template asks whether they are given, before it assigns them: `if date is not defined`, or the
-    filter `default`. Other names that it assigns are its own."""
+    """Names that a template tests before it assigns them, with `if date is not defined` or the filter `default`. Other
+    names that it assigns are its own variables."""
     from jinja2 import nodes
 
     found: set[str] = set()
@@ -205,7 +205,7 @@ def _asked_for(node: Any, assigned: set[str]) -> set[str]:
         asked = node.node.name if isinstance(node.node, nodes.Name) else None
         found = {asked} - assigned if asked else found
     read = node.node if isinstance(node, nodes.Assign) else getattr(node, "iter", None)
-    children = sorted(node.iter_child_nodes(), key=lambda child: child is not read)  # it is read before it is assigned
+    children = sorted(node.iter_child_nodes(), key=lambda child: child is not read)  # reads come before assignments
     scope = set(assigned) if isinstance(node, nodes.Macro | nodes.CallBlock) else assigned
     return found.union(*(_asked_for(child, scope) for child in children))
 
@@ -224,8 +224,8 @@ class ChatSettings:
 
 
 class PromptRenderer:
-    """Renders prompts as texts and as token ids. Of a prompt with more than `most_tokens` ids it keeps the last ones,
-    and a leading token that begins a sequence."""
+    """Renders prompts as texts and as token ids. A prompt with more than `most_tokens` ids is cut to the last ones,
+    after a leading token that begins a sequence, if it has one."""
 
     def __init__(self, tokenizer: Any, settings: ChatSettings | None = None, most_tokens: int | None = None) -> None:
         self._tokenizer = tokenizer
@@ -250,8 +250,8 @@ class PromptRenderer:
         return render(self._tokenizer, chat, prompt.fields.get("tools"), self._settings.template_kwargs)
 
     def quick_text(self, prompt: Prompt) -> str:
-        """Same result as `text`, but fast for many prompts: renders the template once, because it writes the same
-        around every plain text.
+        """The same result as `text`, but fast for many prompts: the template is rendered once, because it writes the
+        same text around every plain prompt.
 
         A text that starts or ends with white space, or has a character that templates look for, is rendered by itself.
         """
@@ -265,7 +265,8 @@ class PromptRenderer:
         return self.text(prompt) if not self._frame else prompt.text.join(self._frame)
 
     def _quick_chat(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]]) -> str:
-        """A chat of plain texts: a template writes the same around those of all chats with the same roles."""
+        """Render a chat of plain texts. A template writes the same text around the messages of all chats with the same
+        roles."""
         contents = [message.get("content") for message in messages]
         if any(len(message) != 2 for message in messages):
             return self.text(prompt)
@@ -281,7 +282,8 @@ class PromptRenderer:
         return "".join([*map(str, pieces), frame[-1]])
 
     def _frame_of_chats(self, roles: Sequence[str]) -> tuple[str, ...]:
-        """What a template writes before, between and after plain texts with these roles; empty if that differs."""
+        """The texts that a template writes before, between and after plain texts with these roles; empty if they are
+        not the same for all texts."""
         found = []
         for probe in PROBES:
             contents = [f"({number}) {probe}" for number in range(len(roles))]
@@ -329,8 +331,8 @@ class PromptRenderer:
         yield from self._counted(chunk)
 
     def most_tokens_of(self, text: str) -> int:
-        """At least as many tokens as a result of `text` has: a token is at least a byte, except that a normalizer may
-        write up to 18 characters for one (Unicode NFKC)."""
+        """An upper bound on the number of tokens of a rendered text. A token has at least one byte, but a normalizer
+        may write up to 18 characters for one character (Unicode NFKC)."""
         fast = getattr(self._tokenizer, "backend_tokenizer", None)
         if fast is None:
             return MANY_TOKENS
@@ -377,8 +379,8 @@ _MARKUP = re.compile(r"[<>\[\]{}|\\]")
 
 MANY_TOKENS = 2**62
 ADDED_TOKENS = 16
-"""Tokens that a tokenizer adds to a text at most, such as one that begins it."""
+"""Maximum number of tokens that a tokenizer adds to a text, such as one that begins it."""
 MOST_FRAMES = 256
-"""Sequences of roles for which is kept what a template writes around the texts."""
+"""Maximum number of sequences of roles for which the texts that a template writes around messages are cached."""
 CHUNK = 1024
 """Number of texts that are tokenized at once."""

@@ -159,7 +159,7 @@ class StopProcess(Command):
     incarnation: Incarnation
     reason: str
     hung: bool = False
-    """It exceeded a time limit: write the stacks of its threads first."""
+    """The process exceeded a time limit: write the stacks of its threads first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""All exceptions of the engine. Each says whose fault it is, carries its details, and pickles, because it crosses Ray.
+"""All exceptions of the engine. Each says whose fault it is, carries its details, and can be pickled, because it
+crosses Ray.
 
 `ConfigError`, `DataFailure` and `RecordError` report a problem with the user's input; the others with the engine.
 """
@@ -14,7 +15,7 @@ from engine.redaction import described, shortened
 
 
 LONGEST = 1000
-"""Characters; the full story goes to the log."""
+"""Maximum length of a reason, in characters; the log has the full message."""
 
 
 def reason_of(error: BaseException) -> str:
@@ -56,7 +57,7 @@ class EngineError(Exception):
 
 
 def message_of(error: BaseException) -> str:
-    """The message of an exception, also of a user's own class whose `__str__` raises."""
+    """The message of an exception, even if it is of a user's class whose `__str__` raises."""
     try:
         return str(error)
     except BaseException:
@@ -75,7 +76,7 @@ def _rebuild(cls: type[EngineError], message: str, details: dict[str, Any]) -> E
 
 
 class ConfigError(EngineError):
-    """A configuration or argument that cannot be used: the field, its value, the law it breaks, and what to do.
+    """A configuration or argument that cannot be used. Names the field, its value, the law it breaks, and what to do.
 
     The value is shown without secrets and shortened. `law` is "must ...", a predicate of the value ("is not a file",
     "cannot be read: ..."), or a clause of its own. `fix` is an instruction ("use 4").
@@ -121,11 +122,11 @@ class DataFailure(EngineError):
 
 
 class RewardFailure(DataFailure):
-    """A reward failed in a process of its own. The message is a predicate: "raised KeyError: ..."."""
+    """A reward failed in a separate process. The message is a predicate: "raised KeyError: ..."."""
 
 
 class RecordError(EngineError):
-    """A schedule record cannot be read: the file, the byte offset and the reason."""
+    """A schedule record cannot be read. Names the file, the byte offset and the reason."""
 
     def __init__(self, path: str, offset: int, reason: str) -> None:
         super().__init__(f"{path}: at byte {offset}: {reason}", path=path, offset=offset, reason=reason)
@@ -136,7 +137,7 @@ class RecordHeld(RecordError):
 
 
 class RunDamaged(RecordError):
-    """A file that a run's record refers to is missing or damaged: its path, and what to do."""
+    """A file that a run's record refers to is missing or damaged. Names its path, and says what to do."""
 
     def __init__(self, path: str, reason: str) -> None:
         EngineError.__init__(self, f"{path} {reason}", path=path, offset=0, reason=reason)
@@ -152,7 +153,7 @@ class TrainerSpoiled(EngineError):
 
 
 class StorageFull(EngineError):
-    """A disk, or the part of it that the run may use, is full: the directory, the bytes in it, and what to do."""
+    """A disk, or the part of it that the run may use, is full. Names the directory, the bytes in it, and what to do."""
 
     def __init__(
         self, directory: str, bytes: int, reason: str, remedy: str = "free space, then resume the run"
@@ -177,17 +178,17 @@ class IllegalTransition(EngineError):
 
 
 class InvariantViolated(EngineError):
-    """An invariant of the scheduler does not hold: a bug in the engine. Names the law and the figures."""
+    """An invariant of the scheduler does not hold: this is a bug in the engine. Names the law and the figures."""
 
 
 class PolicyError(EngineError):
-    """A policy raised, or returned an illegal decision: its name, the decision and its view."""
+    """A policy raised, or returned an illegal decision. Names the policy, the decision and its view."""
 
 
 class RunFailed(EngineError):
-    """The run failed: the cause."""
+    """The run failed. Says why."""
 
 
 class RayProcessEnded(RunFailed):
-    """A Ray process on the launching node ended, so the run cannot continue: which one, and whether the run can be
-    resumed."""
+    """A Ray process on the launching node ended, so the run cannot continue. Says which process, and whether the run
+    can be resumed."""

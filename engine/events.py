@@ -40,7 +40,7 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptsDrawn(Event):
-    """The data source drew `count` prompts, for groups with ids from `first`. `number` is that of the `DrawPrompts`.
+    """The data source drew `count` prompts, for groups with ids from `first`. `number`: as in `DrawPrompts`.
 
     `exhausted`: the source has no more prompts.
     """
@@ -277,8 +277,8 @@ class PrefixStored(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupProgressed(Event):
-    """A running group has come further since the last report: it sampled tokens that are not in the store yet, some of
-    its trajectories ended, an agent took a turn, or rewards came in. The clock of its time limit restarts."""
+    """A running group has made progress since the last report: it sampled tokens that are not in the store yet, some of
+    its trajectories ended, an agent took a turn, or rewards arrived. The clock of its time limit restarts."""
 
     tag: ClassVar[int] = 52
     group: GroupId
@@ -439,7 +439,7 @@ class OrderDone(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawFailed(Event):
-    """The data source raised, or drew an invalid number of prompts. `number` is that of the `DrawPrompts`."""
+    """The data source raised, or drew an invalid number of prompts. `number`: as in `DrawPrompts`."""
 
     tag: ClassVar[int] = 40
     number: int
@@ -464,7 +464,7 @@ class RunInterrupted(Event):
     tag: ClassVar[int] = 44
     reason: str
     launch: bool = False
-    """A launch failed. Else the scheduler ended, which means nothing if the run begins again already."""
+    """True: a launch failed. False: the scheduler ended, which changes nothing if the run is already starting again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

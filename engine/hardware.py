@@ -27,13 +27,12 @@ def gpu_count(devices: Path = Path("/dev")) -> int | None:
 
 
 def gpus_of_their_own(replicas: int, each: int, scorers: int) -> tuple[int, str]:
-    """Number of GPUs that a run needs to send weights from GPU to GPU, and a text that says which processes need them.
-    Processes must not share a GPU. Each replica has `each` GPUs."""
+    """The number of GPUs that a run needs to send weights from GPU to GPU, and a text that says which processes need
+    them. Processes must not share a GPU. `each`: GPUs of one replica."""
     needed = replicas * each + 1 + scorers + 1
     whose = f"{replicas} replicas of {each} GPUs" if each > 1 else "each replica"
     scoring = {0: "", 1: "the scorer, "}.get(scorers, f"{scorers} scorers, ")
-    own_gpu = "" if each > 1 else " a GPU of their own:"
-    return needed, f"{whose}, {scoring}the trainer and the weights store need{own_gpu} {needed}"
+    return needed, f"{whose}, {scoring}the trainer and the weights store need separate GPUs, {needed} in all"
 
 
 def memory_bytes() -> int:

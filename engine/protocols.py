@@ -38,8 +38,8 @@ class GroupWork:
     """Call it on progress, as often as you like (optional): more tokens, an agent's turn, a reward. It restarts the
     group's time limit, as a saved prefix does."""
     finished: Callable[[int], None] = lambda count: None
-    """Call it when trajectories have ended, with the number of the group's that have so far (optional). The replica
-    then gets the next group before the last sibling ends."""
+    """Call it when trajectories have ended, with the number of the group's trajectories that have ended so far
+    (optional). The replica then gets the next group before the last trajectory of this one ends."""
     held_out: bool = False
     """A validation prompt: one response, measured by its reward and never trained on. Its group is below 0."""
     validation_set: str = ""
@@ -71,13 +71,14 @@ class Generator(Protocol):
         ignored."""
 
     async def truncate(self, groups: Sequence[GroupId]) -> None:
-        """Make `generate` of these groups return at once as finished, unfinished trajectories marked `truncated`."""
+        """Make `generate` of these groups return at once as finished, with unfinished trajectories marked
+        `truncated`."""
 
     async def pause(self, mode: str) -> None:
         """Return once no token will be sampled until `resume`.
 
-        `keep` freezes requests where they are; `abort` makes every running `generate` return its partial first;
-        `wait` lets them run to their end first.
+        `keep` freezes requests where they are; `abort` first makes every running `generate` return its partial result;
+        `wait` first lets them run to their end.
         """
 
     async def stage(self, version: Version, weights: Any) -> None:
@@ -132,8 +133,8 @@ Scores = Sequence[Sequence[Sequence[float]]]
 
 
 class Trainer(Protocol):
-    """The training side. Calls happen one at a time: those of blocking methods on a thread, those of coroutine
-    functions on the event loop, which they must not block."""
+    """The training side. Methods are called one at a time: blocking methods on a thread, coroutine functions on the
+    event loop, which they must not block."""
 
     def score(self, batch: Batch, task: str) -> Awaitable[None] | None:
         """Score the batch before the update; keep the result for `train`. `old_logprobs`: under the current weights."""
@@ -146,8 +147,8 @@ class Trainer(Protocol):
         `errors.TrainerSpoiled`: this process is replaced, and the next one continues from the newest checkpoint."""
 
     def weights(self) -> Any:
-        """The current weights in a form `Generator.stage` takes, or a coroutine that returns them. Must be a copy:
-        training continues meanwhile."""
+        """The current weights in a form that `Generator.stage` accepts, or a coroutine that returns them. Must be a
+        copy: training continues meanwhile."""
 
     def save(self, directory: str, step: StepId) -> None:
         """Write a checkpoint of everything after `step` train steps into an empty directory. Always blocking."""
@@ -192,19 +193,19 @@ class Explainable(Protocol):
 
 @runtime_checkable
 class Closable(Protocol):
-    """A trainer, or the work of an added state, that holds more than memory, such as processes of its own."""
+    """A trainer, or the work of an added state, that holds resources other than memory, such as processes."""
 
     def close(self) -> None:
-        """Give it back. Called once, from any thread, when its process ends or is replaced; a call that is
+        """Release the resources. Called once, from any thread, when its process ends or is replaced; a call that is
         still running may raise."""
 
 
 class Scorer(Protocol):
-    """Scores batches on separate hardware while the trainer trains. Calls happen as for a `Trainer`."""
+    """Scores batches on separate hardware while the trainer trains. Methods are called as those of a `Trainer`."""
 
     def score(self, batch: Batch, task: str) -> Awaitable[Scores] | Scores:
-        """`old_logprobs`: under the weights loaded last, or those the run began with; `ref_logprobs`: under the
-        reference model."""
+        """Compute log-probs. `old_logprobs`: under the weights loaded last, or those that the run began with;
+        `ref_logprobs`: under the reference model."""
 
     def load(self, weights: Any) -> Awaitable[None] | None:
         """Load what `Trainer.weights` returned. Called before `score` whenever the weights have changed."""

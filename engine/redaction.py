@@ -1,6 +1,6 @@
 """Keeps secrets and long values out of messages: finds secrets in names and text, and masks and shortens values.
 
-Called by `errors.py` for every `ConfigError`, and by `config.secrets`, which refuses the secrets that it finds. It must
+Called by `errors.py` for every `ConfigError`, and by `config.section`, which refuses the secrets that it finds. It must
 never return a secret, and never build a text much longer than the one shown.
 """
 
@@ -120,7 +120,7 @@ def masked(text: str) -> str:
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:
-    """A text of at most `longest` characters unchanged; of a longer one the beginning, the end and the length."""
+    """A text of at most `longest` characters unchanged; a longer one as its beginning, its end and its length."""
     if len(text) <= longest:
         return text
     return f"{text[: longest * 2 // 3]}…{text[-longest // 4 :]} ({len(text)} characters)"
@@ -209,7 +209,7 @@ def _secret_in_address(text: str) -> str:
 
 
 def _masked_address(text: str) -> str:
-    """An address; without its user and parameters if it holds a secret."""
+    """An address, without its user and parameters if it holds a secret."""
     if not _secret_in_address(text):
         return text
     scheme, _, rest = text.partition("://")

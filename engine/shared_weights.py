@@ -1,10 +1,10 @@
-"""One copy of each publication on a machine: memory that its processes share, and the turns in which they make it.
+"""Shares one copy of each publication among the processes of a machine, and makes them take turns to create it.
 
-A trainer writes what it publishes into this memory, `rollout.torch.transfer` finds there what another process of the
-machine has, or receives into it, and `rollout.vllm.staged_weights` shares files in the same turns. The kernel counts
-who holds what: memory is free when the last process has dropped it or has died, however it died. Where the system has
-no such memory, each process has its own. Must never show a publication that is not complete. torch is imported late,
-because code that only forwards descriptions does not need it.
+A trainer writes its publications into shared memory. `rollout.torch.transfer` finds there the copy of another process
+of the machine, or receives a publication into it. `rollout.vllm.staged_weights` shares files, with the same turns. The
+kernel counts the holders of memory: it is free when the last process has dropped it or has died, however it died. If
+the system has no such memory, each process has its own. Must never show a publication that is not complete. torch is
+imported late, because code that only forwards descriptions does not need it.
 """
 
 import contextlib
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 NAME = "step-engine-weights-"
 ALIGNMENT = 64
-"""Bytes: tensors are aligned as torch aligns its own."""
+"""Alignment of tensors in bytes, the same as torch's."""
 SHARES = hasattr(os, "memfd_create")
 COMPLETE = getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SHRINK", 0)
-"""The seals of memory that has everything."""
+"""The seals of complete memory."""
 TURN_S = 60.0
-"""Seconds to wait for another process that makes the same copy. If it hangs, this one makes its own."""
+"""Seconds to wait for another process that makes the same copy. After that, this process makes its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The tensors of a publication, each once and in this order, and the names of each. Tied names share one tensor."""
+    """The tensors of a publication, each once and in this order, and the names of each tensor. Tied names share one."""
 
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     """(type, shape)"""
@@ -51,7 +51,7 @@ class Manifest:
 
 
 class PublishedTensors(dict[str, "Tensor"]):
-    """The tensors of one publication by name, in memory that others may read, so it must never be written."""
+    """The tensors of one publication by name, in memory that others may read, so it must never be changed."""
 
     def __init__(self, tensors: Mapping[str, "Tensor"], publication: str) -> None:
         """`publication`: unique to these tensors; equal names mean equal bytes."""
@@ -60,7 +60,7 @@ class PublishedTensors(dict[str, "Tensor"]):
 
 
 def publication_of(weights: Any) -> str:
-    """The name of the publication that the weights are; a new one if they are not `PublishedTensors`."""
+    """The name of the publication of the weights; a new name if they are not `PublishedTensors`."""
     return weights.publication if isinstance(weights, PublishedTensors) else secrets.token_hex(8)
 
 
@@ -84,19 +84,20 @@ class Memory:
             raise
 
     def complete(self) -> PublishedTensors:
-        """Let other processes find it, until this one drops the tensors."""
+        """Let other processes find the memory, until this process drops the tensors."""
         if SHARES:
             fcntl.fcntl(self.handle, fcntl.F_ADD_SEALS, COMPLETE)
         return _named(self.tensors, self._manifest, self._publication)
 
     def close(self) -> None:
-        """Forget the memory; the tensors stay as long as somebody has them."""
+        """Drop the memory; the tensors stay as long as a process uses them."""
         if SHARES:
             os.close(self.handle)
 
 
 def copy_of(weights: "Mapping[str, Tensor]") -> tuple[Memory, Manifest]:
-    """Memory with a copy of weights, tied ones once, for processes that get its handle. Close it."""
+    """Memory with a copy of weights, for processes that get its handle. Tied weights are stored once. The caller must
+    close it."""
     places: dict[Any, int] = {}
     keys = {name: (value.data_ptr(), value.shape, value.dtype) for name, value in weights.items()}
     names = tuple((name, places.setdefault(key, len(places))) for name, key in keys.items())
@@ -109,7 +110,7 @@ def copy_of(weights: "Mapping[str, Tensor]") -> tuple[Memory, Manifest]:
 
 
 def find(manifest: Manifest, publication: str) -> PublishedTensors | None:
-    """What a process of this machine has of a publication; this process then holds it, too."""
+    """The tensors of a publication, if a process of this machine has them; this process then holds them, too."""
     if not SHARES:
         return None
     wanted = f"/memfd:{NAME}{publication} (deleted)"
@@ -117,7 +118,7 @@ def find(manifest: Manifest, publication: str) -> PublishedTensors | None:
         try:
             handle = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
-            continue  # dropped meanwhile, or of a process that this one may not read
+            continue  # dropped meanwhile, or this process may not read it
         try:
             if os.readlink(f"/proc/self/fd/{handle}") == wanted and fcntl.fcntl(handle, fcntl.F_GET_SEALS) == COMPLETE:
                 return _named(tensors_in(handle, manifest, mmap.ACCESS_READ), manifest, publication)
@@ -128,7 +129,7 @@ def find(manifest: Manifest, publication: str) -> PublishedTensors | None:
 
 @contextlib.contextmanager
 def turn(publication: str, limit_s: float = TURN_S) -> Iterator[None]:
-    """While this process looks for a copy of a publication and makes it if there is none, other processes wait."""
+    """Make other processes wait while this one looks for a copy of a publication, and makes one if there is none."""
     path = Path(tempfile.gettempdir()) / f"{NAME}{os.getuid()}-{publication}.lock"
     handle = _locked(path, limit_s)
     try:
@@ -140,8 +141,8 @@ def turn(publication: str, limit_s: float = TURN_S) -> Iterator[None]:
 
 
 def _locked(path: Path, limit_s: float) -> int | None:
-    """The lock of the file at `path`; None if another process has held it for `limit_s`. The kernel gives the lock of a
-    process that dies to the next one."""
+    """The lock of the file at `path`; None if another process has held it for `limit_s`. If a process dies, the kernel
+    gives its lock to the next one."""
     taken: list[int] = []
     deciding, done = threading.Lock(), threading.Event()
     waits = True
@@ -154,7 +155,7 @@ def _locked(path: Path, limit_s: float) -> int | None:
                 if waits and _is_at(handle, path):
                     taken.append(handle)
                     break
-            os.close(handle)  # of a file that its last holder has removed, or too late
+            os.close(handle)  # its last holder has removed the file, or the lock came too late
         done.set()
 
     threading.Thread(target=take, name="weights-turn", daemon=True).start()
@@ -185,13 +186,13 @@ def _links(wanted: str) -> Iterator[str]:
 
 
 def tensors_in(handle: int, manifest: Manifest, access: int = mmap.ACCESS_WRITE) -> "list[Tensor]":
-    """Views of the memory of a manifest. It stays open in this process, where others find it, as long as one of them is
-    there."""
+    """Views of the memory of a manifest. As long as one of them exists, the memory stays open in this process, where
+    others find it."""
     return _views(mmap.mmap(handle, _size(manifest), access=access), manifest)
 
 
 def weights_in(handle: int, manifest: Manifest) -> "dict[str, Tensor]":
-    """The tensors in the memory of a manifest, by name, to be read only."""
+    """The tensors in the memory of a manifest, by name; read-only."""
     tensors = tensors_in(handle, manifest, mmap.ACCESS_READ)
     return {name: tensors[place] for name, place in manifest.names}
 
@@ -214,7 +215,7 @@ def _named(tensors: "Sequence[Tensor]", manifest: Manifest, publication: str) ->
 
 
 def _offsets(manifest: Manifest) -> list[int]:
-    """Where each tensor begins, and where the last one ends."""
+    """The offset at which each tensor begins, and at which the last one ends."""
     offsets = [0]
     for size in manifest.sizes():
         offsets.append(offsets[-1] + -(-size // ALIGNMENT) * ALIGNMENT)

@@ -32,13 +32,13 @@ class StepReward(NamedTuple):
 
 
 class NoAnswer(float):
-    """The value of a reward function that found no answer in a response: a number, `NoAnswer()` is 0.0. Such responses
-    are counted in the metric `unparsable_share`."""
+    """The value of a reward function that found no answer in a response. It is a number; `NoAnswer()` is 0.0. The
+    metric `unparsable_share` counts such responses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One row of a data set: the text given to the model and whatever its reward needs."""
+    """One row of a data set: the text for the model and the fields that its reward needs."""
 
     row: int
     text: str
@@ -48,7 +48,7 @@ class Prompt:
 
 
 RIGHT = 1.0
-"""A response is right from this value on: of its reward, or of the reward functions that say whether it is right."""
+"""A response is right if its reward, or each of the reward functions that say whether it is right, is at least this."""
 MAX_TURNS = "max_turns"
 """The finish reason of an episode that reached its limit of turns."""
 
@@ -57,10 +57,10 @@ MAX_TURNS = "max_turns"
 class Trajectory:
     """One sampled response, whole or partial.
 
-    `token_ids`, `logprobs` and `loss_mask` have the same length, the number of response tokens. `logprobs` are those of
-    the distribution each token was drawn from (after temperature and top-p): the behavior policy. `loss_mask` is 1 for
-    tokens the policy sampled and 0 for those put there by a tool or an environment. `spans` cover the response
-    without gaps and their versions never fall.
+    `token_ids`, `logprobs` and `loss_mask` have the same length, the number of response tokens. `logprobs` come from
+    the distribution from which each token was drawn (after temperature and top-p): the behavior policy. `loss_mask` is
+    1 for tokens that the policy sampled and 0 for tokens that a tool or an environment inserted. `spans` cover the
+    response without gaps, and their versions never fall.
     """
 
     prompt_ids: list[int] = field(default_factory=list)
@@ -70,14 +70,14 @@ class Trajectory:
     spans: list[Span] = field(default_factory=list)
     text: str = ""
     finish_reason: str = ""
-    """`stop`, `length` (token budget spent), `max_turns`, `truncated` (cut by the deadline policy) or empty while
-    unfinished."""
+    """`stop`, `length` (the token budget is used up), `max_turns`, `truncated` (cut by the deadline policy); empty
+    while unfinished."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     """The value of each of several reward functions by its name, without its weight; empty with a single function."""
     step_rewards: list[StepReward] = field(default_factory=list)
-    """The share of `reward` that belongs to single tokens, in the order of their positions; the rest is the outcome's.
-    Of several segments, only the last has any."""
+    """The parts of `reward` that belong to single tokens, in the order of their positions; the rest belongs to the
+    outcome. Of several segments, only the last has any."""
     figures: dict[str, float] = field(default_factory=dict)
     """Figures of a multi-turn rollout by name, such as `turns` and `tool_errors`; the same in all its segments."""
     unparsable: bool = False
@@ -145,14 +145,14 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutResult:
-    """How a multi-turn rollout ended, in more words than its reward."""
+    """The outcome of a multi-turn rollout, with more details than its reward."""
 
     reward: float | None = None
-    """The whole reward, `turn_rewards` included; None if the rollout gives none."""
+    """The whole reward, including `turn_rewards`; None if the rollout gives none."""
     turn_rewards: Sequence[float | None] = ()
-    """The shares of `reward` that belong to the answers of the model, in their order; None: an answer has none."""
+    """The parts of `reward` that belong to the answers of the model, in their order; None: an answer has none."""
     finish_reason: str = ""
-    """Empty: that of the last answer."""
+    """Empty: use that of the last answer."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """Figures of the rollout by name: the metrics `agent_<name>`."""
 
@@ -162,7 +162,7 @@ RolloutReturn: TypeAlias = RolloutResult | float | None
 
 
 def result_of(returned: RolloutReturn) -> RolloutResult:
-    """What a rollout returned, as a result."""
+    """Convert what a rollout returned into a `RolloutResult`."""
     return returned if isinstance(returned, RolloutResult) else RolloutResult(reward=returned)
 
 

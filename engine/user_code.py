@@ -37,7 +37,7 @@ async def awaited(function: Callable[P, Awaitable[Value]], *args: P.args, **kwar
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether the engine caused it: this task was cancelled, or the event loop closes the coroutine."""
+    """Whether the engine caused the exception: this task was cancelled, or the event loop closes the coroutine."""
     try:
         task: asyncio.Task[Any] | None = asyncio.current_task()
     except RuntimeError:
@@ -46,6 +46,6 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def stack_of(thread: Thread) -> str:
-    """The stack of a thread, as in a traceback: for the log, when user code does not return."""
+    """The stack of a thread, as in a traceback, for the log when user code does not return."""
     frame = sys._current_frames().get(thread.ident or 0)
     return "it has ended" if frame is None else "".join(traceback.format_stack(frame)).rstrip()

@@ -5,8 +5,8 @@
     engine run   examples/custom_policy.yaml               # trains the quickstart's model with it
 
 Few groups at once keep the data fresh while the model changes fastest. Later, more groups keep every slot busy. The
-policy sees only figures, and says how many groups start. Its memory belongs to the scheduler: it is part of the state
-hash, and a replay or a resume rebuilds it.
+policy sees only figures, and says how many groups start. Its attributes belong to the scheduler's state: they are part
+of the state hash, and a replay or a resume rebuilds them.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ WIDER = 0.05
 
 @policies.register("admission", "curriculum", api=1)
 class Curriculum:
-    """One batch of open groups at first, and one more group each time the best step's reward rises by 0.05."""
+    """Allows one batch of open groups at first, and one more group each time the best step's reward rises by 0.05."""
 
     memory: dict[str, Any]
 

@@ -21,7 +21,7 @@ AT_ONCE = 4
 
 
 class Judge:
-    """Stands for a model that is called over the network: it is slow, and takes only a few requests at once."""
+    """Stands for a model that is called over the network: it is slow, and accepts only a few requests at once."""
 
     asked = busiest = 0
 
@@ -30,8 +30,8 @@ class Judge:
         return True
 
     async def work(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        """May change rewards, never tokens. An exception retries the group: `DataFailure` from its `data` budget, any
-        other from its `infrastructure` budget."""
+        """May change rewards, never tokens. After an exception, the group is retried: `DataFailure` uses its `data`
+        budget, any other exception its `infrastructure` budget."""
         Judge.asked += 1
         Judge.busiest = max(Judge.busiest, Judge.asked)
         try:

@@ -3,8 +3,8 @@
     python examples/plain_loop.py [DIRECTORY]    # runs/plain_loop; run it again to continue after an interruption
     engine replay runs/plain_loop
 
-`Schedule` executes the orders of a session. `main` is an ordinary loop over its batches. The model is made on the spot
-and learns to repeat a digit. `trl_grpo.py` uses the same `Schedule` inside TRL.
+`Schedule` executes the orders of a session. `main` is an ordinary loop over its batches. The script makes a small
+model, which learns to repeat a digit. `trl_grpo.py` uses the same `Schedule` inside TRL.
 """
 
 import copy
@@ -35,19 +35,19 @@ LIMITS = Limits(
 
 
 class Samples(NamedTuple):
-    """What one prompt became."""
+    """The samples of one prompt."""
 
     prompt: list[int]
     tokens: torch.Tensor
     """[samples, tokens]"""
     logprobs: torch.Tensor
-    """Of the tokens, under the weights that sampled them."""
+    """Log-probs of the tokens under the weights that sampled them."""
     rewards: torch.Tensor
     """[samples]"""
 
 
 class Schedule:
-    """Executes the orders of a session: the replica's on a thread, one after another, all others at once."""
+    """Executes the orders of a session: those of the replica on a thread, one after the other; all others at once."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Schedule:
         sample: Callable[[torch.nn.Module, int], Samples],
         save: Callable[[int], None] = lambda steps: None,
     ) -> None:
-        """`model`: the one that the loop trains. `sample(model, group)` generates and scores a group."""
+        """`model`: the model that the loop trains. `sample(model, group)` generates and scores a group."""
         self.session, self.model, self.sample, self.save = session, model, sample, save
         self.sampler = copy.deepcopy(model).eval()
         self.version = 0
@@ -68,14 +68,14 @@ class Schedule:
         self.orders = deque(session.begin())
 
     def batches(self) -> Iterator[list[Samples]]:
-        """The batch of each train step. A batch counts as trained when the next one is asked for."""
+        """The batch of each train step. A batch counts as trained when the caller asks for the next one."""
         while (batch := self.next_batch()) is not None:
             yield batch
             self.trained()
         self.finish()
 
     def next_batch(self) -> list[Samples] | None:
-        """Execute orders until a batch is to be trained. None: the run has ended."""
+        """Execute orders until there is a batch to train. Returns None when the run has ended."""
         while self.session.outcome is None:
             if not self.orders:
                 due = self.session.next_due()
@@ -103,7 +103,7 @@ class Schedule:
         self.orders += self.session.report(fact)
 
     def execute(self, order: Any) -> None:
-        """Execute an order, or hand it to the thread of the replica, which must not be ahead of its earlier orders."""
+        """Execute an order, or pass it to the replica's thread, which executes its orders in sequence."""
         match order:
             case commands.StartGroup() | commands.ResumeGroup():
                 self.replica.submit(self.in_thread, order, self.generate)
@@ -179,7 +179,7 @@ def logprobs_of(model: torch.nn.Module, prompt: list[int], tokens: torch.Tensor)
 
 @torch.no_grad()
 def respond(model: torch.nn.Module, prompt: list[int], wanted: int) -> Samples:
-    """Sample responses; the reward is the share of tokens that are the `wanted` one."""
+    """Sample responses. The reward is the share of tokens that are the `wanted` token."""
     ids = torch.tensor([prompt] * SAMPLES)
     for _ in range(LENGTH):
         chances = model(ids).logits[:, -1].softmax(-1)
@@ -194,7 +194,7 @@ def sample_digit(model: torch.nn.Module, group: int) -> Samples:
 
 
 def loss_of(model: torch.nn.Module, batch: list[Samples]) -> torch.Tensor:
-    """PPO's clipped loss, against the weights that sampled; the advantages compare the samples of a prompt."""
+    """PPO's clipped loss, relative to the weights that sampled. The advantages compare the samples of a prompt."""
     losses = []
     for one in batch:
         advantages = ((one.rewards - one.rewards.mean()) / (one.rewards.std() + 1e-4)).unsqueeze(1)

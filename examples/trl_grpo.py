@@ -5,8 +5,8 @@
 
 TRL computes advantages and loss, and steps the optimizer. The session decides which prompts are sampled, when the
 sampler gets new weights and which groups a step trains on. Three hooks connect them: `rollout_func` takes the next
-batch from the session, a callback reports each train step, and `GRPOWithBehavior` gives the loss the log-probs under
-the weights that sampled. The data of TRL only sets the number of prompts of a step.
+batch from the session, a callback reports each train step, and `GRPOWithBehavior` passes to the loss the log-probs
+under the weights that sampled. TRL's data only sets the number of prompts of a step.
 """
 
 import os
@@ -36,7 +36,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def sample_digit(model: torch.nn.Module, group: int) -> Samples:
-    """Group i is the i-th prompt of the data, over and over."""
+    """Group i is the i-th prompt of the data, which repeats."""
     return respond(model, [group % 10], group % 10)
 
 

@@ -330,7 +330,7 @@ def test_a_deterministic_run_settles_what_was_left_open() -> None:
     assert config.scheduler.max_staleness_steps == 0
     assert parse_config(yaml.safe_load(config.dump_yaml())) == config
     notes = "\n".join(check_config(config))
-    assert "rollout.deterministic costs speed" in notes and "depends on time" not in notes
+    assert "rollout.deterministic is slower" in notes and "depends on time" not in notes
     late = parse_config({**MADE, "rollout": {"deterministic": True}, "scheduler": {"max_staleness_steps": 1}})
     assert "rollout.deterministic with S = 1" in "\n".join(check_config(late))
     assert parse_config(MADE).policies().names["batching"] == "deadline-first"
@@ -614,12 +614,12 @@ def test_no_value_anywhere_is_answered_with_anything_but_a_config_error(path: st
         ),
         (
             {"scheduler": {"train_batch_size": 8, "max_concurrent_groups": 16, "max_staleness_steps": 3}},
-            "K = 16 is the number of slots: room that ended trajectories leave stays empty until their groups end; "
-            "max_concurrent_groups may be up to 32",
+            "K = 16 is the number of slots: a slot whose trajectories have partly ended stays partly empty until its "
+            "group ends; max_concurrent_groups may be up to 32",
         ),
         ({"rollout": {"slots": 20}}, "K = 16 leaves 24 of 40 slots empty"),
         ({"scheduler": {"max_staleness_steps": 0}}, "S = 0 is synchronous"),
-        ({"scheduler": {"policies": {"deadline": "drop"}, "sync_every": 2}}, "after max_drops = 4 a step waits"),
+        ({"scheduler": {"policies": {"deadline": "drop"}, "sync_every": 2}}, "after max_drops = 4 drops, a step waits"),
         ({"rollout": {"sync_mode": "wait"}}, "idles every replica"),
         ({"rollout": {"top_p": 0.9}}, "top_p = 0.9 biases the importance ratio"),
         ({"rollout": {"max_tokens": 50}}, "is less than the 142 tokens of the longest correct answer"),
@@ -694,7 +694,9 @@ def test_nccl_is_refused_where_gpus_are_too_few(transport: str) -> None:
     )
     config = parse_config({**MADE, "rollout": rollout})
     needed = 6 if transport == "vllm" else 4
-    with pytest.raises(ConfigError, match=f"{needed}; there are {needed - 1}; .*use rollout.transport_backend: gloo"):
+    with pytest.raises(
+        ConfigError, match=f"{needed} in all; there are {needed - 1}; .*use rollout.transport_backend: gloo"
+    ):
         check_nccl(config, needed - 1, False)
     check_nccl(config, needed, False)
     check_nccl(config, None, False)
@@ -714,7 +716,7 @@ def test_scorers_and_validators_need_gpus_of_their_own_too() -> None:
         }
     )
     with pytest.raises(
-        ConfigError, match=r"each replica, 2 scorers, the trainer and the weights store need a GPU .*: 7"
+        ConfigError, match=r"each replica, 2 scorers, the trainer and the weights store need separate GPUs, 7 in all"
     ):
         check_nccl(config, 6, False)
     check_nccl(config, 7, False)

@@ -56,7 +56,7 @@ def test_what_it_cannot_be_is_told_allowed_values(lora: Any, field: str, says: s
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"rollout": {"backend": "vllm", "transport": "vllm"}}, "rollout.transport is vllm: it sends whole models"),
+        ({"rollout": {"backend": "vllm", "transport": "vllm"}}, "rollout.transport is vllm: sends whole models"),
         ({"rollout": {"backend": "vllm", "engine_args": {"enable_lora": True}}}, "trainer.lora sets it"),
         ({"rollout": {"backend": "vllm"}, "trainer": {"lora": {"rank": 513}}}, "highest rank that vLLM takes"),
         (
@@ -126,7 +126,8 @@ def test_a_check_counts_the_adapter_of_the_models_layers(directory: Path) -> Non
     whole = 2 * sum(rows * columns for rows, columns in LAYERS.values()) + 50 * 64 + 64
     said = "\n".join(check_inputs(on_disk(directory)))
     assert (
-        f"ok: trainer.lora trains {NUMBERS:,} parameters beside the model's {whole:,} ({NUMBERS / whole:.2%})" in said
+        f"ok: trainer.lora trains {NUMBERS:,} parameters in addition to the model's {whole:,} ({NUMBERS / whole:.2%})"
+        in said
     )
     fewer = "\n".join(check_inputs(on_disk(directory, target_modules=["v_proj"])))
     assert f"ok: trainer.lora trains {2 * 4 * 96:,} parameters" in fewer

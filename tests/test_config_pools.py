@@ -127,7 +127,7 @@ def test_a_pool_of_reward_alone_is_a_state_of_its_own() -> None:
 def test_the_layout_is_told() -> None:
     told = "\n".join(check_config(config(pool("rollout", *TRAINERS, share=0.5), pool("reward", slots=5, share=0.5))))
     assert "ok: pool 0: rollout, old_logprobs, ref_logprobs, train, validation; 50% of the threads" in told
-    assert "replicas 0 to 1; take turns, the replicas asleep meanwhile" in told
+    assert "replicas 0 to 1; its tasks take turns, and its replicas sleep meanwhile" in told
     assert "ok: pool 1: reward; 50% of the threads; 5 groups at once" in told
     idle = "\n".join(check_config(config(pool("rollout"), pool("train"), pool("ref_logprobs"), trainer={})))
     assert "nothing asks for ref_logprobs" in idle

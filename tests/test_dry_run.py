@@ -128,7 +128,7 @@ def test_an_end_that_is_never_written_is_noted(models: dict[str, str], tmp_path:
     said = shown(capsys, write_config(model))
     note = r"note: the chat template ends a turn with '\n###\n', which contains no special token; it never writes"
     assert f"{note} '<|endoftext|>', so responses may not end before rollout.max_tokens" in said
-    assert "note: the tokenizer of model.path has 260 tokens, but the model only 259" in said
+    assert "note: the tokenizer of model.path has 260 tokens, but the model has only 259" in said
 
 
 REFUSED: dict[str, tuple[str, list[Any], dict[str, dict[str, Any]], list[str]]] = {
@@ -216,7 +216,7 @@ REFUSED: dict[str, tuple[str, list[Any], dict[str, dict[str, Any]], list[str]]] 
         "base",
         [],
         {"reward": {"function": "my_code:slow", "timeout_s": 0.1}},
-        ["took longer than reward.timeout_s = 0.1 on row 1 of data.path"],
+        ["took longer than its limit of 0.1 s on row 1 of data.path"],
     ),
 }
 REWARDS = """

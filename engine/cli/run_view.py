@@ -196,7 +196,7 @@ def set_fields(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _is_shown(name: str, metric: str) -> bool:
-    """Whether a figure repeats the validation's accuracy or reward: that of the only set, which has no name."""
+    """Whether a figure is already shown as the validation's accuracy or reward. True for those of the default set."""
     return name == HELD_OUT and metric in ("avg@1", "reward_mean")
 
 

@@ -251,8 +251,8 @@ def wanted(arguments: argparse.Namespace) -> Callable[[Row], bool]:
 
 
 def extremes(rows: Sequence[Row], worst: int | None, best: int | None) -> list[Row]:
-    """All rows; or those with the lowest rewards, then those with the highest. Of equal ones, those count first that
-    were kept for it."""
+    """All rows; or those with the lowest rewards, then those with the highest. Among equal rewards, samples that were
+    kept for this reason come first."""
     if worst is None and best is None:
         return list(rows)
     rewarded = [row for row in rows if row["reward"] is not None]
@@ -294,8 +294,8 @@ def _two_steps(text: str) -> tuple[int, int]:
 
 
 def pairs_by_prompt(one: Iterable[Row], other: Iterable[Row]) -> Iterator[tuple[Row, Row]]:
-    """Pairs of responses to the same prompt, the largest change of the reward first. Of a validation, those with the
-    same set and number."""
+    """Pairs of responses to the same prompt, the largest change of the reward first. In validations, the set and the
+    number of the response are also the same."""
 
     def key(row: Row) -> tuple[Any, ...]:
         own = (row["validation_set"], row["sample"]) if row["kind"] == "validation" else ()
@@ -363,7 +363,7 @@ def _labelled(label: str, text: str) -> "list[RenderableType]":
 
 
 def place(row: Row) -> str:
-    """Of which step, validation or attempt it is."""
+    """The step, validation or attempt of a sample, as text."""
     if row["kind"] == "failed":
         return f"attempt {row['attempt']}"
     if row["kind"] == "train":
@@ -383,7 +383,7 @@ def _source(row: Row) -> str:
 
 
 def figures(row: Row) -> str:
-    """What is known of a sample, in one line."""
+    """The known figures of a sample, in one line."""
     oldest, newest = row["oldest_version"], row["newest_version"]
     weights = None if oldest is None else f"{oldest}" if oldest == newest else f"{oldest} to {newest}"
     known = {

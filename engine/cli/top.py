@@ -34,7 +34,7 @@ EVERY_S = 1.0
 PATIENCE_S = 5.0
 """Seconds that the endpoint may take to answer."""
 GONE_S = 30.0
-"""Seconds that a run may not answer after its first answer. A restarted scheduler answers at another address."""
+"""Maximum seconds without an answer after the first one. A restarted scheduler answers at another address."""
 LARGEST_ANSWER_BYTES = 16 << 20
 LEAVES = "qQ\x1b\x03"
 REPLICAS_SHOWN = 16
@@ -42,7 +42,7 @@ ROWS_ALWAYS = 18
 """Rows of a screen without replicas and optional lines."""
 BAR_WIDTH = 24
 SILENCE_S = 5.0
-"""Shorter silence is not shown; the run itself reports a long one."""
+"""A shorter silence is not shown; the run itself reports a long one."""
 HELD, FREE = "█", "░"
 
 

@@ -1,4 +1,4 @@
-"""The sections `agent` and `environment`: whose code runs multi-turn rollouts, and what bounds it. Part of
+"""The sections `agent` and `environment`: which user code runs multi-turn rollouts, and its limits. Part of
 `schema.Config`."""
 
 from typing import Any, Self
@@ -19,13 +19,14 @@ TOOL_PARSER: Any = Field(
 
 
 class AgentSection(Section):
-    """Multi-turn rollouts (docs/AGENTS.md): name an agent, or none. Tokens of an answer are rollout.max_tokens."""
+    """Multi-turn rollouts (docs/AGENTS.md): name at most one agent. rollout.max_tokens limits the tokens of an
+    answer."""
 
     function: str | None = Field(
         None, pattern=NAMED, description="Agent on the gateway: async module:function(base_url, api_key, prompt)."
     )
     command: list[str] | None = Field(
-        None, min_length=1, description="Agent on the gateway: a program, with OPENAI_BASE_URL and OPENAI_API_KEY."
+        None, min_length=1, description="Agent on the gateway: a program that reads OPENAI_BASE_URL and OPENAI_API_KEY."
     )
     rollout: str | None = Field(
         None, pattern=NAMED, description="Rollout in Python, without HTTP: async module:function(client, prompt)."
@@ -34,8 +35,8 @@ class AgentSection(Section):
         None, min_length=1, max_length=256, description="Name of the model on the gateway; null: model.path."
     )
     host: str = Field("127.0.0.1", min_length=1, description="Listen address of the gateway.")
-    port: int = Field(0, ge=0, le=65_535, description="Its port; 0: any free one.")
-    timeout_s: float = Field(600.0, gt=0, le=86_400, description="Maximum seconds of a group's agents while it runs.")
+    port: int = Field(0, ge=0, le=65_535, description="Port of the gateway; 0: any free one.")
+    timeout_s: float = Field(600.0, gt=0, le=86_400, description="Maximum seconds that a group's agents may run.")
     tool_parser: str = TOOL_PARSER
     max_body_mb: int = Field(16, ge=1, le=1024, description="Maximum size of a request to the gateway, in MiB.")
 
@@ -72,15 +73,15 @@ class EnvironmentSection(Section):
     arguments: dict[str, Any] = Field(
         {}, max_length=256, description="Keyword arguments of the class, for every episode."
     )
-    max_turns: int = Field(16, ge=1, le=10_000, description="Maximum answers of the model in an episode.")
+    max_turns: int = Field(16, ge=1, le=10_000, description="Maximum number of model answers in an episode.")
     max_tokens: int | None = Field(
         None,
         ge=1,
         le=100_000_000,
-        description="Maximum response tokens of an episode, sampled and inserted; null: the context.",
+        description="Maximum response tokens of an episode, both sampled and inserted; null: the context length.",
     )
     tool_parser: str = TOOL_PARSER
     call_timeout_s: float = Field(
         60.0, gt=0, le=86_400, description="Maximum seconds of one call of reset, step or a tool."
     )
-    timeout_s: float = Field(600.0, gt=0, le=86_400, description="Maximum seconds of a group's episodes while it runs.")
+    timeout_s: float = Field(600.0, gt=0, le=86_400, description="Maximum seconds that a group's episodes may run.")

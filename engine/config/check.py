@@ -1,6 +1,6 @@
 """The lines that `engine check CONFIG` prints: the laws with their figures, and notes on settings that may surprise.
 
-A configuration that breaks a law is refused before.
+A configuration that breaks a law is refused earlier, when it is loaded.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,11 +18,11 @@ from engine.states.waits import counted
 BACKENDS: dict[str, Callable[[Config], None]] = {
     "vllm": lambda config: check_engine_args(config.rollout.engine_args),
 }
-"""What can be known of a rollout backend before it is started, for those that may be missing or misconfigured."""
+"""A check for each rollout backend that may be missing or misconfigured. It runs before the backend starts."""
 
 
 def check_config(config: Config) -> list[str]:
-    """What `engine check` says of a lawful configuration: each law with its figures, then what may surprise.
+    """The lines of `engine check` for a valid configuration: each law with its figures, then notes.
 
     Raises: ConfigError for a policy that is not registered, and for a rollout backend that cannot start here.
     """
@@ -54,15 +54,15 @@ def _concurrency(limits: Limits) -> str:
 
 
 def check_backend(config: Config) -> None:
-    """Raises: ConfigError where the rollout backend is not installed or refuses what it is given."""
+    """Raises: ConfigError if the rollout backend is not installed or refuses its arguments."""
     check = BACKENDS.get(config.rollout.backend)
     if check is not None:
         check(config)
 
 
 def check_nccl(config: Config, gpus: int | None, vllm_for_cpu: bool) -> None:
-    """Raises: ConfigError where weights are to travel over NCCL and this machine's GPUs are too few for it, or vLLM can
-    use none; `gpus` None is any number of them."""
+    """Raises: ConfigError if the configuration sends weights over NCCL, but this machine has too few GPUs or vLLM
+    cannot use them. `gpus`: number of GPUs; None: unlimited."""
     r = config.rollout
     if r.transport == "object_store" or r.transport_backend != "nccl":
         return
@@ -90,13 +90,16 @@ def _surprises(config: Config, slots: int) -> Iterator[str]:
         yield f"K = {workers} leaves {slots - workers} of {slots} slots empty: raise max_concurrent_groups"
     elif workers == slots < most and s.samples_per_prompt > 1:
         yield (
-            f"K = {workers} is the number of slots: room that ended trajectories leave stays empty until their groups "
-            f"end; max_concurrent_groups may be up to {most}"
+            f"K = {workers} is the number of slots: a slot whose trajectories have partly ended stays partly empty "
+            f"until its group ends; max_concurrent_groups may be up to {most}"
         )
     if stale == 0:
         yield "S = 0 is synchronous: rollout and training take turns"
     if s.policies.deadline != "wait" and stale == s.sync_every - 1:
-        yield f"at S = k - 1 = {stale} a refill binds at once: after max_drops = {s.max_drops} a step waits"
+        yield (
+            f"at S = k - 1 = {stale}, the deadline of a replacement group binds at once: after max_drops = "
+            f"{s.max_drops} drops, a step waits"
+        )
     if r.top_p < 1:
         yield f"top_p = {r.top_p:g} biases the importance ratio: only the behavior log-probs are truncated; use 1"
     if r.sync_mode == "wait" and r.sync_order == "together":
@@ -111,8 +114,8 @@ def _surprises(config: Config, slots: int) -> Iterator[str]:
     v = config.validation
     if v.every and v.placement == "shared" and v.replicas == r.replicas:
         outcome = {
-            "hold": "keeps new weights from every replica until it ends",
-            "cancel": "is cancelled by new weights",
+            "hold": "keeps all replicas from installing new weights until it ends",
+            "cancel": "is canceled by new weights",
         }
         yield f"validation.conflict {v.conflict}: a measurement {outcome[v.conflict]}"
     if config.model.make == "arithmetic":

@@ -1,6 +1,6 @@
 """The configuration of the Ray cluster that a run joins. Part of `schema.Config`.
 
-Never imports Ray: `actors/cluster.py` joins.
+Never imports Ray: `actors/cluster.py` joins the cluster.
 """
 
 import os
@@ -19,7 +19,7 @@ _HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}")
 
 
 def check_address(field: str, address: str) -> None:
-    """Raises: `ConfigError` if `address` is none that a run can join."""
+    """Raises: `ConfigError` if a run cannot join the cluster at `address`."""
     if address.startswith("ray://"):
         law = "is an address for Ray Client: the launching process must run on a node of the cluster"
         raise ConfigError(field, address, law, "run the command on a node, for example the head, with --address auto")
@@ -37,7 +37,7 @@ class ClusterSection(Section):
     )
     runtime_env: dict[str, Any] = Field(
         default_factory=dict,
-        description="Ray's runtime_env in a joined cluster; working_dir is run.code_dir by default, null: none.",
+        description="Ray's runtime_env in a joined cluster; its working_dir defaults to run.code_dir; null: none.",
     )
 
     @model_validator(mode="after")

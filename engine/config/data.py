@@ -17,21 +17,21 @@ MOST_SOURCES = 64
 
 
 class PassRateSection(Section):
-    """Which rows of a source are drawn, by how often they are solved."""
+    """Selects the rows of a source by how often they are solved."""
 
     min: float | None = Field(None, ge=-1e9, le=1e9, description="Minimum pass rate; null: none.")
     max: float | None = Field(None, ge=-1e9, le=1e9, description="Maximum pass rate; null: none.")
     column: str | None = Field(
         None,
         min_length=1,
-        description="Column with a pass rate from before the run: rows outside of the bounds are left out. null: the "
+        description="Column with a pass rate from before the run; rows outside the bounds are left out. null: use the "
         "mean reward of the row's newest group in this run.",
     )
     rest_passes: int | None = Field(
         1,
         ge=1,
         le=1_000_000,
-        description="Without a column: number of passes over the source that skip a row outside of the bounds; null: "
+        description="Without a column: number of passes over the source that skip a row outside the bounds; null: "
         "all later passes.",
     )
 
@@ -54,7 +54,7 @@ class SourceSection(Section):
     )
     prompt_field: str | None = Field(None, min_length=1, description="Column with the prompt; null: data.prompt_field.")
     columns: dict[FilePath, FilePath] = Field(
-        default_factory=dict, max_length=1000, description="New names of columns, by the names in the files."
+        default_factory=dict, max_length=1000, description="New names of columns, by their names in the files."
     )
     pass_rate: PassRateSection | None = Field(None, description="Which rows are drawn; null: all.")
 
@@ -63,7 +63,9 @@ class StageSection(Section):
     """One stage of a curriculum."""
 
     weights: dict[FilePath, Annotated[float, Field(ge=0, le=1e9)]] = Field(
-        min_length=1, max_length=MOST_SOURCES, description="Weight by source; a source that is not named has 0."
+        min_length=1,
+        max_length=MOST_SOURCES,
+        description="Weight of each source, by its name; the weight of a source that is not named is 0.",
     )
     until: float | None = Field(
         None,
@@ -77,10 +79,10 @@ class CurriculumSection(Section):
     """Stages with different weights, instead of `weight` of the sources."""
 
     by: Literal["step", "accuracy"] = Field(
-        "step", description="What ends a stage: train steps, or the mean reward of its newest groups."
+        "step", description="What ends a stage: a number of train steps, or the mean reward of its newest groups."
     )
     window: int = Field(
-        256, ge=1, le=1_000_000, description="By accuracy: number of newest groups whose mean reward counts."
+        256, ge=1, le=1_000_000, description="With by: accuracy, number of newest groups whose mean reward counts."
     )
     stages: list[StageSection] = Field(min_length=1, max_length=1000, description="The stages, in order.")
 
@@ -103,14 +105,14 @@ class DataSection(Section):
     prompt_field: str = Field(
         "prompt", min_length=1, description="Column with the prompt; the reward gets all columns."
     )
-    shuffle: bool = Field(True, description="Shuffle each epoch, by run.seed.")
+    shuffle: bool = Field(True, description="Shuffle each epoch with run.seed.")
     chat: Literal["auto", "never"] = Field(
         "auto",
-        description="auto: a text prompt is a user message if the tokenizer has a chat template. never: it is used as "
-        "it is.",
+        description="auto: a text prompt is a user message if the tokenizer has a chat template. never: it is used "
+        "unchanged.",
     )
     system_prompt: str | None = Field(
-        None, min_length=1, description="System message of every chat that has none; null: no system message."
+        None, min_length=1, description="System message for every chat without one; null: none."
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the chat template, for example enable_thinking: false."
@@ -123,7 +125,7 @@ class DataSection(Section):
         None,
         ge=2,
         le=10_000_000,
-        description="Maximum tokens of a prompt; null: the context less one response token.",
+        description="Maximum tokens of a prompt; null: the context length minus one response token.",
     )
 
     @model_validator(mode="after")

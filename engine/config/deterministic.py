@@ -1,7 +1,7 @@
-"""The laws of `rollout.deterministic`: what else a configuration must say for S = 0 to equal a synchronous loop to the
-bit, whatever the number of replicas, slots and cores. docs/DETERMINISM.md says why each is needed.
+"""The laws of `rollout.deterministic`: the other settings that a run with S = 0 needs to equal a synchronous loop bit
+for bit, whatever the number of replicas, slots and cores. docs/DETERMINISM.md says why each is needed.
 
-Called by `schema.py`. A choice that was left open is settled; one that was made and breaks the promise is refused.
+Called by `schema.py`. It sets the fields that the user left open and refuses a value that breaks the promise.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class Need(NamedTuple):
-    """What one field must be, and why. `open`: a value that leaves the choice to the engine, when it is written too."""
+    """The value that one field must have, and why. `open`: the value that leaves the choice to the engine, even if the
+    user writes it out."""
 
     field: str
     value: Any
@@ -36,7 +37,7 @@ NEEDS = (
 
 
 def settled(config: "Config") -> dict[str, Any]:
-    """The sections to replace the configuration's own, by name; none where it is not deterministic.
+    """Sections that replace those of the configuration, by name; empty without `rollout.deterministic`.
 
     Raises: `ConfigError` for the first field that breaks the promise.
     """
@@ -64,7 +65,7 @@ def _with(section: Any, path: list[str], value: Any) -> Any:
 
 
 def remarks(config: "Config") -> Iterator[str]:
-    """What `engine check` says of a deterministic run."""
+    """The notes of `engine check` on a deterministic run."""
     if not config.rollout.deterministic:
         return
     stale = config.scheduler.max_staleness_steps
@@ -73,4 +74,7 @@ def remarks(config: "Config") -> Iterator[str]:
             f"rollout.deterministic with S = {stale}: a trajectory is a function of the seed, its prompt and the "
             "weights that sampled each token, but which weights those are depends on time; S = 0 repeats the whole run"
         )
-    yield "rollout.deterministic costs speed: calls of 32 rows over the full context, prompts token by token"
+    yield (
+        "rollout.deterministic is slower: every call has 32 rows and the full context, and prompts are read token by "
+        "token"
+    )

@@ -1,4 +1,4 @@
-"""What a run would do with its prompts, as `engine check` shows it: the tokens that the model reads, the lengths of all
+"""`engine check` shows what a run would do with its prompts: the tokens that the model reads, the lengths of all
 prompts, where a response ends, and what the reward returns.
 
 Called by `inputs.check_inputs`. It loads the tokenizer and the model's configuration, never weights, and calls the
@@ -38,9 +38,9 @@ HELD_OUT = "data.validation_path"
 SHOWN_CHARACTERS = 2000
 """Of the first prompt."""
 MADE_ANSWER = r"The test answer is \boxed{42}."
-"""A response from which rewards extract something, unlike one without a number."""
+"""A response with a number, so that rewards can extract an answer from it."""
 MOST_KINDS = 16
-"""Kinds of rows for which the reward is called, at most."""
+"""Maximum number of kinds of rows for which the reward is called."""
 
 
 def dry_run(config: Config, model: str, files: Mapping[str, Dataset], local: Local = NO_LOCAL) -> Iterator[str]:
@@ -72,11 +72,11 @@ class Survey:
 
     data: Dataset
     texts: list[str] = field(default_factory=list)
-    """The text of each as the model reads it; for agents the prompt itself."""
+    """The text of each prompt as the model reads it; with agents, the prompt itself."""
     kinds: dict[Any, int] = field(default_factory=dict)
-    """The first row of each kind: values of the same types in the same columns."""
+    """The first row of each kind. Rows of one kind have values of the same types in the same columns."""
     answered: int = 0
-    """Chats that end with a message of the assistant."""
+    """Number of chats that end with a message of the assistant."""
 
 
 def survey(data: Dataset, renderer: PromptRenderer | None, field: str) -> Survey:
@@ -107,13 +107,14 @@ def _vocabulary_lines(tokenizer: Any, model: str) -> Iterator[str]:
     rows = getattr(model_config(model), "vocab_size", None)
     if rows is not None and len(tokenizer) > rows:
         yield (
-            f"note: the tokenizer of model.path has {len(tokenizer)} tokens, but the model only {rows}: "
-            f"prompts that contain the others fail"
+            f"note: the tokenizer of model.path has {len(tokenizer)} tokens, but the model has only {rows}: "
+            f"prompts with one of the other tokens fail"
         )
 
 
 def _ending_lines(config: Config, tokenizer: Any, model: str) -> Iterator[str]:
-    """Where a response ends, and which of these ends never occur. Raises: `ConfigError` if there is none."""
+    """The tokens that end a response, and a note if the chat template never writes them. Raises: `ConfigError` if there
+    is no such token."""
     chat = config.data.chat_settings()
     stop_ids = stop_ids_of(tokenizer, model, config.rollout.stop, chat)
     names = ", ".join(repr(tokenizer.decode([id])) for id in stop_ids)
@@ -216,7 +217,7 @@ FORMS = {"response": "", "group": ", called once for each group", "batch": ", ca
 
 @dataclass(frozen=True, slots=True)
 class _Judge:
-    """A reward, its functions by their fields, and the prompts whose responses it judges."""
+    """A reward, its functions by field, and the prompts whose responses it judges."""
 
     reward: RewardParts
     specs: Mapping[str, str]
@@ -224,8 +225,8 @@ class _Judge:
 
 
 def _judges(config: Config, surveys: Mapping[str, Survey], local: Local) -> Iterator[_Judge]:
-    """The reward of the run for its own prompts, and for those of validation sets without a reward of their own; then
-    the rewards of the sets. Raises: `ConfigError` for one that cannot be called."""
+    """First the reward of the run, for its own prompts and for validation sets without a reward; then the reward of
+    each other set. Raises: `ConfigError` for a reward that cannot be called."""
     directory = config.run.code_dir
     sets = [(f"validation.sets.{index}", one) for index, one in enumerate(config.validation.sets)]
     read = {path: HELD_OUT if one.path is None else f"{path}.path" for path, one in sets}
@@ -243,9 +244,9 @@ def _judges(config: Config, surveys: Mapping[str, Survey], local: Local) -> Iter
 
 
 def _reward_lines(judge: _Judge, tokenizer: Any) -> Iterator[str]:
-    """Call every function for the first row of each kind: with its answer, if it has one, and with a made one.
+    """Call every function for the first row of each kind: with the row's answer, if it has one, and with `MADE_ANSWER`.
 
-    Raises: `ConfigError` where it fails.
+    Raises: `ConfigError` if a call fails.
     """
     rewards = list(zip(judge.specs.items(), judge.reward.parts, strict=True))
     try:
@@ -299,8 +300,8 @@ def _call(part: RewardPart, field: str, spec: str, prompt: Prompt, trajectory: T
     thread.start()
     thread.join(None if part.limits_itself else timeout_s)
     if not outcome or isinstance(outcome[0], Overdue):
-        law = f"took longer than reward.timeout_s = {timeout_s:g} on {where}"
-        raise ConfigError(field, spec, law, "make it faster, or raise reward.timeout_s")
+        law = f"took longer than its limit of {timeout_s:g} s on {where}"
+        raise ConfigError(field, spec, law, "make it faster, or raise its timeout_s or reward.timeout_s")
     if isinstance(outcome[0], list):
         value = outcome[0][0]
         if not isinstance(value, str):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def load_environment(config: Config, local: Local = NO_LOCAL) -> Callable[[], Environment]:
-    """The constructor of an environment, with its arguments. `local`: a class that cannot be imported.
+    """A constructor of environments without arguments. `local`: classes that cannot be imported, by field.
 
     Raises: `ConfigError` for a class that cannot be imported, is no `Environment`, or does not take the arguments.
     """
@@ -89,8 +89,8 @@ def settings_of(config: Config, *, scored: bool, local: Local = NO_LOCAL) -> Epi
 
 
 def check_environment(config: Config, model: str, data: "Dataset", local: Local = NO_LOCAL) -> Iterator[str]:
-    """Begin an episode of the first prompt, and render it. Yields lines like those of `check_inputs`; none without an
-    environment. Raises: `ConfigError` if that fails."""
+    """Begin an episode with the first prompt, and render it. Yields lines like those of `check_inputs`; none without an
+    environment. Raises: `ConfigError` if this fails."""
     path = config.environment.class_name
     if path is None:
         return
@@ -114,7 +114,8 @@ def check_environment(config: Config, model: str, data: "Dataset", local: Local 
 def _begin(
     settings: EpisodeSettings, prompt: Prompt, seed: int
 ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]]]:
-    """The first messages of an episode and its tools. On its own event loop, because the caller may have one."""
+    """The first messages of an episode and its tools. Uses a thread with its own event loop, because the caller may
+    have one."""
     outcome: list[Any] = []
 
     async def begin() -> Any:

@@ -1,4 +1,4 @@
-"""The configuration of `engine evaluate`: that of a run, without the fields that only training needs.
+"""The configuration of `engine evaluate`: a run's configuration without the fields that only training needs.
 
 Called by the CLI. The same file can be used for a run and an evaluation. A file for evaluations alone needs neither a
 model nor training prompts.
@@ -54,7 +54,7 @@ def load_evaluation(path: str, overrides: Sequence[str], model: str) -> Config:
 
 
 def _without_training(tree: dict[str, Any], *, model: str, path: str) -> None:
-    """Edit the plain data. Sections that are not mappings stay as they are: the check refuses them."""
+    """Edit the plain data in place. Sections that are not mappings stay as they are: validation refuses them later."""
     for field, value in WITHOUT_TRAINING.items():
         _put(tree, field, value)
     of_model = tree.get("model")

@@ -1,8 +1,8 @@
-"""Extensions of the user: modules that register policies and add states when they are imported.
+"""The user's extensions: modules that register policies and add states when they are imported.
 
-Installed packages offer theirs under the entry point group `step_engine.extensions`; a config names those of its own in
-`run.extensions`. Called whenever a config is read, in every process that builds a scheduler. Each is imported once a
-process.
+Installed packages offer extensions under the entry point group `step_engine.extensions`; a config names its own modules
+in `run.extensions`. Called whenever a config is read, in every process that builds a scheduler. Each module is imported
+once per process.
 """
 
 import os
@@ -19,15 +19,16 @@ from engine.errors import ConfigError, EngineError
 from engine.policies import custom_states, registry
 
 GROUP = "step_engine.extensions"
-"""Entry points of this group name a module, or a function without arguments in one."""
+"""Entry points of this group name a module, or a function in a module that takes no arguments."""
 
 _loaded: set[str] = set()
 
 
 def load_extensions(modules: Iterable[str] = (), directory: str | None = None) -> None:
-    """Import what packages and the config bring; `directory` is searched for the config's modules besides the path.
+    """Import the extensions of packages and of the config. The config's modules are searched on the Python path and in
+    `directory`.
 
-    Raises: `ConfigError`, which names the package or module and what is wrong with it.
+    Raises: `ConfigError`, which names the package or module and says what is wrong with it.
     """
     for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)):
         if point.value not in _loaded:
@@ -42,7 +43,7 @@ def load_extensions(modules: Iterable[str] = (), directory: str | None = None) -
 
 
 def load_extensions_of(config: Mapping[str, Any]) -> None:
-    """The extensions that a configuration as plain data asks for. Raises: `ConfigError`."""
+    """Load the extensions that a configuration names, given as plain data. Raises: `ConfigError`."""
     run = config.get("run")
     run = run if isinstance(run, Mapping) else {}
     names, directory = run.get("extensions") or (), run.get("code_dir")
@@ -75,9 +76,8 @@ def _import(name: str, directory: str | None) -> None:
 
 @contextmanager
 def _whole() -> Iterator[None]:
-    """Around what registers: where it fails, what it has registered so far is taken back, so that it fails by the same
-    error when it is tried again. What modules registered that were imported to their end meanwhile stays: they will not
-    do so twice."""
+    """Undo the registrations of a block that fails, so that a second try fails with the same error. The registrations
+    of modules that were imported completely in the block stay, because Python does not import these modules again."""
     modules = set(sys.modules)
     before = {*registry.registered(), *custom_states.registered()}
     try:
@@ -92,13 +92,13 @@ def _whole() -> Iterator[None]:
 
 
 def _refuse_another(name: str, directory: str) -> None:
-    """Raises: `ConfigError` where the module of this name is another one than that in `directory`, which would never be
+    """Raises: `ConfigError` if Python finds another module of this name, so that the one in `directory` would never be
     imported."""
     top = name.partition(".")[0]
     beside = PathFinder.find_spec(top, [directory])
     try:
         found = find_spec(top)
-    except ValueError:  # a module that was put together by hand
+    except ValueError:  # a module that was made by hand has no spec
         found = None
     files = [spec.origin for spec in (found, beside) if spec is not None and spec.origin is not None]
     if len(files) == 2 and not os.path.samefile(*files):

@@ -1,7 +1,7 @@
-"""Checks what a configuration refers to: the model's directory, prompts and reward; and the memory for them.
+"""Checks what a configuration refers to: the model's directory, the prompts and the reward; and the memory they need.
 
-Called by `engine check`, and by a run before anything starts. Reads files, and the tokenizer if transformers
-is installed; never loads weights.
+Called by `engine check`, and by a run before anything starts. It reads files, and loads the tokenizer if transformers
+is installed; it never loads weights.
 """
 
 import json
@@ -36,8 +36,8 @@ LEAST_STORE_BYTES = 256 << 20
 
 
 def check_inputs(config: Config, *, rehearse: bool = False, local: Local = NO_LOCAL) -> Iterator[str]:
-    """Lines like those of `check_config`; `rehearse`: with those of `dry_run`, which calls the reward. `local`:
-    functions and classes that cannot be imported.
+    """Lines like those of `check_config`. `rehearse`: add those of `dry_run`, which calls the reward. `local`:
+    functions and classes that cannot be imported, by field.
 
     Raises: ConfigError for a file that is missing or cannot be used.
     """
@@ -79,7 +79,7 @@ def _model_lines(config: Config, directory: Path | None) -> Iterator[str]:
         check_model(directory)
         yield f"ok: model.path {path} has a model and a tokenizer"
     elif not _has_transformers():
-        yield f"note: model.path {path} is a hub name: no such directory was found (./ before it: a path)"
+        yield f"note: model.path {path} is read as a hub name: there is no such directory (for a path, begin with ./)"
     else:
         from engine.config.prompts import find_model
 
@@ -116,12 +116,12 @@ def _size_lines(config: Config, directory: Path, shapes: Shapes) -> Iterator[str
         reference = None if files is None else Model.of(files, tensor_shapes(files))
         if reference is None:
             why = "its files do not say its size" if Path(path).is_dir() else "it is not downloaded yet"
-            yield f"note: trainer.reference_path {path} is missing in the sums below: {why}"
+            yield f"note: the memory estimates below leave out trainer.reference_path {path}: {why}"
     yield from memory_lines(model, config, reference)
 
 
 def _check_sets(config: Config, local: Local) -> Iterator[str]:
-    """Raises: ConfigError for a reward or an answer of a validation set that cannot be imported."""
+    """Raises: ConfigError if the reward or the answer function of a validation set cannot be imported."""
     for index, one in enumerate(config.validation.sets):
         field = f"validation.sets.{index}"
         if one.reward is not None:
@@ -184,7 +184,7 @@ def _source_lines(config: Config, sources: Sequence["LoadedSource"]) -> Iterator
 
 
 def _data_sets(config: Config) -> dict[str, "Dataset"]:
-    """By the field that names them. Raises: ConfigError for prompts and answers that cannot be read."""
+    """The validation prompts and warm-start answers, by field. Raises: ConfigError if they cannot be read."""
     column = config.data.prompt_field
     named = [("data.validation_path", config.data.validation_path, column)]
     for index, one in enumerate(config.validation.sets):
@@ -212,7 +212,7 @@ def warm_start_of(config: Config) -> "WarmStart":
 
 
 def model_directory(config: Config) -> Path | None:
-    """The directory that `model.path` names; None for a hub name, and for a model that is made.
+    """The directory that `model.path` names; None for a hub name, and with `model.make`.
 
     Raises: ConfigError for a path that does not exist.
     """
@@ -233,7 +233,7 @@ def model_directory(config: Config) -> Path | None:
 
 
 def known_directory(config: Config) -> Path | None:
-    """The directory with the files of `model.path`, that of the local hub cache included; None if there is none.
+    """The directory with the files of `model.path`, which may be in the local hub cache; None if there is none.
 
     Raises: ConfigError for a path that does not exist.
     """
@@ -242,7 +242,7 @@ def known_directory(config: Config) -> Path | None:
 
 
 def _check_reference(config: Config, directory: Path | None) -> Iterator[str]:
-    """Raises: ConfigError for a reference or teacher whose tokens are not the model's."""
+    """Raises: ConfigError for a reference or teacher with other tokens than the model's."""
     path = config.trainer.reference_path
     if path is None:
         return
@@ -265,7 +265,7 @@ def _check_reference(config: Config, directory: Path | None) -> Iterator[str]:
 
 
 def check_model(directory: Path) -> None:
-    """Raises: ConfigError where configuration, tokenizer or weights are missing."""
+    """Raises: ConfigError if the model's configuration, tokenizer or weights are missing."""
     refuse_adapter_as_model(directory)
     fix = "give a directory into which save_pretrained wrote both the model and its tokenizer"
     if not (directory / "config.json").is_file():
@@ -277,8 +277,8 @@ def check_model(directory: Path) -> None:
 
 
 def check_checkpoint(checkpoint: Path, model: Path | None) -> None:
-    """Raises: ConfigError unless the checkpoint has the same tensors as the model. The tensors of a hub name are not
-    known yet."""
+    """Raises: ConfigError unless the checkpoint has the same tensors as the model. `model`: the directory of the
+    model's files; None: not downloaded yet, so the tensors are not compared."""
     if not checkpoint.is_dir():
         law, fix = "is not a directory", "give the directory of a checkpoint, or use --from RUN@step-N"
         raise ConfigError("model.checkpoint_path", str(checkpoint), law, fix)
@@ -305,19 +305,19 @@ def start_bytes(config: Config, directory: Path) -> int:
 
 
 def version_bytes(config: Config, directory: Path) -> int | None:
-    """Bytes of a published version without what is tied; None where the model's files do not say it."""
+    """Bytes of a published version without tied weights; None if the model's files do not say it."""
     shapes, lora = tensor_shapes(directory), config.trainer_settings().lora
     numbers = numbers_in(shapes) if lora is None else adapter_numbers(lora, shapes)
     return published_bytes(config, start_bytes(config, directory)) * numbers or None
 
 
 def versions_held(config: Config) -> int:
-    """Weights versions that may exist at once, with the one being validated and the one that waits for validation."""
+    """Number of weights versions that may exist at once, including the one being validated and the next to validate."""
     return VERSIONS_HELD + 2 * (config.validation.every > 0 and config.held_out)
 
 
 def object_store_bytes(config: Config, directory: Path | None) -> int | None:
-    """What the object store should hold; None where the model's size is not known before it is loaded."""
+    """Bytes that the object store must have room for; None if the model's size is not known before it is loaded."""
     if config.rollout.transport != "object_store" or config.model.make is not None:
         return LEAST_STORE_BYTES
     version = None if directory is None else version_bytes(config, directory)
@@ -334,7 +334,7 @@ def _check_store(config: Config, directory: Path | None) -> Iterator[str]:
 
 
 def _check_stop(config: Config, directory: Path | None) -> Iterator[str]:
-    """Raises: ConfigError for a stop string that is not one token, as far as the tokenizer's file shows it."""
+    """Raises: ConfigError if tokenizer.json shows that a stop string is not one token."""
     stop = config.rollout.stop
     if not stop:
         return
@@ -353,7 +353,7 @@ def _check_stop(config: Config, directory: Path | None) -> Iterator[str]:
 
 
 def _lengths(directory: Path, stop: list[str]) -> dict[str, int]:
-    """Tokens of each string. Those that the tokenizer's settings add may be missing from its file: they are one."""
+    """Number of tokens of each string. A token that only the tokenizer's settings add counts as one."""
     from tokenizers import Tokenizer
 
     try:
@@ -373,7 +373,7 @@ def packing_line(config: Config, directory: Path) -> str:
     """Raises: ConfigError if the settings require packed rows, but the model cannot compute them."""
     t = config.trainer
     if t.packing == "off":
-        return "ok: trajectories are padded to the longest of their pass (trainer.packing off)"
+        return "ok: trajectories are padded to the longest one of their forward pass (trainer.packing off)"
     try:
         reason = why_padded(json.loads((directory / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, AttributeError, TypeError):
@@ -381,7 +381,7 @@ def packing_line(config: Config, directory: Path) -> str:
     if reason is None:
         shared = {"auto": "a prompt is computed once if that saves 15 % of the tokens", "off": "no prompt is shared"}
         return (
-            "ok: trajectories are packed without padding, if a test of the loaded model gives the same as padded rows; "
+            "ok: trajectories are packed without padding if a test of the loaded model gives the same results; "
             f"{shared.get(t.shared_prompts, 'each prompt is computed once')}"
         )
     for field in ("packing", "shared_prompts"):

@@ -1,7 +1,7 @@
-"""From a YAML file and overrides to a `Config`; from what a user got wrong to a `ConfigError` that says how to mend it.
+"""Turns a YAML file and overrides into a `Config`, and a user's mistake into a `ConfigError` that says how to fix it.
 
-Called by the CLI. Reads the configuration file, and imports the extensions that it names: whether data exist and
-rewards import is found out by those who use them. A pydantic error never leaves this module.
+Called by the CLI. It reads the configuration file, and imports the extensions that it names. It does not check that
+data files exist or that rewards can be imported: `inputs.py` does. A pydantic error never leaves this module.
 """
 
 import os
@@ -93,7 +93,7 @@ def _require_bounded(root: yaml.Node, field: str, value: str) -> None:
     sizes: dict[int, tuple[int, int]] = {}
 
     def size(node: yaml.Node, depth: int) -> tuple[int, int]:
-        """(values, characters) of a node. A node found again while it is counted contains itself."""
+        """(values, characters) of a node. A node that is met again while it is being counted contains itself."""
         if id(node) in sizes:
             return sizes[id(node)]
         if depth > MOST_DEEP:
@@ -118,14 +118,14 @@ def _require_bounded(root: yaml.Node, field: str, value: str) -> None:
 
 
 SHOWN = 8
-"""Further fields that a complaint names, at most."""
+"""Maximum number of other wrong fields that an error names."""
 
 
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), change: Callable[[dict[str, Any]], None] = lambda tree: None
 ) -> Config:
-    """Read a YAML file, write `path=value` overrides over it, and check everything. `change` edits the plain data
-    before it is checked.
+    """Read a YAML file, apply `path=value` overrides, and check everything. `change` edits the plain data before it is
+    checked.
 
     Paths in the file are relative to its directory, those in overrides to the working directory.
     Raises: ConfigError, for a missing or malformed file too.
@@ -139,21 +139,21 @@ def load_config(
 
 
 def parse_config(tree: Mapping[str, Any]) -> Config:
-    """A Config from plain data, such as a record's header; imports its extensions first. Paths are relative to the
-    working directory. Raises: ConfigError."""
+    """Make a Config from plain data, such as a record's header. Its extensions are imported first. Paths are relative
+    to the working directory. Raises: ConfigError."""
     return _checked(absolute_paths(dict(tree), os.getcwd()), os.getcwd())
 
 
 def _checked(tree: dict[str, Any], directory: str) -> Config:
-    """`directory`: where modules and agent programs are, unless `run.code_dir` says otherwise."""
-    refuse_secrets(tree)  # before any other complaint could repeat one
+    """`directory`: the default of `run.code_dir`, where modules and agent programs are."""
+    refuse_secrets(tree)  # first, because the message of another error could repeat a secret
     run = {} if tree.get("run") is None else tree["run"]
     if isinstance(run, dict):
         defaults = {"dir": os.path.abspath(RUNS), "code_dir": directory}
         tree = {**tree, "run": defaults | run}
     load_extensions_of(tree)
     try:
-        # An empty section (`validation:` with nothing under it) is one with all its defaults.
+        # An empty section (`validation:` with nothing under it) has all its defaults.
         return Config.model_validate({key: {} if value is None else value for key, value in tree.items()})
     except ValidationError as error:
         raise _first_of(error) from None
@@ -291,7 +291,7 @@ def expected(path: str) -> str:
 
 
 def _resolved(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """A section that is referred to by name, itself."""
+    """The schema of a section that `node` refers to by name; else `node`."""
     found: dict[str, Any] = schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
     return found
 

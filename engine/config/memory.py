@@ -1,7 +1,7 @@
 """The memory that a run is expected to need, as `engine check` shows it, part by part.
 
-An estimate from the model's files: parameters are counted exactly, activations by what a transformer layer keeps for
-its backward pass. Called by `inputs.check_inputs`; never imports torch.
+The estimate comes from the model's files: parameters are counted exactly, and activations by what a transformer layer
+keeps for its backward pass. Called by `inputs.check_inputs`; never imports torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,10 +20,11 @@ from engine.training.trainer_settings import TrainerSettings
 
 GB = 1e9
 LOGIT_BYTES = 256 << 20
-"""As in `training.gradients`, which needs torch. Logits, their log-softmax and its gradient exist at a time."""
+"""The same value as in `training.gradients`, which this module cannot import because it needs torch."""
 LOGIT_COPIES = 3
+"""Logits, their log-softmax and its gradient exist at the same time."""
 CHECKPOINT_FILE_BYTES = 1 << 30
-"""Of a file of weights in a checkpoint, unless one tensor has more. It is gathered and written before the next one."""
+"""Size of a weights file in a checkpoint, unless one tensor is larger. Files are gathered and written one by one."""
 VLLM_SHARE = 0.92
 """vLLM's default of `gpu_memory_utilization`."""
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -41,13 +42,13 @@ class Model:
     heads_width: int
     """Width of the queries of a layer."""
     kv_width: int
-    """Width of its keys, and of its values."""
+    """Width of the keys of a layer, and of its values."""
     vocabulary: int
     context: int
     head: int = 1
     """Width of one head of keys."""
     largest: int = 0
-    """Numbers in its largest tensor."""
+    """Numbers in the model's largest tensor."""
     adapter: int = 0
     """Parameters of the adapter that is trained (`trainer.lora`); 0: the model itself is trained."""
     bytes: int = 4
@@ -87,15 +88,15 @@ class Model:
         return number * kept + (4 * self.hidden if number < 4 else 0)
 
     def gathered(self, number: int) -> float:
-        """Bytes of the parameters that a rank has at a time, of no layer, and of a layer while the next one is on its
-        way (FSDP2)."""
+        """Bytes of the parameters that a rank gathers at a time (FSDP2): those outside of layers, and those of two
+        layers, because the next layer is gathered while one computes."""
         outside = 2 * self.vocabulary * self.hidden
         return number * (outside + 2 * max(0, self.parameters - outside) / self.layers)
 
 
 def trainer_memory(model: Model, config: Config, reference: Model | None = None) -> dict[str, float]:
-    """Bytes of each rank of the trainer on its device, by what they are. `reference`: the model of the reference or
-    teacher; None if its sizes are not known."""
+    """Bytes that each rank of the trainer needs on its device, by their purpose. `reference`: the model of the
+    reference or teacher; None if its sizes are not known."""
     t, number = config.trainer, computed_bytes(config)
     share, trained = (model.parameters + model.adapter) / t.ranks, model.trained / t.ranks
     own = None if reference is None or not loads_reference(config) else reference
@@ -126,15 +127,15 @@ def computed_bytes(config: Config) -> int:
 
 
 def on_gpu(config: Config) -> bool:
-    """Whether the trainer has a GPU. With `device: auto` it has one where its memory is declared, or this machine has
-    one."""
+    """Whether the trainer has a GPU. With `device: auto` it has one if its memory is declared, or if this machine has a
+    GPU or cannot say."""
     t = config.trainer
     return t.device.startswith("cuda") or (t.device == "auto" and (t.device_memory_gb > 0 or gpu_count() != 0))
 
 
 def has_reference(settings: TrainerSettings) -> bool:
-    """Whether a reference is a model of its own: without `reference_path` it is an adapter's model without the
-    adapter."""
+    """Whether the settings need a reference that is a separate model. With an adapter and without `reference_path`, the
+    reference is the trained model without its adapter."""
     return settings.needs_reference and (settings.lora is None or settings.reference_path is not None)
 
 
@@ -149,8 +150,8 @@ def published_bytes(config: Config, number: int) -> int:
 
 
 def start_memory(model: Model, config: Config, reference: Model | None = None) -> dict[str, float]:
-    """Bytes in host memory while the trainer loads models for its device. Each of several ranks reads its rows of one
-    tensor after another."""
+    """Bytes in host memory while the trainer loads models for its device. With several ranks, each reads its rows one
+    tensor after the other."""
     t = config.trainer
     loaded = [model, *([reference] if reference is not None and loads_reference(config) else [])]
     if t.ranks > 1:
@@ -162,7 +163,7 @@ def start_memory(model: Model, config: Config, reference: Model | None = None) -
 
 
 def host_memory(model: Model, config: Config, reference: Model | None = None) -> dict[str, float]:
-    """Bytes of the trainer's process in host memory, beside those of its device."""
+    """Bytes that the trainer's process needs in host memory, in addition to those on its device."""
     t, settings = config.trainer, config.trainer_settings()
     parts = {"a version being published": float(published_bytes(config, model.bytes) * model.trained)}
     if t.checkpoint_every and (t.ranks > 1 or on_gpu(config)):
@@ -183,7 +184,7 @@ def host_memory(model: Model, config: Config, reference: Model | None = None) ->
 def scorer_memory(
     model: Model, config: Config, tasks: Sequence[str], reference: Model | None = None
 ) -> dict[str, float]:
-    """Bytes of a scorer on its device. It is one process, holds whole models and makes no backward pass."""
+    """Bytes that a scorer needs on its device. It is one process, holds whole models and makes no backward pass."""
     number, settings = computed_bytes(config), config.trainer_settings()
     parts = {}
     if "old_logprobs" in tasks:
@@ -207,7 +208,7 @@ def replica_memory(model: Model, config: Config) -> dict[str, float]:
 
 def worker_memory(model: Model, config: Config) -> dict[str, float]:
     """Bytes that a worker of a vLLM replica needs at least: its part of the weights, and the keys and values of one
-    request at full length. Without a type vLLM computes in 2 bytes, whatever the type of the files is."""
+    request at full length. If no dtype is set, vLLM computes in 2 bytes, whatever the type of the files is."""
     args = config.rollout.engine_args
     tensor, pipeline = args.get("tensor_parallel_size", 1), args.get("pipeline_parallel_size", 1)
     number = WIDTHS.get(config.rollout.sampler_dtype, 2)
@@ -230,14 +231,14 @@ def memory_lines(model: Model, config: Config, reference: Model | None = None) -
     if on_gpu(config):
         loading = shown(start_memory(model, config, reference))
         yield f"ok: to load the model, the trainer needs about {loading} of host memory"
-    yield f"ok: the trainer needs about {shown(host_memory(model, config, reference))} of host memory besides"
+    yield f"ok: the trainer needs about {shown(host_memory(model, config, reference))} of host memory in addition"
     for tasks in config.limits().scorers():
         scorer, who = scorer_memory(model, config, tasks, reference), f"the scorer of {' and '.join(tasks)}"
         yield f"ok: {who} needs about {shown(scorer)} on its device"
         _require("trainer.device_memory_gb", declared, scorer, who, SCORER_FIX)
     if config.rollout.backend == "torch":
         replica = replica_memory(model, config)
-        yield f"ok: a replica needs about {shown(replica)}, the cache at full length"
+        yield f"ok: a replica needs about {shown(replica)}, with the cache at full length"
         _require("rollout.device_memory_gb", config.rollout.device_memory_gb, replica, "a replica", REPLICA_FIX)
     elif config.rollout.backend == "vllm":
         yield from _vllm_lines(model, config)
@@ -289,7 +290,7 @@ def _require(field: str, declared: float, parts: Mapping[str, float], who: str, 
 
 
 def shown(parts: Mapping[str, float]) -> str:
-    """A sum with its parts."""
+    """The sum and its parts, as text."""
     return f"{_size(sum(parts.values()))} ({' + '.join(f'{_size(bytes)} {name}' for name, bytes in parts.items())})"
 
 

@@ -1,4 +1,5 @@
-"""The section `model`: what is trained, what is made on the spot, and a supervised warm start. Part of `schema`."""
+"""The section `model`: the model to train, models that the engine builds, and a supervised warm start. Part of
+`schema.Config`."""
 
 import dataclasses
 from typing import Literal, Self
@@ -14,13 +15,13 @@ from engine.tasks.quickstart import Quickstart
 
 _MADE = Quickstart()
 MOST_MADE = 10_000_000
-"""Prompts and supervised steps of a model that is made on the spot."""
+"""Maximum number of prompts, and of supervised steps, of a model that the engine builds."""
 _LOOKUP = LookupModel()
 _FAMILY = {field.name for field in dataclasses.fields(Division)}
 
 
 class ArithmeticSection(Section):
-    """The model and data that `model.make: arithmetic` builds on the spot: `tasks.quickstart.Quickstart`."""
+    """The model and data that `model.make: arithmetic` builds: `tasks.quickstart.Quickstart`."""
 
     layers: int = Field(_MADE.layers, ge=1, le=64, description="Transformer layers.")
     hidden_size: int = Field(_MADE.hidden_size, ge=8, le=8192, description="Width of the model.")
@@ -38,13 +39,16 @@ class ArithmeticSection(Section):
         _MADE.short_steps,
         ge=1,
         le=24,
-        description="Most supervised examples use only this many first steps of an answer.",
+        description="Number of steps to which most supervised examples cut an answer.",
     )
     carelessness: float = Field(
-        _MADE.carelessness, ge=0, le=1, description="How often those answers slip: to be unlearned."
+        _MADE.carelessness,
+        ge=0,
+        le=1,
+        description="Probability that a supervised step across a ten is 1 too small; the run unlearns it.",
     )
     largest_divisor: int = Field(
-        _MADE.family.largest_divisor, ge=2, le=9, description="Questions divide by at most this, a digit."
+        _MADE.family.largest_divisor, ge=2, le=9, description="Largest divisor in a question, a single digit."
     )
     median_steps: float = Field(
         _MADE.family.median_steps, ge=1, le=24, description="Median number of subtractions that an answer takes."
@@ -53,7 +57,7 @@ class ArithmeticSection(Section):
         _MADE.family.spread,
         ge=0,
         le=3,
-        description="Log-normal spread of that number: p99 / median = exp(2.33 spread).",
+        description="Log-normal spread of the number of subtractions: p99 / median = exp(2.33 spread).",
     )
     most_steps: int = Field(
         _MADE.family.most_steps, ge=1, le=24, description="Subtractions of the longest answer; each is 6 tokens."
@@ -72,16 +76,16 @@ class ArithmeticSection(Section):
         return self
 
     def family(self) -> Division:
-        """Which questions are asked."""
+        """The family of questions."""
         return Division(**self.model_dump(include=_FAMILY))
 
     def quickstart(self, seed: int) -> Quickstart:
-        """What `tasks.quickstart.prepare` is told to make."""
+        """The parameters for `tasks.quickstart.prepare`."""
         return Quickstart(seed=seed, family=self.family(), **self.model_dump(exclude=_FAMILY))
 
 
 class LookupSection(Section):
-    """The model and rows that `model.make: lookup` builds on the spot, for `engine.environments.lookup:Lookup`."""
+    """The model and rows that `model.make: lookup` builds for `engine.environments.lookup:Lookup`."""
 
     train_prompts: int = Field(_LOOKUP.train_prompts, ge=1, le=MOST_MADE, description="Prompts in the training set.")
     validation_prompts: int = Field(_LOOKUP.validation_prompts, ge=1, le=MOST_MADE, description="Validation prompts.")
@@ -117,7 +121,7 @@ class WarmStartSection(Section):
     )
     answer_field: str = Field("answer", min_length=1, description="Column with the answer.")
     epochs: int = Field(1, ge=1, le=1000, description="Passes over the file.")
-    batch_size: int = Field(32, ge=1, le=65_536, description="Answers of one optimizer step.")
+    batch_size: int = Field(32, ge=1, le=65_536, description="Answers per optimizer step.")
     learning_rate: float = Field(1e-5, gt=0, le=1, description="AdamW's peak learning rate.")
 
 
@@ -131,9 +135,9 @@ class ModelSection(Section):
         None, description="Build a small model and its data instead of loading them."
     )
     arithmetic: ArithmeticSection = Field(
-        default_factory=ArithmeticSection, description="Sizes of what `make: arithmetic` builds."
+        default_factory=ArithmeticSection, description="Parameters of `make: arithmetic`."
     )
-    lookup: LookupSection = Field(default_factory=LookupSection, description="Sizes of what `make: lookup` builds.")
+    lookup: LookupSection = Field(default_factory=LookupSection, description="Parameters of `make: lookup`.")
     warm_start: WarmStartSection = Field(
         default_factory=WarmStartSection, description="Supervised training before the run begins."
     )
@@ -152,7 +156,7 @@ class ModelSection(Section):
                 "model.path", self.path, law, "set model.path: <directory or hub name>, or model.make: arithmetic"
             )
         if self.make is not None and self.warm_start.path is not None:
-            law = "a model that the engine makes has had its warm start"
+            law = "model.make already builds a model with its own warm start"
             raise ConfigError("model.warm_start.path", self.warm_start.path, law, "remove it, or use model.path")
         if self.checkpoint_optimizer and self.checkpoint_path is None:
             law = "needs model.checkpoint_path, whose optimizer state it takes"

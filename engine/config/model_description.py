@@ -1,6 +1,6 @@
-"""Where the files of a model are, and what they say without being loaded: shapes, the type of its numbers, its tokens.
+"""Finds the files of a model and describes it without loading it: tensor shapes, the type of its numbers, its tokens.
 
-Called by `inputs.py`. A hub name has files here once its model is in the local hub cache; nothing is downloaded.
+Called by `inputs.py`. The files of a hub name are found if its model is in the local hub cache; nothing is downloaded.
 """
 
 import json
@@ -13,7 +13,8 @@ from engine.config.trainer import Shapes
 
 
 def files_of(model: str) -> Path | None:
-    """The directory with the files of a model: the one that a path names, or a hub name's in the local cache."""
+    """The directory with the files of a model, given as a path or as a hub name in the local cache; None if there is
+    none."""
     if Path(model).is_dir():
         return Path(model)
     if find_spec("huggingface_hub") is None:
@@ -46,7 +47,7 @@ def number_bytes(directory: Path) -> int:
 
 
 def vocabulary(directory: Path) -> dict[str, int] | None:
-    """Token ids by their text, as tokenizer.json has them; None where it does not say."""
+    """Token ids by their text, from tokenizer.json; None if it cannot be read or has another format."""
     try:
         plain = read_json(directory / "tokenizer.json")
         found = plain["model"]["vocab"]
@@ -57,8 +58,8 @@ def vocabulary(directory: Path) -> dict[str, int] | None:
 
 
 def tensor_shapes(directory: Path) -> Shapes:
-    """Of each tensor in the model's safetensors files, by its name; empty where the files do not say it, or some of
-    them are not downloaded."""
+    """The shape of each tensor in the model's safetensors files, by its name; empty if the files cannot be read, or
+    some of them are not downloaded."""
     shapes: dict[str, tuple[int, ...]] = {}
     try:
         index = read_json(directory / "model.safetensors.index.json")

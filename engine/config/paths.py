@@ -25,13 +25,13 @@ PATHS = {
     "cluster.runtime_env.working_dir": "path or address",
     "cluster.runtime_env.py_modules": "path or address",
 }
-"""What each of these fields may be."""
+"""What each field with a path may contain."""
 RUNS = "runs"
-"""The default of `run.dir`, in the working directory, where commands look for runs by name."""
+"""The default of `run.dir`: a directory in the working directory, where commands look for a run by its name."""
 
 
 def absolute_paths(value: Any, base: str, field: str = "") -> Any:
-    """`value` of a field or section, as it was written, with absolute paths. Other data is left as it is."""
+    """Return `value`, the plain data of a field or section, with absolute paths. Other data stays as it is."""
     if isinstance(value, dict):
         above = f"{field}." if field else ""
         return {key: absolute_paths(inner, base, f"{above}{key}") for key, inner in value.items()}
@@ -48,7 +48,7 @@ def absolute_paths(value: Any, base: str, field: str = "") -> Any:
 
 
 def paths_in(value: Any, field: str = "") -> Iterator[str]:
-    """Every path of a configuration as plain data, hub names and addresses included."""
+    """Every path in a configuration, given as plain data; includes hub names and addresses."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from paths_in(inner, f"{field}.{key}" if field else key)
@@ -65,6 +65,6 @@ def _may_be_hub_name(value: str) -> bool:
 
 
 def moved(field: str, was: Any, now: Any) -> bool:
-    """Whether a path changed because what it leads to was moved: only the new one exists."""
+    """Whether a path changed because its file or directory was moved: only the new path exists."""
     texts = isinstance(was, str) and isinstance(now, str)
     return field in PATHS and texts and not os.path.exists(was) and os.path.exists(now)

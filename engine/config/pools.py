@@ -1,7 +1,7 @@
 """The pools section of a configuration: which tasks share hardware, and what each pool gets of it.
 
-Part of `schema.Config`, which builds `Limits.pools` of it. Tasks that share a pool take turns on it; a task that is
-left out goes where it is without pools: scoring to the trainer, reward and validation to the replicas.
+Part of `schema.Config`, which builds `Limits.pools` from it. Tasks that share a pool take turns on it. A task that no
+pool names stays where it is without pools: scoring in the trainer, reward and validation in the replicas.
 """
 
 import os
@@ -24,28 +24,34 @@ TOLERANCE = 1e-6
 class PoolSection(Section):
     """One pool: the tasks that take turns on its hardware."""
 
-    tasks: list[str] = Field(min_length=1, max_length=len(TASKS), description=f"Of {', '.join(TASKS)}.")
+    tasks: list[str] = Field(min_length=1, max_length=len(TASKS), description=f"One or more of {', '.join(TASKS)}.")
     share: float | None = Field(
-        None, gt=0, le=1, description="Share of all CPU threads and GPUs; null in every pool: each task's own settings."
+        None,
+        gt=0,
+        le=1,
+        description="Share of all CPU threads and GPUs; null in every pool: use each task's own settings.",
     )
     replicas: int | None = Field(
         None,
         ge=1,
         le=4096,
-        description="Replicas of rollout.replicas in this pool; in a pool of validation alone, its replicas.",
+        description="Number of rollout.replicas in this pool; if only validation is in it, its own replicas.",
     )
     slots: int | None = Field(
-        None, ge=1, le=65_536, description="Groups rewarded at once, where reward is alone; null: rollout.slots."
+        None,
+        ge=1,
+        le=65_536,
+        description="Groups rewarded at once, if reward is alone in this pool; null: rollout.slots.",
     )
 
     @property
     def alone(self) -> bool:
-        """Whether its one task has the hardware for itself."""
+        """Whether the pool has only one task."""
         return len(self.tasks) == 1
 
 
 def check_pools(config: "Config") -> None:
-    """Raises: `ConfigError` for pools that do not make up a run."""
+    """Raises: `ConfigError` for pools with which no run is possible."""
     pools = config.pools
     if not pools:
         return
@@ -79,8 +85,8 @@ def check_pools(config: "Config") -> None:
 
 
 def settled_by_pools(config: "Config") -> dict[str, Any]:
-    """The sections to replace the configuration's own, by name: threads that were left open, by share; and
-    validation's own replicas. Raises: `ConfigError` where validation is asked for in two ways."""
+    """Sections that replace those of the configuration, by name: threads that were left open, from the pools' shares;
+    and validation's own replicas. Raises: `ConfigError` if the validation section and a pool disagree."""
     sections: dict[str, Any] = {}
     rollout, trainer, cores = config.rollout, config.trainer, os.cpu_count() or 1
     if not rollout.threads:
@@ -99,7 +105,7 @@ def settled_by_pools(config: "Config") -> dict[str, Any]:
 
 
 def limit_pools(config: "Config") -> tuple[Pool, ...]:
-    """As the scheduler is told of them: every task of the run in a pool, replicas by number."""
+    """The pools for the scheduler: every task of the run is in a pool, and replicas are numbered."""
     if not config.pools:
         return ()
     named = {task for pool in config.pools for task in pool.tasks}
@@ -121,13 +127,13 @@ def limit_pools(config: "Config") -> tuple[Pool, ...]:
 
 
 def rewarding(config: "Config") -> tuple[AddedState, ...]:
-    """The state in which groups are rewarded, where `reward` has a pool of its own."""
+    """The state in which groups are rewarded, if `reward` has a pool of its own."""
     alone = (pool for pool in config.pools if pool.tasks == ["reward"])
     return tuple(AddedState(name=REWARDING, concurrency=pool.slots or config.rollout.slots) for pool in alone)
 
 
 def replicas_of_pools(config: "Config") -> list[tuple[ReplicaId, ...]]:
-    """The replicas that stand in each pool, numbered in the pools' order."""
+    """The replicas in each pool, numbered in the pools' order."""
     standing: list[tuple[ReplicaId, ...]] = []
     first = 0
     for pool in config.pools:
@@ -138,7 +144,7 @@ def replicas_of_pools(config: "Config") -> list[tuple[ReplicaId, ...]]:
 
 
 def threads_of_scorers(config: "Config", scorers: Sequence[Sequence[str]]) -> tuple[int, ...]:
-    """CPU threads of each scorer, by the share of its pool; without shares as many as the trainer has."""
+    """CPU threads of each scorer, by its pool's share; without shares, as many as the trainer has."""
     cores = os.cpu_count() or 1
     shares = {task: pool.share for pool in config.pools for task in pool.tasks}
     given = [shares.get(tasks[0]) for tasks in scorers]
@@ -146,7 +152,7 @@ def threads_of_scorers(config: "Config", scorers: Sequence[Sequence[str]]) -> tu
 
 
 def layout(config: "Config") -> Iterator[str]:
-    """What `engine check` says of the pools, one line each."""
+    """The lines of `engine check` on the pools, one for each."""
     needed = {"rollout", "reward", "train", *config.scoring_tasks}
     shares = [pool.share for pool in config.pools]
     for number, pool in enumerate(limit_pools(config)):
@@ -155,7 +161,7 @@ def layout(config: "Config") -> Iterator[str]:
         parts += [f"replicas {pool.replicas[0]} to {pool.replicas[-1]}" if pool.replicas else ""]
         if pool.tasks == ("reward",):
             parts.append(f"{config.pools[number].slots or config.rollout.slots} groups at once")
-        turns = "take turns, the replicas asleep meanwhile" if pool.shared else ""
+        turns = "its tasks take turns, and its replicas sleep meanwhile" if pool.shared else ""
         named = config.pools[number].tasks if number < len(config.pools) else []
         idle = [task for task in pool.tasks if task in named and task in TRAINER_TASKS and task not in needed]
         parts += [turns, f"nothing asks for {' and '.join(idle)}" if idle else ""]
@@ -163,7 +169,7 @@ def layout(config: "Config") -> Iterator[str]:
 
 
 def surprises(config: "Config") -> Iterator[str]:
-    """What `engine check` notes of the pools."""
+    """The notes of `engine check` on the pools."""
     rollout = config.rollout
     shared = any(pool.shared for pool in limit_pools(config))
     if shared and rollout.backend == "vllm" and not rollout.engine_args.get("enable_sleep_mode"):
@@ -233,7 +239,7 @@ def _check_replicas(config: "Config") -> None:
 
 
 def _own_validation(config: "Config", own: PoolSection) -> Any:
-    """The validation section as a pool of its own makes it."""
+    """The validation section that results from validation's own pool. Raises: `ConfigError` if they disagree."""
     section, given = config.validation, config.validation.model_fields_set
     if "placement" in given and section.placement != "own":
         law = "validation has a pool of its own"

@@ -1,7 +1,7 @@
-"""The tokenizer of a configured model, held against the prompts that it is to read.
+"""Checks that a configured model's tokenizer can read the prompts.
 
-Called by a run in the launching process, before any actor starts, and by `engine check`. Loads transformers late; never
-loads weights.
+Called by a run in the launching process, before any actor starts, and by `engine check`. Imports transformers only when
+needed; never loads weights.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from engine.tasks.dataset import Dataset
 from engine.tasks.prompt_lengths import PromptLimit
 
 HUB_TIMEOUT_S = 5.0
-"""For the hub's answer to whether it has a model."""
+"""Time limit for asking the hub whether it has a model."""
 
 
 MODEL_FIX = "give the directory of a model in Hugging Face format, or the name of a model on the hub"
@@ -41,7 +41,7 @@ def find_model(path: str, config_field: str = "model.path", fix: str = MODEL_FIX
 
 
 def load_tokenizer(model: str) -> Any:
-    """Raises: `ConfigError` where the model has no tokenizer that transformers can load."""
+    """Raises: `ConfigError` if the model has no tokenizer that transformers can load."""
     from transformers import AutoTokenizer
 
     try:
@@ -57,7 +57,7 @@ def renderer_of(config: Config, tokenizer: Any, most_tokens: int | None = None) 
 
 
 def prompt_limit(config: Config, model: str) -> PromptLimit | None:
-    """Raises: `ConfigError` where transformers cannot read the model's configuration."""
+    """Raises: `ConfigError` if transformers cannot read the model's configuration."""
     context = config.rollout.longest or getattr(model_config(model), "max_position_embeddings", None)
     most = config.data.max_prompt_tokens
     if most is not None and (context is None or most < context - 1):
@@ -68,8 +68,8 @@ def prompt_limit(config: Config, model: str) -> PromptLimit | None:
 
 
 def model_config(model: str) -> Any:
-    """The model's configuration, of its text part if it has several. Raises: `ConfigError` where transformers cannot
-    load it."""
+    """The model's configuration, or that of its text part if it has several parts. Raises: `ConfigError` if
+    transformers cannot load it."""
     from transformers import AutoConfig
 
     try:
@@ -80,7 +80,8 @@ def model_config(model: str) -> Any:
 
 
 def check_template(config: Config, tokenizer: Any, model: str) -> None:
-    """Raises: `ConfigError` for settings of a chat template that the tokenizer does not have or does not read."""
+    """Raises: `ConfigError` for settings of a chat template if the tokenizer has none, or if its template does not read
+    them."""
     data = config.data
     given = {"data.system_prompt": data.system_prompt, "data.chat_template_kwargs": data.chat_template_kwargs}
     for field, value in given.items():
@@ -98,7 +99,7 @@ def check_template(config: Config, tokenizer: Any, model: str) -> None:
 
 
 def _check_system_prompt(config: Config, tokenizer: Any, model: str) -> None:
-    """Raises: `ConfigError` for a template that takes a question, but not with a system message before it."""
+    """Raises: `ConfigError` for a template that can render a question, but not a system message before it."""
     arguments, question = config.data.chat_template_kwargs, [{"role": "user", "content": "question"}]
     system = {"role": "system", "content": config.data.system_prompt}
     try:
@@ -108,13 +109,13 @@ def _check_system_prompt(config: Config, tokenizer: Any, model: str) -> None:
     try:
         render(tokenizer, [system, *question], None, arguments)
     except DataFailure as error:
-        law = f"{error}; they are a system message and a question, in the template of model.path {model}"
+        law = f"{error}; these are a system message and a question, rendered by the template of model.path {model}"
         raise ConfigError("data.system_prompt", config.data.system_prompt, law, "put it into the prompts") from error
 
 
 def check_prompts(config: Config, tokenizer: Any, model: str, files: Mapping[str, Dataset]) -> None:
-    """Raises: `ConfigError` for settings of a template that the tokenizer cannot use, and for lists of messages that no
-    template renders. `files`: the data sets by the field that names them."""
+    """Raises: `ConfigError` for settings of a template that the tokenizer cannot use, and for lists of messages without
+    a template to render them. `files`: the data sets, by the field that names them."""
     check_template(config, tokenizer, model)
     for field, data in files.items():
         if not data.chats or renderer_of(config, tokenizer).templated:
@@ -127,7 +128,7 @@ def check_prompts(config: Config, tokenizer: Any, model: str, files: Mapping[str
 
 
 def has_agents(config: Config) -> bool:
-    """Whether rollouts make messages of their own, so that nothing is known of what the model reads."""
+    """Whether rollouts write their own messages, so that it is not known in advance what the model reads."""
     return config.several_turns
 
 
@@ -135,7 +136,7 @@ def stop_ids_of(tokenizer: Any, model: str, stop: list[str], chat: ChatSettings 
     """Ids of the tokens that end a response: the end tokens of tokenizer and model, `rollout.stop`, and for chats the
     token with which the template ends a turn.
 
-    Raises: `ConfigError` for a string that is not one token, or if there is no such token.
+    Raises: `ConfigError` for a string that is not one token, or if no token ends a response.
     """
     from transformers import GenerationConfig
 

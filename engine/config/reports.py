@@ -1,4 +1,5 @@
-"""The sections `metrics.sinks` and `samples`: what a run writes for people besides its record. Part of `schema`."""
+"""The sections `metrics.sinks` and `samples`: what a run writes for people, in addition to its record. Part of
+`schema.Config`."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ class TensorBoardSection(Section):
     """Event files for TensorBoard. Needs the extra `tensorboard`."""
 
     enabled: bool = Field(False, description="Whether the sink is used.")
-    dir: str | None = Field(None, min_length=1, description="Its directory; null: tensorboard/ in the run's directory.")
+    dir: str | None = Field(None, min_length=1, description="Directory; null: tensorboard/ in the run's directory.")
 
 
 class WandbSection(Section):
@@ -38,7 +39,7 @@ class MLflowSection(Section):
 
 
 class SinksSection(Section):
-    """Where the lines of metrics.jsonl go besides."""
+    """Other destinations for the rows of metrics.jsonl."""
 
     tensorboard: TensorBoardSection = Field(
         default_factory=TensorBoardSection, description="TensorBoard's event files."
@@ -47,7 +48,7 @@ class SinksSection(Section):
     mlflow: MLflowSection = Field(default_factory=MLflowSection, description="MLflow.")
 
     def chosen(self) -> dict[str, dict[str, Any]]:
-        """Options by the name of each sink that is enabled."""
+        """Options of each enabled sink, by its name."""
         sinks = self.model_dump(mode="json")
         return {name: options for name, options in sinks.items() if options.pop("enabled")}
 
@@ -59,15 +60,15 @@ class SamplesSection(Section):
         8,
         ge=0,
         le=100_000,
-        description="Maximum number of responses kept of each train step: worst, best, random, longest, truncated; "
-        "and of those whose reward failed, in each replica and weights version; 0: none.",
+        description="Maximum number of responses kept for each train step: worst, best, random, longest, truncated. "
+        "Also the maximum number kept whose reward failed, for each replica and weights version. 0: none.",
     )
     validation: int | None = Field(
         None,
         ge=0,
         le=1_000_000,
-        description="Maximum number of prompts of each validation set whose responses are kept, the same each time; 0: "
-        "none; null: all.",
+        description="Maximum number of prompts of each validation set whose responses are kept, the same prompts each "
+        "time; 0: none; null: all.",
     )
     max_characters: int = Field(
         20_000,
@@ -79,8 +80,7 @@ class SamplesSection(Section):
         10,
         ge=0,
         le=1_000_000,
-        description="Train steps from one whose samples go to metrics.sinks to the next; validations always do. 0: "
-        "neither.",
+        description="Train steps between samples sent to metrics.sinks; validations always send theirs. 0: none.",
     )
 
 

@@ -1,7 +1,7 @@
-"""The configuration of a run that is resumed: what it began with, but for the fields that may change on the way.
+"""The configuration of a resumed run: the one that it began with, except for fields that may change.
 
-Nothing that was recorded depends on those that are free. Those that are settings of the scheduler change by an event,
-right after the run has been resumed; all else is refused.
+Two kinds of fields may change. Nothing in the record depends on the free ones. Settings of the scheduler change by an
+event, right after the run has resumed. A change of any other field is refused.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,20 +32,21 @@ FREE = (
     "durability",
     "samples",
 )
-"""Fields and sections on which nothing that was recorded depends."""
+"""Fields and sections on which nothing in the record depends."""
 REPLICAS = "rollout.replicas"
 SHOWN = 8
 """Maximum number of differences in a message."""
 
 Settings = tuple[tuple[str, str], ...]
-"""(path, value) of the scheduler's settings, and of the number of replicas if it was given again."""
+"""(path, value) of the scheduler's settings to change, and of the number of replicas if it changed or was given
+again."""
 
 
 def resumed(path: Path, recorded: Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[Config, Settings]:
-    """Compare the configuration in `path`, with the overrides, with the one that the run began with. Returns it,
-    and the settings that the scheduler must change.
+    """Load the configuration in `path`, with the overrides, and compare it with the one that the run began with.
+    Returns the loaded one, and the settings that the scheduler must change.
 
-    Raises: `ConfigError` that names every field that must not change, with its old and new value.
+    Raises: `ConfigError` that names the fields that must not change, at most `SHOWN`, with their old and new values.
     """
     if not recorded:
         raise ConfigError(
@@ -59,7 +60,7 @@ def resumed(path: Path, recorded: Mapping[str, Any], overrides: Sequence[str] = 
     before = parse_config(recorded)
     was, now = dict(_flat(before)), dict(_flat(wished))
     live = live_settings()
-    numbered = bool(before.pools) or before.validation.placement == "own"  # which replica is whose was recorded
+    numbered = bool(before.pools) or before.validation.placement == "own"  # recorded: the replicas of each pool
     free = [field for field in FREE if not (numbered and field == "rollout.replicas")]
     other = [
         field
@@ -84,7 +85,8 @@ def resumed(path: Path, recorded: Mapping[str, Any], overrides: Sequence[str] = 
 
 
 def _settings(before: Config, wished: Config, changed: Sequence[str]) -> Settings:
-    """In an order in which each of them holds: K stays lawful when S rises first, and falls last."""
+    """The changed settings, in an order in which each step is valid: S rises first or falls last, so that K stays
+    valid."""
     limits, names = wished.limits(), wished.policies().names
     found = []
     for path in changed:
@@ -96,7 +98,8 @@ def _settings(before: Config, wished: Config, changed: Sequence[str]) -> Setting
 
 
 def _refuse_other_extensions(wished: Config, recorded: Mapping[str, Any]) -> None:
-    """Before anything that only the record names is imported: it is data, and the configuration is the user's."""
+    """Raises: `ConfigError` for other extensions than the record names. Called before any of them is imported: a record
+    is data and must not choose which code runs."""
     run = recorded.get("run")
     named = run.get("extensions", ()) if isinstance(run, Mapping) else ()
     where = run.get("code_dir") if isinstance(run, Mapping) else None
@@ -106,7 +109,7 @@ def _refuse_other_extensions(wished: Config, recorded: Mapping[str, Any]) -> Non
 
 
 def _flat(section: Section, above: str = "") -> Iterator[tuple[str, Any]]:
-    """Every field by its path. Mappings with any keys, and sections that may be missing, are fields as a whole."""
+    """(path, value) of every field. A mapping with free keys, or a section that may be missing, counts as one field."""
     plain = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)

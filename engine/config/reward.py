@@ -14,7 +14,7 @@ from engine.errors import ConfigError, suggestion
 from engine.states.limits import BOUNDS
 
 OTHER_FIGURES = ("mean", "std", "min", "max", "p25", "p50", "p75")
-"""Names that a function cannot have: the metrics `reward_mean`, `reward_p50` and so on have other meanings."""
+"""Names that a function cannot have, because the metrics `reward_mean`, `reward_p50` and so on have other meanings."""
 
 
 class NamedReward(Section):
@@ -23,11 +23,11 @@ class NamedReward(Section):
     name: str = Field(
         pattern=r"^[a-z][a-z0-9_]*$",
         max_length=40,
-        description="Name of the part in metrics (`reward_NAME`) and samples.",
+        description="Name of the function in metrics (`reward_NAME`) and samples.",
     )
     function: str = Field(pattern=NAMED, description="Reward function, as module:function.")
     weight: float = Field(
-        1.0, ge=-1e9, le=1e9, description="Factor of the part in the reward, which is a weighted sum; not 0."
+        1.0, ge=-1e9, le=1e9, description="Weight of the function in the reward, which is a weighted sum; not 0."
     )
     arguments: dict[str, Any] = Field(
         default_factory=dict, max_length=64, description="Keyword arguments of every call of the function."
@@ -36,7 +36,7 @@ class NamedReward(Section):
         "response", description="What one number of the function judges: response, turn or token."
     )
     timeout_s: float | None = Field(
-        None, gt=0, le=86_400, description="Seconds after which one call counts as failed; null: reward.timeout_s."
+        None, gt=0, le=86_400, description="Time limit of one call, in seconds; null: reward.timeout_s."
     )
     processes: int | None = Field(
         None,
@@ -45,13 +45,19 @@ class NamedReward(Section):
         description="Separate processes in each replica; 0: threads; null: 0, or as many as the function declares.",
     )
     memory_mb: int | None = Field(
-        None, ge=64, le=1 << 20, description="Memory limit of each of its processes, in MiB; null: no limit."
+        None, ge=64, le=1 << 20, description="Memory limit of each of the function's processes, in MiB; null: no limit."
     )
     concurrency: int | None = Field(
-        None, ge=1, le=4096, description="Calls at once in each replica; null: the number of its processes, or 4."
+        None,
+        ge=1,
+        le=4096,
+        description="Maximum concurrent calls in each replica; null: the number of processes, or 4.",
     )
     batch_size: int = Field(
-        64, ge=1, le=65_536, description="Maximum responses of one call of a function that takes several groups."
+        64,
+        ge=1,
+        le=65_536,
+        description="Maximum number of responses in one call of a function that takes several groups.",
     )
 
 
@@ -64,15 +70,18 @@ class RewardSection(Section):
     )
     correct: str | list[str] | None = Field(
         None,
-        description="Name of the function that says whether a response is right: if its value is at least 1. Of "
-        "several names, all functions that apply must say so; null: the only function, else the weighted sum.",
+        description="Name of the function that says whether a response is right: its value is at least 1. With several "
+        "names, all functions that apply must say so. null: the only function, else the weighted sum.",
     )
     timeout_s: float = Field(
-        30.0, gt=0, le=86_400, description="Seconds after which one call of a reward function counts as failed."
+        30.0,
+        gt=0,
+        le=86_400,
+        description="Time limit of one call of a reward function, in seconds; after that, it fails.",
     )
     max_failure_share: float | None = Field(
         0.5,
-        description="Share of the latest attempts that may fail on rewards or data; null: no limit.",
+        description="Maximum share of the latest attempts that may fail because of rewards or data; null: no limit.",
         **BOUNDS["max_failure_share"].as_field(),
     )
 
@@ -93,7 +102,7 @@ class RewardSection(Section):
 
     @property
     def correct_names(self) -> tuple[str, ...]:
-        """The functions that say whether a response is right; empty: the reward does."""
+        """The names of the functions that say whether a response is right; empty: the reward says it."""
         if self.correct is None:
             return self.names if len(self.names) == 1 else ()
         return (self.correct,) if isinstance(self.correct, str) else tuple(self.correct)

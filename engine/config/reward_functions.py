@@ -1,7 +1,7 @@
-"""The reward of a configuration: imports its functions and says how each is called.
+"""Imports the reward functions of a configuration and says how each is called.
 
 Used by `engine check`, by the launcher and by the processes that judge responses. Starts no process itself: a function
-with processes of its own starts them when it is first called.
+that runs in separate processes starts them when it is first called.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ def reward_of_section(
     section: RewardSection, directory: str | None, *, check: bool = False, local: Local = NO_LOCAL
 ) -> RewardParts | None:
     """The reward that the section names; None if it names none. `check`: also test what the functions need, for example
-    that a server answers. `local`: functions that cannot be imported.
+    that a server answers. `local`: functions that cannot be imported, by field.
 
     Raises: `ConfigError` for a function that cannot be imported or called, or an argument that cannot be used.
     """
@@ -39,8 +39,8 @@ def reward_of_section(
 def reward_of_set(
     spec: str, section: RewardSection, directory: str | None, field: str, local: Local = NO_LOCAL
 ) -> RewardParts:
-    """The reward of a validation set that has its own: a function, or one of the section's by its name, without its
-    weight. `field` names it.
+    """The own reward of a validation set. `spec` is module:function, or the name of one of the section's functions,
+    which is then used without its weight. `field`: the configuration field of `spec`.
 
     Raises: `ConfigError` for a function that cannot be imported or called.
     """
@@ -65,7 +65,7 @@ def _of_set(spec: str, section: RewardSection, field: str) -> tuple[str, NamedRe
 def _part(
     field: str, part: NamedReward, section: RewardSection, directory: str | None, check: bool, local: Local
 ) -> RewardPart:
-    """`field`: that of the function."""
+    """`field`: the configuration field of the function."""
     settings_field = field.removesuffix(".function")
     function = find(part.function, directory, field, local)
     bound = bind(function, part.arguments, part.function, field)

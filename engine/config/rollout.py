@@ -14,9 +14,10 @@ from engine.states.limits import BOUNDS
 
 
 def replicas_of(backend: str, urls: Sequence[str], replicas: int | None, weights_dir: str | None) -> int | None:
-    """One replica for each server; None where another backend has no servers. `replicas`: as given, or None.
+    """Number of replicas of the openai backend, one for each server; None for other backends. `replicas`: the number in
+    the configuration, or None.
 
-    Raises: `ConfigError` for servers that are missing, doubled, miscounted, or without a place for their weights.
+    Raises: `ConfigError` for servers that are missing, repeated or miscounted, or without a directory for weights.
     """
     if backend != "openai":
         if urls:
@@ -55,7 +56,7 @@ class RolloutSection(Section):
         8,
         ge=1,
         le=65_536,
-        description="Whole prompt groups a replica runs at once. It samples slots * samples_per_prompt trajectories.",
+        description="Whole prompt groups that a replica runs at once, with slots * samples_per_prompt trajectories.",
     )
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of a replica; 0: from its pool's share, or 1.")
     deterministic: bool = Field(
@@ -66,60 +67,67 @@ class RolloutSection(Section):
         None,
         ge=2,
         le=10_000_000,
-        description="Maximum tokens of prompt plus response in the torch backend; null: the model's positions.",
+        description="Maximum tokens of prompt plus response in the torch backend; null: the model's maximum.",
     )
     sync_mode: Literal["keep", "abort", "wait"] = Field(
-        "keep", description="Running groups at a weight install: freeze in place, abort and resume, or finish first."
+        "keep", description="Running groups at a weight install: frozen (keep), aborted and resumed, or finished first."
     )
     sync_order: Literal["together", "rolling"] = Field(
-        "together", description="Replicas install at once or one by one."
+        "together", description="Whether replicas install new weights all at once or one by one."
     )
     kv: Literal["keep", "recompute"] = Field(
-        "keep", description="Whether frozen requests keep the cache of the old weights."
+        "keep", description="Whether frozen requests keep the KV cache of the old weights or compute it again."
     )
     transport: Literal["object_store", "distributed", "vllm"] = Field(
         "object_store",
         description="How weights reach replicas: Ray's object store, torch.distributed, or vLLM's own weight transfer.",
     )
     transport_backend: Literal["gloo", "nccl"] = Field(
-        "gloo", description="Backend of the other two. nccl is untested without a GPU and needs one GPU for the store."
+        "gloo", description="Backend of distributed and vllm. nccl needs GPUs, one of them for the weights store."
     )
     transport_timeout_s: float = Field(
-        60.0, gt=0, le=86_400, description="Seconds of silence of the other side after which a transfer fails."
+        60.0, gt=0, le=86_400, description="Seconds without an answer from the other side after which a transfer fails."
     )
-    send_bucket_mb: int = Field(64, ge=1, le=16_384, description="Size of one message of the sender, in MiB.")
+    send_bucket_mb: int = Field(64, ge=1, le=16_384, description="Size of one message from the sender, in MiB.")
     receive_bucket_mb: int = Field(
         64,
         ge=1,
         le=16_384,
-        description="Buffer of a receiver (replica or vLLM worker) beyond the tensors, in MiB.",
+        description="Buffer of a receiver (replica or vLLM worker) in addition to the tensors, in MiB.",
     )
     straggler_factor: float | None = Field(
         None,
         **BOUNDS["straggler_factor"].as_field(),
-        description="A replica this many times slower per token hands groups to idle replicas; null: never.",
+        description="A replica that is this many times slower per token gives groups to idle replicas; null: never.",
     )
     give_up_s: float = Field(
         0.0,
         **BOUNDS["give_up_s"].as_field(),
-        description="Seconds that a run without replicas waits for one before it ends.",
+        description="Seconds that a run without replicas waits for a new one before it ends.",
     )
     temperature: float = Field(1.0, gt=0, le=100, description="Sampling temperature.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Probability mass of nucleus sampling; below 1 biases the ratio.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Probability mass of nucleus sampling; a value below 1 biases ratios."
+    )
     max_tokens: int = Field(256, ge=1, le=10_000_000, description="Maximum tokens of a response.")
     stop: list[str] = Field(
-        default_factory=list, max_length=64, description="More strings that end a response, each one token."
+        default_factory=list,
+        max_length=64,
+        description="Additional strings that end a response; each must be one token.",
     )
-    device: str = Field("auto", pattern=DEVICE, description="Of the torch backend: auto, cpu, cuda or cuda:N.")
+    device: str = Field("auto", pattern=DEVICE, description="Device of the torch backend: auto, cpu, cuda or cuda:N.")
     device_memory_gb: float = Field(
         0.0,
         ge=0,
         le=100_000,
-        description="Memory of a replica's device, or of each vLLM worker's; `engine check` refuses what cannot fit; "
-        "0: unknown.",
+        description="Memory of the device of a replica or vLLM worker; `engine check` refuses what cannot fit; 0: "
+        "unknown.",
     )
     gpus: float = Field(
-        0.0, ge=0, le=64, description="GPUs that Ray reserves for a replica; 0: a share, or one for each vLLM worker."
+        0.0,
+        ge=0,
+        le=64,
+        description="GPUs that Ray reserves for a replica; 0: a computed share, or one for each vLLM worker.",
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Passed to vLLM's AsyncEngineArgs, for example tensor_parallel_size."
@@ -134,7 +142,7 @@ class RolloutSection(Section):
         300.0,
         gt=0,
         le=86_400,
-        description="Maximum seconds of a vLLM weight swap; then the old weights are restored.",
+        description="Maximum seconds to install weights in vLLM; then the old weights are restored.",
     )
 
     urls: list[str] = Field(
@@ -149,10 +157,13 @@ class RolloutSection(Section):
         description="Environment variable with the servers' key; null: none.",
     )
     request_timeout_s: float = Field(
-        120.0, gt=0, le=86_400, description="Maximum seconds until a server's answer or next token."
+        120.0, gt=0, le=86_400, description="Maximum seconds to wait for a server's answer or its next token."
     )
     connect_timeout_s: float = Field(
-        10.0, ge=0, le=3600, description="Maximum seconds to wait for a server, at the start and after its loss."
+        10.0,
+        ge=0,
+        le=3600,
+        description="Maximum seconds to wait for a server, at the start and after its connection is lost.",
     )
     weights_dir: str | None = Field(
         None, min_length=1, description="Directory for new weights, with the same path here and on the servers."
@@ -190,7 +201,7 @@ class RolloutSection(Section):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest conversation, where the configuration bounds them; else 0."""
+        """Tokens of the longest conversation, if the configuration limits them; else 0."""
         return int(self.context or self.engine_args.get("max_model_len") or 0)
 
     def _check_gpus(self) -> None:

@@ -1,4 +1,4 @@
-"""The sections `scheduler` and `timeouts`: batch sizes, concurrency, staleness, who decides, and time limits of orders.
+"""The sections `scheduler` and `timeouts`: batch sizes, concurrency, staleness, policies, and time limits of orders.
 
 Read by `schema.py`. The laws between these figures are those of `states.limits.Limits`.
 """
@@ -19,27 +19,27 @@ LimitField = Seconds | Literal["auto"] | None
 
 
 def _limit(description: str) -> Any:
-    return Field(DEFAULT, description=f"{description}: seconds, auto or off.")
+    return Field(DEFAULT, description=f"Time limit to {description}: seconds, auto or off.")
 
 
 class TimeoutsSection(Section):
-    """How long orders may take. What exceeds its limit is cut short, or its process is stopped."""
+    """How long orders may take. An order that exceeds its limit is cut short, or its process is stopped."""
 
-    draw_s: LimitField = _limit("Draw prompts from the data source")
-    start_s: LimitField = _limit("Start or stop a process")
-    group_s: LimitField = _limit("Generate a group, rewards included; each token, turn or reward restarts the clock")
-    rows_s: LimitField = _limit("Measure validation rows in one slot")
-    stage_s: LimitField = _limit("Do the work of an added state on a group")
-    sync_s: LimitField = _limit("Stage weights on a replica, pause it, or install them")
-    resume_s: LimitField = _limit("Resume a paused replica")
-    score_s: LimitField = _limit("Run a scoring task on a batch")
-    train_s: LimitField = _limit("Train on a batch")
-    publish_s: LimitField = _limit("Publish a weights version")
-    checkpoint_s: LimitField = _limit("Write a checkpoint")
-    store_s: LimitField = _limit("Discard trajectories, or retire a weights version")
+    draw_s: LimitField = _limit("draw prompts from the data source")
+    start_s: LimitField = _limit("start or stop a process")
+    group_s: LimitField = _limit("generate a group and its rewards, restarted by each token, turn or reward")
+    rows_s: LimitField = _limit("measure validation rows in one slot")
+    stage_s: LimitField = _limit("do the work of an added state on a group")
+    sync_s: LimitField = _limit("stage weights on a replica, pause it, or install them")
+    resume_s: LimitField = _limit("resume a paused replica")
+    score_s: LimitField = _limit("run a scoring task on a batch")
+    train_s: LimitField = _limit("train on a batch")
+    publish_s: LimitField = _limit("publish a weights version")
+    checkpoint_s: LimitField = _limit("write a checkpoint")
+    store_s: LimitField = _limit("discard trajectories, or retire a weights version")
     floor_s: Seconds = Field(
         FLOOR_S,
-        description=f"Smallest auto limit; {SLOW_FLOOR_S:g} for start, publish, checkpoint, rows unless it is lowered.",
+        description=f"Smallest auto limit; for start, publish, checkpoint, rows {SLOW_FLOOR_S:g} unless lowered.",
     )
     cut_s: Seconds = Field(60.0, description="Maximum seconds to park a group, stop rows, or answer a probe.")
     max_s: Seconds | None = Field(None, description="Maximum total seconds of any order; null: no limit.")
@@ -55,7 +55,7 @@ class TimeoutsSection(Section):
         return limit
 
     def limits(self, **process_limits: float) -> Timeouts:
-        """The time limits of the scheduler. `process_limits`: the limits that processes apply themselves, by kind."""
+        """The time limits for the scheduler. `process_limits`: the limits that processes apply themselves, by kind."""
         kinds: dict[str, Any] = {f"{kind}_s": getattr(self, f"{kind}_s") for kind in KINDS}
         return Timeouts(
             **kinds,
@@ -77,17 +77,17 @@ class PoliciesSection(Section):
     dispatch: str = Field(DEFAULTS["dispatch"], pattern=REGISTERED, description="Which replica a group starts on.")
     batching: str = Field(DEFAULTS["batching"], pattern=REGISTERED, description="Which ready groups a step takes.")
     deadline: str = Field(
-        DEFAULTS["deadline"], pattern=REGISTERED, description="What happens to groups that delay a step."
+        DEFAULTS["deadline"], pattern=REGISTERED, description="What to do with groups that delay a step."
     )
     sync: str | None = Field(
-        None, pattern=REGISTERED, description="Which replicas install when; null: rollout.sync_order."
+        None, pattern=REGISTERED, description="When each replica installs new weights; null: rollout.sync_order."
     )
     filter: str = Field(DEFAULTS["filter"], pattern=REGISTERED, description="Which groups are dropped before training.")
     retry: str = Field(DEFAULTS["retry"], pattern=REGISTERED, description="Whether a failed attempt is retried.")
     resume: str = Field(DEFAULTS["resume"], pattern=REGISTERED, description="Which interrupted group resumes first.")
     validation: str = Field(DEFAULTS["validation"], pattern=REGISTERED, description="Which versions are measured.")
     on_error: Literal["stop", "builtin"] = Field(
-        "stop", description="After a policy's error: stop the run, or ask the decision's default policy instead."
+        "stop", description="If a policy raises: stop the run, or use the default policy for this decision (builtin)."
     )
 
 
@@ -98,25 +98,25 @@ class SchedulerSection(Section):
         8, **BOUNDS["train_batch_size"].as_field(), description="B: prompt groups per train step."
     )
     policy_mini_batch_size: int = Field(
-        0, ge=0, le=1_000_000, description="Groups per optimizer update; must divide B; 0: B."
+        0, ge=0, le=1_000_000, description="Prompt groups per optimizer update; must divide B; 0: B."
     )
     samples_per_prompt: int = Field(8, ge=1, le=65_536, description="Trajectories of one prompt group.")
     max_staleness_steps: int = Field(
         1,
         **BOUNDS["max_staleness_steps"].as_field(),
-        description="S: maximum train steps that a group's oldest token may lag.",
+        description="S: maximum number of train steps that a group's oldest token may lag behind.",
     )
     max_concurrent_groups: int = Field(
         0,
         ge=0,
         le=int(BOUNDS["max_concurrent_groups"].most),
-        description="K: groups running at once, from B to B·(S+1), or less by the next two fields; 0: the maximum.",
+        description="K: maximum groups running at once, from B to B·(1 + async_ratio + over_sample); 0: this maximum.",
     )
     async_ratio: float | None = Field(
-        None, ge=0, le=10_000, description="Groups held beyond one batch, in batches, from k-1 to S; null: S."
+        None, ge=0, le=10_000, description="Groups held in addition to one batch, in batches, from k-1 to S; null: S."
     )
     over_sample: float = Field(
-        0.0, ge=0, le=100, description="Extra groups started, in batches; a full batch drops the rest."
+        0.0, ge=0, le=100, description="Extra groups to start, in batches; when a batch is full, the rest are dropped."
     )
     sync_every: int = Field(
         1, **BOUNDS["sync_every"].as_field(), description="k: publish weights after every k-th train step; at most S+1."
@@ -127,10 +127,10 @@ class SchedulerSection(Section):
     deadline_timeout_s: float = Field(
         60.0,
         **BOUNDS["deadline_timeout_s"].as_field(),
-        description="Seconds before deadline policies other than wait act.",
+        description="Seconds that a step waits for groups before a deadline policy other than wait acts.",
     )
     max_drops: int = Field(
-        4, **BOUNDS["max_drops"].as_field(), description="Times a step may drop stragglers before it waits."
+        4, **BOUNDS["max_drops"].as_field(), description="How often a step may drop stragglers before it only waits."
     )
     max_filtered_in_a_row: int = Field(
         1000,
@@ -140,12 +140,12 @@ class SchedulerSection(Section):
     infrastructure_attempts: int = Field(
         5,
         **BOUNDS["infrastructure_attempts"].as_field(),
-        description="Attempts of a group, counting infrastructure failures.",
+        description="Maximum attempts of a group that end in infrastructure failures.",
     )
     data_attempts: int = Field(
         2,
         **BOUNDS["data_attempts"].as_field(),
-        description="Attempts of a group, counting failures of its data or reward.",
+        description="Maximum attempts of a group that end in failures of its data or reward.",
     )
     states: tuple[str, ...] = Field(
         (),
@@ -161,7 +161,7 @@ class SchedulerSection(Section):
     @model_validator(mode="after")
     def _laws(self) -> Self:
         batch = self.train_batch_size
-        # The object is still being made: a 0 stands for a figure that follows from others, which is what is kept.
+        # The object is still being made. A 0 stands for a figure that follows from others, and that figure is stored.
         object.__setattr__(self, "policy_mini_batch_size", self.policy_mini_batch_size or batch)
         object.__setattr__(self, "max_concurrent_groups", self.max_concurrent_groups or self.most_groups())
         if batch % self.policy_mini_batch_size:
@@ -170,12 +170,12 @@ class SchedulerSection(Section):
         return self
 
     def most_groups(self) -> int:
-        """The largest lawful K."""
+        """The largest valid K."""
         ahead = self.max_staleness_steps if self.async_ratio is None else self.async_ratio
         return sum(floor(share * self.train_batch_size + ROUNDING) for share in (1 + ahead, self.over_sample))
 
 
 def divisor(number: int, near: int) -> int:
-    """The divisor of `number` closest to `near`; the smaller of two."""
+    """The divisor of `number` closest to `near`; if two are equally close, the smaller."""
     pairs = ((low, number // low) for low in range(1, int(number**0.5) + 1) if number % low == 0)
     return min((d for pair in pairs for d in pair), key=lambda d: (abs(d - near), d))

@@ -1,8 +1,8 @@
-"""What a run is configured by: every section and field, its bounds, its meaning, and the laws between fields.
+"""The configuration of a run: every section and field, its bounds, its meaning, and the laws between fields.
 
-A `Config` holds only if every law does, however it was made. The laws on batch, staleness and concurrency are those of
-`states.limits.Limits`, those on the train step of `training.trainer_settings.TrainerSettings`: a Config builds both.
-Reads no file: `loading.py` does.
+A `Config` can only be made if every law holds. `states.limits.Limits` checks the laws on batch, staleness and
+concurrency; `training.trainer_settings.TrainerSettings` checks those on the train step: a Config builds both. Reads no
+file: `loading.py` does.
 """
 
 from typing import Literal, Self
@@ -34,12 +34,12 @@ from engine.training.trainer_settings import TrainerSettings
 
 
 class ControlSection(Section):
-    """Where `engine scale`, `set`, `drain` and `stop` reach the run. Whoever has the token of `control.json` may."""
+    """Where `engine scale`, `set`, `drain` and `stop` reach the run. They need the token in `control.json`."""
 
-    enabled: bool = Field(True, description="Whether the running run accepts requests.")
+    enabled: bool = Field(True, description="Whether the run accepts requests.")
     host: str = Field("127.0.0.1", min_length=1, description="Listen address.")
     hosts: list[HostName] = Field(
-        default_factory=list, max_length=64, description="More accepted host names of requests."
+        default_factory=list, max_length=64, description="Additional accepted host names of requests."
     )
     port: int = Field(0, ge=0, le=65_535, description="Port; 0: any free one.")
 
@@ -48,7 +48,7 @@ class ControlSection(Section):
 
 
 class RunSection(Section):
-    """Where a run lives and when it ends."""
+    """Where a run is stored and when it ends."""
 
     name: str = Field(
         "run",
@@ -58,7 +58,7 @@ class RunSection(Section):
     dir: str = Field(
         RUNS, min_length=1, description="Parent of the run directories; by default runs/ in the working directory."
     )
-    seed: int = Field(0, ge=0, lt=2**31, description="Seeds data order, sampling and made models.")
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed of data order, sampling and models of model.make.")
     max_steps: int | None = Field(
         None,
         **BOUNDS["max_steps"].as_field(),
@@ -69,7 +69,7 @@ class RunSection(Section):
         300.0,
         gt=0,
         le=86_400,
-        description="Seconds without change after which the run reports what it waits for.",
+        description="Seconds without progress after which the run reports what it waits for.",
     )
     extensions: tuple[str, ...] = Field(
         (),
@@ -96,30 +96,31 @@ class RunSection(Section):
 
 
 class DurabilitySection(Section):
-    """What is stored against failures."""
+    """Storage that limits how much data failures lose."""
 
     prefix_every_tokens: int = Field(
         1024,
         ge=0,
         le=10_000_000,
-        description="New tokens of a trajectory after which its group's prefixes are stored; 0: only at an abort.",
+        description="Store a group's prefixes whenever a trajectory has this many new tokens; 0: only at an abort.",
     )
     trajectories: Literal["disk", "memory"] = Field(
         "disk",
-        description="Where trajectories are stored: in the run's directory, so a resume loses none, or in memory.",
+        description="Where trajectories are stored: in the run's directory (a resume then loses none), or in memory.",
     )
     fsync: Literal["segment", "always"] = Field(
-        "segment", description="What survives a power cut: closed segments, or every stored group."
+        "segment",
+        description="When trajectories are safe from a power cut: as segments close, or as groups are stored.",
     )
     segment_mb: int = Field(64, ge=1, le=1024, description="Size at which a segment of trajectories is closed, in MiB.")
     max_bytes: int | None = Field(
-        None, ge=1 << 20, le=1 << 60, description="Maximum bytes of trajectories on disk; null: no limit but the disk."
+        None, ge=1 << 20, le=1 << 60, description="Maximum bytes of trajectories on disk; null: limited by the disk."
     )
     cache_mb: int = Field(
         128,
         ge=0,
         le=1 << 20,
-        description="Memory cache of the newest trajectories, in MiB.",
+        description="Size of the memory cache of the newest trajectories, in MiB.",
     )
     drain_s: float | None = Field(
         None,
@@ -137,7 +138,7 @@ class MetricsSection(Section):
     port: int = Field(0, ge=0, le=65_535, description="Port; 0: any free one, which the run prints.")
     host: str = Field("127.0.0.1", min_length=1, description="Listen address.")
     hosts: list[HostName] = Field(
-        default_factory=list, max_length=64, description="More accepted host names of requests."
+        default_factory=list, max_length=64, description="Additional accepted host names of requests."
     )
     sinks: SinksSection = Field(
         default_factory=SinksSection, description="Other destinations for the rows of metrics.jsonl."
@@ -145,7 +146,7 @@ class MetricsSection(Section):
 
 
 class Config(Section):
-    """A whole run. Holds only if every law does."""
+    """The configuration of a whole run. Cannot be made if a law is broken."""
 
     run: RunSection = Field(default_factory=RunSection, description="Where the run is stored and when it ends.")
     model: ModelSection = Field(description="Which model is trained.")
@@ -162,7 +163,7 @@ class Config(Section):
     pools: list[PoolSection] = Field(
         default_factory=list,
         max_length=64,
-        description="Which tasks share hardware; default: replicas, and the trainer.",
+        description="Which tasks share hardware; by default, the replicas and the trainer each have their own.",
     )
     trainer: TrainerSection = Field(default_factory=TrainerSection, description="The train step.")
     validation: ValidationSection = Field(default_factory=ValidationSection, description="Validation.")
@@ -170,10 +171,10 @@ class Config(Section):
         default_factory=TimeoutsSection, description="Time limits for each kind of order."
     )
     durability: DurabilitySection = Field(
-        default_factory=DurabilitySection, description="What is stored against failures."
+        default_factory=DurabilitySection, description="How much data failures may lose."
     )
     metrics: MetricsSection = Field(default_factory=MetricsSection, description="The Prometheus endpoint.")
-    samples: SamplesSection = Field(default_factory=SamplesSection, description="Responses kept for you to read.")
+    samples: SamplesSection = Field(default_factory=SamplesSection, description="Responses that are kept for reading.")
     control: ControlSection = Field(default_factory=ControlSection, description="Requests to a running run.")
     cluster: ClusterSection = Field(default_factory=ClusterSection, description="The Ray cluster of the run.")
 
@@ -214,7 +215,8 @@ class Config(Section):
         return self
 
     def _refuse_two_players(self) -> None:
-        """Raises: ConfigError for an environment beside an agent, and for a made model without its environment."""
+        """Raises: ConfigError for an environment together with an agent, and for `model.make: lookup` without its
+        environment."""
         path, made = self.environment.class_name, self.model.make == "lookup"
         if path is not None and self.agent.given is not None:
             raise ConfigError("environment.class_name", path, f"{self.agent.given} is set too", "remove one of them")
@@ -225,7 +227,8 @@ class Config(Section):
             )
 
     def _refuse_beside_a_made_model(self) -> None:
-        """Raises: ConfigError for what `model.make` builds itself, and for settings of a template that it has not."""
+        """Raises: ConfigError for fields whose content `model.make` builds itself, and for settings of a chat template,
+        which its model does not have."""
         ignored = {
             "data.path": self.data.path,
             "data.sources": [source.name for source in self.data.sources] or None,
@@ -241,7 +244,7 @@ class Config(Section):
                 raise ConfigError(field, value, law, "remove it, or use model.path instead of model.make")
 
     def limits(self) -> Limits:
-        """The figures the scheduler is bound by. Raises: ConfigError where they break a law of DESIGN 4."""
+        """The limits for the scheduler. Raises: ConfigError if they break a law of DESIGN 4."""
         s, r = self.scheduler, self.rollout
         return Limits(
             train_batch_size=s.train_batch_size,
@@ -291,21 +294,21 @@ class Config(Section):
 
     @property
     def several_turns(self) -> bool:
-        """Whether agents or an environment make rollouts of several answers, and messages of their own."""
+        """Whether agents or an environment make rollouts of several answers, and write their own messages."""
         return self.agent.given is not None or self.environment.class_name is not None
 
     def policies(self) -> PolicySet:
-        """Who decides. Raises: ConfigError for a name that is not registered (yet: users register their own)."""
+        """The policy of each decision. Raises: ConfigError for a name that is not registered, or not yet."""
         chosen = self.scheduler.policies.model_dump()
         return PolicySet.from_names({**chosen, "sync": chosen["sync"] or self.rollout.sync_order})
 
     @property
     def scoring_tasks(self) -> tuple[str, ...]:
-        """What each batch is scored by before it is trained, in order."""
+        """The tasks that score each batch before it is trained, in order."""
         return self.trainer_settings().scoring_tasks(self.scheduler.train_batch_size)
 
     def trainer_settings(self) -> TrainerSettings:
-        """The trainer's settings, with what it must share with the rollout. Raises: ConfigError."""
+        """The trainer's settings, including those that it shares with the rollout. Raises: ConfigError."""
         # Over several turns `max_tokens` limits each answer, and only the context limits the whole response.
         return self.trainer.settings(
             response_tokens=self.rollout.longest if self.several_turns else self.rollout.max_tokens,
@@ -316,7 +319,8 @@ class Config(Section):
         )
 
     def _scores_old_log_probs_apart(self) -> bool:
-        """Whether a scorer takes the published weights: rounded ones would not be the trainer's policy."""
+        """Whether a scorer computes old log-probs from published weights. These must not be rounded, because rounded
+        weights are not the trainer's policy."""
         return any("old_logprobs" in pool.tasks and "train" not in pool.tasks for pool in self.pools)
 
     def dump_yaml(self) -> str:

@@ -1,4 +1,4 @@
-"""The base of every section of a configuration, and the values that no section may have: secrets in plain sight."""
+"""The base of every section of a configuration, and the check that no section contains a secret."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -24,7 +24,7 @@ COMMAND = "agent.command"
 
 
 def refuse_secrets(tree: Mapping[str, Any]) -> None:
-    """Raises: `ConfigError` for the first value of a configuration that is or holds a secret; without the value."""
+    """Raises: `ConfigError` for the first value that is or contains a secret. The error does not show the value."""
     for path, secret, value in _values(tree):
         if secret and value not in (None, "") and not isinstance(value, bool):
             raise _refusal(path, "a secret")
@@ -43,7 +43,7 @@ def _refusal(path: str, what: str) -> ConfigError:
 
 
 def _values(tree: Any, path: str = "", secret: bool = False) -> Iterator[tuple[str, bool, Any]]:
-    """(path, whether a field around it is named like a secret, value) of every value there is."""
+    """(path, whether the name of a field around it says that it is secret, value) of every value in the tree."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from _values(value, f"{path}.{key}" if path else str(key), secret or is_secret_name(str(key)))

@@ -23,19 +23,19 @@ MOST_TOKENS = 1_000_000_000
 
 
 class MaskSection(Section):
-    """What is kept: tokens, or whole trajectories, whose measure lies between the bounds (docs/OBJECTIVES.md)."""
+    """Keeps tokens, or whole trajectories, whose measure lies between the bounds (docs/OBJECTIVES.md)."""
 
-    measure: str = Field(description="token_ratio, geometric_ratio, product_ratio, or token_, mean_ or sum_k1, k2, k3.")
+    measure: str = Field(description="token_ratio, geometric_ratio, product_ratio, or {token,mean,sum}_{k1,k2,k3}.")
     low: float | None = Field(None, ge=-1000, le=1000, description="Lower bound; null: none.")
     high: float | None = Field(None, ge=-1000, le=1000, description="Upper bound; null: none.")
-    negative_only: bool = Field(False, description="Keep tokens whose advantage is not negative.")
+    negative_only: bool = Field(False, description="Drop only tokens with a negative advantage.")
 
 
 class KeepBestSection(Section):
     """Which checkpoint is kept as the best one."""
 
     metric: str = Field(
-        min_length=1, description="Figure of a validation: accuracy, reward_mean or SET/METRIC, such as math/pass@4."
+        min_length=1, description="Validation metric: accuracy, reward_mean or SET/METRIC, such as math/pass@4."
     )
     mode: Literal["max", "min"] = Field("max", description="Whether the largest or the smallest value is best.")
 
@@ -44,7 +44,7 @@ class LoraSection(Section):
     """A low-rank adapter: `engine.lora.Lora` says what each field means, and checks it."""
 
     rank: int = Field(16, ge=1, le=4096, description="Rank of the adapter's matrices.")
-    alpha: float = Field(32.0, gt=0, le=1_000_000, description="Their product is scaled by alpha / rank.")
+    alpha: float = Field(32.0, gt=0, le=1_000_000, description="The product of the matrices is scaled by alpha / rank.")
     target_modules: list[str] = Field(
         default_factory=lambda: [ALL_LINEAR],
         max_length=64,
@@ -58,7 +58,7 @@ class LoraSection(Section):
         return [value] if isinstance(value, str) else value
 
     def settings(self) -> Lora:
-        """As trainer and samplers take them. Raises: ConfigError."""
+        """The settings for the trainer and the samplers. Raises: ConfigError."""
         return Lora(rank=self.rank, alpha=self.alpha, target_modules=tuple(self.target_modules), dropout=self.dropout)
 
 
@@ -68,20 +68,20 @@ class TrainerSection(Section):
     learning_rate: float = Field(1e-6, gt=0, le=1, description="AdamW's peak learning rate.")
     betas: tuple[float, float] = Field((0.9, 0.999), strict=False, description="AdamW's decay rates, each in [0, 1).")
     adam_eps: float = Field(1e-8, gt=0, le=1, description="AdamW's denominator term.")
-    weight_decay: float = Field(0.0, ge=0, le=1, description="Decoupled weight decay, of matrices only.")
+    weight_decay: float = Field(0.0, ge=0, le=1, description="Decoupled weight decay; applies to matrices only.")
     max_grad_norm: float = Field(1.0, ge=0, description="Maximum gradient norm; 0: no clipping.")
     lr_schedule: str = Field("constant", description="After the warm-up: constant, linear to 0, or cosine to 0.")
     lr_warmup_steps: int = Field(
         0, ge=0, le=MOST_STEPS, description="Optimizer steps over which the learning rate rises."
     )
     lr_total_steps: int = Field(
-        0, ge=0, le=MOST_STEPS, description="Optimizer steps of the whole run; for linear and cosine."
+        0, ge=0, le=MOST_STEPS, description="Optimizer steps of the whole run; needed for linear and cosine."
     )
     advantage: str = Field(
-        "grpo", description="grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline or distillation."
+        "grpo", description="Estimator: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline or distillation."
     )
     loss: str = Field(
-        "ppo_clip", description="ppo_clip, gspo, cispo, or decoupled_ppo: ppo_clip with old_policy proximal."
+        "ppo_clip", description="Loss: ppo_clip, gspo, cispo, or decoupled_ppo (ppo_clip with old_policy proximal)."
     )
     old_policy: str = Field(
         "behavior", description="Denominator of the ratio: behavior, or proximal (weights before the step)."
@@ -94,15 +94,17 @@ class TrainerSection(Section):
     correction: str = Field("none", description="none, token_tis or sequence_tis (truncated importance sampling).")
     correction_cap: float = Field(2.0, gt=0, description="Maximum importance weight.")
     masks: tuple[MaskSection, ...] = Field(
-        (), strict=False, max_length=12, description="Bounds that drop tokens and trajectories."
+        (), strict=False, max_length=12, description="Bounds outside which tokens or trajectories are dropped."
     )
     kl_loss_coef: float = Field(
         0.0, ge=0, le=100, description="Coefficient of the KL to the reference in the loss; 0: none."
     )
-    kl_loss: str = Field("k3", description="Its estimator: k1 (with kl_loss_ratio), k2 or k3.")
-    kl_loss_ratio: bool = Field(False, description="Weight it by current / behavior, for the gradient of the KL.")
+    kl_loss: str = Field("k3", description="Estimator of the KL in the loss: k1 (with kl_loss_ratio), k2 or k3.")
+    kl_loss_ratio: bool = Field(
+        False, description="Weight the estimate by current / behavior, so that its gradient is the KL's."
+    )
     kl_reward_coef: float = Field(0.0, ge=0, le=100, description="Coefficient of the KL in the reward; 0: none.")
-    kl_reward: str = Field("k1", description="Its estimator: k1, k2 or k3.")
+    kl_reward: str = Field("k1", description="Estimator of the KL in the reward: k1, k2 or k3.")
     entropy_coef: float = Field(0.0, ge=0, le=100, description="Coefficient of the entropy bonus in the loss; 0: none.")
     reference_path: str | None = Field(
         None, min_length=1, description="Reference model, or teacher; null: the initial weights."
@@ -111,50 +113,53 @@ class TrainerSection(Section):
         0,
         ge=0,
         le=MOST_TOKENS,
-        description="Last tokens over which the reward of a long response falls (DAPO); 0: none.",
+        description="Number of tokens before overlong_max_tokens over which the reward falls (DAPO); 0: no penalty.",
     )
     overlong_max_tokens: int = Field(
         0,
         ge=0,
         le=MOST_TOKENS,
-        description="Length with the full penalty; 0: rollout.max_tokens, with agents rollout.context.",
+        description="Response length with the full penalty; 0: rollout.max_tokens, or rollout.context with agents.",
     )
-    overlong_penalty: float = Field(1.0, ge=0, description="The full penalty.")
+    overlong_penalty: float = Field(1.0, ge=0, description="Full penalty of an overlong response.")
     filter_overlong: bool = Field(
-        False, description="Train no token of responses that were cut off; their rewards stay in the baseline."
+        False, description="Do not train on responses that were cut off; their rewards still count in the baseline."
     )
-    aggregation: str = Field("token_mean", description="token_mean, sequence_mean or constant.")
+    aggregation: str = Field(
+        "token_mean", description="How losses of tokens are combined: token_mean, sequence_mean or constant."
+    )
     aggregation_tokens: int = Field(
         0,
         ge=0,
         le=MOST_TOKENS,
-        description="Divisor of constant, in tokens; 0: rollout.max_tokens, with agents rollout.context.",
+        description="Divisor of constant aggregation; 0: rollout.max_tokens, or rollout.context with agents.",
     )
     rollback: bool = Field(
         True,
-        description="Copy weights and moments before several optimizer steps, so that a failed step can be undone.",
+        description="Copy weights and moments before a train step of several optimizer steps, to undo a failed one.",
     )
     epochs_per_batch: int = Field(1, ge=1, le=1000, description="Passes over each batch.")
     micro_batch_tokens: int = Field(
-        16_384, ge=1, le=MOST_TOKENS, description="Tokens of one forward pass, padding included."
+        16_384, ge=1, le=MOST_TOKENS, description="Maximum tokens of one forward pass, including padding."
     )
     packing: Literal["auto", "on", "off"] = Field(
-        "auto", description="Trajectories end to end, without padding; auto: where the model's attention supports it."
+        "auto", description="Pack trajectories end to end, without padding; auto: if the model's attention supports it."
     )
     shared_prompts: Literal["auto", "on", "off"] = Field(
-        "auto", description="Compute a prompt once for its trajectories; auto: if it saves 15 % of their tokens."
+        "auto", description="Compute a prompt once for its trajectories; auto: if this saves 15 % of the tokens."
     )
     bf16: Literal["auto", "on", "off"] = Field(
-        "auto", description="Passes with bfloat16 weights, rounded from float32; auto: on CUDA devices that support it."
+        "auto",
+        description="Compute with bfloat16 weights, rounded from float32; auto: on CUDA devices that support it.",
     )
     publish_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Type of published weights; auto: that of the samplers."
+        "auto", description="Type of published weights; auto: the samplers' type."
     )
     fp32_head: bool = Field(
-        False, description="With bf16: logits in float32. Has no effect on models that scale or cap their logits."
+        False, description="With bf16: compute logits in float32. No effect on models that scale or cap their logits."
     )
     activation_checkpointing: bool = Field(
-        False, description="Keep only the inputs of layers for the backward pass: less memory, a third more time."
+        False, description="Keep only the layers' inputs for the backward pass: less memory, a third more time."
     )
     lora: LoraSection | None = Field(
         None, description="Train a low-rank adapter instead of the whole model; null: the whole model."
@@ -163,12 +168,13 @@ class TrainerSection(Section):
         1, ge=1, le=64, description="Processes on one machine that shard the trained model (FSDP2); 1: not sharded."
     )
     gpus_per_rank: int = Field(
-        0, ge=0, le=8, description="GPUs that Ray reserves for each rank; 0: one where the cluster has any."
+        0, ge=0, le=8, description="GPUs that Ray reserves for each rank; 0: one if the cluster has GPUs, else none."
     )
     cpu_offload: bool = Field(
-        False, description="On GPUs: keep the shards of several ranks, or the optimizer of one, in host memory."
+        False,
+        description="On GPUs: keep the shards of several ranks, or the optimizer of a single one, in host memory.",
     )
-    device: str = Field("auto", pattern=DEVICE, description="auto, cpu, cuda or cuda:N.")
+    device: str = Field("auto", pattern=DEVICE, description="Device of the trainer: auto, cpu, cuda or cuda:N.")
     device_memory_gb: float = Field(
         0.0,
         ge=0,
@@ -181,23 +187,25 @@ class TrainerSection(Section):
     checkpoint_every: int = Field(
         10,
         **BOUNDS["checkpoint_every"].as_field(),
-        description="Train steps between checkpoints, the last included; 0: none.",
+        description="Train steps between checkpoints; the last step also makes one. 0: no checkpoints.",
     )
     keep_checkpoints: int = Field(
-        2, **BOUNDS["keep_checkpoints"].as_field(), description="Newest checkpoints kept; the others are deleted."
+        2,
+        **BOUNDS["keep_checkpoints"].as_field(),
+        description="Number of newest checkpoints to keep; others are deleted.",
     )
     keep_checkpoints_every: int = Field(
         0,
         **BOUNDS["keep_checkpoints_every"].as_field(),
-        description="Keep one checkpoint of every so many train steps permanently; 0: none.",
+        description="Keep a checkpoint permanently after every so many train steps; 0: none.",
     )
 
     keep_best: KeepBestSection | None = Field(
-        None, description="Also keep the best checkpoint by a figure of a validation; null: only the newest ones."
+        None, description="Also keep the best checkpoint by a validation metric; null: only the newest ones."
     )
 
     def settings(self, *, response_tokens: int, samplers: str, **shared: Any) -> TrainerSettings:
-        """As the trainer takes them, with what it `shared` with other sections. `samplers`: the type of the samplers'
+        """The settings for the trainer. `shared`: settings from other sections. `samplers`: the type of the samplers'
         weights, for `publish_dtype`. Raises: ConfigError."""
         elsewhere = {
             "checkpoint_every",
@@ -218,7 +226,7 @@ class TrainerSection(Section):
 
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Of each tensor in the model's files, by its name."""
+"""The shape of each tensor in the model's files, by its name."""
 
 
 def refuse_adapter(config: "Config") -> None:
@@ -233,7 +241,7 @@ def refuse_adapter(config: "Config") -> None:
         law = f"must be at most {LORA_RANKS[-1]}, the highest rank that vLLM takes"
         raise ConfigError("trainer.lora.rank", config.trainer.lora.rank, law, f"use {LORA_RANKS[-1]} or less")
     if config.rollout.transport == "vllm":
-        law = "it sends whole models, but trainer.lora publishes an adapter"
+        law = "sends whole models, but trainer.lora publishes an adapter"
         raise ConfigError("rollout.transport", "vllm", law, "use object_store or distributed")
     if config.model.checkpoint_path is not None:
         law = "has a whole model, but trainer.lora begins with an adapter of its own"
@@ -261,7 +269,7 @@ def linear_layers(shapes: Shapes) -> dict[str, list[tuple[int, ...]]]:
 
 
 def adapter_numbers(lora: Lora, shapes: Shapes) -> int:
-    """How many numbers an adapter has. Raises: `ConfigError` for layers that the model lacks."""
+    """Number of parameters of an adapter. Raises: `ConfigError` for layers that the model lacks."""
     layers = linear_layers(shapes)
     adapted = lora.targets(list(layers)) if layers else []
     return sum(lora.rank * (rows + columns) for name in adapted for rows, columns in layers[name])
@@ -272,4 +280,4 @@ def adapter_line(lora: Lora, shapes: Shapes, parameters: int) -> Iterator[str]:
     numbers = adapter_numbers(lora, shapes)
     if numbers:
         share = numbers / max(1, parameters)
-        yield f"ok: trainer.lora trains {numbers:,} parameters beside the model's {parameters:,} ({share:.2%})"
+        yield f"ok: trainer.lora trains {numbers:,} parameters in addition to the model's {parameters:,} ({share:.2%})"

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 RESERVED = ("accuracy", "reward_mean", "rows", "measured", "version", "steps", "seconds", "elapsed_s", "outcome")
-"""Names that a set cannot have: its metrics are `validation/NAME/...`, and these are metrics `validation/...`."""
+"""Names that a set cannot have: its metrics are `validation/NAME/...`, and `validation/accuracy` and so on are metrics
+of all sets."""
 
 
 class ValidationSetSection(Section):
@@ -35,7 +36,7 @@ class ValidationSetSection(Section):
     prompts: int | None = Field(
         None, ge=1, le=1_000_000, description="Maximum number of prompts; null: validation.prompts."
     )
-    samples_per_prompt: int = Field(1, ge=1, le=1024, description="Responses to each prompt.")
+    samples_per_prompt: int = Field(1, ge=1, le=1024, description="Number of responses to each prompt.")
     k: list[int] | None = Field(
         None,
         max_length=16,
@@ -45,8 +46,8 @@ class ValidationSetSection(Section):
         None,
         ge=0,
         le=100,
-        description="Sampling temperature; 0: greedy; null: rollout.temperature, but greedy for single responses if "
-        "validation.greedy.",
+        description="Sampling temperature; 0: greedy; null: rollout.temperature, but greedy if validation.greedy is "
+        "set and each prompt gets one response.",
     )
     top_p: float | None = Field(
         None, gt=0, le=1, description="Probability mass of nucleus sampling; null: rollout.top_p."
@@ -72,7 +73,9 @@ class ValidationSection(Section):
     """How the model is measured on held-out prompts."""
 
     at_start: bool = Field(True, description="Validate the initial weights while training starts.")
-    every: int = Field(0, ge=0, le=1_000_000, description="Train steps between validations; 0: none.")
+    every: int = Field(
+        0, ge=0, le=1_000_000, description="Train steps between validations; 0: none between start and end."
+    )
     at_end: bool = Field(True, description="Validate the final weights before the run ends.")
     prompts: int = Field(128, ge=1, le=1_000_000, description="Maximum number of prompts of a validation set.")
     sets: list[ValidationSetSection] = Field(
@@ -81,13 +84,16 @@ class ValidationSection(Section):
         description="Several sets; empty: data.validation_path, with one response to each prompt.",
     )
     placement: Literal["shared", "own"] = Field(
-        "shared", description="On rollout replicas (shared), or on additional replicas (own)."
+        "shared", description="Validate on rollout replicas (shared), or on additional replicas (own)."
     )
-    replicas: int = Field(1, ge=1, le=4096, description="Replicas of a validation; if shared, of rollout.replicas.")
+    replicas: int = Field(
+        1, ge=1, le=4096, description="Number of replicas that validate; if shared, out of rollout.replicas."
+    )
     conflict: Literal["hold", "cancel"] = Field(
-        "hold", description="If validation keeps all replicas from newer weights: hold the weights, or cancel it."
+        "hold",
+        description="If validation keeps newer weights from all replicas: hold the weights, or cancel the validation.",
     )
-    greedy: bool = Field(True, description="Take the likeliest token where a prompt gets one response.")
+    greedy: bool = Field(True, description="Always take the likeliest token if a prompt gets one response.")
 
 
 class SetSettings(NamedTuple):
@@ -109,7 +115,7 @@ class SetSettings(NamedTuple):
     """None: the reward of the run."""
     answer: str
     parts: tuple[str, ...]
-    """Names of the functions that its reward is the sum of, if it is."""
+    """Names of the functions whose weighted sum is its reward; empty for another reward."""
     correct: tuple[str, ...]
 
     def limited(self, prompts: int) -> ValidationSet:
@@ -122,12 +128,12 @@ class SetSettings(NamedTuple):
 
     @property
     def way(self) -> tuple[float, float, int, str | None]:
-        """How it is sampled and judged. Sets with the same way share a generator."""
+        """How it is sampled and judged. Sets that are sampled and judged in the same way share a generator."""
         return self.temperature, self.top_p, self.max_tokens, self.reward
 
 
 def validation_sets(section: ValidationSection, rollout: RolloutSection, reward: RewardSection) -> list[SetSettings]:
-    """The sets, in order; the default one where none is named."""
+    """The sets, in order; if no set is named, the default one."""
     given = section.sets or [ValidationSetSection(name=HELD_OUT)]
     return [_settings(one, index, section, rollout, reward) for index, one in enumerate(given)]
 
@@ -241,7 +247,7 @@ def _refuse_best(config: "Config") -> None:
     known = metric_names(limits.measured_sets)
     if best.metric not in known:
         fix = suggestion(best.metric, known, f"use one of {', '.join(known)}")
-        raise ConfigError("trainer.keep_best.metric", best.metric, "is not a figure of the validation", fix)
+        raise ConfigError("trainer.keep_best.metric", best.metric, "is not a validation metric", fix)
     every = config.validation.every
     for field, step in _rhythms(config):
         if not every or every % step:

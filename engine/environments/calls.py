@@ -54,7 +54,7 @@ class HangingCalls:
 
 
 class EpisodeCalls:
-    """The calls of one episode, each of at most `timeout_s` seconds."""
+    """The calls of one episode. Each may take at most `timeout_s` seconds."""
 
     def __init__(self, timeout_s: float, hanging: HangingCalls) -> None:
         self._timeout_s = timeout_s
@@ -146,7 +146,7 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 Invoke = Callable[..., Awaitable[Any]]
-"""(function, keyword arguments) → what the function returns. Raises what it raises, or `CallTimeout`."""
+"""(function, keyword arguments) → what the function returns. Raises the function's exceptions, or `CallTimeout`."""
 
 
 class ToolError(Exception):
@@ -190,7 +190,7 @@ class FunctionTool:
 class Toolbox:
     """The tools of one episode.
 
-    Raises: `EngineError` for a tool that is neither a function nor a schema, and for two of one name.
+    Raises: `EngineError` for a tool that is neither a function nor a schema, and for two tools with the same name.
     """
 
     def __init__(self, tools: Sequence[Tool]) -> None:

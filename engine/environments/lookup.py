@@ -1,8 +1,8 @@
 """A small environment with a tool: follow a number of links from a key, and say where they end.
 
-`follow 3 from k` asks for the key that is reached from k over three links. Each row has links of its own, which only
-the tool `lookup` shows, so a model must call it to know the answer. `model.make: lookup` makes a model and rows
-for it (`tasks.lookup`); a row has the fields `start`, `steps`, `links` and `answer`.
+`follow 3 from k` asks for the key that is three links away from k. Each row has its own links, and only the tool
+`lookup` shows them, so a model must call it to find the answer. `model.make: lookup` makes a model and rows for this
+environment (`tasks.lookup`). A row has the fields `start`, `steps`, `links` and `answer`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ FIELDS = ("start", "steps", "links", "answer")
 
 
 class Lookup(Environment):
-    """The reward is 1 for the right answer, less `error_penalty` for each tool call that fails."""
+    """The reward is 1 for the right answer, minus `error_penalty` for each tool call that fails."""
 
     def __init__(self, error_penalty: float = 0.1) -> None:
         self._error_penalty = error_penalty

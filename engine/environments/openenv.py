@@ -87,7 +87,7 @@ class OpenEnv(Environment):
             await self._client.close()
 
     def _shown(self, observation: Any) -> str:
-        """What the model reads of an observation. Servers add `metadata`, mostly empty, to each."""
+        """The part of an observation that the model reads. Servers add `metadata` to each, which is mostly empty."""
         if self._observation_field is not None:
             value = observation.get(self._observation_field)
             return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,7 +1,8 @@
 """The protocol of an environment: one object per episode, with `reset`, tools and `step`.
 
-Users derive from `Environment`; `rollout.agents.environment_program` plays episodes with it. Every method may be plain,
-and then runs on a thread of its episode, or `async`. It must never see tokens: the engine renders and captures them.
+Users derive from `Environment`; `rollout.agents.environment_program` plays episodes with it. Every method may be
+`async`, or a plain function, which runs on a thread of its episode. An environment must never see tokens: the engine
+renders and captures them.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -41,7 +42,7 @@ class Turn:
     """One answer of the model, after the engine has called the tools in it."""
 
     number: int
-    """Counted from 1."""
+    """Number of the turn, counted from 1."""
     text: str
     """The answer without its tool calls."""
     calls: Sequence[ToolCall] = ()
@@ -58,10 +59,10 @@ class Step:
     reward: float | None = None
     """The reward of an episode is the sum of these. If no step has one, `reward.function` judges the episode."""
     turn_reward: float | None = None
-    """A further share of that sum, which this turn alone has earned: answers after it get no credit for it."""
+    """An additional part of that sum, which this turn alone has earned: later answers get no credit for it."""
     done: bool = False
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Further figures by name, added up over the episode: the metrics `agent_<name>`."""
+    """Additional figures by name, added up over the episode: the metrics `agent_<name>`."""
 
 
 class Environment:
@@ -78,7 +79,7 @@ class Environment:
         return ()
 
     def reset(self, prompt: Prompt, seed: int) -> Messages | Awaitable[Messages | None] | None:
-        """Begin the episode of a prompt. Returns the first messages; None: those of the prompt."""
+        """Begin the episode of a prompt. Returns the first messages; None: use those of the prompt."""
         return None
 
     def step(self, turn: Turn) -> Step | Awaitable[Step]:

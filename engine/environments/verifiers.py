@@ -9,7 +9,7 @@
     agent: {function: my_agent:run}
 
 The environment calls the run's model through the gateway, which captures its tokens, and its rubric gives the reward.
-`verifiers` is imported late, and only by those who use this module: it is no dependency of the engine.
+`verifiers` is not a dependency of the engine: this module imports it only when it is used.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from engine.trajectory import Prompt, RolloutResult
 Agent = Callable[[str, str, Prompt], Coroutine[Any, Any, RolloutResult]]
 
 COLUMNS = ("example_id", "task", "answer", "info")
-"""Columns of a row, besides its prompt, that a rollout of an environment needs."""
+"""Columns of a row, in addition to its prompt, that a rollout of an environment needs."""
 CONNECTION_ERRORS = ("APIConnectionError", "APITimeoutError", "InternalServerError")
 
 
 class _NoSignals:
-    """Stands in for the module `signal` where no handler may be set."""
+    """Replaces the module `signal` where no handler may be set."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(signal, name)
@@ -94,7 +94,7 @@ def _counted_errors(environment: Any) -> ContextVar[list[BaseException]]:
 
         def counted(error: BaseException) -> Any:
             errors = collected.get(None)
-            if errors is not None:  # else it is of a rollout of another agent on this environment
+            if errors is not None:  # else the error is from another agent's rollout of this environment
                 errors.append(error)
             return formatted(error)
 
@@ -110,8 +110,8 @@ def input_of(prompt: Prompt) -> dict[str, Any]:
 
 
 def rows_of(environment: Any, count: int = -1, *, evaluation: bool = False) -> list[dict[str, Any]]:
-    """Rows for `data.path`: the prompts of an environment's data set. `count`: how many, -1 for all. `evaluation`: of
-    its evaluation set, for `data.validation_path`."""
+    """Rows for `data.path`: the prompts of an environment's data set. `count`: number of rows; -1: all. `evaluation`:
+    use its evaluation set, for `data.validation_path`."""
     data = environment.get_eval_dataset(n=count) if evaluation else environment.get_dataset(n=count)
     return [{"messages": row["prompt"]} | {name: row[name] for name in COLUMNS if name in row} for row in data]
 
@@ -119,7 +119,7 @@ def rows_of(environment: Any, count: int = -1, *, evaluation: bool = False) -> l
 def main(arguments: list[str]) -> int:
     """Write the prompts of an environment to a JSONL file."""
     parser = argparse.ArgumentParser(prog="python -m engine.environments.verifiers", description=main.__doc__)
-    parser.add_argument("name", help="what verifiers.load_environment takes")
+    parser.add_argument("name", help="name for verifiers.load_environment")
     parser.add_argument("file", help="JSONL file to write")
     parser.add_argument("--arguments", type=json.loads, default={}, help="JSON object: arguments of the environment")
     parser.add_argument("--count", type=int, default=-1, help="number of prompts; -1: all")

@@ -143,7 +143,7 @@ class GatewayServer:
         return answer
 
     def _figures(self, call: Call) -> list[TokenFigures]:
-        """Of each token, its text, its log-prob, and those of the likeliest tokens at its place, if requested."""
+        """The text and log-prob of each token and, if requested, of the likeliest tokens at its place."""
 
         def named(likeliest: Sequence[tuple[int, float]]) -> list[tuple[str, float]]:
             return [(self._chat.full([id]), value) for id, value in likeliest]
@@ -153,7 +153,7 @@ class GatewayServer:
         return [TokenFigures(self._chat.full([token]), value, named(top)) for token, value, top in tokens]
 
     def _check_model(self, said: AgentRequest) -> None:
-        """Raises: `RequestError` 404 for a name that is not the model's."""
+        """Raises: `RequestError` 404 for a name that is not that of the model."""
         if said.model is not None and said.model not in (self._model, ANY_MODEL):
             law = f"the model {said.model!r:.80} does not exist; this run serves {self._model!r}"
             known = "" if self._model == ANY_MODEL else f", also under the name {ANY_MODEL!r}"

@@ -1,7 +1,7 @@
 """Parses and checks agents' requests in OpenAI's format; faults become OpenAI error objects.
 
-Called by `gateway_server.py`. `request_fields.py` says which fields are honored, and refuses those that cannot be.
-Fields that it does not know are ignored, as other servers do.
+Called by `gateway_server.py`. `request_fields.py` says which fields are honored, and refuses values that cannot be.
+Unknown fields are ignored, as on other servers.
 """
 
 import json
@@ -40,7 +40,7 @@ class Answer:
     completion_tokens: int
     tool_calls: list[ParsedCall] = field(default_factory=list)
     logprobs: list["TokenFigures"] | None = None
-    """Of each sampled token, if requested."""
+    """The figures of each sampled token, if requested."""
 
     @property
     def usage(self) -> dict[str, int]:
@@ -277,7 +277,7 @@ class CompletionRequest(AgentRequest):
 
     @property
     def figures(self) -> int | None:
-        """As `ChatRequest.figures`."""
+        """See `ChatRequest.figures`."""
         return self.logprobs
 
     @property

@@ -16,14 +16,14 @@ class Rule:
     """What happens to a field."""
 
     treatment: Treatment
-    """`honored`: as OpenAI's documentation says. `the run's`: the run's own setting applies instead. `no effect`: on
-    the answer. `refused`: a value other than `allowed` gets HTTP 400."""
+    """`honored`: works as in OpenAI's documentation. `the run's`: the run's own setting applies instead. `no effect`:
+    has no effect on the answer. `refused`: a value other than `allowed` gets HTTP 400."""
     allowed: str = ""
-    """The allowed values, in words; empty: all of the field's type."""
+    """The allowed values, in words; empty: all values of the field's type."""
     accepts: Callable[[Any], bool] = lambda value: True
     """Whether a value is allowed. A field that is left out or null always is."""
     reason: str = ""
-    """Why others are refused, or a remark."""
+    """Why other values are refused, or a remark."""
 
 
 def _one_of(*values: Any) -> Callable[[Any], bool]:

@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 QUOTED = 2000
 """Number of characters of a program's standard error that a failure quotes."""
 ANSWER_S = 5.0
-"""Time limit for the agents' event loop to answer after an agent is cancelled. Past it, the thread is blocked."""
+"""Time limit for the agents' event loop to answer after an agent is cancelled. After it, the thread counts as
+blocked."""
 MOST_BLOCKED = 16
 """Maximum number of blocked threads. Python cannot end a blocked thread."""
 PDEATHSIG = 1
@@ -70,7 +71,7 @@ class FunctionRunner:
         self._answer_s = answer_s
         self._threads = [AgentThread()]
         self._blocked: list[Future[None]] = []
-        """Each is done when its thread is no longer blocked."""
+        """Tasks for blocked threads. Each is done when its thread is no longer blocked."""
         self._lost = asyncio.Event()
 
     async def run(self, base_url: str, key: str, prompt: Prompt) -> RolloutReturn:

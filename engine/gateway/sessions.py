@@ -25,8 +25,8 @@ class Sampler(Protocol):
     """The sampling side: one replica."""
 
     def sample(self, call: AgentCall) -> Coroutine[Any, Any, SampleResult]:
-        """As `RolloutBackend.sample`. Raises: `DataFailure` if no replica could sample the request. Any other exception
-        is this replica's failure, and the call continues on another replica."""
+        """See `RolloutBackend.sample`. Raises: `DataFailure` if no replica could sample the request. Any other
+        exception is a failure of this replica, and the call continues on another replica."""
 
 
 class SessionOver(Exception):
@@ -39,8 +39,8 @@ class ContextSpent(DataFailure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Limits of every agent. `context` is in tokens; None if only the sampling side knows it. `top_logprobs`: of the
-    likeliest tokens that the backend can return beside each sampled one."""
+    """Limits of every agent. `context` is in tokens; None if only the sampling side knows it. `top_logprobs`: maximum
+    number of likeliest tokens that the backend can return for each sampled token."""
 
     max_tokens: int
     context: int | None
@@ -162,7 +162,7 @@ class AgentGroup:
         return self._link.attempt if self._link is not None else 0
 
     def open(self, link: ReplicaLink) -> "asyncio.Future[GroupOutcome]":
-        """Let calls sample on a replica. The future is done when every agent has ended, or, with the partial result,
+        """Let calls sample on a replica. The future is done when every agent has ended; or, with the partial result,
         when the replica is taken away."""
         self._resolve(self._story(aborted=True))
         if self._link is not None:

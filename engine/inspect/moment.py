@@ -36,15 +36,15 @@ def open_record(run: str | Path) -> Record:
 def replay_text(run: str | Path) -> tuple[str, int]:
     """Replay a record. Returns the report and the exit code: 0 identical, 1 diverged.
 
-    Raises: as `open_record`, and `RecordError` for damage in any segment.
+    Raises: see `open_record`; also `RecordError` for damage in any segment.
     """
     report = replay(open_record(run))
     return str(report), 0 if report.identical else 1
 
 
 def waits_text(run: str | Path) -> str:
-    """What a run waited for after the last event of its record. Raises: as `open_record`, `RecordError` if this engine
-    decides differently."""
+    """What a run waited for after the last event of its record. Raises: see `open_record`; also `RecordError` if this
+    engine decides differently."""
     recovered = recover(open_record(run))
     state = recovered.scheduler.state
     if state.outcome is not None:
@@ -92,7 +92,7 @@ class Moment:
 
 
 def at_text(run: str | Path, n: EventId, group: GroupId | None = None) -> str:
-    """The text of `state_at` for the run in a directory. Raises: as `state_at` and `open_record`."""
+    """The text of `state_at` for the run in a directory. Raises: see `state_at` and `open_record`."""
     return str(state_at(open_record(run), n, group))
 
 
@@ -150,7 +150,7 @@ class _Watcher:
         self._changes.clear()
 
     def moment(self, report: ReplayReport) -> Moment:
-        """The result of a finished replay. Raises: as `state_at`."""
+        """The result of a finished replay. Raises: see `state_at`."""
         rejected = [r for r in report.rejected if r.event.id == self.n]
         notes = [f"cut: {report.torn}"] if report.torn else []
         if report.divergence is not None:

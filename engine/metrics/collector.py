@@ -5,8 +5,8 @@
     metrics = RunMetrics(scheduler, transitions, journal=Journal(path))
     driver = Driver(..., observe=metrics.observe)
 
-`observe` costs O(1) an event and must never change the scheduler. What is only a figure of the present state is read
-when it is asked for, by `status` and by the exporter (`export.py`), which may run on other threads.
+`observe` costs O(1) per event and must never change the scheduler. A figure of the present state is read only when
+`status` or the exporter (`export.py`) needs it; both may run on other threads.
 """
 
 from collections import Counter, deque
@@ -62,7 +62,7 @@ __all__ = ["HasState", "RunMetrics", "TakesRows", "Transitions"]
 
 
 NO_GROUPS: Mapping[str, float] = {"groups": 0, "share": 0.0}
-"""Of a data source that a batch has nothing of."""
+"""The figures of a data source without a group in the batch."""
 
 
 class HasState(Protocol):
@@ -121,10 +121,10 @@ class RunMetrics:
         """Staleness of the groups of the newest trained step."""
         self.tokens_trained = 0
         self.since: dict[tuple[str, int], float] = {}
-        """Since when replicas, open steps and the newest checkpoint have been in their present state; see
+        """The times since which replicas, open steps and the newest checkpoint have been in their present state; see
         `states.waits`."""
         self.silence = (-1, "")
-        """(changes so far, text) of the last report that nothing changed."""
+        """(number of changes so far, text) of the last report that nothing changed."""
         self.rewards: list[float | None] = []
         """Mean reward of each finished step of this run, in order."""
         self.accuracies: list[tuple[int, float]] = []
@@ -255,7 +255,7 @@ class RunMetrics:
         self.accuracies.append((steps, accuracy))
 
     def close(self) -> None:
-        """Write the rows of finished steps that the trainer never reported, and close the journal."""
+        """Write the rows of finished steps for which the trainer reported no metrics, and close the journal."""
         self.steps.flush()
         if self._journal is not None:
             self._journal.close()
@@ -292,7 +292,7 @@ class RunMetrics:
 
     @property
     def changes(self) -> int:
-        """Number of events so far that were no stale echoes."""
+        """Number of events so far, without stale echoes."""
         return self.events.total() - self.state.stale_echoes
 
     def status(self, now: float | None = None) -> Status:

@@ -1,8 +1,8 @@
 """Exports the figures of `RunMetrics` to Prometheus, in a separate registry, at each scrape.
 
 The exporter reads counters and sizes only, so a scrape costs the same for any number of groups. It runs on the server's
-thread and never iterates over what the scheduler changes. It exports exactly the names of `names.py`; those marked run
-directory or Ray only if the run has one.
+thread and never iterates over what the scheduler changes. It exports exactly the names of `names.py`, but those marked
+`run directory` or `Ray` only if the run has one.
 """
 
 import shutil

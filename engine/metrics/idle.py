@@ -1,7 +1,7 @@
 """Splits the time of slots and of the trainer into busy and idle, by cause.
 
 Used by `collector.RunMetrics`. Nothing changes between two events, so the split after one event holds until the next.
-Sums are updated only when the split changes, which is exact and costs O(1), and nothing after most events.
+Sums are updated only when the split changes. This is exact, costs O(1), and costs nothing after most events.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ NOTHING: Split = (0, (), "starting", None, "starting")
 
 
 def only_syncs(kind: type[Event], commands: Sequence[Command]) -> bool:
-    """Whether an event and its commands took no group off a replica that is not ready."""
+    """Whether an event and its commands removed no group from a replica that is not ready."""
     return kind in SYNC_EVENTS and all([type(command) in SYNC_ORDERS for command in commands])
 
 

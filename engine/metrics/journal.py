@@ -156,7 +156,7 @@ PROMPTS = "prompts"
 
 
 def sets_of(estimates: Sequence[Estimate]) -> dict[str, dict[str, Any]]:
-    """The figures of each set."""
+    """The figures of each set, by its name."""
     sets: dict[str, dict[str, Any]] = {}
     for found in estimates:
         figures = sets.setdefault(found.set, {PROMPTS: found.prompts})
@@ -212,7 +212,7 @@ class StepRows:
     def __init__(
         self, emit: Callable[[Row], None], counts: Mapping[str, int] | None = None, recent: int = 32
     ) -> None:  # fmt: skip
-        """`counts`: counts as `finished` takes them, which later rows must not include."""
+        """`counts`: counts, as in `finished`, that later rows must not include."""
         self.recent: deque[Row] = deque(maxlen=recent)
         """The newest rows, oldest first."""
         self._emit = emit
@@ -230,7 +230,7 @@ class StepRows:
     def formed(self, step: StepId, groups: list[Group], staleness: tuple[int, ...]) -> None:
         """Note that a batch was ordered to be trained. A repeated order changes nothing.
 
-        `staleness`: of each group. Groups that no longer exist have no other figures.
+        `staleness`: staleness of each group. Groups that no longer exist have no other figures.
         """
         entry = self._open.get(step)
         if entry is None or "groups" in entry.fields:
@@ -294,7 +294,7 @@ class StepRows:
             self._write(step)
 
     def flush(self) -> None:
-        """Write the rows of finished steps that the trainer never reported."""
+        """Write the rows of finished steps for which the trainer reported no metrics."""
         for step in [id for id, entry in self._open.items() if entry.finished]:
             self._write(step)
 

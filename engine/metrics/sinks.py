@@ -33,7 +33,7 @@ MLFLOW_RUN = "mlflow_run.txt"
 
 Row = Mapping[str, Any]
 Samples = Callable[[Row], Sequence[Row]]
-"""The samples to send along with a row of metrics; may raise anything."""
+"""Returns the samples to send with a row of metrics; may raise anything."""
 
 
 class Client(Protocol):
@@ -62,7 +62,8 @@ class TensorBoard:
         self._writer.flush()
 
     def show(self, step: int, name: str, samples: Sequence[Row]) -> None:
-        """As texts of a run `samples`: of two files in one directory TensorBoard would follow the newer only."""
+        """Write samples as texts of a separate run, `samples`, because TensorBoard reads only the newer of two files in
+        a directory."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -80,7 +81,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Writes a run of Weights & Biases. Offline it stays in the run's directory until `wandb sync`."""
+    """Writes a run of Weights & Biases. In offline mode, it stays in the run's directory until `wandb sync`."""
 
     def __init__(self, run: str, directory: Path, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         import wandb
@@ -101,7 +102,7 @@ class WeightsAndBiases:
         )
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        self._step = max(self._step, step)  # its steps must not decrease, and a validation may be of older weights
+        self._step = max(self._step, step)  # W&B's steps must not decrease, but a validation may measure older weights
         self._run.log(dict(figures), step=self._step)
 
     def show(self, step: int, name: str, samples: Sequence[Row]) -> None:
@@ -133,7 +134,7 @@ class MLflow:
         noted = directory / MLFLOW_RUN
         self._id, known_params = self._continue_run(noted) or self._begin(noted, experiment, run)
         given = {key: str(value)[:500] for key, value in leaves(config).items()}
-        params = [Param(key, value) for key, value in given.items() if key not in known_params]  # they never change
+        params = [Param(key, value) for key, value in given.items() if key not in known_params]  # they cannot change
         for first in range(0, len(params), 100):
             self._client.log_batch(self._id, params=params[first : first + 100])
 
@@ -220,13 +221,14 @@ class Sink:
                     self.lost += 1
 
     def wait(self, seconds: float) -> None:
-        """Wait until everything is written, at most this long."""
+        """Wait until everything is written, for at most `seconds`."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             log.warning("%s did not end in time, so its last rows may be missing", self.name)
 
     def _work(self, make: Callable[[], Client]) -> None:
-        """Write queued rows. A row that cannot be written is lost. If the client cannot be opened, all rows are."""
+        """Write queued rows. A row that cannot be written is lost. If the client cannot be opened, all rows are
+        lost."""
         try:
             client = make()
         except BaseException:
@@ -247,7 +249,7 @@ class Sink:
             log.exception("%s could not be closed", self.name)
 
     def _show(self, client: Client, row: Row) -> None:
-        """Send the samples of a row along. A failure is reported once."""
+        """Send the samples that belong to a row. A failure is reported once."""
         try:
             samples = self._samples(row)
             if samples:
@@ -345,7 +347,7 @@ def figures_of(row: Row) -> dict[str, float]:
 
 
 def leaves(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """All values that are no mappings, by path: `outer/inner`."""
+    """All values that are not mappings, by path: `outer/inner`."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         path = f"{above}{name}"

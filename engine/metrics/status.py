@@ -53,9 +53,9 @@ class Status:
     ready: int
     parked: int
     version: Version
-    """Newest published by the trainer."""
+    """Newest version that the trainer published."""
     replica_versions: dict[ReplicaId, Version]
-    """Of replicas that are up."""
+    """Weights versions of the replicas that are up."""
     replica_states: dict[ReplicaId, str]
     """Number of replicas by state (`names.REPLICA_STATES`)."""
     replica_slots: dict[ReplicaId, tuple[int, int]]

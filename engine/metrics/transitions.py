@@ -51,7 +51,7 @@ class Transitions:
         self.others_changed = True
         """Whether something other than a group changed since `RunMetrics` last looked."""
         self.steps: list[tuple[StepId, str]] = []
-        """(step, new state) since then."""
+        """(step, new state) of each step that changed since then."""
         self.validations: list[EndedValidation] = []
         """Validations that ended since then."""
         self.replicas: dict[ReplicaId, Replica] = {}
@@ -116,8 +116,7 @@ class Transitions:
         return [counts, ended, [*self.recoveries.items()], self.draining_since]
 
     def take(self, plain: Any) -> None:
-        counts, ended, *later = plain
-        recoveries, draining_since = later or ([], None)  # older snapshots do not have these counts
+        counts, ended, recoveries, draining_since = plain
         recoveries = {str(kind): int(n) for kind, n in recoveries}
         draining_since = None if draining_since is None else float(draining_since)
         self._groups, self._others = {}, {}

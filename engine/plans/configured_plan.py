@@ -33,8 +33,8 @@ from engine.trajectory import Prompt
 
 
 def plan_of(config: Config, run_dir: Path, progress: Progress | None = None, local: Local = NO_LOCAL) -> Plan:
-    """The plan of a configured run. With `model.make`, creates the quickstart's model and data. `local`: functions and
-    classes that other processes cannot import.
+    """The plan of a configured run. With `model.make`, creates the model and its data. `local`: functions and classes
+    that other processes cannot import, by field.
 
     Raises: `ConfigError` for a file, a model directory, a reward or a rollout backend that cannot be used.
     """
@@ -50,7 +50,7 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None, loc
 
 
 def check_plan(config: Config, local: Local = NO_LOCAL) -> None:
-    """What `plan_of` refuses, before a run's directory is made. Creates no model and copies no checkpoint.
+    """Check what `plan_of` would refuse, before a run's directory is made. Creates no model and copies no checkpoint.
 
     Raises: `ConfigError`.
     """
@@ -164,7 +164,7 @@ def transport_settings(rollout: RolloutSection) -> DistributedSettings | VllmSet
     """The transport named by `rollout.transport`; None: Ray's object store."""
     if rollout.transport == "object_store":
         return None
-    # Both ends of a message hold a bucket of its size.
+    # Both the sender and the receiver of a message have a bucket of its size.
     bucket_bytes = min(rollout.send_bucket_mb, rollout.receive_bucket_mb) << 20
     backend = rollout.transport_backend
     inward = DistributedSettings(backend=backend, bucket_bytes=bucket_bytes, timeout_s=rollout.transport_timeout_s)

@@ -1,7 +1,7 @@
-"""What replicas and agents of a configured run do: sampling backends, generators, the gateway, rewards in a state.
+"""The parts of a configured run that produce rollouts: sampling backends, generators, the gateway, rewards in a state.
 
-`configured_plan` checks it in the launching process; the processes of a run make their parts with it. Torch comes with
-a backend only.
+`configured_plan` uses this module for checks in the launching process; the processes of a run make their parts with it.
+Torch is imported only with a backend.
 """
 
 import os
@@ -261,9 +261,9 @@ BACKENDS: dict[str, Callable[[Config, Inputs, ReplicaId], RolloutBackend]] = {
     "vllm": vllm_backend,
     "openai": openai_backend,
 }
-"""By `rollout.backend`. Called in the actor, on a thread."""
+"""Makers of backends, by `rollout.backend`. They are called in the actor, on a thread."""
 
 
 def rows_of(config: Config) -> int:
-    """Maximum number of trajectories that a replica samples at a time."""
+    """Maximum number of trajectories that a replica samples at once."""
     return config.rollout.slots * config.scheduler.samples_per_prompt

@@ -36,7 +36,7 @@ class Inputs:
 
     model: str
     sources: tuple[SourceFiles, ...]
-    """The training prompts, with the rows that the run takes."""
+    """The training prompts, with the rows that the run uses."""
     held_out: str | Sequence[str] | None
     reward: str | None
     """`module:function`."""
@@ -44,9 +44,10 @@ class Inputs:
     local: Local = field(default_factory=dict)
     held_out_rows: Sequence[int] | None = None
     set_rows: Mapping[str, Sequence[int]] | None = None
-    """Rows of the files of validation sets, by the field that names the file; others, and None: all."""
+    """Rows to use from the files of validation sets, by the field that names the file. A missing file or None: all
+    rows."""
     most_prompt_tokens: int | None = None
-    """Longer prompts are cut; None: there are none."""
+    """Maximum tokens of a prompt; longer ones are truncated. None: no prompt is truncated."""
 
 
 def inputs_of(config: Config, progress: Progress | None = None) -> Inputs:
@@ -70,8 +71,8 @@ def inputs_of(config: Config, progress: Progress | None = None) -> Inputs:
 
 
 def reward_of(config: Config, inputs: Inputs, *, check: bool = False) -> RewardParts | None:
-    """The reward of a run: its function, or the weighted sum of several. None: rollouts return their own. `check`: also
-    what the functions need.
+    """The reward of a run: its function, or the weighted sum of several. None: rollouts return their rewards. `check`:
+    also test what the functions need.
 
     Raises: `ConfigError` for a function that cannot be imported or called.
     """
@@ -82,9 +83,9 @@ def reward_of(config: Config, inputs: Inputs, *, check: bool = False) -> RewardP
 
 
 def fit_prompts(config: Config, inputs: Inputs, progress: Progress | None, *, trains: bool = True) -> Inputs:
-    """With the prompts that fit the model. `trains`: the training prompts, too.
+    """The inputs, with only the prompts that fit the model. `trains`: also select the training prompts.
 
-    Raises: `ConfigError` for prompts that cannot be read, or not by this model.
+    Raises: `ConfigError` for prompts that cannot be read, or that this model cannot read.
     """
     files = {source.field: source.load().data for source in inputs.sources} if trains else {}
     if config.model.make is not None:
@@ -123,7 +124,7 @@ def _held_out_data(inputs: Inputs, path: str | Sequence[str]) -> Dataset:
 
 
 def held_out_of(config: Config, inputs: Inputs, limits: ValidationLimits) -> tuple[list[Prompt], ValidationLimits]:
-    """The prompt of each row of a validation, and the limits with their number."""
+    """The prompt of each row of a validation, and the limits with the number of rows."""
 
     def data_of(one: SetSettings) -> Dataset:
         field = HELD_OUT if one.path is None else f"{one.field}.path"

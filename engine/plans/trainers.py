@@ -1,4 +1,4 @@
-"""The weights that a run begins with, and what trains and scores them.
+"""The weights that a run begins with, its trainer and its scorers.
 
 Called by `configured_plan`, in the launching process, and by the processes of a run. With `model.checkpoint_path`, a
 run gets links to the files of that checkpoint, or copies, in its own directory, so that it can be resumed after the
@@ -34,7 +34,7 @@ FOLDER = "start"
 
 def start_of(config: Config, run_dir: Path, model: str) -> tuple[TrainerSettings, str]:
     """The trainer's settings, and the directory of the weights that the run begins with. The reference stays `model`.
-    Raises: as `start_weights`."""
+    Raises: see `start_weights`."""
     settings, begin = config.trainer_settings(), start_weights(config, run_dir, model)
     if begin != model and settings.needs_reference and settings.reference_path is None:
         settings = replace(settings, reference_path=model)

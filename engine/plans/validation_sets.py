@@ -1,4 +1,4 @@
-"""The validation sets of a configured run: their prompts, and what answers and judges them on a replica.
+"""The validation sets of a configured run: their prompts, and the generators and rewards for them on a replica.
 
 Called by `configured_plan`, in the launching process and in replicas.
 """
@@ -55,7 +55,8 @@ def make_evaluator(
     make: Callable[[RewardParts | None, SamplingParams], Generator],
     local: Local = NO_LOCAL,
 ) -> Generator:
-    """What answers held-out prompts on a replica: a generator for each way of sampling and judging them."""
+    """The evaluator that answers held-out prompts on a replica. It has a generator for each way of sampling and judging
+    them."""
     made: dict[Any, Generator] = {}
     sets = validation_sets(config.validation, config.rollout, config.reward)
     for one in sets:
@@ -69,7 +70,7 @@ def make_evaluator(
 
 
 def answers_of_sets(config: Config, judge: Any, local: Local = NO_LOCAL) -> Mapping[str, Answer]:
-    """What extracts the answers that a majority vote counts, by the name of the set. `judge`: see `judge_of`.
+    """The functions that extract the answers for a majority vote, by the name of the set. `judge`: see `judge_of`.
 
     Raises: `ConfigError` for a function that cannot be imported or called.
     """
@@ -85,8 +86,8 @@ def answers_of_sets(config: Config, judge: Any, local: Local = NO_LOCAL) -> Mapp
 
 
 def judge_of(config: Config, given: str | None, local: Local = NO_LOCAL) -> Any:
-    """The reward function of the run that says whether a response is right, which may say how to extract an answer;
-    None if there is not exactly one. `given`: the name of a function instead of that of the configuration. Raises:
+    """The reward function of the run that says whether a response is right, and that may know how to extract an answer.
+    None if there is not exactly one. `given`: the name of a function to use instead of the configuration's. Raises:
     `ConfigError`."""
     specs = config.reward.specs if given is None else {"reward.function": given}
     if config.reward.functions:

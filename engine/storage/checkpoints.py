@@ -39,7 +39,7 @@ def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
 
 def save_checkpoint(trainer: Trainer, directory: Path, steps: int) -> Path:
     """Save a checkpoint under a temporary name, then rename it; returns its path. Replaces a checkpoint of the same
-    step, which an earlier trainer wrote but never reported. Also removes what unfinished saves left."""
+    step, which an earlier trainer wrote but never reported. Also removes the remains of unfinished saves."""
     final = checkpoint_path(directory, steps)
     remove_unfinished(directory)
     unfinished = directory / f".{final.name}{UNFINISHED}"
@@ -71,7 +71,7 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Delete what interrupted saves and removals left."""
+    """Delete the remains of interrupted saves and removals."""
     for path in directory.glob(f".*{UNFINISHED}*"):
         shutil.rmtree(path, ignore_errors=True)
 

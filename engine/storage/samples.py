@@ -2,7 +2,7 @@
 
 `workers.sample_keeper` writes them, `engine samples` reads them. A file holds the rows of one *unit*: a train step, a
 chunk of a validation or a failed attempt. It is written under a temporary name and renamed, so that a repeated unit
-replaces its own rows. Those of 256 steps or groups, or of 16 validations, are merged into one file, so that a long run
+replaces its own rows. The files of 256 steps or groups, or of 16 validations, are merged into one, so that a long run
 has few files:
 
     step-000050.parquet                  the rows of train step 50
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 FOLDER = "samples"
-"""The directory, in that of the run."""
+"""The directory, in the run's directory."""
 TRAIN, VALIDATION, FAILED = "train", "validation", "failed"
 BLOCKS = {"step": 256, "validation": 16, "failure": 256}
 """Number of train steps, of validations, and of groups with failures, in a merged file."""
@@ -69,7 +69,7 @@ class SamplePolicy:
     max_characters: int = 20_000
     """Maximum length of a prompt or a response; the middle of a longer one is left out."""
     sink_every: int = 10
-    """Train steps from one whose samples go to the sinks of metrics to the next; 0: none go there."""
+    """Samples go to the sinks of metrics after every so many train steps, and after each validation; 0: never."""
     seed: int = 0
 
     @property
@@ -79,7 +79,7 @@ class SamplePolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRow:
-    """One response. None: unknown, or without meaning for this kind of row."""
+    """One response. A field that is None is unknown, or has no meaning for this kind of row."""
 
     kind: str
     """`train`, `validation` or `failed`."""
@@ -167,7 +167,8 @@ class SampleFiles:
         self._write(f"failure-{group:06d}-{attempt:04d}.parquet", rows)
 
     def merge(self, *, ended: bool = False) -> None:
-        """Merge the files of each block; of the newest only if the run has `ended`. Call it from one process only."""
+        """Merge the files of each block, but those of the newest block only if the run has `ended`. Call it from one
+        process only."""
         for kind in BLOCKS:
             units = [found for found in self.names() if found.kind == kind and not found.merged]
             newest = max((found.block for found in units), default=0)
@@ -176,7 +177,7 @@ class SampleFiles:
 
     def rows(self, kind: str, numbers: Container[int] | None = None) -> Iterator[dict[str, Any]]:
         """Rows of train steps (`TRAIN`), validations (`VALIDATION`) or failed attempts (`FAILED`), each unit once, in
-        the order of the files. `MAPPINGS` are decoded. `numbers`: of these steps, validations or groups only. Reads one
+        the order of the files. `MAPPINGS` are decoded. `numbers`: only these steps, validations or groups. Reads one
         row group at a time.
 
         Raises: `RunDamaged` for a file that cannot be read, `FileNotFoundError` for one that was merged meanwhile."""
@@ -214,8 +215,8 @@ class SampleFiles:
         self.replace(name, [pa.Table.from_pylist(plain, schema=schema())])
 
     def _merge(self, kind: str, block: int, singles: Sequence["FileName"]) -> None:
-        """Rows of single files replace those that the merged file has of their units. The single files are deleted
-        last: after a crash in between, both have the same rows, and the single ones count."""
+        """The rows of single files replace the rows of the same units in the merged file. The single files are deleted
+        last: after a crash before that, both have the same rows, and the single files count."""
         import pyarrow.parquet as pq
 
         first = block * BLOCKS[kind]
@@ -254,7 +255,8 @@ class SampleFiles:
 
 
 def samples_for_sinks(directory: Path, policy: SamplePolicy) -> Callable[[Mapping[str, Any]], list[dict[str, Any]]]:
-    """A function that gives the samples to send along with a row of metrics.jsonl. It raises as `SampleFiles.rows`."""
+    """A function that returns the samples to send with a row of metrics.jsonl. It raises what `SampleFiles.rows`
+    raises."""
     files = SampleFiles(directory)
 
     def samples_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -268,8 +270,8 @@ def samples_for_sinks(directory: Path, policy: SamplePolicy) -> Callable[[Mappin
 
 
 def put_samples_aside(directory: Path, steps: int, validations: Sequence[ValidationId]) -> Path | None:
-    """Set samples aside that a resumed run will write again: keep those of the first `steps` train steps and of these
-    validations. Returns the new path of the directory as it was; None if nothing had to be left out."""
+    """Set aside the samples that a resumed run will write again. Those of the first `steps` train steps and of these
+    validations stay. Returns the new path of the earlier directory; None if there was nothing to set aside."""
     files = SampleFiles(directory)
     names = files.names()
     kept = [found for found in names if found.stays(steps, validations)]
@@ -303,7 +305,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class FileName:
-    """A file's name, taken apart."""
+    """The parts of a file's name."""
 
     name: str
     kind: str
@@ -342,7 +344,7 @@ class FileName:
 
 
 def number_of(row: Mapping[str, Any]) -> int:
-    """The train step, the validation, or the group of a row, as its kind is."""
+    """The train step, the validation or the group of a row, depending on its kind."""
     return int(row[_NUMBER_OF[row["kind"]]])
 
 
@@ -352,7 +354,8 @@ def _unit_of(row: Mapping[str, Any]) -> tuple[str, int, int]:
 
 
 def _whole(table: "pyarrow.Table") -> "pyarrow.Table":
-    """With every column of the schema, in its order: a file without one, such as `reward_parts`, has nulls there."""
+    """The table with every column of the schema, in its order. A column that the file lacks, such as `reward_parts`,
+    gets nulls."""
     import pyarrow as pa
 
     wanted = schema()

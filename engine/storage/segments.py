@@ -40,7 +40,7 @@ PUT, SCORES, DISCARD = 1, 2, 3
 ENTRY_STARTS = (b"\x94\x01", b"\x94\x02", b"\x94\x03")
 """The first bytes of payloads, to search for a whole entry after a damaged one."""
 LOOKED_AT = 1 << 33
-"""Maximum number of bytes to checksum after damage. The tail of a crash needs fewer."""
+"""Maximum number of bytes to checksum after damage. The tail that a crash leaves needs fewer."""
 
 
 class Entry(NamedTuple):

@@ -1,7 +1,7 @@
 """The trajectory store: finished groups, and partial ones after an abort, until the scheduler discards them.
 
-`runtime.local` has it in memory; `runtime.trajectory_service` serves it, on Ray from an actor that survives the
-replicas. It must never inspect its payloads: groups from `runtime.local`, packed bytes from the service.
+`runtime.local` has it in memory. `runtime.trajectory_service` serves it; on Ray, from an actor that survives the
+replicas. It must never inspect its payloads, which are groups from `runtime.local` and packed bytes from the service.
 `durable_trajectories.DurableStore` is on disk.
 """
 

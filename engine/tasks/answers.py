@@ -49,7 +49,7 @@ BUILT_IN: dict[str, Answer] = {
     "text": whole_text,
     "boxed_or_number": boxed_or_number,
 }
-"""By `validation.sets.answer`."""
+"""The built-in functions, by their name in `validation.sets.answer`."""
 OF_REWARDS: dict[Any, Answer] = {
     rewards.final_number: last_number,
     rewards.boxed_answer: last_boxed,

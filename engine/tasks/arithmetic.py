@@ -1,8 +1,7 @@
 """The quickstart task: the remainder of a division, worked out by repeated subtraction.
 
-`38-7=` asks for 38 mod 7, and the worked solution continues with `31-7=24-7=17-7=10-7=3`. Numbers have three digits and
-are written from the last one on, the order in which they are worked out by hand: `830-7=` is answered by
-`130-7=420-7=710-7=010-7=300`.
+`38-7=` asks for 38 mod 7, and the worked solution continues with `31-7=24-7=17-7=10-7=3`. Numbers have three digits,
+and the last digit is written first, as in subtraction by hand: `830-7=` is answered by `130-7=420-7=710-7=010-7=300`.
 Every step is local, a response is right only when all are, and the number of steps is drawn from a long-tailed
 distribution, so that a few responses are very long, as with real reasoning.
 
@@ -25,14 +24,15 @@ ALPHABET = "0123456789-="
 """Every character of a prompt or a response."""
 
 HELD_OUT_SHARE = 3
-"""One question in this many is kept for validation: they are few, and the rows are drawn from them unevenly."""
+"""One question in this many is kept for validation. The share is large because there are few questions with each number
+of steps, and rows are drawn unevenly."""
 
 STEP_TOKENS = 6
-"""A step is a number, what is subtracted next and `=`; the last one is a number and the end token."""
+"""A step has a number, the next subtraction and `=`; the last step has a number and the end token."""
 
 
 def written(number: int) -> str:
-    """Three digits, the last one first."""
+    """Three digits, the last digit first."""
     return f"{number:03d}"[::-1]
 
 
@@ -128,19 +128,19 @@ class QuestionPool:
             self._held_out[steps], self._training[steps] = questions[:held_out], questions[held_out:]
 
     def training(self, seed: str) -> Iterator[Question]:
-        """Endless training questions, with as many steps as the family says."""
+        """Endless training questions, with step counts from the family's distribution."""
         draws = random.Random(f"training {seed}")
         for steps in _step_counts(draws, self.family):
             yield draws.choice(self._training[steps])
 
     def evenly(self, seed: str) -> Iterator[Question]:
-        """Endless training questions, every number of steps equally often."""
+        """Endless training questions, with every number of steps equally often."""
         draws = random.Random(f"evenly {seed}")
         while True:
             yield draws.choice(self._training[draws.randint(1, self.family.most_steps)])
 
     def held_out(self, seed: str, count: int) -> list[Question]:
-        """Questions that `training` never gives; none twice while others with as many steps are left."""
+        """Questions that `training` never gives. None repeats while another with the same number of steps is unused."""
         lengths = _step_counts(random.Random(f"held out {seed}"), self.family)
         uses: Counter[int] = Counter()
         questions = []
@@ -152,22 +152,22 @@ class QuestionPool:
 
 
 def _step_counts(draws: random.Random, family: Division) -> Iterator[int]:
-    """Log-normal step counts; of those above the family's bound the bound itself."""
+    """Log-normal step counts. A count above the family's bound becomes the bound."""
     middle = math.log(family.median_steps)
     while True:
         yield max(1, min(family.most_steps, round(math.exp(draws.gauss(middle, family.spread)))))
 
 
 def is_right(prompt: str, response: str) -> bool:
-    """Whether a response works its prompt out: every subtraction right, and down to the remainder."""
+    """Whether a response solves its prompt: every subtraction is right, and the last number is the remainder."""
     number, _, divisor = prompt.removesuffix("=").partition("-")
     return response == Question(int(divisor), int(number[::-1])).solution
 
 
 def reward(prompt: Prompt, trajectory: Trajectory) -> float:
-    """1.0 where the response ended by itself and all its steps are right, else 0.0.
+    """1.0 if the response ended by itself and all its steps are right, else 0.0.
 
-    Judging the last number alone would pay for guessing it: with a divisor of 3 one guess in three is right, and a run
-    soon learns to skip the working. No partial credit is needed.
+    A reward for the last number alone would reward guesses: with a divisor of 3, one guess in three is right, and the
+    model soon learns to skip the steps. No partial credit is needed.
     """
     return float(trajectory.finish_reason == "stop" and is_right(prompt.text, trajectory.text))

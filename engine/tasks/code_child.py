@@ -1,9 +1,9 @@
-"""The process that runs the code of a response. `code_rewards.py` starts it as a script: it imports nothing of the
+"""The process that runs the code of a response. `code_rewards.py` starts it as a script, so it imports nothing from the
 engine.
 
 It reads a plan from its standard input, limits itself, and runs the code. Once the test has passed, it writes a sign to
-the pipe that its argument names. Where the kernel allows it, the code runs in namespaces of its own: without network,
-without sight of other processes, and with a file system that is read-only but for its directory.
+the pipe that its argument names. If the kernel allows it, the code runs in separate namespaces: without network,
+without access to other processes, and with a file system that is read-only except for its directory.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ SYSTEM_CALLS = {
     "x86_64": {"fork": (56, 57, 58, 435), "socket": (41,)},
     "aarch64": {"fork": (220, 435), "socket": (198,)},
 }
-"""By machine: those that start processes or threads, and those that reach a network."""
+"""System calls that start processes or threads, and those that open network sockets, by type of machine."""
 NOBODY = 65534
 LARGEST_FILE = 16 << 20
 
@@ -39,7 +39,7 @@ def main() -> None:
     verdict = int(sys.argv[1])
     give_up_root(plan["folder"])
     isolated = isolate(plan["folder"])
-    child = os.fork()  # the first process of a new process namespace: with it, everything in the namespace ends
+    child = os.fork()  # the first process of a new process namespace: when it ends, the whole namespace ends
     if child:
         os.close(verdict)
         signal.signal(signal.SIGALRM, lambda *_: os.kill(child, signal.SIGKILL))
@@ -51,8 +51,8 @@ def main() -> None:
 
 
 def give_up_root(folder: str) -> None:
-    """Become nobody, if this is root and nobody may read the Python installation. The kernel does not limit the number
-    of root's processes."""
+    """Change from root to the user `nobody`, if that user may read the Python installation. The kernel does not limit
+    the number of root's processes."""
     if os.geteuid():
         return
     os.chown(folder, NOBODY, NOBODY)
@@ -69,7 +69,7 @@ def give_up_root(folder: str) -> None:
 
 
 def isolate(folder: str) -> bool:
-    """Leave the namespaces of the machine. False where the kernel does not allow it."""
+    """Move this process into new namespaces. Returns False if the kernel does not allow it."""
     libc = ctypes.CDLL(None, use_errno=True)
     user, group = os.getuid(), os.getgid()
     if libc.unshare(NEW_NAMESPACES):
@@ -99,20 +99,20 @@ def limit(plan: dict[str, Any], isolated: bool) -> None:
         resource.RLIMIT_FSIZE: LARGEST_FILE,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NOFILE: 64,
-        # In its own namespace, only its own processes count; outside, all of the user's, so that none may be added.
+        # In a new namespace, only its own processes count. Otherwise all processes of the user count, so none is added.
         resource.RLIMIT_NPROC: plan["processes"] + 2 if isolated else plan["processes"],
     }
     for kind, most in limits.items():
         resource.setrlimit(kind, (most, most))
     libc = ctypes.CDLL(None)
     libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    libc.capset((ctypes.c_uint32 * 2)(CAPABILITIES_3, 0), (ctypes.c_uint32 * 6)())  # those that the namespace gave
+    libc.capset((ctypes.c_uint32 * 2)(CAPABILITIES_3, 0), (ctypes.c_uint32 * 6)())  # drop what the namespace gave
     kinds = ([] if plan["processes"] else ["fork"]) + ([] if isolated else ["socket"])
     refuse_calls(libc, [number for kind in kinds for number in SYSTEM_CALLS.get(os.uname().machine, {}).get(kind, ())])
 
 
 def refuse_calls(libc: ctypes.CDLL, numbers: Sequence[int]) -> None:
-    """Let these system calls fail, by a filter in the kernel: also those of root, whom its other limits spare."""
+    """Make these system calls fail with a filter in the kernel. Unlike other limits, it also applies to root."""
     if not numbers:
         return
     load, equal, above, back = 0x20, 0x15, 0x35, 0x06
@@ -126,7 +126,7 @@ def refuse_calls(libc: ctypes.CDLL, numbers: Sequence[int]) -> None:
 
 
 def run(plan: dict[str, Any], verdict: int) -> None:
-    """Run the code and its test. Writes the sign only if both end as they should."""
+    """Run the code and its test. Writes the sign only if both end without an error."""
     read, write = os.pipe()
     text = plan["stdin"].encode()
     if len(text) <= 60_000:  # a pipe holds 64 KiB
@@ -154,7 +154,7 @@ def run(plan: dict[str, Any], verdict: int) -> None:
     try:
         runpy.run_path("solution.py", init_globals=names, run_name="__main__")
     except SystemExit as end:
-        if asserts or end.code not in (None, 0):  # an exit before the test's end must not pass for its success
+        if asserts or end.code not in (None, 0):  # an exit before the end of the test is not a success
             os._exit(1)
     except BaseException:
         os._exit(1)

@@ -1,8 +1,8 @@
 """The reward `python_tests`: runs the Python code of a response against the tests of its row.
 
-Named in `reward.functions`. Each test runs in a process of its own, `code_child.py`, with limits of time, memory,
-processes and file sizes, in an empty directory, without the environment of the run. docs/REWARDS.md says what
-this isolates: it stops accidents, not an attacker. Nothing here runs code of a response in this process.
+Named in `reward.functions`. Each test runs in its own process, `code_child.py`, with limits on time, memory, processes
+and file sizes, in an empty directory, without the environment variables of the run. docs/REWARDS.md says what this
+isolates: it stops accidents, not an attacker. Never runs code of a response in this process.
 """
 
 import json
@@ -27,9 +27,9 @@ from engine.trajectory import NoAnswer, Prompt, Trajectory
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 CHILD = Path(__file__).with_name("code_child.py")
 LONGEST_OUTPUT = 1 << 20
-"""Bytes of output that are compared; a test with more fails."""
+"""Maximum bytes of output; a test with more output fails."""
 START_S = 10.0
-"""Seconds for Python to start, beyond the time limit of the code."""
+"""Seconds for Python to start, in addition to the time limit of the code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class CodeTest:
     stdout: str | None = None
     code: str = ""
     imports: str = ""
-    """Imports whose names the program may use without its own."""
+    """Imports that run before the program, so that it may use their names."""
 
 
 IMPORTS = """
@@ -48,7 +48,7 @@ import bisect, collections, functools, heapq, itertools, math, random, re, strin
 from bisect import *; from collections import *; from functools import *; from heapq import *
 from itertools import *; from math import *; from builtins import *; from typing import *
 """
-"""What programs that are called may use: their prompts often show a signature such as `List[int]` alone."""
+"""Imports for programs with a function to call. Their prompts often show only a signature, such as `List[int]`."""
 CALL = """
 def engine_test():
     import json
@@ -63,7 +63,8 @@ def engine_test():
 
 engine_test()
 """
-"""The code of a test that calls a function. As JSON, tuples become lists, and no object is equal to everything."""
+"""The code of a test that calls a function. The conversion to JSON turns tuples into lists, and keeps an object that
+claims to equal everything from passing."""
 
 
 def _check(
@@ -102,7 +103,7 @@ def python_tests(
             passed = 0
             break
     if not blocks and not passed:
-        return NoAnswer()  # the whole response was no program that does anything right
+        return NoAnswer()  # there is no code block, and the response as a whole passes no test
     return passed / len(found)
 
 
@@ -191,7 +192,7 @@ def _run(plan: bytes, folder: str, limit_s: float) -> tuple[str, str]:
             )  # fmt: skip
         try:
             process.communicate(plan, timeout=limit_s + START_S)
-            os.set_blocking(verdict.fileno(), False)  # what the code has started may still hold the other end
+            os.set_blocking(verdict.fileno(), False)  # a process that the code started may hold the other end
             sign = (verdict.read() or b"").decode("ascii", "replace")
             printed.seek(0)
             output = printed.read(LONGEST_OUTPUT + 1)
@@ -205,6 +206,6 @@ def _run(plan: bytes, folder: str, limit_s: float) -> tuple[str, str]:
 
 
 def _same(output: str, expected: str) -> bool:
-    """Equal line by line, but for white space at the ends of lines and empty lines at the end."""
+    """Whether both are equal, except for white space at the ends of lines and empty lines at the end."""
     lines, others = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (output, expected))
     return lines == others

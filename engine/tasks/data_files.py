@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from engine.errors import ConfigError, suggestion
 
 MESSAGES, TOOLS = "messages", "tools"
-"""Columns with a meaning of their own."""
+"""Columns with a fixed meaning."""
 NESTED = (MESSAGES, TOOLS)
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -46,7 +46,7 @@ class Rows(Protocol):
     def read(self, row: int) -> dict[str, Any]: ...
 
     def all(self, names: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """Every row with its number in the file, from 1. Of a table only the columns `names` are read."""
+        """Every row with its number in the file, from 1. From a table, only the columns `names` are read."""
 
     def columns(self) -> Sequence[str] | None:
         """The columns that every row has; None if rows may differ."""
@@ -56,7 +56,7 @@ class Rows(Protocol):
 
 
 def files_of(path: Paths, config_field: str) -> list[Path]:
-    """The files that a path, a glob or a list of them names: those of a glob by name, those of a list in its order.
+    """The files that a path, a glob or a list of them names. A glob is sorted by name; a list keeps its order.
 
     Raises: `ConfigError` for a path that does not exist, or is not a file of a known format.
     """
@@ -281,7 +281,7 @@ def _require_names(names: Sequence[str], file: Path, config_field: str) -> None:
 
 class TableRows:
     """Keeps an Arrow table. In the columns `messages` and `tools`, and in `nested`, it drops keys whose value is null:
-    the format adds the keys of other rows or items."""
+    the format adds such keys if other rows or items have them."""
 
     where = "row"
 
@@ -331,7 +331,8 @@ def _load_parquet(file: Path, config_field: str) -> TableRows:
 
 
 def _load_saved(directory: Path, config_field: str) -> TableRows:
-    """What `datasets.Dataset.save_to_disk` wrote: `state.json` lists Arrow files in the streaming format."""
+    """Load a directory that `datasets.Dataset.save_to_disk` wrote. Its `state.json` lists Arrow files in the streaming
+    format."""
     import pyarrow
 
     listed = _json_of(directory / STATE).get("_data_files")
@@ -348,7 +349,7 @@ def _load_saved(directory: Path, config_field: str) -> TableRows:
             law = f"lacks its data file {name}"
             raise ConfigError(config_field, str(directory), law, "copy the directory again") from error
         except (pyarrow.ArrowException, OSError) as error:
-            law = f"has a data file {name} that is no readable Arrow stream ({error})"
+            law = f"has a data file {name} that is not a readable Arrow stream ({error})"
             raise ConfigError(config_field, str(directory), law, "write it with Dataset.save_to_disk") from error
     try:
         return TableRows(pyarrow.concat_tables(tables))

@@ -1,7 +1,7 @@
 """The user's prompts: rows of data files, and the order in which a run draws them.
 
-Called by whoever draws prompts for a run (the executors) and by validation. Reads files only while loading; never skips
-a bad row silently; never draws from hidden random state: draw i of a seed is the same row in every process.
+Called by the executors, which draw prompts for a run, and by validation. Reads files only while loading; never skips a
+bad row silently; never draws from hidden random state: draw i of a seed is the same row in every process.
 """
 
 from bisect import bisect_right
@@ -20,7 +20,8 @@ from engine.trajectory import Prompt
 
 
 class Dataset:
-    """Rows of some files, each a prompt and the fields its reward needs. Checked whole when loaded, decoded row by row.
+    """Rows of one or more files. Each has a prompt and the fields that its reward needs. All rows are checked at
+    loading, and decoded one by one.
 
     A row's prompt is the string under `prompt_field`. A chat is a list of `{"role", "content"}` under `prompt_field` or
     under `messages`: it becomes `fields["messages"]`, and `text` is the content of its last message. The JSON schemas
@@ -36,7 +37,7 @@ class Dataset:
         columns: Mapping[str, str] | None = None,
         gaps: Sequence["Gap"] = (),
     ) -> None:
-        """`chosen`: the rows of the data set; None: all. `columns`: new names of columns, by the names in the files.
+        """`chosen`: the rows of the data set; None: all. `columns`: new names of columns, by their names in the files.
         `gaps`: columns without a value in some rows of the files."""
         self.path = path
         self.prompt_field = prompt_field
@@ -94,8 +95,8 @@ class Dataset:
         config_field: str = "data.path",
         columns: Mapping[str, str] | None = None,
     ) -> "Dataset":
-        """Read files whole. `config_field`: the configuration key that a `ConfigError` names. `columns`: new names of
-        columns, by the names in the files; `prompt_field` is a new name."""
+        """Read whole files. `config_field`: the configuration key that a `ConfigError` names. `columns`: new names of
+        columns, by their names in the files; `prompt_field` is a new name."""
         check = _Check(prompt_field, config_field, dict(columns or {}))
         parts = [check.part(file) for file in files_of(path, config_field)]
         shown = str(path) if isinstance(path, str | Path) else ", ".join(map(str, path))
@@ -198,7 +199,7 @@ class _Check:
         return rows
 
     def gaps(self) -> list[Gap]:
-        """The columns, but for those of prompts and tools, that have no value in some rows of the files."""
+        """The columns without a value in some rows of the files, except those of prompts and tools."""
         total, found = sum(len(rows) for _, rows, _ in self._parts), []
         names = dict.fromkeys(name for _, _, filled in self._parts for name in filled)
         for name in names:
@@ -328,15 +329,15 @@ class Draw(NamedTuple):
 class PromptSource:
     """The order of draws: every epoch is a fresh permutation of all rows, a pure function of (seed, epoch).
 
-    Without `shuffle` every epoch is the file from top to bottom. Draw i is the prompt of group i. `total` is None where
-    `epochs` is None: then the source never ends.
+    Without `shuffle`, every epoch reads the files from top to bottom. Draw i is the prompt of group i. If `epochs` is
+    None, `total` is None: the source never ends.
     """
 
     def __init__(self, dataset: Dataset, *, seed: int, epochs: int | None = None, shuffle: bool = True) -> None:
         if not 0 <= seed < 2**64:
             raise ConfigError("run.seed", seed, "must be a whole number from 0 to 2**64 - 1", "for example 0")
         if epochs is not None and epochs < 1:
-            raise ConfigError("data.epochs", epochs, "must be at least 1", "use 1, or null for no limit")
+            raise ConfigError("run.epochs", epochs, "must be at least 1", "use 1, or null for no limit")
         self.dataset = dataset
         self.seed = seed
         self.epochs = epochs
@@ -349,7 +350,7 @@ class PromptSource:
         return None if self.epochs is None else self.epochs * len(self.dataset)
 
     def draw(self, number: int) -> Draw:
-        """Epoch and row of a draw. Raises IndexError past `total`."""
+        """Epoch and row of a draw. Raises IndexError if there is no such draw."""
         if number < 0 or (self.total is not None and number >= self.total):
             raise IndexError(f"draw {number} does not exist: the data source has {self.total} draws, counted from 0")
         epoch, place = divmod(number, len(self.dataset))
@@ -363,13 +364,13 @@ class PromptSource:
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._permutations:
-            # Resumed and retried groups reach back over an epoch's border, seldom further.
+            # Resumed and retried groups may need the previous epoch, but seldom an older one.
             while len(self._permutations) >= 2:
                 del self._permutations[min(self._permutations)]
             self._permutations[epoch] = self._shuffled(epoch)
         return self._permutations[epoch]
 
     def _shuffled(self, epoch: int) -> NDArray[np.int64]:
-        # Raw Philox words, sorted: unlike Generator.permutation, numpy promises them never to change with its version.
+        # Sort raw Philox words: numpy promises that they never change with its version, unlike Generator.permutation.
         key = np.array([self.seed, epoch], dtype=np.uint64)
         return np.argsort(np.random.Philox(key=key).random_raw(len(self.dataset)), kind="stable")

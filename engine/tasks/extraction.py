@@ -12,7 +12,7 @@ from engine.trajectory import Prompt
 # -- numbers and boxes -------------------------------------------------------------------------------------------------
 
 _NUMBER = re.compile(
-    r"(?:(?<![\w.)\]}])[-+−])?"  # after a digit, as in 10-12, it is no sign
+    r"(?:(?<![\w.)\]}])[-+−])?"  # after a digit, as in 10-12, a minus is not a sign
     r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)"
 )
 _BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+([^\s{}$]+))")
@@ -56,7 +56,7 @@ _MARKED = re.compile(
     """,
     re.VERBOSE | re.MULTILINE,
 )
-"""Forms in which a letter is a choice and not a name, such as that of a variable."""
+"""Forms in which a letter is a choice, not a name such as that of a variable."""
 _AFTER_A_CHOICE = frozenset(
     re.findall(
         r"\w+",

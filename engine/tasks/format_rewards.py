@@ -77,7 +77,7 @@ def json_schema(
     prompt: Prompt, trajectory: Trajectory, *, schema: Mapping[str, Any] | None = None, column: str = "schema"
 ) -> float:
     """1.0 if the response is JSON that matches `schema`, or the schema in the row's column. The JSON is the last
-    block between ``` lines, else the whole response, each without what is thought before `</think>`.
+    block between ``` lines, else the whole response, each without the thoughts before `</think>`.
 
     Raises: `DataFailure` if the row has no schema, or one that cannot be used."""
     import jsonschema

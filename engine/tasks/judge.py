@@ -1,8 +1,7 @@
 """The reward `llm_judge`: asks a language model on a server with the OpenAI API for a score.
 
-Named in `reward.functions`. The key comes from an environment variable and appears in no message, record or log. A
-judge that cannot be reached is an error before a run starts. During the run it fails the group's attempt, and the error
-names it.
+Named in `reward.functions`. The key comes from an environment variable and appears in no message, record or log. If the
+judge cannot be reached, a run does not start. During a run, the group's attempt fails, and the error names the judge.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ PATTERN = (
     r"(?i)\bscore\b(?:\W{0,4}\([^()\n]{0,40}\))?(?:\W{1,4}(?:is|of|would be))?\W{0,8}?"
     r"(-?\d+(?:\.\d+)?)(?!\d|\.\d|\s*[-–]\s*\d)"
 )
-"""Its last match in the judge's answer counts; group 1 is the number. A range, as in `Score (0-10)`, is none."""
+"""The last match in the judge's answer counts; group 1 is the number. A range, as in `Score (0-10)`, does not match."""
 BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """HTTP statuses after which another attempt may succeed."""
 CHECK_S = 10.0

@@ -1,8 +1,8 @@
 """Makes the model and the rows of the environment `environments.lookup`, locally and without a download.
 
 Called by the preparing process for `model.make: lookup`. The model first learns from careless episodes, turn by turn:
-they sometimes answer before they have followed every link, and sometimes call a tool that does not exist. So the model
-has the skill and two bad habits, which the reward corrects in minutes.
+some turns answer before every link has been followed, and some call a tool that does not exist. The model then has the
+skill and two bad habits, which the reward corrects in minutes.
 """
 
 import json
@@ -40,9 +40,9 @@ class LookupModel(MadeModel):
     most_steps: int = 4
     """Maximum number of links to follow."""
     haste: float = 0.3
-    """How often a turn of the warm-up answers before it has followed every link."""
+    """Share of warm-up turns that answer before every link has been followed."""
     wrong_tool: float = 0.15
-    """How often a turn of the warm-up calls a tool that does not exist."""
+    """Share of warm-up turns that call a tool that does not exist."""
 
 
 class Row(NamedTuple):
@@ -77,7 +77,7 @@ def rows(seed: str, most_steps: int) -> Iterator[Row]:
 
 
 def prepare_lookup(directory: str | Path, wanted: LookupModel, progress: Progress | None = None) -> Prepared:
-    """Make, or find again, the model and the rows under `directory`. Safe to call from several processes at once."""
+    """Make the model and the rows under `directory`, or find earlier ones. Several processes may call this at once."""
     target = Path(directory).expanduser().resolve() / f"lookup-{wanted.key()}"
     made, reused = made_once(target, lambda workplace: _make(workplace, wanted, progress or (lambda done, text: None)))
     return Prepared(

@@ -1,7 +1,7 @@
 """The reward `math_verify`: compares mathematical answers by their value with the package math-verify.
 
-Named in `reward.functions`. The package limits its time with a signal, which only the main thread of a process gets.
-Therefore the function needs a process of its own.
+Named in `reward.functions`. The package limits its time with a signal, which only the main thread of a process
+receives. Therefore the function runs in a separate process.
 """
 
 import threading

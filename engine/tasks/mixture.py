@@ -1,4 +1,5 @@
-"""Which prompt comes next when a run draws from several data sources: weights, a curriculum, and rows that rest.
+"""Chooses the next prompt of a run with several data sources: by weights, by a curriculum, and without rows that rest.
+A row rests if passes over its source skip it for a while, because its newest group had too high or too low a reward.
 
     mixture = Mixture(sources, seed=7, epochs=1)
     mixture.choose(0)            # group 0 gets the next row of the source that is furthest behind its weight
@@ -41,7 +42,7 @@ class Source:
     weight: float | None = None
     """Share of the draws, relative to the other sources; None: in proportion to the rows of each."""
     rest: PassRate | None = None
-    """Rows whose newest group had a mean reward outside of these bounds are left out of the next passes."""
+    """Rows whose newest group had a mean reward outside these bounds are left out of the next passes."""
     dropped: int = 0
     """Rows that a filter left out before the run."""
 
@@ -95,7 +96,7 @@ class Mixture:
             PromptSource(source.data, seed=_seed_of(seed, source.name), shuffle=shuffle) for source in sources
         ]
         self._next = [0] * len(sources)
-        """Place of each source in its endless order."""
+        """Position of each source in its endless order."""
         self._credit: list[float] = [0] * len(sources)
         self._groups = _Groups()
         self.drawn = [0] * len(sources)
@@ -165,7 +166,7 @@ class Mixture:
             self._pending.add(group)
 
     def _learn(self, step: StepId) -> None:
-        """Take the outcomes that groups use if they start after `step` train steps."""
+        """Use the outcomes that the law allows for groups that start after `step` train steps."""
         for group in sorted(self._pending):
             self._take(group)
         self._pending.clear()
@@ -187,7 +188,7 @@ class Mixture:
             self._rests[source][groups.row[group]] = last
 
     def _advance(self, step: StepId) -> None:
-        """Go to the stage that applies after `step` train steps."""
+        """Move to the stage that applies after `step` train steps."""
         if self._curriculum is None:
             return
         before = self.stage
@@ -236,5 +237,5 @@ def shares(sources: Sequence[Source]) -> tuple[float, ...]:
 
 
 def _seed_of(seed: int, name: str) -> int:
-    """Each source has an order of its own, whichever other sources there are."""
+    """The seed of a source's order, which does not depend on the other sources."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little")

@@ -1,4 +1,4 @@
-"""How many tokens the prompts of a data set have, and which of them a run uses.
+"""Counts the tokens of the prompts of a data set, and says which prompts a run uses.
 
 Called before a run by the launching process, and by `engine check`. The result depends only on the file, the tokenizer
 and the settings, so a resumed run uses the same prompts.
@@ -16,7 +16,7 @@ from engine.tasks.dataset import Dataset
 
 
 def count_tokens(data: Dataset, renderer: PromptRenderer, field: str, most: int) -> NDArray[np.int64]:
-    """Tokens of each prompt that may have more than `most`, uncut: [rows]. The rest have 0.
+    """Tokens of each prompt that may have more than `most`, before truncation: [rows]. 0 for all other prompts.
 
     Raises: `ConfigError` that names `field` and a row that cannot be rendered.
     """
@@ -41,13 +41,14 @@ def count_tokens(data: Dataset, renderer: PromptRenderer, field: str, most: int)
 
 
 COUNTED = 20_000
-"""Prompts of which all are counted; of more, the ones that may be too long and this many others."""
+"""Up to this many prompts are all counted. Of more, those that may be too long are counted, and a sample of the
+others."""
 UNCOUNTED = -1
 
 
 def sampled_counts(texts: Sequence[str], renderer: PromptRenderer, most: int | None) -> NDArray[np.int64]:
-    """Tokens of each text that may have more than `most`, and of others for a picture of their lengths: [texts]. The
-    rest have `UNCOUNTED`."""
+    """Tokens of each text that may have more than `most`, and of a sample of the others: [texts]. `UNCOUNTED` for the
+    rest."""
     counts = np.full(len(texts), UNCOUNTED, dtype=np.int64)
     chosen = range(len(texts)) if len(texts) <= COUNTED else _chosen(texts, renderer, most)
     counted = renderer.counts(texts[row] for row in chosen)
@@ -67,7 +68,7 @@ def _chosen(texts: Sequence[str], renderer: PromptRenderer, most: int | None) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLimit:
-    """Maximum tokens of a prompt, and which settings it comes from."""
+    """Maximum tokens of a prompt, and the setting that it comes from."""
 
     tokens: int
     reason: str
@@ -82,13 +83,13 @@ class FittingPrompts:
     rows: Sequence[int] | None = None
     """None: all of them."""
     note: str = ""
-    """What happens to prompts over the limit; "" if there are none."""
+    """Says what happens to prompts over the limit; "" if there are none."""
 
 
 def fitting_prompts(
     data: Dataset, counts: NDArray[np.int64], limit: PromptLimit, overlong: str, field: str
 ) -> FittingPrompts:
-    """Which prompts a run uses under `data.overlong`. Raises: `ConfigError` for `error`, or if none is left."""
+    """The prompts that a run uses under `data.overlong`. Raises: `ConfigError` for `error`, or if none is left."""
     over = np.flatnonzero(counts > limit.tokens)
     if not len(over):
         return FittingPrompts()

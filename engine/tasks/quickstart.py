@@ -3,9 +3,9 @@
 The preparing process calls it once at the start of a run, if the config asks for it. Later runs find the files by a
 hash of their parameters. A directory appears only when it is complete, so no run uses an incomplete one.
 
-The model first learns from careless solutions: more often than not, a step across a ten is one too small. So the model
-has the skill and a bad habit, like a model trained on web text, and a reward can correct the habit in minutes. Long
-answers cross many tens: nearly all are wrong before the run and right after it.
+The model first learns from careless solutions: more often than not, a step across a ten is one too small. The model
+then has the skill and a bad habit, like a model trained on web text, and a reward can correct the habit in minutes.
+Long answers cross many tens, so nearly all of them are wrong before the run; after it, nearly all are right.
 """
 
 import fcntl
@@ -31,15 +31,15 @@ Progress: TypeAlias = Callable[[float, str], None]
 MARKER = "complete.json"
 MAKING = ".making-"
 FRESH_S = 5.0
-"""A workplace is left alone for so long after it was made: its lock comes a moment later."""
+"""A directory younger than this is not swept, because its process locks it only a moment after making it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MadeModel:
-    """Parameters of a model and its rows that are made on the spot."""
+    """Parameters of a model and rows that the engine makes."""
 
     recipe: ClassVar[int]
-    """Raised when the same parameters make something else than they used to."""
+    """Increase it when the same parameters begin to make a different result."""
     seed: int = 0
     layers: int = 2
     hidden_size: int = 64
@@ -64,15 +64,15 @@ class Quickstart(MadeModel):
     warmup_steps: int = 800
     warmup_learning_rate: float = 6e-3
     short_steps: int = 6
-    """Warm-up is mostly on the first so many steps of a solution."""
+    """Most warm-up examples contain at most this many steps of a solution."""
     carelessness: float = 0.55
-    """How often the worked solutions of the warm-up slip where they may: what the run then has to unlearn."""
+    """Probability that a step across a ten in the warm-up is one too small. The run then unlearns this."""
     family: Division = field(default_factory=Division)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Where things are, and what the warm-up measured when they were made."""
+    """The paths of a prepared model and its data, and the figures of its warm-up."""
 
     model_path: str
     training_path: str
@@ -86,7 +86,7 @@ class Prepared:
 
 
 def prepare(directory: str | Path, parameters: Quickstart | None = None, progress: Progress | None = None) -> Prepared:
-    """Make, or find again, the quickstart under `directory`. Safe to call from several processes at once."""
+    """Make the quickstart under `directory`, or find an earlier one. Several processes may call this at once."""
     wanted = parameters or Quickstart()
     target = Path(directory).expanduser().resolve() / f"arithmetic-{wanted.key()}"
     made, reused = made_once(target, lambda workplace: _make(workplace, wanted, progress or _silent))
@@ -102,8 +102,8 @@ def prepare(directory: str | Path, parameters: Quickstart | None = None, progres
 
 
 def made_once(target: Path, make: Callable[[Path], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """Make a directory, unless it is there: `make` fills an empty one and describes what it made. Returns the
-    description, and whether it was there. Safe to call from several processes at once."""
+    """Make a directory, unless it exists: `make` fills an empty one and describes what it made. Returns the
+    description, and whether the directory existed. Several processes may call this at once."""
     reused = (target / MARKER).is_file()
     if not reused:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -116,12 +116,12 @@ def made_once(target: Path, make: Callable[[Path], dict[str, Any]]) -> tuple[dic
 
 @contextmanager
 def _workplace(parent: Path) -> Iterator[Path]:
-    """A directory that is locked for as long as this process works in it, and gone after."""
+    """A new directory, which is locked while this process works in it and removed afterwards."""
     workplace = Path(tempfile.mkdtemp(prefix=MAKING, dir=parent))
     lock: int | None = None
     try:
         lock = os.open(workplace, os.O_RDONLY)
-        with suppress(OSError):  # Not every file system locks directories: then nobody sweeps there either.
+        with suppress(OSError):  # Without locks for directories, `_sweep` removes nothing either.
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         yield workplace
     finally:
@@ -131,7 +131,7 @@ def _workplace(parent: Path) -> Iterator[Path]:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove what processes left that were killed at work: their locks went with them."""
+    """Remove the directories of processes that were killed. They are no longer locked."""
     for left in parent.glob(f"{MAKING}*"):
         with suppress(OSError):
             if time.time() - left.stat().st_mtime < FRESH_S:
@@ -145,7 +145,7 @@ def _sweep(parent: Path) -> None:
 
 
 def _put(workplace: Path, target: Path) -> None:
-    """Rename into place. Another process may have been first: then what it made is as good."""
+    """Rename into place. If another process was faster, its result stays: it is as good."""
     for path in workplace.rglob("*"):
         if path.is_file():
             with path.open("rb") as written:
@@ -201,7 +201,7 @@ def _warm_up(directory: Path, wanted: Quickstart, pool: QuestionPool, progress: 
 def _worked(
     questions: Iterator[Question], wanted: Quickstart, slips: random.Random, most_tokens: int
 ) -> Iterator[tuple[str, str]]:
-    """Prompts with their worked solutions; of a long one its first tokens."""
+    """Prompts with their worked solutions. A long solution is cut to its first `most_tokens` tokens."""
     for question in questions:
         text = question.careless_solution(wanted.carelessness, slips)
         yield question.prompt, text[:most_tokens] if len(text) >= most_tokens else text + END

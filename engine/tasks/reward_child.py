@@ -1,8 +1,8 @@
 """The process of a reward: reads calls from its standard input, and writes values to its original standard output.
 
 `reward_processes.py` starts it and ends it. A message is its length in 4 bytes (little-endian) and msgpack. The process
-ends with its standard input, and by itself when a call exceeds its time limit, after it has written the stack. It must
-never unpickle, and never let what the reward prints reach the pipe.
+ends when its standard input ends, or when a call exceeds its time limit; it then writes the stack first. It must never
+unpickle, and never let the output of the reward reach the pipe.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ LENGTH = struct.Struct("<I")
 NO_ANSWER = "no answer"
 """The key of a `NoAnswer` in a message."""
 LONGEST_STORY = 4000
-"""Characters of a traceback's end."""
+"""Maximum characters of a traceback; the last ones are kept."""
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def unpack(data: bytes) -> Any:
 
 
 def plain_call(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Any]:
-    """Prompts and responses as plain data, each prompt once."""
+    """Prompts and responses as plain data. Each prompt is contained once."""
     numbers: dict[int, int] = {}
     places = [numbers.setdefault(id(prompt), len(numbers)) for prompt in prompts]
     distinct = {id(prompt): prompt for prompt in prompts}

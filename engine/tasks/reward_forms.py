@@ -1,4 +1,4 @@
-"""The forms in which a reward function may be written, told apart by the names of its parameters.
+"""The forms of a reward function. The names of its parameters say which form it has.
 
     (prompt, trajectory)                 one response
     (prompt, trajectories)               all responses of a group
@@ -22,7 +22,7 @@ FORMS = {
     ("prompt", "trajectories"): "group",
     ("prompts", "trajectories"): "batch",
 }
-"""The form by the names of the first two parameters. Other names mean one response."""
+"""The form, by the names of the first two parameters. Other names mean the form for one response."""
 MESSAGES = "messages"
 """The column of a chat. (`dataset.py` has it too, but imports numpy, which processes of rewards can do without.)"""
 TRL = ("prompts", "completions", "completion_ids")
@@ -46,19 +46,19 @@ Problem = tuple[str, str, str] | None
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What a reward function declares of itself."""
+    """What a reward function declares about itself."""
 
     processes: int = 0
-    """Processes of its own in each replica, unless the configuration says otherwise."""
+    """Number of its processes in each replica, unless the configuration says otherwise."""
     check: Callable[..., Problem] | None = field(default=None)
-    """Gets the arguments before a run starts. It may try what the reward needs, for example a server."""
+    """A check that gets the arguments before a run starts. It may test what the reward needs, such as a server."""
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def declare(*, processes: int = 0, check: Callable[..., Problem] | None = None) -> Callable[[Function], Function]:
-    """A decorator: what a reward function declares of itself."""
+    """A decorator with which a reward function declares its processes and a check of its arguments."""
 
     def decorated(function: Function) -> Function:
         function.declared = Declared(processes, check)  # type: ignore[attr-defined]
@@ -68,13 +68,13 @@ def declare(*, processes: int = 0, check: Callable[..., Problem] | None = None) 
 
 
 def declared_by(function: Callable[..., Any]) -> Declared:
-    """What a function declares of itself; the defaults if it declares nothing."""
+    """What a function declares about itself; the defaults if it declares nothing."""
     found = getattr(function, "declared", None)
     return found if isinstance(found, Declared) else Declared()
 
 
 def bind(function: Any, arguments: Mapping[str, Any], spec: str, config_field: str) -> BoundReward:
-    """The function as it is called. Raises: `ConfigError` for one that cannot be called with `arguments`."""
+    """The function with its form and its arguments. Raises: `ConfigError` if it cannot be called with `arguments`."""
     names = _parameters_of(function)
     if "completions" in names:
         _check_keywords(function, {"completions": None}, arguments, spec, config_field)

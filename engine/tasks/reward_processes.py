@@ -1,4 +1,4 @@
-"""Processes of their own for a reward function, with limits of time and memory.
+"""Separate processes for a reward function, with limits on time and memory.
 
 `config.reward_functions` makes one `RewardProcesses` for each function that asks for processes; calls come from the
 threads of `rollout.scoring`. A process that hangs, crashes or runs out of memory is killed with everything that it has
@@ -79,7 +79,7 @@ class RewardProcess:
             raise
 
     def call(self, data: bytes) -> Any:
-        """Raises: `RewardFailure`. The process may be `ended` then."""
+        """Raises: `RewardFailure`. The process may have ended then."""
         limit_s = self._settings.timeout_s
         return self._exchange(data, limit_s + GRACE_S, "")
 
@@ -91,10 +91,10 @@ class RewardProcess:
         """Kill the process and everything that it has started."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # before `wait`: until then nobody else gets its id
+                os.killpg(self._process.pid, signal.SIGKILL)  # before `wait`, after which its id may be reused
             self._process.wait()
             os.close(self._exit)
-        self._reader.join(1.0)  # its last words; a grandchild outside its process group may hold the pipe longer
+        self._reader.join(1.0)  # for its last output; a grandchild outside its process group may hold the pipe longer
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 stream.close()
@@ -161,7 +161,7 @@ class RewardProcess:
         raise RewardFailure(reason) from ProcessStory("".join(self._tail) or "the process wrote nothing")
 
     def _has_exited(self, seconds: float) -> bool:
-        """Whether it exits within so many seconds. Leaves its exit code to `wait`."""
+        """Whether the process exits within `seconds`. Its exit code is left for `wait`."""
         poll = select.poll()
         poll.register(self._exit, select.POLLIN)
         return bool(poll.poll(seconds * 1000))

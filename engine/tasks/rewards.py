@@ -20,7 +20,7 @@ from engine.tasks.extraction import choices_of, last_boxed, last_choice, last_nu
 from engine.trajectory import NoAnswer, Prompt, Trajectory
 
 Reward: TypeAlias = Callable[[Prompt, Trajectory], float]
-"""Of several functions, each may also return None: it does not apply to this response."""
+"""With several functions, each may also return None if it does not apply to this response."""
 Local: TypeAlias = Mapping[str, Any]
 """Functions and classes of the program that other processes cannot import, by the field that names them. They travel
 with the plan of the run, pickled by value."""
@@ -28,14 +28,14 @@ NO_LOCAL: Local = {}
 
 
 def load_reward(spec: str, directory: str | None = None, *, config_field: str = "reward.function") -> Reward:
-    """Import a reward, "module:function", from the Python path, then from `directory` (None: the working one)."""
+    """Import a reward, "module:function", from the Python path, then from `directory` (None: the working directory)."""
     found = find(spec, directory, config_field)
     check_signature(found, spec, config_field)
     return as_reward(found)
 
 
 def as_reward(function: Any) -> Reward:
-    """A reward as it is called: an `async` one on an event loop."""
+    """The function that calls a reward. An `async` reward runs on an event loop."""
     reward: Reward = _awaited(function) if _is_async(function) else function
     return reward
 
@@ -45,7 +45,7 @@ def _is_async(function: Any) -> bool:
 
 
 def _awaited(function: Callable[[Prompt, Trajectory], Coroutine[Any, Any, float]]) -> Reward:
-    """A plain function that runs the coroutine to its end, on an event loop of its own in the thread of the call."""
+    """A plain function that runs the coroutine to its end, on a new event loop in the thread of the call."""
 
     def run(prompt: Prompt, trajectory: Trajectory) -> float:
         return asyncio.run(function(prompt, trajectory))
@@ -81,7 +81,8 @@ def load_coroutine(
 
 
 def find(spec: str, directory: str | None, config_field: str, local: Local = NO_LOCAL) -> Any:
-    """What "module:attribute" names in this field. Raises: `ConfigError`."""
+    """Import what `spec`, "module:attribute", names. `config_field`: the field with this name. Raises:
+    `ConfigError`."""
     if config_field in local:
         return local[config_field]
     module_name, colon, attribute = spec.partition(":")
@@ -140,8 +141,8 @@ def check_signature(found: Any, spec: str, config_field: str) -> None:
 
 
 def name_of(given: Any) -> tuple[str, bool]:
-    """The name "module:attribute" of a function or a class, and whether it can be imported under it. One of a script or
-    a notebook, or inside a function, cannot."""
+    """The name "module:attribute" of a function or a class, and whether it can be imported under this name. If it is
+    defined in a script, in a notebook or inside a function, it cannot."""
     module = getattr(given, "__module__", None) or "__main__"
     path = getattr(given, "__qualname__", type(given).__qualname__)
     spec = f"{module}:{re.sub(r'[^A-Za-z0-9_.]', '', path)}"
@@ -152,7 +153,7 @@ def name_of(given: Any) -> tuple[str, bool]:
 
 
 def answer_of(prompt: Prompt) -> str:
-    """The right answer of a row: its field `answer`. Raises `DataFailure` where the row has none."""
+    """The right answer of a row: its field `answer`. Raises `DataFailure` if the row has none."""
     return str(column_of(prompt, "answer"))
 
 

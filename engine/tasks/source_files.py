@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRate:
-    """Bounds of a pass rate. With `column`: of a rate measured before the run; rows outside are left out. Without: of
-    the mean reward of a row's newest group; rows outside rest for the next passes."""
+    """Bounds of a pass rate. With `column`, the rate was measured before the run, and rows outside the bounds are left
+    out. Without it, the rate is the mean reward of a row's newest group, and the next passes skip rows outside."""
 
     min: float | None = None
     max: float | None = None
@@ -42,7 +42,7 @@ class Stage:
 
     weights: tuple[float, ...]
     until: float | None = None
-    """By step: train steps after which it ends. By accuracy: mean reward at which it ends. None: the last stage."""
+    """By step: train steps after which the stage ends. By accuracy: mean reward at which it ends. None: last stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,18 +62,18 @@ class SourceFiles:
     name: str
     """Empty: the only source, which needs no name."""
     field: str
-    """What a `ConfigError` names."""
+    """The configuration field that a `ConfigError` names."""
     path: str | Sequence[str]
     prompt_field: str = "prompt"
     columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
     weight: float | None = None
     pass_rate: PassRate | None = None
     rows: Sequence[int] | None = None
-    """Rows that the run uses, of those that `pass_rate` leaves; None: all."""
+    """Rows that the run uses, among those that `pass_rate` leaves; None: all."""
 
     @property
     def rest(self) -> PassRate | None:
-        """The bounds that rows are compared with during the run."""
+        """The bounds with which rows are compared during the run."""
         return None if self.pass_rate is None or self.pass_rate.column is not None else self.pass_rate
 
     def load(self) -> "LoadedSource":

@@ -1,7 +1,8 @@
 """Small tokenizers in Hugging Face's format, with one token per character, byte or word:
 `AutoTokenizer.from_pretrained` loads them.
 
-Used by `tasks.quickstart` and `engine init`; a user's own small tasks may use them too. Writes files, never downloads.
+Used by `tasks.quickstart` and `engine init`; users may use them for their own small tasks. Writes files, never
+downloads.
 """
 
 import json
@@ -38,7 +39,7 @@ def save_character_tokenizer(directory: str | Path, alphabet: str) -> int:
         decoders,
         models,
         pre_tokenizers,
-    )  # late: reading a configuration needs none
+    )  # late: not needed to read a configuration
 
     ids = vocabulary(alphabet)
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))

@@ -1,7 +1,7 @@
-"""The supervised warm start: trains a model on written answers before the run, and keeps the result as a model.
+"""The supervised warm start: trains a model on written answers before the run, and stores the resulting model.
 
-Called once at the start of a run whose config has `model.warm_start.path`, in the preparing process. What was made is
-found again by a hash of the model's path, the answers and the settings.
+Called once at the start of a run whose config has `model.warm_start.path`, in the preparing process. Later runs find
+the result by a hash of the model's path, the answers and the settings.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from engine.tasks.quickstart import Progress, made_once
 from engine.trajectory import Prompt
 
 RECIPE = 2
-"""Raised when the same settings make something else than they used to."""
+"""Increase it when the same settings begin to make a different result."""
 FIELD = "model.warm_start"
 PROGRESS_EVERY_S = 1.0
 
@@ -30,7 +30,7 @@ Answer = tuple[Sequence[int], Sequence[int]]
 
 
 class Learner(Protocol):
-    """A trainer that can be taught by example: `ModelTrainer`, `RankedTrainer`."""
+    """A trainer that can learn written answers: `ModelTrainer`, `RankedTrainer`."""
 
     def imitate(self, answers: Sequence[Answer], learning_rate: float) -> float: ...
 
@@ -78,11 +78,12 @@ def warm_started(
     export: Callable[[Path, Path], None],
     progress: Progress,
 ) -> str:
-    """The directory of the model that has learned the answers, under `directory`; made unless it is there.
+    """The directory, under `directory`, of the model that has learned the answers. The model is made if it does not
+    exist.
 
-    `encode` gives the tokens of a prompt and its answer, at most `longest` in all; `settings` are what else the
-    result depends on. `export` writes the model of a checkpoint. Each epoch has its own order, drawn from the seed.
-    The learning rate rises over the first tenth of the steps and then falls to a tenth.
+    `encode` returns the tokens of a prompt and of its answer. `longest`: the maximum of both together. `settings`:
+    everything else on which the result depends. `export` writes the model of a checkpoint. Each epoch has its own
+    order, drawn from the seed. The learning rate rises over the first tenth of the steps and then falls to a tenth.
     Raises: `ConfigError` for a row that is too long.
     """
 
@@ -139,6 +140,6 @@ def _batches(rows: int, wanted: WarmStart) -> list[list[int]]:
 
 
 def _rate(step: int, steps: int) -> float:
-    """Of the peak, at a step from 0."""
+    """The learning rate at a step, counted from 0, as a share of its peak."""
     rise = max(1, math.ceil(steps / 10))
     return min((step + 1) / rise, 1.0 - 0.9 * step / steps)

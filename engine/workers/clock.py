@@ -1,4 +1,4 @@
-"""The clock of a run, by the event loop's clock, which may be virtual; and one `TimerFired` for each `SetTimer`.
+"""The clock of a run, which follows the event loop's clock and may be virtual; and its timers.
 
 Used by the run loop, the executor and the simulation. A `VirtualLoop` runs the same code without waiting.
 """
@@ -13,7 +13,7 @@ from engine.ids import TimerId
 
 
 class LoopClock:
-    """`before` seconds plus the time since it was created, by the running event loop's clock."""
+    """Counts `before` seconds plus the time since it was created, by the running event loop's clock."""
 
     def __init__(self, before: float = 0.0) -> None:
         self._loop = asyncio.get_running_loop()
@@ -31,7 +31,7 @@ class Timers:
         self._set: dict[TimerId, asyncio.TimerHandle] = {}
 
     def set(self, command: SetTimer) -> None:
-        """A repeated order changes nothing."""
+        """Start a timer. A repeated order changes nothing."""
         if command.timer not in self._set:
             loop = asyncio.get_running_loop()
             self._set[command.timer] = loop.call_later(max(0.0, command.delay_s), self._over, command.timer)

@@ -79,7 +79,7 @@ def _group_problem(work: GroupWork, generated: Any, versions: Versions) -> str:
     if group.group != work.group:
         return f"group {group.group!r:.80}, but was given group {work.group}"
     if not isinstance(group.prompt, Prompt) or group.prompt.row != work.prompt.row:
-        return f"group {work.group} with another prompt; it was given that of row {work.prompt.row}"
+        return f"group {work.group} with another prompt than the given one, of row {work.prompt.row}"
     if not isinstance(group.trajectories, list):
         return f"trajectories as a {type(group.trajectories).__name__}, not as a list"
     if not isinstance(aborted, bool):
@@ -119,7 +119,7 @@ def shape_problem(trajectory: Any, oldest: Version, newest: Version, *, finished
 
 
 def segment_problem(trajectories: list[Trajectory], index: int) -> str:
-    """The problem of a trajectory as a further segment of the one before it; empty if there is none."""
+    """The problem of a trajectory that continues the one before it; empty if there is none."""
     if not trajectories[index].continues:
         return ""
     if index == 0:
@@ -159,7 +159,7 @@ def steps_problem(trajectory: Trajectory) -> str:
 def rewards_problem(group: TrajectoryGroup) -> str:
     """The problem of finite rewards taken together; empty if there is none."""
     rewards = [float(trajectory.reward or 0.0) for trajectory in group.trajectories]
-    if isfinite(sum(map(abs, rewards))):  # no sum of some of them, and no difference of two, is larger
+    if isfinite(sum(map(abs, rewards))):  # no sum or difference of some of them is larger
         return ""
     return f"its rewards, from {min(rewards)} to {max(rewards)}, are too large to compute their mean and spread"
 

@@ -41,11 +41,11 @@ class HeldOut:
     rows: Sequence[HeldOutRow] = ()
     """Set, prompt and response of each row; empty: one response to each prompt of one set."""
     answers: Mapping[str, Answer] = field(default_factory=dict)
-    """By the name of the set, for those with a majority vote."""
+    """The function that extracts answers, by the name of the set, for sets with a majority vote."""
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """By the name of the set, the parts of its reward that are reported."""
+    """The reported parts of a set's reward, by the name of the set."""
     correct: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """By the name of the set, those that say whether a response is right (`Trajectory.is_right`)."""
+    """The parts that say whether a response is right (`Trajectory.is_right`), by the name of the set."""
     samples: SampleKeeper | None = None
     """Keeps samples of the answers."""
 

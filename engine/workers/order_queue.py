@@ -1,5 +1,4 @@
-"""Base class of workers that carry out orders one at a time, in the order of arrival, with blocking calls on one
-thread.
+"""Base class of workers that carry out orders one at a time, in the order of arrival. Blocking calls run on one thread.
 
 Used by `trainer.py` and `scorer.py`. It must never run two calls at once, or carry out a repeated order again.
 """
@@ -13,7 +12,7 @@ from engine.events import Event
 from engine.workers.threads import OneThread
 
 REMEMBERED_ORDERS = 1024
-"""Number of newest orders that are remembered, to detect repeats. Far fewer are open at once."""
+"""Number of newest orders that are remembered to detect repeats. Far fewer are open at once."""
 
 Orders = TypeVar("Orders", bound=Command)
 

@@ -69,7 +69,7 @@ class Attempt:
     finished: int = 0
     """Trajectories that have ended."""
     reported: int = 0
-    """Of these, the ones in the last report."""
+    """Ended trajectories that were in the last report."""
     unsaved: TrajectoryGroup | None = None
     """The newest prefix that is not in the trajectory store yet."""
     saving: asyncio.Task[None] | None = None
@@ -122,7 +122,7 @@ class ReplicaWorker:
         self._finished = 0
         """Trajectories of running attempts that have ended."""
         self._reported = 0
-        """Of these, the ones in the last reports."""
+        """Ended trajectories that were in the last reports."""
         self._next_report: asyncio.TimerHandle | None = None
         self._trajectories = trajectories
         self._emit = emit
@@ -317,7 +317,7 @@ class ReplicaWorker:
             self._emit(event)
 
     def _note_progress(self, attempt: Attempt) -> None:
-        """Report the attempt at the next periodic report."""
+        """Include the attempt in the next periodic report."""
         self._progressed[attempt] = None
         if self._next_report is None:
             self._next_report = asyncio.get_running_loop().call_later(self._progress_every_s, self._report_progress)

@@ -11,21 +11,22 @@ from engine.trajectory import MAX_TURNS, Trajectory, TrajectoryGroup
 CUT_OFF = ("length", "truncated", MAX_TURNS)
 """The finish reasons of responses that did not end by themselves."""
 QUANTILES = {"reward_min": 0.0, "reward_p25": 0.25, "reward_p50": 0.5, "reward_p75": 0.75, "reward_max": 1.0}
-"""The share of the responses, sorted by reward, below each figure."""
+"""Names of quantiles, with the share of the responses, sorted by reward, that lies below each."""
 NAMES = ("accuracy", "truncated_share", "empty_share", "repeated_share", "unparsable_share", *QUANTILES)
 """All figures."""
 
 
 def response_figures(groups: Sequence[TrajectoryGroup], correct: Sequence[str] = ()) -> dict[str, float]:
-    """Shares of all responses in a batch, and quantiles of their rewards; nothing for an empty batch. Of several
-    reward functions, `reward_<name>` is the mean value of each, over the responses to which it applies.
+    """Shares of all responses in a batch, and quantiles of their rewards; nothing for an empty batch. With several
+    reward functions, `reward_<name>` is the mean value of each function over the responses to which it applies.
 
     For rollouts of several turns: `agent_<name>`, the mean of each figure over the rollouts that have it, and
     `agent_max_turns_share`, the share of them that reached their limit of turns.
 
-    `accuracy`: right responses (`Trajectory.is_right`). `truncated_share`: cut off. `empty_share`: without a token, or,
-    where responses have texts, with only white space. `repeated_share`: identical to an earlier response of their
-    group. `unparsable_share`: a reward function found no answer in them.
+    `accuracy`: share of right responses (`Trajectory.is_right`). The other shares count responses that were cut off
+    (`truncated_share`), that have no token or, if responses have texts, only white space (`empty_share`), that are
+    identical to an earlier response of their group (`repeated_share`), and in which a reward function found no answer
+    (`unparsable_share`).
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
@@ -92,5 +93,6 @@ def _is_empty(rollout: Sequence[Trajectory], have_texts: bool) -> bool:
 
 
 def _identity(rollout: Sequence[Trajectory]) -> tuple[object, ...]:
-    """Equal for identical responses. Texts, where there are any, are much cheaper to compare than tokens."""
+    """A value that is equal for identical responses. Texts, if there are any, are much cheaper to compare than
+    tokens."""
     return tuple(t.text or tuple(t.token_ids) for t in rollout)

@@ -2,9 +2,10 @@
 
 Called by the worker of the trainer, right after a train step and before the step is reported, and by replicas after a
 chunk of a validation. These processes have the texts anyway, so nothing is sent for the samples, and only selected rows
-are built. A step that is reported has its samples; one that is trained again replaces them: the selection is a pure
-function of the seed, the step and the responses' rewards, lengths and ends. Must never fail or delay training for long:
-a file that cannot be written, or not in time, is reported once, and the run continues.
+are built. The samples of a step are on disk before the step is reported. A step that is trained again replaces them
+with the same selection, which is a pure function of the seed, the step and the responses' rewards, lengths and ends.
+Must never fail, or delay training for long: if a file cannot be written, or not in time, this is reported once, and the
+run continues.
 """
 
 import asyncio
@@ -54,8 +55,9 @@ class Candidate:
 def select(seed: int, step: int, candidates: Sequence[Candidate], count: int) -> dict[int, tuple[str, ...]]:
     """At most `count` indices into `candidates`, in ascending order, each with its reasons.
 
-    The reasons choose in turn, each the first of its ranking that is not selected yet, until `count` are. A response
-    also has the reasons whose ranking it leads. Equal candidates are ranked at random, by the seed and the step.
+    The reasons choose in turn until `count` responses are selected. Each takes the first of its ranking that is not
+    selected yet. A response also gets every reason whose ranking it leads. Equal candidates are ranked at random, by
+    the seed and the step.
     """
     rankings = _rankings(candidates, shuffled(seed, f"step {step}", len(candidates)))
     reasons: dict[int, set[str]] = {}
@@ -76,7 +78,7 @@ def select(seed: int, step: int, candidates: Sequence[Candidate], count: int) ->
 def shuffled(seed: int, purpose: str, count: int) -> list[int]:
     """The numbers below `count` in a random order: a pure function of its arguments, the same in every Python."""
     random = Random(f"{seed} {purpose}")
-    keys = [random.random() for _ in range(count)]  # unlike `shuffle`, Python promises these never to change
+    keys = [random.random() for _ in range(count)]  # Python promises that these never change, unlike `shuffle`
     return sorted(range(count), key=keys.__getitem__)
 
 
@@ -129,7 +131,7 @@ class SampleKeeper:
         self._hung: asyncio.Task[None] | None = None
 
     async def keep_step(self, batch: Batch, figures: Sequence[Sequence[RolloutFigures]]) -> None:
-        """Keep samples of a train step. `figures`: of each group and rollout, or empty. Never raises."""
+        """Keep samples of a train step. `figures`: figures of each group and rollout, or empty. Never raises."""
         if self.policy.per_step:
             await self._keep(f"of train step {batch.step}", self._write_step, batch, figures)
 
@@ -140,7 +142,7 @@ class SampleKeeper:
         row_of: Callable[[int], HeldOutRow],
         answers: Mapping[int, str],
     ) -> None:
-        """Keep samples of a chunk of a validation. `groups` and `answers`: by row. Never raises."""
+        """Keep samples of a chunk of a validation. `groups` and `answers` are by row. Never raises."""
         if self.policy.validation != 0:
             whose = f"of validation {order.validation}"
             await self._keep(whose, self._write_chunk, order, groups, row_of, answers)
@@ -261,7 +263,8 @@ def keeper_of(run_dir: Path | None, policy: SamplePolicy) -> SampleKeeper | None
 
 
 def _known(figures: Sequence[Sequence[RolloutFigures]], rollouts: Sequence[int]) -> list[list[RolloutFigures]]:
-    """What a trainer tells, as plain numbers; empty unless it is of so many rollouts in each group."""
+    """The figures that a trainer returned, as plain numbers; empty unless there is one for each rollout of each group.
+    `rollouts`: number of rollouts in each group."""
     try:
         known = [[RolloutFigures(_number(f.advantage), _number(f.logprob_gap)) for f in own] for own in figures]
     except Exception as error:  # a user's trainer may return anything
@@ -280,7 +283,7 @@ def candidate(rollout: Rollout) -> Candidate:
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """The prompt as a person reads it: of a chat, every message with its role."""
+    """The prompt as a person reads it. A chat is shown as its messages with their roles."""
     messages = prompt.fields.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
         return prompt.text

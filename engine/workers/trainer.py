@@ -58,7 +58,7 @@ class Figures:
         reading a value may copy it from an accelerator."""
         try:
             items = list(metrics.items())
-        except BaseException as error:  # a user's mapping: the step is trained, whatever this raises
+        except BaseException as error:  # a user's mapping may raise anything; the step is trained nevertheless
             self._warn("metrics", f"metrics that cannot be read ({describe_error(error)})")
             return {}
         figures: dict[str, Figure] = {}
@@ -315,7 +315,7 @@ class TrainerWorker(OrderQueue[Command]):
         return {**responses, **figures, **({SOURCES: sources} if sources else {})}
 
     async def _rollout_figures(self) -> Sequence[Sequence[RolloutFigures]]:
-        """What the trainer knows of the rollouts that it has just trained; empty if it cannot tell."""
+        """The trainer's figures of the rollouts that it has just trained; empty if it has none."""
         if not isinstance(self.trainer, Explainable):
             return ()
         try:

@@ -118,7 +118,7 @@ def test_what_is_wrong_with_a_plan_is_raised_before_any_prompt_is_drawn(tmp_path
     with pytest.raises(RunFailed, match="exhausted raised StopIteration"):
         start(plan(tmp_path / "iterator", make_rollout=exhausted))
     nccl = DistributedSettings(backend="nccl", bucket_bytes=1 << 20, timeout_s=1.0)
-    with pytest.raises(ConfigError, match="need a GPU of their own: 4; there are 0; "):
+    with pytest.raises(ConfigError, match="need separate GPUs, 4 in all; there are 0; "):
         start(plan(tmp_path / "third", transport=nccl))
     wait_for_no_actors()
 

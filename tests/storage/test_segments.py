@@ -62,8 +62,8 @@ def test_tokens_that_outlived_their_attempt_may_be_older() -> None:
 @pytest.mark.parametrize(
     ("changes", "law"),
     [
-        ({"prompt": Prompt(row=1, text="?")}, "another prompt; it was given that of row 0"),
-        ({"prompt": None}, "another prompt; it was given"),
+        ({"prompt": Prompt(row=1, text="?")}, "another prompt than the given one, of row 0"),
+        ({"prompt": None}, "another prompt than the given one"),
         ({"group": 8}, "group 8, but was given group 7"),
         ({"aborted": "no"}, "aborted='no', which must be True or False"),
     ],

@@ -118,7 +118,7 @@ def test_directories_that_are_no_data_set_are_refused(tmp_path: Path) -> None:
     assert f"has the splits train, test; give the directory of one split: {tmp_path}/train" in refused(tmp_path)
     directory = saved(tmp_path / "train", ROWS)
     (directory / "data-00000-of-00001.arrow").write_bytes(b"ARROW1 and no more")
-    assert "has a data file data-00000-of-00001.arrow that is no readable Arrow stream" in refused(directory)
+    assert "has a data file data-00000-of-00001.arrow that is not a readable Arrow stream" in refused(directory)
     (directory / "data-00000-of-00001.arrow").unlink()
     assert "lacks its data file data-00000-of-00001.arrow" in refused(directory)
     (directory / "state.json").write_text('{"_data_files": [{"filename": "../rows.arrow"}]}')
