@@ -122,7 +122,8 @@ def rough(number: int, told: Told) -> None:
 SIZES = {
     "sync": [], "stream": [], "quickstart": ["scheduler.max_concurrent_groups=4"],
     "vllm_cpu": ["scheduler.max_concurrent_groups=4"], "one_step_off": ["scheduler.max_concurrent_groups=4"],
-    "generate_ahead": ["scheduler.max_concurrent_groups=4"], "fully_async": ["scheduler.max_concurrent_groups=4"],
+    "fully_async": ["scheduler.max_concurrent_groups=4"],
+    "generate_ahead": ["scheduler.policy_mini_batch_size=2", "scheduler.max_concurrent_groups=4"],
     "fully_async_minibatches": ["scheduler.policy_mini_batch_size=1", "scheduler.max_concurrent_groups=4"],
     "partial_rollout": ["rollout.slots=4", "scheduler.max_concurrent_groups=8"],
 }  # fmt: skip
