@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+from steady_world import close_worlds
 
 # Two shared cores make deadlines meaningless; the suite's own time limit catches what hangs.
 settings.register_profile("here", deadline=None, print_blob=True)
@@ -63,6 +64,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Make captured text sendable between pytest-xdist's processes: tests log broken text on purpose."""
     report.sections = [(name, text.encode("utf-8", "replace").decode()) for name, text in report.sections]
+
+
+def pytest_runtest_teardown() -> None:
+    close_worlds()
 
 
 @pytest.fixture(scope="session")

@@ -18,13 +18,14 @@ import psutil
 import pytest
 import yaml
 from chat_tokenizers import save_chat_model, write_rows
-from clockwork import Clockwork, clockwork
+from steady_world import SteadyWorld, steady_world
 
 from engine import cli
 from engine.cli import interrupts
 from engine.cli.interrupts import Interrupts
 from engine.config import Config, load_config
 from engine.errors import ConfigError, EngineError, InvariantViolated, RayProcessEnded, RecordError
+from engine.metrics.journal import Journal
 from engine.metrics.status import Status
 from engine.record import Header, Recorder
 from engine.record.log import Entry, closed_entry, preamble, store_index
@@ -346,7 +347,7 @@ class FakeHandle:
 
     metrics_url = "http://127.0.0.1:12345/metrics"
 
-    def __init__(self, world: Clockwork, fail: Exception | None = None, interrupt_after: int | None = None) -> None:
+    def __init__(self, world: SteadyWorld, fail: Exception | None = None, interrupt_after: int | None = None) -> None:
         self.world = world
         self.fail = fail
         self.interrupt_after = interrupt_after
@@ -360,7 +361,7 @@ class FakeHandle:
         world = self.world
         while True:
             done = world.scheduler.state.steps_trained
-            world.run(lambda world, done=done: world.scheduler.state.steps_trained > done)
+            world.run_until(lambda state, done=done: state.steps_trained > done)
             yield world.metrics.status()
             if world.driver.outcome is not None:
                 return
@@ -374,7 +375,7 @@ class FakeHandle:
         from engine.events import DrainRequested
 
         self.drained = reason
-        self.world.driver.deliver(DrainRequested(reason=reason))
+        self.world.tell(DrainRequested(reason=reason))
 
     def history(self) -> str:
         return "resumed from the initial weights"
@@ -383,7 +384,7 @@ class FakeHandle:
         from engine.events import StopRequested
 
         self.stopped = reason
-        self.world.driver.deliver(StopRequested(reason=reason))
+        self.world.tell(StopRequested(reason=reason))
 
     def close(self) -> None:
         self.closed = True
@@ -412,29 +413,18 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
         ) -> FakeHandle:
             if resume:
                 handles.append(
-                    FakeHandle(clockwork(batch=4, stale=2, workers=8, steps=4, replicas=2, slots=4), **options)
+                    FakeHandle(steady_world(batch=4, stale=2, workers=8, steps=4, replicas=2, slots=4), **options)
                 )
                 handles[-1].resumed = (run_dir, settings)
                 return handles[-1]
             progress(0.0, "making data")
             progress(0.1, "supervised warm-up: step 1 of 10")
             progress(1.0, "model ready")
-            header = Header(
-                run=run_dir.name,
-                limits=dataclasses.replace(config.limits(), validation=None, keeps_batches=False).to_plain(),
-                policies={},
-                config=config.model_dump(mode="json"),
-            )
-            world = clockwork(
-                batch=4,
-                stale=2,
-                workers=8,
-                steps=4,
-                replicas=2,
-                slots=4,
-                journal=run_dir / "metrics.jsonl",
-                recorder=Recorder(run_dir / "schedule", header),
-            )
+            limits = dataclasses.replace(config.limits(), validation=None, keeps_batches=False)
+            told = config.model_dump(mode="json")
+            header = Header(run=run_dir.name, limits=limits.to_plain(), policies={}, config=told)
+            recorder = Recorder(run_dir / "schedule", header)
+            world = SteadyWorld(limits, slots=4, journal=Journal(run_dir / "metrics.jsonl"), recorder=recorder)
             handles.append(FakeHandle(world, **options))
             return handles[-1]
 
@@ -528,12 +518,10 @@ def test_a_failed_run_says_why(capsys: Capture, launched: Launch, monkeypatch: p
 
     class Doomed(FakeHandle):
         def updates(self) -> Iterator[Status]:
-            self.world.run(lambda world: world.scheduler.state.ledger.running > 0)
+            self.world.until(lambda state: state.ledger.running > 0)
             for replica in (0, 1):
-                self.world.driver.deliver(
-                    ProcessLost(kind="replica", index=replica, incarnation=1, final=True, reason="burnt")
-                )
-            self.world.run(lambda world: world.driver.outcome is not None)
+                self.world.tell(ProcessLost(kind="replica", index=replica, incarnation=1, final=True, reason="burnt"))
+            self.world.to_the_end()
             yield self.world.metrics.status()
 
     monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Doomed)
@@ -858,11 +846,11 @@ def test_a_request_to_end_leaves_no_process() -> None:
 @pytest.fixture
 def recorded() -> Path:
     """A run directory with the record of a small run."""
-    world = clockwork(steps=3)
+    world = steady_world(steps=3)
     directory = run_directory.create("runs", "small", config_yaml="").path
-    header = Header(run="small", limits=world.limits.to_plain(), policies=dict(world.scheduler.policies.names))
+    header = Header(run="small", limits=world.setting.limits.to_plain(), policies=dict(world.scheduler.policies.names))
     recorder = Recorder(directory / "schedule", header)
-    clockwork(steps=3, recorder=recorder).run()
+    steady_world(steps=3, recorder=recorder).run()
     recorder.close()
     return directory
 

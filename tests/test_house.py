@@ -630,6 +630,7 @@ def test_a_skip_fails_where_none_may_be(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, arguments: list[str], outcome: int
 ) -> None:
     monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))  # what it imports
     pytester.makeconftest((ROOT / "tests" / "conftest.py").read_text(encoding="utf-8"))
     pytester.makepyfile("import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('no such program')")
     assert pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments).ret == outcome

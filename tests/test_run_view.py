@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clockwork import clockwork
 from rich.cells import cell_len
 from rich.console import Console
+from steady_world import steady_world
 
 from engine.cli.run_view import (
     LiveView,
@@ -35,8 +35,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def middle() -> Status:
-    world = clockwork(steps=40, generation_s=lambda group: 1.0 + group % 3)
-    world.run(lambda world: world.scheduler.state.latest_version == 12)
+    world = steady_world(steps=40, lengths=lambda group: 1 + group % 3)
+    world.until(lambda state: state.latest_version == 12)
     world.metrics.validated(0, 0.31)
     return world.metrics.status()
 
@@ -75,7 +75,7 @@ def drawn(status: Status, title: str = "Step Engine  runs/20260131-235959-quicks
 
 
 @pytest.mark.parametrize(
-    "status", [middle(), crowded(), clockwork().metrics.status()], ids=["middle", "crowded", "new"]
+    "status", [middle(), crowded(), steady_world().metrics.status()], ids=["middle", "crowded", "new"]
 )
 def test_the_live_view_fits_80_columns_and_never_wraps(status: Status) -> None:
     lines = drawn(status)
@@ -101,16 +101,16 @@ def test_a_long_title_is_cut() -> None:
 
 
 def test_plain_lines_are_one_per_step_in_order_and_none_twice() -> None:
-    world = clockwork(steps=5)
+    world = steady_world(steps=5)
     stream = io.StringIO()
     with PlainView(stream) as view:
-        world.run(lambda world: view.show(world.metrics.status()) is not None)
+        world.to_the_end(lambda: view.show(world.metrics.status()))
         view.show(world.metrics.status())
     lines = stream.getvalue().splitlines()
     assert [int(re.match(r"step=(\d+) ", line)[1]) for line in lines] == [0, 1, 2, 3, 4]  # type: ignore[index]
     pattern = re.compile(
-        r"step=\d+ done=\d+/\d+ version=\d+ reward=[\d.]+ accuracy=- loss=[\d.e-]+ staleness=\d/[\d.]+/\d tokens=\d+ "
-        r"tokens_s=\d+ busy=\d/4 data_failures=0 groups_failed=0 elapsed_s=[\d.]+ eta_s=(\d+|-)"
+        r"step=\d+ done=\d+/\d+ version=\d+ reward=[\d.]+ accuracy=0\.0000 loss=[\d.e-]+ staleness=\d/[\d.]+/\d "
+        r"tokens=\d+ tokens_s=\d+ busy=\d/4 data_failures=0 groups_failed=0 elapsed_s=[\d.]+ eta_s=(\d+|-)"
     )
     for line in lines:
         assert pattern.fullmatch(line), line
@@ -122,7 +122,7 @@ def test_a_line_without_figures_says_so() -> None:
 
 
 def test_the_table_at_the_end_has_every_figure() -> None:
-    world = clockwork(steps=4).run()
+    world = steady_world(steps=4).to_the_end()
     world.metrics.validated(0, 0.25)
     world.metrics.validated(4, 0.875)
     console = Console(width=80, record=True, file=io.StringIO())
@@ -130,13 +130,13 @@ def test_the_table_at_the_end_has_every_figure() -> None:
     text = console.export_text()
     for row in (
         r"train steps +│ 4 of 4",
-        r"reward first / last +│ 0\.031 / 0\.4\d\d",
+        r"reward first / last +│ 0\.094 / 0\.43\d",
         r"validation accuracy before / after +│ 0\.250 / 0\.875",
-        r"staleness min / mean / max +│ 0 / 0\.75 / 1  \(bound 1\)",
+        r"staleness min / mean / max +│ 0 / 0\.5 / 1  \(bound 1\)",
         r"groups +│ \d+ consumed, 0 filtered, \d+ dropped, 0 +│",
         r"rollout idle +│ \d+ %",
         r"trainer idle +│ \d+ %",
-        r"tokens generated / trained +│ 80 / 80",
+        r"tokens generated / trained +│ 16 / 16",
         r"wall seconds +│ 12\.3",
         r"run directory +│ runs/20260131-235959-quickstart",
     ):
@@ -217,15 +217,15 @@ ON_A_TERMINAL = """
 import sys
 sys.path[:0] = [{root!r}, {tests!r}]
 from rich.console import Console
-from clockwork import clockwork
+from steady_world import steady_world
 from engine.cli.run_view import LiveView, view_for
 console = Console(width=80)
 view = view_for(console, title="Step Engine  runs/here")
 assert isinstance(view, LiveView)
-world = clockwork(steps=6)
+world = steady_world(steps=6)
 with view:
     view.note("metrics: http://127.0.0.1:1/metrics")
-    world.run(lambda world: view.show(world.metrics.status()) is not None)
+    world.to_the_end(lambda: view.show(world.metrics.status()))
     view.show(world.metrics.status())
 """
 

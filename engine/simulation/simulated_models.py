@@ -44,9 +44,13 @@ class Dice:
     def chance(self, probability: float) -> bool:
         return probability > 0 and self.random.random() < probability
 
+    def vary(self, seconds: float) -> float:
+        """A duration of 0.5 to 1.5 times `seconds`."""
+        return seconds * self.random.uniform(0.5, 1.5)
+
     async def work(self, seconds: float) -> float:
-        """Sleep for 0.5 to 1.5 times `seconds`. Returns the seconds slept."""
-        seconds *= self.random.uniform(0.5, 1.5)
+        """Sleep for about `seconds`. Returns the seconds slept."""
+        seconds = self.vary(seconds)
         await asyncio.sleep(seconds)
         return seconds
 
@@ -55,6 +59,10 @@ class Dice:
         draw = Random(self.setting.seed * 1_000_003 + group).paretovariate(1.5)
         length = max(1, round(self.setting.mean_tokens / 3 * draw))
         return length if self.setting.max_tokens is None else min(length, self.setting.max_tokens)
+
+    def reward(self, group: GroupId, index: int) -> float:
+        """The reward of a group's trajectory, if the group has different rewards."""
+        return float(index)
 
 
 @dataclass(slots=True)
@@ -187,7 +195,7 @@ class SimGenerator:
         spread = not sampling.cut and not self._dice.chance(1.0 - self._setting.spread)
         for index, (one, target) in enumerate(zip(sampling.group.trajectories, _targets(sampling.target), strict=True)):
             one.finish_reason = "stop" if len(one.token_ids) >= target else "truncated"
-            one.reward = float(index) if spread or sampling.cut else 0.5
+            one.reward = self._dice.reward(sampling.work.group, index) if spread or sampling.cut else 0.5
             if not self._rewarded:
                 one.reward = None
 
@@ -338,7 +346,7 @@ def work_of(dice: Dice, state: str) -> Callable[[TrajectoryGroup], Awaitable[Tra
         if state == REWARDING:
             spread = dice.chance(dice.setting.spread)
             for index, one in enumerate(group.trajectories):
-                one.reward = float(index) if spread else 0.5
+                one.reward = dice.reward(group.group, index) if spread else 0.5
         return group
 
     return work

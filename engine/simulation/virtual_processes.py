@@ -21,6 +21,7 @@ from engine.runtime.worker import WORKERS, Peers, PlannedWorker
 from engine.simulation.simulated_models import Dice, Fault
 from engine.states.process import ADDED_STATES, REPLICA, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
 from engine.trajectory import Prompt
+from engine.workers.trainer import Report
 
 
 class Channel:
@@ -33,7 +34,7 @@ class Channel:
 
     def send(self, arrive: Callable[[], None]) -> None:
         setting, loop = self._dice.setting, asyncio.get_running_loop()
-        latency = setting.latency_s * self._dice.random.uniform(0.5, 1.5)
+        latency = self._dice.vary(setting.latency_s)
         if self._dice.chance(setting.faults.lose):
             latency *= 10
         self._last = max(loop.time() + latency, self._last)
@@ -93,8 +94,7 @@ class VirtualProcess(LocalProcess):
         ):
             self.die()
         elif kind not in (REPLICA, ADDED_STATES) and self._dice.chance(faults.die_trainer):
-            delay = self._dice.setting.sync_s * self._dice.random.uniform(0.5, 1.5)
-            asyncio.get_running_loop().call_later(delay, self.die)
+            asyncio.get_running_loop().call_later(self._dice.vary(self._dice.setting.sync_s), self.die)
 
     def die(self, reason: str = "fault") -> None:
         """End at once. Events that were sent before still arrive, perhaps after the loss is reported."""
@@ -126,6 +126,7 @@ class VirtualProcesses:
         weights: LocalWeights,
         dice: Dice,
         emit: Callable[[Event], None],
+        report: Report,
         launched: Callable[[], bool],
     ) -> None:
         """`launched()`: whether the run has begun."""
@@ -134,6 +135,7 @@ class VirtualProcesses:
         self._weights = weights
         self._dice = dice
         self._emit = emit
+        self._report = report
         self._launched = launched
         self.newest: dict[Key, VirtualProcess] = {}
         """The newest incarnation of each process."""
@@ -143,15 +145,15 @@ class VirtualProcesses:
 
         def peers(broken: Callable[[str], None], waits: Waits) -> Peers:
             return Peers(
-                trajectories=self._trajectories, weights=self._weights, report=_no_report, broken=broken,
-                emit=lambda event: self._report(process, outbox, event), ask_trainer=self._ask_trainer,
+                trajectories=self._trajectories, weights=self._weights, report=self._report, broken=broken,
+                emit=lambda event: self._send(process, outbox, event), ask_trainer=self._ask_trainer,
             )  # fmt: skip
 
         process = VirtualProcess(WORKERS[kind](self._plan, index, incarnation), peers, self._dice, self._launched())
         self.newest[kind, index] = process
         return process
 
-    def _report(self, process: VirtualProcess, outbox: Channel, event: Event) -> None:
+    def _send(self, process: VirtualProcess, outbox: Channel, event: Event) -> None:
         if not (process.hung or process.dead):
             copies = iter((event, copy(event)))
             outbox.send(lambda: self._emit(next(copies)))
@@ -176,6 +178,3 @@ class VirtualProcesses:
 
     async def published(self) -> Version:
         return self._weights.store.newest
-
-
-def _no_report(step: StepId, metrics: Mapping[str, Any]) -> None: ...

@@ -8,14 +8,18 @@ event for event.
 import asyncio
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from engine.commands import Command, FinishRun, ScoreBatch, TrainStep
 from engine.errors import EngineError
 from engine.events import Event, OrderDone, PromptsDrawn, RunInterrupted, RunStarted, SchedulerRecovered
-from engine.ids import GroupId, ReplicaId
+from engine.ids import GroupId, ReplicaId, StepId
 from engine.policies import DEFAULTS, PolicySet
+from engine.protocols import Trainer
 from engine.record import NullRecorder
 from engine.runtime.driver import Driver, Recorder
 from engine.runtime.executor import RunExecutor
@@ -31,10 +35,37 @@ from engine.simulation.simulated_models import SAMPLES, Dice, SimGenerator, SimS
 from engine.simulation.virtual_processes import VirtualProcess, VirtualProcesses
 from engine.states.laws import check_all
 from engine.states.process import REPLICA
+from engine.states.state import State
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 from engine.workers.clock import Deadlock, VirtualLoop
 
 __all__ = ["Faults", "Setting", "World"]
+
+MAX_EVENTS = 1_000_000
+"""A run with more events counts as one that never ends."""
+
+
+async def _cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextmanager
+def _warnings_off() -> Iterator[None]:
+    """Without the workers' warnings about faults that the setting asked for."""
+    log = logging.getLogger("engine")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _never(state: State) -> bool:
+    return False
 
 
 class ObservedTrajectories(LocalTrajectories):
@@ -60,7 +91,7 @@ class ObservedTrajectories(LocalTrajectories):
 
 
 class World:
-    """One run. Call `run` once."""
+    """One run: `run` it to the end; or `run_until` a state, `tell` it events, run on, and `close` it."""
 
     def __init__(
         self,
@@ -69,27 +100,36 @@ class World:
         recorder: Recorder | None = None,
         check: bool = True,
         snapshot_every: int = 0,
+        dice: Dice | None = None,
     ) -> None:
-        """`check`: check every law after every event."""
+        """`check`: check every law after every event. `dice`: draws durations, lengths and rewards; by default, seeded
+        ones."""
         self.setting = setting
         self.check = check
-        self.dice = Dice(setting)
+        self.dice = dice or Dice(setting)
         self.store = ObservedTrajectories()
         self.judge = Judge(setting.limits, self.store)
-        self.scheduler = Scheduler(setting.limits, policies, observe=self.judge.changed)
+        self.scheduler = Scheduler(setting.limits, policies, observe=self._changed)
         self.judge.regular = self.scheduler.policies.names["validation"] == DEFAULTS["validation"]
         self.trainer_busy_s = 0.0
         self.generators: dict[ReplicaId, SimGenerator] = {}
         self._loop = VirtualLoop()
         self._over: asyncio.Future[FinishRun] = self._loop.create_future()
+        self._running: asyncio.Task[FinishRun] | None = None
+        self._reached: Callable[[State], bool] = _never
+        self._paused = False
+        """Whether events of the run wait in `_waiting` until it goes on."""
+        self._waiting: deque[tuple[Event, ...]] = deque()
+        self._handling = False
         self._error: Exception | None = None
-        self._max_events = 0
+        self._max_events = MAX_EVENTS
         self._weights = LocalWeights()
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self.plan = self._plan()
         self.processes = VirtualProcesses(
-            self.plan, self.store, self._weights, self.dice, self.deliver, lambda: self.driver.events_handled > 0
-        )
+            self.plan, self.store, self._weights, self.dice, self.deliver, self._report,
+            lambda: self.driver.events_handled > 0,
+        )  # fmt: skip
         self._connect()
         self.driver = Driver(
             self.scheduler, self, recorder or NullRecorder(), self, self._observe, snapshot_every=snapshot_every
@@ -119,7 +159,7 @@ class World:
             limits=limits,
             samples=SAMPLES,
             make_rollout=self._rollout,
-            make_trainer=lambda: SimTrainer(self.dice, self._count_busy),
+            make_trainer=self._trainer,
             make_prompts=lambda: CountedPrompts(setting.prompts, lambda group: Prompt(row=group, text="")),
             replicas=setting.replicas,
             slots=setting.slots,
@@ -135,6 +175,9 @@ class World:
     def _rollout(self, replica: ReplicaId) -> Rollout:
         generator = self.generators[replica] = SimGenerator(self.dice, self._fail)
         return Rollout(generator=generator, evaluator=generator)
+
+    def _trainer(self) -> Trainer:
+        return SimTrainer(self.dice, self._count_busy)
 
     def _count_busy(self, seconds: float) -> None:
         self.trainer_busy_s += seconds
@@ -160,43 +203,93 @@ class World:
 
         self._loop.call_later(delay_s, act)
 
-    def run(self, events: int = 1_000_000) -> FinishRun:
+    def run(self, events: int = MAX_EVENTS) -> FinishRun:
         """Run to the end. Raises: `Finding`, with the seed, for a broken law or a deadlock."""
         self._max_events = events
-        log = logging.getLogger("engine")
-        level = log.level
-        log.setLevel(logging.CRITICAL)  # the workers' warnings about faults that the setting asked for
+        self._go_on(_never)
+        assert self._running is not None
+        return self._running.result()
+
+    def run_until(self, reached: Callable[[State], bool]) -> bool:
+        """Run until `reached(state)` holds, now or after an event. Returns False if the run ends first. Later events
+        wait until the run goes on. Raises: `Finding`, as `run`."""
+        if not self._loop.is_closed() and not reached(self.scheduler.state):
+            self._go_on(reached)
+        return reached(self.scheduler.state)
+
+    def run_for(self, seconds: float) -> None:
+        """Run for so many virtual seconds, or to the end. Raises: `Finding`, as `run`."""
+        if not self._loop.is_closed():
+            timer = self._loop.call_later(seconds, self._pause)
+            self._go_on(_never)
+            timer.cancel()
+
+    def tell(self, *events: Event) -> None:
+        """Deliver events that do not come from a process, such as a user's requests, while the run does not go on.
+        Raises: `Finding`, as `run`."""
+        self._paused = True
+        self._loop.call_soon(self._handle, events)
+        self._step()
+        if self._error is not None:
+            self.run()
+
+    def close(self) -> None:
+        """End a run that has not ended: cancel its tasks, and drop their errors. Call it unless the run has ended."""
+        if self._loop.is_closed():
+            return
+        self._paused = True  # events of canceled tasks change nothing
+        if self._running is not None:
+            self._running.remove_done_callback(self._stop)
         try:
-            outcome = self._loop.run_until_complete(self._to_end())
-            self.judge.close(self.scheduler.state, outcome, self.setting.prompts)
+            with _warnings_off():
+                self._step()  # so that every task has begun: otherwise a coroutine that it awaits is never awaited
+                self.executor.close()
+                self.supervisor.stop_watching()
+                self._loop.run_until_complete(_cancel_others())  # a virtual loop cannot wait for a task that is stuck
+        finally:
+            self._loop.close()
+            if self._directory is not None:
+                self._directory.cleanup()
+
+    def _step(self) -> None:
+        """Call what is ready."""
+        self._loop.call_soon(self._loop.stop)
+        self._loop.run_forever()
+
+    def _go_on(self, reached: Callable[[State], bool]) -> None:
+        """Run until `reached(state)` holds after an event, `_pause` is called or the run ends."""
+        if self._loop.is_closed():
+            return
+        self._reached, self._paused = reached, False
+        try:
+            if self._running is None:
+                self._running = self._loop.create_task(self._to_end())
+                self._running.add_done_callback(self._stop)
+            self._loop.call_soon(self._handle_waiting)
+            with _warnings_off():
+                self._loop.run_forever()
+            if self._running.done():
+                self.judge.close(self.scheduler.state, self._running.result(), self.setting.prompts)
         except Deadlock as error:
             raise self._finding(f"liveness: {error}; {self._where()}") from error
         except EngineError as error:
             raise self._finding(str(error)) from error
         finally:
-            self._close()
-            log.setLevel(level)
-        return outcome
+            if not self._paused or self._running is None or self._running.done():
+                self.close()
+
+    def _pause(self) -> None:
+        self._paused = True
+        self._loop.stop()
+
+    def _stop(self, running: "asyncio.Task[FinishRun]") -> None:
+        self._loop.stop()
 
     async def _to_end(self) -> FinishRun:
         await self.supervisor.open()
         self.deliver(RunStarted(replicas=len(self.plan.lives())))
         self.supervisor.begin()
         return await self._over
-
-    def _close(self) -> None:
-        """Cancel all remaining tasks and drop their errors: a virtual loop cannot wait for a task that is stuck."""
-        self.executor.close()
-        self.supervisor.stop_watching()
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        try:
-            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        finally:
-            self._loop.close()
-            if self._directory is not None:
-                self._directory.cleanup()
 
     def _finding(self, what: str) -> Finding:
         return Finding(f"{what} [seed {self.setting.seed}, event {self.driver.events_handled}]")
@@ -208,13 +301,28 @@ class World:
     # events and commands
 
     def deliver(self, *events: Event) -> None:
-        """Let the driver handle events. An exception of the driver ends the run."""
+        """Let the driver handle events of the run, once it goes on. An exception of the driver ends the run."""
+        if self._paused or self._waiting:
+            self._waiting.append(events)
+        else:
+            self._handle(events)
+
+    def _handle_waiting(self) -> None:
+        while self._waiting and not self._paused:
+            self._handle(self._waiting.popleft())
+
+    def _handle(self, events: Sequence[Event]) -> None:
         if self._error is not None:
             return
+        outermost, self._handling = not self._handling, True
         try:
             self.driver.deliver(*events)
+            if outermost and not self._paused and self._reached(self.scheduler.state):
+                self._pause()
         except Exception as error:
             self._fail(error)
+        finally:
+            self._handling = not outermost
 
     def _fail(self, error: Exception) -> None:
         self._error = self._error or error
@@ -235,6 +343,12 @@ class World:
 
     def _give_up(self, reason: str) -> None:
         self.deliver(RunInterrupted(reason=reason))
+
+    def _changed(self, machine: str, record: Any, source: str, trigger: str) -> None:
+        self.judge.changed(machine, record, source, trigger)
+
+    def _report(self, step: StepId, metrics: Mapping[str, Any]) -> None:
+        """Take the trainer's metrics of a step."""
 
     def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
         if self.driver.events_handled > self._max_events:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from clockwork import clockwork
 from ray_plans import plan
+from steady_world import steady_world
 
 from engine.control import address_file as control
 from engine.metrics import address_files
@@ -65,7 +65,7 @@ def test_a_run_that_begins_deletes_what_killed_runs_left_and_nothing_of_live_one
     mine = replace(plan(tmp_path / "mine"), endpoints=folder)
 
     async def begin_and_end() -> None:
-        world = clockwork()
+        world = steady_world()
         opened = Endpoint(mine, world.metrics, world.driver, None, lambda: 0.0, 0)
         opened.announce()
         assert names(folder) == ["live.json", "mine.json"]

@@ -1,6 +1,6 @@
 """A trainer and replicas that write down the weights they publish and install, for tests to compare."""
 
-import hashlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,13 +9,8 @@ import torch
 
 from engine.runtime.plan import Rollout
 
-
-def digest(weights: dict[str, torch.Tensor]) -> str:
-    made = hashlib.sha256()
-    for name in sorted(weights):
-        made.update(name.encode())
-        made.update(weights[name].detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return made.hexdigest()
+sys.path.append(str(Path(__file__).parent.parent))
+from reference_sync import digest
 
 
 class WatchedTrainer:

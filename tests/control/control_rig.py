@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from clockwork import Clockwork, clockwork
+from steady_world import SteadyWorld, steady_world
 
 from engine.control.address_file import ControlPlace, announce, new_token
 from engine.control.control_server import ControlServer
@@ -21,8 +21,8 @@ class Rig:
     def __init__(self, run_dir: Path, most_replicas: int = 8, **world: Any) -> None:
         (run_dir / "schedule").mkdir(parents=True)
         self.run_dir = run_dir
-        self.world: Clockwork = clockwork(batch=4, stale=2, workers=12, steps=None, replicas=2, slots=6, **world)
-        self.world.run(lambda world: world.scheduler.state.ledger.running > 0)
+        self.world: SteadyWorld = steady_world(batch=4, stale=2, workers=12, steps=None, replicas=2, slots=6, **world)
+        self.world.until(lambda state: state.ledger.running == 12)
         self.events: list[Event] = []
         self.break_with: ConfigError | None = None
         self._most = most_replicas

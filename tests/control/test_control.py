@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from clockwork import clockwork
 from control_rig import Rig
+from steady_world import steady_world
 
 from engine import cli
 from engine.control.address_file import FILE, ControlPlace, announce, place_of, withdraw
@@ -192,7 +192,7 @@ def test_a_law_that_would_be_broken_is_named_and_nothing_is_delivered(rig: Rig) 
 
 
 def test_a_run_that_is_over_takes_no_orders(rig: Rig) -> None:
-    rig.world.driver.deliver(StopRequested(reason="enough"))
+    rig.world.tell(StopRequested(reason="enough"))
     assert (
         post(rig, {"operation": "scale", "replicas": 2})
         .json()["error"]
@@ -265,23 +265,23 @@ def test_an_attempt_is_given_more_time_than_its_rewards(rig: Rig) -> None:
 
 
 def test_a_replica_that_is_not_up_cannot_be_drained() -> None:
-    world = clockwork(steps=None).run(lambda world: world.scheduler.state.steps_trained == 1)
-    world.driver.deliver(ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
+    world = steady_world(steps=None).until(lambda state: state.steps_trained == 1)
+    world.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
     with pytest.raises(ConfigError, match=r"--replica 1 is starting: only a replica that is up .* use one of \[0\]"):
         decide(Drain(reason="spot", replica=1), world.scheduler, 8)
 
 
 def test_a_resumed_run_has_the_replicas_that_were_wanted_last() -> None:
-    world = clockwork(steps=None).run(lambda world: world.scheduler.state.steps_trained == 1)
+    world = steady_world(steps=None).until(lambda state: state.steps_trained == 1)
     lost = ProcessLost(kind="replica", index=1, incarnation=1, final=True, reason="for good")
-    assert after_resuming(clockwork().scheduler, (), replicas=2) == (), "it has never begun"
+    assert after_resuming(steady_world().scheduler, (), replicas=2) == (), "it has never begun"
     assert after_resuming(world.scheduler, (), replicas=2) == ()
-    world.driver.deliver(lost)
+    world.tell(lost)
     assert after_resuming(world.scheduler, (), replicas=2) == (), "it is still wanted"
-    world.driver.deliver(ReplicasWanted(replicas=3))
+    world.tell(ReplicasWanted(replicas=3))
     assert after_resuming(world.scheduler, (), replicas=2) == (ReplicasWanted(replicas=3),)
     assert after_resuming(world.scheduler, (("rollout.replicas", "2"),), replicas=2) == ()
-    world.driver.deliver(ReplicasWanted(replicas=1))
+    world.tell(ReplicasWanted(replicas=1))
     assert after_resuming(world.scheduler, (), replicas=2) == (ReplicasWanted(replicas=1),)
 
 

@@ -1,11 +1,13 @@
 """What a run is said to wait for, in every state that a wait can be in."""
 
+from dataclasses import replace
+
 import pytest
-from clockwork import Clockwork, clockwork
+from steady_world import FOREVER, SteadyWorld, steady_world
 
 from engine import events as fact
 from engine.runtime.control_requests import Silence
-from engine.states.limits import AddedState, ValidationLimits
+from engine.states.limits import AddedState, Limits, ValidationLimits
 from engine.states.waits import Wait, held_up, waits
 from tests.core.scripted import Scripted
 from tests.core.test_pools import TOGETHER
@@ -13,96 +15,97 @@ from tests.core.test_scenarios import straggling
 from tests.core.test_validation import Measured
 
 
-def told(world: Clockwork) -> list[str]:
-    return [wait.sentence(world.at) for wait in waits(world.scheduler.state, world.metrics.since)]
+def told(world: SteadyWorld) -> list[str]:
+    return [wait.sentence(world.time) for wait in waits(world.scheduler.state, world.metrics.since)]
 
 
-def whose(world: Clockwork) -> list[str]:
+def whose(world: SteadyWorld) -> list[str]:
     return [wait.by for wait in waits(world.scheduler.state, world.metrics.since)]
 
 
 def test_groups_are_told_by_replica_with_their_oldest() -> None:
-    world = clockwork(generation_s=lambda group: 1.0 if group < 2 else 1e9)
-    world.run(lambda world: world.scheduler.state.steps_trained == 1 and world.scheduler.state.ledger.running == 4)
-    world.run(lambda world: len(world.queue) and world.queue[0][0] > 1e6)
-    world.at += 100.0
-    first, second = told(world)[:2]
+    """Groups 4 and 5 start once replica 0 has version 1: 1 s for its groups, 1 s for the step, and 0.5 s each to
+    publish, stage, pause and install."""
+    world = steady_world(lengths=lambda group: 1 if group < 2 else FOREVER, train_s=1.0, sync_s=0.5)
+    world.until(lambda state: state.steps_trained == 1 and state.ledger.running == 4)
+    assert world.time == 4.0
+    world.run_for(100.0)
     ends = "(until GroupGenerated, GroupAborted, GroupFailed or ProcessLost)"
-    oldest, other = (wait.since for wait in waits(world.scheduler.state)[:2])
-    assert oldest is not None and other is not None and oldest <= other
-    assert first == f"replica 0: generates groups 2, 4, the oldest for {world.at - oldest:.0f} s {ends}"
-    assert second == f"replica 1: generates groups 3, 5, the oldest for {world.at - other:.0f} s {ends}"
+    assert told(world)[:2] == [
+        f"replica 1: generates groups 2, 3, the oldest for 104 s {ends}",
+        f"replica 0: generates groups 4, 5, the oldest for 100 s {ends}",
+    ]
 
 
 def test_the_trainer_comes_first_with_the_step_its_task_and_its_time() -> None:
-    world = clockwork(training_s=1e9)
-    world.run(lambda world: len(world.queue) and world.queue[0][0] > 1e6)
-    began = world.at
-    world.at += 40.0
+    world = steady_world(train_s=FOREVER)
+    world.until(lambda state: state.ledger.ready == 2)  # those of step 1, generated beside
+    began = world.metrics.since["step", 0]
+    world.run_for(began + 40.0 - world.time)
     assert (
         told(world)[0]
         == "the trainer: trains step 0 on 2 groups for 40 s (until StepTrained, StepFailed or ProcessLost)"
     )
-    assert world.metrics.since["step", 0] == began
+    assert began == 1.0, "as soon as its groups were generated"
     formed = world.scheduler.state.steps[0]
-    world.driver.deliver(fact.StepFailed(step=0, attempt=formed.attempt, reason="a cosmic ray"))
+    world.tell(fact.StepFailed(step=0, attempt=formed.attempt, reason="a cosmic ray"))
     assert "attempt 2" in told(world)[0], "and again"
 
 
 def test_a_publication_is_waited_for() -> None:
-    world = clockwork(publishing_s=1e9).run(lambda world: world.scheduler.state.publishing)
+    world = steady_world(sync_s=FOREVER).until(lambda state: state.publishing)
     assert told(world)[0].startswith("the trainer: publishes version 1 for 0 s")
 
 
 def test_replicas_on_their_way_to_new_weights_are_told() -> None:
-    world = clockwork(install_s=1e9)
-    world.run(lambda world: [r.state for r in world.scheduler.state.fleet.replicas.values()] == ["installing"] * 2)
-    world.at += 7.0
+    world = steady_world(sync_s=100.0)
+    world.until(lambda state: [r.state for r in state.fleet.replicas.values()] == ["installing"] * 2)
+    world.run_for(7.0)
     ends = "(until WeightsInstalled, SyncFailed or ProcessLost)"
     assert f"replica 0: installs version 1 for 7 s {ends}" in told(world)
     assert f"replica 1: installs version 1 for 7 s {ends}" in told(world)
 
 
 def test_a_replica_that_is_to_return_is_told() -> None:
-    world = clockwork().run(lambda world: world.scheduler.state.ledger.running == 4)
-    world.driver.deliver(fact.ProcessLost(kind="replica", index=1, incarnation=1, reason="burnt"))
+    world = steady_world().until(lambda state: state.ledger.running == 4)
+    world.tell(fact.ProcessLost(kind="replica", index=1, incarnation=1, reason="burnt"))
     assert "replica 1: restarts for 0 s (until ProcessUp or ProcessLost)" in told(world)
-    world.driver.deliver(fact.ProcessLost(kind="replica", index=1, incarnation=2, final=True, reason="for good"))
+    world.tell(fact.ProcessLost(kind="replica", index=1, incarnation=2, final=True, reason="for good"))
     assert whose(world) == ["replica 0"]
 
 
 def test_a_validation_a_state_of_ones_own_prompts_and_a_checkpoint_are_told() -> None:
-    world = clockwork(validation=ValidationLimits(rows=4), measure_s=1e9)
-    world.run(lambda world: world.scheduler.state.validations.out > 0)
+    world = steady_world(validation=ValidationLimits(rows=4), measure_s=FOREVER)
+    world.until(lambda state: state.validations.out > 0)
     assert any(said.startswith("replica 0: measure 4 held-out rows under version 0") for said in told(world))
-    world = clockwork()
-    world.run(lambda world: world.scheduler.state.asked > 0)
+    world = steady_world()
+    world.until(lambda state: state.asked > 0)
     assert whose(world) == ["replica 0", "replica 1", "the data source"]
     assert told(world)[0] == "replica 0: starts for 0 s (until ProcessUp or ProcessLost)"
-    limits = {"train_batch_size": 2, "max_staleness_steps": 1, "max_concurrent_groups": 4, "max_steps": 4}
-    judged = Clockwork(type(world.limits)(**limits, added_states=(AddedState(name="rewarding", concurrency=2),)))
-    judged.run(lambda world: world.scheduler.state.stages.out == 2)
+    limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, max_steps=4)
+    judged = SteadyWorld(replace(limits, added_states=(AddedState(name="rewarding", concurrency=2),)))
+    judged.until(lambda state: state.stages.out == 2)
     assert "the state rewarding" in whose(judged)
-    saved = Clockwork(type(world.limits)(**limits, checkpoint_every=1))
-    saved.run(lambda world: world.scheduler.state.checkpoint_pending)
+    saved = SteadyWorld(replace(limits, checkpoint_every=1))
+    saved.until(lambda state: state.checkpoint_pending)
     assert "the trainer: writes the checkpoint after 1 train step for 0 s" in "\n".join(told(saved))
 
 
 def test_one_of_a_kind_is_told_as_one() -> None:
-    world = clockwork(batch=1, stale=0, workers=1, generation_s=lambda group: 1e9)
-    world.run(lambda world: world.scheduler.state.ledger.running == 1)
+    world = steady_world(batch=1, stale=0, workers=1, lengths=lambda group: FOREVER)
+    world.until(lambda state: state.ledger.running == 1)
     said = held_up(world.scheduler.state)
     assert said.startswith(
         "step 0 waits for 1 group, 0 of 1 are ready, and 1 that is due by step 0 is not; 1 group waits "
     )
-    measured = clockwork(validation=ValidationLimits(rows=1), measure_s=1e9)
-    measured.run(lambda world: world.scheduler.state.validations.out > 0)
+    measured = steady_world(validation=ValidationLimits(rows=1), measure_s=FOREVER)
+    measured.until(lambda state: state.validations.out > 0)
     assert any(" measure 1 held-out row under " in line for line in told(measured))
 
 
 def test_a_run_that_is_over_waits_for_nothing() -> None:
-    world = clockwork().run(lambda world: world.scheduler.state.ledger.running == 4)
-    world.driver.deliver(fact.StopRequested(reason="enough"))
+    world = steady_world().until(lambda state: state.ledger.running == 4)
+    world.tell(fact.StopRequested(reason="enough"))
     assert waits(world.scheduler.state) == []
 
 
@@ -112,8 +115,8 @@ def test_a_time_that_is_not_known_is_left_out() -> None:
 
 
 def test_a_stuck_run_is_told_as_who_waits_for_what() -> None:
-    world = clockwork(generation_s=lambda group: 1e9)
-    world.run(lambda world: world.scheduler.state.ledger.running == 4)
+    world = steady_world(lengths=lambda group: FOREVER)
+    world.until(lambda state: state.ledger.running == 4)
     said = held_up(world.scheduler.state)
     assert said.startswith("step 0 waits for 2 groups, 0 of 2 are ready")
     assert "2 groups wait to be started, where 0 may be and 0 slots are free" in said
@@ -152,10 +155,10 @@ def test_parked_groups_are_told_with_the_version_that_they_wait_for() -> None:
     assert "4 groups wait for a replica with version 0 or newer, none has a free slot" in said
 
 
-def silent(after_s: float) -> tuple[Clockwork, Silence]:
-    world = clockwork(generation_s=lambda group: 1e9)
+def silent(after_s: float) -> tuple[SteadyWorld, Silence]:
+    world = steady_world(lengths=lambda group: FOREVER)
     silence = Silence(world.metrics, after_s)
-    world.run(lambda world: world.scheduler.state.ledger.running == 4)
+    world.until(lambda state: state.ledger.running == 4)
     return world, silence
 
 
@@ -164,7 +167,7 @@ def test_a_silence_is_told_once_and_again_after_twice_as_long() -> None:
     assert silence.look(200.0) == 100.0 and world.metrics.status(200.0).silence == ""
     assert silence.look(300.0) == 600.0
     first = world.metrics.status(310.0).silence
-    assert first.startswith("nothing has changed for 300 s; the run waits for replica 0: generates groups 0, 2")
+    assert first.startswith("nothing has changed for 300 s; the run waits for replica 0: generates groups 0, 1, the")
     assert silence.look(900.0) == 1200.0
     assert world.metrics.status(910.0).silence.startswith("nothing has changed for 900 s")
 
@@ -173,11 +176,9 @@ def test_what_changes_something_ends_a_silence_and_an_echo_does_not() -> None:
     world, silence = silent(300.0)
     silence.look(300.0)
     echo = fact.GroupFailed(group=0, attempt=9, replica=0, incarnation=1, cause="data", reason="long ago")
-    world.at = 310.0
-    world.driver.deliver(echo)
+    world.run_for(310.0)
+    world.tell(echo)
     assert world.metrics.status(310.0).silence
-    world.driver.deliver(
-        fact.GroupFailed(group=0, attempt=1, replica=0, incarnation=1, cause="data", reason="no reward")
-    )
+    world.tell(fact.GroupFailed(group=0, attempt=1, replica=0, incarnation=1, cause="data", reason="no reward"))
     assert world.metrics.status(310.0).silence == ""
     assert silence.look(500.0) == pytest.approx(110.0), "300 s after the event at 310"

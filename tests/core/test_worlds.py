@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import EngineError, TrainerSpoiled
+from engine.events import StopRequested
 from engine.policies import PolicySet
 from engine.protocols import Batch
 from engine.record.frames import Header
@@ -119,6 +120,37 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
         a_world(seed, recorder).run()
         records.append(recorder.to_bytes())
     assert records[0] == records[1] != records[2]
+
+
+def test_a_world_that_stops_and_goes_on_is_the_same_run() -> None:
+    """It stops after every tenth event, then two seconds later."""
+
+    def record(stops: bool) -> bytes:
+        recorder = MemoryRecorder(Header(run="twice", limits=a_world(0).setting.limits.to_plain()))
+        world = a_world(3, recorder)
+        while stops and world.scheduler.state.outcome is None:
+            handled = world.driver.events_handled + 10
+            if world.run_until(lambda state, handled=handled: world.driver.events_handled == handled):
+                world.run_for(2.0)
+        assert world.run().outcome == "finished"
+        return recorder.to_bytes()
+
+    assert record(stops=False) == record(stops=True)
+
+
+def test_a_world_takes_a_request_while_it_stands_and_can_be_left_there() -> None:
+    world = a_world(1)
+    assert world.run_until(lambda state: state.steps_trained == 2)
+    world.run_for(1.0)
+    at, handled = world.time, world.driver.events_handled
+    world.tell(StopRequested(reason="enough"))
+    assert (world.time, world.driver.events_handled) == (at, handled + 1)
+    assert world.run().reason == "enough" and world.time == at
+    left = a_world(1)
+    assert left.run_until(lambda state: state.steps_trained == 1)
+    handled = left.driver.events_handled
+    left.close()
+    assert left.driver.events_handled == handled and not left.run_until(lambda state: state.steps_trained == 2)
 
 
 def test_a_faulty_world_replays_identically() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clockwork import Clockwork, clockwork
 from prometheus_client.parser import text_string_to_metric_families
+from steady_world import GROUP_TOKENS, SteadyWorld, steady_world
 
 from engine import events as fact
 from engine.errors import ConfigError
@@ -45,10 +45,10 @@ def test_names_follow_the_conventions() -> None:
 SUFFIXES = {"histogram": ("_bucket", "_count", "_sum"), "counter": ("",), "gauge": ("",)}
 
 
-def half_way(**others: Any) -> Clockwork:
+def half_way(**others: Any) -> SteadyWorld:
     """A run in its third step, measured once, with a figure for every name that a run without surroundings has."""
-    world = clockwork(steps=None, mode="abort", validation=ValidationLimits(rows=4), **others)
-    world.run(lambda world: world.scheduler.state.steps_trained == 3 and world.scheduler.state.ledger.running > 0)
+    world = steady_world(steps=None, mode="abort", validation=ValidationLimits(rows=4), **others)
+    world.until(lambda state: state.steps_trained >= 3 and state.ledger.running > 0)
     return world
 
 
@@ -91,19 +91,19 @@ def test_a_run_without_surroundings_leaves_out_what_belongs_to_them() -> None:
 
 
 def test_the_number_of_series_stays_as_a_run_goes_on() -> None:
-    def series(world: Clockwork) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
+    def series(world: SteadyWorld) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
         families = registry(world.metrics).collect()
         return {(s.name, tuple(sorted(s.labels.items()))) for family in families for s in family.samples}
 
-    world = clockwork(steps=None, mode="abort", generation_s=lambda group: 1.0 + group % 3)
-    world.run(lambda world: world.scheduler.state.steps_trained == 12)
+    world = steady_world(steps=None, mode="abort", lengths=lambda group: 1 + group % 3)
+    world.until(lambda state: state.steps_trained == 12)
     early = series(world)
-    world.run(lambda world: world.scheduler.state.steps_trained == 400)
+    world.until(lambda state: state.steps_trained == 400)
     assert series(world) == early
 
 
 def test_a_trainer_that_names_its_figures_anew_every_step_does_not_make_series_without_end() -> None:
-    metrics = clockwork().metrics
+    metrics = steady_world().metrics
     for step in range(1000):
         metrics.report(step, {f"loss_of_step_{step}": 1.0})
     (family,) = [f for f in registry(metrics).collect() if f.name == "engine_trainer_figure"]
@@ -121,7 +121,7 @@ def test_exemplars_name_the_group() -> None:
         server.close()
     for name in ("engine_staleness_steps", "engine_response_tokens", "engine_group_seconds"):
         groups = re.findall(rf'^{name}_bucket{{.*# {{group="(\d+)"}}', text, re.MULTILINE)
-        assert groups and all(int(group) < world.drawn for group in groups), name
+        assert groups and all(int(group) < world.scheduler.state.ledger.drawn for group in groups), name
 
 
 def test_labels_are_those_documented(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_labels_are_those_documented(tmp_path: Path) -> None:
 
 
 def test_a_scrape_in_the_middle_of_a_run_tells_its_state() -> None:
-    world = clockwork(steps=None).run(lambda world: world.scheduler.state.steps_trained == 3)
+    world = steady_world(steps=None).until(lambda state: state.steps_trained == 3)
     server = MetricsServer(registry(world.metrics, ExternalFigures(now=lambda: 77.0)))
     try:
         found = scrape(server)
@@ -152,20 +152,20 @@ def test_a_scrape_in_the_middle_of_a_run_tells_its_state() -> None:
     assert found["engine_groups_ended_total"][(("state", "consumed"),)] == state.ledger.consumed
     assert found["engine_staleness_steps_count"][()] == 6
     assert found["engine_staleness_steps_bucket"][(("le", "1.0"),)] == 6, "none is staler than S = 1"
-    assert found["engine_tokens_trained_total"][()] == 60
+    assert found["engine_tokens_trained_total"][()] == 6 * GROUP_TOKENS
     moves = found["engine_transitions_total"]
     assert moves[(("from", "batched"), ("machine", "group"), ("to", "consumed"))] == 6
 
 
 def test_capacity_shrinks_as_groups_are_admitted() -> None:
-    world = clockwork(batch=2, stale=1, workers=3)
+    world = steady_world(batch=2, stale=1, workers=3)
     assert world.metrics.idle.capacity == (3, 4)
-    world.run(lambda world: world.scheduler.state.ledger.running == 3)
+    world.until(lambda state: state.ledger.running == 3)
     assert world.metrics.idle.capacity == (0, 1)
 
 
 def test_scrapes_from_another_thread_while_the_run_goes_on() -> None:
-    world = clockwork(batch=4, stale=2, workers=12, steps=300, replicas=4, slots=4)
+    world = steady_world(batch=4, stale=2, workers=12, steps=300, replicas=4, slots=4)
     own, over, failures = registry(world.metrics), threading.Event(), []
 
     def keep_scraping() -> None:
@@ -187,38 +187,38 @@ def test_scrapes_from_another_thread_while_the_run_goes_on() -> None:
 
 
 def test_two_runs_in_one_process_do_not_share_a_registry() -> None:
-    one, two = clockwork(steps=1).run(), clockwork(steps=2).run()
+    one, two = steady_world(steps=1).to_the_end(), steady_world(steps=2).to_the_end()
     assert registry(one.metrics).get_sample_value("engine_train_steps_total") == 1
     assert registry(two.metrics).get_sample_value("engine_train_steps_total") == 2
 
 
 def test_a_port_in_use_is_told() -> None:
-    first = MetricsServer(registry(clockwork().metrics))
+    first = MetricsServer(registry(steady_world().metrics))
     try:
         with pytest.raises(ConfigError, match=rf"metrics.port {first.port} .*use 0 for any free port"):
-            MetricsServer(registry(clockwork().metrics), port=first.port)
+            MetricsServer(registry(steady_world().metrics), port=first.port)
     finally:
         first.close()
-    again = MetricsServer(registry(clockwork().metrics), port=first.port)
+    again = MetricsServer(registry(steady_world().metrics), port=first.port)
     again.close()
     again.close()
 
 
 @pytest.mark.parametrize("host", ["300.1.1.1", "no host", "a..b", "203.0.113.7"])
 def test_a_host_that_is_none_of_this_machine_is_told_as_such(host: str) -> None:
-    for refuse in (lambda: MetricsServer(registry(clockwork().metrics), host=host), lambda: check_address(host, 0)):
+    for refuse in (lambda: MetricsServer(registry(steady_world().metrics), host=host), lambda: check_address(host, 0)):
         with pytest.raises(ConfigError, match=rf"metrics.host '{host}' .*use 127.0.0.1 for this machine alone"):
             refuse()
 
 
 def test_an_address_is_checked_and_left_free() -> None:
     check_address("127.0.0.1", 0)
-    first = MetricsServer(registry(clockwork().metrics))
+    first = MetricsServer(registry(steady_world().metrics))
     with pytest.raises(ConfigError, match=rf"metrics.port {first.port} .*use 0 for any free port"):
         check_address("127.0.0.1", first.port)
     first.close()
     check_address("127.0.0.1", first.port)
-    MetricsServer(registry(clockwork().metrics), port=first.port).close()
+    MetricsServer(registry(steady_world().metrics), port=first.port).close()
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -233,21 +233,22 @@ def test_every_name_on_the_page_exists() -> None:
 
 
 def test_the_number_of_series_stays_however_often_replicas_come_back_and_settings_change() -> None:
-    def series(world: Clockwork) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
+    def series(world: SteadyWorld) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
         families = registry(world.metrics).collect()
         return {(s.name, tuple(sorted(s.labels.items()))) for family in families for s in family.samples}
 
-    def live(world: Clockwork, lives: range) -> None:
+    def live(world: SteadyWorld, lives: range) -> None:
         for life in lives:
-            world.driver.deliver(fact.ProcessLost(kind="replica", index=1, incarnation=life, reason="killed"))
-            world.driver.deliver(fact.ProcessUp(kind="replica", index=1, incarnation=life + 1, slots=2, version=0))
+            world.after(0.0, world.process("replica", 1).die)
+            world.until(lambda state, life=life: state.fleet.replicas[1].process.incarnation == life + 1)
+            world.until(lambda state: state.fleet.replicas[1].process.state == "up")
             setting, value = "scheduler.max_concurrent_groups", str(3 + life % 2)
-            world.driver.deliver(fact.SettingChanged(setting=setting, value=value))
+            world.tell(fact.SettingChanged(setting=setting, value=value))
             after = world.scheduler.state.steps_trained + 2
-            world.run(lambda world, after=after: world.scheduler.state.steps_trained >= after)
+            world.until(lambda state, after=after: state.steps_trained >= after)
 
-    world = clockwork(steps=None, mode="abort", generation_s=lambda group: 1.0 + group % 3)
-    world.run(lambda world: world.scheduler.state.steps_trained == 4)
+    world = steady_world(steps=None, mode="abort", lengths=lambda group: 1 + group % 3)
+    world.until(lambda state: state.steps_trained == 4)
     live(world, range(1, 12))
     early = series(world)
     live(world, range(12, 60))

@@ -3,8 +3,8 @@
 import io
 
 import pytest
-from clockwork import Clockwork, clockwork
 from rich.console import Console
+from steady_world import SteadyWorld, steady_world
 
 from engine import events as fact
 from engine.cli.top import screen
@@ -19,30 +19,29 @@ LIMITS = Limits(
     added_states=(AddedState(name="rewarding", concurrency=2),),
 )  # fmt: skip
 
-
-def trained(steps: int, **others: object) -> Clockwork:
-    """A run whose processes take long to start, once so many steps are trained."""
-    world = Clockwork(LIMITS, **others)  # type: ignore[arg-type]
-    world.run(lambda world: world.scheduler.state.steps_trained == steps)
-    world.starting_s = 1e3
-    return world
+START_S = 1000.0
 
 
-def lose(world: Clockwork, kind: str, index: int = 0, **others: object) -> None:
+def trained(steps: int) -> SteadyWorld:
+    """A run whose processes take long to start again, once so many steps are trained."""
+    return SteadyWorld(LIMITS, start_s=START_S).until(lambda state: state.steps_trained == steps)
+
+
+def lose(world: SteadyWorld, kind: str, index: int = 0, **others: object) -> None:
     process = world.scheduler.state.find_process(kind, index)
     life = 1 if process is None else process.incarnation
     lost = fact.ProcessLost(kind=kind, index=index, incarnation=life, reason="killed", **others)  # type: ignore[arg-type]
-    world.driver.deliver(lost)
+    world.tell(lost)
 
 
-def replicas(world: Clockwork) -> dict[str, float]:
+def replicas(world: SteadyWorld) -> dict[str, float]:
     """The replicas by state that are not 0."""
     (family,) = [f for f in registry(world.metrics).collect() if f.name == "engine_replicas"]
     return {sample.labels["state"]: sample.value for sample in family.samples if sample.value}
 
 
-def said(world: Clockwork) -> list[str]:
-    return [wait.sentence(world.at) for wait in waits(world.scheduler.state)]
+def said(world: SteadyWorld) -> list[str]:
+    return [wait.sentence(world.time) for wait in waits(world.scheduler.state)]
 
 
 def test_a_replica_that_is_down_has_the_state_of_its_process() -> None:
@@ -61,17 +60,14 @@ def test_a_replica_that_is_down_has_the_state_of_its_process() -> None:
 
 
 def test_a_replica_that_starts_for_the_first_time_is_not_lost() -> None:
-    world = Clockwork(LIMITS, starting_s=5.0).run(lambda world: world.at > 0)
-    assert world.metrics.status().replicas_lost == 0
-    world = Clockwork(LIMITS, starting_s=5.0)
-    world.run(lambda world: bool(world.scheduler.state.started))
+    world = SteadyWorld(LIMITS).until(lambda state: bool(state.started))
     assert (world.metrics.status().replicas_lost, replicas(world)) == (0, {"starting": 2})
 
 
 def test_a_replica_that_was_let_go_is_neither_lost_nor_counted() -> None:
-    world = clockwork(steps=None).run(lambda world: world.scheduler.state.steps_trained == 2)
-    world.driver.deliver(fact.ReplicasWanted(replicas=1))
-    world.run(lambda world: world.scheduler.state.fleet.replicas[1].process.state == "gone")
+    world = steady_world(steps=None).until(lambda state: state.steps_trained == 2)
+    world.tell(fact.ReplicasWanted(replicas=1))
+    world.until(lambda state: state.fleet.replicas[1].process.state == "gone")
     assert replicas(world).keys() & {"starting", "stopping", "gone"} == set() and sum(replicas(world).values()) == 1
     status, own = world.metrics.status(), registry(world.metrics)
     assert (list(status.replica_states), status.replicas_lost, status.replicas_wanted) == ([0], 0, 1)
@@ -84,7 +80,7 @@ def test_top_shows_a_replica_that_starts() -> None:
     world = trained(2)
     lose(world, "replica", 0)
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(screen(status_of(plain_status(world.metrics, world.at)), "Step Engine  runs/latest"))
+    console.print(screen(status_of(plain_status(world.metrics, world.time)), "Step Engine  runs/latest"))
     text = console.export_text()
     assert "1 of 2 wanted, 1 lost" in text
     (row,) = [line for line in text.splitlines() if " starting " in line]
@@ -93,7 +89,7 @@ def test_top_shows_a_replica_that_starts() -> None:
 
 def test_a_trainer_that_restarts_is_counted_and_told_with_what_it_trains_again() -> None:
     world = trained(3)
-    world.driver.deliver(fact.CheckpointSaved(steps=2))
+    world.tell(fact.CheckpointSaved(steps=2))
     lose(world, "trainer")
     own = registry(world.metrics)
     assert own.get_sample_value("engine_processes", {"kind": "trainer", "state": "starting"}) == 1
@@ -103,17 +99,17 @@ def test_a_trainer_that_restarts_is_counted_and_told_with_what_it_trains_again()
     assert f"the trainer: {text} for 0 s (until ProcessUp or ProcessLost)" in said(world)
     status = world.metrics.status()
     assert (status.trainer_now, status.last_failure) == (f"the trainer {text}", "trainer: killed")
-    world.driver.deliver(fact.ProcessWaits(kind="trainer", index=0, incarnation=2, reason="1 GPU"))
+    world.tell(fact.ProcessWaits(kind="trainer", index=0, incarnation=2, reason="1 GPU"))
     assert f"the trainer: {text}, once the cluster has room: 1 GPU for 0 s" in "\n".join(said(world))
 
 
 def test_the_time_in_which_a_trainer_restarts_is_idle_by_its_own_name() -> None:
     world = trained(3)
-    world.training_s = 1e6
     lose(world, "trainer")
     busy = sum(world.metrics.idle.trainer_busy_s.values())
-    world.run(lambda world: world.scheduler.state.process("trainer", 0).state == "up")
-    assert world.metrics.idle.trainer_idle_s["restarting"] == pytest.approx(1e3)
+    world.until(lambda state: state.process("trainer", 0).state == "up")
+    again_s = world.setting.train_s  # step 2, which is not in the checkpoint of 2 steps
+    assert world.metrics.idle.trainer_idle_s["restarting"] == pytest.approx(START_S + again_s)
     assert sum(world.metrics.idle.trainer_busy_s.values()) == busy
 
 
@@ -134,7 +130,7 @@ def test_the_summary_of_a_state_tells_its_processes() -> None:
     world = trained(2)
     lose(world, "trainer")
     lose(world, "replica", 1)
-    world.driver.deliver(fact.ProcessWaits(kind="replica", index=1, incarnation=2, reason="4 CPUs"))
+    world.tell(fact.ProcessWaits(kind="replica", index=1, incarnation=2, reason="4 CPUs"))
     lines = "\n".join(summary_lines(summarize(world.scheduler.state)))
     assert "processes added states up, incarnation 1; " in lines
     assert "; trainer starting, incarnation 2, ended 1 time without progress\n" in lines
@@ -143,7 +139,7 @@ def test_the_summary_of_a_state_tells_its_processes() -> None:
 
 def test_a_process_that_is_lost_after_the_run_has_ended_is_not_counted() -> None:
     world = trained(2)
-    world.driver.deliver(fact.StopRequested(reason="enough"))
+    world.tell(fact.StopRequested(reason="enough"))
     before = world.scheduler.state_hash
     lose(world, "gateway")
     assert world.scheduler.state.find_process("gateway", 0) is None and world.scheduler.state_hash == before

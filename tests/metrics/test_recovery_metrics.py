@@ -1,7 +1,7 @@
 """What interrupts a run or changes it, as its metrics tell it; and figures that are counted many at once."""
 
 import pytest
-from clockwork import Clockwork, clockwork
+from steady_world import SteadyWorld, steady_world
 
 from engine import events as fact
 from engine.metrics.collector import RunMetrics
@@ -11,39 +11,41 @@ from engine.metrics.journal import ReplayedRows
 from engine.metrics.names import ROLLOUT_IDLE_CAUSES
 from engine.metrics.transitions import Transitions
 from engine.record import Header, MemoryRecorder, read, recover
+from engine.simulation.world import Faults
 from engine.states.limits import Limits
+from engine.states.state import State
 from engine.states.timeouts import Timeouts
 
 
 def test_a_drain_idles_slots_and_trainer_by_its_name_and_is_told() -> None:
+    """Until its replicas are paused, two slots sample and two idle, and so does the trainer."""
     limits = Limits(
         train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=100, sync_mode="abort"
     )
-    world = Clockwork(limits).run(lambda world: world.scheduler.state.steps_trained == 2)
-    world.driver.deliver(fact.DrainRequested(reason="a user asked"))
-    status = world.metrics.status(world.at + 3.0)
+    world = SteadyWorld(limits).until(lambda state: state.steps_trained == 2)
+    world.until(lambda state: {replica.state for replica in state.fleet.replicas.values()} == {"ready"})
+    world.tell(fact.DrainRequested(reason="a user asked"))
+    status = world.metrics.status(world.time + 3.0)
     assert (status.draining, status.draining_s, status.silent_s) == ("a user asked", 3.0, 3.0)
     assert status.rollout_now.startswith("the run is draining")
     assert world.metrics.progress.requests["drain"] == 1
     state, idle = world.scheduler.state, world.metrics.idle
-    world.run()  # all there is to hear, but for the checkpoint
-    assert {replica.state for replica in state.fleet.replicas.values()} == {"drained"} and state.outcome is None
-    slots, trainer = idle.rollout_idle_s["draining"], idle.trainer_idle_s["draining"]
-    world.after(2.0, fact.CheckpointSaved(steps=state.steps_trained))
-    world.run()
-    assert world.metrics.status().outcome == "stopped"
-    assert idle.rollout_idle_s["draining"] == pytest.approx(slots + 2.0 * 4)
-    assert idle.trainer_idle_s["draining"] == pytest.approx(trainer + 2.0)
-    assert sum(idle.rollout_idle_s.values()) + idle.rollout_busy_s == pytest.approx(world.at * 4)
+    asked = world.time
+    world.to_the_end()
+    assert world.metrics.status().outcome == "stopped" and world.time == asked + world.setting.sync_s
+    assert world.metrics.progress.checkpoint_steps == state.steps_trained == 2
+    assert idle.rollout_idle_s["draining"] == pytest.approx(world.setting.sync_s * 2)
+    assert idle.trainer_idle_s["draining"] == pytest.approx(world.setting.sync_s)
+    assert sum(idle.rollout_idle_s.values()) + idle.rollout_busy_s == pytest.approx(world.time * 4)
 
 
 def test_replicas_that_are_wanted_and_settings_are_told_as_they_are_now() -> None:
-    world = clockwork(steps=None).run(lambda world: world.scheduler.state.steps_trained == 2)
+    world = steady_world(steps=None).until(lambda state: state.steps_trained == 2)
     own = registry(world.metrics)
     assert own.get_sample_value("engine_replicas_wanted") == 2
     assert own.get_sample_value("engine_max_concurrent_groups") == 4
-    world.driver.deliver(fact.ReplicasWanted(replicas=3))
-    world.driver.deliver(fact.SettingChanged(setting="scheduler.max_concurrent_groups", value="3"))
+    world.tell(fact.ReplicasWanted(replicas=3))
+    world.tell(fact.SettingChanged(setting="scheduler.max_concurrent_groups", value="3"))
     assert own.get_sample_value("engine_replicas_wanted") == 3
     assert own.get_sample_value("engine_max_concurrent_groups") == 3
     for request in ("replicas_wanted", "setting"):
@@ -55,37 +57,34 @@ def test_the_age_of_the_newest_checkpoint_and_what_it_leaves_out() -> None:
     limits = Limits(
         train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=2, keeps_batches=True
     )
-    world = Clockwork(limits).run(lambda world: world.scheduler.state.steps_trained == 2)
-    own = registry(world.metrics, ExternalFigures(now=lambda: world.at + 1.0))
+    world = SteadyWorld(limits).until(lambda state: state.steps_trained == 2)
+    own = registry(world.metrics, ExternalFigures(now=lambda: world.time + 1.0))
     assert own.get_sample_value("engine_checkpoint_every_steps") == 2
     assert own.get_sample_value("engine_checkpoint_steps") == 0
     assert own.get_sample_value("engine_batches_kept_steps") == 2
-    world.driver.deliver(fact.CheckpointSaved(steps=2))
-    assert own.get_sample_value("engine_checkpoint_steps") == 2
+    world.until(lambda state: own.get_sample_value("engine_checkpoint_steps") == 2)
     assert own.get_sample_value("engine_batches_kept_steps") == 0
     assert own.get_sample_value("engine_checkpoint_age_seconds") == own.get_sample_value("engine_silence_seconds") == 1
 
 
 def test_attempts_that_take_too_long_are_counted_as_parked() -> None:
+    """The time that its replica takes to pause and to install version 1 is not the group's."""
     limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, timeouts=Timeouts(group_s=3.0))
-    world = Clockwork(limits, generation_s=lambda group: 99.0 if group == 2 else 1.0)
-    world.run(lambda world: world.at > 0 and world.scheduler.state.limit_timer is not None)
-    timer = world.scheduler.state.limit_timer
-    assert timer is not None
-    world.after(4.0, fact.TimerFired(timer=timer))
-    world.run(lambda world: sum(world.metrics.progress.parked.values()) > 0)
+    world = SteadyWorld(limits, lengths=lambda group: 99 if group == 2 else 1)
+    world.until(lambda state: sum(world.metrics.progress.parked.values()) > 0)
+    assert world.time == 3.0 + 2 * world.setting.sync_s
     assert world.metrics.progress.parked == {"timeout": 1, "moved": 0}
 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_after_a_resume_groups_count_in_the_line_of_weights_that_goes_on(kept: bool) -> None:
-    """A third of the groups fails, so that both kinds of ends are undone."""
+    """Half of the groups fail, so that both kinds of ends are undone."""
     limits = Limits(
         train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=2, data_attempts=1
     )
     recorder = MemoryRecorder(Header(run="again", limits=limits.to_plain()))
-    world = Clockwork(limits, recorder=recorder, fails=lambda group: group % 3 == 2)
-    world.run(lambda world: world.scheduler.state.steps_trained == 5)
+    world = SteadyWorld(limits, recorder=recorder, faults=Faults(fail_data=0.5))
+    world.until(lambda state: state.steps_trained == 5)
     before = world.metrics.groups.by_final_state()
     assert before["consumed"] == 10 and before["failed"] > 2
 
@@ -106,7 +105,7 @@ def test_after_a_resume_groups_count_in_the_line_of_weights_that_goes_on(kept: b
         name: sum(group.state == name for group in records) for name in metrics.groups.by_state()
     }
     assert metrics.progress.recoveries == {"resumed": int(kept), "branched": int(not kept), "scheduler": 0}
-    assert metrics.progress.checkpoint_steps == (0 if kept else 2)
+    assert metrics.progress.checkpoint_steps == (4 if kept else 2)
 
 
 @pytest.mark.parametrize("snapshot_every", [0, 1, 7])
@@ -114,16 +113,16 @@ def test_recoveries_and_a_drain_outlive_the_process_that_saw_them(snapshot_every
     """The next process knows of them by the record: of those before its newest snapshot, and of those behind it."""
     limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=100)
     recorder = MemoryRecorder(Header(run="again", limits=limits.to_plain()))
-    world = Clockwork(limits, recorder=recorder, snapshot_every=snapshot_every)
-    world.run(lambda world: world.scheduler.state.steps_trained == 2)
-    world.driver.deliver(fact.SchedulerRecovered())
-    world.run(lambda world: world.scheduler.state.steps_trained == 4)
-    world.driver.deliver(fact.SchedulerRecovered())
-    world.driver.deliver(fact.DrainRequested(reason="a user asked"))
-    asked = world.at
+    world = SteadyWorld(limits, recorder=recorder, snapshot_every=snapshot_every)
+    world.until(lambda state: state.steps_trained == 2)
+    world.tell(fact.SchedulerRecovered())
+    world.until(lambda state: state.steps_trained == 4)
+    world.tell(fact.SchedulerRecovered())
+    world.tell(fact.DrainRequested(reason="a user asked"))
+    asked = world.time
     for _ in range(8):  # so that the newest snapshot of those that are often has the drain in it
-        world.driver.deliver(fact.SchedulerRecovered())
-    world.at += 5.0
+        world.tell(fact.SchedulerRecovered())
+    at = asked + 5.0
 
     transitions = Transitions()
     rows = ReplayedRows(transitions)
@@ -134,10 +133,10 @@ def test_recoveries_and_a_drain_outlive_the_process_that_saw_them(snapshot_every
     assert (recovered.began_at is not None) == bool(snapshot_every)
     metrics = RunMetrics(recovered.scheduler, transitions)
     event = fact.SchedulerRecovered()
-    fact.stamp(event, recovered.events, world.at)
+    fact.stamp(event, recovered.events, at)
     metrics.observe(event, recovered.scheduler.handle(event))
     assert metrics.progress.recoveries == {"resumed": 0, "branched": 0, "scheduler": 11}
-    assert metrics.status(world.at).draining_s == world.at - asked == 5.0
+    assert metrics.status(at).draining_s == 5.0
 
 
 def test_what_is_counted_many_at_once_is_what_one_by_one_would_give() -> None:
@@ -153,11 +152,11 @@ def test_what_is_counted_many_at_once_is_what_one_by_one_would_give() -> None:
 
 
 def test_idle_time_read_between_events_never_goes_back_and_adds_up() -> None:
-    world = clockwork(steps=12, replicas=3, slots=3, workers=6, stale=2, generation_s=lambda group: 0.5 + group % 4)
+    world = steady_world(steps=12, replicas=3, slots=3, workers=6, stale=2, lengths=lambda group: 1 + group % 4)
     last = dict.fromkeys(ROLLOUT_IDLE_CAUSES, 0.0)
     busy_s, busy, since = 0.0, 0, 0.0
 
-    def look(world: Clockwork) -> bool:
+    def look() -> None:
         nonlocal busy_s, busy, since
         idle = world.metrics.idle
         for cause, seconds in idle.rollout_idle_s.items():
@@ -165,32 +164,31 @@ def test_idle_time_read_between_events_never_goes_back_and_adds_up() -> None:
             last[cause] = seconds
         busy_s, since = busy_s + busy * (idle.at - since), idle.at
         replicas = world.scheduler.state.fleet.replicas.values()
-        busy = sum(len(replica.groups) for replica in replicas if replica.state != "installing")
+        busy = sum(replica.occupied for replica in replicas if replica.state != "installing")
         assert idle.rollout_busy_s == pytest.approx(busy_s)
         assert busy_s + sum(idle.rollout_idle_s.values()) == pytest.approx(idle.at * 9)
-        return False
 
-    world.run(look)
+    world.to_the_end(look)
     assert busy_s > 20
 
 
 def test_the_oldest_group_is_found_however_many_are_being_trained_on() -> None:
     """More are in a batch than are looked at behind the oldest."""
-    world = clockwork(
-        steps=None, batch=80, stale=2, workers=240, slots=120, generation_s=lambda group: 0.5 + (group * 7) % 5
+    world = steady_world(
+        steps=None, batch=80, stale=2, workers=240, slots=120, lengths=lambda group: 1 + (group * 7) % 5
     )
     own, oldest = registry(world.metrics), []
 
-    def look(world: Clockwork) -> bool:
+    def look(state: State) -> bool:
         if world.metrics.events.total() % 7:
             return False
-        groups = [g for g in world.scheduler.state.groups.values() if g.state not in ("queued", "batched")]
-        wanted = world.at - min((g.started_at for g in groups), default=world.at)
+        groups = [g for g in state.groups.values() if g.state not in ("queued", "batched")]
+        wanted = world.time - min((g.started_at for g in groups), default=world.time)
         oldest.append(wanted)
         assert own.get_sample_value("engine_oldest_group_age_seconds") == pytest.approx(wanted)
-        return world.scheduler.state.steps_trained >= 5
+        return state.steps_trained >= 5
 
-    world.run(look)
+    world.until(look)
     assert max(oldest) > 2
 
 
@@ -200,8 +198,8 @@ def test_groups_that_ended_before_a_snapshot_are_undone_in_number() -> None:
         train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=2, data_attempts=1
     )
     recorder = MemoryRecorder(Header(run="again", limits=limits.to_plain()))
-    world = Clockwork(limits, recorder=recorder, fails=lambda group: group % 3 == 2)
-    world.run(lambda world: world.scheduler.state.steps_trained == 5)
+    world = SteadyWorld(limits, recorder=recorder, faults=Faults(fail_data=0.5))
+    world.until(lambda state: state.steps_trained == 5)
     recovered = recover(read(recorder))
     counted = Transitions()
     counted.take(world.metrics.transitions.to_plain())
@@ -220,8 +218,8 @@ def test_a_run_that_goes_on_is_not_taken_for_one_that_stands_since_it_began(how:
     """Its process knows nothing of earlier steps and checkpoints: their ages count from where it continued."""
     limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=2)
     recorder = MemoryRecorder(Header(run="again", limits=limits.to_plain()))
-    world = Clockwork(limits, recorder=recorder)
-    world.run(lambda world: world.scheduler.state.steps_trained == 5)
+    world = SteadyWorld(limits, recorder=recorder)
+    world.until(lambda state: state.steps_trained == 5)
     recovered = recover(read(recorder))
     metrics = RunMetrics(recovered.scheduler, Transitions())
     event: fact.Event = recovered.resume_from_checkpoint(steps=5, replicas=2)

@@ -4,13 +4,13 @@ import json
 import math
 import pickle
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
-from clockwork import Clockwork, clockwork
+from steady_world import GROUP_TOKENS, SteadyWorld, steady_world
 
 from engine import events as fact
-from engine.commands import Command
 from engine.errors import PolicyError
 from engine.metrics.collector import RunMetrics
 from engine.metrics.export import registry
@@ -19,6 +19,8 @@ from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES
 from engine.metrics.transitions import Transitions
 from engine.record import Header, MemoryRecorder, read, recover
 from engine.scheduling.scheduler import Scheduler
+from engine.simulation.simulated_models import row_reward
+from engine.simulation.world import Faults
 from engine.states.limits import Limits, Pool, ValidationLimits
 from tests.core.custom_states import CHECKING
 
@@ -35,7 +37,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def test_a_line_per_train_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    world = clockwork(steps=4, journal=path).run()
+    world = steady_world(steps=4, journal=Journal(path)).to_the_end()
     rows = rows_of(path)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert [row["version"] for row in rows] == [1, 2, 3, 4]
@@ -46,20 +48,20 @@ def test_a_line_per_train_step(tmp_path: Path) -> None:
     }  # fmt: skip
     for row in rows:
         assert wanted <= set(row)
-        assert row["groups"] == 2 and row["tokens"] == 20
+        assert row["groups"] == 2 and row["tokens"] == 2 * GROUP_TOKENS
         assert row["staleness_min"] <= row["staleness_mean"] <= row["staleness_max"] <= 1
-        assert row["seconds"]["training"] == world.training_s
-        assert row["seconds"]["publishing"] == world.publishing_s
+        assert row["seconds"]["training"] == world.setting.train_s
+        assert row["seconds"]["publishing"] == world.setting.sync_s
         assert row["seconds"]["total"] == pytest.approx(sum(row["seconds"].values()) - row["seconds"]["total"])
         assert row["loss"] == 0.5 / (row["step"] + 1)
         assert row["trainer_seconds"] == {"pack": 0.1}
-    assert sum(row["seconds"]["total"] for row in rows) == pytest.approx(world.at)
-    assert rows[0]["reward_mean"] == pytest.approx((0 / 16 + 1 / 16) / 2)
+    assert sum(row["seconds"]["total"] for row in rows) == pytest.approx(world.time)
+    assert rows[0]["reward_mean"] == pytest.approx((0.5 / 16 + 2.5 / 16) / 2), "groups 0 and 2, one of each replica"
 
 
 def test_figures_that_are_not_finite_become_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    clockwork(steps=1, journal=path).run()
+    steady_world(steps=1, journal=Journal(path)).run()
     (row,) = rows_of(path)
     assert row["ess"] is None
     journal = Journal(tmp_path / "more.jsonl")
@@ -70,7 +72,8 @@ def test_figures_that_are_not_finite_become_null(tmp_path: Path) -> None:
 
 def test_a_line_is_there_as_soon_as_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    clockwork(steps=None, journal=path).run(lambda world: len(world.metrics.rewards) == 2)
+    world = steady_world(steps=None, journal=Journal(path))
+    world.until(lambda state: len(world.metrics.rewards) == 2)
     assert len(rows_of(path)) == 2
 
 
@@ -85,7 +88,7 @@ def test_a_torn_line_of_an_earlier_life_is_cut(tmp_path: Path) -> None:
 
 def test_steps_that_the_trainer_never_reports_are_written_too(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    clockwork(steps=3, journal=path, reports=False).run()
+    steady_world(steps=3, journal=Journal(path), reports=False).run()
     rows = rows_of(path)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["loss"] is None for row in rows)
@@ -93,8 +96,8 @@ def test_steps_that_the_trainer_never_reports_are_written_too(tmp_path: Path) ->
 
 def test_a_report_after_the_step_is_finished_still_reaches_its_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    world = clockwork(steps=None, journal=path, reports=False)
-    world.run(lambda world: world.scheduler.state.latest_version == 1)
+    world = steady_world(steps=None, journal=Journal(path), reports=False)
+    world.until(lambda state: state.latest_version == 1)
     assert rows_of(path) == []
     world.metrics.report(0, {"loss": 2.0, "accuracy": 0.25, "step": 99})
     (row,) = rows_of(path)
@@ -103,7 +106,7 @@ def test_a_report_after_the_step_is_finished_still_reaches_its_line(tmp_path: Pa
 
 def test_accuracy_is_the_trainers_and_never_that_on_held_out_prompts(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    world = clockwork(steps=3, journal=path, reports=False)
+    world = steady_world(steps=3, journal=Journal(path), reports=False)
     world.metrics.validated(0, 0.5)
     world.metrics.report(0, {"accuracy": 0.25})
     world.metrics.report(1, {})
@@ -113,7 +116,7 @@ def test_accuracy_is_the_trainers_and_never_that_on_held_out_prompts(tmp_path: P
 
 def test_groups_aborted_and_resumed_are_those_since_the_line_before(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    world = clockwork(steps=4, journal=path, mode="abort", generation_s=lambda group: 1.0 + group % 3)
+    world = steady_world(steps=4, journal=Journal(path), mode="abort", lengths=lambda group: 1 + group % 3)
     world.run()
     rows = rows_of(path)
     assert sum(row["groups_aborted"] for row in rows) > 0
@@ -126,73 +129,76 @@ def test_groups_aborted_and_resumed_are_those_since_the_line_before(tmp_path: Pa
 
 
 def test_slot_time_is_busy_or_idle_by_one_cause_to_the_second() -> None:
-    world = clockwork(steps=6, generation_s=lambda group: 0.5 + group % 3).run()
+    world = steady_world(steps=6, lengths=lambda group: 1 + group % 3).to_the_end()
     idle = world.metrics.idle
     assert tuple(idle.rollout_idle_s) == ROLLOUT_IDLE_CAUSES and tuple(idle.trainer_idle_s) == TRAINER_IDLE_CAUSES
     slot_seconds = idle.rollout_busy_s + sum(idle.rollout_idle_s.values())
-    assert slot_seconds == pytest.approx(world.at * world.replicas * world.slots)
+    assert slot_seconds == pytest.approx(world.time * world.setting.replicas * world.setting.slots)
     trainer_seconds = sum(idle.trainer_busy_s.values()) + sum(idle.trainer_idle_s.values())
-    assert trainer_seconds == pytest.approx(world.at)
-    assert idle.trainer_busy_s["training"] == pytest.approx(6 * world.training_s)
-    assert idle.trainer_idle_s["publishing"] == pytest.approx(6 * world.publishing_s)
+    assert trainer_seconds == pytest.approx(world.time)
+    assert idle.trainer_busy_s["training"] == pytest.approx(6 * world.setting.train_s)
+    assert idle.trainer_idle_s["publishing"] == pytest.approx(6 * world.setting.sync_s)
 
 
 def test_synchronous_training_waits_for_groups_and_the_rollout_for_staleness() -> None:
-    world = clockwork(stale=0, batch=2, workers=2, steps=4, replicas=1, slots=2, install_s=0.0).run()
-    idle = world.metrics.idle
-    assert idle.trainer_idle_s["waiting_for_groups"] == pytest.approx(4 * 1.0)
+    world = steady_world(stale=0, batch=2, workers=2, steps=4, replicas=1, slots=2).to_the_end()
+    idle, train_s, sync_s = world.metrics.idle, world.setting.train_s, world.setting.sync_s
+    assert idle.trainer_idle_s["waiting_for_groups"] == pytest.approx(4 * 1.0 + 3 * 3 * sync_s)
     assert idle.rollout_busy_s == pytest.approx(4 * 2 * 1.0)
-    assert idle.rollout_idle_s["staleness_bound"] == pytest.approx(3 * 2 * (world.training_s + world.publishing_s))
-    assert idle.rollout_idle_s["run_ending"] == pytest.approx(2 * (world.training_s + world.publishing_s))
+    assert idle.rollout_idle_s["staleness_bound"] == pytest.approx(3 * 2 * (train_s + 2 * sync_s)), (
+        "train, publish, stage"
+    )
+    assert idle.rollout_idle_s["weight_sync"] == pytest.approx(3 * 2 * 2 * sync_s), "pause, install"
+    assert idle.rollout_idle_s["run_ending"] == pytest.approx(2 * (train_s + sync_s))
 
 
 def test_slots_whose_pool_trains_idle_for_it() -> None:
     together = (Pool(tasks=("rollout", "train"), replicas=(0,)),)
-    world = clockwork(batch=2, workers=4, steps=4, replicas=1, slots=4, install_s=0.0, pools=together).run()
-    idle, away = world.metrics.idle, world.training_s + world.publishing_s
-    assert idle.rollout_idle_s["pool"] == pytest.approx(4 * 4 * away)
+    world = steady_world(batch=2, workers=4, steps=4, replicas=1, slots=4, sync_s=0.0, pools=together).to_the_end()
+    idle = world.metrics.idle
+    assert idle.rollout_idle_s["pool"] == pytest.approx(4 * 4 * world.setting.train_s)
     slot_seconds = idle.rollout_busy_s + sum(idle.rollout_idle_s.values())
-    assert slot_seconds == pytest.approx(world.at * 4)
+    assert slot_seconds == pytest.approx(world.time * 4)
 
 
 def test_more_slots_than_workers_idle_by_the_worker_bound() -> None:
-    world = clockwork(batch=1, stale=3, workers=1, steps=4, replicas=1, slots=4).run()
+    world = steady_world(batch=1, stale=3, workers=1, steps=4, replicas=1, slots=4).to_the_end()
     assert world.metrics.idle.rollout_idle_s["worker_bound"] > 0
 
 
 def test_a_deadline_that_binds_is_told_as_waiting_for_stragglers() -> None:
-    world = clockwork(batch=2, stale=1, workers=4, steps=8, generation_s=lambda group: 20.0 if group == 1 else 1.0)
+    world = steady_world(batch=2, stale=1, workers=4, steps=8, lengths=lambda group: 20 if group == 1 else 1)
     seen: list[str] = []
 
-    def straggling(world: Clockwork) -> bool:
+    def straggling() -> None:
         if world.metrics.idle.trainer_cause == "waiting_for_stragglers" and world.metrics.idle.trainer_task is None:
             seen.append(world.metrics.status().trainer_now)
-        return False
 
-    world.run(straggling)
+    world.to_the_end(straggling)
     assert world.metrics.idle.trainer_idle_s["waiting_for_stragglers"] > 0
     assert any("waits for 1 group due by step 1" in text for text in seen), seen
 
 
 def test_used_up_prompts_idle_slots() -> None:
-    world = clockwork(steps=None, prompts=5, replicas=2, slots=2).run()
+    world = steady_world(steps=None, prompts=5, replicas=2, slots=2).to_the_end()
     assert world.scheduler.state.ledger.consumed == 5
     assert world.metrics.idle.rollout_idle_s["no_prompts"] > 0
 
 
 def test_weight_sync_is_timed_by_its_mode() -> None:
-    world = clockwork(steps=4, install_s=0.25).run()
+    """Without staleness, every slot idles from the pause of its replica until the new weights are installed."""
+    world = steady_world(stale=0, workers=2, steps=4, sync_s=0.25).to_the_end()
     histogram = world.metrics.replicas.sync_s["keep"]
     assert histogram.count == 2 * 3, "both replicas take every version but the last"
-    assert histogram.smallest == histogram.largest == pytest.approx(0.25)
-    assert world.metrics.idle.rollout_idle_s["weight_sync"] == pytest.approx(6 * 2 * 0.25)
+    assert histogram.smallest == histogram.largest == pytest.approx(0.25 + 0.25)
+    assert world.metrics.idle.rollout_idle_s["weight_sync"] == pytest.approx(6 * 2 * 0.5)
 
 
 # -- retries and stale echoes ------------------------------------------------------------------------------------------
 
 
 def test_retries_are_counted_by_cause_and_echoes_are_not() -> None:
-    world = clockwork(steps=None).run(lambda world: world.scheduler.state.ledger.running == 4)
+    world = steady_world(steps=None).until(lambda state: state.ledger.running == 4)
     group = next(iter(world.scheduler.state.groups.values()))
     failed = fact.GroupFailed(
         group=group.id, attempt=group.attempt, replica=group.replica, incarnation=1, cause="data", reason="bad reward"
@@ -200,9 +206,9 @@ def test_retries_are_counted_by_cause_and_echoes_are_not() -> None:
     echo = fact.GroupFailed(
         group=group.id, attempt=group.attempt, replica=group.replica, incarnation=1, cause="data", reason="bad reward"
     )
-    world.driver.deliver(failed)
-    world.driver.deliver(echo)
-    world.driver.deliver(fact.ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
+    world.tell(failed)
+    world.tell(echo)
+    world.tell(fact.ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
     assert world.metrics.retries["group_data"] == 1
     assert world.metrics.retries["replica_lost"] == 1
     assert world.scheduler.state.stale_echoes == 1
@@ -210,9 +216,10 @@ def test_retries_are_counted_by_cause_and_echoes_are_not() -> None:
 
 
 def test_tokens_of_a_stale_echo_are_not_counted() -> None:
-    world = clockwork(steps=None).run(lambda world: world.metrics.tokens_generated == 10)
+    world = steady_world(steps=None)
+    world.until(lambda state: world.metrics.tokens_generated == GROUP_TOKENS)
     before = world.metrics.tokens_generated
-    world.driver.deliver(
+    world.tell(
         fact.GroupGenerated(
             group=0, attempt=9, replica=0, incarnation=1, tokens=5, oldest_version=0, newest_version=0, trainable=1,
             reward_mean=0.0, reward_spread=0.0,
@@ -225,7 +232,7 @@ def test_tokens_of_a_stale_echo_are_not_counted() -> None:
 
 
 def test_the_status_of_a_finished_run() -> None:
-    world = clockwork(steps=4).run()
+    world = steady_world(steps=4, sync_s=0.125).to_the_end()  # version 3 is installed before step 3 is trained
     world.metrics.validated(0, 0.25)
     world.metrics.validated(4, 0.75)
     status = world.metrics.status()
@@ -233,7 +240,7 @@ def test_the_status_of_a_finished_run() -> None:
     assert (status.accuracy_first, status.accuracy) == (0.25, 0.75)
     assert status.reward_first is not None and status.reward is not None and status.reward_first < status.reward
     assert status.staleness_min == 0 and status.staleness_max == 1
-    assert status.tokens_trained == 80
+    assert status.tokens_trained == 4 * 2 * GROUP_TOKENS
     assert status.replica_versions == {0: 3, 1: 3}
     assert len(status.recent) == 4
     assert 0 < status.rollout_idle_share < 1 and 0 < status.trainer_idle_share < 1
@@ -243,26 +250,26 @@ def test_the_status_of_a_finished_run() -> None:
 
 
 def test_the_status_before_anything_happened() -> None:
-    status = clockwork().metrics.status()
+    status = steady_world().metrics.status()
     assert status.step == 0 and status.reward is None and status.eta_s is None and status.tokens_per_s == 0.0
     assert status.trainer_now == "the run is starting"
     assert status.rollout_now == "no replica is up"
 
 
 def test_the_status_estimates_what_is_left_from_the_newest_steps() -> None:
-    world = clockwork(steps=20).run(lambda world: world.scheduler.state.latest_version == 10)
-    finished = world.at
+    world = steady_world(steps=20).until(lambda state: state.latest_version == 10)
+    finished = world.time
     left = world.metrics.status(finished).eta_s
     assert left is not None
     world.run()
-    assert left == pytest.approx(world.at - finished, rel=0.35)
-    assert world.metrics.status(world.at).tokens_per_s > 0
+    assert left == pytest.approx(world.time - finished, rel=0.35)
+    assert world.metrics.status(world.time).tokens_per_s > 0
 
 
 def test_sentences_say_what_happens_now() -> None:
-    world = clockwork(steps=6, generation_s=lambda group: 1.0 + group % 3)
+    world = steady_world(steps=6, lengths=lambda group: 1 + group % 3)
     seen: set[str] = set()
-    world.run(lambda world: seen.update((world.metrics.status().trainer_now, world.metrics.status().rollout_now)))
+    world.to_the_end(lambda: seen.update((world.metrics.status().trainer_now, world.metrics.status().rollout_now)))
     assert any(text.startswith("training step 0 on 2 groups") for text in seen)
     assert any(text.startswith("publishing version 1, after step 0") for text in seen)
     assert any("waits for 2 groups; 0 of 2 ready" in text for text in seen)
@@ -277,36 +284,37 @@ def test_sentences_say_what_happens_now() -> None:
 
 def test_every_validation_is_a_line_with_the_version_it_measured(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    world = clockwork(steps=6, validation=ValidationLimits(rows=8, rows_per_slot=3, every=2), journal=path).run()
+    wanted = ValidationLimits(rows=8, rows_per_slot=3, every=2)
+    world = steady_world(steps=6, validation=wanted, journal=Journal(path)).to_the_end()
     world.metrics.close()
     lines = [row for row in rows_of(path) if "validation" in row]
     assert [(row["version"], row["steps"], row["outcome"]) for row in lines] == [
         (0, 0, "reported"), (2, 2, "reported"), (4, 4, "reported"), (6, 6, "reported"),
     ]  # fmt: skip
-    assert [row["accuracy"] for row in lines] == [0.0, 0.75, 1.0, 1.0]
+    accuracies = [fmean(row_reward(row, version) for row in range(8)) for version in (0, 2, 4, 6)]
+    assert [row["accuracy"] for row in lines] == accuracies
     assert all(row["rows"] == row["measured"] == 8 and row["reason"] == "" for row in lines)
-    assert all(row["seconds"]["running"] >= world.measure_s for row in lines)
+    assert all(row["seconds"]["running"] >= world.setting.measure_s for row in lines)
     status = world.metrics.status()
-    assert (status.accuracy_first, status.accuracy_last) == (0.0, 1.0)
+    assert (status.accuracy_first, status.accuracy_last) == (accuracies[0], accuracies[-1])
     assert list(status.validations) == lines
     assert world.metrics.rows_measured == 32 and world.metrics.validation_s.count == 4
     assert world.metrics.validations_by_state() == {"queued": 0, "running": 0}
 
 
 def test_slots_that_measure_are_busy_and_the_status_says_what_is_measured() -> None:
-    world = clockwork(steps=4, validation=ValidationLimits(rows=8, rows_per_slot=2, every=1), slots=3)
+    world = steady_world(steps=4, validation=ValidationLimits(rows=8, rows_per_slot=2, every=1), slots=3)
     seen: set[str] = set()
     full: list[str] = []
 
-    def look(world: Clockwork) -> bool:
+    def look() -> None:
         status = world.metrics.status()
         seen.update((status.validation_now, status.trainer_now))
         replicas = world.scheduler.state.fleet.replicas.values()
         taken = sum(r.slots - r.free_for_chunks for r in replicas if r.state == "ready")
         full.extend([status.validation_now] if taken > status.slots_busy else [])
-        return False
 
-    world.run(look)
+    world.to_the_end(look)
     assert not full
     assert "version 0: 0 of 8 rows, 3 slots measuring" in seen
     assert any(text.startswith("version 1: 0 of 8 rows, waits until replica 0 has it") for text in seen)
@@ -318,9 +326,9 @@ def test_slots_that_measure_are_busy_and_the_status_says_what_is_measured() -> N
 def test_a_run_that_goes_on_knows_its_validations_and_writes_nothing_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     wanted = ValidationLimits(rows=8, every=2)
-    limits = clockwork(steps=4, validation=wanted).limits
+    limits = steady_world(steps=4, validation=wanted).setting.limits
     recorder = MemoryRecorder(Header(run="again", limits=limits.to_plain()))
-    world = clockwork(steps=4, validation=wanted, journal=path, recorder=recorder).run()
+    world = steady_world(steps=4, validation=wanted, journal=Journal(path), recorder=recorder).to_the_end()
     before = rows_of(path)
     assert any("validation" in row for row in before)
     transitions = Transitions()
@@ -336,11 +344,11 @@ def test_a_run_that_goes_on_knows_its_validations_and_writes_nothing_again(tmp_p
 def test_the_first_line_of_a_run_that_goes_on_counts_from_there(kept: bool) -> None:
     transitions = Transitions()
     replayed = ReplayedRows(transitions)
-    transitions.take(([("group", "generating", "aborted", 7)], []))  # what a snapshot says
+    transitions.take(([("group", "generating", "aborted", 7)], [], [], None))  # what a snapshot says
     scheduler = Scheduler(Limits(train_batch_size=1, max_staleness_steps=0, max_concurrent_groups=1))
     replayed.watch(fact.RunStarted(), (), scheduler.state)
     metrics = RunMetrics(scheduler, transitions, rows=replayed.rows if kept else None)
-    transitions.take(([("group", "generating", "aborted", 8)], []))
+    transitions.take(([("group", "generating", "aborted", 8)], [], [], None))
     for state in ("scoring", "finished"):
         metrics.steps.changed(0, state, 1.0)
     metrics.steps.finished(0, 1, 1.0, transitions.group_counts())
@@ -352,31 +360,26 @@ def test_the_first_line_of_a_run_that_goes_on_counts_from_there(kept: bool) -> N
 
 
 def test_groups_in_added_states_are_counted_and_their_failures_told() -> None:
-    world = Clockwork(
-        Limits(
-            train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, max_steps=4, added_states=(CHECKING,)
-        )
+    limits = Limits(
+        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, max_steps=4, added_states=(CHECKING,)
     )
+    world = SteadyWorld(limits, faults=Faults(fail_state=0.5))
     in_state, live = [], []
-    observed = world.driver.observe
-    assert observed is not None
 
-    def look(event: fact.Event, commands: tuple[Command, ...]) -> None:
-        observed(event, commands)
+    def look() -> None:
         counts = world.metrics.groups.by_state()
         in_state.append(counts["checking"])
         live.append(sum(counts.values()) - len(world.scheduler.state.groups))
 
-    world.driver.observe = look
-    world.run()
+    world.to_the_end(look)
     assert max(in_state) > 1 and set(live) == {0}
     status = world.metrics.status()
     assert status.failures["group_data"] > 0
-    assert status.last_failure.endswith(", checking: no judge")
+    assert status.last_failure.endswith(", checking: fault")
 
 
 def test_decisions_of_a_policy_in_error_are_told() -> None:
-    world = clockwork()
+    world = steady_world()
     world.scheduler.decisions.note(PolicyError("the filter policy 'mine' raised ValueError: x"))
     status = world.metrics.status()
     assert status.failures == {"policy": 1}
@@ -384,9 +387,9 @@ def test_decisions_of_a_policy_in_error_are_told() -> None:
 
 
 def test_bounds_that_were_set_while_the_run_goes_on_are_those_exported() -> None:
-    world = clockwork(stale=1).run(lambda world: world.scheduler.state.ledger.running == 4)
-    world.driver.deliver(fact.SettingChanged(setting="scheduler.max_staleness_steps", value="3"))
-    world.driver.deliver(fact.SettingChanged(setting="scheduler.max_concurrent_groups", value="8"))
+    world = steady_world(stale=1).until(lambda state: state.ledger.running == 4)
+    world.tell(fact.SettingChanged(setting="scheduler.max_staleness_steps", value="3"))
+    world.tell(fact.SettingChanged(setting="scheduler.max_concurrent_groups", value="8"))
     samples = {s.name: s.value for family in registry(world.metrics).collect() for s in family.samples}
     assert samples["engine_max_staleness_steps"] == 3
     assert samples["engine_max_concurrent_groups"] == 8

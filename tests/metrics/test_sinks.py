@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clockwork import clockwork
+from steady_world import steady_world
 
 from engine.config.loading import parse_config
 from engine.errors import ConfigError
@@ -43,9 +43,7 @@ def train(directory: Path, chosen: dict[str, dict[str, Any]]) -> list[dict[str, 
     """Four steps of a run that writes to the sinks; the lines of its metrics.jsonl."""
     directory.mkdir(parents=True, exist_ok=True)
     books = open_row_writer(directory, CONFIG, chosen, kept)
-    world = clockwork(steps=4, validation=ValidationLimits(rows=4))
-    world.metrics._journal = books
-    world.run()
+    world = steady_world(steps=4, validation=ValidationLimits(rows=4), journal=books).to_the_end()
     world.metrics.close()
     for sink in books.sinks:
         sink.wait(90)  # a busy machine may take longer than a run waits
@@ -243,9 +241,7 @@ def unmade() -> Any:
 @pytest.mark.parametrize("make", [Broken, unmade], ids=["broken", "unmade"])
 def test_a_sink_that_fails_costs_the_run_nothing(tmp_path: Path, make: Any, caplog: pytest.LogCaptureFixture) -> None:
     sink = Sink("elsewhere", make, lambda row: [{"prompt": "?", "response": "!"}])
-    world = clockwork(steps=4)
-    world.metrics._journal = RowWriter(Journal(tmp_path / "metrics.jsonl"), [sink])
-    world.run()
+    world = steady_world(steps=4, journal=RowWriter(Journal(tmp_path / "metrics.jsonl"), [sink])).to_the_end()
     world.metrics.close()
     assert world.scheduler.state.outcome is not None and world.scheduler.state.outcome.outcome == "finished"
     assert len((tmp_path / "metrics.jsonl").read_text("utf-8").splitlines()) == 4

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clockwork import Clockwork, clockwork
 from prometheus_client import CollectorRegistry
 from rich.console import Console
+from steady_world import SteadyWorld, steady_world
 
 from engine import events as fact
 from engine.cli import main
@@ -42,23 +42,18 @@ class Served:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         (directory / "schedule").mkdir(parents=True)
-        self.world = clockwork(batch=4, stale=2, workers=12, steps=None, replicas=2, slots=6)
+        self.world = steady_world(batch=4, stale=2, workers=12, steps=None, slots=6, sync_s=0.125)
         self.lock = threading.Lock()
         self.server = MetricsServer(registry(self.world.metrics), describe=self.describe)
         announce([directory / FILE], self.server.address, directory.name)
 
     def describe(self) -> dict[str, object]:
         with self.lock:
-            return plain_status(self.world.metrics, self.world.at)
-
-    def run(self, until: Callable[[Clockwork], bool]) -> None:
-        with self.lock:
-            self.world.run(until)
+            return plain_status(self.world.metrics, self.world.time)
 
     def steps(self, count: int) -> None:
-        self.run(
-            lambda world: world.scheduler.state.steps_trained == count and world.scheduler.state.ledger.running > 0
-        )
+        with self.lock:
+            self.world.until(lambda state: state.steps_trained == count)
 
 
 @pytest.fixture
@@ -220,24 +215,23 @@ def test_what_interrupts_or_changes_a_run_is_shown_while_it_lasts() -> None:
     limits = Limits(
         train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12, checkpoint_every=2, straggler_factor=2.0
     )
-    world = Clockwork(limits, replicas=3, slots=4)
-    world.run(lambda world: world.scheduler.state.steps_trained == 6 and world.scheduler.state.ledger.running > 0)
+    world = SteadyWorld(limits, replicas=3, slots=4, sync_s=0.125)
+    world.until(lambda state: state.steps_trained == 6)
 
     def shown() -> str:
         console = Console(width=COLUMNS, record=True, file=io.StringIO())
-        status = status_of(plain_status(world.metrics, world.at + 12.0))
+        status = status_of(plain_status(world.metrics, world.time + 12.0))
         console.print(screen(status, "Step Engine  runs/latest", height=ROWS))
         lines = console.export_text().splitlines()
         assert len(lines) <= ROWS and max(map(len, lines)) <= COLUMNS
         return "\n".join(lines)
 
     before = shown()
-    assert "one is written every 2 steps" in before and "no event for 0:12" in before
+    assert "a checkpoint of 4 steps, 2 fewer than trained" in before and "no event for 0:12" in before
     assert "changed" not in before and "drain" not in before
-    world.driver.deliver(fact.SettingChanged(setting="scheduler.max_concurrent_groups", value="11"))
-    world.driver.deliver(fact.ReplicasWanted(replicas=5))
-    world.driver.deliver(fact.DrainRequested(reason="asked to"))
-    world.driver.deliver(fact.CheckpointSaved(steps=2))
+    world.tell(fact.SettingChanged(setting="scheduler.max_concurrent_groups", value="11"))
+    world.tell(fact.ReplicasWanted(replicas=5))
+    world.tell(fact.DrainRequested(reason="asked to"))
     world.scheduler.state.fleet.replicas[1].slow = True
     after = shown()
     for text in (
@@ -252,9 +246,9 @@ def test_what_interrupts_or_changes_a_run_is_shown_while_it_lasts() -> None:
 def test_on_the_smallest_terminal_everything_that_is_told_leaves_room_for_replicas() -> None:
     """24 rows, as a terminal has that nobody made larger."""
     limits = Limits(train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12, checkpoint_every=2)
-    world = Clockwork(limits, replicas=3, slots=4)
-    world.run(lambda world: world.scheduler.state.steps_trained == 6 and world.scheduler.state.ledger.running > 0)
-    status = status_of(plain_status(world.metrics, world.at + 12.0))
+    world = SteadyWorld(limits, replicas=3, slots=4, sync_s=0.125)
+    world.until(lambda state: state.steps_trained == 6)
+    status = status_of(plain_status(world.metrics, world.time + 12.0))
     told = replace(
         status, failures={"group_data": 3}, last_failure="group 4: no number", validation_now="version 3: 2 of 4 rows"
     )
@@ -277,20 +271,20 @@ def test_a_run_without_a_checkpoint_says_so(served: Served) -> None:
 
 
 def test_a_slow_replica_and_missing_ones_are_marked() -> None:
-    world = clockwork(steps=None, replicas=2).run(lambda world: world.scheduler.state.steps_trained == 2)
+    world = steady_world(steps=None, sync_s=0.0).until(lambda state: state.steps_trained == 2)
     world.scheduler.state.fleet.replicas[1].slow = True
-    world.driver.deliver(fact.ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
+    world.tell(fact.ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
     status = world.metrics.status()
     assert (status.replicas_slow, status.replicas_wanted, status.replicas_lost) == ((1,), 2, 1)
     console = Console(width=COLUMNS, record=True, file=io.StringIO())
-    console.print(screen(status_of(plain_status(world.metrics, world.at)), "Step Engine  runs/latest"))
+    console.print(screen(status_of(plain_status(world.metrics, world.time)), "Step Engine  runs/latest"))
     text = console.export_text()
     assert "1 of 2 wanted, 1 lost" in text and re.search(r"1\s+slow\s+v\d", text)
 
 
 def test_the_status_survives_the_way(served: Served) -> None:
     with served.lock:
-        direct = served.world.metrics.status(served.world.at)
+        direct = served.world.metrics.status(served.world.time)
     again = status_of(served.describe())
     assert (again.step, again.replica_versions, again.groups_live) == (
         direct.step,

@@ -25,11 +25,13 @@ from engine.events import DrainRequested, Event, ReplicaLeaves, ReplicasWanted, 
 from engine.policies import DEFAULTS, PolicySet
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.settings import check_setting
+from engine.simulation.simulated_models import Dice
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits
 from engine.states.timeouts import Timeouts
 from tests.core.adversary import AT_REST
 from tests.oracle.figures import SHIPPED, STEPS, any_limits, any_policies
+from tests.steady_world import SteadyDice
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 FAMILIES = {"calm": 200, "preset": 180, "rough": 220, "asked": 120, "cut": 120, "wild": 160}
@@ -59,13 +61,6 @@ class Told:
         self.frames.append((event, commands))
 
 
-class Steady(Random):
-    """Every duration is the middle of its range, so the order of the draws does not matter."""
-
-    def uniform(self, a: float, b: float) -> float:
-        return (a + b) / 2
-
-
 def a_setting(random: Random, limits: Limits, **others: Any) -> Setting:
     own = limits.validation.own_from if limits.validation is not None else None
     return Setting(
@@ -76,7 +71,7 @@ def a_setting(random: Random, limits: Limits, **others: Any) -> Setting:
 
 
 def in_world(
-    setting: Setting, named: dict[str, str], told: Told, asks: Sequence[Any] = (), steady: bool = False
+    setting: Setting, named: dict[str, str], told: Told, asks: Sequence[Any] = (), dice: Dice | None = None
 ) -> None:
     """Run a simulated world. `asks`: pairs of a time and a function from the world to a user's event or None."""
 
@@ -85,10 +80,8 @@ def in_world(
             told.observe(event, commands)
             super()._observe(event, commands)
 
-    world = Seen(setting, PolicySet.from_names(named), check=False)
+    world = Seen(setting, PolicySet.from_names(named), check=False, dice=dice)
     told.limits, told.policies, told.scheduler = setting.limits, dict(world.scheduler.policies.names), world.scheduler
-    if steady:
-        world.dice.random = Steady(setting.seed)
 
     def ask(make: Callable[[World], Event | None]) -> None:
         event = make(world) if world.driver.outcome is None else None
@@ -107,7 +100,8 @@ def calm(number: int, told: Told) -> None:
     random = Random(f"calm/{number}")
     limits = replace(any_limits(random), timeouts=Timeouts.every(None))
     named = any_policies(random, own=0.1)
-    in_world(a_setting(random, limits), named, told, steady=True)
+    setting = a_setting(random, limits)
+    in_world(setting, named, told, dice=SteadyDice(setting))  # so the order of the draws does not matter
 
 
 def rough(number: int, told: Told) -> None:
@@ -128,7 +122,8 @@ def rough(number: int, told: Told) -> None:
 SIZES = {
     "sync": [], "stream": [], "quickstart": ["scheduler.max_concurrent_groups=4"],
     "vllm_cpu": ["scheduler.max_concurrent_groups=4"], "one_step_off": ["scheduler.max_concurrent_groups=4"],
-    "generate_ahead": ["scheduler.max_concurrent_groups=4"], "fully_async": ["scheduler.max_concurrent_groups=4"],
+    "fully_async": ["scheduler.max_concurrent_groups=4"],
+    "generate_ahead": ["scheduler.policy_mini_batch_size=2", "scheduler.max_concurrent_groups=4"],
     "fully_async_minibatches": ["scheduler.policy_mini_batch_size=1", "scheduler.max_concurrent_groups=4"],
     "partial_rollout": ["rollout.slots=4", "scheduler.max_concurrent_groups=8"],
 }  # fmt: skip

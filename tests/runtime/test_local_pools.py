@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_local_runs import Steady
 
 import engine.runtime.local
 from engine.errors import ConfigError
@@ -20,12 +21,6 @@ APART = (
     Pool(tasks=("train",)),
     Pool(tasks=("old_logprobs", "ref_logprobs")),
 )
-
-
-class Steady(SimpleGenerator):
-    async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
-        await asyncio.sleep(0)
-        return [response([1, 2], reward=float(i % 2), version=version) for i in range(work.samples)]
 
 
 class Counting(SimpleTrainer):
