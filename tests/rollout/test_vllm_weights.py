@@ -51,7 +51,7 @@ def files_of(engine: Any, version: int) -> list[Path]:
     return sorted(engine.staging.glob(f"{version}-*/*.safetensors"))
 
 
-@pytest.mark.parametrize("how", ["damaged", "late"])
+@pytest.mark.parametrize("how", ["damaged", "late", "absent"])
 def test_an_install_that_fails_on_its_way_leaves_the_old_weights(engine: Any, how: str) -> None:
     old, new = engine.version, engine.version + 1
 
@@ -60,8 +60,11 @@ def test_an_install_that_fails_on_its_way_leaves_the_old_weights(engine: Any, ho
         files = files_of(engine, new)
         assert len(files) > 3, "the buckets hold too much for this test to say anything"
         intact = files[3].read_bytes()
+        directory = files[3].parent
         if how == "damaged":
             files[3].write_bytes(intact[:64])
+        elif how == "absent":  # as for a worker on another node
+            directory.rename(directory.with_name("aside"))
         else:
             engine.install_timeout_s = 1e-9
         kept = asyncio.create_task(engine.sample(greedy("kept")))
@@ -75,6 +78,8 @@ def test_an_install_that_fails_on_its_way_leaves_the_old_weights(engine: Any, ho
         for result in (await kept, await engine.sample(greedy("after"))):
             assert result.spans == [Span(0, 40, old)]
             assert_samples(model_of(engine, old), result)
+        if how == "absent":
+            directory.with_name("aside").rename(directory)
         files[3].write_bytes(intact)
         await engine.pause("keep")
         await engine.install(new)  # a second try is a try like the first

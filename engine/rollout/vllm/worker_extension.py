@@ -90,8 +90,12 @@ class InstallWeights:
 
 
 def staged_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a staged version, memory-mapped, in the order in which they were written."""
-    for path in sorted(directory.glob("*.safetensors")):
+    """Every tensor of a staged version, memory-mapped, in the order in which they were written. Raises:
+    `FileNotFoundError` if there is none, as on another machine."""
+    paths = sorted(directory.glob("*.safetensors"))
+    if not paths:
+        raise FileNotFoundError(f"{directory} is not on this worker's machine: use rollout.transport: vllm")
+    for path in paths:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
                 yield name, file.get_tensor(name)
