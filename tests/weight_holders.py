@@ -2,12 +2,13 @@
 
 import os
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 
 from engine.rollout.torch import transfer
 from engine.rollout.torch.host_weights import stage
-from engine.shared_weights import NAME, Manifest, Memory, turn
+from engine.shared_weights import NAME, Manifest, MappedTensors, Memory, turn
 
 WIDE = 4 << 20
 """float32 values of the large tensor."""
@@ -46,6 +47,23 @@ def replica(link: Connection) -> None:
         digest = (*sums, model["odd"] is model["odd too"])
         del staged
         link.send((digest, own_memory(os.getpid()), inodes(os.getpid())))
+
+
+def digest(tensor: torch.Tensor) -> float:
+    """The sum of the bits of float32 values, which does not depend on the order."""
+    return tensor.view(torch.int32).sum().item()
+
+
+def worker(link: Connection, directory: str) -> None:
+    """Reads a staged version as vLLM's workers do, and then keeps what it should not."""
+    before = own_memory(os.getpid())
+    staged = MappedTensors.of(Path(directory))
+    assert staged is not None
+    link.send({name: digest(tensor) for name, tensor in staged})
+    after_reading = staged.in_use()
+    tensors = dict(staged)
+    link.send((after_reading, staged.in_use(), own_memory(os.getpid()) - before))
+    del tensors
 
 
 def hold(link: Connection, publication: str, complete: bool) -> None:

@@ -101,6 +101,8 @@ class Conversation:
 
     async def answered(self, wrong: str) -> Call | None:
         if self._asked is None:
+            if self._work is not None and self._work.done():
+                self._work.result()  # raises why the work ended during the call
             raise EngineError("an answer arrived, but no call is open")
         asked, self._asked = self._asked, None
         asked.set_result(wrong)
@@ -131,8 +133,15 @@ class Conversation:
             work()
         except Exception as error:
             wrong = EngineError(f"the weights could not be sent: {reason_of(error)}")
-            self._loop.call_soon_threadsafe(self.close)
-        self._loop.call_soon_threadsafe(_end, done, wrong)
+        self._loop.call_soon_threadsafe(self._end, done, wrong)
+
+    def _end(self, done: asyncio.Future[None], wrong: EngineError | None) -> None:
+        if wrong is None:
+            done.set_result(None)
+            return
+        self.close()
+        done.set_exception(wrong)
+        done.exception()  # retrieved, because its caller may be gone
 
     def _make(self, workers: int) -> None:
         from engine.rollout.vllm.engine_args import prepare_environment
@@ -168,14 +177,6 @@ class Conversation:
         asking.cancel()
         self._work.result()
         return None
-
-
-def _end(done: asyncio.Future[None], wrong: EngineError | None) -> None:
-    if wrong is None:
-        done.set_result(None)
-    else:
-        done.set_exception(wrong)
-        done.exception()  # retrieved, because its caller may be gone
 
 
 # -- tensors in Ray's object store -------------------------------------------------------------------------------------

@@ -177,3 +177,10 @@ def make_backend(kind: Kind) -> Callable[..., RolloutBackend]:
 def end_of_engines() -> Iterator[None]:
     yield
     vllm_engines.close_all()
+
+
+@pytest.fixture(autouse=True)
+def open_gates() -> Iterator[None]:
+    """A test that fails while it holds requests must not hold up those that share its engine."""
+    yield
+    vllm_engines.open_gates()

@@ -92,13 +92,29 @@ async def install(engine: Any, version: int, mode: str = "abort", **options: Any
 
 
 @pytest.mark.parametrize("engine", ["qwen2-untied"], indirect=True)
+def test_an_engine_that_cannot_join_a_group_samples_on(engine: Any) -> None:
+    """The first of all tests: no group is formed yet."""
+    old, new = engine.version, engine.version + 1
+
+    async def scenario() -> None:
+        kept = asyncio.create_task(engine.sample(greedy("kept")))
+        await until_sampled(engine, engine.tokens_sampled() + 5)
+        with pytest.raises(EngineError, match="the store is gone"):
+            await install(engine, new, fails_after="init_weight_transfer_engine")
+        go_on(engine)
+        assert_samples(model_of(engine, old), await kept)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("engine", ["qwen2-untied"], indirect=True)
 @pytest.mark.parametrize("fails", ["at the holder", "in the engine", "too late"])
 def test_an_install_that_fails_on_its_way_leaves_the_old_weights(engine: Any, fails: str) -> None:
     """The first of these with the weights that the engine was started with, which nobody holds but its files."""
     old, new = engine.version, engine.version + 1
     options = {
         "at the holder": {"fails_after": "update_weights"},
-        "in the engine": {"spoils": "update_weights", "wire": replace(WIRE, timeout_s=1.0)},
+        "in the engine": {"spoils": "update_weights"},
         "too late": {},
     }[fails]
 
@@ -204,6 +220,20 @@ def test_a_group_that_does_not_come_about_is_given_up_in_time() -> None:
         assert call is not None and call.name == "init_weight_transfer_engine"
         with pytest.raises(EngineError, match="could not be sent"):
             await senders.turn(READER, wire, Answer(group="one", wrong="no"), lambda version: None)  # type: ignore[arg-type,return-value]
+
+    run(scenario())
+
+
+def test_an_answer_that_comes_too_late_is_told_why_the_work_failed() -> None:
+    async def scenario() -> None:
+        senders = Senders()
+        wire = replace(WIRE, timeout_s=0.2, limit_s=0.2)
+        await senders.turn(READER, wire, Join(group="one", workers=1), lambda version: None)  # type: ignore[arg-type,return-value]
+        work = senders._conversations[READER]._work
+        assert work is not None
+        await asyncio.wait([work])
+        with pytest.raises(EngineError, match="could not be sent"):
+            await senders.turn(READER, wire, Answer(group="one", wrong=""), lambda version: None)  # type: ignore[arg-type,return-value]
 
     run(scenario())
 

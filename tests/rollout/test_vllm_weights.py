@@ -12,6 +12,7 @@ from backends import WIDE, build, go_on, hold, run
 
 from engine.errors import EngineError
 from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams
+from engine.shared_weights import copy_of, find
 from engine.trajectory import Span
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -50,7 +51,7 @@ def files_of(engine: Any, version: int) -> list[Path]:
     return sorted(engine.staging.glob(f"{version}-*/*.safetensors"))
 
 
-@pytest.mark.parametrize("how", ["damaged", "late"])
+@pytest.mark.parametrize("how", ["damaged", "late", "absent"])
 def test_an_install_that_fails_on_its_way_leaves_the_old_weights(engine: Any, how: str) -> None:
     old, new = engine.version, engine.version + 1
 
@@ -59,8 +60,11 @@ def test_an_install_that_fails_on_its_way_leaves_the_old_weights(engine: Any, ho
         files = files_of(engine, new)
         assert len(files) > 3, "the buckets hold too much for this test to say anything"
         intact = files[3].read_bytes()
+        directory = files[3].parent
         if how == "damaged":
             files[3].write_bytes(intact[:64])
+        elif how == "absent":  # as for a worker on another node
+            directory.rename(directory.with_name("aside"))
         else:
             engine.install_timeout_s = 1e-9
         kept = asyncio.create_task(engine.sample(greedy("kept")))
@@ -74,11 +78,51 @@ def test_an_install_that_fails_on_its_way_leaves_the_old_weights(engine: Any, ho
         for result in (await kept, await engine.sample(greedy("after"))):
             assert result.spans == [Span(0, 40, old)]
             assert_samples(model_of(engine, old), result)
+        if how == "absent":
+            directory.with_name("aside").rename(directory)
         files[3].write_bytes(intact)
         await engine.pause("keep")
         await engine.install(new)  # a second try is a try like the first
         await engine.resume()
         assert_samples(model_of(engine, new), await engine.sample(greedy("again")))
+
+    run(scenario())
+
+
+def test_published_weights_are_installed_from_the_memory_they_lie_in(engine: Any) -> None:
+    def published(version: int) -> tuple[Any, Any]:
+        memory, manifest = copy_of(model_of(engine, version).state_dict())
+        try:
+            return memory.complete(), manifest
+        finally:
+            memory.close()
+
+    async def scenario() -> None:
+        publications = []
+        for version in range(engine.version + 1, engine.version + 3):
+            weights, manifest = published(version)
+            publications.append(weights.publication)
+            await engine.stage(version, weights)
+            del weights
+            assert not files_of(engine, version)
+            for late in (True, False):  # the second time, what is restored lies in memory, too
+                kept = asyncio.create_task(engine.sample(greedy("kept")))
+                await hold(engine, 5)
+                await engine.pause("keep")
+                go_on(engine)
+                if late:
+                    engine.install_timeout_s = 1e-9
+                    with pytest.raises(EngineError, match="exceeded its time limit"):
+                        await engine.install(version)
+                    engine.install_timeout_s = 60.0
+                else:
+                    await engine.install(version)
+                await engine.resume()
+                result = await kept
+                if late:
+                    assert_samples(model_of(engine, version - 1), result)
+            assert_samples(model_of(engine, version), await engine.sample(greedy("after")))
+        assert find(manifest, publications[0]) is None and find(manifest, publications[1]) is not None
 
     run(scenario())
 

@@ -60,6 +60,11 @@ def processes() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True) if "EngineCor" in child.name()}
 
 
+def open_gates() -> None:
+    for backend in STARTED:
+        backend.go_on()
+
+
 def close_all() -> None:
     for backend in STARTED:
         RUNNER.run(backend.close())

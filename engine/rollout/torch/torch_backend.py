@@ -66,7 +66,7 @@ class TorchBackend:
 
     At most `rows` trajectories are sampled at a time; the others wait. At an install, `kv` either keeps the keys and
     values of frozen requests (`keep`) or computes them again with the new weights (`recompute`). `deterministic`
-    decodes at one fixed shape on one CPU thread. A trajectory's tokens and log-probs are then the same to the bit,
+    decodes at one fixed shape on one CPU thread. A trajectory's tokens and log-probs are then the same bit for bit,
     whatever else is in the batch and however many rows there are. This mode is slower, and allocates a cache of `rows`
     times `context` at the start. With `lora` the model gets an adapter, and every version consists only of the
     adapter's tensors.

@@ -1,7 +1,8 @@
-"""Stages weights for vLLM: a new directory of safetensors for each version, in shared memory if there is room. With
-`trainer.lora` it is the directory of an adapter, as peft writes it.
+"""Stages weights for vLLM: a new directory for each version, in shared memory if there is room. Where the published
+tensors lie in shared memory already, it only says where; else it has them as safetensors. With `trainer.lora` it is the
+directory of an adapter, as peft writes it.
 
-`rollout.vllm.vllm_backend` calls it on threads. A version is checked against the model before it is written, because
+`rollout.vllm.vllm_backend` calls it on threads. A version is checked against the model before it is staged, because
 vLLM would load a part of it without an error. At most two versions are kept: the installed one, to go back to, and the
 next.
 """
@@ -23,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.errors import EngineError
 from engine.ids import Version
 from engine.lora import Lora, adapter_tensors, add_adapter, write_adapter
-from engine.shared_weights import publication_of, turn
+from engine.shared_weights import OpenMemory, PublishedTensors, open_memory, publication_of, turn
 
 MEMORY = Path("/dev/shm")
 PREFIX = "step-engine-weights-"
@@ -94,14 +95,35 @@ class ModelTensors:
         return {name: found[name] for name in self.shapes}
 
 
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A staged version."""
+
+    directory: Path
+    memory: OpenMemory | None
+    """Holds the tensors, if the directory only says where they lie."""
+
+    def remove(self) -> None:
+        shutil.rmtree(self.directory)
+        if self.memory is not None:
+            self.memory.close()
+
+
 class StagingArea:
     """The staging directories of one backend, below `root`. Backends of one machine that stage the same publication
-    share its files. Directories of owners that died are removed by the next one."""
+    share its files. Directories of owners that died are removed by the next one.
 
-    def __init__(self, model: str, bucket_mb: float, place: Path | None = None, lora: Lora | None = None) -> None:
+    `maps`: the readers are processes of this machine and user, which can map memory. Then no files are written of
+    published tensors that lie in shared memory: all backends of the machine use this one copy.
+    """
+
+    def __init__(
+        self, model: str, bucket_mb: float, place: Path | None = None, lora: Lora | None = None, *, maps: bool = False
+    ) -> None:
         self.tensors = ModelTensors.of(model, lora)
         self._model = model
         self._lora = lora
+        self._maps = maps and lora is None  # vLLM reads adapters itself
         self._bucket = int(bucket_mb * MIB)
         place = place or (MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir()))
         self._place = place
@@ -109,29 +131,36 @@ class StagingArea:
         made = Path(tempfile.mkdtemp(prefix=".step-engine-", dir=place))
         self._lock = _locked(made)
         self.root = made.rename(place / f"{PREFIX}{made.name.rpartition('-')[2]}")  # locked before it can be swept
-        self._staged: dict[Version, Path] = {}
+        self._staged: dict[Version, Staged] = {}
 
     def write(self, version: Version, weights: Any) -> None:
-        """Write a version, in files of at most one bucket each; a larger tensor has a separate file, an adapter
-        only one. Blocks.
+        """Stage a version. Files have at most one bucket each; a larger tensor has a separate file, an adapter only
+        one. Blocks.
 
         Raises: `EngineError` if the weights do not fit the model or there is no space.
         """
         tensors = self.tensors.checked(version, weights)
-        publication = publication_of(weights)
+        memory = open_memory(tensors) if self._maps and isinstance(weights, PublishedTensors) else None
+        if memory is None:
+            directory = self._write_files(version, tensors, publication_of(weights))
+        else:
+            directory = Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self.root))
+            memory.describe(directory)
+        before = self._staged.pop(version, None)
+        self._staged[version] = Staged(directory, memory)
+        if before is not None:
+            before.remove()
+
+    def _write_files(self, version: Version, tensors: Mapping[str, torch.Tensor], publication: str) -> Path:
         making = Path(tempfile.mkdtemp(prefix=f".{version}-", dir=self.root))
         try:
             with turn(publication):
                 if not self._link(publication, making):
                     self._save(version, tensors, making)
-                directory = making.rename(self.root / f"{version}-{secrets.token_hex(4)}-{publication}")
+                return making.rename(self.root / f"{version}-{secrets.token_hex(4)}-{publication}")
         except BaseException:
             shutil.rmtree(making, ignore_errors=True)
             raise
-        before = self._staged.pop(version, None)
-        self._staged[version] = directory
-        if before is not None:
-            shutil.rmtree(before)
 
     def _link(self, publication: str, target: Path) -> bool:
         """Link the files of another backend that has staged the same publication, so that both are one copy: the kernel
@@ -159,14 +188,18 @@ class StagingArea:
             save_file(bucket, target / f"{number:06}.safetensors")
 
     def directory(self, version: Version) -> Path | None:
-        return self._staged.get(version)
+        staged = self._staged.get(version)
+        return None if staged is None else staged.directory
 
     def keep_only(self, *versions: Version) -> None:
         for version in [one for one in self._staged if one not in versions]:
-            shutil.rmtree(self._staged.pop(version))
+            self._staged.pop(version).remove()
 
     def close(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
+        for staged in self._staged.values():
+            if staged.memory is not None:
+                staged.memory.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

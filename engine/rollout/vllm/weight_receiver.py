@@ -1,4 +1,4 @@
-"""Installs weights in one vLLM engine: from staged files, or sent by the weights store during the install.
+"""Installs weights in one vLLM engine: staged ones, or ones sent by the weights store during the install.
 
 `rollout.vllm.vllm_backend.VllmBackend` uses it. The backend pauses the engine before an install, and after a failed
 install installs the version before it again.

@@ -1,7 +1,7 @@
 """Runs inside vLLM's worker processes: installs staged weights, and ends the process with its owner.
 
 `rollout.vllm.engine_args` names it to vLLM as the worker extension; only vLLM's workers import it. The import starts
-the watch: a worker must never outlive the process that started it, even if that process was killed.
+the watch: a worker must end with the process that started it, even if that process was killed.
 """
 
 import os
@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from engine.rollout.vllm.gloo_transfer import register
+from engine.shared_weights import MappedTensors
 
 OWNER = "STEP_ENGINE_VLLM_OWNER"
 """Environment variable with the owner's process id, a colon, and the directory to remove when the owner dies."""
@@ -44,14 +45,21 @@ class InstallWeights:
         failed. After a failure the weights are undefined until another call installs a complete version.
         """
         until = time.monotonic() + limit_s
+        mapped: MappedTensors | None = None
         try:
             with set_current_vllm_config(self.vllm_config):
                 self._forget_half_loaded()
-                source = self._first_weights() if directory is None else staged_tensors(Path(directory))
+                if directory is None:
+                    source = self._first_weights()
+                else:
+                    mapped = MappedTensors.of(Path(directory))
+                    source = staged_tensors(Path(directory)) if mapped is None else iter(mapped)
                 self.model_runner.reload_weights(weights_iterator=in_time(with_aliases(source, aliases), until))
             self.synchronize_device()  # type: ignore[attr-defined]
         except Exception as error:
             return f"{type(error).__name__}: {error}"
+        if mapped is not None and mapped.in_use():
+            return "vLLM uses staged tensors in place, but their memory will get other contents"
         return ""
 
     def abandon_weight_update(self) -> None:
@@ -82,8 +90,12 @@ class InstallWeights:
 
 
 def staged_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a staged version, memory-mapped, in the order in which they were written."""
-    for path in sorted(directory.glob("*.safetensors")):
+    """Every tensor of a staged version, memory-mapped, in the order in which they were written. Raises:
+    `FileNotFoundError` if there is none, as on another machine."""
+    paths = sorted(directory.glob("*.safetensors"))
+    if not paths:
+        raise FileNotFoundError(f"{directory} is not on this worker's machine: use rollout.transport: vllm")
+    for path in paths:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
                 yield name, file.get_tensor(name)
