@@ -43,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "user_code": BOTTOM,
     "http_listener": BOTTOM,
     "hardware": BOTTOM,
+    "garbage_collection": BOTTOM,
     "chat": BOTTOM,
     "lora": BOTTOM,
     "shared_weights": BOTTOM,
@@ -72,9 +73,9 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": RUNTIME,
     "simulation": {*RUNTIME, "runtime"},
     "plans": {*RUNTIME, *WORK, "runtime", "chat"},
-    "actors": {*RUNTIME, *WORK, "runtime", "plans", "hardware", "shared_weights"},
+    "actors": {*RUNTIME, *WORK, "runtime", "plans", "hardware", "garbage_collection", "shared_weights"},
     # the wiring
-    "cli": {*RUNTIME, *WORK, "runtime", "plans", "simulation", "actors", "inspect"},
+    "cli": {*RUNTIME, *WORK, "runtime", "plans", "simulation", "actors", "inspect", "garbage_collection"},
     "api": {*RUNTIME, *WORK, "runtime", "cli", "environments"},
     "__init__": {*POLICIES, "api", "runtime", "environments"},
 }
@@ -368,7 +369,17 @@ def test_a_sleeping_replica_is_let_by() -> None:
     assert list(nothing_sleeps(Source("engine/workers/replica.py", text))) == []
 
 
-BESIDE = {*BOTTOM, "user_code", "http_listener", "hardware", "chat", "lora", "shared_weights", "__init__"}
+BESIDE = {
+    *BOTTOM,
+    "user_code",
+    "http_listener",
+    "hardware",
+    "garbage_collection",
+    "chat",
+    "lora",
+    "shared_weights",
+    "__init__",
+}
 """What the picture of the layers leaves out: files that every folder may import."""
 
 

@@ -22,7 +22,6 @@ import ray
 from engine.actors.detached_actors import (
     PackedPlan,
     RunningActors,
-    collect_rarely,
     detached_options,
     end_actors,
     end_earlier,
@@ -39,6 +38,7 @@ from engine.actors.transports import transport_of
 from engine.actors.worker_actor import Inbox
 from engine.errors import ConfigError, EngineError, RecordError, RecordHeld, RunFailed, StorageFull, reason_of
 from engine.events import SchedulerRecovered
+from engine.garbage_collection import collect_rarely, freeze_objects
 from engine.ids import Incarnation, StepId
 from engine.metrics.status import Status
 from engine.metrics.transitions import Transitions
@@ -97,6 +97,7 @@ class SchedulerActor:
     If its process ends, Ray restarts it and `_ensure_recovered` recovers the run."""
 
     def __init__(self, plan: PackedPlan) -> None:
+        collect_rarely()
         from engine.runtime.run_loop import Watchers
 
         self._packed = plan
@@ -164,7 +165,7 @@ class SchedulerActor:
 
         self._prompts = await asyncio.to_thread(contained, self._plan.make_prompts)
         await asyncio.to_thread(contained, load_extensions_of, self._plan.config)
-        collect_rarely()
+        freeze_objects()
 
     def _start_stores(self) -> None:
         """Start the stores, and the gateway if there is one."""
