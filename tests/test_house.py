@@ -476,23 +476,29 @@ LIGHT = (
 )  # fmt: skip
 
 
-def test_light_imports_bring_nothing_heavy() -> None:
-    heavy = ("ray", "torch", "vllm", "transformers")
-    code = f"import sys, {', '.join(LIGHT)}; print([m for m in {heavy} if m in sys.modules])"
+def brought(modules: Sequence[str], heavy: Sequence[str]) -> list[str]:
+    """Which heavy packages a new process has after it imported these modules."""
+    code = f"import sys, {', '.join(modules)}; print(*(m for m in {heavy!r} if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
+    return done.stdout.split()
+
+
+def test_light_imports_bring_nothing_heavy() -> None:
+    assert brought(LIGHT, ("ray", "torch", "vllm", "transformers")) == []
 
 
 def test_the_process_of_an_actor_loads_what_it_uses_alone() -> None:
     """A run starts at least six of them at once: what Ray itself loads is their start, and little of ours. Each has a
     handle of the scheduler, and Ray imports the class of a handle."""
+    actors = ("engine.actors.worker_actor", "engine.actors.store_actors", "engine.actors.scheduler_actor")
     heavy = ("aiohttp", "prometheus_client", "numpy", "pydantic", "torch", "vllm", "transformers")
-    actors = "engine.actors.worker_actor, engine.actors.store_actors, engine.actors.scheduler_actor"
-    code = f"import sys, {actors}; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
+    assert brought(actors, heavy) == []
+
+
+def test_the_launching_process_loads_no_server_and_no_model() -> None:
+    launching = ("engine.cli", "engine.actors.launch", "engine.metrics.listening_address")
+    assert brought(launching, ("aiohttp", "prometheus_client", "torch", "vllm", "transformers")) == []
 
 
 # -- configs and documents ---------------------------------------------------------------------------------------------
