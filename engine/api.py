@@ -380,7 +380,7 @@ def _check(config: "Config", local: "Local") -> None:
     """Run the checks of `engine run`, and print their warnings. Raises: `ConfigError`."""
     from engine.config import check_config
     from engine.config.inputs import check_inputs
-    from engine.metrics.metrics_server import check_address
+    from engine.metrics.listening_address import check_address
     from engine.metrics.sinks import check_sinks
 
     check_sinks(list(config.metrics.sinks.chosen()))

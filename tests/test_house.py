@@ -43,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "user_code": BOTTOM,
     "http_listener": BOTTOM,
     "hardware": BOTTOM,
+    "garbage_collection": BOTTOM,
     "chat": BOTTOM,
     "lora": BOTTOM,
     "shared_weights": BOTTOM,
@@ -72,9 +73,9 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": RUNTIME,
     "simulation": {*RUNTIME, "runtime"},
     "plans": {*RUNTIME, *WORK, "runtime", "chat"},
-    "actors": {*RUNTIME, *WORK, "runtime", "plans", "hardware", "shared_weights"},
+    "actors": {*RUNTIME, *WORK, "runtime", "plans", "hardware", "garbage_collection", "shared_weights"},
     # the wiring
-    "cli": {*RUNTIME, *WORK, "runtime", "plans", "simulation", "actors", "inspect"},
+    "cli": {*RUNTIME, *WORK, "runtime", "plans", "simulation", "actors", "inspect", "garbage_collection"},
     "api": {*RUNTIME, *WORK, "runtime", "cli", "environments"},
     "__init__": {*POLICIES, "api", "runtime", "environments"},
 }
@@ -368,7 +369,17 @@ def test_a_sleeping_replica_is_let_by() -> None:
     assert list(nothing_sleeps(Source("engine/workers/replica.py", text))) == []
 
 
-BESIDE = {*BOTTOM, "user_code", "http_listener", "hardware", "chat", "lora", "shared_weights", "__init__"}
+BESIDE = {
+    *BOTTOM,
+    "user_code",
+    "http_listener",
+    "hardware",
+    "garbage_collection",
+    "chat",
+    "lora",
+    "shared_weights",
+    "__init__",
+}
 """What the picture of the layers leaves out: files that every folder may import."""
 
 
@@ -465,22 +476,29 @@ LIGHT = (
 )  # fmt: skip
 
 
-def test_light_imports_bring_nothing_heavy() -> None:
-    heavy = ("ray", "torch", "vllm", "transformers")
-    code = f"import sys, {', '.join(LIGHT)}; print([m for m in {heavy} if m in sys.modules])"
+def brought(modules: Sequence[str], heavy: Sequence[str]) -> list[str]:
+    """Which heavy packages a new process has after it imported these modules."""
+    code = f"import sys, {', '.join(modules)}; print(*(m for m in {heavy!r} if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
+    return done.stdout.split()
+
+
+def test_light_imports_bring_nothing_heavy() -> None:
+    assert brought(LIGHT, ("ray", "torch", "vllm", "transformers")) == []
 
 
 def test_the_process_of_an_actor_loads_what_it_uses_alone() -> None:
-    """A run starts at least six of them at once: what Ray itself loads is their start, and little of ours."""
-    heavy = ("aiohttp", "numpy", "pydantic", "torch", "vllm", "transformers")
-    actors = "engine.actors.worker_actor, engine.actors.store_actors"
-    code = f"import sys, {actors}; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
+    """A run starts at least six of them at once: what Ray itself loads is their start, and little of ours. Each has a
+    handle of the scheduler, and Ray imports the class of a handle."""
+    actors = ("engine.actors.worker_actor", "engine.actors.store_actors", "engine.actors.scheduler_actor")
+    heavy = ("aiohttp", "prometheus_client", "numpy", "pydantic", "torch", "vllm", "transformers")
+    assert brought(actors, heavy) == []
+
+
+def test_the_launching_process_loads_no_server_and_no_model() -> None:
+    launching = ("engine.cli", "engine.actors.launch", "engine.metrics.listening_address")
+    assert brought(launching, ("aiohttp", "prometheus_client", "torch", "vllm", "transformers")) == []
 
 
 # -- configs and documents ---------------------------------------------------------------------------------------------

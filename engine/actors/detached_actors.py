@@ -5,7 +5,6 @@ named, so that a restarted scheduler finds them. They end by themselves when the
 record nothing can be recovered, and they end with their parent.
 """
 
-import gc
 import logging
 import os
 import sys
@@ -108,17 +107,6 @@ class RunLog(logging.FileHandler):
 
     def _open(self) -> TextIOWrapper:
         return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=private_opener)
-
-
-def collect_rarely() -> None:
-    """Make Python's cyclic garbage collection rare, and exclude all existing objects from it.
-
-    For the scheduler's process: its state has up to millions of small objects and no cycles. A full collection would
-    block decisions, for half a second at 300 000 open groups.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
 
 
 # -- names and ends of actors ------------------------------------------------------------------------------------------

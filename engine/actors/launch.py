@@ -33,7 +33,6 @@ from engine.events import RunInterrupted
 from engine.hardware import object_store_limit
 from engine.metrics.status import Status
 from engine.plans.configured_plan import plan_of
-from engine.runtime.metrics_endpoint import withdraw_addresses
 from engine.runtime.plan import Plan
 from engine.states.waits import counted
 from engine.tasks.quickstart import Progress
@@ -255,6 +254,8 @@ class RunHandle:
         try:
             self._launched = Launched.of(again, self._node)
         except RunFinished:
+            from engine.runtime.metrics_endpoint import withdraw_addresses
+
             withdraw_addresses(self._plan)
             self._found = status_at_end(run_dir)
         else:

@@ -2,6 +2,9 @@
 
 Started by `launch.start`. Everything runs on one event loop, which it must never block. Reports arrive as calls; their
 events are handled and recorded at once, and the commands are sent before the call returns.
+
+Every process with a handle of this actor imports this module, so what only the scheduler's process needs is imported in
+the functions that use it.
 """
 
 import asyncio
@@ -12,41 +15,41 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from engine.actors.detached_actors import (
     PackedPlan,
     RunningActors,
-    collect_rarely,
     detached_options,
     end_actors,
     end_earlier,
     note_launch,
     prepare_process,
 )
-from engine.actors.failover import STORES, RunRecovery, metrics_at_end, recovery_of, take_over
+from engine.actors.failover import STORES, metrics_at_end, recovery_of, take_over
 from engine.actors.failures import named, raised
-from engine.actors.gateway_actor import GatewayActor
 from engine.actors.launcher_watch import announce_process
 from engine.actors.placement import on_this_node
 from engine.actors.ray_processes import CLOSE_TIMEOUT_S, RayProcesses, RayStores
 from engine.actors.store_actors import TrajectoryStoreActor, WeightsStoreActor
 from engine.actors.transports import transport_of
 from engine.actors.worker_actor import Inbox
-from engine.config import load_extensions_of
-from engine.control.requests import Operation
 from engine.errors import ConfigError, EngineError, RecordError, RecordHeld, RunFailed, StorageFull, reason_of
 from engine.events import SchedulerRecovered
+from engine.garbage_collection import collect_rarely, freeze_objects
 from engine.ids import Incarnation, StepId
 from engine.metrics.status import Status
 from engine.metrics.transitions import Transitions
-from engine.runtime.metrics_endpoint import withdraw_addresses
-from engine.runtime.run_history import RunHistory, history_of
-from engine.runtime.run_loop import RunLoop, Watchers, recorder_of
 from engine.runtime.wire import unpack_events
 from engine.workers.threads import contained
+
+if TYPE_CHECKING:
+    from engine.actors.failover import RunRecovery
+    from engine.control.requests import Operation
+    from engine.runtime.run_history import RunHistory
+    from engine.runtime.run_loop import RunLoop
 
 
 class RelaunchNeeded(RunFailed):
@@ -94,6 +97,9 @@ class SchedulerActor:
     If its process ends, Ray restarts it and `_ensure_recovered` recovers the run."""
 
     def __init__(self, plan: PackedPlan) -> None:
+        collect_rarely()
+        from engine.runtime.run_loop import Watchers
+
         self._packed = plan
         self._plan = plan.unpack()
         self._inbox = Inbox()
@@ -135,6 +141,8 @@ class SchedulerActor:
             raise RelaunchNeeded(str(raised(error))) from error
 
     async def _open(self) -> str | None:
+        from engine.runtime.run_history import history_of
+
         plan = self._plan
         prepare_process("scheduler", plan.run_dir, private=True)
         await self._load()
@@ -153,9 +161,11 @@ class SchedulerActor:
 
     async def _load(self) -> None:
         """Load the user's prompts and extensions, which may be slow."""
+        from engine.config import load_extensions_of
+
         self._prompts = await asyncio.to_thread(contained, self._plan.make_prompts)
         await asyncio.to_thread(contained, load_extensions_of, self._plan.config)
-        collect_rarely()
+        freeze_objects()
 
     def _start_stores(self) -> None:
         """Start the stores, and the gateway if there is one."""
@@ -171,19 +181,23 @@ class SchedulerActor:
         self._trajectories = begin(TrajectoryStoreActor, STORES[0], at, policy, fresh)
         self._weights = begin(WeightsStoreActor, STORES[1], transport, gpus=transport.store_gpus)
         if plan.make_gateway is not None:
+            from engine.actors.gateway_actor import GatewayActor
+
             self._gateway = begin(GatewayActor, "gateway", max_concurrency=100_000)
 
-    def _make(self, earlier: RunHistory | RunRecovery | None) -> RunLoop:
+    def _make(self, earlier: "RunHistory | RunRecovery | None") -> "RunLoop":
         """Make the run loop. Opening the record gives it a new epoch."""
+        from engine.runtime.run_loop import RunLoop, recorder_of
+
         recorder = recorder_of(self._plan, earlier)
         loop = self._loop = RunLoop(self._plan, recorder, self._transitions, self._watchers, earlier)
         return loop
 
-    def _running(self) -> RunLoop:
+    def _running(self) -> "RunLoop":
         assert self._loop is not None  # set by `open`, which is called first
         return self._loop
 
-    def _connect(self, loop: RunLoop, living: RunningActors | None = None) -> None:
+    def _connect(self, loop: "RunLoop", living: RunningActors | None = None) -> None:
         kept = (self._trajectories, self._weights, self._gateway)
         processes = RayProcesses(self._plan, self._packed, self._self, *kept, epoch=loop.recorder.epoch)
         found = None if living is None else processes.found(living)
@@ -227,8 +241,10 @@ class SchedulerActor:
             self._restarted = self._failure is not None and self._restarted
             self._watchers.changed()
 
-    async def _report_end(self, recovery: RunRecovery) -> None:
+    async def _report_end(self, recovery: "RunRecovery") -> None:
         """End the remaining actors of a run that had already ended, and report its final status."""
+        from engine.runtime.metrics_endpoint import withdraw_addresses
+
         recovery.lock.release()
         await asyncio.to_thread(end_actors, self._packed.launch)
         withdraw_addresses(self._plan)
@@ -238,7 +254,7 @@ class SchedulerActor:
         self._relaunch = outcome.reason if outcome is not None and outcome.again else ""
         self._leaving.set()
 
-    async def _continue_run(self, recovery: RunRecovery) -> None:
+    async def _continue_run(self, recovery: "RunRecovery") -> None:
         """Take over the actors, and reissue the open orders."""
         plan, packed = self._plan, self._packed
         loop = self._make(recovery)
@@ -298,7 +314,7 @@ class SchedulerActor:
         return sequence
 
     @ray.method(max_task_retries=-1)
-    async def tell(self, asked: Operation) -> None:
+    async def tell(self, asked: "Operation") -> None:
         """Execute an operation from the launching process; does nothing once the run has ended."""
         await self._ensure_recovered()
         loop = self._loop

@@ -17,6 +17,7 @@ from engine.actors.store_actors import RemoteWeights, remote_trajectories
 from engine.actors.transports import transport_of
 from engine.errors import EngineError
 from engine.events import Event
+from engine.garbage_collection import rare_collection
 from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
 from engine.rollout.agents.agent_generator import AgentCall, AgentGenerator, GroupOutcome, OpenGroup
 from engine.rollout.backend import SampleResult
@@ -156,10 +157,13 @@ class WorkerActor(HeartbeatActor):
 
     async def bring_up(self, restore: Restore | None = None) -> None:
         """Load the worker. Repeated calls share one load and its result."""
-        if not self._prepared:
-            self._prepared = True
-            prepare_process(self._source, self._plan.run_dir, self.worker.threads)
-        await self.worker.open(self._peers(), restore)
+        if self._prepared:
+            await self.worker.open(self._peers(), restore)
+            return
+        self._prepared = True
+        prepare_process(self._source, self._plan.run_dir, self.worker.threads)
+        with rare_collection():
+            await self.worker.open(self._peers(), restore)
 
     def _peers(self) -> Peers:
         report = self._scheduler.report.remote

@@ -49,7 +49,7 @@ class Mode:
 def run(arguments: argparse.Namespace) -> int:
     """`engine run CONFIG`."""
     from engine.config.inputs import check_inputs
-    from engine.metrics.metrics_server import check_address
+    from engine.metrics.listening_address import check_address
     from engine.storage import run_directory
 
     output = cast(TextIO, Output(sys.stdout))

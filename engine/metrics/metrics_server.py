@@ -5,10 +5,8 @@ a bounded number of connections and bounded waits.
 """
 
 import asyncio
-import errno
 import json
 import logging
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,8 +14,8 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from engine.errors import ConfigError
 from engine.http_listener import ConnectionBounds, Hosts, Listener, Refused
+from engine.metrics.listening_address import listen
 
 log = logging.getLogger(__name__)
 
@@ -25,34 +23,6 @@ BOUNDS = ConnectionBounds()
 
 Describe = Callable[[], dict[str, Any]]
 """Returns the content of `/status` as plain JSON data."""
-
-
-def check_address(host: str, port: int) -> None:
-    """Check that a run can listen at an address, without keeping it. Raises: ConfigError."""
-    _listen(host, port).close()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        sock.listen()
-    except (OSError, OverflowError, UnicodeError) as error:
-        sock.close()
-        raise _refused(host, port, error) from None
-    return sock
-
-
-def _refused(host: str, port: int, error: Exception) -> ConfigError:
-    reason = getattr(error, "strerror", None) or str(error)
-    if isinstance(error, socket.gaierror | UnicodeError) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
-        law, fix = (
-            f"is not an address of this machine: {reason}",
-            "use 127.0.0.1 for this machine alone, 0.0.0.0 for all",
-        )
-        return ConfigError("metrics.host", host, law, fix)
-    return ConfigError("metrics.port", port, f"cannot be opened on {host}: {reason}", "use 0 for any free port")
 
 
 class MetricsServer:
@@ -72,7 +42,7 @@ class MetricsServer:
         there."""
         self._metrics: Any = make_wsgi_app(registry)
         self._describe = describe
-        sock = _listen(host, port)
+        sock = listen(host, port)
         self.host = host
         self.port: int = sock.getsockname()[1]
         self._listener = Listener(self._answer, _refusal, bounds, hosts=Hosts(host, hosts))

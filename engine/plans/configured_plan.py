@@ -20,8 +20,8 @@ from engine.plans.rollouts import check_agent, gateway_of, make_rollout, make_wo
 from engine.plans.run_inputs import Inputs, fit_prompts, held_out_of, inputs_of, make_prompts, reward_of
 from engine.plans.trainers import make_scorer, make_trainer, restore_trainer, start_of
 from engine.plans.validation_sets import answers_of_sets, judge_of
+from engine.protocols import Trainer
 from engine.rollout.vllm.engine_args import built_for_cpu, workers_of
-from engine.runtime.local.simple import SimpleTrainer
 from engine.runtime.plan import DistributedSettings, Plan, VllmSettings, Wire
 from engine.runtime.prompt_sources import CountedPrompts
 from engine.storage.checkpoints import verify_checkpoint
@@ -78,14 +78,17 @@ def evaluation_plan(config: Config, model: str, run_dir: Path, progress: Progres
     reward_of(config, inputs, check=True)
     plan = _planned(config, fit_prompts(config, inputs, progress, trains=False), run_dir)
     return replace(
-        plan, make_trainer=NoTrainer, make_prompts=partial(CountedPrompts, 0, _no_prompt), make_scorer=None,
+        plan, make_trainer=no_trainer, make_prompts=partial(CountedPrompts, 0, _no_prompt), make_scorer=None,
         metrics_port=None, control_port=None, sinks={}, endpoints=None, trajectories="memory",
         sample_policy=replace(plan.sample_policy, per_step=0, validation=None),
     )  # fmt: skip
 
 
-class NoTrainer(SimpleTrainer):
+def no_trainer() -> Trainer:
     """The trainer of an evaluation, which trains nothing."""
+    from engine.runtime.local.simple import SimpleTrainer
+
+    return SimpleTrainer()
 
 
 def _no_prompt(group: int) -> Prompt:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from engine.actors.detached_actors import collect_rarely, prepare_process
+from engine.actors.detached_actors import prepare_process
+from engine.garbage_collection import collect_rarely, freeze_objects, rare_collection
 
 
 class Ring:
@@ -36,6 +37,7 @@ def looks() -> Iterator[list[int]]:
 
 def test_a_large_state_is_not_looked_through_while_it_grows_and_cycles_still_go(looks: list[int]) -> None:
     collect_rarely()
+    freeze_objects()
     looks.clear()
     state = [[number] for number in range(600_000)]
     assert 0 < len(looks) <= 13 and 2 not in looks
@@ -44,6 +46,16 @@ def test_a_large_state_is_not_looked_through_while_it_grows_and_cycles_still_go(
     del ring
     state += [[number] for number in range(1_200_000)]
     assert dead() is None, "garbage in cycles is found all the same"
+
+
+def test_a_loading_process_traverses_its_objects_rarely_and_afterwards_as_before(looks: list[int]) -> None:
+    gc.set_threshold(700, 10, 10)
+    with pytest.raises(OSError), rare_collection():
+        looks.clear()
+        loaded = [[number] for number in range(400_000)]
+        assert 0 < len(looks) <= 9 and 2 not in looks
+        raise OSError(f"only {len(loaded)} objects could be loaded")
+    assert gc.get_threshold() == (700, 10, 10)
 
 
 def test_a_log_whose_directory_was_deleted_is_written_to_stderr(

@@ -14,7 +14,8 @@ from engine import events as fact
 from engine.errors import ConfigError
 from engine.metrics.document import markdown
 from engine.metrics.export import ExternalFigures, registry
-from engine.metrics.metrics_server import MetricsServer, check_address
+from engine.metrics.listening_address import check_address
+from engine.metrics.metrics_server import MetricsServer
 from engine.metrics.names import FIGURES_KEPT, METRICS
 from engine.states.limits import ValidationLimits
 from engine.trajectory import SOURCES

@@ -17,7 +17,7 @@ from engine.commands import FinishRun
 from engine.errors import ConfigError, EngineError, RunFailed
 from engine.events import StopRequested
 from engine.ids import ReplicaId, StepId
-from engine.metrics.metrics_server import check_address
+from engine.metrics.listening_address import check_address
 from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
 from engine.protocols import Generator, Restorable, Scorer, Trainer

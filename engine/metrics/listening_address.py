@@ -1,0 +1,38 @@
+"""The address at which the metrics endpoint listens.
+
+The command line checks it before a run starts, without loading the server; the server opens it.
+"""
+
+import errno
+import socket
+
+from engine.errors import ConfigError
+
+
+def check_address(host: str, port: int) -> None:
+    """Check that a run can listen at an address, without keeping it. Raises: ConfigError."""
+    listen(host, port).close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at an address; port 0: any free port. Raises: ConfigError."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen()
+    except (OSError, OverflowError, UnicodeError) as error:
+        sock.close()
+        raise _refused(host, port, error) from None
+    return sock
+
+
+def _refused(host: str, port: int, error: Exception) -> ConfigError:
+    reason = getattr(error, "strerror", None) or str(error)
+    if isinstance(error, socket.gaierror | UnicodeError) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+        law, fix = (
+            f"is not an address of this machine: {reason}",
+            "use 127.0.0.1 for this machine alone, 0.0.0.0 for all",
+        )
+        return ConfigError("metrics.host", host, law, fix)
+    return ConfigError("metrics.port", port, f"cannot be opened on {host}: {reason}", "use 0 for any free port")
