@@ -260,7 +260,8 @@ def _vllm_lines(model: Model, config: Config) -> Iterator[str]:
     )
     if rollout.transport != "vllm":
         version = float(published_bytes(config, model.bytes) * model.trained)
-        yield f"ok: a machine with replicas holds at most 2 staged versions in shared memory, {_size(2 * version)}"
+        memory = "Ray's object store" if rollout.transport == "object_store" and not model.adapter else "shared memory"
+        yield f"ok: a machine with replicas holds at most 2 versions in {memory}, {_size(2 * version)}"
     if rollout.device_memory_gb:
         share = 1.0 if args.get("kv_cache_memory_bytes") else args.get("gpu_memory_utilization", VLLM_SHARE)
         room = share * rollout.device_memory_gb * GB
