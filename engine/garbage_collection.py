@@ -1,7 +1,7 @@
 """Makes Python's cyclic garbage collection rare.
 
-The command line and the processes of a run call it. By default, Python traverses all objects again and again while they
-grow in number. Imports of torch and transformers create hundreds of thousands, and a quarter of their processor time
+A command calls it while it runs, the scheduler's process for good, and a replica or trainer while it loads. By default,
+Python traverses all objects again and again while they grow in number. Imports of torch and transformers create hundreds of thousands, and a quarter of their processor time
 is this traversal. Must never turn collection off: cycles can hold tensors.
 """
 
@@ -30,7 +30,7 @@ def freeze_objects() -> None:
     """Collect once, and exclude all existing objects from later collections.
 
     For the scheduler's process: its state has up to millions of small objects and no cycles. A full collection would
-    block decisions, for half a second at 300 000 live groups.
+    block decisions, for half a second at 300 000 open groups.
     """
     gc.collect()
     gc.freeze()

@@ -20,7 +20,7 @@ from engine.cli import run as running
 from engine.cli.control_commands import add_commands
 from engine.cli.interrupts import INTERRUPTED, complain, discard_output, notes_of, use_plain_letters
 from engine.errors import ConfigError, EngineError, RecordError
-from engine.garbage_collection import collect_rarely
+from engine.garbage_collection import rare_collection
 
 if TYPE_CHECKING:
     from engine.config import Config
@@ -30,11 +30,11 @@ DONE, FAILED, BAD_INPUT = 0, 1, 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Never raises. A traceback is never the only message."""
-    collect_rarely()
     arguments = _parser().parse_args(argv)
     use_plain_letters(sys.stdout)
     try:
-        code: int = arguments.run(arguments)
+        with rare_collection():
+            code: int = arguments.run(arguments)
         sys.stdout.flush()
         return code
     except BrokenPipeError as error:

@@ -295,7 +295,7 @@ class RolloutScheduling:
         self.orders.discard(group.id)
 
     def drop(self, group: Group) -> None:
-        """End a open group that is in no batch, in whatever state it is."""
+        """End an open group that is in no batch, in whatever state it is."""
         if group.replica >= 0:
             replica = self.state.fleet.replicas[group.replica]
             self.orders.add(
