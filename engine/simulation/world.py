@@ -17,7 +17,7 @@ from engine.events import Event, OrderDone, PromptsDrawn, RunInterrupted, RunSta
 from engine.ids import GroupId, ReplicaId
 from engine.policies import DEFAULTS, PolicySet
 from engine.record import NullRecorder
-from engine.runtime.driver import Driver, Recorder
+from engine.runtime.driver import Delivery, Driver, Recorder
 from engine.runtime.executor import RunExecutor
 from engine.runtime.local.local_processes import LocalStores, LocalTrajectories, LocalWeights
 from engine.runtime.plan import Plan, Rollout
@@ -88,12 +88,13 @@ class World:
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self.plan = self._plan()
         self.processes = VirtualProcesses(
-            self.plan, self.store, self._weights, self.dice, self.deliver, lambda: self.driver.events_handled > 0
+            self.plan, self.store, self._weights, self.dice, self._post, lambda: self.driver.events_handled > 0
         )
         self._connect()
         self.driver = Driver(
             self.scheduler, self, recorder or NullRecorder(), self, self._observe, snapshot_every=snapshot_every
         )
+        self._delivery = Delivery(self.driver, self._fail)
 
     def _connect(self, found: Found | None = None) -> None:
         """Make the parts of the scheduler's process other than the driver. `found`: processes that an earlier
@@ -106,7 +107,7 @@ class World:
             prompts=self.plan.make_prompts(),
             stores=LocalStores(self.store, self._weights),
             held_out=len(self.plan.held_out),
-            deliver=self._deliver_unless_it_hangs,
+            post=self._post_unless_it_hangs,
             finish=lambda command: None,
         )
 
@@ -208,13 +209,14 @@ class World:
     # events and commands
 
     def deliver(self, *events: Event) -> None:
-        """Let the driver handle events. An exception of the driver ends the run."""
-        if self._error is not None:
-            return
-        try:
-            self.driver.deliver(*events)
-        except Exception as error:
-            self._fail(error)
+        """Let the driver handle events now. An exception of the driver ends the run."""
+        if self._error is None:
+            self._delivery.deliver(*events)
+
+    def _post(self, *events: Event) -> None:
+        """Let the driver handle events in the next turn of the loop."""
+        if self._error is None:
+            self._delivery.post(*events)
 
     def _fail(self, error: Exception) -> None:
         self._error = self._error or error
@@ -223,15 +225,14 @@ class World:
 
     def execute(self, commands: Sequence[Command]) -> None:
         self.executor.execute(commands)
-        self.executor.flush()
         if self.driver.outcome is not None and not self._over.done():
             self._over.set_result(self.driver.outcome)
 
-    def _deliver_unless_it_hangs(self, *events: Event) -> None:
-        """Deliver an event of the executor itself, unless the data source or the store hangs at random."""
+    def _post_unless_it_hangs(self, *events: Event) -> None:
+        """Post an event of the executor itself, unless the data source or the store hangs at random."""
         if isinstance(events[0], PromptsDrawn | OrderDone) and self.dice.chance(self.setting.faults.hang):
             return
-        self.deliver(*events)
+        self._post(*events)
 
     def _give_up(self, reason: str) -> None:
         self.deliver(RunInterrupted(reason=reason))
