@@ -110,14 +110,23 @@ class RunLog(logging.FileHandler):
         return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=private_opener)
 
 
-def collect_rarely() -> None:
-    """Make Python's cyclic garbage collection rare, and exclude all existing objects from it.
+def exclude_from_collection() -> None:
+    """Exclude all existing objects from Python's cyclic garbage collection.
 
-    For the scheduler's process: its state has up to millions of small objects and no cycles. A full collection would
-    block decisions, for half a second at 300 000 live groups.
+    For a process that has loaded what it needs: modules, models and tokenizers live as long as it does, and every full
+    collection would visit their objects.
     """
     gc.collect()
     gc.freeze()
+
+
+def collect_rarely() -> None:
+    """Make Python's cyclic garbage collection rare, and exclude all existing objects from it.
+
+    For the processes of the scheduler and the stores: they have up to millions of small objects and no cycles. A full
+    collection would block decisions, for half a second at 300 000 live groups.
+    """
+    exclude_from_collection()
     gc.set_threshold(50_000, 20, 100)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from engine.actors.detached_actors import PackedPlan, end_when_orphaned
+from engine.actors.detached_actors import PackedPlan, collect_rarely, end_when_orphaned
 from engine.actors.failures import HeartbeatActor, awaited
 from engine.actors.transports import Senders, Transport
 from engine.ids import ReplicaId, Version
@@ -50,6 +50,7 @@ class TrajectoryStoreActor(HeartbeatActor, TrajectoryService):
         plan.register_stacks("trajectories")
         end_when_orphaned(plan, scheduler)
         super().__init__(directory, policy, fresh)
+        collect_rarely()
 
 
 def remote_trajectories(store: Any) -> PackedTrajectories:

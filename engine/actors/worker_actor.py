@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from engine.actors.detached_actors import PackedPlan, end_when_orphaned, prepare_process
+from engine.actors.detached_actors import PackedPlan, end_when_orphaned, exclude_from_collection, prepare_process
 from engine.actors.failures import HeartbeatActor, awaited, failure_reason
 from engine.actors.store_actors import RemoteWeights, remote_trajectories
 from engine.actors.transports import transport_of
@@ -168,10 +168,12 @@ class WorkerActor(HeartbeatActor):
 
     async def bring_up(self, restore: Restore | None = None) -> None:
         """Load the worker. Repeated calls share one load and its result."""
-        if not self._prepared:
-            self._prepared = True
+        first, self._prepared = not self._prepared, True
+        if first:
             prepare_process(self._source, self._plan.run_dir, self.worker.threads)
         await self.worker.open(self._peers(), restore)
+        if first:
+            exclude_from_collection()
 
     def _peers(self) -> Peers:
         outbox = Outbox(self._send, lost=self._break)
