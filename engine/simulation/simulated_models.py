@@ -57,7 +57,8 @@ class Dice:
         """The length of a group's longest trajectory in tokens. It depends on the seed and the group alone."""
         bits = blake2b(b"%d %d" % (self.setting.seed, group), digest_size=8).digest()
         share = (int.from_bytes(bits) + 1) / (1 << 64)  # seeding a generator would take ten times as long
-        length = max(1, round(self.setting.mean_tokens / 3 * share ** (-1 / PARETO)))
+        draw: float = share ** (-1 / PARETO)
+        length = max(1, round(self.setting.mean_tokens / 3 * draw))
         return length if self.setting.max_tokens is None else min(length, self.setting.max_tokens)
 
 
