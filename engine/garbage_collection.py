@@ -1,8 +1,9 @@
 """Makes Python's cyclic garbage collection rare.
 
-A command calls it while it runs, the scheduler's process for good, and a replica or trainer while it loads. By default,
-Python traverses all objects again and again while they grow in number. Imports of torch and transformers create hundreds of thousands, and a quarter of their processor time
-is this traversal. Must never turn collection off: cycles can hold tensors.
+A command makes it rare while it runs, a replica or trainer while it loads, the scheduler and the trajectory store for
+good. By default, Python traverses all objects again and again while they grow in number. Imports of torch and
+transformers create hundreds of thousands, and a quarter of their processor time is this traversal. Must never turn
+collection off: cycles can hold tensors.
 """
 
 import gc
@@ -29,8 +30,9 @@ def rare_collection() -> Iterator[None]:
 def freeze_objects() -> None:
     """Collect once, and exclude all existing objects from later collections.
 
-    For the scheduler's process: its state has up to millions of small objects and no cycles. A full collection would
-    block decisions, for half a second at 300 000 open groups.
+    For a process that has loaded what it needs: modules, models and tokenizers live as long as it does, and the
+    scheduler's state has up to millions of small objects and no cycles. A full collection would block decisions, for
+    half a second at 300 000 open groups.
     """
     gc.collect()
     gc.freeze()

@@ -20,7 +20,7 @@ from engine.ids import NO_VERSION, GroupId, Incarnation, StepId, Version
 from engine.runtime.plan import Plan, Restore
 from engine.runtime.process_port import SERVICES, Found, Order, Process, ProcessEnd, Sign, key_of, source_of
 from engine.runtime.stacks import dump_stacks, stacks_file, writes_to
-from engine.runtime.wire import pack_orders
+from engine.runtime.wire import Message, pack_orders
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
 from engine.storage.group_codec import plain_prompt
 from engine.trajectory import Prompt
@@ -45,6 +45,8 @@ class RayProcess:
         self._epoch = epoch
         self._place = placed
         self._sequence = 0
+        self._held: list[Message] | None = None
+        """Messages for the answer to its report; None while there is no such report."""
         self._pid = 0
         """Its process id; 0 until its first sign of life."""
 
@@ -59,7 +61,20 @@ class RayProcess:
 
     def send(self, orders: Sequence[Order]) -> None:
         self._sequence += 1
-        self.actor.carry_out.remote(self._epoch, self._sequence, pack_orders(orders))
+        message = (self._epoch, self._sequence, pack_orders(orders))
+        if self._held is None:
+            self.actor.carry_out.remote(*message)
+        else:
+            self._held.append(message)
+
+    def hold(self) -> None:
+        """Keep the following messages for the answer to its report, which saves a call."""
+        self._held = []
+
+    def held(self) -> list[Message]:
+        """The messages since `hold`. Later ones are sent at once."""
+        held, self._held = self._held or [], None
+        return held
 
     async def probe(self) -> Sign | None:
         sign = await sign_of(self.actor)
@@ -116,6 +131,8 @@ class RayProcesses:
         self._kept = {TRAJECTORY_STORE: trajectories, WEIGHTS_STORE: weights, GATEWAY: gateway}
         self._epoch = epoch
         self._pulse = Pulse.of(plan)
+        self._reporting: dict[tuple[str, Incarnation], RayProcess] = {}
+        """Incarnations by source."""
         self._patient = Pulse(plan.heartbeat_s, plan.missed_beats * STORE_PATIENCE)
         self.goodbye_s = CLOSE_TIMEOUT_S
         self.look_again_s = self._pulse.every_s or None
@@ -137,7 +154,12 @@ class RayProcesses:
         except BaseException:
             placed.free()
             raise
-        return self._process(kind, index, actor, placed)
+        process = self._reporting[source, incarnation] = self._process(kind, index, actor, placed)
+        return process
+
+    def reporting(self, source: str, incarnation: Incarnation) -> RayProcess | None:
+        """The incarnation that sends a report; None if it is unknown to this scheduler."""
+        return self._reporting.get((source, incarnation))
 
     def last(self, kind: str, index: int) -> bool:
         return False
@@ -170,6 +192,7 @@ class RayProcesses:
         for (source, incarnation), actor in living.actors.items():
             placed = found_place(self._name(source, incarnation)) if several else None
             known[source, incarnation] = self._process(*key_of(source), actor, placed)
+        self._reporting.update(known)
         return Found(processes=known, silent=living.silent)
 
     def _process(self, kind: str, index: int, actor: Any, placed: Place | None = None) -> RayProcess:

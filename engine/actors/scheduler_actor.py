@@ -1,7 +1,7 @@
 """The scheduler actor: runs driver, recorder, metrics and prompts in one process, and starts every other actor.
 
 Started by `launch.start`. Everything runs on one event loop, which it must never block. Reports arrive as calls; their
-events are handled and recorded at once, and the commands are sent before the call returns.
+events are recorded and the commands sent before the call returns.
 
 Every process with a handle of this actor imports this module, so what only the scheduler's process needs is imported in
 the functions that use it.
@@ -13,7 +13,6 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,14 +34,14 @@ from engine.actors.placement import on_this_node
 from engine.actors.ray_processes import CLOSE_TIMEOUT_S, RayProcesses, RayStores
 from engine.actors.store_actors import TrajectoryStoreActor, WeightsStoreActor
 from engine.actors.transports import transport_of
-from engine.actors.worker_actor import Inbox
+from engine.actors.worker_actor import Figures, Inbox
 from engine.errors import ConfigError, EngineError, RecordError, RecordHeld, RunFailed, StorageFull, reason_of
 from engine.events import SchedulerRecovered
 from engine.garbage_collection import collect_rarely, freeze_objects
 from engine.ids import Incarnation, StepId
 from engine.metrics.status import Status
 from engine.metrics.transitions import Transitions
-from engine.runtime.wire import unpack_events
+from engine.runtime.wire import Message, unpack_events
 from engine.workers.threads import contained
 
 if TYPE_CHECKING:
@@ -83,10 +82,6 @@ class Traffic:
 
 log = logging.getLogger(__name__)
 
-SLICE = 64
-"""Number of events of a report to handle before their commands are sent, so that a large report delays none."""
-
-
 PERMANENT = (ConfigError, RecordError, StorageFull)
 """Failures that would repeat at every relaunch until a user acts: the record cannot be read or written, or the plan
 cannot start. They end the launch. The user can resume the run."""
@@ -104,6 +99,8 @@ class SchedulerActor:
         self._plan = plan.unpack()
         self._inbox = Inbox()
         self._reports = 0
+        self._answered = 0
+        """Messages that were sent with the answer to a report."""
         self._decisions_s: deque[float] = deque(maxlen=4096)
         self._watchers = Watchers()
         self._failure: Exception | None = None
@@ -199,9 +196,9 @@ class SchedulerActor:
 
     def _connect(self, loop: "RunLoop", living: RunningActors | None = None) -> None:
         kept = (self._trajectories, self._weights, self._gateway)
-        processes = RayProcesses(self._plan, self._packed, self._self, *kept, epoch=loop.recorder.epoch)
-        found = None if living is None else processes.found(living)
-        loop.connect(self._prompts, processes, RayStores(*kept), self._trajectories.stats.remote, found)
+        self._processes = RayProcesses(self._plan, self._packed, self._self, *kept, epoch=loop.recorder.epoch)
+        found = None if living is None else self._processes.found(living)
+        loop.connect(self._prompts, self._processes, RayStores(*kept), self._trajectories.stats.remote, found)
 
     @ray.method(max_task_retries=-1)
     async def beat(self) -> int:
@@ -271,7 +268,6 @@ class SchedulerActor:
         loop.supervisor.take_up()
         loop.deliver(SchedulerRecovered())
         loop.executor.execute(loop.scheduler.state.orders.reissued(recovery.recovered.at))
-        loop.executor.flush()
         loop.supervisor.recover()
         loop.announce()
         self._main = asyncio.get_running_loop().create_task(self._close_at_end())
@@ -294,24 +290,29 @@ class SchedulerActor:
         incarnation: Incarnation,
         sequence: int,
         events: bytes,
-        figures: list[tuple[StepId, Mapping[str, Any]]],
-    ) -> int:
-        """Handle a batch of events; returns its sequence number once they are recorded and their commands sent."""
+        figures: Figures,
+    ) -> list[Message]:
+        """Handle a batch of events; returns once they are recorded and their commands sent, with the orders for the
+        sender."""
         if self._restarted:
             await self._ensure_recovered()
-        if not self._inbox.takes(source, incarnation, sequence):
-            return sequence
+        return await self._inbox.answer(
+            source, incarnation, sequence, lambda: self._handle(source, incarnation, events, figures)
+        )
+
+    async def _handle(self, source: str, incarnation: Incarnation, events: bytes, figures: Figures) -> list[Message]:
         self._reports += 1
         loop, arrived = self._running(), time.perf_counter()
         for step, said in figures:
             loop.metrics.report(step, said)
-        batch = unpack_events(events)
-        for first in range(0, len(batch), SLICE):
-            loop.deliver(*batch[first : first + SLICE])
-            took = time.perf_counter() - arrived
-            self._decisions_s.append(took)
-            loop.metrics.decision_s.observe(took)
-        return sequence
+        sender = self._processes.reporting(source, incarnation)
+        await loop.handled(unpack_events(events), (lambda: None) if sender is None else sender.hold)
+        orders = [] if sender is None else sender.held()
+        self._answered += len(orders)
+        took = time.perf_counter() - arrived
+        self._decisions_s.append(took)
+        loop.metrics.decision_s.observe(took)
+        return orders
 
     @ray.method(max_task_retries=-1)
     async def tell(self, asked: "Operation") -> None:
@@ -355,7 +356,7 @@ class SchedulerActor:
         await self._ensure_recovered()
         return Traffic(
             reports=self._reports,
-            calls=self._running().executor.calls,
+            calls=self._running().executor.calls - self._answered,
             events=self._running().driver.events_handled,
             decisions_s=tuple(self._decisions_s),
         )

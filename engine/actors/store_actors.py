@@ -15,6 +15,7 @@ import ray
 from engine.actors.detached_actors import PackedPlan, end_when_orphaned
 from engine.actors.failures import HeartbeatActor, awaited
 from engine.actors.transports import Senders, Transport
+from engine.garbage_collection import collect_rarely, freeze_objects
 from engine.ids import ReplicaId, Version
 from engine.rollout.sent_weights import Call, Turn
 from engine.runtime.plan import Wire
@@ -50,6 +51,8 @@ class TrajectoryStoreActor(HeartbeatActor, TrajectoryService):
         plan.register_stacks("trajectories")
         end_when_orphaned(plan, scheduler)
         super().__init__(directory, policy, fresh)
+        collect_rarely()
+        freeze_objects()
 
 
 def remote_trajectories(store: Any) -> PackedTrajectories:

@@ -5,7 +5,7 @@ Created by `ray_processes.RayProcesses`. The event loop handles messages; the wo
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import ray
@@ -17,14 +17,14 @@ from engine.actors.store_actors import RemoteWeights, remote_trajectories
 from engine.actors.transports import transport_of
 from engine.errors import EngineError
 from engine.events import Event
-from engine.garbage_collection import rare_collection
+from engine.garbage_collection import freeze_objects, rare_collection
 from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
 from engine.rollout.agents.agent_generator import AgentCall, AgentGenerator, GroupOutcome, OpenGroup
 from engine.rollout.backend import SampleResult
 from engine.runtime.plan import Restore
 from engine.runtime.process_port import source_of
 from engine.runtime.trajectory_service import MAX_ITEMS
-from engine.runtime.wire import InOrder, pack_events, unpack_orders
+from engine.runtime.wire import InOrder, Message, pack_events, unpack_orders
 from engine.runtime.worker import WORKERS, Peers, PlannedReplica, PlannedTrainer, PlannedWorker
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER
 from engine.storage.weights import Trained
@@ -63,8 +63,10 @@ async def _await_gateway(call: Any) -> Any:
 # -- the outbox --------------------------------------------------------------------------------------------------------
 
 
-Report = Callable[[int, bytes, list[tuple[StepId, Mapping[str, Any]]]], Awaitable[int]]
-"""(sequence, events, trainer's metrics) → the sequence, once the events are recorded."""
+Figures = list[tuple[StepId, Mapping[str, Any]]]
+"""The trainer's metrics of steps."""
+Report = Callable[[int, bytes, Figures], Awaitable[None]]
+"""(sequence, events, figures): returns once the events are recorded."""
 
 
 class Outbox:
@@ -77,7 +79,7 @@ class Outbox:
         self._lost = lost
         self._sequence = 0
         self._events: list[Event] = []
-        self._figures: list[tuple[StepId, Mapping[str, Any]]] = []
+        self._figures: Figures = []
         self._task: asyncio.Task[None] | None = None
 
     def add(self, event: Event) -> None:
@@ -103,21 +105,31 @@ class Outbox:
         self._task = None
 
 
+Answer = Coroutine[Any, Any, list[Message]]
+
+
 class Inbox:
-    """The scheduler's side of all outboxes: remembers which batches it has received."""
+    """The scheduler's side of all outboxes: handles each batch once. It remembers the answer to the newest batch of
+    each process, for batches that Ray resends."""
 
     def __init__(self) -> None:
-        self._taken: dict[tuple[str, Incarnation], int] = {}
+        self._newest: dict[str, tuple[Incarnation, int, asyncio.Task[list[Message]]]] = {}
 
-    def takes(self, source: str, incarnation: Incarnation, sequence: int) -> bool:
-        """Whether to handle a batch. False for a batch that Ray resent. The first batch of an outbox is always handled:
-        if an actor died while there was no scheduler, its successor has the same name and counts from 1 again. Handling
-        an event twice changes nothing."""
-        key = (source, incarnation)
-        if 1 < sequence <= self._taken.get(key, 0):
-            return False
-        self._taken[key] = sequence
-        return True
+    async def answer(
+        self,
+        source: str,
+        incarnation: Incarnation,
+        sequence: int,
+        handle: Callable[[], Coroutine[Any, Any, list[Message]]],
+    ) -> list[Message]:
+        """The answer of `handle()` to a batch. The first batch of an outbox is always handled: if an actor died while
+        there was no scheduler, its successor has the same name and counts from 1 again. Handling an event twice changes
+        nothing."""
+        known = self._newest.get(source)
+        if known is None or known[0] != incarnation or sequence == 1 or sequence > known[1]:
+            known = (incarnation, sequence, asyncio.get_running_loop().create_task(handle()))
+            self._newest[source] = known
+        return await asyncio.shield(known[2])
 
 
 # -- the actors --------------------------------------------------------------------------------------------------------
@@ -164,13 +176,10 @@ class WorkerActor(HeartbeatActor):
         prepare_process(self._source, self._plan.run_dir, self.worker.threads)
         with rare_collection():
             await self.worker.open(self._peers(), restore)
+            freeze_objects()
 
     def _peers(self) -> Peers:
-        report = self._scheduler.report.remote
-        outbox = Outbox(
-            lambda sequence, events, figures: report(self._source, self._incarnation, sequence, events, figures),
-            lost=self._break,
-        )
+        outbox = Outbox(self._send, lost=self._break)
         return Peers(
             trajectories=self._trajectories,
             weights=self._weights,
@@ -179,6 +188,11 @@ class WorkerActor(HeartbeatActor):
             broken=self._break,
             ask_trainer=self._ask_trainer,
         )
+
+    async def _send(self, sequence: int, events: bytes, figures: Figures) -> None:
+        """Report a batch of events. The answer has the orders that follow from it, for this process."""
+        for message in await self._scheduler.report.remote(self._source, self._incarnation, sequence, events, figures):
+            await self.carry_out(*message)
 
     async def _ask_trainer(self, steps: StepId) -> None:
         with awaited(TRAINER):

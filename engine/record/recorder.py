@@ -65,6 +65,8 @@ class Recorder:
     hold.
     """
 
+    keeps = True
+
     def __init__(
         self,
         directory: str | Path,
@@ -301,6 +303,7 @@ class MemoryRecorder:
     Args: `last`: keep only so many newest frames; such a record shows how a run ended but cannot be replayed.
     """
 
+    keeps = True
     epoch = 0
 
     def __init__(self, header: Header, *, last: int | None = None) -> None:
@@ -334,6 +337,7 @@ class MemoryRecorder:
 class NullRecorder:
     """Keeps nothing."""
 
+    keeps = False
     epoch = 0
 
     def write(self, event: Event, commands: Sequence[Command], state_hash: int) -> None: ...

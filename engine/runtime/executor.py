@@ -1,4 +1,4 @@
-"""Executes the scheduler's commands: sends each process one message with all its orders of a drain.
+"""Executes the scheduler's commands: sends each process one message with all its orders of a turn.
 
 Called by the driver, on its event loop. It draws prompts and runs timers itself. Must never decide anything.
 """
@@ -48,9 +48,7 @@ TRAINER_COMMANDS = (TrainStep, PublishWeights, SaveCheckpoint, DeleteCheckpoint)
 
 
 class RunExecutor:
-    """Collects the orders of a drain; `flush` sends them.
-
-    `deliver` receives events, `finish` the end of the run. `scorers`: the tasks of each scorer. `held_out`: number of
+    """`post` receives events, `finish` the end of the run. `scorers`: the tasks of each scorer. `held_out`: number of
     rows of a validation."""
 
     def __init__(
@@ -62,7 +60,7 @@ class RunExecutor:
         stores: Stores,
         check: Callable[[Prompt], None] = lambda prompt: None,
         held_out: int = 0,
-        deliver: Callable[..., None],
+        post: Callable[..., None],
         finish: Callable[[FinishRun], None],
     ) -> None:
         self._supervisor = supervisor
@@ -71,15 +69,15 @@ class RunExecutor:
         self._stores = stores
         self._check = check
         self._held_out = held_out
-        self._deliver = deliver
+        self._post = post
         self._finish = finish
         self._discards: list[GroupId] = []
         self._discard_orders: list[int] = []
-        self._done = DoneOrders(deliver)
+        self._done = DoneOrders(post)
         self._tasks: set[asyncio.Task[None]] = set()
         """Open draws and calls to the stores."""
         self._source = OneThread("prompts")
-        self._timers = Timers(deliver)
+        self._timers = Timers(post)
         self.calls = 0
         """Number of messages sent to processes."""
         self._carry: dict[type[Command], Callable[[Any], None]] = {
@@ -101,6 +99,7 @@ class RunExecutor:
         }
 
     def execute(self, commands: Iterable[Command]) -> None:
+        """Start commands, and send each process its orders in one message."""
         carry = self._carry
         for command in commands:
             one = carry.get(type(command))
@@ -108,9 +107,6 @@ class RunExecutor:
                 one(command)
             else:
                 self._order_replica(Order(command))
-
-    def flush(self) -> None:
-        """Send the collected orders. Call it at the end of every drain."""
         self.calls += self._supervisor.flush()
         if self._discards:
             self._expect(self._stores.discard(self._discards), self._discard_orders)
@@ -159,7 +155,7 @@ class RunExecutor:
                 cause="data",
                 reason=f"its prompt cannot be read: {reason_of(error)}",
             )
-            self._deliver(failed)
+            self._post(failed)
             return
         self._order_replica(Order(command, prompt))
 
@@ -187,7 +183,7 @@ class RunExecutor:
         self._spawn(self._draw_next(command))
 
     async def _draw_next(self, command: DrawPrompts) -> None:
-        self._deliver(await self._source.call(draw_prompts, self._prompts, command))
+        self._post(await self._source.call(draw_prompts, self._prompts, command))
 
     def _retire(self, command: RetireWeights) -> None:
         self._expect(self._stores.retire(command.version), [command.number])

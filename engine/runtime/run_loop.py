@@ -2,7 +2,8 @@
 metrics endpoint.
 
 Created by the scheduler actor, and in one process by `runtime.local.run`. It runs on one event loop, which it must
-never block. Events are handled and recorded at once; their commands are sent before `deliver` returns.
+never block. The events of the workers, timers and data source are posted: those of one turn of the event loop are
+handled together (`driver.Delivery`). All others are delivered at once.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from engine.policies import PolicySet
 from engine.record import Header, MemoryRecorder, NullRecorder, Recorder, Recovered
 from engine.record.files import RecordLock
 from engine.runtime.control_requests import Control
-from engine.runtime.driver import Driver
+from engine.runtime.driver import Delivery, Driver
 from engine.runtime.executor import RunExecutor
 from engine.runtime.metrics_endpoint import Endpoint
 from engine.runtime.plan import Plan
@@ -147,7 +148,6 @@ class RunLoop:
         self.clock = LoopClock(self._at)
         self._settings: Sequence[Event] = ()
         self._watching: WatchingPrompts | None = None
-        self._draining = False
         self.endpoint: Endpoint | None = None
 
     def take_settings(self) -> None:
@@ -173,13 +173,14 @@ class RunLoop:
             stores=stores,
             check=processes.check,
             held_out=len(plan.held_out),
-            deliver=self.deliver,
+            post=self.post,
             finish=self._finish,
         )
         self.driver = Driver(
             self.scheduler, self.clock, self.recorder, self.executor, self._observe, self._before,
             0 if plan.run_dir is None else plan.snapshot_every, self.transitions,
         )  # fmt: skip
+        self.delivery = Delivery(self.driver, self._fail)
         if plan.metrics_port is not None:
             self.endpoint = Endpoint(plan, self.metrics, self.driver, held, self.now, plan.metrics_port)
         self.control = Control(plan, self.metrics, self.driver, self.deliver, self.now, self.watchers.changed)
@@ -216,20 +217,25 @@ class RunLoop:
         self.control.begin()
 
     def deliver(self, *events: Event) -> None:
-        """Handle events and send the resulting commands. An exception of the driver ends the run."""
-        if self.over.done():
-            return
-        outermost, self._draining = not self._draining, True
-        try:
-            self.driver.deliver(*events)
-            if outermost:
-                self.executor.flush()
-        except Exception as error:
-            if not self.over.done():
-                self.over.set_exception(error)
-            log.exception("the run has failed")
-        finally:
-            self._draining = not outermost
+        """Handle events and send the resulting commands now. An exception of the driver ends the run."""
+        if not self.over.done():
+            self.delivery.deliver(*events)
+
+    def post(self, *events: Event) -> None:
+        """Handle events in the next turn of the event loop."""
+        if not self.over.done():
+            self.delivery.post(*events)
+
+    async def handled(self, events: Sequence[Event], last: Callable[[], None]) -> None:
+        """Post events; return once they are recorded and the resulting commands sent, or the run is over. `last` is
+        called before the turn that handles the last of them."""
+        if not self.over.done():
+            await self.delivery.handled(events, last)
+
+    def _fail(self, error: Exception) -> None:
+        if not self.over.done():
+            self.over.set_exception(error)
+        log.error("the run has failed", exc_info=error)
 
     def lose(self, reason: str) -> None:
         """Report that the run cannot continue in these processes."""

@@ -52,6 +52,10 @@ def _listed(plain: Sequence[object]) -> list[object]:
     return [list(value) if isinstance(value, tuple) else value for value in plain]
 
 
+Message = tuple[int, int, bytes]
+"""(epoch, number, orders): one message to a process."""
+
+
 class InOrder(Generic[Item]):
     """Restores the order of numbered calls to an asynchronous actor, which may start in any order. Each sender numbers
     its calls from 1 in each epoch. A call of a higher epoch ends the current one."""

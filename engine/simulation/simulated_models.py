@@ -7,6 +7,7 @@ time and fail at random.
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from random import Random
 from typing import Any
 
@@ -23,6 +24,8 @@ SAMPLES = 2
 """Trajectories of a group. The first has half of the group's length, rounded up."""
 ROUNDING = 1e-6
 """Tolerance in tokens: sums of durations are rounded."""
+PARETO = 1.5
+"""Shape of the distribution of lengths: a longer tail for a smaller one."""
 
 
 class Fault(RuntimeError):
@@ -56,7 +59,9 @@ class Dice:
 
     def length(self, group: GroupId) -> int:
         """The length of a group's longest trajectory in tokens. It depends on the seed and the group alone."""
-        draw = Random(self.setting.seed * 1_000_003 + group).paretovariate(1.5)
+        bits = blake2b(b"%d %d" % (self.setting.seed, group), digest_size=8).digest()
+        share = (int.from_bytes(bits) + 1) / (1 << 64)  # seeding a generator would take ten times as long
+        draw: float = share ** (-1 / PARETO)
         length = max(1, round(self.setting.mean_tokens / 3 * draw))
         return length if self.setting.max_tokens is None else min(length, self.setting.max_tokens)
 
@@ -71,8 +76,8 @@ class Sampling:
 
     group: TrajectoryGroup
     work: GroupWork
-    target: int
-    """Length of the longest trajectory."""
+    ends: tuple[int, int]
+    """Length of each trajectory."""
     progress: float
     """Tokens of the longest trajectory so far, with the fraction of the next one."""
     since: float
@@ -80,7 +85,16 @@ class Sampling:
     stuck: bool
     cut: str = ""
     saved: float = 0.0
+    running: int = 0
+    """Number of its trajectories in `SimGenerator.running`."""
     wake: "asyncio.Future[None] | None" = field(default=None)
+
+    @property
+    def finished(self) -> int:
+        """Number of trajectories that have their full length."""
+        reached = self.progress + ROUNDING
+        short, long = self.ends
+        return (short <= reached) + (long <= reached)
 
 
 class SimGenerator:
@@ -95,6 +109,8 @@ class SimGenerator:
         self.version: Version = 0
         self.frozen = False
         self.groups: dict[GroupId, Sampling] = {}
+        self.running = 0
+        """Trajectories that are being sampled."""
         self.measuring = 0
         """Held-out rows that are being answered."""
 
@@ -107,16 +123,18 @@ class SimGenerator:
         group.trajectories += [Trajectory() for _ in range(work.samples - len(group.trajectories))]
         reached = max(len(one.token_ids) for one in group.trajectories)
         sampling = Sampling(
-            group, work, self._dice.length(work.group), reached, _now(), self._dice.chance(self._setting.faults.stick),
-            "truncate" if work.truncate else "", reached,
+            group, work, _ends(self._dice.length(work.group)), reached, _now(),
+            self._dice.chance(self._setting.faults.stick), "truncate" if work.truncate else "", reached,
         )  # fmt: skip
         self.groups[work.group] = sampling
         self._report_finished(sampling)
-        self._count_trajectories()
+        self._count(sampling)
+        self._check_slots()
         try:
             await self._sample_to_the_end(sampling)
         finally:
             del self.groups[work.group]
+            self.running -= sampling.running
         if sampling.cut == "abort":
             self._mark_finished(sampling)
             return Generated(group=group, aborted=True)
@@ -128,7 +146,7 @@ class SimGenerator:
     async def _sample_to_the_end(self, sampling: Sampling) -> None:
         """Return when every trajectory has its full length, or the group is aborted or truncated."""
         loop = asyncio.get_running_loop()
-        while not sampling.cut and sampling.progress < sampling.target - ROUNDING:
+        while not sampling.cut and sampling.finished < SAMPLES:
             sampling.wake = loop.create_future()
             timer = None
             if not (self.frozen or sampling.stuck):
@@ -146,41 +164,43 @@ class SimGenerator:
             self._save(sampling)
             self._report_finished(sampling)
 
-    def _count_trajectories(self) -> None:
+    def _count(self, sampling: Sampling) -> None:
+        """Update the number of running trajectories after a group has begun, grown or been cut."""
+        running = 0 if sampling.cut else SAMPLES - sampling.finished
+        self.running += running - sampling.running
+        sampling.running = running
+
+    def _check_slots(self) -> None:
         """Check law 2: the run fails if more trajectories are sampled than the slots allow."""
-        running = sum(
-            sum(end > sampling.progress + ROUNDING for end in _targets(sampling.target))
-            for sampling in self.groups.values() if not sampling.cut
-        )  # fmt: skip
         most = self._setting.slots * SAMPLES
-        if running > most:
-            self._fail(EngineError(f"law 2: {running} trajectories are sampled, but the slots allow only {most}"))
+        if self.running > most:
+            self._fail(EngineError(f"law 2: {self.running} trajectories are sampled, but the slots allow only {most}"))
 
     def _until_one_ends(self, sampling: Sampling) -> int:
         """Length at which the next trajectory ends."""
-        return next(end for end in _targets(sampling.target) if end > sampling.progress + ROUNDING)
+        return sampling.ends[sampling.finished]
 
     def _report_finished(self, sampling: Sampling) -> None:
         if not sampling.cut:
-            reached = sampling.progress + ROUNDING
-            sampling.work.finished(sum(target <= reached for target in _targets(sampling.target)))
+            sampling.work.finished(sampling.finished)
 
     def _sample(self, sampling: Sampling) -> None:
         """Sample the tokens up to the present."""
         now = _now()
         if not (self.frozen or sampling.stuck):
             grown = sampling.progress + (now - sampling.since) / self._setting.token_s
-            sampling.progress = min(grown, float(sampling.target))
+            sampling.progress = min(grown, float(sampling.ends[-1]))
             tokens = int(sampling.progress + ROUNDING)
-            for one, target in zip(sampling.group.trajectories, _targets(sampling.target), strict=True):
-                fresh = min(tokens, target) - len(one.token_ids)
+            for one, end in zip(sampling.group.trajectories, sampling.ends, strict=True):
+                fresh = min(tokens, end) - len(one.token_ids)
                 if fresh > 0:
                     one.extend([0] * fresh, [0.0] * fresh, [Span(0, fresh, self.version)])
+            self._count(sampling)
         sampling.since = now
 
     def _save(self, sampling: Sampling) -> None:
         save, every = sampling.work.save, sampling.work.save_every_tokens
-        if save is None or sampling.cut or sampling.progress >= sampling.target - ROUNDING:
+        if save is None or sampling.cut or sampling.finished == SAMPLES:
             return
         if sampling.progress - sampling.saved >= every - ROUNDING:
             sampling.saved = sampling.progress
@@ -188,13 +208,13 @@ class SimGenerator:
             save(copy_group(sampling.group))
 
     def _mark_finished(self, sampling: Sampling) -> None:
-        for one, target in zip(sampling.group.trajectories, _targets(sampling.target), strict=True):
-            one.finish_reason = "stop" if len(one.token_ids) >= target else ""
+        for one, end in zip(sampling.group.trajectories, sampling.ends, strict=True):
+            one.finish_reason = "stop" if len(one.token_ids) >= end else ""
 
     def _finish(self, sampling: Sampling) -> None:
         spread = not sampling.cut and not self._dice.chance(1.0 - self._setting.spread)
-        for index, (one, target) in enumerate(zip(sampling.group.trajectories, _targets(sampling.target), strict=True)):
-            one.finish_reason = "stop" if len(one.token_ids) >= target else "truncated"
+        for index, (one, end) in enumerate(zip(sampling.group.trajectories, sampling.ends, strict=True)):
+            one.finish_reason = "stop" if len(one.token_ids) >= end else "truncated"
             one.reward = self._dice.reward(sampling.work.group, index) if spread or sampling.cut else 0.5
             if not self._rewarded:
                 one.reward = None
@@ -237,6 +257,7 @@ class SimGenerator:
             if sampling is not None:
                 self._sample(sampling)
                 sampling.cut = sampling.cut or how
+                self._count(sampling)
                 _wake(sampling)
 
     async def pause(self, mode: str) -> None:
@@ -278,7 +299,7 @@ def _wake(sampling: Sampling) -> None:
         sampling.wake.set_result(None)
 
 
-def _targets(longest: int) -> tuple[int, int]:
+def _ends(longest: int) -> tuple[int, int]:
     """Length of each trajectory of a group."""
     return ((longest + 1) // 2, longest)
 

@@ -9,7 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from engine.commands import MeasureRows, ResumeGroup, StartGroup
 from engine.events import Event
@@ -23,24 +23,37 @@ from engine.states.process import ADDED_STATES, REPLICA, TRAINER, TRAJECTORY_STO
 from engine.trajectory import Prompt
 from engine.workers.trainer import Report
 
+Message = TypeVar("Message")
 
-class Channel:
+
+class Channel(Generic[Message]):
     """Messages from one process to another, which arrive in order: late if they are lost and resent, perhaps twice."""
 
-    def __init__(self, dice: Dice) -> None:
+    def __init__(self, dice: Dice, arrive: Callable[[Message], None]) -> None:
         self._dice = dice
-        self._arrivals: deque[Callable[[], None]] = deque()
+        self._arrive = arrive
+        self._batches: deque[list[Message]] = deque()
+        """Messages that arrive at the same time."""
         self._last = 0.0
+        """When the last of them arrive."""
 
-    def send(self, arrive: Callable[[], None]) -> None:
+    def send(self, message: Message) -> None:
         setting, loop = self._dice.setting, asyncio.get_running_loop()
         latency = self._dice.vary(setting.latency_s)
         if self._dice.chance(setting.faults.lose):
             latency *= 10
-        self._last = max(loop.time() + latency, self._last)
-        for _ in range(1 + self._dice.chance(setting.faults.duplicate)):
-            self._arrivals.append(arrive)
-            loop.call_at(self._last, lambda: self._arrivals.popleft()())
+        at = max(loop.time() + latency, self._last)
+        if not self._batches or at > self._last:
+            self._last = at
+            self._batches.append([])
+            loop.call_at(at, self._arrive_together)
+        self._batches[-1].append(message)
+        if self._dice.chance(setting.faults.duplicate):
+            self._batches[-1].append(copy(message))
+
+    def _arrive_together(self) -> None:
+        for message in self._batches.popleft():
+            self._arrive(message)
 
 
 class VirtualProcess(LocalProcess):
@@ -54,7 +67,7 @@ class VirtualProcess(LocalProcess):
         self.dead = False
         self._dice = dice
         self._late = late
-        self._inbox = Channel(dice)
+        self._inbox = Channel(dice, self._take)
 
     @property
     def id(self) -> int:
@@ -76,7 +89,7 @@ class VirtualProcess(LocalProcess):
 
     def send(self, orders: Sequence[Order]) -> None:
         for order in orders:
-            self._inbox.send(lambda order=order: self._take(order))  # type: ignore[misc]
+            self._inbox.send(order)
 
     def _take(self, order: Order) -> None:
         faults, kind = self._dice.setting.faults, self._worker.kind
@@ -141,7 +154,7 @@ class VirtualProcesses:
         """The newest incarnation of each process."""
 
     def make(self, kind: str, index: int, incarnation: Incarnation) -> VirtualProcess:
-        outbox = Channel(self._dice)
+        outbox = Channel(self._dice, self._emit)
 
         def peers(broken: Callable[[str], None], waits: Waits) -> Peers:
             return Peers(
@@ -153,10 +166,9 @@ class VirtualProcesses:
         self.newest[kind, index] = process
         return process
 
-    def _send(self, process: VirtualProcess, outbox: Channel, event: Event) -> None:
+    def _send(self, process: VirtualProcess, outbox: Channel[Event], event: Event) -> None:
         if not (process.hung or process.dead):
-            copies = iter((event, copy(event)))
-            outbox.send(lambda: self._emit(next(copies)))
+            outbox.send(event)
 
     async def _ask_trainer(self, steps: StepId) -> None:
         await self.newest[TRAINER, 0].hand_over(steps)

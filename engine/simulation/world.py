@@ -8,7 +8,6 @@ event for event.
 import asyncio
 import logging
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from engine.ids import GroupId, ReplicaId, StepId
 from engine.policies import DEFAULTS, PolicySet
 from engine.protocols import Trainer
 from engine.record import NullRecorder
-from engine.runtime.driver import Driver, Recorder
+from engine.runtime.driver import SLICE, Delivery, Driver, Recorder
 from engine.runtime.executor import RunExecutor
 from engine.runtime.local.local_processes import LocalStores, LocalTrajectories, LocalWeights
 from engine.runtime.plan import Plan, Rollout
@@ -117,23 +116,20 @@ class World:
         self._over: asyncio.Future[FinishRun] = self._loop.create_future()
         self._running: asyncio.Task[FinishRun] | None = None
         self._reached: Callable[[State], bool] = _never
-        self._paused = False
-        """Whether events of the run wait in `_waiting` until it goes on."""
-        self._waiting: deque[tuple[Event, ...]] = deque()
-        self._handling = False
         self._error: Exception | None = None
         self._max_events = MAX_EVENTS
         self._weights = LocalWeights()
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self.plan = self._plan()
         self.processes = VirtualProcesses(
-            self.plan, self.store, self._weights, self.dice, self.deliver, self._report,
+            self.plan, self.store, self._weights, self.dice, self._post, self._report,
             lambda: self.driver.events_handled > 0,
         )  # fmt: skip
         self._connect()
         self.driver = Driver(
             self.scheduler, self, recorder or NullRecorder(), self, self._observe, snapshot_every=snapshot_every
         )
+        self._delivery = Delivery(self.driver, self._fail)
 
     def _connect(self, found: Found | None = None) -> None:
         """Make the parts of the scheduler's process other than the driver. `found`: processes that an earlier
@@ -146,7 +142,7 @@ class World:
             prompts=self.plan.make_prompts(),
             stores=LocalStores(self.store, self._weights),
             held_out=len(self.plan.held_out),
-            deliver=self._deliver_unless_it_hangs,
+            post=self._post_unless_it_hangs,
             finish=lambda command: None,
         )
 
@@ -227,17 +223,24 @@ class World:
     def tell(self, *events: Event) -> None:
         """Deliver events that do not come from a process, such as a user's requests, while the run does not go on.
         Raises: `Finding`, as `run`."""
-        self._paused = True
-        self._loop.call_soon(self._handle, events)
+        self._reached = _never
+        self._loop.call_soon(self._tell, events)
         self._step()
         if self._error is not None:
             self.run()
+
+    def _tell(self, events: Sequence[Event]) -> None:
+        """Deliver events before those that wait until the run goes on."""
+        waiting, self.driver.held = self.driver.withdraw(), False
+        self.deliver(*events)
+        self.driver.held = True
+        self.driver.post(*waiting)
 
     def close(self) -> None:
         """End a run that has not ended: cancel its tasks, and drop their errors. Call it unless the run has ended."""
         if self._loop.is_closed():
             return
-        self._paused = True  # events of canceled tasks change nothing
+        self.driver.held = True  # events of canceled tasks change nothing
         if self._running is not None:
             self._running.remove_done_callback(self._stop)
         try:
@@ -260,12 +263,13 @@ class World:
         """Run until `reached(state)` holds after an event, `_pause` is called or the run ends."""
         if self._loop.is_closed():
             return
-        self._reached, self._paused = reached, False
+        self._reached, self.driver.held = reached, False
+        self.driver.slice = SLICE if reached is _never else 1  # to stop at the event after which it holds
         try:
             if self._running is None:
                 self._running = self._loop.create_task(self._to_end())
                 self._running.add_done_callback(self._stop)
-            self._loop.call_soon(self._handle_waiting)
+            self._loop.call_soon(self._post)  # what waits takes its turn
             with _warnings_off():
                 self._loop.run_forever()
             if self._running.done():
@@ -275,11 +279,11 @@ class World:
         except EngineError as error:
             raise self._finding(str(error)) from error
         finally:
-            if not self._paused or self._running is None or self._running.done():
+            if not self.driver.held or self._running is None or self._running.done():
                 self.close()
 
     def _pause(self) -> None:
-        self._paused = True
+        self.driver.held = True
         self._loop.stop()
 
     def _stop(self, running: "asyncio.Task[FinishRun]") -> None:
@@ -301,28 +305,14 @@ class World:
     # events and commands
 
     def deliver(self, *events: Event) -> None:
-        """Let the driver handle events of the run, once it goes on. An exception of the driver ends the run."""
-        if self._paused or self._waiting:
-            self._waiting.append(events)
-        else:
-            self._handle(events)
+        """Let the driver handle events of the run now, or once it goes on. An exception of the driver ends the run."""
+        if self._error is None:
+            self._delivery.deliver(*events)
 
-    def _handle_waiting(self) -> None:
-        while self._waiting and not self._paused:
-            self._handle(self._waiting.popleft())
-
-    def _handle(self, events: Sequence[Event]) -> None:
-        if self._error is not None:
-            return
-        outermost, self._handling = not self._handling, True
-        try:
-            self.driver.deliver(*events)
-            if outermost and not self._paused and self._reached(self.scheduler.state):
-                self._pause()
-        except Exception as error:
-            self._fail(error)
-        finally:
-            self._handling = not outermost
+    def _post(self, *events: Event) -> None:
+        """Let the driver handle events in the next turn of the loop, once the run goes on."""
+        if self._error is None:
+            self._delivery.post(*events)
 
     def _fail(self, error: Exception) -> None:
         self._error = self._error or error
@@ -331,15 +321,16 @@ class World:
 
     def execute(self, commands: Sequence[Command]) -> None:
         self.executor.execute(commands)
-        self.executor.flush()
         if self.driver.outcome is not None and not self._over.done():
             self._over.set_result(self.driver.outcome)
+        if not self.driver.held and self._reached(self.scheduler.state):
+            self._pause()
 
-    def _deliver_unless_it_hangs(self, *events: Event) -> None:
-        """Deliver an event of the executor itself, unless the data source or the store hangs at random."""
+    def _post_unless_it_hangs(self, *events: Event) -> None:
+        """Post an event of the executor itself, unless the data source or the store hangs at random."""
         if isinstance(events[0], PromptsDrawn | OrderDone) and self.dice.chance(self.setting.faults.hang):
             return
-        self.deliver(*events)
+        self._post(*events)
 
     def _give_up(self, reason: str) -> None:
         self.deliver(RunInterrupted(reason=reason))

@@ -5,6 +5,7 @@ group twice, or leave a command unanswered that needs an answer.
 """
 
 import asyncio
+import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
@@ -66,6 +67,9 @@ class Attempt:
     """It must end now, unfinished, with the tokens it has."""
     begun: bool = False
     """`generate` has been called."""
+    work: GroupWork | None = None
+    """While `generate` runs: its argument. Not longer: both refer to each other, and only a garbage collection would
+    free them."""
     finished: int = 0
     """Trajectories that have ended."""
     reported: int = 0
@@ -263,15 +267,16 @@ class ReplicaWorker:
             partial=partial,
             truncate=truncate,
             save_every_tokens=self.prefix_every_tokens,
-            save=(lambda group: self._save(attempt, work, began, group)) if self.prefix_every_tokens else None,
-            progress=lambda: self._note_progress(attempt),
-            finished=lambda count: self._note_finished(attempt, count),
+            save=functools.partial(self._save, attempt, began) if self.prefix_every_tokens else None,
+            progress=functools.partial(self._note_progress, attempt),
+            finished=functools.partial(self._note_finished, attempt),
         )
+        attempt.work = work
         attempt.begun = True
         try:
             generated = await awaited(self.generator.generate, work)
         finally:
-            attempt.unsaved = None
+            attempt.work = attempt.unsaved = None
             if attempt.saving is not None:
                 await asyncio.wait([attempt.saving])
         if attempt.unwanted:
@@ -296,9 +301,10 @@ class ReplicaWorker:
             await self._trajectories.discard([group.group], attempt.number)
         return event
 
-    def _save(self, attempt: Attempt, work: GroupWork, began: Version, group: TrajectoryGroup) -> None:
+    def _save(self, attempt: Attempt, began: Version, group: TrajectoryGroup) -> None:
         """Store the prefix of a running group. While one is being stored, only the newest waits."""
-        if attempt.unwanted or self._running.get(attempt.group) is not attempt:
+        work = attempt.work
+        if work is None or attempt.unwanted or self._running.get(attempt.group) is not attempt:
             return
         attempt.unsaved = group
         if attempt.saving is None or attempt.saving.done():

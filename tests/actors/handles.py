@@ -170,7 +170,7 @@ class Scene:
         self.stores[1].newest = SimpleNamespace(remote=lambda: self.newest())  # type: ignore[attr-defined]
         kept = (*self.stores[:2], self.stores[2] if gateway else None)
         packed = replace(PackedPlan.of(self.plan), launch="run")
-        processes = RayProcesses(self.plan, packed, None, *kept)
+        self.processes = processes = RayProcesses(self.plan, packed, None, *kept)
         taken = None
         if living is not None:
             actors = {(name.split("/")[0], int(name.split("/")[1])): cluster.add(name) for name in living}

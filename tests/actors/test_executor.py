@@ -53,12 +53,11 @@ class Executor:
         self.executor = RunExecutor(
             supervisor=scene.supervisor, scorers=[("ref_logprobs",)], prompts=listed(["question 0"]),
             stores=RayStores(self.trajectories, self.weights),
-            deliver=lambda *events: self.events.extend(events), finish=lambda command: None,
+            post=lambda *events: self.events.extend(events), finish=lambda command: None,
         )  # fmt: skip
 
     def order(self, *commands: Command) -> None:
         self.executor.execute(commands)
-        self.executor.flush()
 
 
 def discard(number: int) -> DiscardGroups:

@@ -8,6 +8,7 @@ import pytest
 
 from engine.actors.worker_actor import Inbox, Outbox
 from engine.events import Event, GroupGenerated, StepTrained
+from engine.runtime.wire import Message
 
 
 def generated(reward_mean: float) -> Event:
@@ -49,9 +50,32 @@ def test_an_event_that_cannot_leave_is_told_at_once_and_none_follows(
     asyncio.run(scene())
 
 
-def test_a_batch_is_taken_once_and_the_first_of_a_process_always() -> None:
-    inbox = Inbox()
-    assert [inbox.takes("trainer", 1, sequence) for sequence in (1, 2, 2, 3, 2)] == [True, True, False, True, False]
-    assert inbox.takes("trainer", 2, 1) and inbox.takes("scorer-0", 1, 1)
-    # The trainer has died unseen, and another one has its name.
-    assert [inbox.takes("trainer", 1, sequence) for sequence in (1, 2, 2)] == [True, True, False]
+def test_a_batch_is_handled_once_and_the_first_of_a_process_always() -> None:
+    """A batch that Ray resends gets the same answer, once the first call has it."""
+    handled: list[tuple[str, int, int]] = []
+    goes_on = asyncio.Event()
+
+    async def scene() -> None:
+        inbox = Inbox()
+
+        async def send(source: str, incarnation: int, sequence: int) -> list[Message]:
+            async def handle() -> list[Message]:
+                handled.append((source, incarnation, sequence))
+                await goes_on.wait()
+                return [(0, len(handled), b"")]
+
+            return await inbox.answer(source, incarnation, sequence, handle)
+
+        first, again = (asyncio.ensure_future(send("trainer", 1, 2)) for _ in range(2))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert handled == [("trainer", 1, 2)] and not again.done()
+        goes_on.set()
+        assert await first == await again == [(0, 1, b"")]
+        assert await send("trainer", 1, 3) == [(0, 2, b"")]
+        assert await send("trainer", 2, 1) == [(0, 3, b"")] and await send("scorer-0", 1, 1) == [(0, 4, b"")]
+        # The trainer has died unseen, and another one has its name.
+        assert await send("trainer", 2, 1) == [(0, 5, b"")]
+        assert await send("trainer", 2, 2) == await send("trainer", 2, 2) == [(0, 6, b"")]
+
+    asyncio.run(asyncio.wait_for(scene(), 60))

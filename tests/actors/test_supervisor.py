@@ -10,7 +10,7 @@ from handles import RayOfHandles, Scene, played, settled
 from ray.exceptions import RayError
 from ray_plans import Mortal, restore_mortal
 
-from engine.commands import SaveCheckpoint, ScoreBatch, StartGroup, StopProcess, TrainStep
+from engine.commands import Command, SaveCheckpoint, ScoreBatch, StartGroup, StopProcess, TrainStep
 from engine.errors import EngineError
 from engine.events import (
     CheckpointDamaged,
@@ -25,8 +25,9 @@ from engine.events import (
     RunStarted,
 )
 from engine.runtime.plan import Redo, Restore
+from engine.runtime.process_port import Order
 from engine.runtime.stacks import register_stacks, stacks_file
-from engine.runtime.wire import Order
+from engine.runtime.wire import unpack_orders
 from engine.states.process import GATEWAY, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
 from engine.storage.checkpoints import checkpoint_path, save_checkpoint
 
@@ -201,6 +202,29 @@ async def test_orders_reach_the_life_that_they_are_for_and_no_other(tmp_path: Pa
     scene.supervisor.order(REPLICA, 1, Order(order), 1)
     assert (scene.supervisor.flush(), scene.supervisor.flush()) == (1, 0)
     assert [order.group for order in scene.handle("rollout-0/2").orders] == [2]  # type: ignore[attr-defined]
+
+
+@played
+async def test_orders_that_follow_from_a_report_are_its_answer(tmp_path: Path, cluster: RayOfHandles) -> None:
+    """They need no call. The process puts them in order with those that were sent before and after."""
+    scene = Scene(tmp_path, cluster)
+    handle = await scene.begin(REPLICA, 0, 1)
+    sender = scene.processes.reporting("rollout-0", 1)
+    assert sender is not None and scene.processes.reporting("rollout-0", 2) is None
+
+    def order(group: int) -> Command:
+        given = StartGroup(group=group, attempt=1, replica=0, incarnation=1, cause=0)
+        scene.supervisor.order(REPLICA, 0, Order(given), 1)
+        scene.supervisor.flush()
+        return given
+
+    before = order(0)
+    sender.hold()
+    answered = order(1)
+    ((epoch, number, packed),) = sender.held()
+    assert (epoch, number, [given.command for given in unpack_orders(packed)]) == (0, 2, [answered])
+    after = order(2)
+    assert handle.orders == [before, after] and sender.held() == []
 
 
 @played

@@ -292,6 +292,8 @@ def test_a_truncated_group_that_lost_everything_is_dropped_and_one_with_a_prefix
 
 
 class Log:
+    keeps = True
+
     def __init__(self):
         self.calls = []
 

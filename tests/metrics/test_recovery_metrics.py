@@ -20,10 +20,10 @@ from engine.states.timeouts import Timeouts
 def test_a_drain_idles_slots_and_trainer_by_its_name_and_is_told() -> None:
     """Until its replicas are paused, two slots sample and two idle, and so does the trainer."""
     limits = Limits(
-        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=100, sync_mode="abort"
+        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=2, checkpoint_every=100, sync_mode="abort"
     )
     world = SteadyWorld(limits).until(lambda state: state.steps_trained == 2)
-    world.until(lambda state: {replica.state for replica in state.fleet.replicas.values()} == {"ready"})
+    world.until(lambda state: {(r.state, r.version) for r in state.fleet.replicas.values()} == {("ready", 2)})
     world.tell(fact.DrainRequested(reason="a user asked"))
     status = world.metrics.status(world.time + 3.0)
     assert (status.draining, status.draining_s, status.silent_s) == ("a user asked", 3.0, 3.0)

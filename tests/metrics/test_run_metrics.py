@@ -56,7 +56,7 @@ def test_a_line_per_train_step(tmp_path: Path) -> None:
         assert row["loss"] == 0.5 / (row["step"] + 1)
         assert row["trainer_seconds"] == {"pack": 0.1}
     assert sum(row["seconds"]["total"] for row in rows) == pytest.approx(world.time)
-    assert rows[0]["reward_mean"] == pytest.approx((0.5 / 16 + 2.5 / 16) / 2), "groups 0 and 2, one of each replica"
+    assert rows[0]["reward_mean"] == pytest.approx((0.5 / 16 + 1.5 / 16) / 2), "groups 0 and 1, both of replica 0"
 
 
 def test_figures_that_are_not_finite_become_null(tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ def test_memory_may_keep_only_the_newest() -> None:
 
 def test_nothing_is_kept_of_nothing() -> None:
     recorder = NullRecorder()
+    assert not recorder.keeps
     fill(recorder, 3)
     recorder.reject(event(3), "no")
     recorder.close()

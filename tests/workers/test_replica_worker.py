@@ -1,8 +1,10 @@
 """`ReplicaWorker`: what it reports, in what order, and what it makes of generators that do wrong."""
 
 import asyncio
+import gc
 import logging
 import math
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -241,6 +243,34 @@ def test_prefixes_are_stored_on_the_way_and_another_replica_goes_on_from_them() 
         await first.worker.close()
 
     play(scene)
+
+
+def test_a_group_that_has_ended_is_freed_without_a_garbage_collection() -> None:
+    """It may be large, and a collection stops the process."""
+
+    class Text(str):
+        """Can be referred to weakly."""
+
+    class OneToken(SimpleGenerator):
+        async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+            return [response([1], reward=1.0, version=version)]
+
+    async def scene() -> None:
+        stage = Stage(OneToken(), samples=1, prefixes=1)
+        prompt = Prompt(row=0, text=Text("2 + 2"))
+        text = weakref.ref(prompt.text)
+        stage.worker.carry_out(StartGroup(group=0, attempt=1, **WHO), prompt)
+        del prompt
+        await stage.until(1)
+        await stage.trajectories.discard([0])
+        await stage.settle()
+        assert text() is None
+
+    gc.disable()
+    try:
+        play(scene)
+    finally:
+        gc.enable()
 
 
 def test_groups_that_progress_are_reported_together_and_only_while_they_run() -> None:

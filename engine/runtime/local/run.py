@@ -202,7 +202,7 @@ class LocalRun:
             self.loop = loop = RunLoop(plan, self.recorder, self.transitions, Watchers(), self.history)
             loop.take_settings()
             weights = LocalWeights()
-            processes = LocalProcesses(plan, self._store, weights, loop.deliver, self._report, can_make)
+            processes = LocalProcesses(plan, self._store, weights, loop.post, self._report, can_make)
             loop.connect(prompts, processes, LocalStores(self._store, weights), self._store.stats)
             opened.pop_all()
 
