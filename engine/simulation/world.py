@@ -222,7 +222,9 @@ class World:
 
     def tell(self, *events: Event) -> None:
         """Deliver events that do not come from a process, such as a user's requests, while the run does not go on.
-        Raises: `Finding`, as `run`."""
+        Raises: `Finding`, as `run`; `EngineError` if the run has ended."""
+        if self._loop.is_closed():
+            raise EngineError("the run has ended")
         self._reached = _never
         self._loop.call_soon(self._tell, events)
         self._step()
@@ -248,7 +250,9 @@ class World:
                 self._step()  # so that every task has begun: otherwise a coroutine that it awaits is never awaited
                 self.executor.close()
                 self.supervisor.stop_watching()
-                self._loop.run_until_complete(_cancel_others())  # a virtual loop cannot wait for a task that is stuck
+                self._loop.run_until_complete(_cancel_others())
+        except Deadlock as error:
+            raise self._finding("a canceled task does not end") from error
         finally:
             self._loop.close()
             if self._directory is not None:

@@ -151,6 +151,8 @@ def test_a_world_takes_a_request_while_it_stands_and_can_be_left_there() -> None
     handled = left.driver.events_handled
     left.close()
     assert left.driver.events_handled == handled and not left.run_until(lambda state: state.steps_trained == 2)
+    with pytest.raises(EngineError, match="the run has ended"):
+        left.tell(StopRequested(reason="too late"))
 
 
 def test_a_faulty_world_replays_identically() -> None:
