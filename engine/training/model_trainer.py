@@ -217,19 +217,20 @@ class ModelTrainer:
     def imitate(self, answers: Sequence[Answer], learning_rate: float) -> float:
         """One supervised optimizer step: the mean cross entropy of the answers' tokens, which is returned. Collective.
 
-        Raises: `TrainerSpoiled` where the loss or the gradient is not finite.
+        Raises: `TrainerSpoiled` where the loss or the gradient is not finite, or a rank of several leaves a pass.
         """
         samples = [sample_of_answer(*answer) for answer in answers]
         tokens = sum(sample.tokens for sample in samples)
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), dtype=torch.float64)
-        for packed, indices in self.policy.passes(samples):
-            chosen = self.policy.logprobs(packed.to(self.policy.device), entropy=False).chosen
-            loss = -chosen.sum() * (1.0 / tokens if indices else 0.0)
-            (loss * self.ranks.count).backward()
-            total += loss.detach().cpu()
-        norm = float(self.ranks.whole(torch.nn.utils.clip_grad_norm_(self.policy.trained, 1.0)))
-        loss_of_all = float(self.ranks.total(total))
+        with self.ranks.spoil_on_error():
+            for packed, indices in self.policy.passes(samples):
+                chosen = self.policy.logprobs(packed.to(self.policy.device), entropy=False).chosen
+                loss = -chosen.sum() * (1.0 / tokens if indices else 0.0)
+                (loss * self.ranks.count).backward()
+                total += loss.detach().cpu()
+            norm = float(self.ranks.whole(torch.nn.utils.clip_grad_norm_(self.policy.trained, 1.0)))
+            loss_of_all = float(self.ranks.total(total))
         if not math.isfinite(norm + loss_of_all):
             raise TrainerSpoiled(f"supervised loss {loss_of_all}, gradient norm {norm}")
         for group in self.optimizer.param_groups:
@@ -363,7 +364,7 @@ class ModelTrainer:
             self.optimizer.zero_grad(set_to_none=True)
             diagnostics = accumulate_gradient(self.policy, samples)
             limit = self.settings.max_grad_norm or float("inf")
-            with self.ranks.inseparable():
+            with self.ranks.spoil_on_error():
                 norm = float(self.ranks.whole(torch.nn.utils.clip_grad_norm_(self.policy.trained, limit)))
             sums = diagnostics.sums()
         if sums["unsound"]:
