@@ -40,7 +40,7 @@ from engine.training.model_checkpoint import (
     trained_tensors,
     write_checkpoint,
 )
-from engine.training.model_files import load_model, named_type
+from engine.training.model_files import config_dtype, load_model
 from engine.training.model_scorer import Reference, given_scores, load_reference, score_old, score_taught, tokens_of
 from engine.training.ranks import ALONE, Ranks
 from engine.training.trainer_settings import TrainerSettings
@@ -103,7 +103,8 @@ class ModelTrainer:
         torch.manual_seed(self.settings.seed)
         transformers_logging.disable_progress_bar()
         named = self.settings.publish_dtype
-        self._published: torch.dtype = named_type(model_path) if named == "auto" else getattr(torch, named)
+        self._config_dtype = config_dtype(model_path)
+        self._published: torch.dtype = self._config_dtype if named == "auto" else getattr(torch, named)
         device = device_named(self.settings.device)
         loaded = load_model(model_path, ranks, self.settings.lora, self.settings.seed)
         self.model: PreTrainedModel = loaded.model
@@ -287,7 +288,7 @@ class ModelTrainer:
         )
         write_checkpoint(
             Path(directory), state, self.model, self.optimizer, self.model_path, self.ranks, self.policy.masters,
-            direct=self._direct,
+            config_dtype=self._config_dtype, direct=self._direct,
         )  # fmt: skip
 
     def load(self, directory: str) -> StepId:
