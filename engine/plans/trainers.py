@@ -21,7 +21,7 @@ from engine.config.prompts import check_prompts, load_tokenizer, renderer_of, st
 from engine.protocols import Closable
 from engine.protocols import Scorer as RoleScorer
 from engine.runtime.plan import Restore
-from engine.runtime.stacks import registered_stacks
+from engine.runtime.stacks import stacks_descriptor
 from engine.storage.checkpoints import verify_checkpoint
 from engine.tasks.quickstart import Progress
 from engine.tasks.warm_start import load_answers, warm_started
@@ -75,7 +75,7 @@ def make_trainer(model: str, settings: Any, scored_apart: Sequence[str] = (), op
     if settings.ranks > 1:
         from engine.training.ranked_trainer import RankedTrainer
 
-        trainer = RankedTrainer(model, settings, scored_apart=scored_apart, stacks=registered_stacks())
+        trainer = RankedTrainer(model, settings, scored_apart=scored_apart, stacks=stacks_descriptor())
     else:
         from engine.training.model_trainer import ModelTrainer
 

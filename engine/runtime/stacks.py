@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 SIGNAL = signal.SIGUSR1
 PATIENCE_S = 5.0
+LEAST_PATIENCE_S = 1.0
+"""Seconds that each process which another has started has to answer, however many there are."""
 QUIET_S = 0.2
 """Seconds without growth after which the file counts as complete: stacks are many small writes without an end mark."""
 POLL_S = 0.05
@@ -47,23 +49,24 @@ def register_stacks(file: Path) -> None:
     _registered = stream
 
 
-def registered_stacks() -> int | None:
+def stacks_descriptor() -> int | None:
     """The open file to which this process writes its stacks, for the processes that it starts; None if it has none."""
     return None if _registered is None else _registered.fileno()
 
 
 def dump_stacks(pid: int, file: Path, patience_s: float = PATIENCE_S) -> str:
     """Make a process of this node write its stacks to its registered file, and then the processes that it has started
-    with the same file, such as a trainer's ranks. Returns a line that says where they are.
+    with the same file, such as a trainer's ranks, one after another. Returns a line that says where they are.
 
-    If there are none within `patience_s`, the file and the line give the process's state and the kernel function that
-    it waits in. A process that has not registered is not signaled, because the signal would end it. Blocks.
+    If there are none within `patience_s`, which the started processes share, the file and the line give the process's
+    state and the kernel function that it waits in. A process that has not registered is not signaled, because the
+    signal would end it. Blocks.
     """
     said = _dump(pid, file, patience_s, f"process {pid}")
-    last = time.monotonic() + patience_s
-    for child in _children(pid):
-        if writes_to(child, file):
-            _dump(child, file, max(0.0, last - time.monotonic()), f"process {child}, started by process {pid},")
+    children = [child for child in _children(pid) if writes_to(child, file)]
+    for child in children:
+        share_s = max(LEAST_PATIENCE_S, patience_s / len(children))
+        _dump(child, file, share_s, f"process {child}, started by process {pid},")
     return said
 
 
@@ -73,7 +76,7 @@ def _dump(pid: int, file: Path, patience_s: float, who: str) -> str:
     if state is None:
         return "it has ended"
     failure = _append(file, f"{who} is asked for its stacks")
-    if failure is None and _can_answer(pid) and _asked(pid, file, patience_s):
+    if failure is None and _can_answer(pid) and _signal_and_wait(pid, file, patience_s):
         return f"its stacks are in {file}"
     story = f"it wrote no stacks: {process_state(pid) or state}"
     failure = failure or _append(file, f"process {pid}: {story}")
@@ -143,7 +146,7 @@ def _can_answer(pid: int) -> bool:
     return bool(caught) and status.get("State", "")[:1] not in ("T", "t", "Z")
 
 
-def _asked(pid: int, file: Path, patience_s: float) -> bool:
+def _signal_and_wait(pid: int, file: Path, patience_s: float) -> bool:
     """Signal a process and wait until the file has stopped growing; whether it has grown."""
     last = time.monotonic() + patience_s
     look = threading.Event()

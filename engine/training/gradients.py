@@ -10,6 +10,7 @@ small by that factor on every token, and no clip or cap notices. Sample with top
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError, reason_of
 from engine.training.batch import LEAST_SHARED, PADDED, MicroBatch, Packing, Rows, Sample, idle_pass, pack, units_of
 from engine.training.diagnostics import Diagnostics, note_gaps
 from engine.training.layout import load_of
@@ -140,7 +141,7 @@ class Policy:
         """Log-probs of each sample's trainable tokens under the present weights. Collective. [samples][tokens] float32,
         on the CPU"""
         own: dict[int, Tensor] = {}
-        with torch.no_grad(), self.ranks.inseparable():
+        with torch.no_grad(), self.ranks.spoil_on_error():
             for micro, indices in self.passes(samples):
                 chosen = self.logprobs(micro.to(self.device), entropy=False).chosen.cpu()
                 tokens = [samples[index].tokens for index in indices]
@@ -262,32 +263,45 @@ def accumulate_gradient(policy: Policy, samples: Sequence[Sample]) -> Diagnostic
     loss for any split into passes. Samples with a gradient of exactly zero are skipped, but their tokens count in the
     weights of the others.
 
-    Raises, in every rank, if a loss cannot be computed: its rank makes the other passes first, because the others wait
-    for it there. `TrainerSpoiled` if a rank of several leaves a pass half-way.
+    Raises, in every rank, if a loss cannot be computed: one of several ranks makes its other passes first, because the
+    others wait for it there. `TrainerSpoiled` if a rank of several leaves a pass half-way.
     """
     settings = policy.settings
     diagnostics = Diagnostics(settings)
     trained = samples if settings.needs_every_token else [one for one in samples if not one.teaches_nothing]
     empty = True
-    failure: Exception | None = None
-    with policy.ranks.inseparable():
+    failures: list[Exception] = []
+    with policy.ranks.spoil_on_error(), _name_first(failures):
         for packed, indices in policy.passes(trained):
             empty = False
             micro = packed.to(policy.device)
             logprobs = policy.logprobs(micro)
             loss = logprobs.chosen.sum() * 0.0
-            if indices and failure is None:
+            if indices and not failures:
                 try:
                     loss = _loss(micro, logprobs, [trained[index] for index in indices], settings, diagnostics)
                 except Exception as error:
-                    failure = error
+                    if policy.ranks.count == 1:
+                        raise
+                    failures.append(error)
             (loss * policy.ranks.count).backward()  # gradients are averaged over the ranks
         policy.close_gradient(empty=empty)
         diagnostics.gather(policy.ranks)
     with policy.ranks.together():
-        if failure is not None:
-            raise failure
+        if failures:
+            raise failures[0]
     return diagnostics
+
+
+@contextmanager
+def _name_first(failures: Sequence[Exception]) -> Iterator[None]:
+    """Context manager: an error that comes after others names the first of them, too, and is raised from it."""
+    try:
+        yield
+    except Exception as error:
+        if not failures:
+            raise
+        raise EngineError(f"{reason_of(failures[0])}; then {reason_of(error)}") from failures[0]
 
 
 def _loss(

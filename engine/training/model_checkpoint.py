@@ -42,7 +42,6 @@ from engine.training.model_files import (
     divide_into_files,
     matching,
     named_tensors,
-    named_type,
     stored_tensors,
     write_model,
 )
@@ -135,13 +134,15 @@ def write_checkpoint(
     ranks: Ranks = ALONE,
     masters: Masters | None = None,
     *,
+    config_dtype: torch.dtype,
     direct: bool = True,
 ) -> None:
     """Write a checkpoint. One of the same step that is there already is kept: a repeated order changes nothing.
 
     With several ranks the first one gathers and writes the weights, one file after another; only if the model's tensors
     are not those of its files (`direct`), it holds all of them for a while. Moments are written by the rank that has
-    them. If one rank cannot write, all raise, and the checkpoint is not there. Collective.
+    them. If one rank cannot write, all raise, and the checkpoint is not there. The configuration of a whole model names
+    `config_dtype`, that of the model at `model_path`. Collective.
 
     Raises `ConfigError` where the directory holds anything else.
     """
@@ -167,7 +168,7 @@ def write_checkpoint(
     with ranks.together():
         if first:
             if not has_adapter(model):
-                _name_type(unfinished / MODEL_CONFIG, named_type(model_path))
+                _name_type(unfinished / MODEL_CONFIG, config_dtype)
             _copy_tokenizer(model_path, unfinished, leave=(MODEL_CONFIG,))
             _finish(unfinished, state)
             os.rename(unfinished, directory)

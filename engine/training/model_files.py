@@ -107,7 +107,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: known[name] for name in model.state_dict()}
 
 
-def named_type(path: str) -> torch.dtype:
+def config_dtype(path: str) -> torch.dtype:
     """The type that the configuration of a model names: that of its weights in samplers. float32 if it names none."""
     kind = AutoConfig.from_pretrained(path).dtype
     return kind if isinstance(kind, torch.dtype) else torch.float32

@@ -40,7 +40,7 @@ from engine.training.model_checkpoint import (
     trained_tensors,
     write_checkpoint,
 )
-from engine.training.model_files import load_model, named_type
+from engine.training.model_files import config_dtype, load_model
 from engine.training.model_scorer import Reference, given_scores, load_reference, score_old, score_taught, tokens_of
 from engine.training.ranks import ALONE, Ranks
 from engine.training.trainer_settings import TrainerSettings
@@ -103,7 +103,8 @@ class ModelTrainer:
         torch.manual_seed(self.settings.seed)
         transformers_logging.disable_progress_bar()
         named = self.settings.publish_dtype
-        self._published: torch.dtype = named_type(model_path) if named == "auto" else getattr(torch, named)
+        self._config_dtype = config_dtype(model_path)
+        self._published: torch.dtype = self._config_dtype if named == "auto" else getattr(torch, named)
         device = device_named(self.settings.device)
         loaded = load_model(model_path, ranks, self.settings.lora, self.settings.seed)
         self.model: PreTrainedModel = loaded.model
@@ -217,19 +218,20 @@ class ModelTrainer:
     def imitate(self, answers: Sequence[Answer], learning_rate: float) -> float:
         """One supervised optimizer step: the mean cross entropy of the answers' tokens, which is returned. Collective.
 
-        Raises: `TrainerSpoiled` where the loss or the gradient is not finite.
+        Raises: `TrainerSpoiled` where the loss or the gradient is not finite, or a rank of several leaves a pass.
         """
         samples = [sample_of_answer(*answer) for answer in answers]
         tokens = sum(sample.tokens for sample in samples)
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), dtype=torch.float64)
-        for packed, indices in self.policy.passes(samples):
-            chosen = self.policy.logprobs(packed.to(self.policy.device), entropy=False).chosen
-            loss = -chosen.sum() * (1.0 / tokens if indices else 0.0)
-            (loss * self.ranks.count).backward()
-            total += loss.detach().cpu()
-        norm = float(self.ranks.whole(torch.nn.utils.clip_grad_norm_(self.policy.trained, 1.0)))
-        loss_of_all = float(self.ranks.total(total))
+        with self.ranks.spoil_on_error():
+            for packed, indices in self.policy.passes(samples):
+                chosen = self.policy.logprobs(packed.to(self.policy.device), entropy=False).chosen
+                loss = -chosen.sum() * (1.0 / tokens if indices else 0.0)
+                (loss * self.ranks.count).backward()
+                total += loss.detach().cpu()
+            norm = float(self.ranks.whole(torch.nn.utils.clip_grad_norm_(self.policy.trained, 1.0)))
+            loss_of_all = float(self.ranks.total(total))
         if not math.isfinite(norm + loss_of_all):
             raise TrainerSpoiled(f"supervised loss {loss_of_all}, gradient norm {norm}")
         for group in self.optimizer.param_groups:
@@ -286,7 +288,7 @@ class ModelTrainer:
         )
         write_checkpoint(
             Path(directory), state, self.model, self.optimizer, self.model_path, self.ranks, self.policy.masters,
-            direct=self._direct,
+            config_dtype=self._config_dtype, direct=self._direct,
         )  # fmt: skip
 
     def load(self, directory: str) -> StepId:
@@ -363,7 +365,7 @@ class ModelTrainer:
             self.optimizer.zero_grad(set_to_none=True)
             diagnostics = accumulate_gradient(self.policy, samples)
             limit = self.settings.max_grad_norm or float("inf")
-            with self.ranks.inseparable():
+            with self.ranks.spoil_on_error():
                 norm = float(self.ranks.whole(torch.nn.utils.clip_grad_norm_(self.policy.trained, limit)))
             sums = diagnostics.sums()
         if sums["unsound"]:

@@ -1,9 +1,9 @@
 """`RankedTrainer`: a `Trainer` whose model is sharded over several processes of this machine, its ranks.
 
 Hosted by `workers.trainer`, as `ModelTrainer` is, in a Ray actor or in the user's process. It makes each call in every
-rank (`rank_process.py`) and waits for all of them. An error of all ranks costs the call alone. A rank that dies, or
-fails where others do not, is a lost trainer: the other ranks are killed, and the call raises `TrainerSpoiled`. A rank
-that hangs is found by the time limit of the order; the ranks die with this process.
+rank (`rank_process.py`) and waits for all of them. An error of all ranks is raised and they continue, but a rank that
+dies, fails where others do not, or raises `TrainerSpoiled` is a lost trainer: the ranks are killed, and the call raises
+`TrainerSpoiled`. A rank that hangs is found by the time limit of the order; the ranks die with this process.
 """
 
 import os
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import send_handle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine.errors import ConfigError, TrainerSpoiled, reason_of
 from engine.ids import StepId
@@ -195,14 +195,12 @@ class RankedTrainer:
         while waiting:
             ready = wait(list(waiting), timeout=SETTLE_S if errors else None)
             if not ready:
-                rank, error = next(iter(errors.items()))
-                self._spoil(f"rank {rank} of {len(self._links)} failed alone: {reason_of(error)}")
-            for link in [link for link in waiting if link in ready]:
-                rank = waiting.pop(link)
-                try:
-                    well, value = link.recv()
-                except (EOFError, OSError):
-                    self._lose(rank)
+                break
+            answers = {rank: self._receive(rank) for link, rank in waiting.items() if link in ready}
+            waiting = {link: rank for link, rank in waiting.items() if rank not in answers}
+            for rank, (well, value) in answers.items():
+                if isinstance(value, TrainerSpoiled):
+                    self._spoil(reason_of(value))
                 if not well:
                     errors[rank] = value
                 elif rank == 0:
@@ -210,21 +208,27 @@ class RankedTrainer:
         if errors and len(errors) < len(self._links):
             rank, error = next(iter(errors.items()))
             self._spoil(f"rank {rank} of {len(self._links)} failed alone: {reason_of(error)}")
-        for rank in sorted(errors):
-            if isinstance(errors[rank], TrainerSpoiled):
-                self._spoil(reason_of(errors[rank]))
         if errors:
             raise errors[min(errors)]
         return result
 
-    def _lose(self, rank: int) -> None:
+    def _receive(self, rank: int) -> tuple[bool, Any]:
+        """A rank's answer, which is there. Raises: `TrainerSpoiled` if the rank has died: then the others may fail for
+        that reason, so all that is there is received before any answer is judged."""
+        try:
+            answer: tuple[bool, Any] = self._links[rank].recv()
+        except (EOFError, OSError):
+            self._lose(rank)
+        return answer
+
+    def _lose(self, rank: int) -> NoReturn:
         """Raises: `TrainerSpoiled`."""
         self._processes[rank].kill()
         status = self._processes[rank].wait()
         how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
         self._spoil(f"rank {rank} of {len(self._links)} died ({how})")
 
-    def _spoil(self, reason: str) -> None:
+    def _spoil(self, reason: str) -> NoReturn:
         """Raises: `TrainerSpoiled`."""
         self._lost = self._lost or reason
         self.close()

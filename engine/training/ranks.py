@@ -58,7 +58,7 @@ class Ranks:
         yield
 
     @contextmanager
-    def inseparable(self) -> Iterator[None]:
+    def spoil_on_error(self) -> Iterator[None]:
         """Context manager around collective work: a rank that raises in the block has left the others waiting in it.
         Raises: `TrainerSpoiled` then, with several ranks."""
         yield
@@ -140,7 +140,7 @@ class Sharded(Ranks):
         except Exception as error:
             failure = error
         reasons = [""] * self.count
-        with self.inseparable():
+        with self.spoil_on_error():
             if self.most(failure is not None):
                 dist.all_gather_object(reasons, "" if failure is None else reason_of(failure))
         if failure is not None:
@@ -150,11 +150,11 @@ class Sharded(Ranks):
                 raise EngineError(f"rank {rank} of {self.count} failed: {reason}")
 
     @contextmanager
-    def inseparable(self) -> Iterator[None]:
+    def spoil_on_error(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            raise TrainerSpoiled(reason_of(error)) from error
+            raise TrainerSpoiled(f"rank {self.index} of {self.count} failed: {reason_of(error)}") from error
 
     def most(self, count: int) -> int:
         return int(self.largest(torch.tensor(count)))

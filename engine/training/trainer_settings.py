@@ -153,7 +153,8 @@ class TrainerSettings:
     rollback: bool = True
     """Before a train step of several optimizer steps, copy weights and moments to host memory (12 bytes per parameter),
     so that a step that fails can be undone and tried again; each of several `ranks` copies its own shards. Without the
-    copy the trainer's process is replaced then. A train step of one optimizer step needs no copy."""
+    copy, as in a train step of one optimizer step, the trainer's process is replaced if a step fails after an optimizer
+    step has begun."""
     policy_mini_batch_size: int = 0
     """Groups per optimizer step; 0 takes the whole batch in one."""
     epochs_per_batch: int = 1

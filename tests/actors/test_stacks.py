@@ -5,7 +5,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from engine.actors.detached_actors import prepare_process
 from engine.runtime.stacks import dump_stacks, register_stacks, stacks_file, writes_to
 
 PROGRAM = """
+import signal
 import sys
 from pathlib import Path
 from engine.runtime.stacks import register_stacks
@@ -26,14 +27,15 @@ def decide_for_ever():
 
 if sys.argv[1:]:
     register_stacks(Path(sys.argv[1]))
+signal.pthread_sigmask(signal.SIG_BLOCK, [int(number) for number in sys.argv[2:]])
 decide_for_ever()
 """
 
 
 @contextmanager
-def endless_process(*file: Path) -> Iterator[subprocess.Popen[str]]:
-    """A Python process in an endless loop. With `file`, it has registered its stacks."""
-    program = [sys.executable, "-c", PROGRAM, *map(str, file)]
+def endless_process(*file: Path, blocked: Sequence[int] = ()) -> Iterator[subprocess.Popen[str]]:
+    """A Python process in an endless loop. With `file`, it has registered its stacks. Signals in `blocked` wait."""
+    program = [sys.executable, "-c", PROGRAM, *map(str, file), *map(str, blocked)]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "up\n"
@@ -62,6 +64,16 @@ def test_of_a_stopped_process_the_file_has_the_kernels_state(tmp_path: Path) -> 
         said = dump_stacks(process.pid, file, patience_s=0.1)
     assert "T (stopped)" in said and str(file) in said and "\n" not in said
     assert f"process {process.pid}" in file.read_text() and "T (stopped)" in file.read_text()
+
+
+def test_a_child_that_does_not_answer_leaves_time_for_the_next(tmp_path: Path) -> None:
+    file = stacks_file(tmp_path, "trainer")
+    register_stacks(file)
+    with endless_process(file, blocked=[signal.SIGUSR1]) as first, endless_process(file) as second:
+        dump_stacks(os.getpid(), file, patience_s=0.5)
+        _, silent, answer = file.read_text().split(f", started by process {os.getpid()},")
+    assert f"process {first.pid}: it wrote no stacks" in silent
+    assert f"process {second.pid}" in silent and "in decide_for_ever" in answer and "no stacks" not in answer
 
 
 def test_a_process_that_has_registered_nothing_is_not_killed_by_the_question(tmp_path: Path) -> None:

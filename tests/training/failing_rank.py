@@ -1,7 +1,8 @@
 """The process of a rank that fails where a test wants it: `python failing_rank.py FD PARENT`, as `rank_process`.
 
 The test writes a number into a file `WHERE-RANK` of the folder FAULTS: so many calls from then on, that rank raises in
-its optimizer's `step` (after it has changed weights and moments), in its `loss`, or in its `forward` pass.
+its optimizer's `step` (after it has changed weights and moments), in its `loss`, in its `forward` pass, when it takes
+its `snapshot`, or when it must `offload`. After the number may come where it raises next, at the first call.
 """
 
 import os
@@ -12,14 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.training import gradients, rank_process
+from engine.training import gradients, model_trainer, rank_process
 
 
 def failing(where: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any, **options: Any) -> Any:
         result = function(*arguments, **options)
         if is_due(Path(os.environ["FAULTS"]) / f"{where}-{dist.get_rank()}"):
-            raise RuntimeError("out of memory")
+            raise RuntimeError(f"out of memory in {where}")
         return result
 
     return call
@@ -28,16 +29,20 @@ def failing(where: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def is_due(file: Path) -> bool:
     if not file.exists():
         return False
-    left = int(file.read_text()) - 1
-    if left:
-        file.write_text(str(left))
-    else:
-        file.unlink()
-    return not left
+    number, _, following = file.read_text().partition(" ")
+    if number != "1":
+        file.write_text(f"{int(number) - 1} {following}".strip())
+        return False
+    file.unlink()
+    if following:
+        file.with_name(f"{following}-{dist.get_rank()}").write_text("1")
+    return True
 
 
 if __name__ == "__main__":
     torch.optim.AdamW.step = failing("step", torch.optim.AdamW.step)  # type: ignore[method-assign]
     gradients.policy_loss = failing("loss", gradients.policy_loss)
     gradients.Policy._logprobs = failing("forward", gradients.Policy._logprobs)  # type: ignore[method-assign]
+    model_trainer.Snapshot = failing("snapshot", model_trainer.Snapshot)  # type: ignore[assignment, misc]
+    model_trainer.ModelTrainer.offload = failing("offload", model_trainer.ModelTrainer.offload)  # type: ignore[method-assign]
     rank_process.main()

@@ -25,7 +25,6 @@ from engine.errors import ConfigError, TrainerSpoiled
 from engine.plans.trainers import make_trainer
 from engine.protocols import Batch
 from engine.runtime.stacks import dump_stacks, register_stacks, stacks_file
-from engine.training import ranked_trainer
 from engine.training.model_trainer import ModelTrainer
 from engine.training.ranked_trainer import RankedTrainer
 from engine.training.trainer_settings import TrainerSettings
@@ -246,15 +245,15 @@ def of_failing_ranks(model_path: str, faults: Path) -> Iterator[Any]:
 
 
 def test_a_step_that_fails_in_one_rank_is_undone_in_all_unless_it_leaves_a_pass_half_way(
-    model_path: str, batch: MakeBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_path: str, batch: MakeBatch, group: Callable[..., Any], as_batch: Callable[..., Batch], tmp_path: Path
 ) -> None:
     with of_failing_ranks(model_path, tmp_path) as trainer, of_failing_ranks(model_path, tmp_path) as spared:
         spared.train(batch(0))
         spared.train(batch(1))
         for step in range(2):  # the first time, there are no moments yet
             before = {name: value.clone() for name, value in trainer.weights().items()}
-            for fault in ("step-0", "step-1", "loss-1"):
-                (tmp_path / fault).write_text("2")
+            for fault, call in (("step-0", "2"), ("step-1", "2"), ("loss-1", "2"), ("snapshot-1", "1")):
+                (tmp_path / fault).write_text(call)
                 with pytest.raises(Exception, match="out of memory") as raised:
                     trainer.train(batch(step))
                 assert not isinstance(raised.value, TrainerSpoiled), fault
@@ -270,11 +269,28 @@ def test_a_step_that_fails_in_one_rank_is_undone_in_all_unless_it_leaves_a_pass_
         (tmp_path / "step-1").write_text("1")
         with pytest.raises(TrainerSpoiled, match="out of memory"):
             spared.train(batch(2, 2))
-        monkeypatch.setattr(ranked_trainer, "SETTLE_S", 0.0)
-        (tmp_path / "forward-1").write_text("1")
-        with pytest.raises(TrainerSpoiled, match="rank 1 of 2 failed alone: RuntimeError: out of memory"):
-            trainer.train(batch(2))
+        (tmp_path / "loss-1").write_text("1 forward")
+        long = group(2, [1.0, 0.0, 0.5, 0.0], responses=[[token] * 60 for token in range(5, 9)])  # a pass for each
+        both = "rank 1 of 2 failed: RuntimeError: out of memory in loss; then RuntimeError: out of memory in forward"
+        with pytest.raises(TrainerSpoiled, match=both):
+            trainer.train(as_batch(2, [long]))
         assert alive([*trainer.pids, *spared.pids]) == []
+
+
+def test_a_rank_that_leaves_the_others_in_a_warm_up_step_spoils_the_trainer(model_path: str, tmp_path: Path) -> None:
+    with of_failing_ranks(model_path, tmp_path) as trainer:
+        (tmp_path / "forward-1").write_text("1")
+        with pytest.raises(TrainerSpoiled, match="rank 1 of 2 failed: RuntimeError: out of memory in forward"):
+            trainer.imitate([([2, 3], [4, 5]), ([3, 4], [5, 6, 7])], 1e-3)
+        assert alive(trainer.pids) == []
+
+
+def test_a_rank_that_fails_where_the_other_does_not_spoils_the_trainer(model_path: str, tmp_path: Path) -> None:
+    with of_failing_ranks(model_path, tmp_path) as trainer:
+        (tmp_path / "offload-1").write_text("1")
+        with pytest.raises(TrainerSpoiled, match="rank 1 of 2 failed alone: RuntimeError: out of memory in offload"):
+            trainer.offload()
+        assert alive(trainer.pids) == []
 
 
 @pytest.mark.gpu

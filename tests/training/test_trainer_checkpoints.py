@@ -62,6 +62,15 @@ def test_transformers_loads_it_with_its_tokenizer(model_path: str, batch: MakeBa
     assert same(again.weights(), trainer.weights())
 
 
+def test_a_checkpoint_names_the_type_that_the_model_had_when_training_began(model_path: str, tmp_path: Path) -> None:
+    """Saving needs no configuration at the model's path, which may be a name on a hub."""
+    AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    trainer = ModelTrainer(str(tmp_path / "model"), TrainerSettings(publish_dtype="float32"))
+    (tmp_path / "model" / "config.json").unlink()
+    trainer.save(str(tmp_path / "step-1"), 1)
+    assert json.loads((tmp_path / "step-1" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
 def test_the_state_file_says_what_it_is(model_path: str, tmp_path: Path) -> None:
     trainer = ModelTrainer(model_path, SETTINGS)
     trainer.save(str(tmp_path / "deep" / "step-0"), 0)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.errors import ConfigError, TrainerSpoiled
 from engine.protocols import Batch
-from engine.training import model_trainer
+from engine.training import gradients, model_trainer
 from engine.training.advantages import set_advantages
 from engine.training.model_trainer import ModelTrainer
 from engine.training.trainer_settings import TrainerSettings
@@ -362,6 +362,22 @@ def test_one_optimizer_step_is_undone_without_a_copy(model_path: str, batch: Mak
     for each in (trainer, spared):
         each.train(batch(0))
     assert same(trainer.weights(), spared.weights())
+
+
+def test_one_rank_whose_loss_fails_makes_no_further_pass(
+    model_path: str, batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = ModelTrainer(model_path, TrainerSettings(micro_batch_tokens=12))
+    passes: list[Any] = []
+    compute = trainer.policy.logprobs
+    monkeypatch.setattr(trainer.policy, "logprobs", lambda micro: passes.append(micro) or compute(micro))
+    trainer.train(batch(0))
+    assert len(passes) > 1
+    passes.clear()
+    monkeypatch.setattr(gradients, "policy_loss", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train(batch(1))
+    assert len(passes) == 1
 
 
 def test_a_copy_that_cannot_be_restored_spoils_the_trainer(
