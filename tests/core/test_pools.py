@@ -284,6 +284,16 @@ def test_training_may_wait_until_every_replica_has_the_newest_weights() -> None:
     assert [order.step for order in run.ordered(TrainStep)] == [0, 1]
 
 
+def test_training_does_not_wait_for_a_replica_that_a_validation_holds() -> None:
+    run = small((), replicas=2, train_after_sync=True, validation=ValidationLimits(rows=2, at_start=True))
+    run.finish(0, 1, 2, 3)
+    run.train()
+    run.publish()
+    assert [replica.held for replica in run.state.fleet.replicas.values()] == [0, -1], "by the first validation"
+    run.install(1)
+    assert [order.step for order in run.ordered(TrainStep)] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("pools", "more", "law"),
     [
