@@ -274,8 +274,7 @@ class Validations(Record):
     def with_room(self, run: Validation) -> list[Replica]:
         """The replicas a run holds that may have a free slot, in the order they were taken; `no_room` takes out those
         that were found to have none."""
-        room = sorted((id for id in self._fleet.room if id in run.replicas), key=run.replicas.__getitem__)
-        return [self._fleet.replicas[id] for id in room]
+        return [self._fleet.replicas[id] for id in sorted(self._fleet.room, key=run.replicas.__getitem__)]
 
     def no_room(self, replica: Replica) -> None:
         """A replica has no slot for a chunk, until it changes."""

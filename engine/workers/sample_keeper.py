@@ -150,7 +150,7 @@ class SampleKeeper:
     async def keep_failed(self, group: TrajectoryGroup, attempt: int, version: Version, error: str) -> None:
         """Keep responses of an attempt whose reward failed, a bounded number for each weights version. Never raises."""
         room = self.policy.per_step - self._failures[version]
-        rollouts = group.rollouts[:room] if room > 0 else []
+        rollouts = group.rollouts[:room]
         if rollouts:
             self._failures[version] += len(rollouts)
             whose = f"of group {group.group}, attempt {attempt}"

@@ -61,6 +61,19 @@ def test_a_replica_that_is_taken_away_leaves_whatever_number_is_wanted() -> None
     assert (stop.kind, stop.index, stop.incarnation) == ("replica", 1, 1)
 
 
+def test_a_replica_that_stays_after_all_is_waited_for_while_a_run_drains() -> None:
+    run = small(pools=(Pool(tasks=("rollout", "train"), replicas=(0, 1)),))
+    run.tell(ReplicasWanted(replicas=1))
+    run.tell(DrainRequested(reason="maintenance"))
+    run.tell(ReplicasWanted(replicas=2))
+    paused(run, 0)
+    paused(run, 1)
+    assert [replica.state for replica in run.state.fleet.replicas.values()] == ["asleep", "yielding"]
+    assert not run.ordered(FinishRun), "it is still to sleep"
+    paused(run, 1)
+    assert run.ordered(FinishRun)[-1].outcome == "stopped"
+
+
 def test_a_group_that_is_being_parked_may_outlive_the_limit_on_its_attempt() -> None:
     run = small(timeouts=Timeouts(group_s=100.0))
     run.fire()

@@ -6,7 +6,16 @@ from typing import Any, NoReturn
 import pytest
 
 from engine.commands import DrawPrompts, SetTimer, StartGroup, StartProcess
-from engine.events import ProcessLost, ProcessUp, PromptsDrawn, ReplicasWanted, RunStarted, TimerFired, stamp
+from engine.events import (
+    ProcessLost,
+    ProcessUp,
+    PromptsDrawn,
+    ReplicasWanted,
+    RunStarted,
+    SettingChanged,
+    TimerFired,
+    stamp,
+)
 from engine.policies import PolicySet
 from engine.scheduling.groups import MOST_DRAWN
 from engine.scheduling.issued_commands import MOST_STARTS
@@ -15,6 +24,7 @@ from engine.simulation.world import Faults, Setting, World
 from engine.states.laws import check_all
 from engine.states.limits import Limits, Pool, ValidationLimits
 from engine.states.timeouts import Timeouts
+from tests.core.scripted import Scripted
 
 ROUGH = Faults(lose=0.1, duplicate=0.1, die=0.01, fail_group=0.03, fail_sync=0.1, fail_trainer=0.05)
 REPLICAS = 6
@@ -61,6 +71,18 @@ def test_no_event_walks_over_the_replicas(sync: str, more: dict[str, Any]) -> No
 
     world.after(0.01, forbid)  # the first event starts every replica
     assert world.run().outcome == "finished"
+
+
+def test_a_validation_that_holds_every_replica_looks_for_no_other() -> None:
+    validation = ValidationLimits(rows=9, rows_per_slot=1, at_start=True, replicas=3)
+    limits = {"train_batch_size": 1, "max_staleness_steps": 0, "max_concurrent_groups": 1, "validation": validation}
+    run = Scripted(replicas=2, slots=2, **limits)
+    (served,) = run.state.validations.runs.values()
+    assert list(served.replicas) == [0, 1] and served.waiting
+    run.state.fleet.replicas = Unwalkable(run.state.fleet.replicas)
+    event = SettingChanged(setting="rollout.give_up_s", value="60")
+    stamp(event, run.events, run.clock)
+    run.scheduler.handle(event)
 
 
 class Run:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine.commands import (
+    AbortGroup,
     CancelTimer,
     DiscardGroups,
     DrawPrompts,
@@ -495,6 +496,21 @@ def test_a_group_started_after_the_timer_was_set_has_its_own_time() -> None:
     run.tell(TimerFired(timer=timer.timer), at=run.clock + 1.0)
     assert run.running() == [2]
     assert run.ordered(SetTimer)[-1].delay_s == pytest.approx(59.0)
+
+
+def test_of_groups_started_after_the_timer_was_set_the_first_to_use_up_its_time_sets_it_again() -> None:
+    run = Scripted(
+        train_batch_size=2, max_staleness_steps=0, max_concurrent_groups=2, deadline_timeout_s=60.0,
+        policies={"deadline": "drop", "filter": "zero-variance"},
+    )  # fmt: skip
+    timer = run.ordered(SetTimer)[-1]
+    began = run.clock
+    run.tell(run.generated(0, spread=0.0), at=began + 20.0)
+    run.tell(run.generated(1, spread=0.0), at=began + 50.0)
+    run.tell(TimerFired(timer=timer.timer), at=began + 60.0)
+    assert run.ordered(SetTimer)[-1].delay_s == pytest.approx(20.0)
+    run.fire()
+    assert [order.group for order in run.ordered(AbortGroup)] == [2]
 
 
 def test_shrinking_needs_something_to_shrink_to() -> None:

@@ -586,6 +586,15 @@ def test_replicas_of_the_same_pace_keep_their_groups() -> None:
     assert run.state.fleet.replicas[0].slow, "what it does now outweighs what it did"
 
 
+def test_a_resumed_group_tells_the_pace_of_its_replica_by_the_tokens_generated_there() -> None:
+    run = compared(replicas=1)
+    run.keep_prefix(0, tokens=5)
+    run.fail(0, cause="infrastructure")
+    assert run.ordered(ResumeGroup)[-1].group == 0
+    run.tell(run.generated(0), at=run.clock + 50.0)
+    assert run.state.fleet.replicas[0].pace == 50.0 / 5, "five of its ten tokens are from before"
+
+
 def test_a_group_moves_once_and_a_new_life_begins_unjudged() -> None:
     run = compared(prompts=14)
     paced(run, {0: 100.0, 1: 10.0})

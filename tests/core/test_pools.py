@@ -17,6 +17,7 @@ from engine.commands import (
 from engine.errors import ConfigError
 from engine.events import (
     BatchScored,
+    DrainRequested,
     ProcessLost,
     ProcessUp,
     ReplicaPaused,
@@ -284,6 +285,16 @@ def test_training_may_wait_until_every_replica_has_the_newest_weights() -> None:
     assert [order.step for order in run.ordered(TrainStep)] == [0, 1]
 
 
+def test_training_does_not_wait_for_a_replica_that_a_validation_holds() -> None:
+    run = small((), replicas=2, train_after_sync=True, validation=ValidationLimits(rows=2, at_start=True))
+    run.finish(0, 1, 2, 3)
+    run.train()
+    run.publish()
+    assert [replica.held for replica in run.state.fleet.replicas.values()] == [0, -1], "by the first validation"
+    run.install(1)
+    assert [order.step for order in run.ordered(TrainStep)] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("pools", "more", "law"),
     [
@@ -342,3 +353,12 @@ def test_wrong_variants_are_caught(put_in: Any, monkeypatch: pytest.MonkeyPatch)
 def test_replicas_and_trainer_take_turns_only_where_both_stand() -> None:
     assert TOGETHER[0].shared and LENT[1].shared
     assert not any(pool.shared for pool in REFERENCE_APART)
+
+
+def test_a_replica_that_only_validates_takes_no_turns_with_the_trainer_beside_it() -> None:
+    pools = (Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("train", "validation"), replicas=(1,)))
+    run = small(pools, replicas=2, validation=ValidationLimits(rows=2, own_from=1))
+    run.finish(0, 1)
+    assert run.ordered(TrainStep) and states(run) == ["ready", "ready"]
+    run.tell(DrainRequested(reason="maintenance"))
+    assert states(run) == ["draining", "draining"], "it does not sleep"

@@ -144,8 +144,14 @@ def test_waits_without_an_order_are_told() -> None:
     assert said == "step 0 on 2 groups waits for its pool, or for replicas to take the newest weights"
     measured = Measured()
     measured.next_version()
-    (said,) = [wait.what for wait in waits(measured.state) if wait.by == "the validation"]
-    assert said == "4 held-out rows wait for a replica with version 1"
+    (wait,) = [wait for wait in waits(measured.state) if wait.by == "the validation"]
+    assert wait.what == "4 held-out rows wait for a replica with version 1"
+    assert wait.since == measured.clock, "as soon as it is queued"
+    measured.install(0)
+    began = measured.clock
+    measured.lose(0)
+    (wait,) = [wait for wait in waits(measured.state) if wait.by == "the validation"]
+    assert wait.since == began, "since it started, once it has"
 
 
 def test_parked_groups_are_told_with_the_version_that_they_wait_for() -> None:

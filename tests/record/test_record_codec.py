@@ -132,6 +132,20 @@ def packed(*plain: object) -> bytes:
     return msgpack.packb(list(plain))
 
 
+@pytest.mark.parametrize(
+    ("id", "at", "said"),
+    [
+        *((0, at, "the time of an event is") for at in (3, "3", None, nan, inf, -inf)),
+        *((id, 0.0, "the position of an event is") for id in (-1, 2**63, True, 1.0, "1", None)),
+    ],
+)
+def test_a_frame_with_a_wrong_position_or_time_is_refused(id: object, at: object, said: str) -> None:
+    drawn = [2, 0, 3, True, 0]
+    assert decode_frame(packed(1, 7, 0.5, drawn, [], 0)).event == decode_event(packed(*drawn), 7, 0.5)
+    with pytest.raises(CodecError, match=said):
+        decode_frame(packed(1, id, at, drawn, [], 0))
+
+
 WRONG_EVENTS = {
     "nothing": b"",
     "not an array": msgpack.packb(3),

@@ -17,7 +17,16 @@ from engine.commands import FinishRun, SaveCheckpoint
 from engine.errors import RecordError, RunDamaged
 from engine.inspect import open_record, replay_text
 from engine.record import Handled, RecordEnd, Recorder, read, recover, replay
-from engine.record.log import FOUND, FRAME_BYTES, FRAME_STARTS, INDEX, PREAMBLE_BYTES, load_index, segment_name
+from engine.record.log import (
+    FOUND,
+    FRAME_BYTES,
+    FRAME_STARTS,
+    INDEX,
+    MAX_INDEX_BYTES,
+    PREAMBLE_BYTES,
+    load_index,
+    segment_name,
+)
 
 EVERY = 25
 
@@ -105,6 +114,10 @@ def test_an_index_that_is_missing_or_damaged_is_named(run: Path) -> None:
     said = json.loads(whole)
     (run / INDEX).write_text(json.dumps({**said, "format": 2}))
     refused(run, "format is 2, but this engine reads 1")
+    (run / INDEX).write_text(whole.ljust(MAX_INDEX_BYTES))
+    assert load_index(run)
+    (run / INDEX).write_text(whole.ljust(MAX_INDEX_BYTES + 1))
+    refused(run, f"has more than {MAX_INDEX_BYTES} bytes")
 
 
 def test_the_index_says_how_long_closed_segments_are(run: Path) -> None:

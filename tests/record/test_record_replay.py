@@ -4,7 +4,7 @@ not."""
 from pathlib import Path
 
 import pytest
-from record_samples import FAULTS, LIMITS, Echo, event, fill, header, leave_open, record_run
+from record_samples import FAULTS, LIMITS, Echo, answer, event, fill, header, leave_open, record_run
 
 from engine.commands import StartGroup
 from engine.errors import InvariantViolated, RecordError
@@ -66,6 +66,17 @@ def test_a_command_under_a_wrong_cause_has_diverged(echoed: MemoryRecorder) -> N
     wrong = (StartGroup(group=5, attempt=1, replica=0, incarnation=1, cause=4),)
     report = replay(read(echoed), build=lambda _: Echo(5, commands=wrong))
     assert report.divergence is not None and "StartGroup has cause 4" in str(report)
+
+
+def test_other_bytes_of_the_same_answers_are_identical(echoed: MemoryRecorder) -> None:
+    other = MemoryRecorder(header())
+    other.frames.extend(echoed.frames)
+    kind_and_position = b"\x96\x01\x05"
+    assert other.frames[5].startswith(kind_and_position)
+    other.frames[5] = b"\x96\x01\xcc" + other.frames[5].removeprefix(b"\x96\x01")  # the position as a uint8
+    seen: list[int] = []
+    report = replay(read(other), build=lambda _: Echo(), watch=lambda frame: seen.append(len(frame.commands)))
+    assert report.identical and report.events == COUNT and seen == [len(answer(n)) for n in range(COUNT)]
 
 
 def test_rejected_events_are_skipped_and_told() -> None:

@@ -16,9 +16,10 @@ from engine.events import SettingChanged, TimerFired, WeightsStaged
 from engine.ids import GroupId
 from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
-from engine.record import Handled, Header, MemoryRecorder, Recorder, read, recover, replay
+from engine.record import Handled, Header, MemoryRecorder, RecordEnd, Recorder, read, recover, replay
 from engine.record.frames import encode_snapshot
 from engine.record.msgpack_values import CodecError, pack, unpack
+from engine.record.reader import Snapshot
 from engine.record.snapshots import GROUPS_IN_A_PART, declarations, restore, snapshot
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.stragglers import PaceScheduling
@@ -212,6 +213,22 @@ def test_its_parts_lie_in_one_segment_and_one_that_is_cut_short_is_none(tmp_path
         broken.snapshot(payloads[:-1])
         broken.write(event(3), answer(3), 0)
         list(read(broken).frames())
+
+
+def test_a_snapshot_begins_anew_behind_one_that_was_cut_short(tmp_path: Path) -> None:
+    scheduler = Scheduler(LIMITS)
+    scheduler.state.draw(0, 2 * GROUPS_IN_A_PART + 1)
+    payloads = encode_snapshot(3, snapshot(scheduler))
+    recorder = Recorder(tmp_path, header())
+    fill(recorder, 3)
+    recorder.snapshot(payloads[:-1])
+    recorder.close()
+    again = Recorder(tmp_path, RecordEnd(events=3))
+    again.snapshot(payloads)
+    again.close()
+    *events, whole = read(tmp_path).frames_and_snapshots()
+    assert isinstance(whole, Snapshot) and len(events) == 3
+    assert [part.payload for part in whole.parts] == payloads and whole.path == str(again.path)
 
 
 def recorded(directory: Path | None = None, **options: Any) -> Any:

@@ -119,6 +119,7 @@ def nested(depth: int) -> object:
         ([1, {"at": object()}], "is a object"),
         ({"a": {3: "x"}}, "has the key 3, a int"),
         (2**63, "more than 64 bits"),
+        (-(2**63) - 1, "more than 64 bits"),
         (nested(FIELD_DEPTH + 1), "nested more than"),
     ],
 )

@@ -106,6 +106,17 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert said(files) == {1: "there"}
 
 
+def test_a_merge_that_meets_a_damaged_file_fails_and_changes_nothing(tmp_path: Path) -> None:
+    files = SampleFiles(tmp_path)
+    for step in (0, 1, STEPS):
+        files.write_step(step, [of_step(step, f"{step}")])
+    (tmp_path / "step-000001.parquet").write_bytes(b"damaged")
+    there = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match="Parquet"):
+        files.merge()
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == there
+
+
 @pytest.mark.parametrize("umask", [0o000, 0o277])
 def test_only_its_user_may_read_it(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)

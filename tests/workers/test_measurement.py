@@ -86,6 +86,19 @@ def test_a_repeated_order_is_carried_out_once_and_a_newer_attempt_again() -> Non
     play(scene)
 
 
+def test_a_repeat_of_an_order_that_was_answered_is_not_answered_again() -> None:
+    async def scene() -> None:
+        on = stage(Answering())
+        on.generator.let.set()
+        on.worker.carry_out(measure())
+        await on.until(1)
+        on.worker.carry_out(measure())
+        await on.settle()
+        assert len(news(on, RowsMeasured)) == 1 and len(on.generator.works) == 3
+
+    play(scene)
+
+
 def test_what_is_the_replica_s_fault_fails_the_chunk() -> None:
     async def scene() -> None:
         class Broken(Answering):

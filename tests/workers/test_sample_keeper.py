@@ -60,7 +60,8 @@ class Bench:
 
     async def step(self, step: int = 5) -> Event:
         for number in range(2):
-            group = TrajectoryGroup(group=number, prompt=Prompt(row=number + 7, text=f"{number} + 1"), trajectories=[])
+            prompt = Prompt(row=number + 7, text=f"{number} + 1", source="math" if number else "")
+            group = TrajectoryGroup(group=number, prompt=prompt, trajectories=[])
             for index in range(2):
                 group.trajectories.append(response([1] * (index + 1), reward=float(number + index), version=3))
                 group.trajectories[-1].reward_parts = {"right": 1.0, "brief": 0.5} if number else {}
@@ -102,6 +103,7 @@ def test_a_reported_step_has_its_samples_with_what_is_known_of_them(tmp_path: Pa
         (None, 0.25),
     ]
     assert [row["staleness"] for row in rows] == [2, 2, 0, 0]
+    assert [row["source"] for row in rows] == [None, None, "math", "math"]
     assert [row["reward_parts"] for row in rows] == [None, None, *[{"right": 1.0, "brief": 0.5}] * 2]
     assert "worst" in rows[0]["reasons"] and {"best", "longest"} & set(rows[3]["reasons"])
     others = ("prompt_row", "prompt", "oldest_version", "newest_version", "finish_reason", "step", "segments")

@@ -137,6 +137,17 @@ def test_each_step_is_scored_under_the_weights_that_it_is_trained_from() -> None
     play(scene)
 
 
+def test_a_step_that_is_scored_again_needs_no_other_weights() -> None:
+    async def scene(bench: Bench) -> None:
+        await bench.score(0)
+        await bench.train(0)
+        for attempt in (1, 2):
+            assert await bench.score(1, attempt) == BatchScored(step=1, attempt=attempt, task="old_logprobs")
+        assert bench.reader.calls[1:] == ["load 1", "score old_logprobs of 1", "score old_logprobs of 1"]
+
+    play(scene)
+
+
 def test_weights_of_any_other_step_are_never_scored_under() -> None:
     async def scene(bench: Bench) -> None:
         failed = await bench.score(1)
