@@ -232,7 +232,7 @@ def test_a_snapshot_begins_anew_behind_one_that_was_cut_short(tmp_path: Path) ->
 
 
 def recorded(directory: Path | None = None, **options: Any) -> Any:
-    return record_run(directory, seed=7, snapshot_every=EVERY, **options)
+    return record_run(directory, seed=10, snapshot_every=EVERY, **options)  # its newest snapshot has open groups
 
 
 def test_the_run_goes_on_from_the_newest_snapshot_and_a_replay_checks_each() -> None:
