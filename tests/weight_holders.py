@@ -1,8 +1,13 @@
-"""Processes of `test_shared_weights.py` that hold a publication. They import no more than they need."""
+"""Processes of `test_shared_weights.py` and `test_staged_weights.py` that hold a publication. They import no more than
+they need."""
 
+import multiprocessing
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,8 +15,21 @@ from engine.rollout.torch import transfer
 from engine.rollout.torch.host_weights import stage
 from engine.shared_weights import NAME, Manifest, MappedTensors, Memory, turn
 
+SPAWN = multiprocessing.get_context("spawn")
 WIDE = 4 << 20
 """float32 values of the large tensor."""
+
+
+@contextmanager
+def process(run: Any, *given: Any) -> Iterator[tuple[Any, Connection]]:
+    ours, theirs = SPAWN.Pipe()
+    started = SPAWN.Process(target=run, args=(theirs, *given), daemon=True)
+    started.start()
+    try:
+        yield started, ours
+    finally:
+        started.kill()
+        started.join()
 
 
 def manifest() -> Manifest:
