@@ -240,6 +240,8 @@ def _size(manifest: Manifest) -> int:
 
 PLACES = "places.json"
 """The file that says where in shared memory tensors lie: arguments of `Place`."""
+UNUSABLE = "a worker cannot use the shared memory of the weights"
+"""How a worker's report begins if it could install the same tensors from files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,13 +321,13 @@ class MappedTensors:
         return cls([Place(*place) for place in places])
 
     def __iter__(self) -> "Iterator[tuple[str, Tensor]]":
-        """Raises: `OSError` if the memory was closed."""
+        """Maps the memory at once. Raises: `OSError` if it was closed, or this process may not read it."""
+        return self._views({path: self._window(path) for path in dict.fromkeys(place.path for place in self._places)})
+
+    def _views(self, windows: "dict[str, tuple[int, Tensor]]") -> "Iterator[tuple[str, Tensor]]":
         import torch
 
-        windows: dict[str, tuple[int, Tensor]] = {}
         for place in self._places:
-            if place.path not in windows:
-                windows[place.path] = self._window(place.path)
             first, window = windows[place.path]
             flat = window[place.offset - first : place.end - first]
             yield place.name, flat.view(getattr(torch, place.kind)).view(place.shape)

@@ -84,6 +84,41 @@ def worker(link: Connection, directory: str) -> None:
     del tensors
 
 
+class Model:
+    """Stands for vLLM's model and its loader."""
+
+    def __init__(self) -> None:
+        self.keeps = False
+        self.loaded: dict[str, torch.Tensor] = {}
+
+    def get_model(self) -> torch.nn.Module:
+        return torch.nn.Module()
+
+    def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.loaded = {name: tensor if self.keeps else tensor.clone() for name, tensor in weights_iterator}
+
+
+def vllm_worker(link: Connection) -> None:
+    """A worker with the engine's extension: carries out its calls, after which it answers with what it has loaded."""
+    from vllm.config import VllmConfig
+
+    from engine.rollout.vllm.worker_extension import InstallWeights
+
+    class Worker(InstallWeights):
+        vllm_config = VllmConfig()
+        model_runner = Model()
+
+        def synchronize_device(self) -> None:
+            """It has none."""
+
+    worker = Worker()
+    link.send("ready")
+    while True:
+        worker.model_runner.keeps, method, arguments = link.recv()
+        wrong = getattr(worker, method)(*arguments)
+        link.send((wrong, {name: digest(tensor) for name, tensor in worker.model_runner.loaded.items()}))
+
+
 def hold(link: Connection, publication: str, complete: bool) -> None:
     """Take a turn and make a copy, all of it or a part, and keep it."""
     with turn(publication):

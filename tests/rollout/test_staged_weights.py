@@ -1,6 +1,9 @@
 """A version is staged whole or not at all, and as one copy for all backends of a machine, in memory or in files."""
 
+import asyncio
 import os
+from collections.abc import Coroutine
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from weight_holders import digest, own_memory, process, worker
+from weight_holders import digest, own_memory, process, vllm_worker, worker
 
 from engine.actors.transports import pack_tensors, unpack_tensors
 from engine.errors import EngineError
+from engine.rollout.vllm import weight_receiver
 from engine.rollout.vllm.staged_weights import StagingArea
-from engine.shared_weights import NAME, OpenMemory, PublishedTensors, copy_of, publication_of
+from engine.rollout.vllm.weight_receiver import Incoming
+from engine.shared_weights import NAME, PLACES, OpenMemory, PublishedTensors, copy_of, publication_of
 
 
 def model_in(directory: Path, vocabulary: int) -> Qwen2ForCausalLM:
@@ -76,6 +81,60 @@ def test_the_workers_of_vllm_read_the_copy_that_their_machine_has(tmp_path: Path
     assert handles_of_memory() == handles // 2 + 1
     areas[1].close()
     assert handles_of_memory() == 0
+
+
+class Workers:
+    """An engine with one worker, in a process of its own."""
+
+    def __init__(self, link: Connection) -> None:
+        self.keeps = False
+        self.loaded: dict[str, float] = {}
+        self._link = link
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[str]:
+        self._link.send((self.keeps, method, args))
+        wrong, self.loaded = await asyncio.to_thread(self._link.recv)
+        return [wrong]
+
+
+def test_a_backend_whose_worker_cannot_use_the_memory_uses_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    weights = model_in(tmp_path / "model", 16).state_dict()
+    versions = [{name: value + version for name, value in weights.items()} for version in range(4)]
+
+    async def control(call: Coroutine[Any, Any, Any], limit_s: float) -> Any:
+        return await call
+
+    async def scenario(link: Connection, refuses: bool) -> list[str]:
+        (tmp_path / "place").mkdir(exist_ok=True)
+        area = StagingArea(str(tmp_path / "model"), 1.0, tmp_path / "place", maps=True)
+        handles, engine = handles_of_memory(), Workers(link)
+        incoming = Incoming(area, engine, control, 60.0)
+        for version in (0, 1):
+            await incoming.stage(version, taken(versions[version], "memory"))
+        assert await incoming.swap(0, 60.0) == "" and handles_of_memory() > handles
+        engine.keeps = not refuses
+        for version in (1, 0, 2, 3):  # the second as after a failed install
+            if version > 1:
+                await incoming.stage(version, taken(versions[version], "memory"))
+            places = area.directory(version) / PLACES  # type: ignore[operator]
+            if refuses and places.exists():
+                places.write_text(places.read_text().replace("/fd/", "/fd/9"))
+            assert await incoming.swap(version, 60.0) == ""
+            assert engine.loaded == {name: digest(value) for name, value in versions[version].items()}
+        assert len(list(area.root.glob("*/*.safetensors"))) == 4 and handles_of_memory() == handles
+        area.close()
+        said = [record.getMessage() for record in caplog.records if record.name == weight_receiver.__name__]
+        caplog.clear()
+        return said
+
+    with process(vllm_worker) as (_, link):
+        assert link.recv() == "ready"
+        for refuses, reason in ((True, "No such file"), (False, "keeps a loaded tensor")):
+            (said,) = asyncio.run(scenario(link, refuses))
+            assert said.startswith("version 1 and all later ones are staged as files") and reason in said
 
 
 def test_weights_in_no_shared_memory_are_staged_as_files(tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ class Staged:
     directory: Path
     memory: OpenMemory | None
     """Holds the tensors, if the directory only says where they lie."""
+    publication: str
+    """See `PublishedTensors`."""
 
     def remove(self) -> None:
         if self.memory is not None:
@@ -125,7 +127,8 @@ class StagingArea:
         self.tensors = ModelTensors.of(model, lora)
         self._model = model
         self._lora = lora
-        self._maps = maps and lora is None  # vLLM reads adapters itself
+        self.maps = maps and lora is None  # vLLM reads adapters itself
+        """Whether published tensors are left where they lie in shared memory."""
         self._bucket = int(bucket_mb * MIB)
         place = place or (MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir()))
         self._place = place
@@ -146,11 +149,22 @@ class StagingArea:
         nothing of the version is held, except what was staged before.
         """
         tensors = self.tensors.checked(version, weights)
-        maps = self._maps and isinstance(weights, PublishedTensors)
+        maps = self.maps and isinstance(weights, PublishedTensors)
+        self._stage(version, tensors, publication_of(weights), maps=maps)
+
+    def use_files(self, version: Version) -> None:
+        """Write files only from now on, and those of a version that is staged in shared memory. Blocks. Raises:
+        `EngineError` as `write`; then the version stays as it is."""
+        self.maps = False
+        staged = self._staged.get(version)
+        if staged is not None and staged.memory is not None:
+            self._stage(version, dict(staged.memory.tensors), staged.publication, maps=False)
+
+    def _stage(self, version: Version, tensors: Mapping[str, torch.Tensor], publication: str, *, maps: bool) -> None:
         self._check_open(version)
         try:
-            staged = self._map(version, tensors) if maps else None
-            self._keep(version, staged or self._write_files(version, tensors, publication_of(weights)))
+            staged = self._map(version, tensors, publication) if maps else None
+            self._keep(version, staged or self._write_files(version, tensors, publication))
         except (OSError, SafetensorError) as error:
             self._check_open(version)
             story = f"version {version} cannot be staged in {self.root}: {error}"
@@ -172,12 +186,12 @@ class StagingArea:
             dropped.remove()
         self._check_open(version)
 
-    def _map(self, version: Version, tensors: Mapping[str, torch.Tensor]) -> Staged | None:
+    def _map(self, version: Version, tensors: Mapping[str, torch.Tensor], publication: str) -> Staged | None:
         """A directory that says where the tensors lie; None if they lie in no shared memory."""
         memory = open_memory(tensors)
         if memory is None:
             return None
-        staged = Staged(self.root / f"{version}-{secrets.token_hex(4)}", memory)
+        staged = Staged(self.root / f"{version}-{secrets.token_hex(4)}", memory, publication)
         try:
             staged.directory.mkdir(mode=0o700)
             memory.describe(staged.directory)
@@ -193,7 +207,7 @@ class StagingArea:
                 if not self._link(publication, making):
                     self._save(version, tensors, making)
                 name = f"{version}-{secrets.token_hex(4)}-{publication}"
-                return Staged(making.rename(self.root / name), memory=None)
+                return Staged(making.rename(self.root / name), None, publication)
         except BaseException:
             shutil.rmtree(making, ignore_errors=True)
             raise
