@@ -13,7 +13,8 @@ import torch
 
 from engine.rollout.torch import transfer
 from engine.rollout.torch.host_weights import stage
-from engine.shared_weights import NAME, Manifest, MappedTensors, Memory, turn
+from engine.rollout.vllm.mapped_weights import MappedTensors
+from engine.shared_weights import NAME, Manifest, Memory, turn
 
 SPAWN = multiprocessing.get_context("spawn")
 WIDE = 4 << 20

@@ -16,9 +16,10 @@ from weight_holders import digest, own_memory, process, vllm_worker, worker
 from engine.actors.transports import pack_tensors, unpack_tensors
 from engine.errors import EngineError
 from engine.rollout.vllm import weight_receiver
+from engine.rollout.vllm.mapped_weights import PLACES, OpenMemory
 from engine.rollout.vllm.staged_weights import StagingArea
 from engine.rollout.vllm.weight_receiver import Incoming
-from engine.shared_weights import NAME, PLACES, OpenMemory, PublishedTensors, copy_of, publication_of
+from engine.shared_weights import NAME, PublishedTensors, copy_of, publication_of
 
 
 def model_in(directory: Path, vocabulary: int) -> Qwen2ForCausalLM:

@@ -12,7 +12,8 @@ from backends import WIDE, build, go_on, hold, run
 
 from engine.errors import EngineError
 from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams
-from engine.shared_weights import PLACES, copy_of, find
+from engine.rollout.vllm.mapped_weights import PLACES
+from engine.shared_weights import copy_of, find
 from engine.trajectory import Span
 
 pytest.importorskip("vllm", reason="vLLM is not installed")

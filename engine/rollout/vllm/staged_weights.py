@@ -26,7 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.errors import EngineError
 from engine.ids import Version
 from engine.lora import Lora, adapter_tensors, add_adapter, write_adapter
-from engine.shared_weights import OpenMemory, PublishedTensors, open_memory, publication_of, turn
+from engine.rollout.vllm.mapped_weights import OpenMemory, open_memory
+from engine.shared_weights import PublishedTensors, publication_of, turn
 
 MEMORY = Path("/dev/shm")
 PREFIX = "step-engine-weights-"

@@ -16,8 +16,9 @@ import torch
 from engine.errors import EngineError
 from engine.ids import Version
 from engine.rollout.sent_weights import Answer, Call, Join, Send, SentWeights, Turn
+from engine.rollout.vllm.mapped_weights import UNUSABLE
 from engine.rollout.vllm.staged_weights import ModelTensors, StagingArea
-from engine.shared_weights import UNUSABLE, Manifest
+from engine.shared_weights import Manifest
 
 log = logging.getLogger(__name__)
 

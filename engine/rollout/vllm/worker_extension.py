@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from engine.rollout.vllm.gloo_transfer import register
-from engine.shared_weights import UNUSABLE, MappedTensors
+from engine.rollout.vllm.mapped_weights import UNUSABLE, MappedTensors
 
 OWNER = "STEP_ENGINE_VLLM_OWNER"
 """Environment variable with the owner's process id, a colon, and the directory to remove when the owner dies."""
