@@ -1,7 +1,9 @@
 """A version is staged whole or not at all, and as one copy for all backends of a machine, in memory or in files."""
 
 import asyncio
+import json
 import os
+import re
 from collections.abc import Coroutine
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,7 +18,7 @@ from weight_holders import digest, own_memory, process, vllm_worker, worker
 from engine.actors.transports import pack_tensors, unpack_tensors
 from engine.errors import EngineError
 from engine.rollout.vllm import weight_receiver
-from engine.rollout.vllm.mapped_weights import PLACES, OpenMemory
+from engine.rollout.vllm.mapped_weights import PLACES, MappedTensors, OpenMemory
 from engine.rollout.vllm.staged_weights import StagingArea
 from engine.rollout.vllm.weight_receiver import Incoming
 from engine.shared_weights import NAME, PublishedTensors, copy_of, publication_of
@@ -189,6 +191,34 @@ FAILURES = {
     "closed meanwhile": "was closed",
     "closed at the end": "was closed",
 }
+
+
+@pytest.mark.parametrize("other", ["file", "machine"])
+def test_memory_that_is_not_the_staged_one_is_not_read(tmp_path: Path, other: str) -> None:
+    weights = taken(model_in(tmp_path / "model", 16).state_dict(), "memory")
+    (tmp_path / "place").mkdir()
+    area = StagingArea(str(tmp_path / "model"), 1.0, tmp_path / "place", maps=True)
+    area.write(1, weights)
+    directory = area.directory(1)
+    assert directory is not None
+    staged = MappedTensors.of(directory)
+    assert staged is not None and dict(staged).keys() == area.tensors.shapes.keys()
+    opened: set[int] = set()
+    if other == "file":
+        (number,) = {int(place[1].rpartition("/")[2]) for place in json.loads((directory / PLACES).read_text())}
+        area.keep_only()
+        copy, _ = copy_of(weights)
+        opened = {copy.handle, os.dup2(copy.handle, number)}  # the number is given out again
+    else:
+        (boot,) = set(re.findall(r"\w{8}(?:-\w{4}){3}-\w{12}", (directory / PLACES).read_text()))
+        (directory / PLACES).write_text((directory / PLACES).read_text().replace(boot, boot[::-1]))
+        staged = MappedTensors.of(directory)
+        assert staged is not None
+    with pytest.raises(OSError, match="is not the memory that was staged"):
+        iter(staged)
+    for handle in opened:
+        os.close(handle)
+    area.close()
 
 
 @pytest.mark.parametrize("how", FAILURES)

@@ -23,6 +23,7 @@ from engine.shared_weights import find_links, view_bytes
 
 PLACES = "places.json"
 """The file that says where in shared memory tensors lie: arguments of `Place`."""
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 UNUSABLE = "a worker cannot use the shared memory of the weights"
 """How a worker's report begins if it could install the same tensors from files."""
 
@@ -33,7 +34,10 @@ class Place:
 
     name: str
     path: str
-    """Opens the memory in any process of this machine and user, while the `OpenMemory` is open."""
+    """Opens the memory in any process of this machine and user, while the `OpenMemory` is open. Later it may open
+    other memory, and so it may on another machine."""
+    identity: str
+    """Of the memory: see `identify`."""
     offset: int
     """In bytes."""
     kind: str
@@ -65,22 +69,22 @@ class OpenMemory:
 def open_memory(tensors: Mapping[str, torch.Tensor]) -> OpenMemory | None:
     """The shared memory that tensors lie in; None if one of them lies elsewhere, or the system does not show where."""
     mappings = _list_mappings()
-    paths: dict[tuple[str, str], str] = {}
+    opened: dict[tuple[str, str], tuple[str, str]] = {}
     places: list[Place] = []
     with contextlib.ExitStack() as handles:
         for name, tensor in tensors.items():
             mapping = _find_mapping(tensor, mappings)
             if mapping is None:
                 return None
-            if mapping.file not in paths:
+            if mapping.file not in opened:
                 handle = _open_file(*mapping.file)
                 if handle is None:
                     return None
                 handles.callback(os.close, handle)
-                paths[mapping.file] = f"/proc/{os.getpid()}/fd/{handle}"
+                opened[mapping.file] = f"/proc/{os.getpid()}/fd/{handle}", identify(handle)
             offset = mapping.offset + tensor.data_ptr() - mapping.first
             kind = str(tensor.dtype).removeprefix("torch.")
-            places.append(Place(name, paths[mapping.file], offset, kind, tuple(tensor.shape)))
+            places.append(Place(name, *opened[mapping.file], offset, kind, tuple(tensor.shape)))
         return OpenMemory(tuple(places), dict(tensors), handles.pop_all())
 
 
@@ -102,7 +106,7 @@ class MappedTensors:
         return cls([Place(*place) for place in places])
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Maps the memory at once. Raises: `OSError` if it was closed, or this process may not read it."""
+        """Maps the memory at once. Raises: `OSError` if it was closed, or this process cannot open it."""
         return self._read({path: self._map(path) for path in dict.fromkeys(place.path for place in self._places)})
 
     def _read(self, windows: dict[str, tuple[int, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -124,6 +128,10 @@ class MappedTensors:
         size = max(place.end for place in inside) - first
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            if identify(handle) != inside[0].identity:
+                raise OSError(
+                    f"{path} is not the memory that was staged: its replica has closed it, or is on another machine"
+                )
             mapping = mmap.mmap(handle, size, access=mmap.ACCESS_READ, offset=first)
         finally:
             os.close(handle)
@@ -141,6 +149,20 @@ class _Mapping:
     """In the file."""
     file: tuple[str, str]
     """(name, device and inode)"""
+
+
+def identify(handle: int) -> str:
+    """Identifies an open file among those of all machines: the boot of the machine, the device and the inode."""
+    boot = ""
+    with contextlib.suppress(FileNotFoundError):
+        boot = BOOT.read_text().strip()
+    return f"{boot} {_name_inode(handle)}"
+
+
+def _name_inode(handle: int) -> str:
+    """The device and the inode of an open file, as the kernel writes them in lists of mappings."""
+    status = os.fstat(handle)
+    return f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x} {status.st_ino}"
 
 
 def _list_mappings() -> list[_Mapping]:
@@ -162,14 +184,12 @@ def _find_mapping(tensor: torch.Tensor, mappings: Sequence[_Mapping]) -> _Mappin
     return next((mapping for mapping in mappings if mapping.first <= first < stop <= mapping.stop), None)
 
 
-def _open_file(name: str, identity: str) -> int | None:
+def _open_file(name: str, inode: str) -> int | None:
     """A handle to read the file of a mapping, from one that any process of this machine has; None if there is none."""
     for link in find_links(name):
         with contextlib.suppress(OSError):
             handle = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
-            status = os.fstat(handle)
-            device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
-            if f"{device} {status.st_ino}" == identity:
+            if _name_inode(handle) == inode:
                 return handle
             os.close(handle)
     return None
