@@ -35,7 +35,7 @@ class Place:
     name: str
     path: str
     """Opens the memory in any process of this machine and user, while the `OpenMemory` is open. Later it may open
-    other memory, and so it may on another machine."""
+    other memory, as it does on another machine."""
     identity: str
     """Of the memory: see `identify`."""
     offset: int
@@ -69,22 +69,22 @@ class OpenMemory:
 def open_memory(tensors: Mapping[str, torch.Tensor]) -> OpenMemory | None:
     """The shared memory that tensors lie in; None if one of them lies elsewhere, or the system does not show where."""
     mappings = _list_mappings()
-    opened: dict[tuple[str, str], tuple[str, str]] = {}
+    memories: dict[tuple[str, str], tuple[str, str]] = {}
     places: list[Place] = []
     with contextlib.ExitStack() as handles:
         for name, tensor in tensors.items():
             mapping = _find_mapping(tensor, mappings)
             if mapping is None:
                 return None
-            if mapping.file not in opened:
+            if mapping.file not in memories:
                 handle = _open_file(*mapping.file)
                 if handle is None:
                     return None
                 handles.callback(os.close, handle)
-                opened[mapping.file] = f"/proc/{os.getpid()}/fd/{handle}", identify(handle)
+                memories[mapping.file] = f"/proc/{os.getpid()}/fd/{handle}", identify(handle)
             offset = mapping.offset + tensor.data_ptr() - mapping.first
             kind = str(tensor.dtype).removeprefix("torch.")
-            places.append(Place(name, *opened[mapping.file], offset, kind, tuple(tensor.shape)))
+            places.append(Place(name, *memories[mapping.file], offset, kind, tuple(tensor.shape)))
         return OpenMemory(tuple(places), dict(tensors), handles.pop_all())
 
 

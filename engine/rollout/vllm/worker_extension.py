@@ -96,10 +96,14 @@ class InstallWeights:
 
 def staged_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a staged version, memory-mapped, in the order in which they were written. Raises:
-    `FileNotFoundError` if there is none, as on another machine."""
+    `FileNotFoundError` if there is none."""
     paths = sorted(directory.glob("*.safetensors"))
     if not paths:
-        raise FileNotFoundError(f"{directory} is not on this worker's machine: use rollout.transport: vllm")
+        raise FileNotFoundError(
+            f"no staged files in {directory}: either the version was removed meanwhile, or this worker is on another "
+            "machine than its replica; then use rollout.transport: vllm, or for a server a rollout.weights_dir that "
+            "its machine shares"
+        )
     for path in paths:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
