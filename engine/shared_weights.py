@@ -1,26 +1,22 @@
 """Shares one copy of each publication among the processes of a machine, and makes them take turns to create it.
 
 A trainer writes its publications into shared memory. `rollout.torch.transfer` finds there the copy of another process
-of the machine, or receives a publication into it. `rollout.vllm.staged_weights` shares files, with the same turns, and
-tells vLLM's workers where in shared memory, or in Ray's object store, the tensors are. The kernel counts the holders of
-memory: it is free when the last process has dropped it or has died, however it died. If the system has no such memory,
-each process has its own. Must never show a publication that is not complete. torch is imported late, because code that
-only forwards descriptions does not need it.
+of the machine, or receives a publication into it; `rollout.vllm.staged_weights` shares files, with the same turns. The
+kernel counts the holders of memory: it is free when the last process has dropped it or has died, however it died. If
+the system has no such memory, each process has its own. Must never show a publication that is not complete. torch is
+imported late, because code that only forwards descriptions does not need it.
 """
 
 import contextlib
 import fcntl
-import gc
-import json
 import mmap
 import os
 import secrets
 import tempfile
 import threading
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,7 +114,7 @@ def find(manifest: Manifest, publication: str) -> PublishedTensors | None:
     if not SHARES:
         return None
     wanted = f"/memfd:{NAME}{publication} (deleted)"
-    for link in _links(wanted):
+    for link in find_links(wanted):
         try:
             handle = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -176,8 +172,8 @@ def _is_at(handle: int, path: Path) -> bool:
         return False
 
 
-def _links(wanted: str) -> Iterator[str]:
-    """Open files of processes of this machine that link to `wanted`."""
+def find_links(name: str) -> Iterator[str]:
+    """Paths in `/proc` of the open files with a name, of all processes of this machine that this one may see."""
     for process in os.listdir("/proc"):
         if not process.isdigit():
             continue
@@ -185,7 +181,7 @@ def _links(wanted: str) -> Iterator[str]:
             for handle in os.listdir(f"/proc/{process}/fd"):
                 link = f"/proc/{process}/fd/{handle}"
                 with contextlib.suppress(OSError):
-                    if os.readlink(link) == wanted:
+                    if os.readlink(link) == name:
                         yield link
 
 
@@ -201,7 +197,8 @@ def weights_in(handle: int, manifest: Manifest) -> "dict[str, Tensor]":
     return {name: tensors[place] for name, place in manifest.names}
 
 
-def _bytes_of(memory: Any) -> "Tensor":
+def view_bytes(memory: Any) -> "Tensor":
+    """A tensor over a buffer, which may be read-only."""
     import torch
 
     with warnings.catch_warnings():
@@ -212,7 +209,7 @@ def _bytes_of(memory: Any) -> "Tensor":
 def _views(memory: Any, manifest: Manifest) -> "list[Tensor]":
     import torch
 
-    whole = _bytes_of(memory)
+    whole = view_bytes(memory)
     tensors = []
     places = zip(manifest.tensors, _offsets(manifest), manifest.sizes(), strict=False)
     for (kind, shape), offset, size in places:
@@ -234,161 +231,3 @@ def _offsets(manifest: Manifest) -> list[int]:
 
 def _size(manifest: Manifest) -> int:
     return max(1, _offsets(manifest)[-1])
-
-
-# -- the same memory in a child process --------------------------------------------------------------------------------
-
-PLACES = "places.json"
-"""The file that says where in shared memory tensors lie: arguments of `Place`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor lies in shared memory."""
-
-    name: str
-    path: str
-    """Opens the memory in any process of this machine and user, while the `OpenMemory` is open."""
-    offset: int
-    """In bytes."""
-    kind: str
-    shape: tuple[int, ...]
-
-    @property
-    def end(self) -> int:
-        import torch
-
-        return self.offset + getattr(torch, self.kind).itemsize * prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class OpenMemory:
-    """The shared memory of tensors, whoever allocated it, held for child processes: its contents stay until `close`."""
-
-    places: tuple[Place, ...]
-    tensors: "dict[str, Tensor]"
-    """Keep the memory allocated."""
-    handles: contextlib.ExitStack
-
-    def describe(self, directory: Path) -> None:
-        """Write what `MappedTensors.of` reads."""
-        (directory / PLACES).write_text(json.dumps([astuple(place) for place in self.places]))
-
-    def close(self) -> None:
-        self.handles.close()
-        self.tensors.clear()
-
-
-def open_memory(tensors: "Mapping[str, Tensor]") -> OpenMemory | None:
-    """The shared memory that tensors lie in; None if one of them lies elsewhere, or the system does not show where."""
-    mappings = _shared_mappings()
-    paths: dict[tuple[str, str], str] = {}
-    places: list[Place] = []
-    with contextlib.ExitStack() as handles:
-        for name, tensor in tensors.items():
-            mapping = _mapping_of(tensor, mappings)
-            if mapping is None:
-                return None
-            if mapping.file not in paths:
-                handle = _opened(*mapping.file)
-                if handle is None:
-                    return None
-                handles.callback(os.close, handle)
-                paths[mapping.file] = f"/proc/{os.getpid()}/fd/{handle}"
-            offset = mapping.offset + tensor.data_ptr() - mapping.first
-            kind = str(tensor.dtype).removeprefix("torch.")
-            places.append(Place(name, paths[mapping.file], offset, kind, tuple(tensor.shape)))
-        return OpenMemory(tuple(places), dict(tensors), handles.pop_all())
-
-
-class MappedTensors:
-    """The tensors at places, by name, to be read once and not to be kept: after `OpenMemory.close`, the memory may get
-    other contents."""
-
-    def __init__(self, places: "Sequence[Place]") -> None:
-        self._places = places
-        self._mappings: list[weakref.ref[mmap.mmap]] = []
-
-    @classmethod
-    def of(cls, directory: Path) -> "MappedTensors | None":
-        """What an `OpenMemory` has described there; None if none has."""
-        try:
-            places = json.loads((directory / PLACES).read_text())
-        except FileNotFoundError:
-            return None
-        return cls([Place(*place) for place in places])
-
-    def __iter__(self) -> "Iterator[tuple[str, Tensor]]":
-        """Raises: `OSError` if the memory was closed."""
-        import torch
-
-        windows: dict[str, tuple[int, Tensor]] = {}
-        for place in self._places:
-            if place.path not in windows:
-                windows[place.path] = self._window(place.path)
-            first, window = windows[place.path]
-            flat = window[place.offset - first : place.end - first]
-            yield place.name, flat.view(getattr(torch, place.kind)).view(place.shape)
-
-    def in_use(self) -> bool:
-        """Whether somebody still has one of the tensors."""
-        if any(mapping() is not None for mapping in self._mappings):
-            gc.collect()
-        return any(mapping() is not None for mapping in self._mappings)
-
-    def _window(self, path: str) -> "tuple[int, Tensor]":
-        """The part of a memory that has all the tensors that lie in it, and the offset at which it begins."""
-        inside = [place for place in self._places if place.path == path]
-        first = min(place.offset for place in inside) // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        size = max(place.end for place in inside) - first
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            mapping = mmap.mmap(handle, size, access=mmap.ACCESS_READ, offset=first)
-        finally:
-            os.close(handle)
-        self._mappings.append(weakref.ref(mapping))
-        return first, _bytes_of(mapping)
-
-
-@dataclass(frozen=True, slots=True)
-class _Mapping:
-    """A part of this process's addresses that is shared memory."""
-
-    first: int
-    stop: int
-    offset: int
-    """In the file."""
-    file: tuple[str, str]
-    """(name, device and inode)"""
-
-
-def _shared_mappings() -> list[_Mapping]:
-    found = []
-    with contextlib.suppress(FileNotFoundError), open("/proc/self/maps") as lines:
-        for line in lines:
-            addresses, mode, offset, device, inode, *name = line.rstrip("\n").split(maxsplit=5)
-            if mode.endswith("s") and name:
-                first, stop = (int(address, 16) for address in addresses.split("-"))
-                found.append(_Mapping(first, stop, int(offset, 16), (name[0], f"{device} {inode}")))
-    return found
-
-
-def _mapping_of(tensor: "Tensor", mappings: Sequence[_Mapping]) -> _Mapping | None:
-    """The mapping that a whole tensor lies in."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        return None
-    first, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    return next((mapping for mapping in mappings if mapping.first <= first < stop <= mapping.stop), None)
-
-
-def _opened(name: str, identity: str) -> int | None:
-    """A handle to read the file of a mapping, from one that any process of this machine has; None if there is none."""
-    for link in _links(name):
-        with contextlib.suppress(OSError):
-            handle = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
-            status = os.fstat(handle)
-            device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
-            if f"{device} {status.st_ino}" == identity:
-                return handle
-            os.close(handle)
-    return None

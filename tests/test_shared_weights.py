@@ -1,28 +1,17 @@
 """Processes of one machine share one copy of a publication, and nobody sees a copy that is not complete."""
 
-import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
-from weight_holders import WIDE, digest, hold, inodes, manifest, own_memory, replica, worker
+from weight_holders import WIDE, hold, inodes, manifest, process, replica
 
-from engine.actors.transports import DistributedTransport, pack_tensors, unpack_tensors
+from engine.actors.transports import DistributedTransport
 from engine.rollout.torch import transfer
-from engine.rollout.vllm.staged_weights import StagingArea
 from engine.runtime.plan import DistributedSettings
-from engine.shared_weights import NAME, Memory, PublishedTensors, copy_of, find, publication_of, turn
-
-SPAWN = multiprocessing.get_context("spawn")
+from engine.shared_weights import Memory, PublishedTensors, find, publication_of, turn
 
 
 def published(publication: str = "") -> PublishedTensors:
@@ -33,18 +22,6 @@ def published(publication: str = "") -> PublishedTensors:
         return memory.complete()
     finally:
         memory.close()
-
-
-@contextmanager
-def process(run: Any, *given: Any) -> Iterator[tuple[Any, Connection]]:
-    ours, theirs = SPAWN.Pipe()
-    started = SPAWN.Process(target=run, args=(theirs, *given), daemon=True)
-    started.start()
-    try:
-        yield started, ours
-    finally:
-        started.kill()
-        started.join()
 
 
 def test_replicas_of_one_machine_hold_one_copy_of_each_version() -> None:
@@ -106,110 +83,3 @@ def test_a_turn_is_not_waited_for_beyond_its_limit() -> None:
         link.send("on")
         with turn(publication):  # the one given up leaves no lock behind
             pass
-
-
-def model_in(directory: Path, vocabulary: int) -> Qwen2ForCausalLM:
-    config = Qwen2Config(
-        vocab_size=vocabulary, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1,
-    )  # fmt: skip
-    model = Qwen2ForCausalLM(config)
-    model.save_pretrained(directory)
-    return model
-
-
-def taken(weights: Any, source: str) -> Any:
-    """Weights as a replica gets them: in memory of another process of its machine, or in Ray's object store."""
-    if source == "object store":
-        import ray
-
-        return unpack_tensors(ray.get(ray.put(pack_tensors(weights))))
-    memory, _ = copy_of(weights)
-    try:
-        return memory.complete()
-    finally:
-        memory.close()
-
-
-def handles_of_memory() -> int:
-    """How many this process has of publications and of Ray's object store."""
-    links = [f"/proc/self/fd/{handle}" for handle in os.listdir("/proc/self/fd")]
-    names = [os.readlink(link) for link in links if os.path.islink(link)]
-    return sum(f"/memfd:{NAME}" in name or "/plasma" in name for name in names)
-
-
-@pytest.mark.ray
-@pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("source", ["memory", "object store"])
-def test_the_workers_of_vllm_read_the_copy_that_their_machine_has(tmp_path: Path, source: str) -> None:
-    size = 64 << 20
-    weights = model_in(tmp_path / "model", size // 2 // 8 // 4).state_dict()
-    digests = {name: digest(value) for name, value in weights.items()}
-    (tmp_path / "place").mkdir()
-    areas = [StagingArea(str(tmp_path / "model"), 0.001, tmp_path / "place", maps=True) for _ in range(2)]
-    versions = [taken({name: value + version for name, value in weights.items()}, source) for version in range(2)]
-    before, handles = own_memory(os.getpid()), handles_of_memory()
-    for version in range(2):
-        for area in areas:
-            area.write(version, versions[version])
-            area.write(version, versions[version])  # a repeated order
-    assert own_memory(os.getpid()) - before < size / 2
-    assert not list((tmp_path / "place").glob("*/*/*.safetensors"))
-    assert handles_of_memory() == handles + 4, "the installed version and the next, of each"
-    versions.clear()
-    areas[0].close()
-    areas[1].keep_only(0)
-    directory = areas[1].directory(0)
-    assert directory is not None
-    with process(worker, str(directory)) as (_, link):
-        assert link.recv() == digests
-        after_reading, after_keeping, own = link.recv()
-        assert (after_reading, after_keeping) == (False, True) and own < size / 2
-    assert handles_of_memory() == handles // 2 + 1
-    areas[1].close()
-    assert handles_of_memory() == 0
-
-
-def test_weights_in_no_shared_memory_are_staged_as_files(tmp_path: Path) -> None:
-    weights = model_in(tmp_path / "model", 16).state_dict()
-    area = StagingArea(str(tmp_path / "model"), 1.0, maps=True)
-    shared = taken(weights, "memory")
-    half = PublishedTensors({**shared, "lm_head.weight": weights["lm_head.weight"]}, "half")
-    for version, given in enumerate([PublishedTensors(weights, "none"), half, dict(shared)]):
-        area.write(version, given)
-        directory = area.directory(version)
-        assert directory is not None and [path.name for path in directory.iterdir()] == ["000000.safetensors"]
-    area.close()
-
-
-def test_backends_of_one_machine_stage_the_same_files(tmp_path: Path) -> None:
-    model = model_in(tmp_path / "model", 16)
-    versions = [PublishedTensors(model.state_dict(), publication_of(None)) for _ in range(3)]
-    (tmp_path / "place").mkdir()
-    one, other = (StagingArea(str(tmp_path / "model"), 0.001, tmp_path / "place") for _ in range(2))
-
-    def copies() -> tuple[int, int]:
-        """Files of all staged versions, and how many names they have."""
-        found = [path.stat().st_ino for path in (tmp_path / "place").glob("*/*-*/*.safetensors")]
-        return len(set(found)), len(found)
-
-    for area in (one, other):
-        area.write(1, versions[1])
-    files, names = copies()
-    assert files > 2 and names == 2 * files
-    for area in (one, other):
-        area.write(2, versions[2])
-        area.write(2, versions[2])  # a repeated order
-    assert copies() == (2 * files, 4 * files), "the installed version and the next, once each"
-    for area in (one, other):
-        area.keep_only(2)
-    one.close()
-    assert copies() == (files, files)
-    directory = other.directory(2)
-    assert directory is not None
-    kept: dict[str, torch.Tensor] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        kept |= load_file(path)
-    assert kept.keys() == other.tensors.shapes.keys()
-    assert all(torch.equal(value, versions[2][name]) for name, value in kept.items())
-    other.close()

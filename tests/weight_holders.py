@@ -1,17 +1,36 @@
-"""Processes of `test_shared_weights.py` that hold a publication. They import no more than they need."""
+"""Processes of `test_shared_weights.py` and `test_staged_weights.py` that hold a publication. They import no more than
+they need."""
 
+import multiprocessing
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from engine.rollout.torch import transfer
 from engine.rollout.torch.host_weights import stage
-from engine.shared_weights import NAME, Manifest, MappedTensors, Memory, turn
+from engine.rollout.vllm.mapped_weights import MappedTensors
+from engine.shared_weights import NAME, Manifest, Memory, turn
 
+SPAWN = multiprocessing.get_context("spawn")
 WIDE = 4 << 20
 """float32 values of the large tensor."""
+
+
+@contextmanager
+def process(run: Any, *given: Any) -> Iterator[tuple[Any, Connection]]:
+    ours, theirs = SPAWN.Pipe()
+    started = SPAWN.Process(target=run, args=(theirs, *given), daemon=True)
+    started.start()
+    try:
+        yield started, ours
+    finally:
+        started.kill()
+        started.join()
 
 
 def manifest() -> Manifest:
@@ -64,6 +83,41 @@ def worker(link: Connection, directory: str) -> None:
     tensors = dict(staged)
     link.send((after_reading, staged.in_use(), own_memory(os.getpid()) - before))
     del tensors
+
+
+class Model:
+    """Stands for vLLM's model and its loader."""
+
+    def __init__(self) -> None:
+        self.keeps = False
+        self.loaded: dict[str, torch.Tensor] = {}
+
+    def get_model(self) -> torch.nn.Module:
+        return torch.nn.Module()
+
+    def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.loaded = {name: tensor if self.keeps else tensor.clone() for name, tensor in weights_iterator}
+
+
+def vllm_worker(link: Connection) -> None:
+    """A worker with the engine's extension: carries out its calls, after which it answers with what it has loaded."""
+    from vllm.config import VllmConfig
+
+    from engine.rollout.vllm.worker_extension import InstallWeights
+
+    class Worker(InstallWeights):
+        vllm_config = VllmConfig()
+        model_runner = Model()
+
+        def synchronize_device(self) -> None:
+            """It has none."""
+
+    worker = Worker()
+    link.send("ready")
+    while True:
+        worker.model_runner.keeps, method, arguments = link.recv()
+        wrong = getattr(worker, method)(*arguments)
+        link.send((wrong, {name: digest(tensor) for name, tensor in worker.model_runner.loaded.items()}))
 
 
 def hold(link: Connection, publication: str, complete: bool) -> None:

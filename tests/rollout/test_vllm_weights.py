@@ -12,6 +12,7 @@ from backends import WIDE, build, go_on, hold, run
 
 from engine.errors import EngineError
 from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams
+from engine.rollout.vllm.mapped_weights import PLACES
 from engine.shared_weights import copy_of, find
 from engine.trajectory import Span
 
@@ -51,7 +52,10 @@ def files_of(engine: Any, version: int) -> list[Path]:
     return sorted(engine.staging.glob(f"{version}-*/*.safetensors"))
 
 
-@pytest.mark.parametrize("how", ["damaged", "late", "absent"])
+REASONS = {"damaged": "Error", "late": "exceeded its time limit", "absent": "no staged files in"}
+
+
+@pytest.mark.parametrize("how", REASONS)
 def test_an_install_that_fails_on_its_way_leaves_the_old_weights(engine: Any, how: str) -> None:
     old, new = engine.version, engine.version + 1
 
@@ -71,7 +75,7 @@ def test_an_install_that_fails_on_its_way_leaves_the_old_weights(engine: Any, ho
         await hold(engine, 5)
         await engine.pause("keep")
         go_on(engine)
-        with pytest.raises(EngineError, match=f"version {new} could not be installed"):
+        with pytest.raises(EngineError, match=f"version {new} could not be installed: .*{REASONS[how]}"):
             await engine.install(new)
         engine.install_timeout_s = 60.0
         await engine.resume()
@@ -125,6 +129,24 @@ def test_published_weights_are_installed_from_the_memory_they_lie_in(engine: Any
         assert find(manifest, publications[0]) is None and find(manifest, publications[1]) is not None
 
     run(scenario())
+
+
+def test_published_weights_whose_memory_a_worker_cannot_read_are_installed_from_files(engine: Any) -> None:
+    async def scenario() -> None:
+        new = engine.version + 1
+        memory, _ = copy_of(model_of(engine, new).state_dict())
+        await engine.stage(new, memory.complete())
+        memory.close()
+        (places,) = engine.staging.glob(f"{new}-*/{PLACES}")
+        places.write_text(places.read_text().replace("/fd/", "/fd/9"))
+        await engine.pause("abort")
+        await engine.install(new)
+        await engine.resume()
+        assert len(files_of(engine, new)) > 3
+        assert_samples(model_of(engine, new), await engine.sample(greedy("after")))
+
+    run(scenario())
+    engine._area.maps = True  # for the other tests
 
 
 def test_only_the_version_in_force_is_kept(engine: Any) -> None:

@@ -12,19 +12,22 @@ import os
 import secrets
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.errors import EngineError
 from engine.ids import Version
 from engine.lora import Lora, adapter_tensors, add_adapter, write_adapter
-from engine.shared_weights import OpenMemory, PublishedTensors, open_memory, publication_of, turn
+from engine.rollout.vllm.mapped_weights import OpenMemory, open_memory
+from engine.shared_weights import PublishedTensors, publication_of, turn
 
 MEMORY = Path("/dev/shm")
 PREFIX = "step-engine-weights-"
@@ -102,11 +105,13 @@ class Staged:
     directory: Path
     memory: OpenMemory | None
     """Holds the tensors, if the directory only says where they lie."""
+    publication: str
+    """See `PublishedTensors`."""
 
     def remove(self) -> None:
-        shutil.rmtree(self.directory)
         if self.memory is not None:
             self.memory.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
 
 
 class StagingArea:
@@ -123,7 +128,8 @@ class StagingArea:
         self.tensors = ModelTensors.of(model, lora)
         self._model = model
         self._lora = lora
-        self._maps = maps and lora is None  # vLLM reads adapters itself
+        self.maps = maps and lora is None  # vLLM reads adapters itself
+        """Whether published tensors are left where they lie in shared memory."""
         self._bucket = int(bucket_mb * MIB)
         place = place or (MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir()))
         self._place = place
@@ -132,32 +138,77 @@ class StagingArea:
         self._lock = _locked(made)
         self.root = made.rename(place / f"{PREFIX}{made.name.rpartition('-')[2]}")  # locked before it can be swept
         self._staged: dict[Version, Staged] = {}
+        self._changes = threading.Lock()
+        """Held to change `_staged` and `_closed`: `close` may be called while another thread writes."""
+        self._closed = False
 
     def write(self, version: Version, weights: Any) -> None:
         """Stage a version. Files have at most one bucket each; a larger tensor has a separate file, an adapter only
         one. Blocks.
 
-        Raises: `EngineError` if the weights do not fit the model or there is no space.
+        Raises: `EngineError` if the weights do not fit the model, there is no space, or the area was closed. Then
+        nothing of the version is held, except what was staged before.
         """
         tensors = self.tensors.checked(version, weights)
-        memory = open_memory(tensors) if self._maps and isinstance(weights, PublishedTensors) else None
-        if memory is None:
-            directory = self._write_files(version, tensors, publication_of(weights))
-        else:
-            directory = Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self.root))
-            memory.describe(directory)
-        before = self._staged.pop(version, None)
-        self._staged[version] = Staged(directory, memory)
-        if before is not None:
-            before.remove()
+        maps = self.maps and isinstance(weights, PublishedTensors)
+        self._stage(version, tensors, publication_of(weights), maps=maps)
 
-    def _write_files(self, version: Version, tensors: Mapping[str, torch.Tensor], publication: str) -> Path:
+    def use_files(self, version: Version) -> None:
+        """Write files only from now on, and those of a version that is staged in shared memory. Blocks. Raises:
+        `EngineError` as `write`; then the version stays as it is."""
+        self.maps = False
+        staged = self._staged.get(version)
+        if staged is not None and staged.memory is not None:
+            self._stage(version, dict(staged.memory.tensors), staged.publication, maps=False)
+
+    def _stage(self, version: Version, tensors: Mapping[str, torch.Tensor], publication: str, *, maps: bool) -> None:
+        self._check_open(version)
+        try:
+            staged = self._map(version, tensors, publication) if maps else None
+            self._keep(version, staged or self._write_files(version, tensors, publication))
+        except (OSError, SafetensorError) as error:
+            self._check_open(version)
+            story = f"version {version} cannot be staged in {self.root}: {error}"
+            raise EngineError(story, version=version) from error
+        finally:
+            if self._closed:  # `close` cannot remove a directory that is being filled
+                shutil.rmtree(self.root, ignore_errors=True)
+
+    def _check_open(self, version: Version) -> None:
+        if self._closed:
+            raise EngineError(f"version {version} cannot be staged: the rollout backend was closed", version=version)
+
+    def _keep(self, version: Version, staged: Staged) -> None:
+        with self._changes:
+            dropped = staged if self._closed else self._staged.get(version)
+            if not self._closed:
+                self._staged[version] = staged
+        if dropped is not None:
+            dropped.remove()
+        self._check_open(version)
+
+    def _map(self, version: Version, tensors: Mapping[str, torch.Tensor], publication: str) -> Staged | None:
+        """A directory that says where the tensors lie; None if they lie in no shared memory."""
+        memory = open_memory(tensors)
+        if memory is None:
+            return None
+        staged = Staged(self.root / f"{version}-{secrets.token_hex(4)}", memory, publication)
+        try:
+            staged.directory.mkdir(mode=0o700)
+            memory.describe(staged.directory)
+        except BaseException:
+            staged.remove()
+            raise
+        return staged
+
+    def _write_files(self, version: Version, tensors: Mapping[str, torch.Tensor], publication: str) -> Staged:
         making = Path(tempfile.mkdtemp(prefix=f".{version}-", dir=self.root))
         try:
             with turn(publication):
                 if not self._link(publication, making):
                     self._save(version, tensors, making)
-                return making.rename(self.root / f"{version}-{secrets.token_hex(4)}-{publication}")
+                name = f"{version}-{secrets.token_hex(4)}-{publication}"
+                return Staged(making.rename(self.root / name), None, publication)
         except BaseException:
             shutil.rmtree(making, ignore_errors=True)
             raise
@@ -192,17 +243,23 @@ class StagingArea:
         return None if staged is None else staged.directory
 
     def keep_only(self, *versions: Version) -> None:
-        for version in [one for one in self._staged if one not in versions]:
-            self._staged.pop(version).remove()
+        with self._changes:
+            dropped = [self._staged.pop(version) for version in list(self._staged) if version not in versions]
+        for staged in dropped:
+            staged.remove()
 
     def close(self) -> None:
+        """Remove everything. A call of `write` that is running fails."""
+        with self._changes:
+            if self._closed:
+                return
+            self._closed = True
+            dropped, self._staged = self._staged, {}
+        for staged in dropped.values():
+            staged.remove()
         shutil.rmtree(self.root, ignore_errors=True)
-        for staged in self._staged.values():
-            if staged.memory is not None:
-                staged.memory.close()
         if self._lock is not None:
             os.close(self._lock)
-            self._lock = None
 
 
 def _buckets(tensors: Mapping[str, torch.Tensor], limit: int) -> Iterator[dict[str, torch.Tensor]]:

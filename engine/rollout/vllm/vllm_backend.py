@@ -116,11 +116,11 @@ class VllmBackend(SleepingEngine):
     vLLM. `kv` says what happens to the keys and values of frozen requests at a pause: `keep` them, or `recompute` them
     after it. The prefix cache is separate for each version, so new requests never use keys and values of older weights.
 
-    Published tensors that lie in shared memory are installed from there; other weights are staged in files of at most
-    `receive_bucket_mb` MiB. An install may take `install_timeout_s`. After a failed install, the version before it is
-    loaded again; if that fails too, the backend has failed. With `weight_transfer` (`gloo` or `nccl`), `stage` also
-    accepts `SentWeights`, which arrive during the install. With `lora`, each version consists of the tensors of an
-    adapter.
+    Published tensors that lie in shared memory are installed from there, unless a worker once could not do it; other
+    weights are staged in files of at most `receive_bucket_mb` MiB. An install may take `install_timeout_s`. After a
+    failed install, the version before it is loaded again; if that fails too, the backend has failed. With
+    `weight_transfer` (`gloo` or `nccl`), `stage` also accepts `SentWeights`, which arrive during the install. With
+    `lora`, each version consists of the tensors of an adapter.
 
     Each request has a seed made of (seed, length of its prefix). A request is repeatable, but a resumed request draws
     other random numbers than an uninterrupted one, because the state of vLLM's generators cannot be set.

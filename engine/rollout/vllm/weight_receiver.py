@@ -5,6 +5,7 @@ install installs the version before it again.
 """
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -15,8 +16,11 @@ import torch
 from engine.errors import EngineError
 from engine.ids import Version
 from engine.rollout.sent_weights import Answer, Call, Join, Send, SentWeights, Turn
+from engine.rollout.vllm.mapped_weights import UNUSABLE
 from engine.rollout.vllm.staged_weights import ModelTensors, StagingArea
 from engine.shared_weights import Manifest
+
+log = logging.getLogger(__name__)
 
 Control = Callable[..., Awaitable[Any]]
 """`VllmBackend._control`: calls vLLM and returns its answer. The number is a limit in seconds, after which the backend
@@ -66,17 +70,32 @@ class Incoming:
 
     async def swap(self, version: Version, limit_s: float) -> str:
         """Install a version. Returns an empty text, or why it failed. A version that is not staged is the one that the
-        engine started with.
+        engine started with. If a worker cannot use the shared memory that the version lies in, the version is staged
+        as files and installed from them, and so are all later ones.
 
         `limit_s`: seconds after which a worker stops the install. Raises: `EngineError` if vLLM then does not answer.
         """
         if version in self._sent:
             weights, wanted = self._sent[version]
             return await self._receive(weights, version, wanted, limit_s)
+        until = time.monotonic() + limit_s
+        wrong = await self._load(version, limit_s)
+        if not any(one.startswith(UNUSABLE) for one in wrong):
+            return "; ".join(wrong)
+        if self._area.maps:
+            log.warning("version %s and all later ones are staged as files: %s", version, "; ".join(wrong))
+        try:
+            await asyncio.to_thread(self._area.use_files, version)
+        except EngineError as error:
+            return "; ".join([*wrong, str(error)])
+        return "; ".join(await self._load(version, max(0.0, until - time.monotonic())))
+
+    async def _load(self, version: Version, limit_s: float) -> list[str]:
+        """Have the workers load a version. Returns why they failed, if any did."""
         directory = self._area.directory(version)
         arguments = (None if directory is None else str(directory), self._area.tensors.aliases, limit_s)
         calls = self._engine.collective_rpc("install_staged_weights", args=arguments)
-        return "; ".join(filter(None, await self._control(calls, limit_s + self._grace_s)))
+        return [wrong for wrong in await self._control(calls, limit_s + self._grace_s) if wrong]
 
     async def _receive(
         self, weights: SentWeights, version: Version, wanted: tuple[tuple[str, str], ...], limit_s: float

@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from engine.rollout.vllm.gloo_transfer import register
-from engine.shared_weights import MappedTensors
+from engine.rollout.vllm.mapped_weights import UNUSABLE, MappedTensors
 
 OWNER = "STEP_ENGINE_VLLM_OWNER"
 """Environment variable with the owner's process id, a colon, and the directory to remove when the owner dies."""
@@ -42,7 +42,8 @@ class InstallWeights:
         """Install the tensors of a staged directory, or with None those that the model was first loaded from.
 
         `aliases` maps tied names to the staged name. `limit_s`: maximum seconds. Returns an empty text, or why it
-        failed. After a failure the weights are undefined until another call installs a complete version.
+        failed; the text begins with `UNUSABLE` if only memory is at fault, so that files would do. After a failure the
+        weights are undefined until another call installs a complete version.
         """
         until = time.monotonic() + limit_s
         mapped: MappedTensors | None = None
@@ -51,15 +52,19 @@ class InstallWeights:
                 self._forget_half_loaded()
                 if directory is None:
                     source = self._first_weights()
+                elif (mapped := MappedTensors.of(Path(directory))) is None:
+                    source = staged_tensors(Path(directory))
                 else:
-                    mapped = MappedTensors.of(Path(directory))
-                    source = staged_tensors(Path(directory)) if mapped is None else iter(mapped)
+                    try:
+                        source = iter(mapped)
+                    except OSError as error:
+                        return f"{UNUSABLE}: {error}"
                 self.model_runner.reload_weights(weights_iterator=in_time(with_aliases(source, aliases), until))
             self.synchronize_device()  # type: ignore[attr-defined]
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         if mapped is not None and mapped.in_use():
-            return "vLLM uses staged tensors in place, but their memory will get other contents"
+            return f"{UNUSABLE}: vLLM keeps a loaded tensor in place, but the memory will get other contents"
         return ""
 
     def abandon_weight_update(self) -> None:
@@ -91,10 +96,14 @@ class InstallWeights:
 
 def staged_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a staged version, memory-mapped, in the order in which they were written. Raises:
-    `FileNotFoundError` if there is none, as on another machine."""
+    `FileNotFoundError` if there is none."""
     paths = sorted(directory.glob("*.safetensors"))
     if not paths:
-        raise FileNotFoundError(f"{directory} is not on this worker's machine: use rollout.transport: vllm")
+        raise FileNotFoundError(
+            f"no staged files in {directory}: either the version was removed meanwhile, or this worker is on another "
+            "machine than its replica; then use rollout.transport: vllm, or for a server a rollout.weights_dir that "
+            "its machine shares"
+        )
     for path in paths:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
