@@ -130,6 +130,7 @@ def test_a_backend_whose_worker_cannot_use_the_memory_uses_files(
                 places.write_text(places.read_text().replace("/fd/", "/fd/9"))
             assert await incoming.swap(version, 60.0) == ""
             assert engine.loaded == {name: digest(value) for name, value in versions[version].items()}
+        await asyncio.get_running_loop().shutdown_default_executor()  # its threads drop what they were given
         assert len(list(area.root.glob("*/*.safetensors"))) == 4 and handles_of_memory() == handles
         area.close()
         said = [record.getMessage() for record in caplog.records if record.name == weight_receiver.__name__]
