@@ -332,6 +332,17 @@ def test_rows_that_use_up_their_attempts_fail_the_validation_and_not_the_run() -
     assert len(world.ordered(StopMeasuring)) == 1
 
 
+def test_attempts_lost_at_rows_count_while_the_rows_wait() -> None:
+    run = Validation(0, 1, 1, 4, 0.0)
+    run.split(2)
+    chunk = run.take()
+    for failures in (1, 2):
+        chunk.failures = failures
+        run.put_back(chunk)
+        assert run.worst == failures
+        assert run.take() is chunk and run.worst == 0
+
+
 @pytest.mark.parametrize("wrong", [{"version": 7}, {"measured": 3}, {"right": 3}, {"measured": 1, "right": 2}])
 def test_an_answer_that_cannot_be_is_an_attempt_lost(wrong: dict[str, int]) -> None:
     world = Measured(replace(ON_THE_WAY, at_start=True, every=0))

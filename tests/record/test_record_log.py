@@ -26,7 +26,7 @@ from engine.record import (
     Rejected,
     read,
 )
-from engine.record.log import DEVELOPMENT_MAGIC, FRAME_BYTES, MAGIC, PREAMBLE_BYTES, frame
+from engine.record.log import DEVELOPMENT_MAGIC, FRAME_BYTES, MAGIC, PREAMBLE_BYTES, Entry, frame, store_index
 from engine.record.msgpack_values import MAX_PAYLOAD_BYTES
 
 COUNT = 9
@@ -227,6 +227,8 @@ def test_a_torn_middle_segment_is_refused(tmp_path: Path) -> None:
     path.write_bytes(whole[:-1])
     expect(tmp_path, last, "but the file has fewer left, and segments follow")
     path.write_bytes(whole[: last + 2])
+    expect(tmp_path, last, "the file ends within a frame, and segments follow")
+    store_index(tmp_path, [Entry(0)])  # as if the writer had been killed before it listed the next segment
     expect(tmp_path, last, "the file ends within a frame, and segments follow")
 
 

@@ -433,3 +433,14 @@ def test_groups_that_nobody_began_are_told_by_their_ids() -> None:
     scheduler.state.groups[1].attempt = 3
     rows = over_the_wire(scheduler)[1]
     assert rows[0] == 0 and len(rows[1]) == len(declared(Group))
+
+
+def test_a_group_with_one_field_of_a_wrong_type_is_refused() -> None:
+    scheduler = Scheduler(LIMITS)
+    scheduler.state.draw(0, 1)
+    scheduler.state.groups[0].attempt = 3
+    for place in range(len(declared(Group))):
+        parts = over_the_wire(scheduler)
+        parts[1][0][place] = None
+        with pytest.raises(CodecError, match="a group's fields have wrong types"):
+            restore(parts)

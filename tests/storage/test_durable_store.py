@@ -193,6 +193,9 @@ def test_the_newest_are_read_without_the_disk_and_the_others_from_it(tmp_path: P
     store.put(1, 2, b"d" * 60)
     store.put(3, 1, b"e" * 200)  # more than there is room for
     assert store.get([1]) == [b"d" * 60]
+    store.discard([1])
+    store.put(4, 1, b"f" * 60)
+    assert store.get([2]) == [b"c" * 30], "what was discarded takes no room"
 
 
 def test_a_torn_end_is_cut_and_told_and_what_follows_it_is_read(tmp_path: Path) -> None:
