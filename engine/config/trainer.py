@@ -269,14 +269,19 @@ def linear_layers(shapes: Shapes) -> dict[str, list[tuple[int, ...]]]:
 
 
 def adapter_numbers(lora: Lora, shapes: Shapes) -> int:
-    """Number of parameters of an adapter. Raises: `ConfigError` for layers that the model lacks."""
+    """Number of parameters of an adapter. Raises: `ConfigError` for layers that the model lacks, and for a rank that is
+    larger than that of every adapted matrix."""
     layers = linear_layers(shapes)
-    adapted = lora.targets(list(layers)) if layers else []
-    return sum(lora.rank * (rows + columns) for name in adapted for rows, columns in layers[name])
+    adapted = [shape for name in (lora.targets(list(layers)) if layers else []) for shape in layers[name]]
+    highest = max(map(min, adapted), default=lora.rank)
+    if lora.rank > highest:
+        law = f"must be at most {highest}, the largest rank that an adapted layer of this model can have"
+        raise ConfigError("trainer.lora.rank", lora.rank, law, f"use {highest} or less")
+    return sum(lora.rank * (rows + columns) for rows, columns in adapted)
 
 
 def adapter_line(lora: Lora, shapes: Shapes, parameters: int) -> Iterator[str]:
-    """A line of `engine check`. Raises: `ConfigError` for layers that the model lacks."""
+    """A line of `engine check`. Raises: `ConfigError` like `adapter_numbers`."""
     numbers = adapter_numbers(lora, shapes)
     if numbers:
         share = numbers / max(1, parameters)
