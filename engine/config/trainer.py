@@ -249,12 +249,12 @@ def refuse_adapter(config: "Config") -> None:
         raise ConfigError("model.checkpoint_path", config.model.checkpoint_path, law, fix)
 
 
-def refuse_adapter_as_model(directory: Path) -> None:
+def refuse_adapter_as_model(directory: Path, field: str) -> None:
     """Raises: `ConfigError` for the directory of an adapter."""
     if (directory / CONFIG_FILE).is_file():
         law = "is an adapter (it has adapter_config.json), not a model"
         fix = "give the model that it belongs to, or merge them, for example with `engine export`"
-        raise ConfigError("model.path", str(directory), law, fix)
+        raise ConfigError(field, str(directory), law, fix)
 
 
 def linear_layers(shapes: Shapes) -> dict[str, list[tuple[int, ...]]]:
