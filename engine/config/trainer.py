@@ -229,6 +229,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 """The shape of each tensor in the model's files, by its name."""
 
 
+def refuse_idle_gpus(trainer: TrainerSection) -> None:
+    """Raises: `ConfigError` for GPUs that a trainer on the CPU would reserve."""
+    if trainer.gpus_per_rank and trainer.device == "cpu":
+        law = "trainer.device is cpu, so the reserved GPUs would be idle"
+        raise ConfigError("trainer.gpus_per_rank", trainer.gpus_per_rank, law, "use 0, or trainer.device: auto")
+
+
 def refuse_adapter(config: "Config") -> None:
     """Raises: `ConfigError` for a section that cannot work with `trainer.lora`."""
     if config.trainer.lora is None:
