@@ -283,6 +283,22 @@ def test_an_unknown_key_is_told_the_nearest_known_one(tmp_path: Path, override: 
         ("rollout.temperature=0", "rollout.temperature", "above 0"),
         ("rollout.device=gpu", "rollout.device", "auto, cpu, cuda or cuda:N"),
         ("rollout=3", "rollout", "a section with the keys backend,"),
+        (
+            "trainer.betas=[0.9]",
+            "trainer.betas",
+            "is [0.9], but must be a list of 2 numbers (AdamW's decay rates, each",
+        ),
+        (
+            "trainer.betas=[a, b]",
+            "trainer.betas",
+            "'b'], but must be a list of 2 numbers (AdamW's decay rates, each in",
+        ),
+        (
+            "trainer.betas=[0.9, 1, 1]",
+            "trainer.betas",
+            "must be a list of 2 numbers (AdamW's decay rates, each in [0, 1)",
+        ),
+        ("trainer.betas=[0.9, 1]", "trainer.betas", "must each be in [0, 1); for example (0.9, 0.999)"),
         ("data.shuffle=yes", "data.shuffle", "true or false"),
         ("reward.function=foo", "reward.function", "module:function"),
         ("run.name=../up", "run.name", "text"),
