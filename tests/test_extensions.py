@@ -164,6 +164,15 @@ def test_a_policy_that_cannot_be_made_is_refused_by_its_decision_and_name(
     assert re.fullmatch(line, capsys.readouterr().err)
 
 
+def test_a_state_whose_policy_cannot_be_made_is_named(
+    config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = JUDGE.replace("class Judge:", "class Judge:\n    def __init__(self, width):\n        self.width = width\n")
+    assert main(["check", str(config(module, "states: [judged]"))]) == 2
+    says = r"engine: scheduler.states is 'judged': its policy Judge cannot be made without arguments: TypeError: .*\n"
+    assert re.fullmatch(says, capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(
     ("registered", "method", "says"),
     [
