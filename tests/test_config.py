@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import Config, check_config, load_config, parse_config
-from engine.config.check import check_nccl
+from engine.config.check import check_gpus, check_nccl, missing_devices
 from engine.config.loading import expected, fields
 from engine.config.model import ArithmeticSection
 from engine.config.paths import PATHS
@@ -283,6 +283,22 @@ def test_an_unknown_key_is_told_the_nearest_known_one(tmp_path: Path, override: 
         ("rollout.temperature=0", "rollout.temperature", "above 0"),
         ("rollout.device=gpu", "rollout.device", "auto, cpu, cuda or cuda:N"),
         ("rollout=3", "rollout", "a section with the keys backend,"),
+        (
+            "trainer.betas=[0.9]",
+            "trainer.betas",
+            "is [0.9], but must be a list of 2 numbers (AdamW's decay rates, each",
+        ),
+        (
+            "trainer.betas=[a, b]",
+            "trainer.betas",
+            "'b'], but must be a list of 2 numbers (AdamW's decay rates, each in",
+        ),
+        (
+            "trainer.betas=[0.9, 1, 1]",
+            "trainer.betas",
+            "must be a list of 2 numbers (AdamW's decay rates, each in [0, 1)",
+        ),
+        ("trainer.betas=[0.9, 1]", "trainer.betas", "must each be in [0, 1); for example (0.9, 0.999)"),
         ("data.shuffle=yes", "data.shuffle", "true or false"),
         ("reward.function=foo", "reward.function", "module:function"),
         ("run.name=../up", "run.name", "text"),
@@ -720,6 +736,39 @@ def test_scorers_and_validators_need_gpus_of_their_own_too() -> None:
     ):
         check_nccl(config, 6, False)
     check_nccl(config, 7, False)
+
+
+def test_gpus_that_this_machine_lacks_are_refused_unless_the_run_joins_a_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    trainer = {"gpus_per_rank": 2, "ranks": 3}
+    config = parse_config({**MADE, "trainer": trainer})
+    says = r"trainer\.gpus_per_rank is 2: the trainer would wait for 6 GPUs, and this machine has 5; use 0, or join a "
+    with pytest.raises(ConfigError, match=says):
+        check_gpus(config, 5)
+    check_gpus(config, 6)
+    check_gpus(config, None)
+    check_gpus(parse_config({**MADE, "trainer": trainer, "cluster": {"address": "auto"}}), 0)
+    with pytest.raises(ConfigError, match=r"trainer\.gpus_per_rank is 2: trainer\.device is cpu"):
+        parse_config({**MADE, "trainer": {**trainer, "device": "cpu"}})
+
+
+def test_devices_that_this_machine_lacks_are_noted_unless_the_run_joins_a_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    sections: dict[str, Any] = {"trainer": {"device": "cuda:1"}, "rollout": {"device": "cuda"}}
+    config = parse_config({**MADE, **sections})
+    assert [*missing_devices(config, 0)] == [
+        "trainer.device cuda:1: this machine has 0 GPUs", "rollout.device cuda: this machine has 0 GPUs"
+    ]  # fmt: skip
+    assert [*missing_devices(config, 1)] == ["trainer.device cuda:1: this machine has 1 GPU"]
+    assert not [*missing_devices(config, 2), *missing_devices(config, None)]
+    joined = parse_config({**MADE, **sections, "cluster": {"address": "auto"}})
+    assert not [*missing_devices(joined, 0)]
+    noted = [line for line in check_config(config) if "device cuda" in line]
+    assert noted == [f"note: {note}" for note in missing_devices(config, gpu_count())]
 
 
 def test_gpus_are_counted_by_their_device_files(tmp_path: Path) -> None:

@@ -140,6 +140,14 @@ def test_a_check_names_the_layers_that_the_model_has(directory: Path) -> None:
     assert "use all-linear, or names from q_proj, up_proj, v_proj" in str(caught.value)
 
 
+def test_a_rank_that_no_layer_can_have_is_refused(directory: Path) -> None:
+    assert any("trains" in line for line in check_inputs(on_disk(directory, rank=64)))
+    for targets, highest in ("all-linear", 64), (["v_proj"], 32):
+        says = rf"trainer\.lora\.rank is 65, but must be at most {highest}, .*; use {highest} or less"
+        with pytest.raises(ConfigError, match=says):
+            list(check_inputs(on_disk(directory, rank=65, target_modules=targets)))
+
+
 def test_an_adapter_is_no_model_to_train(directory: Path) -> None:
     (directory / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"model\.path .* is an adapter"):

@@ -292,6 +292,23 @@ def test_a_teacher_is_counted_with_its_own_size(directory: Path, tmp_path: Path)
     assert "note: trainer.reference_path some/teacher has no tokenizer.json on this machine" in said
 
 
+def test_a_reference_that_is_no_model_is_refused(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    refused = {name: "is not a directory" for name in ("./nowhere", "../nowhere", str(tmp_path / "nowhere"), "file")}
+    refused["empty"] = r"has no config\.json"
+    for path, law in refused.items():
+        trainer = {"kl_loss_coef": 0.1, "reference_path": path, "device": "cpu"}
+        with pytest.raises(ConfigError, match=rf"trainer\.reference_path '{(tmp_path / path).resolve()}' {law}"):
+            list(check_inputs(on_disk(directory, trainer=trainer)))
+    (tmp_path / "empty" / "adapter_config.json").touch()
+    with pytest.raises(ConfigError, match=r"trainer\.reference_path .* is an adapter"):
+        list(check_inputs(on_disk(directory, trainer=trainer)))
+
+
 def test_the_object_store_holds_versions_in_the_type_of_the_samplers(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """Extensions: modules beside a config and installed packages are imported; `engine check` proves them lawful first."""
 
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -145,6 +146,59 @@ def test_a_policy_that_is_not_lawful_is_refused_with_the_seed(
     said = capsys.readouterr().err
     assert f"scheduler.policies is '{chosen} mine': breaks a law" in said
     assert says in said and "[seed " in said
+
+
+@pytest.mark.parametrize(
+    ("method", "body", "says"),
+    [
+        ("__init__(self, width)", "self.width = width", r"TypeError: Mine.__init__\(\) missing .*'width'"),
+        ("__init__(self)", "raise ValueError('no width')", "ValueError: no width"),
+    ],
+)
+def test_a_policy_that_cannot_be_made_is_refused_by_its_decision_and_name(
+    config: Callable[..., Path], capsys: pytest.CaptureFixture[str], method: str, body: str, says: str
+) -> None:
+    module = a_policy("admission", "admit(self, view, legal)", "return legal") + f"    def {method}:\n        {body}\n"
+    assert main(["check", str(config(module, "policies: {admission: mine}"))]) == 2
+    line = f"engine: scheduler.policies.admission is 'mine': it cannot be made without arguments: {says}\n"
+    assert re.fullmatch(line, capsys.readouterr().err)
+
+
+def test_a_state_whose_policy_cannot_be_made_is_named(
+    config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = JUDGE.replace("class Judge:", "class Judge:\n    def __init__(self, width):\n        self.width = width\n")
+    assert main(["check", str(config(module, "states: [judged]"))]) == 2
+    says = r"engine: scheduler.states is 'judged': its policy Judge cannot be made without arguments: TypeError: .*\n"
+    assert re.fullmatch(says, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("registered", "method", "says"),
+    [
+        ("'filter', 'mine', api=2", "keep", "is 2: the policy 'mine' needs a policy API version other than this"),
+        ("'filtre', 'mine'", "keep", "'filtre' is not a decision; use one of " + ", ".join(policies.DEFAULTS)),
+        ("'filter', 'none'", "keep", "'none' is already registered for filter; use another name"),
+        ("'filter', 'mine'", "kept", "'Mine' has no method keep(); see policies/protocols.py"),
+    ],
+)
+def test_a_module_whose_registration_is_refused_is_told_only_that(
+    config: Callable[..., Path], registered: str, method: str, says: str
+) -> None:
+    module = f"from engine import policies\n@policies.register({registered})\nclass Mine:\n    {method} = len\n"
+    with pytest.raises(ConfigError) as caught:
+        load_config(config(module, "states: []"))
+    assert str(caught.value).startswith(f"run.extensions is 'mine': policies.register {says}")
+    assert "Python path" not in str(caught.value)
+
+
+def test_only_a_module_that_is_not_found_is_told_where_modules_are_searched(config: Callable[..., Path]) -> None:
+    file = config("raise RuntimeError('out of order')", "states: []")
+    with pytest.raises(ConfigError, match=r"'mine' cannot be imported: RuntimeError: out of order$"):
+        load_config(file)
+    says = r"'none\.such' cannot be imported: .*No module named 'none'; use a module on the Python path or in"
+    with pytest.raises(ConfigError, match=says):
+        load_config(file, ["run.extensions=[none.such]"])
 
 
 def test_a_module_that_cannot_be_imported_is_named(

@@ -18,7 +18,7 @@ from engine.cli.run import read_config
 from engine.config import Config
 from engine.config.inputs import check_inputs
 from engine.errors import ConfigError
-from engine.plans.configured_plan import plan_of
+from engine.plans.configured_plan import check_plan, plan_of
 from engine.runtime.local import run_plan
 from engine.runtime.plan import Plan
 from engine.trajectory import Prompt, Trajectory
@@ -127,3 +127,28 @@ def test_what_cannot_be_the_beginning_is_refused(runs: Path, capsys: pytest.Capt
     )
     with pytest.raises(ConfigError, match=r"is of another model than model\.path"):
         list(check_inputs(other[0], local={"reward.function": by_tokens}))
+
+
+def test_a_check_refuses_what_a_run_cannot_begin_with(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(runs / "rows.jsonl", {"prompt": "1 + 1", "answer": "2"})
+    (runs / "judge_here.py").write_text("def score(prompt, trajectory): return 0.0\n", encoding="utf-8")
+    sections = "data: {path: rows.jsonl}\nreward: {function: judge_here:score}\nrollout: {max_tokens: 4}\n"
+    (runs / "mine.yaml").write_text(f"model: {{path: ./model}}\n{sections}", encoding="utf-8")
+
+    def refused(checkpoint: Path) -> str:
+        assert main(["check", "mine.yaml", "--set", f"model.checkpoint_path={checkpoint}"]) == 2
+        return capsys.readouterr().err
+
+    model = runs / "model"
+    says = "is a model, not a checkpoint: it has config.json, but no SHA256SUMS; use model.path for it\n"
+    assert refused(model) == f"engine: model.checkpoint_path '{model}' {says}"
+    with pytest.raises(ConfigError, match=r"^model\.checkpoint_path .* is a model, not a checkpoint"):
+        check_plan(config_of(**{"model.checkpoint_path": str(model)}), {"reward.function": by_tokens})
+    checkpoint = find_checkpoint("first").path
+    assert main(["check", "mine.yaml", "--set", f"model.checkpoint_path={checkpoint}"]) == 0
+    (checkpoint / "generation_config.json").unlink()
+    says = f"engine: model.checkpoint_path '{checkpoint / 'generation_config.json'}' is missing; use another"
+    assert refused(checkpoint).startswith(says)
+    (checkpoint / "SHA256SUMS").write_bytes(b"\xb0")
+    says = f"engine: model.checkpoint_path is '{checkpoint}': its SHA256SUMS cannot be read"
+    assert refused(checkpoint).startswith(says)

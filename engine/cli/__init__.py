@@ -251,12 +251,15 @@ def _number(text: str) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     from engine.config.inputs import check_inputs
+    from engine.storage.checkpoints import check_first_checkpoint
 
     config, lines = running.read_config(arguments)
     for line in (*lines, *_proof(config)):
         print(line)
     for line in check_inputs(config, rehearse=True):
         print(line, flush=True)
+    if config.model.checkpoint_path is not None:
+        check_first_checkpoint(Path(config.model.checkpoint_path))
     return DONE
 
 

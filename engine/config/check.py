@@ -24,10 +24,13 @@ BACKENDS: dict[str, Callable[[Config], None]] = {
 def check_config(config: Config) -> list[str]:
     """The lines of `engine check` for a valid configuration: each law with its figures, then notes.
 
-    Raises: ConfigError for a policy that is not registered, and for a rollout backend that cannot start here.
+    Raises: ConfigError for a policy that is not registered, for a rollout backend that cannot start here, and for GPUs
+    that this machine does not have.
     """
+    gpus = gpu_count()
     check_backend(config)
-    check_nccl(config, gpu_count(), built_for_cpu())
+    check_nccl(config, gpus, built_for_cpu())
+    check_gpus(config, gpus)
     named = ", ".join(f"{decision} {name}" for decision, name in config.policies().names.items())
     s, r = config.scheduler, config.rollout
     batch, stale, every = s.train_batch_size, s.max_staleness_steps, s.sync_every
@@ -42,7 +45,7 @@ def check_config(config: Config) -> list[str]:
         f"ok: {counted(r.replicas, 'replica')} of {r.slots} slots: {slots} groups, {trajectories} trajectories at once",
         f"ok: policies: {named}",
         *(f"ok: {line}" for line in layout(config)),
-        *(f"note: {note}" for note in _surprises(config, slots)),
+        *(f"note: {note}" for note in (*_surprises(config, slots), *missing_devices(config, gpus))),
     ]
 
 
@@ -75,6 +78,24 @@ def check_nccl(config: Config, gpus: int | None, vllm_for_cpu: bool) -> None:
     if gpus is not None and gpus < needed:
         law = f"{who}; there are {gpus}"
         raise ConfigError("rollout.transport_backend", "nccl", law, fix)
+
+
+def check_gpus(config: Config, gpus: int | None) -> None:
+    """Raises: ConfigError if the trainer's ranks reserve more GPUs than this machine has, so that they would never
+    start. In a cluster that the run joins, other nodes may have them. `gpus`: as in `check_nccl`."""
+    each, ranks = config.trainer.gpus_per_rank, config.trainer.ranks
+    if gpus is not None and each * ranks > gpus and config.cluster.joined() is None:
+        law = f"the trainer would wait for {counted(each * ranks, 'GPU')}, and this machine has {gpus}"
+        fix = "use 0, or join a cluster that has them (cluster.address)"
+        raise ConfigError("trainer.gpus_per_rank", each, law, fix)
+
+
+def missing_devices(config: Config, gpus: int | None) -> Iterator[str]:
+    """A note for each device that this machine does not have. `gpus`: as in `check_nccl`."""
+    for field, device in {"trainer.device": config.trainer.device, "rollout.device": config.rollout.device}.items():
+        kind, _, number = device.partition(":")
+        if kind == "cuda" and gpus is not None and int(number or 0) >= gpus and config.cluster.joined() is None:
+            yield f"{field} {device}: this machine has {counted(gpus, 'GPU')}"
 
 
 def _surprises(config: Config, slots: int) -> Iterator[str]:

@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import Any
 
-from engine.errors import ConfigError, EngineError
+from engine.errors import ConfigError, EngineError, describe_error
 from engine.policies import custom_states, registry
 
 GROUP = "step_engine.extensions"
@@ -60,7 +60,8 @@ def _load_point(point: EntryPoint) -> None:
             if callable(loaded):
                 loaded()
     except Exception as error:
-        law = f"the extension {point.name!r} of {package} cannot be loaded: {_reason(error)}"
+        reason = str(error) if isinstance(error, EngineError) else describe_error(error)
+        law = f"the extension {point.name!r} of {package} cannot be loaded: {reason}"
         raise ConfigError("extensions", point.value, law, f"fix or uninstall {package}") from error
 
 
@@ -68,10 +69,12 @@ def _import(name: str, directory: str | None) -> None:
     try:
         with _whole():
             import_module(name)
+    except EngineError as error:  # the module was found, and one of its registrations is refused
+        raise ConfigError("run.extensions", name, str(error)) from error
     except Exception as error:
-        law = f"cannot be imported: {_reason(error)}"
-        fix = f"use a module on the Python path or in {directory} (run.code_dir)"
-        raise ConfigError("run.extensions", name, law, fix) from error
+        missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
+        fix = f"use a module on the Python path or in {directory} (run.code_dir)" if missing else ""
+        raise ConfigError("run.extensions", name, f"cannot be imported: {describe_error(error)}", fix) from error
 
 
 @contextmanager
@@ -104,7 +107,3 @@ def _refuse_another(name: str, directory: str) -> None:
     if len(files) == 2 and not os.path.samefile(*files):
         law = f"{files[0]} and {files[1]} are different modules of this name"
         raise ConfigError("run.extensions", name, law, "rename one of them")
-
-
-def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"

@@ -30,6 +30,7 @@ from engine.training.packable import why_padded
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 WEIGHTS = ("*.safetensors", "*.bin")
+MODEL_FIX = "give a directory into which save_pretrained wrote both the model and its tokenizer"
 VERSIONS_HELD = 3
 """Weights versions that must fit: the one in use, the newest, and the one being published."""
 LEAST_STORE_BYTES = 256 << 20
@@ -74,7 +75,7 @@ def _model_lines(config: Config, directory: Path | None) -> Iterator[str]:
     path = config.model.path
     if path is None:
         return
-    if model_directory(config) is not None:
+    if local_directory(path) is not None:
         assert directory is not None
         check_model(directory)
         yield f"ok: model.path {path} has a model and a tokenizer"
@@ -85,6 +86,10 @@ def _model_lines(config: Config, directory: Path | None) -> Iterator[str]:
 
         find_model(path)
         yield f"ok: model.path {path} is a model of the hub"
+    reference = config.trainer.reference_path
+    teacher = None if reference is None else local_directory(reference, REFERENCE)
+    if teacher is not None:
+        check_weights(teacher, REFERENCE)
     shapes = {} if directory is None else tensor_shapes(directory)
     if directory is None or not (shapes or Path(path).is_dir()):
         yield f"note: the memory cannot be estimated before model.path {path} is downloaded"
@@ -132,6 +137,7 @@ def _check_sets(config: Config, local: Local) -> Iterator[str]:
             yield f"ok: {field}.answer {one.answer} can be imported"
 
 
+REFERENCE = "trainer.reference_path"
 WARM_START = "model.warm_start.path"
 
 
@@ -211,34 +217,27 @@ def warm_start_of(config: Config) -> "WarmStart":
     return WarmStart(**section.model_dump(), seed=config.run.seed)
 
 
-def model_directory(config: Config) -> Path | None:
-    """The directory that `model.path` names; None for a hub name, and with `model.make`.
+def local_directory(model: str, field: str = "model.path") -> Path | None:
+    """The directory of a model that a path names; None for a hub name.
 
-    Raises: ConfigError for a path that does not exist.
+    Raises: ConfigError for a path that is not a directory.
     """
-    path = config.model.path
-    if path is None:
-        return None
-    directory = Path(path)
+    directory = Path(model)
     if directory.is_dir():
         return directory
     if directory.is_absolute():
-        raise ConfigError(
-            "model.path",
-            path,
-            "is not a directory",
-            "give the directory of a model in Hugging Face format, or a hub name",
-        )
+        fix = "give the directory of a model in Hugging Face format, or a hub name"
+        raise ConfigError(field, model, "is not a directory", fix)
     return None
 
 
 def known_directory(config: Config) -> Path | None:
     """The directory with the files of `model.path`, which may be in the local hub cache; None if there is none.
 
-    Raises: ConfigError for a path that does not exist.
+    Raises: ConfigError for a path that is not a directory.
     """
     path = config.model.path
-    return None if path is None else model_directory(config) or files_of(path)
+    return None if path is None else local_directory(path) or files_of(path)
 
 
 def _check_reference(config: Config, directory: Path | None) -> Iterator[str]:
@@ -261,19 +260,23 @@ def _check_reference(config: Config, directory: Path | None) -> Iterator[str]:
         return
     odd = next(token for token, id in (ours | theirs).items() if ours.get(token) != theirs.get(token, -1))
     law = f"has another tokenizer than model.path: its token {odd!r} is {theirs.get(odd)}, not {ours.get(odd)}"
-    raise ConfigError("trainer.reference_path", path, law, "use a model with the same tokenizer")
+    raise ConfigError(REFERENCE, path, law, "use a model with the same tokenizer")
 
 
 def check_model(directory: Path) -> None:
-    """Raises: ConfigError if the model's configuration, tokenizer or weights are missing."""
-    refuse_adapter_as_model(directory)
-    fix = "give a directory into which save_pretrained wrote both the model and its tokenizer"
-    if not (directory / "config.json").is_file():
-        raise ConfigError("model.path", str(directory), "has no config.json", fix)
+    """Raises: ConfigError if the model's configuration, weights or tokenizer are missing."""
+    check_weights(directory)
     if not any((directory / name).is_file() for name in TOKENIZERS):
-        raise ConfigError("model.path", str(directory), "has no tokenizer, such as tokenizer.json", fix)
+        raise ConfigError("model.path", str(directory), "has no tokenizer, such as tokenizer.json", MODEL_FIX)
+
+
+def check_weights(directory: Path, field: str = "model.path") -> None:
+    """Raises: ConfigError if the model's configuration or weights are missing."""
+    refuse_adapter_as_model(directory, field)
+    if not (directory / "config.json").is_file():
+        raise ConfigError(field, str(directory), "has no config.json", MODEL_FIX)
     if not any(any(directory.glob(pattern)) for pattern in WEIGHTS):
-        raise ConfigError("model.path", str(directory), "has no weights, such as model.safetensors", fix)
+        raise ConfigError(field, str(directory), "has no weights, such as model.safetensors", MODEL_FIX)
 
 
 def check_checkpoint(checkpoint: Path, model: Path | None) -> None:

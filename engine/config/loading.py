@@ -7,9 +7,10 @@ data files exist or that rewards can be imported: `inputs.py` does. A pydantic e
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -20,6 +21,9 @@ from engine.config.schema import Config
 from engine.config.section import refuse_secrets
 from engine.errors import ConfigError, suggestion
 from engine.redaction import shortened
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 # -- YAML --------------------------------------------------------------------------------------------------------------
 
@@ -156,7 +160,7 @@ def _checked(tree: dict[str, Any], directory: str) -> Config:
         # An empty section (`validation:` with nothing under it) has all its defaults.
         return Config.model_validate({key: {} if value is None else value for key, value in tree.items()})
     except ValidationError as error:
-        raise _first_of(error) from None
+        raise _first_of(error, tree) from None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -199,9 +203,11 @@ def _override(tree: dict[str, Any], override: str) -> None:
     inner[keys[-1]] = absolute_paths(parse_yaml(text, "--set", override), os.getcwd(), ".".join(keys))
 
 
-def _first_of(error: ValidationError) -> ConfigError:
-    """The first error, as a ConfigError that also names the paths of the others."""
-    first, *others = error.errors(include_url=False, include_context=False)
+def _first_of(error: ValidationError, tree: Mapping[str, Any]) -> ConfigError:
+    """The first error, as a ConfigError that also names the paths of the others. `tree`: what was checked."""
+    schema = Config.model_json_schema()
+    found = error.errors(include_url=False, include_context=False)
+    first, *others = (_of_fixed_list(one, tree, schema) or one for one in found)
     path = _path_of(first["loc"]) or "config"
     if first["type"] == "extra_forbidden":
         law, fix = "unknown key", _nearest_key(path)
@@ -215,6 +221,15 @@ def _first_of(error: ValidationError) -> ConfigError:
     rest += f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
     value = None if law == "required" else first["input"]
     return ConfigError(path, value, law, fix + (f" (also wrong: {rest})" if rest else ""))
+
+
+def _of_fixed_list(error: "ErrorDetails", tree: Mapping[str, Any], schema: dict[str, Any]) -> "ErrorDetails | None":
+    """The error of a whole list, from that of an item, if the number of items is fixed; None for other errors."""
+    *above, item = error["loc"] or ("",)
+    if not isinstance(item, int) or "prefixItems" not in _node_of(_path_of(tuple(above)), schema):
+        return None
+    value = reduce(lambda inner, part: inner[part], above, cast(Any, tree))
+    return {**error, "loc": tuple(above), "type": "list_type", "input": value}
 
 
 def _path_of(parts: tuple[int | str, ...]) -> str:
@@ -280,14 +295,20 @@ _BOUNDS = {
 def expected(path: str) -> str:
     """The allowed values of a field in words: its type and its bounds."""
     schema = Config.model_json_schema()
+    node = _node_of(path, schema)
+    if "items" in node:
+        node = {**node, "items": _resolved(node["items"], schema)}
+    return " or ".join(_in_words(_resolved(option, schema)) for option in node.get("anyOf", [node]))
+
+
+def _node_of(path: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a field."""
     node = schema
     for key in path.split("."):
         options = [_resolved(option, schema) for option in node.get("anyOf", [node])]
         inside = [option["properties"][key] for option in options if key in option.get("properties", {})]
         node = _resolved(inside[0] if inside else node.get("items") or node.get("additionalProperties") or {}, schema)
-    if "items" in node:
-        node = {**node, "items": _resolved(node["items"], schema)}
-    return " or ".join(_in_words(_resolved(option, schema)) for option in node.get("anyOf", [node]))
+    return node
 
 
 def _resolved(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:

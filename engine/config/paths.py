@@ -1,7 +1,7 @@
 """Paths in a configuration, made absolute when it is read: every process and a later resume then find the same files.
 
 Called by `loading.py`. A path in a file is relative to the file's directory. One given with `--set` or by a Python
-program is relative to the working directory. Reads only whether a directory exists.
+program is relative to the working directory. Reads only whether a path exists.
 """
 
 import os
@@ -40,7 +40,7 @@ def absolute_paths(value: Any, base: str, field: str = "") -> Any:
     if field not in PATHS or not isinstance(value, str) or not value:
         return value
     place = os.path.abspath(os.path.join(base, os.path.expanduser(value)))
-    if PATHS[field] == "path or hub name" and _may_be_hub_name(value) and not os.path.isdir(place):
+    if PATHS[field] == "path or hub name" and _may_be_hub_name(value) and not os.path.exists(place):
         return value
     if PATHS[field] == "path or address" and ":" in value:
         return value

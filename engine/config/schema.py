@@ -22,7 +22,7 @@ from engine.config.reward import RewardSection, refuse_rewards
 from engine.config.rollout import RolloutSection
 from engine.config.scheduler import SchedulerSection, TimeoutsSection
 from engine.config.section import HostName, Section, refuse_secrets
-from engine.config.trainer import TrainerSection, refuse_adapter
+from engine.config.trainer import TrainerSection, refuse_adapter, refuse_idle_gpus
 from engine.config.validation import ValidationSection, refuse_validation, validation_limits
 from engine.errors import ConfigError
 from engine.policies import PolicySet, added_states
@@ -208,6 +208,7 @@ class Config(Section):
                 fix = "set it, or use model.make to build model, data and reward"
                 raise ConfigError(field, value, "required with model.path", fix)
         refuse_adapter(self)
+        refuse_idle_gpus(self.trainer)
         self._refuse_two_players()
         self._refuse_beside_a_made_model()
         require_time_for_rewards(self.limits().timeouts, self.reward.longest_s)

@@ -229,6 +229,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 """The shape of each tensor in the model's files, by its name."""
 
 
+def refuse_idle_gpus(trainer: TrainerSection) -> None:
+    """Raises: `ConfigError` for GPUs that a trainer on the CPU would reserve."""
+    if trainer.gpus_per_rank and trainer.device == "cpu":
+        law = "trainer.device is cpu, so the reserved GPUs would be idle"
+        raise ConfigError("trainer.gpus_per_rank", trainer.gpus_per_rank, law, "use 0, or trainer.device: auto")
+
+
 def refuse_adapter(config: "Config") -> None:
     """Raises: `ConfigError` for a section that cannot work with `trainer.lora`."""
     if config.trainer.lora is None:
@@ -249,12 +256,12 @@ def refuse_adapter(config: "Config") -> None:
         raise ConfigError("model.checkpoint_path", config.model.checkpoint_path, law, fix)
 
 
-def refuse_adapter_as_model(directory: Path) -> None:
+def refuse_adapter_as_model(directory: Path, field: str) -> None:
     """Raises: `ConfigError` for the directory of an adapter."""
     if (directory / CONFIG_FILE).is_file():
         law = "is an adapter (it has adapter_config.json), not a model"
         fix = "give the model that it belongs to, or merge them, for example with `engine export`"
-        raise ConfigError("model.path", str(directory), law, fix)
+        raise ConfigError(field, str(directory), law, fix)
 
 
 def linear_layers(shapes: Shapes) -> dict[str, list[tuple[int, ...]]]:
@@ -269,14 +276,19 @@ def linear_layers(shapes: Shapes) -> dict[str, list[tuple[int, ...]]]:
 
 
 def adapter_numbers(lora: Lora, shapes: Shapes) -> int:
-    """Number of parameters of an adapter. Raises: `ConfigError` for layers that the model lacks."""
+    """Number of parameters of an adapter. Raises: `ConfigError` for layers that the model lacks, and for a rank that is
+    larger than that of every adapted matrix."""
     layers = linear_layers(shapes)
-    adapted = lora.targets(list(layers)) if layers else []
-    return sum(lora.rank * (rows + columns) for name in adapted for rows, columns in layers[name])
+    adapted = [shape for name in (lora.targets(list(layers)) if layers else []) for shape in layers[name]]
+    highest = max(map(min, adapted), default=lora.rank)
+    if lora.rank > highest:
+        law = f"must be at most {highest}, the largest rank that an adapted layer of this model can have"
+        raise ConfigError("trainer.lora.rank", lora.rank, law, f"use {highest} or less")
+    return sum(lora.rank * (rows + columns) for rows, columns in adapted)
 
 
 def adapter_line(lora: Lora, shapes: Shapes, parameters: int) -> Iterator[str]:
-    """A line of `engine check`. Raises: `ConfigError` for layers that the model lacks."""
+    """A line of `engine check`. Raises: `ConfigError` like `adapter_numbers`."""
     numbers = adapter_numbers(lora, shapes)
     if numbers:
         share = numbers / max(1, parameters)

@@ -24,7 +24,7 @@ from engine.protocols import Trainer
 from engine.rollout.vllm.engine_args import built_for_cpu, workers_of
 from engine.runtime.plan import DistributedSettings, Plan, VllmSettings, Wire
 from engine.runtime.prompt_sources import CountedPrompts
-from engine.storage.checkpoints import verify_checkpoint
+from engine.storage.checkpoints import FIRST, check_first_checkpoint, verify_checkpoint
 from engine.storage.durable_trajectories import StorePolicy
 from engine.storage.samples import SamplePolicy
 from engine.tasks.quickstart import Progress
@@ -59,7 +59,8 @@ def check_plan(config: Config, local: Local = NO_LOCAL) -> None:
         check_agent(config, local)
         return
     if config.model.checkpoint_path is not None:
-        verify_checkpoint(Path(config.model.checkpoint_path))
+        check_first_checkpoint(Path(config.model.checkpoint_path))
+        verify_checkpoint(Path(config.model.checkpoint_path), FIRST)
     none: dict[str, Any] = {"checkpoint_path": None, "checkpoint_optimizer": False}
     none["warm_start"] = config.model.warm_start.model_copy(update={"path": None})
     plan_of(

@@ -22,7 +22,7 @@ from engine.protocols import Closable
 from engine.protocols import Scorer as RoleScorer
 from engine.runtime.plan import Restore
 from engine.runtime.stacks import stacks_descriptor
-from engine.storage.checkpoints import verify_checkpoint
+from engine.storage.checkpoints import FIRST, verify_checkpoint
 from engine.tasks.quickstart import Progress
 from engine.tasks.warm_start import load_answers, warm_started
 from engine.training.trainer_settings import TrainerSettings
@@ -54,7 +54,7 @@ def start_weights(config: Config, run_dir: Path, model: str) -> str:
         return str(target.resolve())
     source = Path(config.model.checkpoint_path)
     check_checkpoint(source, files_of(model))
-    verify_checkpoint(source)
+    verify_checkpoint(source, FIRST)
     unfinished = target.with_name(f".{FOLDER}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.copytree(source, unfinished, copy_function=_link_or_copy)

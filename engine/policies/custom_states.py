@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import ConfigError, suggestion
+from engine.errors import ConfigError, describe_error, suggestion
 from engine.policies.protocols import StatePolicy
 from engine.policies.registry import API_VERSION, require_api
 from engine.states.group import BETWEEN, GROUP, group_table
@@ -122,8 +122,14 @@ def added_states(names: tuple[str, ...]) -> tuple[AddedState, ...]:
 
 
 def build_state(name: str) -> StatePolicy:
-    """A new policy of a state, for one run. Raises: `ConfigError` for a state that is not registered."""
-    policy: StatePolicy = _find(name).policy()
+    """A new policy of a state, for one run. Raises: `ConfigError` for a state that is not registered, and for a policy
+    whose class cannot be called without arguments."""
+    cls = _find(name).policy
+    try:
+        policy: StatePolicy = cls()
+    except Exception as error:
+        law = f"its policy {cls.__name__} cannot be made without arguments: {describe_error(error)}"
+        raise ConfigError("scheduler.states", name, law) from error
     return policy
 
 

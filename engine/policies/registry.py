@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from engine.errors import ConfigError, suggestion
+from engine.errors import ConfigError, describe_error, suggestion
 from engine.policies.protocols import (
     AdmissionPolicy,
     BatchingPolicy,
@@ -115,7 +115,11 @@ def _build(decision: str, name: str) -> Any:
     if found is None:
         fix = suggestion(name, _REGISTERED[decision], f"use one of {', '.join(names(decision))}")
         raise ConfigError(f"scheduler.policies.{decision}", name, "is not a registered policy", fix)
-    return found()
+    try:
+        return found()
+    except Exception as error:
+        law = f"it cannot be made without arguments: {describe_error(error)}"
+        raise ConfigError(f"scheduler.policies.{decision}", name, law) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +156,8 @@ class PolicySet:
     def from_names(cls, chosen: Mapping[str, str]) -> "PolicySet":
         """Build the chosen policies, and the default for every other decision. `chosen` may contain `on_error`.
 
-        Raises: `ConfigError` for unknown decisions and names.
+        Raises: `ConfigError` for unknown decisions and names, and for a policy whose class cannot be called without
+        arguments.
         """
         chosen = dict(chosen)
         on_error = chosen.pop("on_error", ON_ERROR[0])

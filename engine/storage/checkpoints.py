@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 SUMS = "SHA256SUMS"
 """The file in each checkpoint with the digests of its other files, in the format of `sha256sum --check`."""
 
+FIRST = "model.checkpoint_path"
+"""The field with the checkpoint that a new run begins with."""
+
 UNFINISHED = ".saving"
 """Suffix of directories that are being written or deleted."""
 
@@ -91,31 +94,48 @@ def name_aside(path: Path) -> Path:
     return aside
 
 
-def verify_checkpoint(directory: Path) -> None:
-    """Compare a checkpoint with its digests. Raises: `ConfigError` naming the first file that is missing, changed or
-    not listed. `OSError` if a file cannot be read; it need not be damaged."""
+def listed_files(directory: Path, field: str = "checkpoint") -> dict[Path, str]:
+    """The digest of each file of a checkpoint, as the checkpoint lists them. `field`: the name of the checkpoint in
+    errors. Raises: `ConfigError` for a list that cannot be read, and for the first file that is missing."""
     try:
         with open_regular(directory / SUMS) as file:
             lines = file.read().decode().splitlines()
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError, RunDamaged) as error:
         law = f"its {SUMS} cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise ConfigError("checkpoint", str(directory), law, "use another checkpoint") from None
-    unknown = {path for path in directory.rglob("*") if path.is_file()} - {directory / SUMS}
+        raise ConfigError(field, str(directory), law, "use another checkpoint") from None
+    digests = {}
     for line in lines:
         digest, _, name = line.partition("  ")
         path = directory / name
         if Path(name).is_absolute() or ".." in Path(name).parts:
             law = f"its {SUMS} names {name!r}, which is outside the checkpoint"
-            raise ConfigError("checkpoint", str(directory), law, "use another checkpoint")
+            raise ConfigError(field, str(directory), law, "use another checkpoint")
         if not path.is_file():
-            raise ConfigError("checkpoint", str(path), "is missing", "use another checkpoint")
+            raise ConfigError(field, str(path), "is missing", "use another checkpoint")
+        digests[path] = digest
+    return digests
+
+
+def check_first_checkpoint(directory: Path) -> None:
+    """Check a checkpoint with whose weights a new run begins, without its digests. Raises: `ConfigError`."""
+    if (directory / "config.json").is_file() and not (directory / SUMS).exists():
+        law = f"is a model, not a checkpoint: it has config.json, but no {SUMS}"
+        raise ConfigError(FIRST, str(directory), law, "use model.path for it")
+    listed_files(directory, FIRST)
+
+
+def verify_checkpoint(directory: Path, field: str = "checkpoint") -> None:
+    """Compare a checkpoint with its digests. `field`: its name in errors. Raises: `ConfigError` naming the first file
+    that is missing, changed or not listed. `OSError` if a file cannot be read; it need not be damaged."""
+    digests = listed_files(directory, field)
+    for path, digest in digests.items():
         if _digest(path) != digest:
             law = f"has changed since it was written: its SHA-256 differs from that in {SUMS}"
-            raise ConfigError("checkpoint", str(path), law, "use another checkpoint")
-        unknown.discard(path)
+            raise ConfigError(field, str(path), law, "use another checkpoint")
+    unknown = {path for path in directory.rglob("*") if path.is_file()} - {directory / SUMS, *digests}
     if unknown:
         law = f"was not part of the checkpoint when it was written: {SUMS} does not name it"
-        raise ConfigError("checkpoint", str(min(unknown)), law, "use another checkpoint")
+        raise ConfigError(field, str(min(unknown)), law, "use another checkpoint")
 
 
 def damaged_of(checkpoints: Iterable[Path]) -> dict[Path, str]:

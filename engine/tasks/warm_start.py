@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from engine.errors import ConfigError, suggestion
 from engine.ids import StepId
+from engine.redaction import described
 from engine.tasks.dataset import Dataset
 from engine.tasks.quickstart import Progress, made_once
 from engine.trajectory import Prompt
@@ -50,15 +51,21 @@ class WarmStart:
 
 
 def load_answers(wanted: WarmStart, prompt_field: str) -> tuple[Dataset, list[str]]:
-    """The prompts, and the answer to each. Raises: `ConfigError` for a row without one, with its number."""
+    """The prompts, and the answer to each. Raises: `ConfigError` for a row without one, or with one that is not
+    text, with its number."""
     data = Dataset.load(wanted.path, prompt_field=prompt_field, config_field=f"{FIELD}.path")
     answers = []
     for row in range(len(data)):
         fields = data.prompt(row).fields
         answer = fields.get(wanted.answer_field)
-        if not isinstance(answer, str) or not answer:
+        if answer is not None and (not isinstance(answer, str) or not answer):
+            shown = described(wanted.answer_field, answer)
+            law = f"row {row + 1}: {wanted.answer_field} is {shown}, but must be text that is not empty"
+            raise ConfigError(f"{FIELD}.path", wanted.path, law)
+        if answer is None:
             law = f"row {row + 1} of {wanted.path} has no text under this name"
-            fix = suggestion(wanted.answer_field, sorted(fields), "name the column with the answers")
+            others = sorted(fields.keys() - {wanted.answer_field})
+            fix = suggestion(wanted.answer_field, others, "name the column with the answers")
             raise ConfigError(f"{FIELD}.answer_field", wanted.answer_field, law, fix)
         answers.append(answer)
     return data, answers

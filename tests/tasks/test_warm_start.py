@@ -1,6 +1,7 @@
 """The supervised warm start: the model learns written answers before the run, once, on one rank or several."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -98,7 +99,9 @@ def test_ranks_learn_the_same(made: Prepared, tmp_path: Path) -> None:
     ("rows", "law"),
     [
         ([*ROWS[:2], {"prompt": "1+1=", "anser": "2"}], "model.warm_start.answer_field.*row 3 .*did you mean anser"),
-        ([{"prompt": "1+1=", "answer": 2}], "model.warm_start.answer_field.*row 1 .*has no text"),
+        ([{"prompt": "1+1=", "answer": None}], "model.warm_start.answer_field.*row 1 .*has no text.* name the column"),
+        ([{"prompt": "1+1=", "answer": 5}], "path is .*: row 1: answer is 5, but must be text that is not empty$"),
+        ([*ROWS[:2], {"prompt": "1+1=", "answer": ""}], "row 3: answer is '', but must be text that is not empty$"),
     ],
 )
 def test_a_row_without_an_answer_is_named_before_the_run(
@@ -109,7 +112,7 @@ def test_a_row_without_an_answer_is_named_before_the_run(
         inputs_of(config)
     (tmp_path / "run.yaml").write_text(config.dump_yaml())
     assert cli.main(["check", str(tmp_path / "run.yaml")]) == 2
-    assert "model.warm_start.answer_field" in capsys.readouterr().err
+    assert re.search(law, capsys.readouterr().err.strip())
 
 
 def test_a_row_that_is_too_long_is_named(made: Prepared, tmp_path: Path) -> None:
