@@ -127,15 +127,19 @@ def resumption_of(
 ) -> tuple["Config", Sequence[tuple[str, str]]]:
     """The configuration with which a run resumes, and the new settings of its scheduler. `path`: the configuration.
 
-    Raises: `ConfigError` for a change that a resume cannot make, `RecordError` for a record that cannot be read or that
-    another process writes.
+    Raises: `ConfigError` for a change that a resume cannot make and for a run that has finished, `RecordError` for a
+    record that cannot be read or that another process writes.
     """
     from engine.config.resumption import resumed
     from engine.record import read
     from engine.record.files import RecordLock
+    from engine.runtime.run_history import require_unfinished
 
     RecordLock(directory.schedule).release()  # raises before Ray starts if another process writes the record
-    return resumed(path, read(directory.schedule, missing_end=bool(force_from)).header.config, overrides)
+    missing_end = force_from is not None
+    config, settings = resumed(path, read(directory.schedule, missing_end=missing_end).header.config, overrides)
+    require_unfinished(directory.path, settings, missing_end=missing_end)
+    return config, settings
 
 
 def join(config: "Config") -> None:
@@ -174,14 +178,10 @@ def _began(directory: "RunDirectory") -> bool:
 
 
 def _finished(directory: "RunDirectory") -> bool:
-    from engine.commands import FinishRun
-    from engine.record import Handled, read
+    from engine.record import read
 
-    last = None
-    for frame in read(directory.schedule).frames():
-        last = frame if type(frame) is Handled else last
-    end = last.commands[-1] if last is not None and last.commands else None
-    return isinstance(end, FinishRun) and end.outcome == "finished"
+    end = read(directory.schedule).outcome()
+    return end is not None and end.outcome == "finished"
 
 
 def _run_name(config: "Config", path: str) -> str:
