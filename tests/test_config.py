@@ -812,6 +812,11 @@ def test_distillation_needs_a_teacher_and_reads_no_reward(field: str, changes: d
             {"curriculum": {"stages": [{"weights": {"a": float("nan")}}]}},
             r"stages\.0\.weights\.a is nan, but must be a number, at least 0",
         ),
+        ("trainer", {"device": "gpu"}, r"device is 'gpu', but must be auto, cpu, cuda or cuda:N \("),
+        ("rollout", {"device": None}, r"device is null, but must be auto, cpu, cuda or cuda:N \("),
+        ("agent", {"function": "mine"}, r"function is 'mine', but must be module:name or null \("),
+        ("data", {"chat": "on"}, r"chat is 'on', but must be auto or never"),
+        ("trainer", {"bf16": "yes"}, r"bf16 is 'yes', but must be one of auto, on, off \("),
         ("data", {"curriculum": {"stages": []}}, r"stages is \[\], but must be a list of at least 1, each a section"),
     ],
 )
