@@ -645,7 +645,7 @@ def test_a_run_of_a_changed_configuration_is_not_gone_on_with_silently(capsys: C
     capsys.readouterr()
     config = write_config("mine.yaml", trainer={"learning_rate": 0.25}, scheduler={"samples_per_prompt": 2})
     said = refused(capsys, "run", config, "--resume", "auto")
-    assert "scheduler.samples_per_prompt is 2: the run began with 4" in said
+    assert "scheduler.samples_per_prompt is 2, but must stay 4: the run began with it" in said
     assert "trainer.learning_rate was " in said and "is 0.25" in said
 
 
