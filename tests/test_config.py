@@ -278,7 +278,7 @@ def test_an_unknown_key_is_told_the_nearest_known_one(tmp_path: Path, override: 
         ("trainer.betas=[0.5, 1.0]", "trainer.betas", "in [0, 1)"),
         ("trainer.loss=ppo", "trainer.loss", "one of ppo_clip, decoupled_ppo"),
         ("trainer.lr_schedule=linear", "trainer.lr_total_steps", "above trainer.lr_warmup_steps"),
-        ("rollout.sync_mode=drop", "rollout.sync_mode", "keep or abort or wait"),
+        ("rollout.sync_mode=drop", "rollout.sync_mode", "one of keep, abort, wait"),
         ("rollout.stop=[1]", "rollout.stop.0", "text"),
         ("rollout.temperature=0", "rollout.temperature", "above 0"),
         ("rollout.device=gpu", "rollout.device", "auto, cpu, cuda or cuda:N"),
