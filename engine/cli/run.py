@@ -116,7 +116,10 @@ def names_extensions(directory: Path) -> bool:
 
 def _resume(directory: "RunDirectory", path: Path, arguments: argparse.Namespace, interrupts: Interrupts) -> int:
     """Resume a run with the present configuration in `path`."""
+    from engine.runtime.run_history import require_unfinished
+
     config, settings = resumption_of(directory, path, arguments.set, arguments.force_from)
+    require_unfinished(directory.path, settings, missing_end=bool(arguments.force_from))
     join(config)
     mode = Mode(plain=arguments.plain, resume=True, settings=settings, force_from=arguments.force_from)
     return _train(config, directory, interrupts, mode)
@@ -127,19 +130,15 @@ def resumption_of(
 ) -> tuple["Config", Sequence[tuple[str, str]]]:
     """The configuration with which a run resumes, and the new settings of its scheduler. `path`: the configuration.
 
-    Raises: `ConfigError` for a change that a resume cannot make and for a run that has finished, `RecordError` for a
-    record that cannot be read or that another process writes.
+    Raises: `ConfigError` for a change that a resume cannot make, `RecordError` for a record that cannot be read or that
+    another process writes.
     """
     from engine.config.resumption import resumed
     from engine.record import read
     from engine.record.files import RecordLock
-    from engine.runtime.run_history import require_unfinished
 
     RecordLock(directory.schedule).release()  # raises before Ray starts if another process writes the record
-    missing_end = force_from is not None
-    config, settings = resumed(path, read(directory.schedule, missing_end=missing_end).header.config, overrides)
-    require_unfinished(directory.path, settings, missing_end=missing_end)
-    return config, settings
+    return resumed(path, read(directory.schedule, missing_end=bool(force_from)).header.config, overrides)
 
 
 def join(config: "Config") -> None:
