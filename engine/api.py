@@ -161,10 +161,12 @@ def resume(
     Raises: see `train`; also `RunFinished` if no step is left.
     """
     from engine.cli import run as running
+    from engine.runtime.run_history import require_unfinished
     from engine.storage import run_directory
 
     directory = run_directory.open_run(run.run_dir if isinstance(run, TrainedRun) else run)
     config, changed, local = resumption(directory, reward, environment, settings)
+    require_unfinished(directory.path, changed)
     running.require_packages()
     running.join(config)
     return _watch(config, directory, running.Mode(plain=plain, resume=True, settings=changed, local=local))

@@ -95,12 +95,11 @@ _PREDICATES = {"is", "are", "was", "has", "holds", "cannot", "does", "names", "a
 
 def _sentence(field: str, shown: str | None, law: str) -> str:
     first = law.partition(" ")[0].rstrip(":,")
-    given = f"{field} is {'not set' if shown is None else shown}"
     if first == "must":
-        return f"{given}, but {law}"
+        return f"{field} is {'null' if shown is None else shown}, but {law}"
     if first in _PREDICATES and shown is not None:
         return f"{field} {shown} {law}"
-    return f"{given}: {law}"
+    return f"{field} is {'not set' if shown is None else shown}: {law}"
 
 
 def suggestion(name: str, known: Iterable[str], otherwise: str = "", *, prefix: str = "") -> str:

@@ -621,13 +621,31 @@ def test_a_run_that_finished_is_not_gone_on_with(capsys: Capture, launched: Laun
     assert [handle.resumed for handle in handles] == [None, None]
 
 
+def test_a_finished_run_is_refused_before_anything_starts(capsys: Capture, launched: Launch) -> None:
+    assert cli.main(["run", write_config(), "--run-dir", "here"]) == 0
+    handles = launched()
+    words = "has finished (4 train steps); to train more steps, resume it with a larger run.max_steps"
+    for more in ([], ["--set", "run.max_steps=3"], ["--force-from", "initial"]):
+        assert words in refused(capsys, "resume", "here", *more)
+    assert handles == []
+    assert cli.main(["resume", "here", "--set", "run.max_steps=6"]) == 0
+    assert handles[0].resumed == (Path("here"), (("run.max_steps", "6"),))
+
+
+def test_an_address_is_called_so_in_the_help(capsys: Capture) -> None:
+    for command in ("run", "resume"):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        assert "--address ADDRESS" in capsys.readouterr().out
+
+
 def test_a_run_of_a_changed_configuration_is_not_gone_on_with_silently(capsys: Capture, launched: Launch) -> None:
     launched(interrupt_after=1)
     assert cli.main(["run", write_config("mine.yaml"), "--resume", "auto"]) == 130
     capsys.readouterr()
     config = write_config("mine.yaml", trainer={"learning_rate": 0.25}, scheduler={"samples_per_prompt": 2})
     said = refused(capsys, "run", config, "--resume", "auto")
-    assert "scheduler.samples_per_prompt is 2: the run began with 4" in said
+    assert "scheduler.samples_per_prompt is 2, but must stay 4: the run began with it" in said
     assert "trainer.learning_rate was " in said and "is 0.25" in said
 
 

@@ -137,10 +137,22 @@ def test_the_table_at_the_end_has_every_figure() -> None:
         r"rollout idle +│ \d+ %",
         r"trainer idle +│ \d+ %",
         r"tokens generated / trained +│ 16 / 16",
-        r"wall seconds +│ 12\.3",
+        r"wall seconds of this command +│ 12\.3",
         r"run directory +│ runs/20260131-235959-quickstart",
     ):
         assert re.search(row, text), (row, text)
+    assert max(cell_len(line) for line in text.splitlines()) <= 80
+
+
+def test_the_table_of_a_resumed_run_says_which_figures_began_with_the_resume() -> None:
+    status = replace(steady_world(steps=4).to_the_end().metrics.status(), recoveries={"resumed": 1})
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(summary(status, where="runs/here", wall_s=2.0))
+    text = console.export_text()
+    rows = re.split(r"\n(?=│ \S)", text)
+    marked = {row[2:].partition("  ")[0] for row in rows if "last start" in re.sub(r"[│\s]+", " ", row)}
+    counted = {"reward first / last", "tokens generated / trained", "rollout idle", "trainer idle"}
+    assert marked == {*counted, "staleness min / mean / max"}
     assert max(cell_len(line) for line in text.splitlines()) <= 80
 
 

@@ -204,6 +204,7 @@ def _takes_address(parser: argparse.ArgumentParser) -> None:
         dest="set",
         action="append",
         type=lambda address: f"cluster.address={json.dumps(address)}",
+        metavar="ADDRESS",
         help="Ray cluster to join: auto or host:port; local: start a private one (default: RAY_ADDRESS, else local)",
     )
 

@@ -7,10 +7,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import ConfigError, RecordError, suggestion
+from engine.errors import ConfigError, RecordError, RecordHeld, suggestion
 
 if TYPE_CHECKING:
     from engine.control.requests import Operation
+    from engine.storage.run_directory import RunDirectory
 
 SHOWN = 8
 """Maximum number of waits printed after a request."""
@@ -106,6 +107,7 @@ def _tell(arguments: argparse.Namespace, asked: "Operation", shown: int = SHOWN)
     from engine.storage.run_directory import open_run
 
     directory = open_run(arguments.directory)
+    _require_address(directory)
     answer = tell(directory.path, directory.shown, asked)
     if answer.get("done"):
         print(answer["done"])
@@ -116,6 +118,21 @@ def _tell(arguments: argparse.Namespace, asked: "Operation", shown: int = SHOWN)
         if not waits:
             print("no order is open" if answer.get("outcome") is None else f"the run has {answer['outcome']}")
     return 0
+
+
+def _require_address(directory: "RunDirectory") -> None:
+    """Raises: `ConfigError` for a run without an address whose record is held by a process: advice to resume it would
+    be wrong."""
+    from engine.control.address_file import FILE
+    from engine.record.files import RecordLock
+
+    if (directory.path / FILE).exists():
+        return
+    try:
+        RecordLock(directory.schedule).release()
+    except RecordHeld:
+        law = "is still starting or ending, or runs with control.enabled: false"
+        raise ConfigError("RUN", directory.shown, law, "try again once it trains or has ended") from None
 
 
 LAWS = {

@@ -116,7 +116,10 @@ def names_extensions(directory: Path) -> bool:
 
 def _resume(directory: "RunDirectory", path: Path, arguments: argparse.Namespace, interrupts: Interrupts) -> int:
     """Resume a run with the present configuration in `path`."""
+    from engine.runtime.run_history import require_unfinished
+
     config, settings = resumption_of(directory, path, arguments.set, arguments.force_from)
+    require_unfinished(directory.path, settings, missing_end=bool(arguments.force_from))
     join(config)
     mode = Mode(plain=arguments.plain, resume=True, settings=settings, force_from=arguments.force_from)
     return _train(config, directory, interrupts, mode)
@@ -174,14 +177,10 @@ def _began(directory: "RunDirectory") -> bool:
 
 
 def _finished(directory: "RunDirectory") -> bool:
-    from engine.commands import FinishRun
-    from engine.record import Handled, read
+    from engine.record import read
 
-    last = None
-    for frame in read(directory.schedule).frames():
-        last = frame if type(frame) is Handled else last
-    end = last.commands[-1] if last is not None and last.commands else None
-    return isinstance(end, FinishRun) and end.outcome == "finished"
+    end = read(directory.schedule).outcome()
+    return end is not None and end.outcome == "finished"
 
 
 def _run_name(config: "Config", path: str) -> str:

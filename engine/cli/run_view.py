@@ -327,15 +327,17 @@ def summary(status: Status, *, where: str, wall_s: float | None = None) -> Table
     if status.outcome == "finished" and status.max_steps is not None and status.step < status.max_steps:
         steps += "  (the prompts are used up)"
     stale = (status.staleness_min, status.staleness_mean, status.staleness_max)
+    since = "  (since the last start)" if status.recoveries else ""  # a new process counts these figures from 0
     table.add_row("train steps", steps)
-    table.add_row("reward first / last", f"{figure(status.reward_first, '.3f')} / {figure(status.reward, '.3f')}")
+    rewards = f"{figure(status.reward_first, '.3f')} / {figure(status.reward, '.3f')}"
+    table.add_row("reward first / last", f"{rewards}{since}")
     accuracy = f"{figure(status.accuracy_first, '.3f')} / {figure(status.accuracy_last, '.3f')}"
     table.add_row("validation accuracy before / after", accuracy)
     for name, cell in set_rows(status.validations):
         table.add_row(f"  {name}", cell)
     table.add_row(
         "staleness min / mean / max",
-        " / ".join(figure(value, ".3g") for value in stale) + f"  (bound {status.max_staleness_steps})",
+        " / ".join(figure(value, ".3g") for value in stale) + f"  (bound {status.max_staleness_steps}){since}",
     )
     table.add_row("groups", ", ".join(f"{count} {end}" for end, count in status.groups_ended.items()))
     failed = status.groups_ended.get("failed", 0)
@@ -345,10 +347,13 @@ def summary(status: Status, *, where: str, wall_s: float | None = None) -> Table
     if status.failures:
         counts = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in status.failures.items())
         table.add_row("failed attempts", Text(f"{counts}; the last: {status.last_failure}"))
-    table.add_row("rollout idle", percent(status.rollout_idle_share) + _main_cause(status.rollout_idle_s))
-    table.add_row("trainer idle", percent(status.trainer_idle_share) + _main_cause(status.trainer_idle_s))
-    table.add_row("tokens generated / trained", f"{status.tokens_generated:,} / {status.tokens_trained:,}")
-    table.add_row("wall seconds", f"{status.elapsed_s if wall_s is None else wall_s:.1f}")
+    table.add_row("rollout idle", percent(status.rollout_idle_share) + _main_cause(status.rollout_idle_s) + since)
+    table.add_row("trainer idle", percent(status.trainer_idle_share) + _main_cause(status.trainer_idle_s) + since)
+    table.add_row("tokens generated / trained", f"{status.tokens_generated:,} / {status.tokens_trained:,}{since}")
+    if wall_s is None:
+        table.add_row("wall seconds", f"{status.elapsed_s:.1f}")
+    else:
+        table.add_row("wall seconds of this command", f"{wall_s:.1f}")
     table.add_row("run directory", where)
     return table
 

@@ -5,11 +5,9 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from engine.config.section import Section
+from engine.config.section import NAMED, Section
 from engine.errors import ConfigError
 
-NAMED = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
-"""module:function"""
 TOOL_PARSER: Any = Field(
     "hermes",
     pattern=rf"^(hermes|qwen3_coder|glm|json|none|{NAMED[1:-1]})$",

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from engine.config.extensions import load_extensions_of
 from engine.config.paths import RUNS, absolute_paths
 from engine.config.schema import Config
-from engine.config.section import refuse_secrets
+from engine.config.section import FORMS, refuse_secrets
 from engine.errors import ConfigError, suggestion
 from engine.redaction import shortened
 
@@ -286,7 +286,6 @@ _BOUNDS = {
     "maximum": "at most {}",
     "exclusiveMaximum": "below {}",
     "multipleOf": "a multiple of {}",
-    "pattern": "that matches {}",
     "minLength": "at least {} long",
     "maxItems": "at most {} of them",
 }
@@ -321,7 +320,10 @@ def _in_words(node: Mapping[str, Any]) -> str:
     if "properties" in node:
         return f"a section with the keys {', '.join(node['properties'])}"
     if "const" in node or "enum" in node:
-        return " or ".join(str(value) for value in node.get("enum", [node.get("const")]))
+        choices = [str(value) for value in node.get("enum", [node.get("const")])]
+        return f"one of {', '.join(choices)}" if len(choices) > 2 else " or ".join(choices)
+    if node.get("pattern") in FORMS:
+        return FORMS[node["pattern"]]
     if node.get("type") == "array":
         inner = node.get("prefixItems") or [node.get("items", {})]
         if "prefixItems" in node:
@@ -329,6 +331,7 @@ def _in_words(node: Mapping[str, Any]) -> str:
         least = f" of at least {node['minItems']}" if "minItems" in node else ""
         return f"a list{least}, each {_in_words(inner[0])}"
     bounds = [words.format(node[key]) for key, words in _BOUNDS.items() if key in node]
+    bounds += [f"that matches {node['pattern']}"] if "pattern" in node else []
     return ", ".join([_KINDS.get(node.get("type", ""), "a value"), *bounds])
 
 

@@ -14,6 +14,7 @@ from engine.config.paths import moved
 from engine.config.schema import Config
 from engine.config.section import Section
 from engine.errors import ConfigError
+from engine.redaction import described
 from engine.scheduling.settings import FIGURES, POLICIES, live_settings
 
 FREE = (
@@ -71,17 +72,37 @@ def resumed(path: Path, recorded: Mapping[str, Any], overrides: Sequence[str] = 
         and not moved(field, was[field], now[field])
     ]
     if other:
-        more = f" and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
-        others = "; ".join(f"{field} was {was[field]!r}, is {now[field]!r}" for field in other[1:SHOWN])
-        law = f"the run began with {was[other[0]]!r}, and its record depends on it"
-        law += f" (also: {others}{more})" if others else ""
-        fix = f"use {was[other[0]]!r}; a resume can change {', '.join((*free, *live))}"
-        raise ConfigError(other[0], now[other[0]], law, fix)
+        raise _refusal([leaf for field in other for leaf in _leaves(field, was[field], now[field])])
     given = {override.partition("=")[0].strip() for override in overrides}
     settings = _settings(before, wished, [field for field in live if was[field] != now[field] or field in given])
     if REPLICAS in given or was[REPLICAS] != now[REPLICAS]:
         settings = (*settings, (REPLICAS, str(now[REPLICAS])))
     return wished, settings
+
+
+def _refusal(changes: Sequence[tuple[str, Any, Any]]) -> ConfigError:
+    """The error for fields that must not change, as (path, old value, new value)."""
+    (field, was, now), *others = changes
+    more = f" and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
+    also = "; ".join(
+        f"{path} was {_shown(path, old)}, is {_shown(path, new)}" for path, old, new in others[: SHOWN - 1]
+    )
+    law = f"must stay {_shown(field, was)}: the run began with it" + (f" (also: {also}{more})" if also else "")
+    fix = "leave the change out, or start a new run with `engine run CONFIG --from RUN`"
+    return ConfigError(field, now, law, f"{fix}; docs/OPERATIONS.md, Stop and resume, lists what a resume can change")
+
+
+def _leaves(path: str, was: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(path, old value, new value) of the innermost differences. Mappings with other keys differ as a whole."""
+    if isinstance(was, Mapping) and isinstance(now, Mapping) and was.keys() == now.keys():
+        for key in was:
+            yield from _leaves(f"{path}.{key}", was[key], now[key])
+    elif was != now:
+        yield path, was, now
+
+
+def _shown(path: str, value: Any) -> str:
+    return "null" if value is None else described(path, value)
 
 
 def _settings(before: Config, wished: Config, changed: Sequence[str]) -> Settings:

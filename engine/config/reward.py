@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from engine.config.agent import NAMED
-from engine.config.section import Section
+from engine.config.section import NAMED, Section
 from engine.errors import ConfigError, suggestion
 from engine.states.limits import BOUNDS
 

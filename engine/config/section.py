@@ -9,6 +9,9 @@ from engine.errors import ConfigError
 from engine.redaction import HIDDEN, is_secret_name, secret_in_command, secret_in_text
 
 DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
+NAMED = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
+FORMS = {DEVICE: "auto, cpu, cuda or cuda:N", NAMED: "module:name"}
+"""The forms of these patterns in words."""
 
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\[\]-]{1,253}$")]
 """A name or an address, without a port."""

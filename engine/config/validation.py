@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import Field
 
-from engine.config.agent import NAMED as FUNCTION
 from engine.config.data import Paths
 from engine.config.reward import RewardSection
 from engine.config.rollout import RolloutSection
+from engine.config.section import NAMED as FUNCTION
 from engine.config.section import Section
 from engine.errors import ConfigError, suggestion
 from engine.states.estimators import metric_names

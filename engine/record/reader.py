@@ -10,9 +10,11 @@ Called by `replayer`, by `engine.inspect` and by tests. No byte is trusted: the 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from engine.commands import FinishRun
 from engine.errors import RecordError, RecordNotBegun, RunDamaged
 from engine.ids import EventId
 from engine.record.frames import Handled, Header, Part, Rejected, decode_frame, decode_header, place_of_part
@@ -149,6 +151,15 @@ class Record:
             if whole is not None:
                 return whole
         raise RecordError(self._segments[place.segment].name, place.offset, "the snapshot is incomplete")
+
+    def outcome(self) -> FinishRun | None:
+        """The end of the run, if the last event ended it. Decodes only the events after the newest snapshot that has
+        any. Raises: `RecordError`."""
+        for after in chain(self.snapshots(), (None,)):
+            events = [frame for frame in self.frames_and_snapshots(after=after) if type(frame) is Handled]
+            if events:
+                return next((order for order in events[-1].commands if isinstance(order, FinishRun)), None)
+        return None
 
     def verify(self, before: Place) -> int:
         """Check the checksums of all segments before that of a snapshot, without decoding them. Returns their size in

@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from engine.commands import FinishRun
 from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished, reason_of
 from engine.events import RunInterrupted, RunResumed
 from engine.ids import GroupId, StepId, Version
@@ -233,11 +234,10 @@ def history_of(
             lock = _record_interruption(recovered, plan.interrupted, schedule, lock)
         outcome = recovered.scheduler.state.outcome
         if outcome is not None and (
-            (outcome.outcome == "finished" and not _extends(plan, recovered)) or (plan.again and not outcome.again)
+            (outcome.outcome == "finished" and not _extends(plan.settings, recovered))
+            or (plan.again and not outcome.again)
         ):
-            law = f"has finished ({outcome.reason})"
-            fix = "to train more steps, resume it with a larger run.max_steps"
-            raise RunFinished("RUN", str(plan.run_dir), law, fix)
+            raise _finished(plan.run_dir, outcome)
         end_earlier(plan.run_dir)
         return _prepared(plan, recovered, lock, rows, {ended.id for ended in transitions.ended})
     except BaseException:
@@ -245,10 +245,26 @@ def history_of(
         raise
 
 
-def _extends(plan: Plan, recovered: Recovered) -> bool:
-    """Whether the plan lets a finished run train more steps."""
+def require_unfinished(run_dir: Path, settings: Sequence[tuple[str, str]], *, missing_end: bool = False) -> None:
+    """Refuse a finished run before any process starts. Only the record of a finished run is replayed.
+
+    Raises: `RunFinished` if the new settings do not let it train more steps, `RecordError`.
+    """
+    record = read(run_dir / "schedule", missing_end=missing_end)
+    outcome = record.outcome()
+    if outcome is not None and outcome.outcome == "finished" and not _extends(settings, recover(record)):
+        raise _finished(run_dir, outcome)
+
+
+def _finished(run_dir: Path, outcome: FinishRun) -> RunFinished:
+    fix = "to train more steps, resume it with a larger run.max_steps"
+    return RunFinished("RUN", str(run_dir), f"has finished ({outcome.reason})", fix)
+
+
+def _extends(settings: Sequence[tuple[str, str]], recovered: Recovered) -> bool:
+    """Whether new settings let a finished run train more steps."""
     limits = recovered.scheduler.limits
-    for setting, value in plan.settings:
+    for setting, value in settings:
         if setting == MAX_STEPS:
             limits = changed_limits(limits, setting, value)
     state = recovered.scheduler.state

@@ -33,6 +33,7 @@ from engine.control.requests import (
 )
 from engine.errors import ConfigError
 from engine.events import DrainRequested, ProcessLost, ReplicaLeaves, ReplicasWanted, SettingChanged, StopRequested
+from engine.record.files import RecordLock
 from engine.states.limits import Limits, Pool, ValidationLimits
 
 Capture = pytest.CaptureFixture[str]
@@ -355,6 +356,16 @@ def test_what_cannot_be_is_refused_with_its_law(rig: Rig, capsys: Capture, case:
 def test_a_run_that_has_ended_is_said_to_have(rig: Rig, capsys: Capture) -> None:
     withdraw(rig.run_dir)
     assert "is not running, or runs with control.enabled: false" in refused(capsys, "stop", str(rig.run_dir))
+
+
+def test_a_run_without_an_address_that_lives_is_not_to_be_resumed(rig: Rig, capsys: Capture) -> None:
+    withdraw(rig.run_dir)
+    lock = RecordLock(rig.run_dir / "schedule")
+    for command in ("waits", "stop"):
+        said = refused(capsys, command, str(rig.run_dir))
+        assert "is still starting or ending, or runs with control.enabled: false" in said and "resume" not in said
+    lock.release()
+    assert "engine resume" in refused(capsys, "stop", str(rig.run_dir))
 
 
 def test_a_run_that_was_killed_is_said_to_be_gone(tmp_path: Path, capsys: Capture) -> None:

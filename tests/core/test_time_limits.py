@@ -688,7 +688,7 @@ def test_limits_may_be_set_and_lifted_at_any_time() -> None:
     [
         ({"train_s": 0.0}, "timeouts.train_s is 0.0, .* at most, or auto, or off"),
         ({"train_s": "never"}, "timeouts.train_s is 'never'"),
-        ({"floor_s": None}, "timeouts.floor_s is not set, but must be a number of seconds above 0, 1000000 at most;"),
+        ({"floor_s": None}, "timeouts.floor_s is null, but must be a number of seconds above 0, 1000000 at most;"),
         ({"max_s": -1.0}, "timeouts.max_s is -1.0"),
         ({"cut_s": float("nan")}, "timeouts.cut_s is nan"),
     ],
