@@ -122,18 +122,20 @@ def test_a_rank_that_is_killed_costs_the_trainer_an_attempt(made: Path) -> None:
     run_dir = made / "run-ranks"
     run_dir.mkdir()
     config = tree(made, replicas=1, max_tokens=20)
-    config["run"]["max_steps"] = 4
+    config["run"]["max_steps"] = 12
     config["trainer"] |= {"ranks": 2, "checkpoint_every": 2}
     del config["validation"]
     stacks, killed = stacks_file(run_dir, "trainer"), False
     with launch(parse_config(config), run_dir) as run:
         for status in run.updates():
             if status.step >= 1 and not killed:
-                (trainer,) = processes("TrainerAct")
+                (trainer,), (replica,) = processes("TrainerAct"), processes("RolloutAct")
+                replica.suspend()  # so that the run does not end before its stacks are written
                 said = dump_stacks(trainer.pid, stacks)
                 os.kill(ranks_of(trainer.pid)[1].pid, signal.SIGKILL)
+                replica.resume()
                 killed = True
-    assert (status.outcome, status.step, status.version) == ("finished", 4, 4), status.reason
+    assert (status.outcome, status.step, status.version) == ("finished", 12, 12), status.reason
     (lost,) = events_of(run_dir, ProcessLost)
     assert "rank 1 of 2 died (SIGKILL)" in lost.reason
     assert said == f"its stacks are in {stacks}" and stacks.read_text().count("rank_process.py") >= 2, "of each rank"
