@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     header = Header(run="r", limits=LIMITS.to_plain(), policies=dict(policies.names))
     recorder = Recorder(directory / "schedule", header)
     faults = Faults(die=0.02, fail_group=0.1, duplicate=0.05)
-    World(Setting(limits=LIMITS, seed=5, faults=faults), policies, recorder, check=False).run()
+    World(Setting(limits=LIMITS, seed=2, faults=faults), policies, recorder, check=False).run()
     recorder.close()
     return directory
 
