@@ -32,10 +32,12 @@ def main() -> None:
     asked.add_argument("--config", default="configs/quickstart.yaml")
     asked.add_argument("--runs", type=int, default=3)
     asked.add_argument("--engine", nargs="+", default=["."], help="directories that contain the package `engine`")
-    asked.add_argument("--dir", help="directory of the runs, which may have the model already")
+    asked.add_argument("--dir", help="directory of the runs, made if it is not there; a model in it is used again")
     given = asked.parse_args()
     config, engines = Path(given.config).resolve(), [str(Path(place).resolve()) for place in given.engine]
     taken: dict[str, list[tuple[float, dict[str, float]]]] = {engine: [] for engine in engines}
+    if given.dir:
+        Path(given.dir).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=given.dir, prefix="start-") as folder:
         made = Path(given.dir or folder).resolve()
         start(config, engines[0], made, Path(folder) / "making")

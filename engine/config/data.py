@@ -112,7 +112,7 @@ class DataSection(Section):
         "unchanged.",
     )
     system_prompt: str | None = Field(
-        None, min_length=1, description="System message for every chat without one; null: none."
+        None, min_length=1, description="System message of every chat that has none; null: no system message."
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the chat template, for example enable_thinking: false."

@@ -330,7 +330,7 @@ class ReplayedRows:
         self._begun = False
 
     def watch(self, event: Event, commands: Sequence[Command], state: State) -> None:
-        """Call it for every replayed event, in order."""
+        """Take the next event of a replay. Call this for each one, in order."""
         if not self._begun:
             self._begin()
         self.transitions.note_event(event)

@@ -191,7 +191,7 @@ class State:
         self._watch(*self.small_records())
 
     def _index_groups(self) -> None:
-        """List the open groups by what may become of them."""
+        """Make the lists of open groups, by what may happen to them next."""
         self.waiting: deque[GroupId] = deque()
         self.ready: dict[GroupId, None] = {}
         """In the order they became ready; a dict for its order and its O(1) removal."""
