@@ -7,8 +7,8 @@ CONFIG ?= configs/quickstart.yaml
 ARGS ?=
 
 # The first interpreter that is new enough. `make PYTHON=...` overrides it.
-PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
-	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+IS_NEW := -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do $$p $(IS_NEW) && { echo $$p; break; }; done)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -35,8 +35,10 @@ help:  ## this text
 setup: $(STAMP)  ## make .venv and install what the engine and its tests need
 
 $(RUN):
-	@test -n "$(PYTHON)" || { echo "No Python >= 3.11 found. Give one: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; }
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+	@$(or $(PYTHON),false) $(IS_NEW) || { \
+	  echo "$(if $(PYTHON),$(PYTHON) is not,Found no) Python 3.11 or newer. Give one: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; \
+	  exit 1; }
+	@$(BIN)/python $(IS_NEW) && $(BIN)/python -m pip --version >/dev/null 2>&1 || { \
 	  echo "Making $(VENV) with $(PYTHON)"; \
 	  $(PYTHON) -m venv --clear $(VENV) || { echo "Is the venv module of $(PYTHON) installed?" >&2; exit 1; }; }
 	@echo "Installing into $(VENV) (minutes the first time)"
@@ -67,6 +69,7 @@ near: $(VLLM)  ## run the tests near what differs from the commit BASE (default:
 	@BASE=$(BASE) $(BIN)/python -m tests.selection $(ARGS)
 
 torture: $(VLLM)  ## kill runs at hundreds of points and see that nothing is lost (hours); writes docs/TORTURE.md
+	@$(BIN)/python -m pytest -m long
 	@$(BIN)/python -m tests.torture.durable --seeds 1000
 	@$(BIN)/python -u -m tests.torture.torture --table docs/TORTURE.md $(ARGS)
 

@@ -99,14 +99,14 @@ def run(config: Config, made: Prepared, replicas: int) -> Seen:
         backend = TorchBackend(made.model_path, rows=slots * samples, context=r.context, deterministic=r.deterministic)
         return ModelGenerator(backend, tokenizer, reward, params=params, seed=config.run.seed)
 
-    trainer = Watched(ModelTrainer(made.model_path, config.trainer_settings()))
+    trainer = Watched(ModelTrainer(made.model_path, config.trainer_settings))
     generators = [generator(replica) for replica in range(replicas)]
     started = time.perf_counter()
     result = engine.runtime.local.run(
         generators=generators,
         trainer=trainer,
         prompts=CountedPrompts(source.total, source.prompt),
-        limits=replace(config.limits(), validation=None),
+        limits=replace(config.limits, validation=None),
         samples=samples,
         slots=slots,
         policies=config.policies().names,

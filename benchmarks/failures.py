@@ -20,10 +20,10 @@ from pathlib import Path
 from soak import processes
 
 from engine.actors.launch import start
-from engine.commands import Command
-from engine.events import Event, GroupGenerated, ProcessLost, ProcessUp
+from engine.events import GroupGenerated, ProcessLost, ProcessUp
 from engine.protocols import Batch, GroupWork
-from engine.record import Handled, read
+from engine.record import read
+from engine.record.frames import Tick
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.runtime.plan import Plan, Rollout
 from engine.runtime.prompt_sources import CountedPrompts
@@ -66,14 +66,14 @@ def on_the_virtual_clock() -> bool:
         limits=limits, replicas=REPLICAS, slots=SLOTS, prompts=400 * BATCH, train_s=1.0, sync_s=1.0, mean_tokens=40.0,
         max_tokens=longest, start_s=back - lost,
     )  # fmt: skip
-    world, ended = World(setting, check=False), []
+    world = World(setting, check=False)
+    ended: list[float] = []
     judged = world.driver.observe
 
-    def observe(event: Event, commands: tuple[Command, ...]) -> None:
+    def observe(tick: Tick) -> None:
         if judged is not None:
-            judged(event, commands)
-        if isinstance(event, GroupGenerated):
-            ended.append(event.at)
+            judged(tick)
+        ended.extend(event.at for event in tick.events if isinstance(event, GroupGenerated))
 
     def kill(index: int) -> None:
         world.process("replica", index).die("killed")
@@ -124,7 +124,7 @@ def over_ray() -> bool:
                 enough += killed and status.replicas_lost == 0
                 if enough >= 50:
                     break
-        events = [frame.event for frame in read(Path(place) / "schedule").frames(False) if isinstance(frame, Handled)]
+        events = list(read(Path(place) / "schedule").events())
     ended = [event.at for event in events if isinstance(event, GroupGenerated)]
     lost = min(event.at for event in events if isinstance(event, ProcessLost))
     back = max(event.at for event in events if isinstance(event, ProcessUp))

@@ -22,7 +22,6 @@ from pathlib import Path
 from scheduler import REPLICAS, Echo, Wall, drive
 
 from engine.events import RunStarted
-from engine.garbage_collection import collect_rarely, freeze_objects
 from engine.metrics.collector import RunMetrics
 from engine.metrics.export import ExternalFigures, registry
 from engine.metrics.metrics_server import MetricsServer
@@ -30,6 +29,7 @@ from engine.metrics.transitions import Transitions
 from engine.record.frames import Header
 from engine.record.recorder import Recorder
 from engine.runtime.driver import Driver
+from engine.runtime.garbage_collection import collect_rarely, freeze_objects
 from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import Limits
 

@@ -96,12 +96,11 @@ def main() -> None:
             )
     for groups in (10_000, 100_000):
         scheduler = started(groups)
-        payloads = encode_snapshot(0, snapshot(scheduler))
-        _, writing = median_s(lambda s=scheduler: encode_snapshot(0, snapshot(s)), chosen.repeats)  # type: ignore[misc]
-        _, reading = median_s(lambda p=payloads: restore([unpack(x)[4] for x in p]), chosen.repeats)  # type: ignore[misc]
-        size = sum(map(len, payloads))
+        payload = encode_snapshot(0, 0, snapshot(scheduler))
+        _, writing = median_s(lambda s=scheduler: encode_snapshot(0, 0, snapshot(s)), chosen.repeats)  # type: ignore[misc]
+        _, reading = median_s(lambda p=payload: restore(unpack(p)[3]), chosen.repeats)  # type: ignore[misc]
         print(
-            f"{groups} live groups: {size / 1e6:.1f} MB in {len(payloads)} frames, "
+            f"{groups} live groups: {len(payload) / 1e6:.1f} MB, "
             f"{1e3 * writing / groups * 10_000:.0f} ms of CPU per 10 000 to write, "
             f"{1e3 * reading / groups * 10_000:.0f} ms to put in place and check"
         )

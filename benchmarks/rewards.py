@@ -18,7 +18,7 @@ from typing import Any
 from engine.config.reward import NamedReward, RewardSection
 from engine.config.reward_functions import reward_of_section
 from engine.rollout.reward_parts import RewardParts
-from engine.rollout.scoring import Scorer
+from engine.rollout.scoring import Grader
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 
 EXACT = "engine.tasks.rewards:exact_match"
@@ -57,13 +57,13 @@ def reward(processes: int, concurrency: int) -> RewardParts:
 async def measure(groups: int, samples: int, tokens: int, processes: int) -> dict[str, float]:
     """Median milliseconds per trajectory."""
     rewards = {"threads": reward(0, processes), "processes": reward(processes, processes)}
-    scorers = {name: Scorer(Words(), found, timeout_s=30.0) for name, found in rewards.items()}
-    taken: dict[str, list[float]] = {name: [] for name in scorers}
+    graders = {name: Grader(Words(), found, timeout_s=30.0) for name, found in rewards.items()}
+    taken: dict[str, list[float]] = {name: [] for name in graders}
     for _ in range(groups + 1):
-        for name, scorer in scorers.items():
+        for name, grader in graders.items():
             group = group_of(samples, tokens)
             began = time.perf_counter()
-            await scorer.score(group)
+            await grader.score(group)
             taken[name].append((time.perf_counter() - began) / samples * 1000)
     for found in rewards.values():
         found.close()

@@ -63,6 +63,8 @@ SLOTS = 16
 STALENESS = 3
 SLOW_EVERY = 10
 """With stragglers, one of this many replicas samples a third of the tokens of the others."""
+TOGETHER = 64
+"""Events that arrive together, as many as the driver decides about in one tick."""
 SYNC_EVENTS = (WeightsStaged, ReplicaPaused, WeightsInstalled)
 
 
@@ -142,23 +144,23 @@ class Wall:
 def drive(driver: Driver, echo: Echo, scheduler: Scheduler, groups: int) -> None:
     """Run until `groups` more groups are consumed."""
     until = scheduler.state.ledger.consumed + groups
-    replicas = scheduler.state.fleet.replicas
+    replicas = scheduler.state.replicas
     while scheduler.state.ledger.consumed < until:
-        if echo.answers:
-            driver.deliver(echo.answers.popleft())
-            continue
-        start = echo.running.popleft()
-        version = replicas[start.replica].version
-        if (start.group, start.attempt) in echo.parked:
-            echo.parked.remove((start.group, start.attempt))
-            continue
-        driver.deliver(
-            GroupGenerated(
-                group=start.group, attempt=start.attempt, replica=start.replica, incarnation=start.incarnation,
-                tokens=900 if start.replica % SLOW_EVERY else 300, oldest_version=version, newest_version=version,
-                trainable=8, reward_mean=0.5, reward_spread=1.0,
-            )
-        )  # fmt: skip
+        events: list[Event] = [echo.answers.popleft() for _ in range(min(TOGETHER, len(echo.answers)))]
+        while not events or (not echo.answers and len(events) < TOGETHER and echo.running):
+            start = echo.running.popleft()
+            version = replicas[start.replica].version
+            if (start.group, start.attempt) in echo.parked:
+                echo.parked.remove((start.group, start.attempt))
+                continue
+            events.append(
+                GroupGenerated(
+                    group=start.group, attempt=start.attempt, replica=start.replica, incarnation=start.incarnation,
+                    tokens=900 if start.replica % SLOW_EVERY else 300, oldest_version=version, newest_version=version,
+                    trainable=8, reward_mean=0.5, reward_spread=1.0,
+                )
+            )  # fmt: skip
+        driver.deliver(*events)
 
 
 def measure(live: int, groups: int, directory: Path, timeouts: Timeouts) -> tuple[float, float, float]:

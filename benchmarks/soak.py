@@ -92,7 +92,7 @@ def soak(hours: float) -> list[tuple[float, int, int]]:
                 turn(driver, echo, scheduler)
             clock.seconds += STEP_S
             if step % 100 == 50:
-                replica = scheduler.state.fleet.replicas[step // 100 % REPLICAS]
+                replica = scheduler.state.replicas[step // 100 % REPLICAS]
                 echo.lose(replica.id, replica.incarnation)
             if (step + 1) % (steps // SAMPLES) == 0:
                 gc.collect()
@@ -121,7 +121,7 @@ def turn(driver: Driver, echo: Endless, scheduler: Scheduler) -> None:
     if start.group % 97 == 0 and start.attempt == 1:
         driver.deliver(GroupFailed(**address, cause="infrastructure", reason="soak"))
         return
-    version = scheduler.state.fleet.replicas[start.replica].version
+    version = scheduler.state.replicas[start.replica].version
     driver.deliver(
         GroupGenerated(
             **address, tokens=900, oldest_version=version, newest_version=version, trainable=8, reward_mean=0.5,

@@ -101,8 +101,9 @@ def overview() -> Dashboard:
     page = page.with_panel(
         graph(
             "Idle share of the rollout, by cause",
-            "Low. staleness_bound: the trainer is the bottleneck; weight_sync: pauses; pool: the trainer uses the "
-            "machines; draining: replicas or the run are draining; no_prompts: no prompts are left.",
+            "Low. reward: rewards are slower than generation; staleness_bound: the trainer is the bottleneck; "
+            "weight_sync: pauses; pool: the trainer uses the machines; draining: replicas or the run are "
+            "draining; no_prompts: no prompts are left.",
             "percentunit",
             {"{{cause}}": share_by_cause(names.ROLLOUT_BUSY, names.ROLLOUT_IDLE)},
             stacked=True,

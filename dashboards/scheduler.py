@@ -14,6 +14,8 @@ LIMIT_COLOURS = {
     "pool": "purple",
     "worker_bound": "blue",
     "staleness_bound": "orange",
+    "reward": "dark-purple",
+    "agent": "light-purple",
     "waiting_for_prompts": "light-yellow",
     "waiting_for_weights": "dark-yellow",
 }
@@ -76,6 +78,27 @@ def scheduler() -> Dashboard:
                 "oldest group": of(names.OLDEST_GROUP_AGE),
                 "last train step": of(names.STEP_AGE),
                 "last event": of(names.SILENCE),
+            },
+        )
+    )
+    page = page.with_row(row("Rewards"))
+    page = page.with_panel(
+        graph(
+            "Groups that wait for rewards",
+            "Few. If it stays high, rewards are slower than generation: raise the setting that engine waits names, or "
+            "make the function faster.",
+            "suffix: groups",
+            {"all": of(names.UNREWARDED), "{{function}}": of(names.FUNCTION_GROUPS)},
+        )
+    )
+    page = page.with_panel(
+        graph(
+            "Time of a call, by function",
+            "Constant. It rises if a judge or another server that a reward calls is overloaded.",
+            "s",
+            {
+                "{{function}}": f"{rate(names.FUNCTION_SECONDS, by='function')} / "
+                f"{rate(names.FUNCTION_CALLS, by='function')}"
             },
         )
     )

@@ -113,8 +113,9 @@ def training() -> Dashboard:
     )
     page = page.with_panel(
         graph(
-            "Largest gap between the log-probs of sampler and trainer",
-            "For fresh groups well below 1 with any precision. The alert EngineSamplerDisagrees covers them.",
+            "Gap between the log-probs of sampler and trainer, by cause",
+            "For fresh tokens, the largest is well below 1 and the mean near 0. The alerts EngineSamplerDisagrees and "
+            "EngineLogprobGap cover them.",
             "suffix: nats",
             {"{{figure}}": figure("~logprob_gap.*")},
         )
@@ -285,7 +286,7 @@ def _at_a_glance() -> list:
         glance("Loss now", "Finite. The alert EngineLossNotFinite covers this.", "short", figure("loss"), decimals=4),
         glance("Gradient norm", "Stable.", "short", figure("grad_norm"), decimals=3),
         glance("KL estimate", "Small.", "short", figure("approx_kl"), decimals=4),
-        glance("Entropy now", "Well above 0.", "suffix: nats", figure("entropy"), decimals=3),
+        glance("Entropy now", "Well above 0.", "suffix: nats", figure("~entropy|entropy_estimate"), decimals=3),
         glance(
             "Held-out accuracy",
             "Rises from one validation to the next.",

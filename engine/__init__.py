@@ -6,6 +6,8 @@ The public names are imported at their first use, so that `import engine` needs 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from engine.version import __version__
+
 if TYPE_CHECKING:
     from engine.api import TrainedRun, resume, train
     from engine.environments import Environment
@@ -13,9 +15,7 @@ if TYPE_CHECKING:
     from engine.runtime.local import IllegalFact, Session, answer
     from engine.states.limits import Limits
     from engine.states.timeouts import Timeouts
-    from engine.trajectory import NoAnswer, Prompt, Trajectory
-
-__version__ = "0.1.0"
+    from engine.trajectory import NoAnswer, Prompt, Scored, Trajectory
 
 __all__ = [
     "ConfigError",
@@ -25,6 +25,7 @@ __all__ = [
     "NoAnswer",
     "Prompt",
     "RunFailed",
+    "Scored",
     "Session",
     "Timeouts",
     "TrainedRun",
@@ -43,6 +44,7 @@ _MODULES = {
     "NoAnswer": "engine.trajectory",
     "Prompt": "engine.trajectory",
     "RunFailed": "engine.errors",
+    "Scored": "engine.trajectory",
     "Session": "engine.runtime.local",
     "Timeouts": "engine.states.timeouts",
     "TrainedRun": "engine.api",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from engine.config.paths import RUNS
 from engine.errors import ConfigError, RunFailed
+from engine.extras import require_packages
 
 if TYPE_CHECKING:
     from engine.cli.run import Mode
@@ -123,12 +124,16 @@ def train(
     print one line for each train step instead of the live view. `settings`: other fields of the configuration by their
     dotted names, for example `**{"scheduler.train_batch_size": 16}`. Ctrl-C drains the run; a second Ctrl-C stops it.
 
-    Raises: `ConfigError` for an invalid argument or setting, before anything starts; `RunFailed` if the run fails; and
-    any exception that a bug of the engine raises.
+    Raises: `ConfigError` for an invalid argument or setting, before anything starts; `ModuleNotFoundError` with the
+    command that installs what is missing; `RunFailed` if the run fails; and any exception that a bug of the engine
+    raises.
     """
     from engine.cli import run as running
     from engine.storage import run_directory
 
+    require_packages(*running.PACKAGES)
+    if run_dir is not None:
+        _require_path("run_dir", run_dir)
     made: list[Path] = []
     try:
         config, local = configured(model, data, reward, environment, validation_data, max_steps, settings, made)
@@ -164,10 +169,12 @@ def resume(
     from engine.runtime.run_history import require_unfinished
     from engine.storage import run_directory
 
-    directory = run_directory.open_run(run.run_dir if isinstance(run, TrainedRun) else run)
+    require_packages(*running.PACKAGES)
+    path = run.run_dir if isinstance(run, TrainedRun) else run
+    _require_path("run", path)
+    directory = run_directory.open_run(path)
     config, changed, local = resumption(directory, reward, environment, settings)
     require_unfinished(directory.path, changed)
-    running.require_packages()
     running.join(config)
     return _watch(config, directory, running.Mode(plain=plain, resume=True, settings=changed, local=local))
 
@@ -237,6 +244,7 @@ def configured(
     from engine.config.loading import parse_config
     from engine.tasks.rewards import name_of
 
+    _require_path("model", model)
     settings, made = settings or {}, [] if made is None else made
     folder = Path(settings.get("run.dir", RUNS)) / ".made"
     arguments: dict[str, Any] = {"model.path": str(model), **_reward_fields(reward, environment)}
@@ -274,12 +282,18 @@ def _reward_fields(reward: Reward | None, environment: Any) -> dict[str, Any]:
     return fields
 
 
+def _require_path(argument: str, value: Any) -> None:
+    if not isinstance(value, str | Path):
+        raise ConfigError(argument, value, "must be a text or a path")
+
+
 def _part(part: Part) -> dict[str, Any]:
     if isinstance(part, Mapping):
         return dict(part)
     if isinstance(part, tuple):
-        function, weight = part
-        return {"function": function, "weight": float(weight)}
+        if len(part) != 2:
+            raise ConfigError("reward", part, "must be a function and its weight", "give (function, weight)")
+        return {"function": part[0], "weight": part[1]}
     return {"function": part}
 
 

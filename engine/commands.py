@@ -1,6 +1,6 @@
 """Commands: everything that the scheduler can ask for. Frozen, named in the imperative.
 
-`Scheduler.handle` returns them, the driver records them with the event that caused them, and an executor carries them
+`Scheduler.tick` returns them, the driver records them with the events that caused them, and an executor carries them
 out. `→` names the events that answer an order; `states/orders.py` has the whole table. Executors must tolerate a
 repeated command: its attempt, incarnation or number shows that it is not a new one.
 
@@ -228,11 +228,14 @@ class DeleteCheckpoint(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetTimer(Command):
-    """Fire after `delay_s` seconds → `TimerFired`."""
+    """Fire after `delay_s` seconds → `TimerFired`. `name` says what the timer is for; a newer one with the same name
+    replaces it."""
 
     tag: ClassVar[int] = 17
     timer: TimerId
+    """Its number in the order book."""
     delay_s: float
+    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +244,7 @@ class CancelTimer(Command):
 
     tag: ClassVar[int] = 18
     timer: TimerId
+    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

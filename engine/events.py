@@ -1,7 +1,7 @@
 """Events: every fact that the scheduler can learn. Frozen, named in the past tense.
 
 Executors, simulated worlds and replays create them. The driver stamps each one once, with its position in the record
-and the time, and passes it to `Scheduler.handle`. An event never says what should follow. Events about a replica carry
+and the time, and passes it to `Scheduler.tick`. An event never says what should follow. Events about a replica carry
 its incarnation, and events about a group its attempt, so the scheduler can ignore reports about work that has ended.
 
 A tag identifies its class in the record. Never reuse a tag. Never reorder the fields of a class; add new ones at the
@@ -237,7 +237,8 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFailed(Event):
-    """The checkpoint after `steps` train steps could not be written. The run continues without it."""
+    """The checkpoint after `steps` train steps could not be written. The run continues without it, unless it is the
+    last."""
 
     tag: ClassVar[int] = 18
     steps: int
@@ -491,6 +492,32 @@ class ProcessProbed(Event):
     """Name of the process that it has waited for longest, such as `weights store`; empty if it waits for none."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallsMeasured(Event):
+    """A process measured its calls of one of the user's functions, such as a reward. Sent while groups wait for it."""
+
+    tag: ClassVar[int] = 53
+    kind: str
+    index: int
+    incarnation: Incarnation
+    function: str
+    """Its name in messages, such as `reward slow`."""
+    groups: int
+    """Groups and held-out rows that wait for calls now."""
+    queued: int
+    """Calls that wait until another one ends."""
+    at_once: int
+    """Maximum number of calls at once in this process."""
+    setting: str
+    """The setting that limits them; empty: none does."""
+    calls: int
+    """Calls that have ended since the last report."""
+    seconds: float
+    """Sum of the durations of these calls."""
+    running_s: float
+    """Seconds since the start of the oldest running call."""
+
+
 EVENTS: dict[int, type[Event]] = {
     cls.tag: cls
     for cls in (
@@ -499,6 +526,6 @@ EVENTS: dict[int, type[Event]] = {
         PublishFailed, CheckpointSaved, CheckpointFailed, TimerFired, StopRequested, PrefixStored, RunResumed,
         RowsMeasured, RowsFailed, StateLeft, StateFailed, SchedulerRecovered, DrainRequested, ReplicaLeaves,
         ReplicasWanted, SettingChanged, OrderDone, DrawFailed, CheckpointDamaged, ProcessWaits,
-        RunInterrupted, ProcessProbed, GroupProgressed,
+        RunInterrupted, ProcessProbed, GroupProgressed, CallsMeasured,
     )
 }  # fmt: skip

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.lora import adapter_tensors, add_adapter
 from engine.rollout.torch.causal_model import FIXED_ROWS, CausalModel
 from engine.training.advantages import ADVANTAGES
 from engine.training.batch import samples_of
 from engine.training.gradients import Policy, accumulate_gradient
+from engine.training.lora import adapter_tensors, add_adapter
 from engine.training.losses import token_weights
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
@@ -57,7 +57,7 @@ class Outcome:
 
 
 def run_reference(task: Task, most_steps: int | None = None) -> Outcome:
-    """The whole loop. Torch must be told to use one thread."""
+    """The whole loop. Torch must be set to use one thread."""
     assert torch.get_num_threads() == 1
     trained: Any = AutoModelForCausalLM.from_pretrained(task.model_path, dtype=torch.float32).eval()
     s = task.settings

@@ -21,8 +21,8 @@ STEPS = 2
 def changed_files(base: str) -> set[Path]:
     """Python files that differ from a commit, or that git does not know yet."""
     commands = (["diff", "--name-only", base], ["ls-files", "--others", "--exclude-standard"])
-    told = [subprocess.run(["git", *one], cwd=ROOT, capture_output=True, text=True, check=True) for one in commands]
-    return {ROOT / name for one in told for name in one.stdout.splitlines() if name.endswith(".py")}
+    outputs = [subprocess.run(["git", *one], cwd=ROOT, capture_output=True, text=True, check=True) for one in commands]
+    return {ROOT / name for one in outputs for name in one.stdout.splitlines() if name.endswith(".py")}
 
 
 def imported(path: Path) -> Iterator[Path]:

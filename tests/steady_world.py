@@ -1,7 +1,7 @@
 """A small simulated run without chance: every duration is that of its setting, and every length is chosen by the test.
 
     world = steady_world(steps=4).until(lambda state: state.steps_trained == 2)
-    world.metrics.status()
+    read_status(world.metrics)
 
 The engine's parts and its metrics are the real ones. The user's roles are those of `engine.simulation`.
 """
@@ -9,13 +9,12 @@ The engine's parts and its metrics are the real ones. The user's roles are those
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-from engine.commands import Command
-from engine.events import Event
 from engine.ids import GroupId, StepId
 from engine.metrics.collector import RunMetrics, TakesRows
 from engine.metrics.transitions import Transitions
 from engine.protocols import Batch, Trainer
-from engine.runtime.driver import Recorder
+from engine.record.frames import Tick
+from engine.runtime.driver import RecordWriter
 from engine.simulation.simulated_models import Dice, SimTrainer
 from engine.simulation.world import Setting, World
 from engine.states.limits import Limits, Pool, ValidationLimits
@@ -70,13 +69,13 @@ class SteadyWorld(World):
         lengths: Callable[[GroupId], int] = lambda group: 1,
         reports: bool = True,
         journal: TakesRows | None = None,
-        recorder: Recorder | None = None,
+        recorder: RecordWriter | None = None,
         snapshot_every: int = 0,
         **setting: Any,
     ) -> None:
         """`reports`: whether the trainer's reports arrive. `setting`: fields of `Setting`."""
         durations = {"latency_s": 0.0, "train_s": 0.5, "sync_s": 0.25, "state_s": 1.0, "measure_s": 0.5, "start_s": 0.0}
-        sizes = {"replicas": 2, "slots": 2, "prompts": 10_000}
+        sizes = {"replicas": 2, "slots": 2, "prompts": 10_000, "tick_size": 1}
         made = Setting(limits=limits, **{**durations, **sizes, **setting})
         self.transitions = Transitions()
         self._reports = reports
@@ -112,9 +111,9 @@ class SteadyWorld(World):
         if self._reports:
             self.metrics.report(step, metrics)
 
-    def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
-        super()._observe(event, commands)
-        self.metrics.observe(event, commands)
+    def _observe(self, tick: Tick) -> None:
+        super()._observe(tick)
+        self.metrics.observe(tick)
 
 
 def steady_world(

@@ -228,6 +228,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a lambda without a name": ({"reward": [lambda prompt, trajectory: 1.0]}, "give a mapping from names to functions"),
     "one name twice": ({"reward": [exact_match, "mine:exact_match"]}, "reward.functions.1.name .* must be unique"),
     "no weight": ({"reward": {"a": (exact_match, 0)}}, r"reward.functions.0.weight .* must not be 0"),
+    "a weight that is no number": ({"reward": {"a": (exact_match, "x")}}, r"reward.functions.0.weight is 'x'"),
+    "a function in a tuple": ({"reward": {"a": (exact_match,)}}, r"must be a function and its weight"),
+    "no model": ({"model": None}, "model is null, but must be a text or a path"),
     "reward and rewards": (
         {"settings": {"reward.functions": [{"name": "a", "function": exact_match}]}},
         "reward.function .* cannot be set together with reward.functions",
@@ -262,6 +265,13 @@ def test_refused_arguments_leave_no_files(model: str, tmp_path: Path) -> None:
         with pytest.raises(engine.ConfigError):
             engine.train(model, ROWS, exact_match, **settings)  # type: ignore[arg-type]
         assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_a_directory_that_is_no_path_is_refused(model: str) -> None:
+    with pytest.raises(engine.ConfigError, match="run_dir is 5, but must be a text or a path"):
+        engine.train(model, ROWS, exact_match, run_dir=5)  # type: ignore[arg-type]
+    with pytest.raises(engine.ConfigError, match="run is null, but must be a text or a path"):
+        engine.resume(None)  # type: ignore[arg-type]
 
 
 def test_public_names_need_no_optional_package() -> None:

@@ -26,9 +26,11 @@ from engine.cli.interrupts import Interrupts
 from engine.config import Config, load_config
 from engine.errors import ConfigError, EngineError, InvariantViolated, RayProcessEnded, RecordError
 from engine.metrics.journal import Journal
-from engine.metrics.status import Status
+from engine.metrics.status import Status, read_status
 from engine.record import Header, Recorder
-from engine.record.log import Entry, closed_entry, preamble, store_index
+from engine.record.files import RecordLock
+from engine.record.frames import SCHEDULE
+from engine.record.segment_log import Index, preamble, seal_of, store_index
 from engine.states.group import GROUP
 from engine.states.machine import Table
 from engine.states.pool import POOL
@@ -44,11 +46,17 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLES = (GROUP, STEP, PROCESS, REPLICA, VERSION, VALIDATION, POOL)
 
 Capture = pytest.CaptureFixture[str]
+ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 @pytest.fixture(autouse=True)
-def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test has a directory of its own. A run keeps its handlers of signals to the end of its process."""
     monkeypatch.chdir(tmp_path)
+    before = {number: signal.getsignal(number) for number in ENDS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def write_config(path: str = "tiny.yaml", **sections: dict[str, Any]) -> str:
@@ -252,7 +260,7 @@ def test_a_stop_string_that_is_not_one_token_is_refused(capsys: Capture) -> None
 
 
 @pytest.mark.usefixtures("fresh_imports")
-def test_weights_that_the_object_store_cannot_hold_are_told(capsys: Capture) -> None:
+def test_weights_that_the_object_store_cannot_hold_are_reported(capsys: Capture) -> None:
     write_data()
     config = write_config(**own_data())
     assert cli.main(["check", config]) == 0
@@ -323,12 +331,29 @@ def test_a_chosen_directory_is_linked_too_and_never_overwritten(tmp_path: Path) 
     assert chosen.config.read_text() == "a: 1\n"
 
 
-def test_a_port_in_use_is_told_before_anything_is_made(capsys: Capture) -> None:
+@pytest.mark.parametrize(
+    ("command", "field"), [("run", "metrics.port"), ("check", "metrics.port"), ("check", "control.port")]
+)
+def test_each_command_refuses_a_port_in_use_before_anything_is_made(capsys: Capture, command: str, field: str) -> None:
     config = write_config()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = refused(capsys, "run", config, "--set", f"metrics.port={port}")
-    assert f"metrics.port {port}" in said and "use 0 for any free port" in said
+        said = refused(capsys, command, config, "--set", f"{field}={port}")
+    assert f"{field} {port}" in said and "use 0 for any free port" in said
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_a_version_that_the_engine_cannot_use_is_refused(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    old = tmp_path / "site" / "transformers-4.57.0.dist-info"
+    old.mkdir(parents=True)
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.57.0\n")
+    monkeypatch.syspath_prepend(old.parent)
+    said = refused(capsys, command, write_config())
+    assert "package transformers '4.57.0' is not a version that this engine can use: it needs transformers" in said
+    assert ">=5.16.1" in said and "[ray,train]" in said
     assert not Path("runs").exists()
 
 
@@ -362,7 +387,7 @@ class FakeHandle:
         while True:
             done = world.scheduler.state.steps_trained
             world.run_until(lambda state, done=done: state.steps_trained > done)
-            yield world.metrics.status()
+            yield read_status(world.metrics)
             if world.driver.outcome is not None:
                 return
             if self.fail is not None and done >= 1:
@@ -420,9 +445,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
             progress(0.0, "making data")
             progress(0.1, "supervised warm-up: step 1 of 10")
             progress(1.0, "model ready")
-            limits = dataclasses.replace(config.limits(), validation=None, keeps_batches=False)
-            told = config.model_dump(mode="json")
-            header = Header(run=run_dir.name, limits=limits.to_plain(), policies={}, config=told)
+            limits = dataclasses.replace(config.limits, validation=None, keeps_batches=False)
+            fields = config.model_dump(mode="json")
+            header = Header(run=run_dir.name, limits=limits.to_plain(), policies={}, config=fields)
             recorder = Recorder(run_dir / "schedule", header)
             world = SteadyWorld(limits, slots=4, journal=Journal(run_dir / "metrics.jsonl"), recorder=recorder)
             handles.append(FakeHandle(world, **options))
@@ -487,7 +512,7 @@ def test_an_interrupt_stops_the_run_and_says_where_it_is(capsys: Capture, launch
         (RayProcessEnded("the Ray process on this node (raylet) ended"), 1, "on this node (raylet) ended"),
     ],
 )
-def test_an_error_of_the_run_is_told_without_a_traceback(
+def test_an_error_of_the_run_is_reported_without_a_traceback(
     capsys: Capture, launched: Launch, error: EngineError, code: int, words: str
 ) -> None:
     handles = launched(fail=error)
@@ -522,7 +547,7 @@ def test_a_failed_run_says_why(capsys: Capture, launched: Launch, monkeypatch: p
             for replica in (0, 1):
                 self.world.tell(ProcessLost(kind="replica", index=replica, incarnation=1, final=True, reason="burnt"))
             self.world.to_the_end()
-            yield self.world.metrics.status()
+            yield read_status(self.world.metrics)
 
     monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Doomed)
     launched()
@@ -554,7 +579,7 @@ def test_what_to_type_next_is_in_the_record(capsys: Capture, launched: Launch, m
 
         def close(self) -> None:
             self.world.driver.recorder.close()
-            Path("here/schedule/index.json").unlink()  # which knows how long the record is
+            store_index(Path("here/schedule"), Index([None]))  # nobody closed the record
             (record,) = Path("here/schedule").glob("*.seg")
             record.write_bytes(record.read_bytes()[: record.stat().st_size * 4 // 5])
 
@@ -589,7 +614,7 @@ def test_a_pipe_that_breaks_inside_the_run_is_a_failure(capsys: Capture, launche
 # -- continuing ----------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_is_told_to_resume_goes_on_with_the_newest_that_did_not_finish(
+def test_resume_auto_continues_the_newest_run_that_did_not_finish(
     capsys: Capture, launched: Launch, tmp_path: Path
 ) -> None:
     config = write_config("mine.yaml")
@@ -612,13 +637,29 @@ def test_a_run_that_finished_is_not_gone_on_with(capsys: Capture, launched: Laun
     assert cli.main(["run", config, "--resume", "auto"]) == 0
     Path("runs/20990101-000000-mine/schedule").mkdir(parents=True)  # ended before its record began
     Path("runs/20990101-000000-mine-too/schedule").mkdir(parents=True)
-    for moment, head in enumerate((b"", preamble(0, 0, 0)[:9], preamble(0, 0, 0), preamble(0, 0, 0) + b"\5\0\0\0torn")):
+    head = preamble(SCHEDULE, 0, 0)
+    for moment, begun_with in enumerate((b"", head[:9], head, head + b"\5\0\0\0torn")):
         begun = Path(f"runs/2099010{moment + 2}-000000-mine/schedule")
         begun.mkdir(parents=True)
-        (begun / "00000000.seg").write_bytes(head)
+        (begun / "00000000.seg").write_bytes(begun_with)
     assert cli.main(["run", config, "--resume", "auto"]) == 0
     assert "starting a new one" in capsys.readouterr().out
     assert [handle.resumed for handle in handles] == [None, None]
+
+
+def test_a_run_that_starts_or_runs_is_not_resumed_and_the_error_says_so(capsys: Capture, launched: Launch) -> None:
+    Path("starting/schedule").mkdir(parents=True)
+    words = "RUN 'starting' has no event yet: it is still starting, or its start was interrupted; wait until it trains"
+    assert words in refused(capsys, "resume", "starting")
+    launched(interrupt_after=1)
+    assert cli.main(["run", write_config(), "--resume", "auto", "--run-dir", "here"]) == 130
+    capsys.readouterr()
+    lock = RecordLock(Path("here/schedule"))
+    words = "RUN 'here' is running: another process writes its record; watch it with `engine top here`"
+    assert words in refused(capsys, "resume", "here")
+    assert cli.main(["run", write_config(), "--resume", "auto", "--run-dir", "here"]) == 2
+    assert words in capsys.readouterr().err
+    lock.release()
 
 
 def test_a_finished_run_is_refused_before_anything_starts(capsys: Capture, launched: Launch) -> None:
@@ -657,19 +698,56 @@ def test_a_chosen_place_is_gone_on_with(capsys: Capture, launched: Launch) -> No
     assert handles[0].resumed == (Path("here"), ())
 
 
-# -- requests to end ---------------------------------------------------------------------------------------------------
+def test_a_folder_without_runs_has_no_newest_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "RUN 'latest' does not exist; there is no run in runs/" in refused(capsys, "status", "latest")
 
-ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+def test_the_state_of_a_run_is_a_line_and_an_exit_code(capsys: Capture, launched: Launch) -> None:
+    def state(run: str) -> tuple[int, str]:
+        return cli.main(["status", run]), capsys.readouterr().out
+
+    Path("begun/schedule").mkdir(parents=True)
+    assert state("begun") == (6, "begun: has no event yet: it is starting, or its start was interrupted\n")
+    launched()
+    cli.main(["run", write_config(), "--run-dir", "whole"])
+    launched(interrupt_after=1)
+    cli.main(["run", write_config(), "--run-dir", "drained"])
+    handles = launched(fail=EngineError("lost"))
+    cli.main(["run", write_config(), "--run-dir", "killed"])
+    assert handles[0].closed
+    capsys.readouterr()
+    assert state("whole") == (0, "whole: finished: 4 train steps\n")
+    code, said = state("drained")
+    assert code == 5 and re.fullmatch(
+        r"drained: drained after \d train steps: interrupted by the user; it can be resumed\n", said
+    )
+    code, said = state("killed")
+    assert code == 5 and "interrupted after" in said and "its processes were killed" in said
+    assert "does not exist; the newest run is runs/latest" in refused(capsys, "status", "nowhere")
+    assert cli.main(["waits", "whole"]) == 0 and capsys.readouterr().out == "the run has finished: 4 train steps\n"
+    assert cli.main(["waits", "killed"]) == 0 and "according to the record" in capsys.readouterr().out
+    assert "is not running: finished: 4 train steps" in refused(capsys, "drain", "whole")
+
+
+# -- requests to end ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def own_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An interrupted command keeps its handlers to the end of its process. Requests count however close they are."""
+def own_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests count however close they are."""
     monkeypatch.setattr(interrupts, "SENT_TWICE_S", 0.0)
-    before = {number: signal.getsignal(number) for number in ENDS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("own_signals")
+def test_a_request_to_end_after_the_last_line_of_a_run_raises_nothing(capsys: Capture, launched: Launch) -> None:
+    launched()
+    assert cli.main(["run", write_config()]) == 0
+    for number in ENDS[:2]:
+        signal.raise_signal(number)
+    assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("own_signals")
@@ -696,14 +774,14 @@ def test_a_request_to_end_stops_the_run(
 
 
 class Lingering(FakeHandle):
-    """Drains forever. Raises a signal whenever its status is asked for once it was told to end."""
+    """Drains forever. Raises a signal whenever its status is asked for after it was asked to end."""
 
     def updates(self) -> Iterator[Status]:
-        yield self.world.metrics.status()
+        yield read_status(self.world.metrics)
         if self.stopped is None:
             signal.raise_signal(signal.SIGTERM)
         self.world.run()
-        yield self.world.metrics.status()
+        yield read_status(self.world.metrics)
 
     def drain(self, reason: str) -> None:
         self.drained = reason
@@ -788,16 +866,16 @@ def test_a_third_request_ends_the_process(tmp_path: Path) -> None:
     assert "this process ends at once" in done.stderr
 
 
-def test_a_run_that_somebody_else_told_to_end_is_no_failure(
+def test_a_run_that_somebody_else_ended_is_no_failure(
     capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Told(FakeHandle):
+    class EndedByRequest(FakeHandle):
         def updates(self) -> Iterator[Status]:
             self.end_requested = True
             for status in super().updates():
                 yield dataclasses.replace(status, outcome="stopped", reason="asked by engine drain")
 
-    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Told)
+    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", EndedByRequest)
     launched()
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
     said = capsys.readouterr().err
@@ -880,17 +958,15 @@ def segment(run: Path) -> Path:
 
 def test_a_replay_says_that_it_is_identical(capsys: Capture, recorded: Path) -> None:
     assert cli.main(["replay", str(recorded)]) == 0
-    assert re.search(r"identical: \d+ events, \d+ commands", capsys.readouterr().out)
+    assert re.search(r"identical: \d+ events in \d+ ticks, \d+ commands", capsys.readouterr().out)
     assert cli.main(["replay", "latest"]) == 0, "a name under runs/"
 
 
 def test_a_replay_that_diverges_exits_1(capsys: Capture, recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.scheduling.groups import RolloutScheduling
-
-    monkeypatch.setattr(RolloutScheduling, "advance", lambda self: None)
+    monkeypatch.setattr("engine.scheduling.groups._admit_groups", lambda core, most: None)
     assert cli.main(["replay", str(recorded)]) == 1
     said = capsys.readouterr().out
-    assert "diverged at event" in said and "expected" in said and "got" in said
+    assert "diverged at tick" in said and "expected" in said and "got" in said
 
 
 def test_a_corrupted_schedule_is_refused_with_file_and_offset(capsys: Capture, recorded: Path) -> None:
@@ -903,7 +979,7 @@ def test_a_corrupted_schedule_is_refused_with_file_and_offset(capsys: Capture, r
 
 
 def test_a_torn_tail_is_cut_and_said(capsys: Capture, recorded: Path) -> None:
-    (recorded / "schedule" / "index.json").unlink()  # nobody closed the record
+    store_index(recorded / "schedule", Index([None]))  # nobody closed the record
     path = segment(recorded)
     path.write_bytes(path.read_bytes()[:-3])
     assert cli.main(["replay", str(recorded)]) == 0
@@ -919,7 +995,7 @@ def test_the_end_of_a_finished_run_that_is_missing_is_refused(capsys: Capture, r
 
 
 def test_a_run_whose_newest_segments_are_missing_is_not_resumed(capsys: Capture, recorded: Path) -> None:
-    store_index(recorded / "schedule", [closed_entry(segment(recorded), 0), Entry(99)])
+    store_index(recorded / "schedule", Index([seal_of(segment(recorded)), None]))
     said = refused(capsys, "resume", str(recorded))
     assert "00000001.seg is missing, but index.json lists it" in said
 

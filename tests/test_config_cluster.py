@@ -53,7 +53,7 @@ def test_what_is_no_address_is_refused(address: str) -> None:
         parse_config({**MADE, "cluster": {"address": address}})
 
 
-def test_the_argument_comes_before_the_configuration_and_leaves_nothing_where_nobody_answers(
+def test_the_argument_overrides_the_configuration_and_no_answer_leaves_no_files(
     tmp_path: Path,
 ) -> None:
     """In a process of its own: one that is connected to a cluster already would use that."""

@@ -8,7 +8,6 @@ import pytest
 from chat_tokenizers import chat_tokenizer, save_chat_model, tokens, write_rows
 from transformers import AutoTokenizer
 
-from engine.chat import ChatSettings
 from engine.config.inputs import check_inputs
 from engine.config.loading import parse_config
 from engine.config.prompts import stop_ids_of
@@ -17,6 +16,7 @@ from engine.plans.configured_plan import plan_of
 from engine.plans.rollouts import make_rollout
 from engine.plans.run_inputs import inputs_of
 from engine.protocols import GroupWork
+from engine.tasks.chat import ChatSettings
 from engine.tasks.dataset import Dataset
 
 CHAT = [{"role": "user", "content": "2+2?"}]

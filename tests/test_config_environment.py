@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from engine.config.inputs import check_inputs
 from engine.config.loading import parse_config
-from engine.environments import Environment, Step, ToolCall, Turn
+from engine.environments import Environment, StepResult, ToolCall, Turn
 from engine.errors import ConfigError
 from engine.plans.configured_plan import plan_of
 from engine.rollout.agents.tool_calls import ParsedCall
@@ -34,8 +34,8 @@ class Task(Environment):
             raise ValueError(self.fault)
         return None
 
-    def step(self, turn: Turn) -> Step:
-        return Step(reward=1.0, done=True)
+    def step(self, turn: Turn) -> StepResult:
+        return StepResult(reward=1.0, done=True)
 
 
 class Toolbox(Task):
@@ -76,7 +76,7 @@ def configured(folder: Path, model: str, **changes: Any) -> Any:
     return parse_config(tree)
 
 
-def test_check_begins_an_episode_and_says_what_the_model_is_not_told(models: dict[str, str], tmp_path: Path) -> None:
+def test_check_begins_an_episode_and_says_what_the_model_does_not_see(models: dict[str, str], tmp_path: Path) -> None:
     lines = list(check_inputs(configured(tmp_path, models["chatml"]), rehearse=True))
     assert f"ok: environment.class_name {NAME} begins an episode with 1 messages and the tools add" in lines
     assert not any("does not write the tools" in line for line in lines)

@@ -14,8 +14,8 @@ from engine.config.loading import parse_config
 from engine.config.memory import Model, host_memory, replica_memory, trainer_memory
 from engine.config.resumption import resumed
 from engine.errors import ConfigError
-from engine.lora import Lora
 from engine.tasks.tokenizer import save_character_tokenizer
+from engine.training.lora import Lora
 
 MADE: dict[str, Any] = {"model": {"make": "arithmetic"}}
 
@@ -26,10 +26,10 @@ def made(lora: Any, **sections: Any) -> Any:
 
 
 def test_the_section_is_the_trainers_settings() -> None:
-    assert parse_config(MADE).trainer_settings().lora is None
-    assert made({}).trainer_settings().lora == Lora()
+    assert parse_config(MADE).trainer_settings.lora is None
+    assert made({}).trainer_settings.lora == Lora()
     given = made({"rank": 8, "alpha": 16, "target_modules": ["q_proj", "v_proj"]})
-    assert given.trainer_settings().lora == Lora(rank=8, alpha=16.0, target_modules=("q_proj", "v_proj"))
+    assert given.trainer_settings.lora == Lora(rank=8, alpha=16.0, target_modules=("q_proj", "v_proj"))
     assert made({"target_modules": "all-linear"}).trainer == made({}).trainer
 
 
@@ -46,7 +46,7 @@ def test_the_section_is_the_trainers_settings() -> None:
         (3, "", "a section with the keys rank, alpha, target_modules, dropout"),
     ],
 )
-def test_what_it_cannot_be_is_told_allowed_values(lora: Any, field: str, says: str) -> None:
+def test_an_invalid_lora_section_is_refused_with_the_allowed_values(lora: Any, field: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         made(lora)
     assert str(caught.value.details["field"]).startswith(f"trainer.lora.{field}".rstrip("."))

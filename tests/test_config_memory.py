@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,18 @@ import pytest
 import torch
 from chat_tokenizers import save_chat_model
 from safetensors.torch import save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from torch.autograd.profiler import profile
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from engine.config.hardware import gpu_memory_gb, smallest_memory_gb
 from engine.config.inputs import check_inputs, known_directory, object_store_bytes
 from engine.config.loading import parse_config
 from engine.config.memory import (
+    Device,
     Model,
+    adapter_estimate,
+    checkpoints_activations,
+    devices_of,
     host_memory,
     memory_lines,
     replica_memory,
@@ -25,9 +32,12 @@ from engine.config.memory import (
     worker_memory,
 )
 from engine.config.model_description import tensor_shapes
+from engine.config.trainer import adapter_numbers
 from engine.errors import ConfigError
 from engine.tasks.tokenizer import save_character_tokenizer
+from engine.training.device import checkpoints_activations as checkpoints_on
 from engine.training.gradients import Policy
+from engine.training.lora import Lora
 from engine.training.trainer_settings import TrainerSettings
 
 MODEL = Model(
@@ -155,13 +165,16 @@ def test_a_device_with_a_size_computes_in_bfloat16_unless_it_is_a_cpu(trainer: d
     assert sum(parts[name] for name in parts if name not in ("activations", "logits")) == (18e6 if halved else 16e6)
 
 
+@pytest.mark.parametrize("head_norms", [False, True], ids=["Qwen2", "Qwen3"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
-def test_activations_are_what_a_model_stores_for_its_backward_pass(bf16: bool) -> None:
-    sizes = Qwen2Config(
-        hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=192,
-        vocab_size=64,
-    )  # fmt: skip
-    model = Qwen2ForCausalLM(sizes).eval()
+def test_activations_are_what_a_model_stores_for_its_backward_pass(bf16: bool, head_norms: bool) -> None:
+    sizes = {
+        "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 192, "vocab_size": 64,
+    }  # fmt: skip
+    model: Any = (
+        Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16)) if head_norms else Qwen2ForCausalLM(Qwen2Config(**sizes))
+    ).eval()
     policy = Policy(model, TrainerSettings(device="cpu", packing="off"), torch.device("cpu"), bf16)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     stored: dict[int, torch.Tensor] = {}
@@ -177,10 +190,149 @@ def test_activations_are_what_a_model_stores_for_its_backward_pass(bf16: bool) -
     measured = sum(tensor.untyped_storage().nbytes() for tensor in stored.values())
     counted = Model(
         parameters=sum(value.numel() for value in model.parameters()), layers=4, hidden=64, intermediate=192,
-        heads_width=64, kv_width=32, vocabulary=64, context=256,
+        heads_width=64, kv_width=32, vocabulary=64, context=256, head_norms=head_norms,
     )  # fmt: skip
     given = config(trainer={"micro_batch_tokens": 256, "bf16": "on" if bf16 else "off"})
     assert trainer_memory(counted, given)["activations"] == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+def test_logits_are_what_a_head_and_its_entropy_hold_at_a_time(bf16: bool) -> None:
+    sizes = Qwen2Config(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, intermediate_size=16,
+        vocab_size=4000,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(sizes).eval()
+    policy = Policy(model, TrainerSettings(device="cpu", packing="off", entropy_coef=0.1), torch.device("cpu"), bf16)
+    hidden, targets = torch.randn(256, 16, requires_grad=True), torch.zeros(256, dtype=torch.int64)
+    for coefficient in (0.1, 0.0):
+        with profile(profile_memory=True) as measured:
+            chosen, entropies = policy._of_hidden(hidden, targets, model.lm_head, coefficient > 0)
+            (chosen.sum() + entropies.sum()).backward()
+        changes = [event.nbytes() for event in measured.kineto_results.events() if event.name() == "[memory]"]
+        given = config(trainer={"micro_batch_tokens": 256, "entropy_coef": coefficient})
+        counted = trainer_memory(replace(MODEL, vocabulary=4000), given)["logits"]
+        assert counted == pytest.approx(max(accumulate(changes)), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("choice", "device", "kept"),
+    [("auto", "cuda", False), ("auto", "cpu", True), (True, "cpu", False), (False, "cuda", True)],
+)
+def test_activations_are_checkpointed_on_gpus_unless_the_choice_is_explicit(
+    choice: bool | str, device: str, kept: bool
+) -> None:
+    assert checkpoints_on(choice, torch.device(device)) is not kept
+    given = config(trainer={"activation_checkpointing": choice, "device": device, "micro_batch_tokens": 100})
+    assert checkpoints_activations(given) is not kept
+    number = 2 if device == "cuda" else 4
+    layer = number * 1088 + (4 * 64 if device == "cuda" else 0)
+    whole, saved = 100 * 10 * layer, 100 * (10 * 64 * number + layer)
+    assert trainer_memory(MODEL, given)["activations"] == (whole if kept else saved)
+
+
+def test_the_memory_of_the_smallest_visible_gpu_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = "0, GPU-aa11, 81559\n1, GPU-bb22, 24576\n2, GPU-cc33, [N/A]\n"
+    assert smallest_memory_gb(listed, None) == smallest_memory_gb(listed, "1,0") == pytest.approx(25.77, abs=0.01)
+    assert smallest_memory_gb(listed, "0") == smallest_memory_gb(listed, "GPU-aa") == pytest.approx(85.52, abs=0.01)
+    assert smallest_memory_gb(listed, "") == smallest_memory_gb(listed, "2") == smallest_memory_gb("", None) == 0.0
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    gpu_memory_gb.cache_clear()
+    assert gpu_memory_gb() == 0.0, "there is no such program"
+    program.write_text("#!/bin/sh\necho '0, GPU-aa11, 24576'\n")
+    program.chmod(0o755)
+    gpu_memory_gb.cache_clear()
+    assert gpu_memory_gb() == pytest.approx(25.77, abs=0.01)
+    gpu_memory_gb.cache_clear()
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine has two GPUs of 0.03 GB, and enough host memory."""
+    monkeypatch.setattr("engine.config.memory.gpu_count", lambda: 2)
+    monkeypatch.setattr("engine.config.memory.gpu_memory_gb", lambda: 0.03)
+    monkeypatch.setattr("engine.config.memory.memory_bytes", lambda: 10**12)
+
+
+def test_the_devices_are_those_of_this_machine_unless_they_are_declared(two_gpus: None) -> None:
+    shared = {"trainer": {"device": "auto"}, "rollout": {"replicas": 2}}
+    devices = devices_of(config(**shared))
+    assert (devices.trainer, devices.replica) == (Device(0.015, False, 0.5), Device(0.015, False, 0.5))
+    assert devices_of(config(trainer={"device": "auto"}, rollout={"replicas": 1})).trainer == Device(0.03, False, 1.0)
+    turns = config(**shared, pools=[{"tasks": ["rollout", "train"]}])
+    assert devices_of(turns).trainer == devices_of(turns).replica == Device(0.03, False, 1.0)
+    declared = config(trainer={"device_memory_gb": 80.0, "device": "auto"}, rollout={"device_memory_gb": 24.0})
+    assert (devices_of(declared).trainer, devices_of(declared).replica) == (Device(80.0), Device(24.0))
+    joined = devices_of(config(cluster={"address": "auto"}, trainer={"device": "auto"}))
+    assert joined.trainer.gigabytes == 0.0, "other nodes may have other GPUs"
+    on_cpu = config(rollout={"replicas": 1})
+    assert devices_of(on_cpu).trainer.gigabytes == 0.0
+
+
+@pytest.mark.parametrize(
+    ("args", "share"),
+    [
+        ({}, "0.46 * 0.03"),
+        ({"enable_sleep_mode": True}, "0.46 * 0.03"),
+        ({"gpu_memory_utilization": 0.3}, "0.3 * 0.03"),
+    ],
+)
+def test_vllm_takes_its_part_of_a_gpu_that_it_shares(
+    two_gpus: None, monkeypatch: pytest.MonkeyPatch, args: dict[str, Any], share: str
+) -> None:
+    monkeypatch.setattr("engine.config.memory.gpu_count", lambda: 1)
+    monkeypatch.setattr("engine.config.memory.built_for_cpu", lambda: False)
+    sections = {"trainer": {"device": "auto", "micro_batch_tokens": 10, "lora": {"rank": 4}}}
+    given = config(rollout={"backend": "vllm", "replicas": 1, "engine_args": args}, **sections)
+    assert f"of its device ({share} GB)" in "\n".join(memory_lines(replace(MODEL, adapter=1000), given))
+
+
+def refusal(model: Model, **trainer: Any) -> str:
+    given = config(trainer={"device": "auto", "micro_batch_tokens": 1000, **trainer}, rollout={"replicas": 1})
+    with pytest.raises(ConfigError) as caught:
+        list(memory_lines(model, given))
+    return str(caught.value)
+
+
+def test_a_trainer_that_does_not_fit_is_refused_with_the_settings_that_would(
+    two_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 18 MB of states, 12 MB of logits, 24.3 MB of activations (3.7 MB with checkpoints), each for 1000 tokens.
+    assert refusal(MODEL, activation_checkpointing=False, device_memory_gb=0.05).endswith(
+        "; use trainer.activation_checkpointing: true"
+    )
+    assert refusal(MODEL, activation_checkpointing=False).startswith(
+        "trainer.device is 'auto': the trainer needs about "
+    )
+    assert "but has 0.03 GB; use trainer.activation_checkpointing: true, trainer.micro_batch_tokens: 500" in refusal(
+        MODEL, activation_checkpointing=False
+    )
+    large = replace(MODEL, parameters=5_000_000)
+    monkeypatch.setattr("engine.config.memory.gpu_memory_gb", lambda: 0.08)
+    assert refusal(large).endswith("; use trainer.cpu_offload: true; or trainer.lora: {rank: 16}"), "no GPU for a rank"
+    monkeypatch.setattr("engine.config.memory.gpu_count", lambda: 3)
+    assert refusal(large).endswith("; use trainer.ranks: 2; or trainer.cpu_offload: true; or trainer.lora: {rank: 16}")
+    assert refusal(replace(MODEL, parameters=10**9)).endswith("; use a larger device, or a smaller model")
+
+
+def test_offload_is_not_suggested_where_the_host_has_no_memory_for_it(
+    two_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.config.memory.memory_bytes", lambda: 10**7)
+    assert "cpu_offload" not in refusal(replace(MODEL, parameters=5_000_000), device_memory_gb=0.08)
+
+
+def test_the_size_of_an_adapter_of_all_layers_is_estimated(tmp_path: Path) -> None:
+    shapes = {}
+    for layer in range(MODEL.layers):
+        for name, shape in {
+            "q_proj": (64, 64), "k_proj": (32, 64), "v_proj": (32, 64), "o_proj": (64, 64), "gate_proj": (128, 64),
+            "up_proj": (128, 64), "down_proj": (64, 128),
+        }.items():  # fmt: skip
+            shapes[f"model.layers.{layer}.{name}.weight"] = shape
+    assert adapter_estimate(MODEL, 8) == adapter_numbers(Lora(rank=8), shapes)
 
 
 def test_the_copy_that_undoes_a_step_is_counted_where_it_is_made() -> None:

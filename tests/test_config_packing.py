@@ -44,7 +44,7 @@ def test_the_line_says_how_rows_are_laid_out(tmp_path: Path) -> None:
         ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "rope_parameters of type longrope"),
     ],
 )
-def test_a_model_whose_rows_cannot_be_packed_is_told_and_refused(
+def test_a_model_whose_rows_cannot_be_packed_is_named_and_refused(
     tmp_path: Path, fields: dict[str, Any], reason: str
 ) -> None:
     directory = written(tmp_path, **fields)

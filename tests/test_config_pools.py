@@ -1,4 +1,4 @@
-"""The pools section: every published layout, what the scheduler is told of it, and what it refuses."""
+"""The pools section: every published layout, what the scheduler gets of it, and what it refuses."""
 
 from typing import Any
 
@@ -72,19 +72,19 @@ def test_published_layouts(
     pools: list[Any], built: list[Pool], scorers: tuple[Any, ...], threads: tuple[int, int, tuple[int, ...]]
 ) -> None:
     made = config(*pools)
-    limits = made.limits()
+    limits = made.limits
     assert list(limits.pools) == built
     assert limits.scorers() == scorers
     assert limits.scored_apart == tuple(task for tasks in scorers for task in tasks)
     given = (made.rollout.threads, made.trainer.threads, threads_of_scorers(made, limits.scorers()))
     assert given == threads
     again = parse_config(made.model_dump(mode="json"))
-    assert again == made and again.limits() == limits
+    assert again == made and again.limits == limits
 
 
 def test_without_pools_nothing_changes() -> None:
     made = config()
-    assert made.limits().pools == () and made.limits().added_states == ()
+    assert made.limits.pools == () and made.limits.added_states == ()
     assert (made.rollout.threads, made.trainer.threads) == (1, 0)
     assert not [line for line in check_config(made) if "pool" in line.split(":")[1]]
 
@@ -101,7 +101,7 @@ def test_replicas_stand_in_several_pools() -> None:
         pool("rollout", replicas=1, share=0.25), pool("rollout", "train", replicas=2, share=0.75),
         rollout={"replicas": 3},
     )  # fmt: skip
-    first, shared = made.limits().pools
+    first, shared = made.limits.pools
     assert (first.replicas, shared.replicas) == ((0,), (1, 2))
     assert shared.shared and not first.shared
     assert made.rollout.threads == 4, "the least that any pool allows"
@@ -110,32 +110,32 @@ def test_replicas_stand_in_several_pools() -> None:
 def test_a_pool_of_validation_alone_is_validation_of_its_own() -> None:
     made = config(pool("rollout"), pool("train"), pool("validation", replicas=2))
     assert (made.validation.placement, made.validation.replicas) == ("own", 2)
-    limits = made.limits()
+    limits = made.limits
     assert list(limits.validators()) == [2, 3]
     assert limits.pools[2] == Pool(tasks=("validation",), replicas=(2, 3)) and "validation" not in limits.pools[0].tasks
-    own = config(pool("rollout"), pool("train"), validation={"placement": "own"}).limits()
+    own = config(pool("rollout"), pool("train"), validation={"placement": "own"}).limits
     assert own.pools[-1] == Pool(tasks=("validation",), replicas=(2,)) and "validation" not in own.pools[0].tasks
 
 
 def test_a_pool_of_reward_alone_is_a_state_of_its_own() -> None:
     made = config(pool("rollout"), pool("train"), pool("reward", slots=5))
-    assert made.limits().added_states == (AddedState(name="rewarding", concurrency=5),)
-    assert "reward" not in made.limits().pools[0].tasks
-    assert config(pool("rollout"), pool("train"), pool("reward")).limits().added_states[0].concurrency == 8
+    assert made.limits.added_states == (AddedState(name="rewarding", concurrency=5),)
+    assert "reward" not in made.limits.pools[0].tasks
+    assert config(pool("rollout"), pool("train"), pool("reward")).limits.added_states[0].concurrency == 8
 
 
-def test_the_layout_is_told() -> None:
-    told = "\n".join(check_config(config(pool("rollout", *TRAINERS, share=0.5), pool("reward", slots=5, share=0.5))))
-    assert "ok: pool 0: rollout, old_logprobs, ref_logprobs, train, validation; 50% of the threads" in told
-    assert "replicas 0 to 1; its tasks take turns, and its replicas sleep meanwhile" in told
-    assert "ok: pool 1: reward; 50% of the threads; 5 groups at once" in told
+def test_the_layout_is_reported() -> None:
+    text = "\n".join(check_config(config(pool("rollout", *TRAINERS, share=0.5), pool("reward", slots=5, share=0.5))))
+    assert "ok: pool 0: rollout, old_logprobs, ref_logprobs, train, validation; 50% of the threads" in text
+    assert "replicas 0 to 1; its tasks take turns, and its replicas sleep meanwhile" in text
+    assert "ok: pool 1: reward; 50% of the threads; 5 groups at once" in text
     idle = "\n".join(check_config(config(pool("rollout"), pool("train"), pool("ref_logprobs"), trainer={})))
     assert "nothing asks for ref_logprobs" in idle
 
 
 def test_nothing_is_said_of_tasks_that_no_pool_names() -> None:
-    told = check_config(config(pool("rollout"), pool("train"), trainer={}))
-    assert not [line for line in told if "nothing asks for" in line]
+    lines = check_config(config(pool("rollout"), pool("train"), trainer={}))
+    assert not [line for line in lines if "nothing asks for" in line]
 
 
 @pytest.mark.parametrize(
@@ -204,6 +204,6 @@ def test_what_makes_no_run_is_refused_with_its_law(pools: list[Any], sections: d
 
 def test_scheduler_options_of_the_published_modes_are_passed_on() -> None:
     asked = {"train_after_sync": True, "async_ratio": 0.5, "max_staleness_steps": 1}
-    limits = config(pool("rollout"), pool("train"), scheduler=asked).limits()
+    limits = config(pool("rollout"), pool("train"), scheduler=asked).limits
     assert (limits.train_after_sync, limits.async_ratio) == (True, 0.5)
     assert limits.max_concurrent_groups == 12, "as many as may be held: (1 + a)·B"

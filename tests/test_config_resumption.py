@@ -1,4 +1,4 @@
-"""A run resumed by a configuration that has changed: what may, what the scheduler is told, what is refused."""
+"""Resuming a run with a changed configuration: which changes are accepted or refused, and what the scheduler gets."""
 
 import json
 from pathlib import Path
@@ -51,14 +51,14 @@ def test_nothing_changed_is_nothing_to_tell(begun: tuple[Path, dict[str, Any]]) 
         ),
     ],
 )
-def test_live_settings_are_told_in_an_order_that_holds(
+def test_live_settings_are_reported_in_an_order_that_holds(
     begun: tuple[Path, dict[str, Any]], overrides: list[str], settings: list[tuple[str, str]]
 ) -> None:
-    """One that is given is told even where it says what it said at first: it may have been set meanwhile."""
+    """One that is given is reported even if it equals the first value: it may have been set meanwhile."""
     assert list(resumed(*begun, overrides)[1]) == settings
 
 
-def test_free_fields_change_and_only_those_that_a_run_has_set_are_told(begun: tuple[Path, dict[str, Any]]) -> None:
+def test_free_fields_change_and_only_those_that_a_run_has_set_are_reported(begun: tuple[Path, dict[str, Any]]) -> None:
     overrides = [
         "rollout.replicas=5",
         "control.enabled=false",
@@ -71,7 +71,7 @@ def test_free_fields_change_and_only_those_that_a_run_has_set_are_told(begun: tu
     assert (config.rollout.replicas, config.control.enabled, config.durability.drain_s) == (5, False, 30.0)
 
 
-def test_every_other_difference_is_told_with_what_was_and_is(begun: tuple[Path, dict[str, Any]]) -> None:
+def test_every_other_difference_is_reported_with_what_was_and_is(begun: tuple[Path, dict[str, Any]]) -> None:
     overrides = ["scheduler.train_batch_size=8", "run.seed=3", "scheduler.max_drops=2", "rollout.replicas=5"]
     with pytest.raises(ConfigError) as caught:
         resumed(*begun, overrides)
@@ -82,7 +82,7 @@ def test_every_other_difference_is_told_with_what_was_and_is(begun: tuple[Path, 
     assert "engine run CONFIG --from RUN" in said and "docs/OPERATIONS.md, Stop and resume" in said
 
 
-def test_the_innermost_differences_of_an_optional_section_are_told(tmp_path: Path) -> None:
+def test_the_innermost_differences_of_an_optional_section_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({"model": {"make": "arithmetic"}, "trainer": {"lora": {"rank": 4}}}))
     recorded = load_config(path).model_dump(mode="json")
@@ -125,13 +125,13 @@ def test_every_live_setting_is_a_field_and_bounds_are_not_live() -> None:
             require_live(path)
 
 
-def test_a_line_of_the_metrics_that_is_no_row_is_told_and_left_out(tmp_path: Path) -> None:
-    path, told = tmp_path / "metrics.jsonl", []
+def test_a_line_of_the_metrics_that_is_no_row_is_reported_and_left_out(tmp_path: Path) -> None:
+    path, complaints = tmp_path / "metrics.jsonl", []
     rows = [json.dumps({"step": step, "loss": 0.5}).encode() for step in range(4)]
     whole = [rows[0], b'{"step": 1, "lo', b"\xff\xfe", b"[1, 2]", b'{"step": "x"}', b"", rows[2], rows[3]]
     path.write_bytes(b"\n".join(whole) + b"\n" + b'{"step": 4')
-    assert [row["step"] for row in cut_rows(path, 3, complain=told.append)] == [0, 2]
-    assert [said.partition(" is not a row")[0] for said in told] == [
+    assert [row["step"] for row in cut_rows(path, 3, complain=complaints.append)] == [0, 2]
+    assert [said.partition(" is not a row")[0] for said in complaints] == [
         f"{path}: line {number}" for number in (2, 3, 4, 5, 6)
     ]
     assert path.read_bytes() == rows[0] + b"\n" + rows[2] + b"\n"

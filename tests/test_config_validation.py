@@ -23,12 +23,12 @@ def config(**sections: Any) -> Any:
     return parse_config({"model": {"make": "arithmetic"}, "rollout": {"replicas": 3}, **sections})
 
 
-def test_the_scheduler_is_told_what_is_measured() -> None:
-    assert config().limits().validation == ValidationLimits(
+def test_the_scheduler_knows_what_is_measured() -> None:
+    assert config().limits.validation == ValidationLimits(
         rows=128, rows_per_slot=8, sets=(ValidationSet(name="held_out", prompts=128),)
     )
     asked = {"every": 5, "at_start": False, "placement": "own", "replicas": 2, "conflict": "cancel", "prompts": 9}
-    assert config(validation=asked).limits().validation == ValidationLimits(
+    assert config(validation=asked).limits.validation == ValidationLimits(
         rows=9,
         rows_per_slot=8,
         every=5,
@@ -41,10 +41,10 @@ def test_the_scheduler_is_told_what_is_measured() -> None:
 
 
 def test_nothing_is_measured_where_there_is_no_time_or_nothing_held_out() -> None:
-    assert config(validation={"at_start": False, "at_end": False}).limits().validation is None
+    assert config(validation={"at_start": False, "at_end": False}).limits.validation is None
     without = {**OWN_MODEL, "data": {"path": "rows.jsonl"}}
-    assert parse_config(without).limits().validation is None
-    assert parse_config(OWN_MODEL).limits().validation is not None
+    assert parse_config(without).limits.validation is None
+    assert parse_config(OWN_MODEL).limits.validation is not None
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ SETS = [{"name": "a"}, {"name": "b", "path": "b.jsonl", "samples_per_prompt": 4,
 
 
 def test_sets_become_rows_one_for_each_response() -> None:
-    limits = config(validation={"sets": SETS, "prompts": 5}).limits().validation
+    limits = config(validation={"sets": SETS, "prompts": 5}).limits.validation
     assert limits == ValidationLimits(
         rows=5 + 9 * 4,
         rows_per_slot=8,
@@ -93,17 +93,29 @@ def test_sets_become_rows_one_for_each_response() -> None:
         ),
     )
     only = {**OWN_MODEL, "data": {"path": "rows.jsonl"}, "validation": {"sets": [SETS[1]]}}
-    assert parse_config(only).limits().validation is not None
+    assert parse_config(only).limits.validation is not None
 
 
 def test_a_set_takes_what_it_does_not_say_from_the_run() -> None:
     made = config(
-        rollout={"replicas": 3, "temperature": 0.7, "top_p": 0.9, "max_tokens": 99},
+        rollout={
+            "replicas": 3,
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "max_tokens": 99,
+            "allow_truncated_sampling": True,
+        },
         validation={"sets": [*SETS, {"name": "c", "temperature": 0.2, "max_tokens": 7, "answer": "none", "k": [1]}]},
     )
     ways = {one.name: one.way for one in validation_sets(made.validation, made.rollout, made.reward)}
     assert ways == {"a": (0.0, 1.0, 99, None), "b": (0.7, 0.9, 99, None), "c": (0.2, 0.9, 7, None)}
-    assert [one.majority for one in made.limits().validation.measured_sets] == [False, True, False]
+    assert [one.majority for one in made.limits.validation.measured_sets] == [False, True, False]
+
+
+def test_a_set_may_truncate_sampling_although_training_may_not() -> None:
+    made = config(validation={"sets": [{"name": "a", "samples_per_prompt": 4, "top_p": 0.9}]})
+    [only] = validation_sets(made.validation, made.rollout, made.reward)
+    assert (only.top_p, made.rollout.top_p) == (0.9, 1.0)
 
 
 def test_paths_of_sets_are_relative_to_the_file(tmp_path: Path) -> None:

@@ -1,5 +1,9 @@
 """`engine check` rehearses the first prompts of a run: what it shows, what it warns of, and what it refuses by name."""
 
+import io
+import json
+import logging
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,18 +216,18 @@ REFUSED: dict[str, tuple[str, list[Any], dict[str, dict[str, Any]], list[str]]] 
         {"reward": {"function": "my_code:wrong"}},
         ["KeyError: 'anser'", "mean answer?"],
     ),
-    "reward that hangs": (
+    "reward that ends its process": (
         "base",
         [],
-        {"reward": {"function": "my_code:slow", "timeout_s": 0.1}},
-        ["took longer than its limit of 0.1 s on row 1 of data.path"],
+        {"reward": {"function": "my_code:leave"}},
+        ["reward.function", "my_code:leave", "ended with exit code 3, on row 1 of data.path"],
     ),
 }
 REWARDS = """
-import threading
+import os
 def nothing(prompt, trajectory): pass
 def wrong(prompt, trajectory): return float(prompt.fields["anser"])
-def slow(prompt, trajectory): threading.Event().wait()
+def leave(prompt, trajectory): os._exit(3)
 """
 
 
@@ -269,6 +273,13 @@ def test_every_part_of_the_reward_is_called(models: dict[str, str], capsys: Capt
         field = f"reward.functions.{index}.function"
         assert f"ok: {field} {spec} can be imported\n" in said
         assert f"ok: {field} {spec} returns {value} for the answer '4' to row 1 of data.path\n" in said
+
+
+def test_the_isolation_of_code_is_shown(models: dict[str, str], capsys: Capture) -> None:
+    part = {"name": "code", "function": "engine.tasks.code_rewards:python_tests"}
+    row = {"prompt": "2+2?", "tests": "assert add(1, 2) == 3"}
+    said = shown(capsys, write_config(models["base"], row, reward={"function": None, "functions": [part]}))
+    assert f"ok: reward.functions.0.function {part['function']}: isolation of code: " in said
 
 
 FORMS = """
@@ -325,12 +336,109 @@ def test_a_part_that_cannot_be_used_is_refused(
     assert len(said) == 1 or "in hang" in "".join(said), "what its process wrote"
 
 
+def test_nothing_of_rows_and_rewards_controls_the_terminal(models: dict[str, str], capsys: Capture) -> None:
+    Path("my_code.py").write_text("def score(prompt, trajectory): raise ValueError(prompt.text)\n")
+    config = write_config(
+        models["base"], {"prompt": "\x1b[2Jgone", "answer": "4"}, reward={"function": "my_code:score"}
+    )
+    assert cli.main(["check", config]) == 2
+    said = capsys.readouterr()
+    assert r"\x1b[2Jgone" in said.out and r"\x1b[2Jgone" in said.err
+    assert "\x1b" not in said.out + said.err
+    logging.getLogger("engine.rollout").warning("the answer was %s", "\x1b[2J")
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_a_model_with_its_own_code_is_refused_without_a_question(
+    models: dict[str, str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    model = tmp_path / "own"
+    shutil.copytree(models["base"], model)
+    (model / "own.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
+    described = json.loads((model / "config.json").read_text())
+    described |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (model / "config.json").write_text(json.dumps(described))
+    assert cli.main(["check", write_config(str(model))]) == 2
+    said = capsys.readouterr()
+    assert "model.path" in said.err and "contains custom code" in said.err
+    assert "[y/N]" not in said.out and not Path("ran").exists()
+
+
 def test_agents_make_their_own_messages(models: dict[str, str], capsys: Capture) -> None:
     Path("my_code.py").write_text("async def play(client, prompt): pass\n")
     said = shown(
         capsys, write_config(models["base"], {"messages": CHAT, "answer": "4"}, agent={"rollout": "my_code:play"})
     )
     assert "the first prompt of data.path" not in said and f"reward.function {EXACT} returns 1" in said
+
+
+AGENTS = """
+import json, urllib.request
+async def ask(client, prompt): return await client.sample([{"role": "user", "content": prompt.text}])
+async def turns(client, prompt):
+    await ask(client, prompt)
+    return 0.5
+async def breaks(client, prompt): return float((await ask(client, prompt)).text)
+async def silent(client, prompt): return 0.5
+async def broken(client, prompt): return {}["tool"]
+async def calls(base_url, api_key, prompt):
+    body = {"model": "model", "messages": [{"role": "user", "content": prompt.text}]}
+    head = {"Authorization": f"Bearer {api_key}"}
+    asked = urllib.request.Request(base_url + "/chat/completions", json.dumps(body).encode(), head)
+    with urllib.request.urlopen(asked) as answer:
+        return float(len(json.load(answer)["choices"]))
+async def wrong(base_url, api_key, prompt): urllib.request.urlopen(base_url + "/nothing")
+"""
+PROGRAM = """
+import asyncio, json, os
+from types import SimpleNamespace
+from my_code import calls
+said = json.load(open(os.environ["STEP_ENGINE_PROMPT_FILE"]))
+asyncio.run(calls(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], SimpleNamespace(**said)))
+"""
+
+
+def write_agent(model: str, agent: dict[str, Any]) -> str:
+    Path("my_code.py").write_text(AGENTS)
+    Path("my_agent.py").write_text(PROGRAM)
+    return write_config(model, {"prompt": "2+2?", "answer": "4"}, agent=agent)
+
+
+@pytest.mark.parametrize(
+    ("agent", "line"),
+    [
+        ({"rollout": "my_code:turns"}, "ok: agent.rollout my_code:turns ends after 1 call of a scripted model"),
+        ({"function": "my_code:calls"}, "ok: agent.function my_code:calls ends after 1 call of a scripted model"),
+        ({"command": [sys.executable, "my_agent.py"]}, "my_agent.py ends after 1 call of a scripted model"),
+        ({"rollout": "my_code:silent"}, "note: agent.rollout my_code:silent ends without a call of the model"),
+        ({"rollout": "my_code:breaks"}, "breaks raised ValueError on row 1: could not convert string to float"),
+    ],
+)
+def test_an_agent_is_run_once_with_a_scripted_model(
+    models: dict[str, str], capsys: Capture, agent: dict[str, Any], line: str
+) -> None:
+    assert line in shown(capsys, write_agent(models["chatml"], agent))
+
+
+@pytest.mark.parametrize(
+    ("agent", "words"),
+    [
+        ({"function": "no_such_module:run"}, ["agent.function", "no module named 'no_such_module'"]),
+        ({"rollout": "my_code:nobody"}, ["agent.rollout", "has no attribute 'nobody'"]),
+        ({"command": ["no-such-program"]}, ["agent.command", "'no-such-program' is no program on the PATH"]),
+        ({"command": ["./my_agent.py"]}, ["agent.command", "'./my_agent.py' is no program"]),
+        ({"command": [sys.executable, "no_such.py"]}, ["agent.command", "can't open file", "no_such.py"]),
+        ({"rollout": "my_code:broken"}, ["fails before the model has answered", "KeyError on row 1: 'tool'"]),
+        ({"function": "my_code:wrong"}, ["agent.function", "fails before the model has answered", "404"]),
+    ],
+)
+def test_an_agent_that_would_fail_every_time_is_refused(
+    models: dict[str, str], capsys: Capture, agent: dict[str, Any], words: list[str]
+) -> None:
+    said = refused(capsys, write_agent(models["chatml"], agent))
+    for word in words:
+        assert word in said, (word, said)
 
 
 def test_a_validation_set_is_judged_by_its_own_reward_only(models: dict[str, str], capsys: Capture) -> None:
@@ -351,7 +459,7 @@ def test_a_validation_set_is_judged_by_its_own_reward_only(models: dict[str, str
     assert "reward.function is 'engine.tasks.rewards:exact_match'" in said  # which needs the column `answer`
 
 
-def test_a_row_without_the_answer_is_found_where_a_reward_looks_at_the_response_first(
+def test_a_row_without_an_answer_is_found_if_a_reward_reads_the_response_first(
     models: dict[str, str], capsys: Capture
 ) -> None:
     Path("my_code.py").write_text(REWARD_TEXT)
@@ -373,3 +481,36 @@ def test_prompts_that_several_validation_sets_share_are_judged_by_each(models: d
     said = shown(capsys, write_config(models["base"], held_out=held_out, validation={"sets": sets}))
     assert "ok: reward.function engine.tasks.rewards:exact_match returns 1 for the answer '10' to row 1" in said
     assert "ok: validation.sets.1.reward my_code:half returns 0.5 for the answer '10' to row 1" in said
+
+
+def test_a_reward_that_tells_no_answer_from_another_is_noted(models: dict[str, str], capsys: Capture) -> None:
+    note = (
+        "note: reward.function my_code:half gives the answer '4' to row 1 of data.path and a made-up one the same: 0.5"
+    )
+    Path("my_code.py").write_text("def half(prompt, trajectory):\n    return 0.5\n")
+    assert note in shown(capsys, write_config(models["base"], reward={"function": "my_code:half"}))
+    assert "made-up" not in shown(capsys, write_config(models["base"]))
+    parts = [{"name": f"part_{n}", "function": function} for n, function in enumerate(("my_code:half", EXACT))]
+    mixed = write_config(models["base"], reward={"function": None, "functions": parts})
+    assert "made-up" not in shown(capsys, mixed), "one part that tells them apart is enough"
+
+
+SLOW = """
+import time
+
+def slow(prompt, trajectory):
+    time.sleep(0.25)
+    return 1.0
+"""
+
+
+def test_a_slow_reward_is_reported_with_the_time_of_a_step(models: dict[str, str], capsys: Capture) -> None:
+    Path("my_code.py").write_text(SLOW)
+    sizes = {"train_batch_size": 32, "policy_mini_batch_size": 32, "samples_per_prompt": 4}
+    reward = {"function": "my_code:slow", "concurrency": 2}
+    said = shown(capsys, write_config(models["base"], reward=reward, scheduler=sizes))
+    (note,) = [line for line in said.splitlines() if line.startswith("note: reward.function my_code:slow takes 0.")]
+    assert note.endswith(" s, 2 at once on each replica; make it faster, or raise reward.concurrency")
+    assert "a call: the 128 calls of a train step take about " in note
+    said = shown(capsys, write_config(models["base"], reward={**reward, "concurrency": 64}, scheduler=sizes))
+    assert "ok: reward.function my_code:slow takes 0." in said

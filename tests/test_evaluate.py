@@ -13,9 +13,10 @@ from chat_tokenizers import save_chat_model, write_rows
 from engine import cli
 from engine.cli.evaluate import Subject, subject_of
 from engine.config.evaluation import load_evaluation
+from engine.metrics.intervals import estimates
 from engine.record import read, replay
-from engine.states.estimators import Response, estimates
 from engine.states.limits import ValidationSet
+from engine.states.validation_figures import Response, figures
 from engine.storage.samples import FOLDER, VALIDATION, SampleFiles
 
 Capture = pytest.CaptureFixture[str]
@@ -83,11 +84,11 @@ def test_the_figures_are_those_of_the_responses_that_are_kept(model: str, projec
             for i, r in enumerate(own)
         }
         one = ValidationSet(name=name, prompts=prompts, samples=samples, k=k, majority=bool(k))
-        told = {f.metric: (f.value, f.low, f.high) for f in estimates([one], said)}
-        figures = printed["sets"][name]
+        expected = {f.metric: (f.value, f.low, f.high) for f in estimates(figures([one], said))}
+        of_set = printed["sets"][name]
         assert {
-            metric: (figures[metric], figures[f"{metric}_low"], figures[f"{metric}_high"]) for metric in told
-        } == told
+            metric: (of_set[metric], of_set[f"{metric}_low"], of_set[f"{metric}_high"]) for metric in expected
+        } == expected
     assert replay(read(project / "results/schedule")).identical
 
     assert cli.main(["evaluate", model, "eval.yaml"]) == 0
@@ -159,11 +160,22 @@ def test_models_and_runs_that_are_not_there_are_refused(model: str, project: Pat
     assert "RUN@step-N" in refused(capsys, "mine@newest", "eval.yaml")
     (checkpoints / "step-000004" / "SHA256SUMS").write_text("")
     assert subject_of("mine").steps == subject_of("mine@step-4").steps == 4
+    assert subject_of("mine").config == str(checkpoints.parent / "config.yaml")
     (checkpoints.parent / "config.yaml").write_text("trainer: {keep_best: {metric: accuracy}}")
     (checkpoints.parent / "metrics.jsonl").write_text(
         '{"validation": 0, "steps": 4, "outcome": "reported", "accuracy": 0.5}\n'
     )
     assert subject_of("mine@best").steps == 4
+
+
+def test_the_configuration_may_be_left_out_for_a_run_only(model: str, project: Path, capsys: Capture) -> None:
+    assert "CONFIG is not set: required by engine evaluate" in refused(capsys, model)
+    checkpoint = project / "runs" / "mine" / "checkpoints" / "step-000004"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "SHA256SUMS").write_text("")
+    (project / "runs" / "mine" / "schedule").mkdir()
+    (project / "runs" / "mine" / "config.yaml").write_text("own: 1")
+    assert "unknown key" in refused(capsys, "mine"), "that of the run was read"
 
 
 def test_a_hub_name_may_have_no_slash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +212,10 @@ def test_results_are_never_written_over_others(model: str, project: Path, capsys
     assert "required by engine evaluate" in refused(
         capsys, model, "eval.yaml", "--set", "validation.sets=[]", "--set", "data.validation_path=null"
     )
+
+
+def test_an_evaluation_may_truncate_sampling(project: Path) -> None:
+    assert load_evaluation("eval.yaml", ("rollout.top_p=0.9",), "a-model").rollout.top_p == 0.9
 
 
 def test_the_weights_that_the_run_of_the_file_begins_with_are_left_out(project: Path) -> None:

@@ -95,7 +95,7 @@ def test_an_added_state_is_named_in_the_config_and_drawn(
     file = config(JUDGE, "states: [judged]")
     assert main(["check", str(file)]) == 0
     assert "keep every law under state judged" in capsys.readouterr().out
-    assert load_config(file).limits().added_states == (AddedState(name="judged", concurrency=5),)
+    assert load_config(file).limits.added_states == (AddedState(name="judged", concurrency=5),)
     assert main(["states", str(file), "--format", "table"]) == 0
     drawn = capsys.readouterr().out
     assert "| judged     | parked   | generate | generated" in drawn
@@ -182,7 +182,7 @@ def test_a_state_whose_policy_cannot_be_made_is_named(
         ("'filter', 'mine'", "kept", "'Mine' has no method keep(); see policies/protocols.py"),
     ],
 )
-def test_a_module_whose_registration_is_refused_is_told_only_that(
+def test_a_module_whose_registration_is_refused_gets_only_that_error(
     config: Callable[..., Path], registered: str, method: str, says: str
 ) -> None:
     module = f"from engine import policies\n@policies.register({registered})\nclass Mine:\n    {method} = len\n"
@@ -192,7 +192,7 @@ def test_a_module_whose_registration_is_refused_is_told_only_that(
     assert "Python path" not in str(caught.value)
 
 
-def test_only_a_module_that_is_not_found_is_told_where_modules_are_searched(config: Callable[..., Path]) -> None:
+def test_only_the_error_of_a_missing_module_says_where_modules_are_searched(config: Callable[..., Path]) -> None:
     file = config("raise RuntimeError('out of order')", "states: []")
     with pytest.raises(ConfigError, match=r"'mine' cannot be imported: RuntimeError: out of order$"):
         load_config(file)

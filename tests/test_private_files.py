@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from engine.actors.detached_actors import note_launch, prepare_process
+from engine import Limits, Session
+from engine.actors.detached_actors import RunLog, note_launch, prepare_process
+from engine.errors import ConfigError
 from engine.metrics.address_files import FILE, FOLDER, announce
 from engine.metrics.journal import Journal, keep_rows
 from engine.record import Header, Recorder
@@ -73,13 +75,28 @@ def test_a_new_run_is_for_its_user_alone(tmp_path: Path, umask: None) -> None:
     assert stat.S_IMODE((tmp_path / "runs").stat().st_mode) == 0o755, "what is the user's stays"
 
 
-def test_a_chosen_directory_becomes_the_users_alone_and_what_else_is_there_stays(tmp_path: Path) -> None:
+def test_an_empty_directory_becomes_the_users_alone(tmp_path: Path) -> None:
     chosen = tmp_path / "chosen"
     chosen.mkdir(mode=0o755)
-    (chosen / "mine.sh").touch(mode=0o755)
     run_directory.create(tmp_path / "runs", "a", config_yaml="a: 1\n", chosen=chosen)
     assert stat.S_IMODE(chosen.stat().st_mode) == 0o700
-    assert stat.S_IMODE((chosen / "mine.sh").stat().st_mode) == 0o755
+
+
+@pytest.mark.parametrize("start", ["engine run", "a session"])
+def test_a_project_keeps_its_modes(tmp_path: Path, start: str) -> None:
+    project = tmp_path / "project"
+    theirs = [project, *(project / name for name in ("logs", "logs/mine", "wandb"))]
+    for path in theirs:
+        path.mkdir()
+        path.chmod(0o755)
+    if start == "engine run":
+        with pytest.raises(ConfigError, match=r"--run-dir '.*project' is not empty: it has logs; use a new or"):
+            run_directory.create(tmp_path / "runs", "a", config_yaml="a: 1\n", chosen=project)
+        assert not (project / "schedule").exists()
+    else:
+        Session(Limits(train_batch_size=1, max_staleness_steps=0, max_concurrent_groups=1), directory=project).close()
+        assert stat.S_IMODE((project / "schedule").stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in theirs} == {0o755}
 
 
 def test_a_run_that_others_could_read_is_closed_as_its_scheduler_begins(tmp_path: Path, umask: None) -> None:
@@ -123,6 +140,25 @@ def test_another_process_keeps_its_umask_but_may_use_what_it_makes(tmp_path: Pat
     after = os.umask(0)
     os.umask(after)
     assert after == now & 0o077
+
+
+def test_a_log_has_at_most_two_files_of_16_mib(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "trainer.log")
+    for number in range(3):
+        log.emit(logging.LogRecord("engine", logging.INFO, "", 0, f"{number} {'x' * (9 << 20)}", None, None))
+    log.close()
+    found = {path.name: path.read_text()[0] for path in tmp_path.iterdir()}
+    assert found == {"trainer.log": "2", "trainer.log.1": "1"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
+
+
+def test_a_log_that_cannot_be_written_goes_to_standard_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    log = RunLog(tmp_path / "file" / "trainer.log")
+    log.emit(logging.LogRecord("engine", logging.INFO, "", 0, "said", None, None))
+    assert capsys.readouterr().err == "said\n"
 
 
 def test_where_a_run_is_scraped_may_be_read_by_prometheus(tmp_path: Path, umask: None) -> None:

@@ -48,9 +48,14 @@ def test_a_new_project_passes_its_check_and_its_own_test(capsys: Capture, monkey
     assert f"my_rewards:score returns 1 for the answer '{row['answer']}' to row 1 of data.path" in said
     assert "no prompt of data.validation_path is in data.path" in said and "model.warm_start.path has 1024" in said
 
-    clean = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "-p no:cacheprovider"}
-    tested = subprocess.run([sys.executable, "-m", "pytest", "-q"], env=clean, capture_output=True, text=True)
-    assert tested.returncode == 0 and "5 passed" in tested.stdout, tested.stdout + tested.stderr
+    python = [
+        sys.executable,
+        "-c",
+        "import sys; sys.modules['pytest'] = None; import runpy; runpy.run_path(*sys.argv[1:], None, '__main__')",
+    ]
+    clean = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), "."))}
+    tested = subprocess.run([*python, "test_my_rewards.py"], env=clean, capture_output=True, text=True)
+    assert tested.stdout == "5 responses get the expected reward\n", tested.stdout + tested.stderr
 
 
 def test_a_new_project_for_a_model_of_ones_own_passes_its_check(capsys: Capture, tmp_path: Path) -> None:

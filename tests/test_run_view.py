@@ -29,7 +29,7 @@ from engine.cli.run_view import (
     validation_line,
     view_for,
 )
-from engine.metrics.status import Status
+from engine.metrics.status import Status, read_status
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -38,7 +38,7 @@ def middle() -> Status:
     world = steady_world(steps=40, lengths=lambda group: 1 + group % 3)
     world.until(lambda state: state.latest_version == 12)
     world.metrics.validated(0, 0.31)
-    return world.metrics.status()
+    return read_status(world.metrics)
 
 
 def crowded() -> Status:
@@ -74,8 +74,14 @@ def drawn(status: Status, title: str = "Step Engine  runs/20260131-235959-quicks
     return console.export_text().splitlines()
 
 
+def table_lines(status: Status) -> list[str]:
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(summary(status, where="runs/here"))
+    return console.export_text().splitlines()
+
+
 @pytest.mark.parametrize(
-    "status", [middle(), crowded(), steady_world().metrics.status()], ids=["middle", "crowded", "new"]
+    "status", [middle(), crowded(), read_status(steady_world().metrics)], ids=["middle", "crowded", "new"]
 )
 def test_the_live_view_fits_80_columns_and_never_wraps(status: Status) -> None:
     lines = drawn(status)
@@ -104,8 +110,8 @@ def test_plain_lines_are_one_per_step_in_order_and_none_twice() -> None:
     world = steady_world(steps=5)
     stream = io.StringIO()
     with PlainView(stream) as view:
-        world.to_the_end(lambda: view.show(world.metrics.status()))
-        view.show(world.metrics.status())
+        world.to_the_end(lambda: view.show(read_status(world.metrics)))
+        view.show(read_status(world.metrics))
     lines = stream.getvalue().splitlines()
     assert [int(re.match(r"step=(\d+) ", line)[1]) for line in lines] == [0, 1, 2, 3, 4]  # type: ignore[index]
     pattern = re.compile(
@@ -126,7 +132,7 @@ def test_the_table_at_the_end_has_every_figure() -> None:
     world.metrics.validated(0, 0.25)
     world.metrics.validated(4, 0.875)
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(summary(world.metrics.status(), where="runs/20260131-235959-quickstart", wall_s=12.34))
+    console.print(summary(read_status(world.metrics), where="runs/20260131-235959-quickstart", wall_s=12.34))
     text = console.export_text()
     for row in (
         r"train steps +│ 4 of 4",
@@ -145,7 +151,7 @@ def test_the_table_at_the_end_has_every_figure() -> None:
 
 
 def test_the_table_of_a_resumed_run_says_which_figures_began_with_the_resume() -> None:
-    status = replace(steady_world(steps=4).to_the_end().metrics.status(), recoveries={"resumed": 1})
+    status = replace(read_status(steady_world(steps=4).to_the_end().metrics), recoveries={"resumed": 1})
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(summary(status, where="runs/here", wall_s=2.0))
     text = console.export_text()
@@ -156,11 +162,11 @@ def test_the_table_of_a_resumed_run_says_which_figures_began_with_the_resume() -
     assert max(cell_len(line) for line in text.splitlines()) <= 80
 
 
-def test_failures_are_counted_and_the_last_one_is_told() -> None:
+def test_failures_are_counted_and_the_last_one_is_shown() -> None:
     status = replace(
         middle(), failures={"group_data": 3, "replica_lost": 1}, last_failure="group 7: my_rewards:[score]"
     )
-    said = "4 attempts, 3 on prompts or rewards; the last: group 7: my_rewards:[score]"
+    said = "4 attempts, 3 on prompts, agents or rewards; the last: group 7: my_rewards:[score]"
     assert any(said[:60] in line for line in drawn(status))
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(summary(status, where="runs/here"))
@@ -169,7 +175,7 @@ def test_failures_are_counted_and_the_last_one_is_told() -> None:
     assert not any("attempts" in line for line in drawn(middle()))
 
 
-def test_groups_that_failed_on_their_rewards_are_told_beside_the_reward() -> None:
+def test_groups_that_failed_on_their_rewards_are_shown_beside_the_reward() -> None:
     """The groups that are left may all have the reward 1."""
     ended = {**middle().groups_ended, "consumed": 7, "failed": 3}
     failing = replace(
@@ -192,12 +198,12 @@ def test_groups_that_failed_on_their_rewards_are_told_beside_the_reward() -> Non
         assert "failed;" not in stream.getvalue()
         view.show(failing)
         view.show(failing)
-    assert stream.getvalue().count("a prompt or reward failed") == stream.getvalue().count("KeyError: 3") == 1
+    assert stream.getvalue().count("a prompt, agent or reward failed") == stream.getvalue().count("KeyError: 3") == 1
 
 
 def test_a_silence_is_noted_once_and_shown_while_it_lasts() -> None:
-    told = "nothing has changed for 300 s; the run waits for the trainer: trains step 3 on 4 groups for 312 s"
-    silent = replace(middle(), silence=told)
+    sentence = "nothing has changed for 300 s: the trainer has been training step 3 on 4 groups for 312 s"
+    silent = replace(middle(), silence=sentence)
     assert any("waiting" in line and "nothing has changed for 300 s" in line for line in drawn(silent))
     assert not any("waiting " in line for line in drawn(middle()))
     for terminal in (False, True):
@@ -206,8 +212,27 @@ def test_a_silence_is_noted_once_and_shown_while_it_lasts() -> None:
         with view_for(console, title="t", plain=not terminal) as view:
             for status in (silent, silent, middle(), silent):
                 view.show(status)
-        assert stream.getvalue().count("trains step 3 on") >= 2
+        assert stream.getvalue().count("training step 3 on") >= 2
         assert re.sub(r"\s+", " ", stream.getvalue()).count("for 312 s") == 2, "the whole of it, once for each silence"
+
+
+def test_steps_of_which_nothing_can_be_learned_are_noted_once() -> None:
+    flat = [{"step": step, "groups": 4, "zero_advantage_groups": 4.0, "reward_mean": 0.0} for step in range(6)]
+    status = replace(middle(), recent=tuple(flat))
+    sentence = "in each of the last 5 train steps, all responses to a prompt got the same reward"
+    assert sentence in re.sub(r"[│\s]+", " ", " ".join(table_lines(status)))
+    for terminal in (False, True):
+        stream = io.StringIO()
+        console = Console(file=stream, force_terminal=terminal, width=80)
+        with view_for(console, title="t", plain=not terminal) as view:
+            view.show(replace(status, recent=tuple(flat[:4])))
+            assert "same reward" not in stream.getvalue(), "too few steps"
+            view.show(status)
+            view.show(status)
+        assert re.sub(r"\s+", " ", stream.getvalue()).count(sentence) == 1
+    learned = replace(status, recent=(*flat[:5], flat[5] | {"zero_advantage_groups": 3.0}))
+    own_trainer = replace(status, recent=tuple({"step": n, "groups": 4} for n in range(6)))
+    assert learned.learned_nothing == own_trainer.learned_nothing == ""
 
 
 def test_a_terminal_gets_the_live_view_and_a_pipe_plain_lines() -> None:
@@ -231,14 +256,15 @@ sys.path[:0] = [{root!r}, {tests!r}]
 from rich.console import Console
 from steady_world import steady_world
 from engine.cli.run_view import LiveView, view_for
+from engine.metrics.status import read_status
 console = Console(width=80)
 view = view_for(console, title="Step Engine  runs/here")
 assert isinstance(view, LiveView)
 world = steady_world(steps=6)
 with view:
     view.note("metrics: http://127.0.0.1:1/metrics")
-    world.to_the_end(lambda: view.show(world.metrics.status()))
-    view.show(world.metrics.status())
+    world.to_the_end(lambda: view.show(read_status(world.metrics)))
+    view.show(read_status(world.metrics))
 """
 
 
@@ -286,3 +312,13 @@ def test_a_set_without_a_name_adds_only_what_the_validation_does_not_say() -> No
     assert [name for name, _ in set_rows([row])] == ["held_out pass@2"]
     named = {**row, "sets": {"math": figures}}
     assert "math/avg@1=" in validation_line(named)
+
+
+@pytest.mark.parametrize("cause", ["reward", "agent"])
+def test_the_table_at_the_end_names_the_code_that_slots_waited_for(cause: str) -> None:
+    slow = replace(
+        middle(), rollout_idle_s={cause: 9.0, "starting": 1.0}, slowest={cause: f"{cause} [mine], 2 s a call"}
+    )
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(summary(slow, where="runs/here"))
+    assert f"(mostly {cause} [mine], 2 s a call)" in console.export_text()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine import cli
-from engine.cli.samples import ranges
+from engine.cli.samples import json_line, ranges
 from engine.storage.samples import FAILED, FOLDER, TRAIN, VALIDATION, SampleFiles, SampleRow
 
 Capture = pytest.CaptureFixture[str]
@@ -112,6 +112,7 @@ def test_reward_parts_and_figures_of_turns_are_shown(run: Path, capsys: Capture)
         (["--step", "1"], [10, 11, 12, 13]),
         (["--worst", "1", "--best", "2"], [50, 53, 52]),
         (["--step", "0", "--best", "1"], [3]),
+        (["--worst", "3", "--best", "9"], [50, 53, 52, 51]),
         (["--group", "12"], [12]),
         (["--grep", "SAYS 2"], [2, 12, 52]),
         (["--grep", "1+"], [10, 11, 12, 13]),
@@ -129,12 +130,19 @@ def test_lines_of_json_have_null_for_what_is_not_finite(run: Path, capsys: Captu
     row = SampleRow(kind=TRAIN, step=9, prompt_row=0, prompt="?", response="!", advantage=float("nan"))
     SampleFiles(run / FOLDER).write_step(9, [row])
     assert "NaN" not in shown(capsys, "mine", "--json")
+    assert json.loads(json_line({"text": "a\x9b2J\x7f"})) == {"text": "a\x9b2J\x7f"}
+    assert json_line({"text": "\x9b"}) == r'{"text": "\u009b"}'
     assert listed(capsys, "mine")[0]["advantage"] is None
 
 
 def test_what_is_left_out_is_said(run: Path, capsys: Capture) -> None:
     assert "2 more; show them with --limit 4" in shown(capsys, "mine", "--limit", "2")
     assert shown(capsys, "mine", "--grep", "nobody") == "No sample matches.\n"
+    said = shown(capsys, "mine", "--worst", "3")
+    assert said.count("Step 5 says") == 1 and "1 of 3 shown: the run did not store more of them" in said
+    alike = [replace(of_step(9, number), reward=0.5, reasons=("random",)) for number in range(3)]
+    SampleFiles(run / FOLDER).write_step(9, alike)
+    assert len(listed(capsys, "mine", "--worst", "2")) == 2, "all rewards of the step are equal"
 
 
 def test_validations_are_asked_for_by_their_steps(run: Path, capsys: Capture) -> None:
@@ -163,7 +171,7 @@ def test_steps_without_a_common_prompt_are_paired_by_reason(run: Path, capsys: C
 
 
 def test_what_is_not_there_is_refused_with_what_is(run: Path, capsys: Capture) -> None:
-    assert "runs/latest" in refused(capsys, "nowhere")
+    assert "the last run by name in runs/ is runs/mine" in refused(capsys, "nowhere")
     assert "--step 7 has no samples; use one of 0 to 1, 5" in refused(capsys, "mine", "--step", "7")
     assert "--compare 7 has no samples; use one of 0 to 1, 5" in refused(capsys, "mine", "--compare", "0,7")
     assert "must be two steps; for example" in refused(capsys, "mine", "--compare", "0")
@@ -194,7 +202,7 @@ def test_a_response_cannot_control_the_terminal(run: Path, capsys: Capture) -> N
     assert r"\x1b[2Jgone\u202e\r" in said and "[bold]?[/bold]" in said
 
 
-def test_steps_are_told_as_ranges() -> None:
+def test_steps_are_shown_as_ranges() -> None:
     assert ranges([0, 1, 2, 5, 7, 8]) == "0 to 2, 5, 7 to 8"
     assert ranges(range(0, 60, 2)) == "0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, … 58"
 

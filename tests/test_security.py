@@ -22,8 +22,8 @@ from engine.config import Config, load_config
 from engine.config.loading import parse_config
 from engine.config.resumption import resumed
 from engine.errors import ConfigError, EngineError, reason_of, visible
+from engine.errors.redaction import is_secret_name
 from engine.metrics.address_files import FILE, address_of, announce
-from engine.redaction import is_secret_name
 from engine.rollout.openai import http_client
 from engine.rollout.openai.http_client import Http, Unavailable
 from engine.runtime.plan import Plan
@@ -36,7 +36,7 @@ SECRET = "hunter2-and-more"
 # -- who may connect ---------------------------------------------------------------------------------------------------
 
 
-def test_everything_listens_on_this_machine_alone_unless_told_otherwise() -> None:
+def test_everything_listens_on_this_machine_alone_unless_set_otherwise() -> None:
     config = parse_config(MADE)
     assert {config.metrics.host, config.control.host, config.agent.host} == {"127.0.0.1"}
     hosts = {field.name: field.default for field in Plan.__dataclass_fields__.values() if field.name.endswith("host")}
@@ -94,7 +94,7 @@ def test_sums_that_were_cut_short_vouch_for_nothing(tmp_path: Path, left: str) -
         verify_checkpoint(tmp_path)
 
 
-def test_sums_that_are_no_text_are_told_as_damage(tmp_path: Path) -> None:
+def test_sums_that_are_no_text_are_reported_as_damage(tmp_path: Path) -> None:
     """As a bit that the disk has turned over leaves them: whoever can continues from another checkpoint."""
     (tmp_path / SUMS).write_bytes(b"\xb0" * 64 + b"  config.json\n")
     with pytest.raises(ConfigError, match=rf"its {SUMS} cannot be read"):

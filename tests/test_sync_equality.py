@@ -22,7 +22,7 @@ from engine.plans.configured_plan import plan_of
 from engine.plans.run_inputs import make_prompts
 from engine.plans.trainers import make_trainer
 from engine.protocols import Batch
-from engine.record import Handled, read
+from engine.record import read
 from engine.rollout.backend import SamplingParams
 from engine.rollout.generator import ModelGenerator
 from engine.rollout.torch.torch_backend import TorchBackend
@@ -109,7 +109,7 @@ class Pieces:
             reward=self.reward,
             tokenizer=self.tokenizer,
             stop_ids=self.stop_ids,
-            settings=self.config.trainer_settings(),
+            settings=self.config.trainer_settings,
             batch=BATCH,
             samples=SAMPLES,
             max_tokens=MAX_TOKENS,
@@ -120,7 +120,7 @@ class Pieces:
         return run_reference(task)
 
     def generator(self, slots: int) -> ModelGenerator:
-        lora = self.config.trainer_settings().lora
+        lora = self.config.trainer_settings.lora
         backend = TorchBackend(self.model, rows=slots * SAMPLES, deterministic=True, lora=lora)
         params = SamplingParams(
             temperature=self.config.rollout.temperature, max_tokens=MAX_TOKENS, stop_ids=self.stop_ids
@@ -128,14 +128,14 @@ class Pieces:
         return ModelGenerator(backend, self.tokenizer, self.reward, params=params, seed=SEED)
 
     def run_local(self, replicas: int, slots: int, file: Path) -> Watched:
-        trainer = Watched(make_trainer(self.model, self.config.trainer_settings()), file)
+        trainer = Watched(make_trainer(self.model, self.config.trainer_settings), file)
         total = PROMPTS * EPOCHS
         result = engine.runtime.local.run(
             generators=lambda replica: self.generator(slots),
             replicas=replicas,
             trainer=trainer,
             prompts=CountedPrompts(total, self.prompts.prompt),
-            limits=replace(self.config.limits(), validation=None),
+            limits=replace(self.config.limits, validation=None),
             samples=SAMPLES,
             slots=slots,
             policies=self.config.policies().names,
@@ -186,8 +186,7 @@ def test_ray_equals_the_loop_to_the_bit(made: Prepared, tmp_path: Path) -> None:
     with start(replace(pieces.plan, make_trainer=partial(watched, pieces.plan.make_trainer, file))) as run:
         status = run.wait()
     assert (status.outcome, status.staleness_max) == ("finished", 0)
-    frames = [frame for frame in read(tmp_path / "schedule").frames() if isinstance(frame, Handled)]
-    used = {frame.event.replica for frame in frames if isinstance(frame.event, GroupGenerated)}
+    used = {event.replica for event in read(tmp_path / "schedule").events() if isinstance(event, GroupGenerated)}
     assert used == {0, 1}, "every replica generated"
     expected = pieces.reference()
     steps, published = json.loads(file.read_text())

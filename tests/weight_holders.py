@@ -3,7 +3,7 @@ they need."""
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from engine.rollout.torch import transfer
 from engine.rollout.torch.host_weights import stage
 from engine.rollout.vllm.mapped_weights import MappedTensors
-from engine.shared_weights import NAME, Manifest, Memory, turn
+from engine.training.shared_weights import NAME, Manifest, Memory, turn
 
 SPAWN = multiprocessing.get_context("spawn")
 WIDE = 4 << 20
@@ -86,7 +86,7 @@ def worker(link: Connection, directory: str) -> None:
 
 
 class Model:
-    """Stands for vLLM's model and its loader."""
+    """Stands for vLLM's model runner."""
 
     def __init__(self) -> None:
         self.keeps = False
@@ -95,19 +95,22 @@ class Model:
     def get_model(self) -> torch.nn.Module:
         return torch.nn.Module()
 
-    def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self.loaded = {name: tensor if self.keeps else tensor.clone() for name, tensor in weights_iterator}
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.loaded = {name: tensor if self.keeps else tensor.clone() for name, tensor in weights}
 
 
 def vllm_worker(link: Connection) -> None:
     """A worker with the engine's extension: carries out its calls, after which it answers with what it has loaded."""
     from vllm.config import VllmConfig
 
-    from engine.rollout.vllm.worker_extension import InstallWeights
+    from engine.rollout.vllm.worker_extension import WeightsExtension
 
-    class Worker(InstallWeights):
+    class Worker(WeightsExtension):
         vllm_config = VllmConfig()
         model_runner = Model()
+
+        def _reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            self.model_runner.load(weights)
 
         def synchronize_device(self) -> None:
             """It has none."""

@@ -20,11 +20,11 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from engine import __version__
 from engine.config import Config
 from engine.config.cluster import AUTO
 from engine.config.paths import paths_in
 from engine.errors import ConfigError
+from engine.version import __version__
 
 ANSWER_S = 10.0
 """Seconds within which a cluster must answer."""
@@ -34,17 +34,20 @@ PRINT_RETRIED_ERRORS = "RAY_enable_output_error_log_if_still_retry"
 """Ray's setting that controls whether retried calls are printed on the terminal of the launching process."""
 EXCLUDES = [".git", ".venv", "__pycache__"]
 PROBE = """
+import os
 import sys
 from ray._private import services
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._raylet import GcsClient
-if sys.argv[1] == "auto":
+if sys.argv[2] == "here":
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 address = services.canonicalize_bootstrap_address_or_die(sys.argv[1])
-print(address, GcsClient(address=address).internal_kv_get(b"CLUSTER_METADATA", namespace=b"cluster").decode())
+metadata = GcsClient(address=address).internal_kv_get(b"CLUSTER_METADATA", namespace=b"cluster").decode()
+print(address, os.environ.get("RAY_AUTH_MODE"), metadata)
 """
-"""Prints the address and versions of a cluster. In a separate process, because Ray tries for 40 s and cannot be
-interrupted."""
+"""Prints the address, the authentication mode and the versions of a cluster. `ray start --head` turns token
+authentication on if this machine has a token, so a cluster `here` gets it. In a separate process, because Ray tries
+for 40 s and cannot be interrupted."""
 
 
 def join_cluster(config: Config, note: Callable[[str], None]) -> None:
@@ -57,9 +60,13 @@ def join_cluster(config: Config, note: Callable[[str], None]) -> None:
     if named is None:
         return
     field, given = named
-    address, versions = find_cluster(field, given)
+    address, mode, versions = find_cluster(field, given)
     refuse_versions(field, given, {"the cluster": versions})
     note(f"Joining the Ray cluster at {address}")
+    if mode == "token":
+        from ray._private.authentication.authentication_token_setup import _enable_token_auth
+
+        _enable_token_auth()
     try:
         initialize_ray(address=given, runtime_env=runtime_env(config))
     except Exception as error:
@@ -73,19 +80,21 @@ def join_cluster(config: Config, note: Callable[[str], None]) -> None:
         raise
 
 
-def find_cluster(field: str, given: str, answer_s: float = ANSWER_S) -> tuple[str, dict[str, str]]:
-    """The address of a cluster as host:port, and its versions. Raises: `ConfigError`."""
+def find_cluster(field: str, given: str, answer_s: float = ANSWER_S) -> tuple[str, str, dict[str, str]]:
+    """The address of a cluster as host:port, its authentication mode, and its versions. Raises: `ConfigError`."""
+    place = "here"
     no_answer = f"does not answer within {answer_s:g} s"
     fix = "give the address of a running cluster, or start one with `ray start --head`; --address local needs none"
     if given != AUTO:
         host, _, port = given.rpartition(":")
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=answer_s).close()
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=answer_s) as link:
+                place = "here" if link.getsockname()[0] == link.getpeername()[0] else "elsewhere"
         except TimeoutError:
             raise ConfigError(field, given, no_answer, fix) from None
         except OSError as error:
             raise ConfigError(field, given, f"cannot be reached: {error}", fix) from None
-    asked = [sys.executable, "-c", PROBE, given]
+    asked = [sys.executable, "-c", PROBE, given, place]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=answer_s, check=True)
     except subprocess.TimeoutExpired as error:
@@ -95,9 +104,9 @@ def find_cluster(field: str, given: str, answer_s: float = ANSWER_S) -> tuple[st
         _refuse_token(field, given, error.stderr)
         law = f"cannot be used: {error.stderr.strip().splitlines()[-1]}"
         raise ConfigError(field, given, law, fix) from None
-    address, _, found = done.stdout.strip().partition(" ")
+    address, mode, found = done.stdout.strip().split(" ", 2)
     metadata = json.loads(found)
-    return address, {"Ray": metadata["ray_version"], "Python": metadata["python_version"]}
+    return address, mode, {"Ray": metadata["ray_version"], "Python": metadata["python_version"]}
 
 
 def _refuse_token(field: str, given: str, said: str) -> None:
@@ -127,7 +136,7 @@ def _versions() -> Callable[[], dict[str, str]]:
         import ray
 
         try:
-            from engine import __version__ as engine
+            from engine.version import __version__ as engine
         except ImportError:
             engine = "missing"
         return {"step-engine": engine, "Ray": ray.__version__, "Python": platform.python_version()}

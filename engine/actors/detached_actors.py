@@ -12,6 +12,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from io import TextIOWrapper
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -22,7 +23,9 @@ from ray.exceptions import RayError
 
 from engine.actors.failures import failure_reason
 from engine.actors.placement import free_places
+from engine.errors import visible
 from engine.ids import Incarnation
+from engine.protocols.user_code import CALLS
 from engine.record.files import UMASK, make_directory, make_run_private, private_opener, write_private
 from engine.runtime.plan import Plan
 from engine.runtime.stacks import register_stacks, stacks_file
@@ -68,6 +71,13 @@ class PackedPlan:
         return plan
 
 
+def hide_gpus() -> None:
+    """Hide all GPUs from this process if Ray gave its actor none: Ray leaves them visible. Call it first in an actor,
+    before anything imports torch. vLLM's own Ray workers, which get their GPUs from Ray, are not affected."""
+    if ray.is_initialized() and not ray.get_gpu_ids():  # outside an actor, asking would start a cluster
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def prepare_process(name: str, run_dir: Path | None, threads: int | None = None, *, private: bool = False) -> None:
     """Set up threads, logs and stacks. Call it before torch is imported. `threads`: for OpenMP and MKL; 0: one per
     core; None: unchanged. `private`: remove the permissions of others in the run's directory, and for the files that
@@ -84,26 +94,43 @@ def prepare_process(name: str, run_dir: Path | None, threads: int | None = None,
         os.umask(umask & UMASK)  # unchanged, except that this user keeps all permissions
     directory = run_dir / "logs"
     make_directory(directory)
-    handler = RunLog(directory / f"{name}.log", delay=True)
+    handler = RunLog(directory / f"{name}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("engine")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
     register_stacks(stacks_file(run_dir, name))
+    CALLS.write_to(calls_file(run_dir, name))
     if failure is not None:
         logger.warning("other users may be able to read the run's files: %s", failure)
 
 
-class RunLog(logging.FileHandler):
-    """The log file of a process in the run's directory, readable only by its user. If it cannot be written, records go
-    to stderr. Must never raise."""
+def calls_file(run_dir: Path, name: str) -> Path:
+    """The file for the user's functions that a process is calling, beside its log."""
+    return run_dir / "logs" / f"{name}.calls"
 
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            super().emit(record)
-        except OSError:
+
+LOG_BYTES = 16 << 20
+"""Size of a log file. Each process keeps two."""
+
+
+class RunLog(RotatingFileHandler):
+    """The log file of a process in the run's directory, readable only by its user. At `LOG_BYTES`, it replaces the file
+    before it. If it cannot be written, records go to stderr. Must never raise. Control characters are escaped: a
+    terminal that shows the file would obey them."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, maxBytes=LOG_BYTES, backupCount=1, delay=True)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if isinstance(sys.exc_info()[1], OSError):
             print(self.format(record), file=sys.stderr)
+        else:
+            super().handleError(record)
 
     def _open(self) -> TextIOWrapper:
         return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=private_opener)

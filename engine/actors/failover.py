@@ -19,7 +19,7 @@ from engine.errors import EngineError, RunFailed
 from engine.ids import Incarnation
 from engine.metrics.collector import RunMetrics
 from engine.metrics.journal import ReplayedRows, StepRows, keep_rows
-from engine.metrics.status import Status
+from engine.metrics.status import Status, read_status
 from engine.metrics.transitions import Transitions
 from engine.record import Recovered, read, recover
 from engine.record.files import RecordLock
@@ -43,8 +43,8 @@ class RunRecovery:
 
     @property
     def failure(self) -> EngineError | None:
-        """The defect that ended the run, if one did: the event after the last handled one failed."""
-        rejected = [one for one in self.recovered.report.rejected if one.event.id == self.recovered.events]
+        """The defect that ended the run, if one did: the tick after the last one failed."""
+        rejected = [one for one in self.recovered.report.rejected if one.number == self.recovered.ticks]
         return RunFailed(rejected[-1].reason) if rejected else None
 
     @property
@@ -58,12 +58,7 @@ def recovery_of(run_dir: Path, transitions: Transitions) -> RunRecovery:
     lock = RecordLock(run_dir / "schedule")
     try:
         unfinished = ReplayedRows(transitions)
-        recovered = recover(
-            record,
-            transitions,
-            transitions,
-            replayed=lambda frame, state: unfinished.watch(frame.event, frame.commands, state),
-        )
+        recovered = recover(record, transitions, transitions, replayed=unfinished.watch)
         if not recovered.events:
             raise RunFailed("the scheduler's process ended before the run began")
         state = recovered.scheduler.state
@@ -79,7 +74,7 @@ def status_at_end(run_dir: Path) -> Status:
     transitions = Transitions()
     recovery = recovery_of(run_dir, transitions)
     recovery.lock.release()
-    return metrics_at_end(recovery, transitions).status()
+    return read_status(metrics_at_end(recovery, transitions))
 
 
 def metrics_at_end(recovery: RunRecovery, transitions: Transitions) -> RunMetrics:
@@ -108,7 +103,7 @@ async def take_over(launch: str, plan: Plan, recovery: RunRecovery, epoch: int) 
         if known.newest(needed) is None:
             raise EngineError(f"the actor of {needed} has ended, and its data is lost")
     state = recovery.recovered.scheduler.state
-    processes = [*state.processes.values(), *(replica.process for replica in state.fleet.replicas.values())]
+    processes = [*state.processes.values(), *(replica.process for replica in state.replicas.values())]
     listed = {
         (source_of(one.kind, one.index), one.incarnation): one.state == "up"
         for one in processes

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from engine.actors.detached_actors import PackedPlan, end_when_orphaned, prepare_process
+from engine.actors.detached_actors import PackedPlan, end_when_orphaned, hide_gpus, prepare_process
 from engine.actors.failures import HeartbeatActor, raised
 from engine.errors import EngineError
 from engine.gateway.agents import Agents
@@ -29,6 +29,7 @@ class GatewayActor(HeartbeatActor):
     """After `open`, replicas call `open_group` and `cut`, and the scheduler `discard`, until `close`."""
 
     def __init__(self, plan: PackedPlan, scheduler: Any) -> None:
+        hide_gpus()
         end_when_orphaned(plan, scheduler)
         self._plan = plan.unpack()
         self._url = ""

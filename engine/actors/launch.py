@@ -26,15 +26,14 @@ from engine.actors.launcher_watch import RayNode, SchedulerWatch, separate_sessi
 from engine.actors.placement import on_this_node, with_gpus
 from engine.actors.scheduler_actor import RelaunchNeeded, SchedulerActor, Traffic, Update
 from engine.config import Config
+from engine.config.hardware import object_store_limit
 from engine.config.inputs import LEAST_STORE_BYTES
 from engine.control.requests import Drain, Operation, Stop
-from engine.errors import EngineError, RunFailed, RunFinished, clean
+from engine.errors import EngineError, RunFailed, RunFinished, clean, counted
 from engine.events import RunInterrupted
-from engine.hardware import object_store_limit
 from engine.metrics.status import Status
 from engine.plans.configured_plan import plan_of
 from engine.runtime.plan import Plan
-from engine.states.waits import counted
 from engine.tasks.quickstart import Progress
 from engine.tasks.rewards import NO_LOCAL, Local
 
@@ -94,8 +93,11 @@ def start(plan: Plan, progress: Progress | None = None) -> "RunHandle":
             connect(plan.object_store_bytes)
         show(0.0, f"starting {counted(plan.replicas, 'replica')} and the trainer, which load the model")
         node = RayNode.joined(own, plan.run_dir)
-        plan = with_gpus(plan)
-        return RunHandle(plan, Launched.of(plan, node), node)
+        plan, notes = with_gpus(plan)
+        for note in notes:
+            log.warning(note)
+            show(0.0, note)
+        return RunHandle(plan, Launched.of(plan, node, lambda text: show(0.0, text)), node)
     except BaseException:
         if node is not None:
             node.close()
@@ -115,15 +117,19 @@ class Launched:
     """Process id of the scheduler, on this node; 0 if unknown."""
 
     @classmethod
-    def of(cls, plan: Plan, node: RayNode) -> "Launched":
-        """Start every actor of a plan. After an error, no actor remains."""
+    def of(cls, plan: Plan, node: RayNode, show: Callable[[str], None]) -> "Launched":
+        """Start every actor of a plan. `show` is called with what the start waits for. After an error, no actor
+        remains."""
         packed = PackedPlan.of(plan)
         restarts = plan.scheduler_restarts if packed.detached else 0
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100_000, "enable_task_events": False}
         options |= {"max_restarts": restarts, **on_this_node()}
         actor = ray.remote(SchedulerActor).options(**options).remote(packed)
         try:
-            url = node.answer(actor.open.remote())
+            opening = actor.open.remote()
+            while waits := node.answer(actor.next_wait.remote()):
+                show(waits)
+            url = node.answer(opening)
             process = node.answer(actor.beat.remote())
             node.answer(actor.begin.remote())
         except BaseException as error:
@@ -252,7 +258,7 @@ class RunHandle:
             self._plan, resume=True, again=True, interrupted=interrupted, force_from=None, settings=()
         )
         try:
-            self._launched = Launched.of(again, self._node)
+            self._launched = Launched.of(again, self._node, lambda line: self.note(line))
         except RunFinished:
             from engine.runtime.metrics_endpoint import withdraw_addresses
 

@@ -230,7 +230,7 @@ class SchedulerWatch:
         self._launch = launch
         self._note = note
         self._pid = 0
-        self._process: LocalProcess | None = None
+        self._process: WatchedProcess | None = None
         """The process that answered last; None if this process cannot signal it."""
         self._ordered = False
         """Whether Ray was asked to kill a process that this one cannot signal, and whose end it cannot see."""
@@ -288,7 +288,7 @@ class SchedulerWatch:
     def _know(self, pid: int) -> None:
         if pid != self._pid:
             self._pid, self._ordered = pid, False
-            self._process = LocalProcess.found(pid) if self._node.started(pid) else None
+            self._process = WatchedProcess.found(pid) if self._node.started(pid) else None
 
     def _end_silent(self, beat: "Future[int]") -> None:
         """Kill the silent scheduler, unless it is being replaced or Ray itself has ended."""
@@ -326,7 +326,7 @@ class SchedulerWatch:
         except (OSError, ValueError):
             return 0
 
-    def _story_of(self, process: "LocalProcess | None") -> str:
+    def _story_of(self, process: "WatchedProcess | None") -> str:
         """The end of a sentence that says where the stacks of a silent process are, or its state."""
         if process is None:
             return ""
@@ -335,7 +335,7 @@ class SchedulerWatch:
         return f"; {dump_stacks(process.pid, stacks_file(self._run_dir, NAME))}"
 
 
-class LocalProcess:
+class WatchedProcess:
     """A process of this node, held by a handle that stays valid only for it, even if its id is reused."""
 
     def __init__(self, pid: int) -> None:
@@ -345,7 +345,7 @@ class LocalProcess:
         weakref.finalize(self, os.close, self._handle)
 
     @classmethod
-    def found(cls, pid: int) -> "LocalProcess | None":
+    def found(cls, pid: int) -> "WatchedProcess | None":
         try:
             return cls(pid)
         except OSError as error:

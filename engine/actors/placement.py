@@ -1,18 +1,18 @@
-"""Assigns GPUs to actors: shares of the cluster's GPUs, and placement groups for replicas with several GPUs.
+"""Assigns GPUs to actors: parts of the cluster's GPUs, and placement groups for the trainer and for replicas with
+several GPUs.
 
-`launch.start` calls it before it creates actors. `ray_processes.py` also calls it, and owns the placement group of each
-replica incarnation. No function here waits for a placement group; the actor that is created in one waits. Without a
-name, a group ends with the actor that created it.
+`launch.start` calls it before it creates actors. The scheduler actor reserves the trainer's group before it creates any
+other process with GPUs. `ray_processes.py` owns the group of each replica incarnation; the actor that is created in one
+waits for it. A group that is not detached ends with the actor that created it.
 """
 
 import dataclasses
-import logging
 from dataclasses import dataclass, field
-from math import floor, log2
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.placement_group import (
+    PlacementGroup,
     get_placement_group,
     placement_group,
     placement_group_table,
@@ -21,18 +21,14 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from engine.actors.transports import transport_of
-from engine.errors import ConfigError
-from engine.hardware import gpus_of_their_own
 from engine.runtime.plan import Plan
 
-log = logging.getLogger(__name__)
-
-ROUNDING = 1 + 1e-5
-"""Tolerance for rounded shares: three shares of 0.333333 GPUs count as one GPU."""
+if TYPE_CHECKING:
+    from engine.config.gpus import GpuNeeds
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ActorPlacement:
     """The Ray options of a rollout actor, and its placement group if it has one."""
 
     options: dict[str, Any]
@@ -44,11 +40,11 @@ class Place:
             remove_placement_group(self.group)
 
 
-def place(plan: Plan, name: str | None = None) -> Place:
+def place(plan: Plan, name: str | None = None) -> ActorPlacement:
     """The place of one replica incarnation. Returns at once; the creation of the actor waits for the GPUs. With `name`,
     the placement group is detached, so it survives this process and `found_place` finds it."""
     if plan.rollout_gpus <= 1:
-        return Place({"num_gpus": plan.rollout_gpus, "scheduling_strategy": "SPREAD"})
+        return ActorPlacement({"num_gpus": plan.rollout_gpus, "scheduling_strategy": "SPREAD"})
     gpus = int(plan.rollout_gpus)
     bundles = [{"GPU": 1.0}] * gpus if plan.rollout_spread else [{"GPU": float(gpus)}]
     kept = {} if name is None else {"name": name, "lifetime": "detached"}
@@ -57,23 +53,59 @@ def place(plan: Plan, name: str | None = None) -> Place:
         group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
     )
     # Over several nodes vLLM's own Ray workers take the GPUs, one each, and the actor that starts them has none.
-    return Place({"num_gpus": 0 if plan.rollout_spread else gpus, "scheduling_strategy": strategy}, group)
+    return ActorPlacement({"num_gpus": 0 if plan.rollout_spread else gpus, "scheduling_strategy": strategy}, group)
 
 
-def found_place(name: str) -> Place:
+def reserve_trainer(plan: Plan, name: str, detached: bool) -> Any:
+    """A placement group with the trainer's GPUs, on this node if it has them; None if the trainer has no GPUs. Returns
+    at once: `trainer_waits` waits for the GPUs. Every incarnation of the trainer runs in the group, so nothing else can
+    take its GPUs. `detached`: it survives this process, and `found_place` finds it by its name."""
+    if not plan.trainer_gpus:
+        return None
+    return placement_group(
+        [{"GPU": plan.trainer_gpus}],
+        strategy="STRICT_PACK",
+        name=name,
+        lifetime="detached" if detached else None,
+        _soft_target_node_id=ray.get_runtime_context().get_node_id(),
+    )
+
+
+def trainer_waits(plan: Plan, group: Any, timeout_s: float) -> str:
+    """What the trainer still waits for after `timeout_s`; empty once its GPUs are reserved. Blocks."""
+    if group is None or group.wait(timeout_s):
+        return ""
+    free = ray.available_resources().get("GPU", 0.0)
+    return (
+        f"the trainer waits for {plan.trainer_gpus:g} GPUs on one node: {free:g} of {sum(node_gpus()):g} GPUs are free"
+    )
+
+
+def in_group(group: Any, gpus: float) -> dict[str, Any]:
+    """Ray options of an actor in the first bundle of a placement group, or on this node if there is no group."""
+    if group is None:
+        return on_this_node()
+    return {
+        "num_gpus": gpus,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+    }
+
+
+def found_place(name: str) -> ActorPlacement:
     """The placement group that `place` created with this name in an earlier process; without a group if there is
     none."""
     try:
-        return Place({}, get_placement_group(name))
+        return ActorPlacement({}, get_placement_group(name))
     except ValueError:
-        return Place({})
+        return ActorPlacement({})
 
 
 def free_places(launch: str) -> None:
-    """Remove all placement groups of a launch. Ray kills the actors that still run in them. Blocks."""
-    for entry in placement_group_table().values():
+    """Remove all placement groups of a launch, also of an earlier process, whose groups cannot be found by name: each
+    has its own namespace. Ray kills the actors that still run in them. Blocks."""
+    for number, entry in placement_group_table().items():
         if entry["name"].startswith(f"{launch}/") and entry["state"] != "REMOVED":
-            found_place(entry["name"]).free()
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(number)))
 
 
 def on_this_node(gpus: float = 0.0) -> dict[str, Any]:
@@ -85,18 +117,18 @@ def on_this_node(gpus: float = 0.0) -> dict[str, Any]:
 
 def shortfall(plan: Plan, replicas: int) -> str:
     """Why this number of replicas does not fit into the empty cluster; an empty string if it does."""
-    if not plan.rollout_gpus:
-        return ""
+    from engine.config import gpus  # late: most actors do not load the configuration
+
+    return gpus.shortfall(_needs(plan), replicas, node_gpus())
+
+
+def trainer_shortfall(plan: Plan) -> str:
+    """Why the trainer does not fit into the empty cluster; an empty string if it does."""
     nodes = node_gpus()
-    room = _room(plan, nodes)
-    if room >= replicas:
+    if max(nodes, default=0.0) >= plan.trainer_gpus:
         return ""
     have = ", ".join(f"{gpus:g}" for gpus in nodes) or "none"
-    where = "" if plan.rollout_spread else " on one node"
-    return (
-        f"each needs {plan.rollout_gpus:g} GPUs{where}, {replicas * plan.rollout_gpus:g} in total; "
-        f"the nodes have {have}: room for {room} of {replicas}"
-    )
+    return f"it needs {plan.trainer_gpus:g} GPUs on one node; the nodes have {have}"
 
 
 def node_gpus() -> list[float]:
@@ -107,84 +139,37 @@ def node_gpus() -> list[float]:
 
 def room_now(plan: Plan) -> int:
     """The number of replicas that fit into the empty cluster; all of them if they need no GPUs."""
-    return _room(plan, node_gpus()) if plan.rollout_gpus else len(plan.lives())
+    from engine.config.gpus import room_for_replicas
+
+    return room_for_replicas(_needs(plan), node_gpus()) if plan.rollout_gpus else len(plan.lives())
 
 
-def _room(plan: Plan, nodes: list[float]) -> int:
-    each = plan.rollout_gpus
-    return int(sum(nodes) // each) if plan.rollout_spread else sum(int(gpus * ROUNDING // each) for gpus in nodes)
+def with_gpus(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
+    """The plan with the GPUs of each process in this cluster, and notes on GPUs that stay idle.
 
-
-def with_gpus(plan: Plan) -> Plan:
-    """Divide the cluster's GPUs evenly among the actors, at most one per actor, unless the plan assigns them.
-
-    Replicas with several GPUs come first, then the weights store. The trainer gets at most one of the others.
-    Raises: `ConfigError` if the transport, the trainer's ranks, or replicas with several GPUs need more than exist.
+    Raises: `ConfigError` as `config.gpus.divide_gpus`.
     """
-    nodes, replicas = node_gpus(), len(plan.lives())
-    store, gpus = transport_of(plan).store_gpus, sum(nodes)
-    several = plan.rollout_gpus if plan.rollout_gpus > 1 else 0.0
-    scorers = len(plan.limits.scorers())
-    needed, who = gpus_of_their_own(replicas, int(several or 1), scorers)
-    if store and gpus < needed:
-        law = f"{who}; there are {gpus:g}"
-        raise ConfigError("rollout.transport_backend", "nccl", law, "use gloo")
-    if plan.trainer_ranks > 1 and gpus:
-        return _with_ranks(plan, nodes, store, scorers)
-    lacking = shortfall(plan, replicas) if several else ""
-    if lacking:
-        room = _room(plan, nodes)
-        fix = f"use {room}" if room else "fewer GPUs for a replica (tensor_parallel_size, rollout.gpus)"
-        raise ConfigError("rollout.replicas", replicas, lacking, fix)
-    gpus -= store
-    if several and not plan.trainer_gpus:
-        left = part_of(int(gpus - replicas * several), 1 + scorers)
-        if not left:
-            log.warning("the replicas use all GPUs, so the trainer has none")
-        return dataclasses.replace(plan, trainer_gpus=left, scorer_gpus=left if scorers else 0.0)
-    if not gpus or plan.rollout_gpus or plan.trainer_gpus:
-        return plan
-    if any(plan.pool_shares):
-        return dataclasses.replace(plan, **_by_pool(plan, gpus))
-    share = part_of(gpus, replicas + 1 + scorers)
-    return dataclasses.replace(plan, rollout_gpus=share, trainer_gpus=share, scorer_gpus=share if scorers else 0.0)
+    from engine.config.gpus import divide_gpus
 
-
-def _with_ranks(plan: Plan, nodes: list[float], store: float, scorers: int) -> Plan:
-    """Give the trainer's ranks GPUs on one node. Replicas and scorers share the other GPUs."""
-    trainer = plan.trainer_gpus or float(plan.trainer_ranks)
-    if trainer > max(nodes):
-        law = f"its ranks need {trainer:g} GPUs on one node; the largest node has {max(nodes):g}"
-        raise ConfigError("trainer.ranks", plan.trainer_ranks, law, f"use at most {max(nodes):g}")
-    replicas = len(plan.lives())
-    left = sum(nodes) - store - trainer - replicas * plan.rollout_gpus
-    if left < 0:
-        law = f"its ranks leave {left + replicas * plan.rollout_gpus:g} GPUs for {replicas} replicas"
-        raise ConfigError("trainer.ranks", plan.trainer_ranks, law, "use fewer ranks, or fewer replicas")
-    sharing = scorers + (0 if plan.rollout_gpus else replicas)
-    share = part_of(left, sharing) if sharing else 0.0
-    return dataclasses.replace(
-        plan, trainer_gpus=trainer, rollout_gpus=plan.rollout_gpus or share, scorer_gpus=share if scorers else 0.0
+    given = divide_gpus(_needs(plan), node_gpus())
+    divided = dataclasses.replace(
+        plan, rollout_gpus=given.replica, trainer_gpus=given.trainer, scorer_gpus=given.scorer
     )
+    return divided, given.notes
 
 
-def part_of(gpus: float, actors: int) -> float:
-    """GPUs per actor: 1, 1/2, 1/4, …, or 0 if there are no GPUs. Other parts would not fill whole GPUs: with 2/3 each,
-    two GPUs have room for one actor each, and a third actor would never start."""
-    return 2.0 ** min(0, floor(log2(gpus / actors * ROUNDING))) if gpus > 0 else 0.0
+def _needs(plan: Plan) -> "GpuNeeds":
+    from engine.config.gpus import GpuNeeds
 
-
-def _by_pool(plan: Plan, gpus: float) -> dict[str, Any]:
-    """GPUs per actor of each kind, from the shares of the pools. The actors of a pool have equal parts of its share.
-    All actors of a kind get the smallest part of that kind."""
-    parts: dict[str, list[float]] = {"rollout_gpus": [], "trainer_gpus": [], "scorer_gpus": []}
-    limits = plan.limits
-    for pool, share in zip(limits.pools, plan.pool_shares, strict=False):
-        replicas = len(pool.replicas)
-        scores = "train" not in pool.tasks and any(task in pool.tasks for task in limits.scoring_tasks)
-        standing = {"rollout_gpus": replicas, "trainer_gpus": int("train" in pool.tasks), "scorer_gpus": int(scores)}
-        actors = sum(standing.values())
-        for name, count in standing.items():
-            if count:
-                parts[name].append(part_of(gpus * share, actors))
-    return {name: min(each) for name, each in parts.items() if each}
+    return GpuNeeds(
+        limits=plan.limits,
+        replicas=len(plan.lives()),
+        replica_gpus=plan.rollout_gpus,
+        spread=plan.rollout_spread,
+        samples_on_gpus=plan.samples_on_gpus,
+        trainer_gpus=plan.trainer_gpus,
+        ranks=plan.trainer_ranks,
+        trains_on_gpus=plan.trains_on_gpus,
+        store_gpus=transport_of(plan).store_gpus,
+        shares=plan.pool_shares,
+    )

@@ -6,19 +6,21 @@ Ray reports its death, or if it misses heartbeats.
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from engine.actors.detached_actors import PackedPlan, RunningActors, detached_options
+from engine.actors.detached_actors import PackedPlan, RunningActors, calls_file, detached_options
 from engine.actors.failures import Pulse, raised, sign_of
-from engine.actors.placement import Place, found_place, on_this_node, place, room_now, shortfall
+from engine.actors.placement import ActorPlacement, found_place, in_group, place, room_now, shortfall, trainer_shortfall
 from engine.actors.worker_actor import ACTORS
 from engine.errors import clean
 from engine.ids import NO_VERSION, GroupId, Incarnation, StepId, Version
+from engine.protocols.user_code import calls_in
 from engine.runtime.plan import Plan, Restore
-from engine.runtime.process_port import SERVICES, Found, Order, Process, ProcessEnd, Sign, key_of, source_of
+from engine.runtime.process_port import SERVICES, Found, ProcessEnd, ProcessHandle, SentOrder, Sign, key_of, source_of
 from engine.runtime.stacks import dump_stacks, stacks_file, writes_to
 from engine.runtime.wire import Message, pack_orders
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
@@ -28,6 +30,7 @@ from engine.trajectory import Prompt
 STORE_PATIENCE = 4
 """Factor on the heartbeat limit of the stores. The weights store copies whole models on the event loop that answers
 heartbeats."""
+OWN_PROCESS = "if a reward ends its process, name it in reward.functions with processes: 1, which protects the replica"
 CLOSE_TIMEOUT_S = 5.0
 """Seconds that a generator, the gateway or the trajectory store gets to close."""
 
@@ -36,7 +39,9 @@ class RayProcess:
     """One incarnation of an actor. `epoch`: that of the sending scheduler process; actors refuse orders of lower
     ones."""
 
-    def __init__(self, kind: str, index: int, actor: Any, pulse: Pulse, plan: Plan, epoch: int, placed: Place) -> None:
+    def __init__(
+        self, kind: str, index: int, actor: Any, pulse: Pulse, plan: Plan, epoch: int, placed: ActorPlacement
+    ) -> None:
         self.actor = actor
         self._kind = kind
         self._source = source_of(kind, index)
@@ -59,7 +64,7 @@ class RayProcess:
     def join(self) -> None:
         self.actor.join.remote()
 
-    def send(self, orders: Sequence[Order]) -> None:
+    def send(self, orders: Sequence[SentOrder]) -> None:
         self._sequence += 1
         message = (self._epoch, self._sequence, pack_orders(orders))
         if self._held is None:
@@ -84,9 +89,13 @@ class RayProcess:
     async def lost(self) -> ProcessEnd:
         learning = asyncio.ensure_future(self.probe())
         try:
-            return await self._pulse.lost(self.actor)
+            ended = await self._pulse.lost(self.actor)
         finally:
             learning.cancel()
+        if ended.silent or ended.self_reported or self._run_dir is None:
+            return ended
+        calls = await asyncio.to_thread(calls_in, calls_file(self._run_dir, self._source))
+        return replace(ended, reason=f"{ended.reason}; it was calling {calls}; {OWN_PROCESS}") if calls else ended
 
     async def stacks(self) -> str:
         """Works only for a process on this node."""
@@ -124,8 +133,11 @@ class RayProcesses:
         weights: Any,
         gateway: Any = None,
         epoch: int = 0,
+        trainer_group: Any = None,
     ) -> None:
+        """`trainer_group`: of `placement.reserve_trainer`."""
         self._plan = plan
+        self._trainer_group = trainer_group
         self._packed = packed
         self._given = (scheduler, trajectories, weights)
         self._kept = {TRAJECTORY_STORE: trajectories, WEIGHTS_STORE: weights, GATEWAY: gateway}
@@ -138,12 +150,12 @@ class RayProcesses:
         self.look_again_s = self._pulse.every_s or None
 
     def make(self, kind: str, index: int, incarnation: Incarnation) -> RayProcess:
-        source, placed = source_of(kind, index), Place({})
+        source, placed = source_of(kind, index), ActorPlacement({})
         if kind == REPLICA:
             placed = place(self._plan, self._name(source, incarnation) if self._packed.detached else None)
         options: dict[str, Any] = {
             REPLICA: {"max_concurrency": 100_000, **placed.options},
-            TRAINER: on_this_node(self._plan.trainer_gpus),
+            TRAINER: in_group(self._trainer_group, self._plan.trainer_gpus),
             SCORER: {"num_gpus": self._plan.scorer_gpus},
             ADDED_STATES: {"max_concurrency": 100_000},
         }[kind]
@@ -167,13 +179,15 @@ class RayProcesses:
     def check(self, prompt: Prompt) -> None:
         plain_prompt(prompt)
 
-    def services(self) -> Mapping[str, Process]:
+    def services(self) -> Mapping[str, ProcessHandle]:
         return {kind: self._process(kind, 0, actor) for kind, actor in self._kept.items() if actor is not None}
 
     async def room(self) -> int:
         return await asyncio.to_thread(room_now, self._plan)
 
-    async def lacking(self, replicas: int) -> str | None:
+    async def lacking(self, kind: str, replicas: int) -> str | None:
+        if kind == TRAINER:
+            return clean(await asyncio.to_thread(trainer_shortfall, self._plan)) if self._plan.trainer_gpus else None
         if not self._plan.rollout_gpus:
             return None
         return clean(await asyncio.to_thread(shortfall, self._plan, replicas))
@@ -195,9 +209,9 @@ class RayProcesses:
         self._reporting.update(known)
         return Found(processes=known, silent=living.silent)
 
-    def _process(self, kind: str, index: int, actor: Any, placed: Place | None = None) -> RayProcess:
+    def _process(self, kind: str, index: int, actor: Any, placed: ActorPlacement | None = None) -> RayProcess:
         pulse = self._patient if kind in SERVICES else self._pulse
-        return RayProcess(kind, index, actor, pulse, self._plan, self._epoch, placed or Place({}))
+        return RayProcess(kind, index, actor, pulse, self._plan, self._epoch, placed or ActorPlacement({}))
 
     def _name(self, source: str, incarnation: Incarnation) -> str:
         """The name of an incarnation's actor and placement group."""

@@ -24,24 +24,26 @@ from engine.actors.detached_actors import (
     detached_options,
     end_actors,
     end_earlier,
+    hide_gpus,
     note_launch,
     prepare_process,
 )
 from engine.actors.failover import STORES, metrics_at_end, recovery_of, take_over
 from engine.actors.failures import named, raised
 from engine.actors.launcher_watch import announce_process
-from engine.actors.placement import on_this_node
+from engine.actors.placement import found_place, free_places, on_this_node, reserve_trainer, trainer_waits
 from engine.actors.ray_processes import CLOSE_TIMEOUT_S, RayProcesses, RayStores
 from engine.actors.store_actors import TrajectoryStoreActor, WeightsStoreActor
 from engine.actors.transports import transport_of
 from engine.actors.worker_actor import Figures, Inbox
 from engine.errors import ConfigError, EngineError, RecordError, RecordHeld, RunFailed, StorageFull, reason_of
 from engine.events import SchedulerRecovered
-from engine.garbage_collection import collect_rarely, freeze_objects
 from engine.ids import Incarnation, StepId
-from engine.metrics.status import Status
+from engine.metrics.status import Status, read_status
 from engine.metrics.transitions import Transitions
+from engine.runtime.garbage_collection import collect_rarely, freeze_objects
 from engine.runtime.wire import Message, unpack_events
+from engine.states.process import TRAINER
 from engine.workers.threads import contained
 
 if TYPE_CHECKING:
@@ -82,6 +84,8 @@ class Traffic:
 
 log = logging.getLogger(__name__)
 
+TRAINER_PATIENCE_S = 5.0
+"""Seconds between two reports on what a trainer waits for."""
 PERMANENT = (ConfigError, RecordError, StorageFull)
 """Failures that would repeat at every relaunch until a user acts: the record cannot be read or written, or the plan
 cannot start. They end the launch. The user can resume the run."""
@@ -92,6 +96,7 @@ class SchedulerActor:
     If its process ends, Ray restarts it and `_ensure_recovered` recovers the run."""
 
     def __init__(self, plan: PackedPlan) -> None:
+        hide_gpus()
         collect_rarely()
         from engine.runtime.run_loop import Watchers
 
@@ -109,6 +114,9 @@ class SchedulerActor:
         """Set once the run has been shut down."""
         self._loop: RunLoop | None = None
         self._gateway: Any = None
+        self._trainer_group: Any = None
+        self._waits: asyncio.Queue[str] = asyncio.Queue()
+        """What the start waits for; empty at its end."""
         self._history: RunHistory | None = None
         self._transitions = Transitions()
         self._relaunch = ""
@@ -136,6 +144,12 @@ class SchedulerActor:
             if self._history is None or not self._plan.again:
                 raise
             raise RelaunchNeeded(str(raised(error))) from error
+        finally:
+            self._waits.put_nowait("")
+
+    async def next_wait(self) -> str:
+        """What the start of the run waits for, whenever that changes; empty once `open` has ended."""
+        return await self._waits.get()
 
     async def _open(self) -> str | None:
         from engine.runtime.run_history import history_of
@@ -150,6 +164,7 @@ class SchedulerActor:
             note_launch(plan.run_dir, self._packed.launch)
         loop = self._make(history)
         loop.take_settings()
+        await self._reserve_trainer()
         self._start_stores()
         self._connect(loop)
         await loop.control.open()
@@ -163,6 +178,23 @@ class SchedulerActor:
         self._prompts = await asyncio.to_thread(contained, self._plan.make_prompts)
         await asyncio.to_thread(contained, load_extensions_of, self._plan.config)
         freeze_objects()
+
+    async def _reserve_trainer(self) -> None:
+        """Reserve the trainer's GPUs before any other process takes some: replicas are spread over the nodes, so that
+        no node would have enough left."""
+        plan, name = self._plan, self._trainer_place
+        self._trainer_group = reserve_trainer(plan, name, self._packed.detached)
+        said = ""
+        while waits := await asyncio.to_thread(trainer_waits, plan, self._trainer_group, TRAINER_PATIENCE_S):
+            if waits != said:
+                said = waits
+                log.warning(waits)
+                self._waits.put_nowait(waits)
+
+    @property
+    def _trainer_place(self) -> str:
+        """The name of the trainer's placement group."""
+        return f"{self._packed.launch}/{TRAINER}"
 
     def _start_stores(self) -> None:
         """Start the stores, and the gateway if there is one."""
@@ -196,7 +228,9 @@ class SchedulerActor:
 
     def _connect(self, loop: "RunLoop", living: RunningActors | None = None) -> None:
         kept = (self._trajectories, self._weights, self._gateway)
-        self._processes = RayProcesses(self._plan, self._packed, self._self, *kept, epoch=loop.recorder.epoch)
+        self._processes = RayProcesses(
+            self._plan, self._packed, self._self, *kept, epoch=loop.recorder.epoch, trainer_group=self._trainer_group
+        )
         found = None if living is None else self._processes.found(living)
         loop.connect(self._prompts, self._processes, RayStores(*kept), self._trajectories.stats.remote, found)
 
@@ -245,7 +279,7 @@ class SchedulerActor:
         recovery.lock.release()
         await asyncio.to_thread(end_actors, self._packed.launch)
         withdraw_addresses(self._plan)
-        self._last = metrics_at_end(recovery, self._transitions).status(None)
+        self._last = read_status(metrics_at_end(recovery, self._transitions))
         self._failure, self._ended = recovery.failure, True
         outcome = recovery.recovered.scheduler.state.outcome
         self._relaunch = outcome.reason if outcome is not None and outcome.again else ""
@@ -259,6 +293,7 @@ class SchedulerActor:
             living = await take_over(packed.launch, plan, recovery, loop.recorder.epoch)
             self._trajectories, self._weights = (living.actors[store, 1] for store in STORES)
             self._gateway = living.actors.get(("gateway", 1))
+            self._trainer_group = found_place(self._trainer_place).group
             self._connect(loop, living)
             await loop.control.open()
         except BaseException:
@@ -340,7 +375,7 @@ class SchedulerActor:
             await self._watchers.wait()
         if self._ended and self._failure is not None:
             raise self._failure
-        status = self._last or self._running().metrics.status(None if self._ended else self._running().now())
+        status = self._last or read_status(self._running().metrics, None if self._ended else self._running().now())
         asked = self._loop is not None and self._loop.control.end_requested
         return Update(
             number=self._watchers.number, status=status, last=self._ended, relaunch=self._relaunch, end_requested=asked
@@ -377,6 +412,7 @@ class SchedulerActor:
         await asyncio.wait([asyncio.ensure_future(self._trajectories.close.remote())], timeout=CLOSE_TIMEOUT_S)
         for store in (self._trajectories, self._weights):
             ray.kill(store)
+        await asyncio.to_thread(free_places, self._packed.launch)
         loop.close()
         self._leaving.set()
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import ray
 
-from engine.actors.detached_actors import PackedPlan, end_when_orphaned
+from engine.actors.detached_actors import PackedPlan, end_when_orphaned, hide_gpus
 from engine.actors.failures import HeartbeatActor, awaited
 from engine.actors.transports import Senders, Transport
-from engine.garbage_collection import collect_rarely, freeze_objects
 from engine.ids import ReplicaId, Version
-from engine.rollout.sent_weights import Call, Turn
-from engine.runtime.plan import Wire
+from engine.rollout.sent_weights import Turn, WeightsCall
+from engine.runtime.garbage_collection import collect_rarely, freeze_objects
+from engine.runtime.plan import WeightsWire
 from engine.runtime.trajectory_service import PackedTrajectories, TrajectoryService
 from engine.states.process import TRAINER, WEIGHTS_STORE
 from engine.storage.durable_trajectories import StorePolicy
@@ -48,6 +48,7 @@ class TrajectoryStoreActor(HeartbeatActor, TrajectoryService):
         policy: StorePolicy | None = None,
         fresh: bool = True,
     ) -> None:
+        hide_gpus()
         plan.register_stacks("trajectories")
         end_when_orphaned(plan, scheduler)
         super().__init__(directory, policy, fresh)
@@ -64,6 +65,7 @@ class WeightsStoreActor(HeartbeatActor):
     """Holds published versions for the replicas, and the newest trained weights for scorers."""
 
     def __init__(self, plan: PackedPlan, scheduler: Any, transport: Transport) -> None:
+        hide_gpus()
         plan.register_stacks("weights")
         end_when_orphaned(plan, scheduler)
         self._store = WeightsStore()
@@ -84,7 +86,7 @@ class WeightsStoreActor(HeartbeatActor):
         """The input of `Transport.take`, for a replica or, with None, for a trainer or a scorer."""
         return self._transport.give(self._store.get(version), reader)
 
-    async def turn(self, reader: ReplicaId, wire: Wire, turn: Turn) -> Call | None:
+    async def turn(self, reader: ReplicaId, wire: WeightsWire, turn: Turn) -> WeightsCall | None:
         """One turn of a transfer to a replica's engine: see `SentByStore.exchange`."""
         return await self._senders.turn(reader, wire, turn, self._store.get)
 

@@ -7,6 +7,7 @@ torch before weights arrive, because some of these processes set their thread co
 
 import asyncio
 import concurrent.futures
+import contextlib
 import sys
 import threading
 import warnings
@@ -19,10 +20,10 @@ import ray
 from engine.actors.failures import awaited
 from engine.errors import EngineError, reason_of
 from engine.ids import ReplicaId, Version
-from engine.rollout.sent_weights import Answer, Call, Join, Offer, Turn
-from engine.runtime.plan import DistributedSettings, Plan, VllmSettings, Wire
-from engine.shared_weights import Manifest, PublishedTensors, publication_of
+from engine.rollout.sent_weights import Join, Offer, Turn, WeightsAnswer, WeightsCall
+from engine.runtime.plan import DistributedSettings, Plan, VllmSettings, WeightsWire
 from engine.states.process import WEIGHTS_STORE
+from engine.training.shared_weights import Manifest, PublishedTensors, publication_of
 
 # -- from the weights store to an inference engine ---------------------------------------------------------------------
 
@@ -46,13 +47,13 @@ class SentByStore:
     """A version in the store, as the `SentWeights` of a replica's engine."""
 
     manifest: Manifest
-    wire: Wire
+    wire: WeightsWire
     store: Any
     reader: ReplicaId
 
-    async def exchange(self, turn: Turn) -> Call | None:
+    async def exchange(self, turn: Turn) -> WeightsCall | None:
         with awaited(WEIGHTS_STORE):
-            call: Call | None = await self.store.turn.remote(self.reader, self.wire, turn)
+            call: WeightsCall | None = await self.store.turn.remote(self.reader, self.wire, turn)
         return call
 
 
@@ -60,46 +61,46 @@ class Senders:
     """At most one sender for each replica, for its newest incarnation."""
 
     def __init__(self) -> None:
-        self._conversations: dict[ReplicaId, Conversation] = {}
+        self._conversations: dict[ReplicaId, Exchange] = {}
 
     async def turn(
-        self, reader: ReplicaId, wire: Wire, turn: Turn, held: Callable[[Version], KeptTensors]
-    ) -> Call | None:
+        self, reader: ReplicaId, wire: WeightsWire, turn: Turn, held: Callable[[Version], KeptTensors]
+    ) -> WeightsCall | None:
         """See `SentWeights.exchange`."""
         if isinstance(turn, Join):
             before = self._conversations.pop(reader, None)
             if before is not None:
                 before.close()
-            self._conversations[reader] = Conversation(turn.group, wire)
+            self._conversations[reader] = Exchange(turn.group, wire)
             return await self._conversations[reader].join(turn.workers)
         conversation = self._conversations.get(reader)
         if conversation is None or conversation.group != turn.group:
             raise EngineError(f"replica {reader} is no longer in the process group of this transfer")
-        if isinstance(turn, Answer):
+        if isinstance(turn, WeightsAnswer):
             return await conversation.answered(turn.wrong)
         kept = held(turn.version).named()
         return await conversation.send({name: kept[source] for name, source in turn.wanted})
 
 
-class Conversation:
+class Exchange:
     """A sender and its calls to one engine, one at a time."""
 
-    def __init__(self, group: str, wire: Wire) -> None:
+    def __init__(self, group: str, wire: WeightsWire) -> None:
         self.group = group
         self._wire = wire
         self._loop = asyncio.get_running_loop()
-        self._calls: asyncio.Queue[tuple[Call, concurrent.futures.Future[str]]] = asyncio.Queue()
+        self._calls: asyncio.Queue[tuple[WeightsCall, concurrent.futures.Future[str]]] = asyncio.Queue()
         self._asked: concurrent.futures.Future[str] | None = None
         self._work: asyncio.Future[None] | None = None
         self._sender: Any = None
 
-    async def join(self, workers: int) -> Call | None:
+    async def join(self, workers: int) -> WeightsCall | None:
         return await self._begin(lambda: self._make(workers))
 
-    async def send(self, tensors: dict[str, Any]) -> Call | None:
+    async def send(self, tensors: dict[str, Any]) -> WeightsCall | None:
         return await self._begin(lambda: self._sender.send(tensors))
 
-    async def answered(self, wrong: str) -> Call | None:
+    async def answered(self, wrong: str) -> WeightsCall | None:
         if self._asked is None:
             if self._work is not None and self._work.done():
                 self._work.result()  # raises why the work ended during the call
@@ -119,7 +120,7 @@ class Conversation:
         if self._sender is not None:
             threading.Thread(target=self._sender.close, name=f"leave-{self.group}", daemon=True).start()
 
-    async def _begin(self, work: Callable[[], None]) -> Call | None:
+    async def _begin(self, work: Callable[[], None]) -> WeightsCall | None:
         if self._work is not None and not self._work.done():
             raise EngineError("the previous transfer to this replica has not ended")
         self._work = self._loop.create_future()
@@ -133,7 +134,8 @@ class Conversation:
             work()
         except Exception as error:
             wrong = EngineError(f"the weights could not be sent: {reason_of(error)}")
-        self._loop.call_soon_threadsafe(self._end, done, wrong)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller waits
+            self._loop.call_soon_threadsafe(self._end, done, wrong)
 
     def _end(self, done: asyncio.Future[None], wrong: EngineError | None) -> None:
         if wrong is None:
@@ -154,7 +156,7 @@ class Conversation:
         info = trainer_info(wire.backend, host, workers, bucket_bytes=wire.bucket_bytes, timeout_s=wire.timeout_s)
         self._sender = Sender(self._ask, info)
 
-    def _ask(self, call: Call) -> None:
+    def _ask(self, call: WeightsCall) -> None:
         """On a thread: wait until the engine has executed a call. Raises: `EngineError` if it failed."""
         asked: concurrent.futures.Future[str] = concurrent.futures.Future()
         self._loop.call_soon_threadsafe(self._calls.put_nowait, (call, asked))
@@ -165,7 +167,7 @@ class Conversation:
         if wrong:
             raise EngineError(wrong)
 
-    async def _next(self) -> Call | None:
+    async def _next(self) -> WeightsCall | None:
         """The next call for the engine; None if the work is done. Raises the exception that ended the work."""
         assert self._work is not None
         asking = asyncio.ensure_future(self._calls.get())

@@ -11,16 +11,16 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from engine.actors.detached_actors import PackedPlan, end_when_orphaned, prepare_process
+from engine.actors.detached_actors import PackedPlan, end_when_orphaned, hide_gpus, prepare_process
 from engine.actors.failures import HeartbeatActor, awaited, failure_reason
 from engine.actors.store_actors import RemoteWeights, remote_trajectories
 from engine.actors.transports import transport_of
 from engine.errors import EngineError
 from engine.events import Event
-from engine.garbage_collection import freeze_objects, rare_collection
 from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
 from engine.rollout.agents.agent_generator import AgentCall, AgentGenerator, GroupOutcome, OpenGroup
 from engine.rollout.backend import SampleResult
+from engine.runtime.garbage_collection import freeze_objects, rare_collection
 from engine.runtime.plan import Restore
 from engine.runtime.process_port import source_of
 from engine.runtime.trajectory_service import MAX_ITEMS
@@ -150,6 +150,7 @@ class WorkerActor(HeartbeatActor):
         weights: Any,
         gateway: Any = None,
     ) -> None:
+        hide_gpus()
         self._plan = plan.unpack()
         end_when_orphaned(plan, scheduler)
         self.worker: PlannedWorker = WORKERS[self.kind](self._plan, index, incarnation)

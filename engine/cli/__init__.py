@@ -7,23 +7,33 @@ start fast.
 
 import argparse
 import json
+import logging
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine import __version__
 from engine.cli import evaluate, project, samples
 from engine.cli import run as running
 from engine.cli.control_commands import add_commands
-from engine.cli.interrupts import INTERRUPTED, complain, discard_output, notes_of, use_plain_letters
-from engine.errors import ConfigError, EngineError, RecordError
-from engine.garbage_collection import rare_collection
+from engine.cli.interrupts import (
+    INTERRUPTED,
+    VisibleFormatter,
+    complain,
+    discard_output,
+    notes_of,
+    use_plain_letters,
+)
+from engine.errors import ConfigError, EngineError, RecordError, visible
+from engine.extras import EXTRAS, FOR_RUNS, missing_package, require_versions
+from engine.runtime.garbage_collection import rare_collection
+from engine.version import __version__
 
 if TYPE_CHECKING:
     from engine.config import Config
+    from engine.trajectory import Prompt
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 
@@ -32,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Never raises. A traceback is never the only message."""
     arguments = _parser().parse_args(argv)
     use_plain_letters(sys.stdout)
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(VisibleFormatter())
     try:
         with rare_collection():
             code: int = arguments.run(arguments)
@@ -69,15 +81,6 @@ def _explain(error: Exception) -> int:
     return FAILED
 
 
-EXTRAS = {
-    "ray": "ray",
-    **dict.fromkeys(
-        ("torch", "transformers", "tokenizers", "safetensors", "jinja2", "pyarrow", "numpy", "peft"), "train"
-    ),
-}
-"""The extra of the distribution that installs each optional package."""
-
-
 def extra_for(error: BaseException | None) -> str | None:
     """A line that says what to install if a package of an extra is missing; None for any other error."""
     while error is not None and not isinstance(error, ModuleNotFoundError):
@@ -85,10 +88,7 @@ def extra_for(error: BaseException | None) -> str | None:
     package = "" if error is None or error.name is None else error.name.partition(".")[0]
     if package not in EXTRAS:
         return None
-    needed = "ray,train" if sys.argv[1:2] in (["init"], ["run"], ["resume"]) else EXTRAS[package]
-    return (
-        f"this command needs the package {package}, which is not installed; run `pip install 'step-engine[{needed}]'`"
-    )
+    return missing_package(package, FOR_RUNS if sys.argv[1:2] in (["init"], ["run"], ["resume"]) else ())
 
 
 def _own_error(error: BaseException | None) -> EngineError | None:
@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="train a model")
     _takes_config(run)
     run.add_argument(
-        "--run-dir", metavar="D", help="directory of the new run; must not contain a run (default: runs/<id>)"
+        "--run-dir", metavar="D", help="directory of the new run; must be new or empty (default: runs/<id>)"
     )
     run.add_argument(
         "--resume",
@@ -252,16 +252,26 @@ def _number(text: str) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     from engine.config.inputs import check_inputs
+    from engine.metrics.listening_address import check_address
     from engine.storage.checkpoints import check_first_checkpoint
 
+    require_versions()
     config, lines = running.read_config(arguments)
+    for section in (config.metrics, config.control):
+        check_address(section.host, section.port, "metrics" if section is config.metrics else "control")
     for line in (*lines, *_proof(config)):
-        print(line)
-    for line in check_inputs(config, rehearse=True):
-        print(line, flush=True)
+        print(visible(line))
+    for line in check_inputs(config, rehearse=True, rehearse_agent=_rehearse_agent):
+        print(visible(line), flush=True)
     if config.model.checkpoint_path is not None:
         check_first_checkpoint(Path(config.model.checkpoint_path))
     return DONE
+
+
+def _rehearse_agent(config: "Config", prompt: "Prompt") -> Iterator[str]:
+    from engine.plans.agent_rehearsal import rehearse_agent  # imports optional packages
+
+    return rehearse_agent(config, prompt)
 
 
 def _proof(config: "Config") -> list[str]:
@@ -273,7 +283,7 @@ def _proof(config: "Config") -> list[str]:
     own = [*policies.own, *(f"state {name}" for name in config.scheduler.states)]
     if not own:
         return []
-    return [f"ok: {prove(config.limits(), policies.names)} simulated runs keep every law under {', '.join(own)}"]
+    return [f"ok: {prove(config.limits, policies.names)} simulated runs keep every law under {', '.join(own)}"]
 
 
 # -- engine export -----------------------------------------------------------------------------------------------------

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, counted
 from engine.metrics.journal import value_in
 from engine.states.checkpoints import best_of
-from engine.states.waits import counted
 from engine.storage.checkpoints import checkpoint_path, list_checkpoints, verify_checkpoint
 from engine.storage.run_directory import RunDirectory, open_run
 

@@ -1,13 +1,13 @@
-"""`engine scale`, `set`, `drain`, `stop` and `waits`: control a running run, and ask what it waits for.
+"""`engine scale`, `set`, `drain`, `stop`, `status` and `waits`: control a running run, and ask what it waits for.
 
 Called by the CLI. The commands read the token in the run's directory. They must not import Ray or torch.
 """
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import ConfigError, RecordError, RecordHeld, suggestion
+from engine.cli.run_state import status
+from engine.errors import ConfigError, RecordError, suggestion
 
 if TYPE_CHECKING:
     from engine.control.requests import Operation
@@ -30,6 +30,12 @@ def add_commands(commands: Any) -> None:
     drain.set_defaults(run=_drain)
     stop = _command(commands, "stop", "stop a run at once; it can be resumed")
     stop.set_defaults(run=_stop)
+    state = _command(commands, "status", "print the state of a run in one line, and exit with its code")
+    state.description = (
+        "Exit codes: 0 finished, 1 failed, 2 no such run, 3 running, 4 waiting (nothing has changed for "
+        "run.silence_s), 5 drained, stopped or interrupted: it can be resumed, 6 no event yet."
+    )
+    state.set_defaults(run=status)
     waits = _command(commands, "waits", "list what a run waits for, from which process and since when")
     waits.set_defaults(run=_waits)
 
@@ -54,14 +60,14 @@ def _scale(arguments: argparse.Namespace) -> int:
 
 
 def _set(arguments: argparse.Namespace) -> int:
-    from engine.control.requests import Set, Setting
+    from engine.control.requests import Set, SettingRequest
 
     settings = []
     for text in arguments.settings:
         path, equals, value = text.partition("=")
         if not equals:
             raise ConfigError("PATH=VALUE", text, "must be path=value", "for example scheduler.max_drops=2")
-        settings.append(Setting(setting=require_live(path.strip()), value=value.strip()))
+        settings.append(SettingRequest(setting=require_live(path.strip()), value=value.strip()))
     return _tell(arguments, Set(settings=tuple(settings)))
 
 
@@ -84,20 +90,23 @@ def _waits(arguments: argparse.Namespace) -> int:
     from engine.inspect import waits_text
     from engine.storage.run_directory import open_run
 
-    directory = open_run(arguments.directory).path
-    if _has_no_control(directory):
-        print(waits_text(directory))
+    directory = open_run(arguments.directory)
+    if _only_recorded(directory):
+        print(waits_text(directory.path))
         return 0
     return _tell(arguments, Look(), shown=1000)
 
 
-def _has_no_control(directory: Path) -> bool:
-    """Whether a user's own loop wrote the record: it accepts no requests, but its record says what it waits for."""
+def _only_recorded(directory: "RunDirectory") -> bool:
+    """Whether only the record says what a run waits for: it has ended, or a user's own loop runs it."""
+    from engine.cli.run_state import state_of
     from engine.control.address_file import FILE
     from engine.inspect import open_record
 
     try:
-        return not (directory / FILE).exists() and not open_record(directory).header.config
+        if (directory.path / FILE).exists():
+            return False
+        return not open_record(directory.path).header.config or not state_of(directory).is_running
     except RecordError:
         return False
 
@@ -114,25 +123,27 @@ def _tell(arguments: argparse.Namespace, asked: "Operation", shown: int = SHOWN)
     waits = [str(wait) for wait in answer.get("waits", ())]
     if asked.operation in ("state", "drain"):
         for wait in waits[:shown]:
-            print(f"  waits for {wait}" if not wait.startswith("and ") else f"  {wait}")
+            print(f"  {wait}")
         if not waits:
             print("no order is open" if answer.get("outcome") is None else f"the run has {answer['outcome']}")
     return 0
 
 
 def _require_address(directory: "RunDirectory") -> None:
-    """Raises: `ConfigError` for a run without an address whose record is held by a process: advice to resume it would
-    be wrong."""
+    """Raises: `ConfigError` for a run without an address: it is starting or ending, has ended, or refuses control."""
+    from engine.cli.run_state import NOT_BEGUN, state_of
     from engine.control.address_file import FILE
-    from engine.record.files import RecordLock
 
     if (directory.path / FILE).exists():
         return
-    try:
-        RecordLock(directory.schedule).release()
-    except RecordHeld:
+    state = state_of(directory)
+    if state.is_running:
         law = "is still starting or ending, or runs with control.enabled: false"
-        raise ConfigError("RUN", directory.shown, law, "try again once it trains or has ended") from None
+        raise ConfigError("RUN", directory.shown, law, "try again once it trains or has ended")
+    if state.code == NOT_BEGUN:
+        raise ConfigError("RUN", directory.shown, state.text, "try again once it trains")
+    fix = f"resume it with `engine resume {directory.shown}`"
+    raise ConfigError("RUN", directory.shown, f"is not running: {state.text}", fix)
 
 
 LAWS = {

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, EngineError
 from engine.metrics.journal import metrics_in, plain
+from engine.metrics.status import read_status
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,7 +46,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "model", metavar="MODEL|RUN", help="directory or hub name of a model; or a run: RUN, RUN@step-20, RUN@best"
     )
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file")
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file (default: that of the run)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="PATH=VALUE", help="override a field; may be repeated"
     )
@@ -55,7 +56,7 @@ def add_command(commands: Any) -> None:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    """`engine evaluate MODEL|RUN CONFIG`. Raises: `ConfigError` for a model, a run or a configuration that cannot be
+    """`engine evaluate MODEL|RUN [CONFIG]`. Raises: `ConfigError` for a model, a run or a configuration that cannot be
     used, `EngineError` if the sets cannot be measured, `KeyboardInterrupt`."""
     from rich.console import Console
     from transformers.utils import logging as transformers_logging
@@ -68,10 +69,14 @@ def evaluate(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False, stderr=bool(arguments.json))
     transformers_logging.disable_progress_bar()
     subject = subject_of(arguments.model)
+    file = arguments.config or subject.config
+    if file is None:
+        law = "required by engine evaluate: only a run has a configuration of its own"
+        raise ConfigError("CONFIG", None, law, "give a YAML file with data.validation_path")
     began = time.monotonic()
     with subject.model() as model:
-        config = load_evaluation(arguments.config, arguments.set, model)
-        target = _new_directory(arguments.to, Path(config.run.dir).parent / EVALUATIONS, arguments.config)
+        config = load_evaluation(file, arguments.set, model)
+        target = _new_directory(arguments.to, Path(config.run.dir).parent / EVALUATIONS, file)
         with console.status("loading the model"):
             plan = evaluation_plan(config, model, target)
         try:
@@ -86,7 +91,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         console.print("no samples are kept: the package pyarrow is not installed")
     else:
         SampleFiles(target / FOLDER).merge(ended=True)
-    results = results_of(row, subject, arguments.config, time.monotonic() - began)
+    results = results_of(row, subject, file, time.monotonic() - began)
     (target / RESULTS).write_text(json.dumps(plain(results), indent=1) + "\n", encoding="utf-8")
     if arguments.json:
         print(json.dumps(plain(results)))
@@ -101,7 +106,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 def _new_directory(chosen: str | None, parent: Path, config: str) -> Path:
     """Raises: `ConfigError` if it has files or cannot be created."""
-    from engine.record.files import make_directory, make_run_private
+    from engine.record.files import make_directory, make_run_directory
     from engine.storage.run_directory import run_id
 
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(config).stem).strip("-.") or "evaluation"
@@ -110,7 +115,7 @@ def _new_directory(chosen: str | None, parent: Path, config: str) -> Path:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError("--to", str(path), "already has files", "use a new or empty directory")
         make_directory(path)
-        make_run_private(path)
+        make_run_directory(path)
     except OSError as error:
         raise ConfigError("--to", str(path), f"cannot be written: {error.strerror or error}") from None
     return path
@@ -136,6 +141,8 @@ class Subject:
     """Directory of the model or of the checkpoint, or a hub name."""
     steps: int | None = None
     """Train steps in the checkpoint; None: it is a model."""
+    config: str | None = None
+    """The configuration of the run, if it is the checkpoint of one."""
 
     @contextmanager
     def model(self) -> Iterator[str]:
@@ -159,7 +166,7 @@ def subject_of(name: str) -> Subject:
     at = "@" in name and not Path(name).exists()
     if at or any((place / "schedule").is_dir() for place in (Path(name), Path("runs") / name)):
         found = find_checkpoint(name)
-        return Subject(name, str(found.path), found.steps)
+        return Subject(name, str(found.path), found.steps, str(found.path.parents[1] / "config.yaml"))
     if Path(name).is_dir():
         check_model(Path(name))
         return Subject(name, str(Path(name).resolve()))
@@ -188,7 +195,7 @@ async def _run(plan: "Plan", show: Callable[[str], None]) -> "RunResult":
     try:
         while not task.done():
             await asyncio.wait([task], timeout=SHOWN_EVERY_S)
-            show(run.loop.metrics.status().validation_now)
+            show(read_status(run.loop.metrics).validation_now)
     finally:
         if not task.done():
             task.cancel()

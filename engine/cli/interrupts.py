@@ -4,6 +4,7 @@ Only the command line uses it.
 """
 
 import codecs
+import logging
 import os
 import signal
 import sys
@@ -13,6 +14,8 @@ from contextlib import suppress
 from io import TextIOWrapper
 from types import FrameType, TracebackType
 from typing import Any, Self, TextIO
+
+from engine.errors import visible
 
 INTERRUPTED = 130
 """Exit code of a command that was interrupted or ended on request."""
@@ -28,7 +31,14 @@ def notes_of(error: BaseException) -> list[str]:
 
 def complain(text: str) -> None:
     with suppress(OSError):  # the reader may have closed it
-        print(f"engine: {text}", file=sys.stderr, flush=True)
+        print(f"engine: {visible(text)}", file=sys.stderr, flush=True)
+
+
+class VisibleFormatter(logging.Formatter):
+    """Formats log lines for a terminal, which must not interpret text of a model in them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
 
 
 def discard_output(stream: TextIO) -> None:
@@ -114,12 +124,13 @@ class Interrupts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """After an interrupt, raise `KeyboardInterrupt` in place of any other exception, and keep these handlers until
-        the process ends. Otherwise restore the earlier handlers."""
-        if not self.count:
+        """After an interrupt, raise `KeyboardInterrupt` in place of any other exception. Keep these handlers until the
+        process ends after an interrupt, and after a run: Ray takes seconds to close. Otherwise restore the earlier
+        ones."""
+        if not self.count and not self.closing:
             for number, before in self._before.items():
                 signal.signal(number, before)
-        elif error is not None and not isinstance(error, KeyboardInterrupt):
+        elif self.count and error is not None and not isinstance(error, KeyboardInterrupt):
             interrupt = KeyboardInterrupt()
             for note in notes_of(error):
                 interrupt.add_note(note)

@@ -229,7 +229,7 @@ scheduler:
   max_staleness_steps: 1        # S: train steps that a prompt group may lag behind
 
 rollout:
-  # backend: vllm               # for GPUs, after pip install 'step-engine[vllm]'; its arguments go under engine_args
+  # backend: vllm               # for GPUs; engine check says how to install it; its arguments go under engine_args
   replicas: 1
   slots: 16                     # prompts at once on each replica
   max_tokens: 256               # longest response; longer ones are truncated
@@ -265,21 +265,24 @@ def score(prompt, trajectory):
 '''
 
 TEST_TEXT = '''\
-"""Tests of the reward: pytest test_my_rewards.py."""
+"""Tests of the reward: python test_my_rewards.py, or pytest."""
 
-import pytest
 from my_rewards import score
 
 from engine import Prompt, Trajectory
 
+EXPECTED = {"42": 1.0, "7 is wrong, it is 42.": 1.0, "42 or 7": 0.0, "forty-two": 0.0, "": 0.0}
 
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [("42", 1.0), ("7 is wrong, it is 42.", 1.0), ("42 or 7", 0.0), ("forty-two", 0.0), ("", 0.0)],
-)
-def test_the_last_number_counts(response, reward):
+
+def test_the_last_number_counts():
     prompt = Prompt(row=0, text="What is 6 times 7?", fields={"answer": "42"})
-    assert score(prompt, Trajectory(text=response, finish_reason="stop")) == reward
+    for response, reward in EXPECTED.items():
+        assert score(prompt, Trajectory(text=response, finish_reason="stop")) == reward, response
+
+
+if __name__ == "__main__":
+    test_the_last_number_counts()
+    print(f"{len(EXPECTED)} responses get the expected reward")
 '''
 
 README_TEXT = """\
@@ -295,7 +298,7 @@ README_TEXT = """\
 In this directory:
 
 ```sh
-pytest test_my_rewards.py        # test the reward
+python test_my_rewards.py        # test the reward
 engine check config.yaml         # show the first prompt and call the reward; starts nothing
 engine run config.yaml           # train
 ```

@@ -12,24 +12,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
 from engine.cli.interrupts import INTERRUPTED, Interrupts, Output, complain
+from engine.errors import visible
+from engine.extras import require_packages
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from engine.actors.launch import RunHandle
-    from engine.cli.run_view import View
+    from engine.cli.run_view import RunView
     from engine.config import Config
     from engine.metrics.status import Status
     from engine.storage.run_directory import RunDirectory
     from engine.tasks.rewards import Local
 
 DONE, FAILED = 0, 1
+PACKAGES = ("ray", "torch", "transformers")
+"""Optional packages that every run needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         config, lines = read_config(arguments)
         for line in (*lines, *check_inputs(config)):
             if not line.startswith("ok:"):
-                print(line)
+                print(visible(line))
         name = _run_name(config, arguments.config)
         if arguments.resume is not None:
             before = _newest_unfinished(config, name, arguments.run_dir)
@@ -74,17 +77,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def check_start(config: "Config", local: "Local | None" = None) -> None:
     """Check all that a new run needs, before it has a directory. Raises: `ConfigError`, `ModuleNotFoundError`."""
-    require_packages()
+    require_packages(*PACKAGES)
     from engine.plans.configured_plan import check_plan  # imports optional packages
 
     check_plan(config, local or {})
-
-
-def require_packages() -> None:
-    """Check that a run's optional packages are installed, before it creates files. Raises: `ModuleNotFoundError`."""
-    for package in ("ray", "torch", "transformers"):
-        if find_spec(package) is None:
-            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
 def resume(arguments: argparse.Namespace) -> int:
@@ -130,15 +126,26 @@ def resumption_of(
 ) -> tuple["Config", Sequence[tuple[str, str]]]:
     """The configuration with which a run resumes, and the new settings of its scheduler. `path`: the configuration.
 
-    Raises: `ConfigError` for a change that a resume cannot make, `RecordError` for a record that cannot be read or that
-    another process writes.
+    Raises: `ConfigError` for a change that a resume cannot make, and for a run that is starting or running;
+    `RecordError` for a record that cannot be read.
     """
     from engine.config.resumption import resumed
+    from engine.errors import ConfigError, RecordHeld, RecordNotBegun
     from engine.record import read
     from engine.record.files import RecordLock
 
-    RecordLock(directory.schedule).release()  # raises before Ray starts if another process writes the record
-    return resumed(path, read(directory.schedule, missing_end=bool(force_from)).header.config, overrides)
+    shown = directory.shown
+    try:
+        RecordLock(directory.schedule).release()  # before Ray starts
+        header = read(directory.schedule, missing_end=bool(force_from)).header
+    except RecordHeld:
+        fix = f"watch it with `engine top {shown}`, or end it with `engine drain {shown}`"
+        raise ConfigError("RUN", shown, "is running: another process writes its record", fix) from None
+    except RecordNotBegun:
+        fix = "wait until it trains, or start it again with `engine run`"
+        law = "has no event yet: it is still starting, or its start was interrupted"
+        raise ConfigError("RUN", shown, law, fix) from None
+    return resumed(path, header.config, overrides)
 
 
 def join(config: "Config") -> None:
@@ -165,10 +172,7 @@ def _began(directory: "RunDirectory") -> bool:
     """Whether a run has a record to resume from. A run may have ended before its record began."""
     from engine.errors import RecordNotBegun
     from engine.record import read
-    from engine.record.log import INDEX, SUFFIX
 
-    if not any(path.suffix == SUFFIX or path.name == INDEX for path in directory.schedule.iterdir()):
-        return False
     try:
         read(directory.schedule)
     except RecordNotBegun:
@@ -253,7 +257,7 @@ def watch(
     return status, handle.end_requested
 
 
-def _follow(handle: "RunHandle", view: "View", interrupts: Interrupts) -> "Status | None":
+def _follow(handle: "RunHandle", view: "RunView", interrupts: Interrupts) -> "Status | None":
     """Show a run until it ends. The first interrupt drains it, the second stops it, the third ends this process."""
     status: Status | None = None
     draining = "draining: the current batch is trained and a checkpoint is written"
@@ -279,7 +283,7 @@ def _follow(handle: "RunHandle", view: "View", interrupts: Interrupts) -> "Statu
 
 
 def _next_commands(directory: "RunDirectory", *, finished: bool) -> Iterator[str]:
-    from engine.record import Handled, read
+    from engine.record import read
 
     place = shlex.quote(directory.shown)
     yield "next:"
@@ -290,7 +294,6 @@ def _next_commands(directory: "RunDirectory", *, finished: bool) -> Iterator[str
     record = read(directory.schedule)
     named = " --extensions" if names_extensions(directory.path) else ""
     yield f"  engine replay {place}{named}"
-    frames = record.frames(answers=False)
-    first = [frame.event for frame in islice(frames, 101) if type(frame) is Handled]
+    first = list(islice(record.events(), 101))
     if any(getattr(event, "group", None) == 0 for event in first):
         yield f"  engine replay {place}{named} --at {first[-1].id} --group 0"

@@ -29,7 +29,7 @@ PLAIN_SHARE = 0.25
 """Minimum progress, as a share from 0 to 1, between two plain lines during the preparation."""
 
 
-class View(Protocol):
+class RunView(Protocol):
     """Shows a run. A context manager; call `show` for each snapshot."""
 
     def __enter__(self) -> Self: ...
@@ -41,7 +41,7 @@ class View(Protocol):
         """Print a line that stays on the screen."""
 
 
-def view_for(console: Console, *, title: str, plain: bool = False) -> View:
+def view_for(console: Console, *, title: str, plain: bool = False) -> RunView:
     """The live view if `console` is a terminal and not `plain`, else plain lines."""
     if plain or not console.is_terminal:
         return PlainView(console.file)
@@ -79,6 +79,19 @@ class PreparationView:
             self.console.print(Text(text), soft_wrap=True)
 
 
+class _News:
+    """The sentences of a status that the snapshot before it did not have."""
+
+    def __init__(self) -> None:
+        self._before: tuple[str, ...] = ()
+
+    def of(self, status: Status) -> list[str]:
+        now = (status.silence, status.learned_nothing)
+        new = [text for text in now if text and text not in self._before]
+        self._before = now
+        return new
+
+
 class LiveView:
     """Redraws one panel in place."""
 
@@ -86,7 +99,7 @@ class LiveView:
         self.console = console
         self.title = title
         self._live = Live(console=console, auto_refresh=False, redirect_stderr=False, redirect_stdout=False)
-        self._silence = ""
+        self._news = _News()
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -98,9 +111,8 @@ class LiveView:
         self._live.stop()
 
     def show(self, status: Status) -> None:
-        if status.silence and status.silence != self._silence:
-            self.note(status.silence)
-        self._silence = status.silence
+        for text in self._news.of(status):
+            self.note(text)
         self._live.update(panel(status, self.title), refresh=True)
 
     def note(self, text: str) -> None:
@@ -113,7 +125,7 @@ class PlainView:
     def __init__(self, stream: IO[str] | None = None) -> None:
         self.stream = stream if stream is not None else sys.stdout
         self._shown = self._validation_shown = -1
-        self._silence = ""
+        self._news = _News()
         self._failed = False
 
     def __enter__(self) -> Self:
@@ -135,10 +147,11 @@ class PlainView:
                 self.note(validation_line(row))
         if DATA in status.failures and not self._failed:
             self._failed = True
-            self.note(f"a prompt or reward failed; groups without attempts left are not trained: {status.last_failure}")
-        if status.silence and status.silence != self._silence:
-            self.note(status.silence)
-        self._silence = status.silence
+            self.note(
+                f"a prompt, agent or reward failed; groups without attempts left are not trained: {status.last_failure}"
+            )
+        for text in self._news.of(status):
+            self.note(text)
 
     def note(self, text: str) -> None:
         self.stream.write(text + "\n")
@@ -232,11 +245,15 @@ def panel(status: Status, title: str, *, replicas: bool = True) -> RenderableTyp
         grid.add_row("failures", Text(_failures(status), style="yellow"))
     if status.silence:
         grid.add_row("waiting", Text(status.silence, style="yellow"))
+    if status.learned_nothing:
+        grid.add_row("reward", Text(status.learned_nothing, style="yellow"))
     now = Table.grid(padding=(0, 1), expand=True)
     now.add_column(style="dim", no_wrap=True, width=9)
     now.add_column(style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
     now.add_row("trainer", status.trainer_now)
     now.add_row("rollout", status.rollout_now)
+    if status.calls_now:
+        now.add_row("calls", Text(status.calls_now, overflow="fold", no_wrap=False))
     if status.validation_now:
         now.add_row("validation", status.validation_now)
     return Panel(Group(grid, now), title=Text(title, overflow="ellipsis"), title_align="left", padding=(0, 1))
@@ -300,10 +317,10 @@ def _rollout(status: Status) -> str:
 
 
 def _failures(status: Status) -> str:
-    """How many attempts failed, how many of them on a prompt or reward, and what the last one was."""
+    """How many attempts failed, how many of them on a prompt, agent or reward, and what the last one was."""
     own = status.failures.get(DATA, 0)
-    told = f", {own} on prompts or rewards" if own else ""
-    return f"{sum(status.failures.values())} attempts{told}; the last: {status.last_failure}"
+    detail = f", {own} on prompts, agents or rewards" if own else ""
+    return f"{sum(status.failures.values())} attempts{detail}; the last: {status.last_failure}"
 
 
 def _replicas(status: Status) -> str:
@@ -344,11 +361,16 @@ def summary(status: Status, *, where: str, wall_s: float | None = None) -> Table
     if failed:
         share = f"{failed} of {sum(status.groups_ended.values())} groups failed: the rewards above leave them out"
         table.add_row("not trained", Text(share, style="yellow"))
+    if status.learned_nothing:
+        table.add_row("learned nothing", Text(status.learned_nothing, style="yellow"))
     if status.failures:
         counts = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in status.failures.items())
         table.add_row("failed attempts", Text(f"{counts}; the last: {status.last_failure}"))
-    table.add_row("rollout idle", percent(status.rollout_idle_share) + _main_cause(status.rollout_idle_s) + since)
-    table.add_row("trainer idle", percent(status.trainer_idle_share) + _main_cause(status.trainer_idle_s) + since)
+    table.add_row(
+        "rollout idle",
+        Text(percent(status.rollout_idle_share) + _main_cause(status.rollout_idle_s, status.slowest) + since),
+    )
+    table.add_row("trainer idle", percent(status.trainer_idle_share) + _main_cause(status.trainer_idle_s, {}) + since)
     table.add_row("tokens generated / trained", f"{status.tokens_generated:,} / {status.tokens_trained:,}{since}")
     if wall_s is None:
         table.add_row("wall seconds", f"{status.elapsed_s:.1f}")
@@ -358,11 +380,11 @@ def summary(status: Status, *, where: str, wall_s: float | None = None) -> Table
     return table
 
 
-def _main_cause(seconds: Mapping[str, float]) -> str:
+def _main_cause(seconds: Mapping[str, float], slowest: Mapping[str, str]) -> str:
     if not seconds:
         return ""
     cause = max(seconds, key=lambda name: seconds[name])
-    return f"  (mostly {cause.replace('_', ' ')})"
+    return f"  (mostly {slowest.get(cause, cause.replace('_', ' '))})"
 
 
 def sparkline(values: tuple[float | None, ...], width: int) -> str:

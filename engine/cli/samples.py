@@ -7,6 +7,7 @@ print a control character of a response: a terminal would obey it.
 import argparse
 import heapq
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
@@ -215,21 +216,31 @@ def _list(arguments: argparse.Namespace, shelf: Shelf, console: "Console") -> No
         raise ConfigError("--group", arguments.group, "has no samples", fix)
     if not rows and arguments.set is not None and arguments.grep is None:
         _refuse_set(arguments.set, shelf.rows(numbers, lambda row: True))
-    chosen = extremes(rows, arguments.worst, arguments.best)
+    asked = (arguments.worst or 0) + (arguments.best or 0)
+    chosen = extremes(rows, arguments.worst, arguments.best, of_step=not everywhere and not shelf.validates)
     shown = list(islice(chosen, arguments.limit))
     if arguments.json:
         for row in shown:
-            print(json.dumps(plain(row), ensure_ascii=False))
+            print(json_line(row))
         return
     for row in shown:
         console.print(card(row))
     if not chosen:
         console.print("No sample matches.")
+    if len(chosen) < asked:
+        kept = f"{len(chosen)} of {asked} shown: the run did not store more of them"
+        console.print(f"{kept}; samples.per_step sets how many responses of a step are stored")
     if len(shown) < len(chosen):
         console.print(f"{len(chosen) - len(shown)} more; show them with --limit {len(chosen)}")
     elif not everywhere and arguments.step is None:
         there = [step for number in shelf.numbers if (step := shelf.step_of(number)) is not None]
         console.print(f"Steps with samples: {ranges(sorted(set(there)))}")
+
+
+def json_line(value: object) -> str:
+    """A value as a line of JSON, with control characters as escapes."""
+    text = json.dumps(plain(value), ensure_ascii=False)
+    return "".join(one if one.isprintable() else json.dumps(one)[1:-1] for one in text)
 
 
 def _refuse_set(name: str, rows: Sequence[Row]) -> None:
@@ -250,14 +261,26 @@ def wanted(arguments: argparse.Namespace) -> Callable[[Row], bool]:
     return keep
 
 
-def extremes(rows: Sequence[Row], worst: int | None, best: int | None) -> list[Row]:
+def extremes(rows: Sequence[Row], worst: int | None, best: int | None, *, of_step: bool = False) -> list[Row]:
     """All rows; or those with the lowest rewards, then those with the highest. Among equal rewards, samples that were
-    kept for this reason come first."""
+    kept for this reason come first.
+
+    `of_step`: the rows are those stored of a train step. Then a row is left out if a response that was not stored may
+    have a lower (or higher) reward: each of these has at least the reward of every row kept as one of the worst.
+    """
     if worst is None and best is None:
         return list(rows)
     rewarded = [row for row in rows if row["reward"] is not None]
-    lowest = heapq.nsmallest(worst or 0, rewarded, key=lambda row: (row["reward"], "worst" not in row["reasons"]))
-    return lowest + heapq.nlargest(best or 0, rewarded, key=lambda row: (row["reward"], "best" in row["reasons"]))
+    kept = {reason: [row["reward"] for row in rewarded if reason in row["reasons"]] for reason in ("worst", "best")}
+    of_step &= bool(kept["worst"] or kept["best"])  # otherwise all rewards of the step are equal
+    low = max(kept["worst"], default=-math.inf) if of_step else math.inf
+    high = min(kept["best"], default=math.inf) if of_step else -math.inf
+    lowest = [row for row in rewarded if row["reward"] <= low]
+    highest = [row for row in rewarded if row["reward"] >= high]
+    return [
+        *heapq.nsmallest(worst or 0, lowest, key=lambda row: (row["reward"], "worst" not in row["reasons"])),
+        *heapq.nlargest(best or 0, highest, key=lambda row: (row["reward"], "best" in row["reasons"])),
+    ]
 
 
 # -- a comparison ------------------------------------------------------------------------------------------------------
@@ -275,7 +298,7 @@ def _compare(arguments: argparse.Namespace, shelf: Shelf, console: "Console") ->
     shown = pairs[: arguments.limit]
     if arguments.json:
         for pair in shown:
-            print(json.dumps(plain(pair), ensure_ascii=False))
+            print(json_line(pair))
         return
     if not same:
         hint = "" if shelf.validates else " Use --validation: validations have the same prompts each time."
@@ -330,8 +353,8 @@ def card(row: Row) -> "RenderableType":
     from rich.text import Text
 
     error = _labelled("error", row["error"]) if row["error"] is not None else []
-    told = [*_labelled("prompt", row["prompt"]), *_labelled("response", row["response"]), *error]
-    body = Group(Text(figures(row), style="dim"), *told)
+    parts = [*_labelled("prompt", row["prompt"]), *_labelled("response", row["response"]), *error]
+    body = Group(Text(figures(row), style="dim"), *parts)
     return Panel(body, title=Text(f"{place(row)}  {_whose(row)}"), title_align="left", border_style=_color(row))
 
 

@@ -103,7 +103,10 @@ def _no_run(address: str, shown: str, error: Exception) -> ConfigError:
 
 def screen(status: Status, title: str, *, height: int = 50) -> RenderableType:
     """The whole screen: the live view of the run, its state machines and its replicas."""
-    further = (status.failures, status.silence, status.validation_now, *_progress_rows(status))
+    further = (
+        status.failures, status.silence, status.calls_now, status.learned_nothing, status.validation_now,
+        *_progress_rows(status),
+    )  # fmt: skip
     room = height - ROWS_ALWAYS - sum(map(bool, further))
     upper = panel(status, title, replicas=False)
     return Group(upper, _machines(status), _replicas(status, max(1, min(REPLICAS_SHOWN, room))))

@@ -1,7 +1,8 @@
 """The sections `agent` and `environment`: which user code runs multi-turn rollouts, and its limits. Part of
 `schema.Config`."""
 
-from typing import Any, Self
+import os
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -26,6 +27,18 @@ class AgentSection(Section):
     command: list[str] | None = Field(
         None, min_length=1, description="Agent on the gateway: a program that reads OPENAI_BASE_URL and OPENAI_API_KEY."
     )
+    env: dict[str, str | None] = Field(
+        {},
+        max_length=256,
+        description="Additional environment variables of the command; a value of null is taken from the run's "
+        "environment. The command gets no other variables of the run except PATH, HOME and the like.",
+    )
+    fields: list[str] = Field(
+        [],
+        max_length=256,
+        description="Columns that the command may read in addition to the prompt. The model may read them, too, so do "
+        "not name a column that a reward reads.",
+    )
     rollout: str | None = Field(
         None, pattern=NAMED, description="Rollout in Python, without HTTP: async module:function(client, prompt)."
     )
@@ -36,6 +49,11 @@ class AgentSection(Section):
     port: int = Field(0, ge=0, le=65_535, description="Port of the gateway; 0: any free one.")
     timeout_s: float = Field(600.0, gt=0, le=86_400, description="Maximum seconds that a group's agents may run.")
     tool_parser: str = TOOL_PARSER
+    tool_choice: Literal["constrain", "as_auto"] = Field(
+        "constrain",
+        description="What tool_choice required, or a named function, does: constrain the answer to calls (backend vllm "
+        "with tool_parser hermes or json; others refuse it), or as_auto.",
+    )
     max_body_mb: int = Field(16, ge=1, le=1024, description="Maximum size of a request to the gateway, in MiB.")
 
     @model_validator(mode="after")
@@ -46,7 +64,23 @@ class AgentSection(Section):
             raise ConfigError(
                 f"agent.{given[1]}", named[given[1]], f"agent.{given[0]} is set too", "remove one of them"
             )
+        for field, value in {"agent.env": self.env, "agent.fields": self.fields}.items():
+            if value and self.command is None:
+                law = "applies only to agent.command"
+                raise ConfigError(field, value, law, "remove it; other agents run in the engine's own processes")
         return self
+
+    def environment(self) -> dict[str, str]:
+        """The variables of `env`, with their values. Raises: `ConfigError` for one that is not set."""
+        for name, value in self.env.items():
+            if value is None and name not in os.environ:
+                law = "is not set in the environment of the run"
+                raise ConfigError("agent.env", name, law, "set this variable before the run starts, or remove it")
+        return {name: os.environ[name] if value is None else value for name, value in self.env.items()}
+
+    def forced_calls(self, backend: str) -> str:
+        """What the gateway does with a forced tool call: see `gateway.sessions.Bounds`."""
+        return "refuse" if self.tool_choice == "constrain" and backend != "vllm" else self.tool_choice
 
     @property
     def given(self) -> str | None:

@@ -3,17 +3,17 @@
 A configuration that breaks a law is refused earlier, when it is loaded.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from engine.config.deterministic import remarks
+from engine.config.gpus import divide_gpus, needs_of
+from engine.config.hardware import gpu_count, gpus_of_their_own
 from engine.config.pools import layout, surprises
 from engine.config.reports import missing_package
 from engine.config.schema import Config
-from engine.errors import ConfigError
-from engine.hardware import gpu_count, gpus_of_their_own
+from engine.errors import ConfigError, counted
 from engine.rollout.vllm.engine_args import built_for_cpu, check_engine_args, workers_of
 from engine.states.limits import Limits
-from engine.states.waits import counted
 
 BACKENDS: dict[str, Callable[[Config], None]] = {
     "vllm": lambda config: check_engine_args(config.rollout.engine_args),
@@ -31,6 +31,7 @@ def check_config(config: Config) -> list[str]:
     check_backend(config)
     check_nccl(config, gpus, built_for_cpu())
     check_gpus(config, gpus)
+    idle = gpu_notes(config, gpus, built_for_cpu())
     named = ", ".join(f"{decision} {name}" for decision, name in config.policies().names.items())
     s, r = config.scheduler, config.rollout
     batch, stale, every = s.train_batch_size, s.max_staleness_steps, s.sync_every
@@ -41,11 +42,12 @@ def check_config(config: Config) -> list[str]:
         f"update{'s' * (updates > 1)} of {s.policy_mini_batch_size} groups",
         f"ok: hard staleness, no group is trained more than S = {stale} train steps behind its oldest token",
         f"ok: a version comes in time, S >= k - 1 ({stale} >= {every - 1}), published every k = {every} train steps",
-        f"ok: {_concurrency(config.limits())}, K groups run at once",
+        f"ok: {_concurrency(config.limits)}, K groups run at once",
         f"ok: {counted(r.replicas, 'replica')} of {r.slots} slots: {slots} groups, {trajectories} trajectories at once",
         f"ok: policies: {named}",
-        *(f"ok: {line}" for line in layout(config)),
-        *(f"note: {note}" for note in (*_surprises(config, slots), *missing_devices(config, gpus))),
+        *(f"ok: {line}" for line in _correction(config)),
+        *(f"ok: {line}" for line in layout(config, config.limits)),
+        *(f"note: {note}" for note in (*_surprises(config, slots), *idle)),
     ]
 
 
@@ -54,6 +56,12 @@ def _concurrency(limits: Limits) -> str:
     if limits.async_ratio is None and not surplus:
         return f"B <= K <= B*(S+1) ({batch} <= {workers} <= {ahead})"
     return f"B <= K <= (1 + async_ratio)*B + over_sample*B ({batch} <= {workers} <= {ahead} + {surplus})"
+
+
+def _correction(config: Config) -> Iterator[str]:
+    t = config.trainer
+    if t.correction != "none":
+        yield f"importance weights are at most trainer.correction_cap = {t.correction_cap:g} ({t.correction})"
 
 
 def check_backend(config: Config) -> None:
@@ -72,7 +80,7 @@ def check_nccl(config: Config, gpus: int | None, vllm_for_cpu: bool) -> None:
     fix = "use rollout.transport_backend: gloo"
     if r.transport == "vllm" and vllm_for_cpu:
         raise ConfigError("rollout.transport_backend", "nccl", "the vLLM installed here is built for CPUs", fix)
-    limits = config.limits()
+    limits = config.limits
     each = max(1, int(r.gpus), workers_of(r.engine_args))
     needed, who = gpus_of_their_own(r.replicas + len(limits.validators()), each, len(limits.scorers()))
     if gpus is not None and gpus < needed:
@@ -81,21 +89,31 @@ def check_nccl(config: Config, gpus: int | None, vllm_for_cpu: bool) -> None:
 
 
 def check_gpus(config: Config, gpus: int | None) -> None:
-    """Raises: ConfigError if the trainer's ranks reserve more GPUs than this machine has, so that they would never
-    start. In a cluster that the run joins, other nodes may have them. `gpus`: as in `check_nccl`."""
+    """Raises: ConfigError if this machine lacks a GPU that the trainer or the embedded sampler needs. In a cluster that
+    the run joins, other nodes may have it. `gpus`: as in `check_nccl`."""
+    if gpus is None or config.cluster.joined() is not None:
+        return
     each, ranks = config.trainer.gpus_per_rank, config.trainer.ranks
-    if gpus is not None and each * ranks > gpus and config.cluster.joined() is None:
+    if each * ranks > gpus:
         law = f"the trainer would wait for {counted(each * ranks, 'GPU')}, and this machine has {gpus}"
         fix = "use 0, or join a cluster that has them (cluster.address)"
         raise ConfigError("trainer.gpus_per_rank", each, law, fix)
-
-
-def missing_devices(config: Config, gpus: int | None) -> Iterator[str]:
-    """A note for each device that this machine does not have. `gpus`: as in `check_nccl`."""
-    for field, device in {"trainer.device": config.trainer.device, "rollout.device": config.rollout.device}.items():
+    devices = {"trainer.device": config.trainer.device}
+    if config.rollout.backend == "torch":
+        devices["rollout.device"] = config.rollout.device
+    for field, device in devices.items():
         kind, _, number = device.partition(":")
-        if kind == "cuda" and gpus is not None and int(number or 0) >= gpus and config.cluster.joined() is None:
-            yield f"{field} {device}: this machine has {counted(gpus, 'GPU')}"
+        if kind == "cuda" and int(number or 0) >= gpus:
+            law = f"cannot be used: this machine has {counted(gpus, 'GPU')}"
+            raise ConfigError(field, device, law, "use auto, or join a cluster that has it (cluster.address)")
+
+
+def gpu_notes(config: Config, gpus: int | None, vllm_for_cpu: bool) -> Sequence[str]:
+    """Notes on GPUs of this machine that stay idle. `gpus`: as in `check_nccl`; in a cluster that the run joins, the
+    start of the run says it. Raises: ConfigError as `divide_gpus`."""
+    if not gpus or config.cluster.joined() is not None:
+        return ()
+    return divide_gpus(needs_of(config, vllm_for_cpu), [gpus]).notes
 
 
 def _surprises(config: Config, slots: int) -> Iterator[str]:
@@ -123,6 +141,12 @@ def _surprises(config: Config, slots: int) -> Iterator[str]:
         )
     if r.top_p < 1:
         yield f"top_p = {r.top_p:g} biases the importance ratio: only the behavior log-probs are truncated; use 1"
+    t = config.trainer
+    if r.backend != "torch" and t.correction == "none" and not t.clip_dual and t.loss != "cispo":
+        yield (
+            f"trainer.correction none: {r.backend} rounds differently from the trainer, and nothing bounds ratios "
+            "above 1 with negative advantages; use token_tis, or trainer.clip_dual: 3"
+        )
     if r.sync_mode == "wait" and r.sync_order == "together":
         yield "sync_mode wait idles every replica until its slowest group ends, at each install"
     if not config.held_out:

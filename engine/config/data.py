@@ -5,10 +5,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from engine.chat import GIVEN, ChatSettings
 from engine.config.section import Section
 from engine.errors import ConfigError, suggestion
-from engine.tasks.source_files import Curriculum, PassRate, SourceFiles, Stage
+from engine.tasks.chat import GIVEN, ChatSettings
+from engine.tasks.source_files import Curriculum, CurriculumStage, PassRate, SourceFiles
 
 FilePath = Annotated[str, Field(min_length=1)]
 Paths = FilePath | Annotated[list[FilePath], Field(min_length=1, max_length=10_000)]
@@ -170,7 +170,7 @@ class DataSection(Section):
             return None
         names = [source.name for source in self.sources]
         stages = [
-            Stage(weights=tuple(stage.weights.get(name, 0.0) for name in names), until=stage.until)
+            CurriculumStage(weights=tuple(stage.weights.get(name, 0.0) for name in names), until=stage.until)
             for stage in self.curriculum.stages
         ]
         return Curriculum(

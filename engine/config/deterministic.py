@@ -5,12 +5,10 @@ Called by `schema.py`. It sets the fields that the user left open and refuses a 
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from engine.config.sections import Sections
 from engine.errors import ConfigError
-
-if TYPE_CHECKING:
-    from engine.config.schema import Config
 
 
 class Need(NamedTuple):
@@ -36,8 +34,8 @@ NEEDS = (
 )
 
 
-def settled(config: "Config") -> dict[str, Any]:
-    """Sections that replace those of the configuration, by name; empty without `rollout.deterministic`.
+def settle_deterministic(config: Sections) -> Sections:
+    """The sections with every open field set that `rollout.deterministic` needs; without it, as they are.
 
     Raises: `ConfigError` for the first field that breaks the promise.
     """
@@ -55,7 +53,7 @@ def settled(config: "Config") -> dict[str, Any]:
             law = f"rollout.deterministic is true, and {need.law}"
             raise ConfigError(need.field, value, law, f"use {need.value}, or rollout.deterministic: false")
         sections[top] = _with(section, path, need.value)
-    return sections
+    return config.model_copy(update=sections)
 
 
 def _with(section: Any, path: list[str], value: Any) -> Any:
@@ -64,7 +62,7 @@ def _with(section: Any, path: list[str], value: Any) -> Any:
     return section.model_copy(update={name: _with(getattr(section, name), rest, value) if rest else value})
 
 
-def remarks(config: "Config") -> Iterator[str]:
+def remarks(config: Sections) -> Iterator[str]:
     """The notes of `engine check` on a deterministic run."""
     if not config.rollout.deterministic:
         return

@@ -9,15 +9,16 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from threading import Thread
+from time import monotonic
 from typing import Any
 
 import numpy as np
 
-from engine.chat import PromptRenderer, has_template, turn_end
+from engine.config.pools import rewarding
 from engine.config.prompts import (
     check_prompts,
-    has_agents,
     load_tokenizer,
     model_config,
     prompt_limit,
@@ -28,7 +29,8 @@ from engine.config.reward_functions import reward_of_section, reward_of_set
 from engine.config.schema import Config
 from engine.errors import ConfigError, DataFailure, RewardFailure, describe_error, suggestion
 from engine.rollout.reward_parts import RewardPart, RewardParts, Value
-from engine.rollout.scoring import Overdue, call_part
+from engine.rollout.scoring import CALLS_AT_ONCE, Overdue, call_part
+from engine.tasks.chat import PromptRenderer, has_template, turn_end
 from engine.tasks.dataset import MESSAGES, Dataset
 from engine.tasks.prompt_lengths import UNCOUNTED, fitting_prompts, sampled_counts
 from engine.tasks.rewards import NO_LOCAL, Local
@@ -39,6 +41,8 @@ SHOWN_CHARACTERS = 2000
 """Of the first prompt."""
 MADE_ANSWER = r"The test answer is \boxed{42}."
 """A response with a number, so that rewards can extract an answer from it."""
+SHOWN_S, SLOW_S = 0.1, 5.0
+"""The shortest time of a call that is shown; the longest time of all calls of a train step without a note."""
 MOST_KINDS = 16
 """Maximum number of kinds of rows for which the reward is called."""
 
@@ -46,7 +50,7 @@ MOST_KINDS = 16
 def dry_run(config: Config, model: str, files: Mapping[str, Dataset], local: Local = NO_LOCAL) -> Iterator[str]:
     """Lines like those of `check_inputs`. `files`: the data sets of prompts, by the field that names them."""
     tokenizer = load_tokenizer(model)
-    agents = has_agents(config)
+    agents = config.several_turns
     check_prompts(config, tokenizer, model, {} if agents else files)
     renderer = None if agents else renderer_of(config, tokenizer)
     surveys = {field: survey(data, renderer, field) for field, data in files.items()}
@@ -60,7 +64,7 @@ def dry_run(config: Config, model: str, files: Mapping[str, Dataset], local: Loc
                 yield from _first_prompt_lines(tokenizer, renderer, data, name)
     yield from _overlap_lines(surveys)
     for judge in _judges(config, surveys, local):
-        yield from _reward_lines(judge, tokenizer)
+        yield from _reward_lines(judge, tokenizer, config)
 
 
 # -- one pass over the prompts -----------------------------------------------------------------------------------------
@@ -232,33 +236,43 @@ def _judges(config: Config, surveys: Mapping[str, Survey], local: Local) -> Iter
     read = {path: HELD_OUT if one.path is None else f"{path}.path" for path, one in sets}
     others = {read[path] for path, one in sets if one.reward is not None}
     others -= {read[path] for path, one in sets if one.reward is None}
-    reward = reward_of_section(config.reward, directory, check=True, local=local)
+    reward = reward_of_section(config.reward, directory, check=True, apart=True, local=local)
     if reward is not None:
         own = {name: found for name, found in surveys.items() if name not in others}
         yield _Judge(reward, config.reward.specs, own)
     for path, one in sets:
         if one.reward is not None:
-            apart = reward_of_set(one.reward, config.reward, directory, f"{path}.reward", local)
+            apart = reward_of_set(one.reward, config.reward, directory, f"{path}.reward", local, True)
             found = {name: survey for name, survey in surveys.items() if name == read[path]}
             yield _Judge(apart, {f"{path}.reward": one.reward}, found)
 
 
-def _reward_lines(judge: _Judge, tokenizer: Any) -> Iterator[str]:
+def _reward_lines(judge: _Judge, tokenizer: Any, config: Config) -> Iterator[str]:
     """Call every function for the first row of each kind: with the row's answer, if it has one, and with `MADE_ANSWER`.
 
     Raises: `ConfigError` if a call fails.
     """
     rewards = list(zip(judge.specs.items(), judge.reward.parts, strict=True))
+    began: set[str] = set()
+    took_s: dict[str, float] = {}
+    """Of the fastest call by field. The first one in a process is left out: it starts the process."""
     try:
+        yield from (f"ok: {field} {spec}: {part.note}" for (field, spec), part in rewards if part.note)
         for name, found in judge.surveys.items():
             for number, row in enumerate(sorted(found.kinds.values())[:MOST_KINDS]):
                 prompt = found.data.prompt(row)
                 where = f"row {row + 1} of {name}"
-                for answer in dict.fromkeys((str(prompt.fields.get("answer") or MADE_ANSWER), MADE_ANSWER)):
-                    values = {}
+                tried: list[dict[str, Value]] = []
+                answers = list(dict.fromkeys((str(prompt.fields.get("answer") or MADE_ANSWER), MADE_ANSWER)))
+                for answer in answers:
+                    tried.append(values := {})
                     for (field, spec), part in rewards:
                         said = _test_trajectory(tokenizer, prompt, answer)
+                        at = monotonic()
                         values[field] = _call(part, field, spec, prompt, said, where)
+                        if field in began or not part.limits_itself:
+                            took_s[field] = min(took_s.get(field, inf), monotonic() - at)
+                        began.add(field)
                     if all(value is None for value in values.values()):
                         specs = [spec for (_, spec), _ in rewards]
                         law, fix = f"all returned None for {where}", "make one of them return a number for every row"
@@ -266,8 +280,37 @@ def _reward_lines(judge: _Judge, tokenizer: Any) -> Iterator[str]:
                     for (field, spec), part in rewards if number == 0 else ():
                         call = f"{field} {spec} returns {_describe(values[field], part)}"
                         yield f"ok: {call} for the answer {answer!r:.60} to row 1 of {name}{FORMS[part.form]}"
+                if number == 0 and len(tried) == 2 and tried[0] == tried[1]:
+                    judges = ", ".join(f"{field} {spec}" for (field, spec), _ in rewards)
+                    same = ", ".join(_describe(values[field], part) for (field, _), part in rewards)
+                    yield (
+                        f"note: {judges} gives the answer {answers[0]!r:.60} to row 1 of {name} and a made-up one the "
+                        f"same: {same}; a run learns only from responses with different rewards"
+                    )
+        yield from _time_lines(judge, took_s, config)
     finally:
         judge.reward.close()
+
+
+def _time_lines(judge: _Judge, took_s: Mapping[str, float], config: Config) -> Iterator[str]:
+    """How long a call of each function takes, unless it is fast; a note if the calls for a train step take longer than
+    `SLOW_S`."""
+    sizes, replicas = config.scheduler, config.rollout.replicas
+    for (path, spec), part in zip(judge.specs.items(), judge.reward.parts, strict=True):
+        call_s = took_s.get(path, 0.0)
+        if call_s < SHOWN_S:
+            continue
+        takes = f"{path} {spec} takes {call_s:.2g} s a call"
+        calls = sizes.train_batch_size * (sizes.samples_per_prompt if part.form == "response" else 1)
+        at_once = part.concurrency or CALLS_AT_ONCE
+        step_s = call_s * -(-calls // (at_once * replicas))
+        if step_s <= SLOW_S or part.form == "batch" or path not in config.reward.specs or rewarding(config):
+            yield f"ok: {takes}"
+            continue
+        yield (
+            f"note: {takes}: the {calls} calls of a train step take about {step_s:.0f} s, {at_once} at once on each "
+            f"replica; make it faster, or raise {part.setting}"
+        )
 
 
 def _describe(value: Value, part: RewardPart) -> str:
@@ -310,7 +353,9 @@ def _call(part: RewardPart, field: str, spec: str, prompt: Prompt, trajectory: T
         raise ConfigError(field, spec, law, "return what is allowed")
     error = outcome[0]
     if isinstance(error, RewardFailure) and not str(error).startswith("raised"):
-        raise ConfigError(field, spec, f"{error}, on {where}", "correct the function")
+        slow = "make it faster, or raise its timeout_s or reward.timeout_s"
+        fix = slow if str(error).startswith("took longer") else "correct the function"
+        raise ConfigError(field, spec, f"{error}, on {where}", fix)
     columns = sorted(prompt.fields)
     quoted = re.search(r"'([^']+)'", str(error))
     near = suggestion(quoted.group(1), columns) if quoted is not None and quoted.group(1) not in columns else ""

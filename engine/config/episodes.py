@@ -11,7 +11,6 @@ from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from engine.chat import Message, render
 from engine.config.prompts import load_tokenizer
 from engine.config.schema import Config
 from engine.environments.calls import EpisodeCalls, HangingCalls
@@ -19,6 +18,7 @@ from engine.environments.protocol import Environment
 from engine.errors import ConfigError, DataFailure, message_of
 from engine.rollout.agents.environment_program import Episode, EpisodeSettings
 from engine.rollout.agents.tool_calls import MARKS, PARSERS, Parser
+from engine.tasks.chat import Message, render
 from engine.tasks.rewards import NO_LOCAL, Local, find
 from engine.trajectory import Prompt
 

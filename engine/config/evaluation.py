@@ -18,6 +18,7 @@ WITHOUT_TRAINING: dict[str, Any] = {
     "model.checkpoint_optimizer": False,
     "model.warm_start.path": None,
     "pools": [],
+    "rollout.allow_truncated_sampling": True,
     "rollout.replicas": 1,
     "rollout.transport": "object_store",
     "trainer.checkpoint_every": 0,

@@ -5,22 +5,24 @@ is installed; it never loads weights.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.config.hardware import object_store_limit
 from engine.config.memory import Model, memory_lines, published_bytes
 from engine.config.model_description import files_of, number_bytes, numbers_in, tensor_shapes, vocabulary
 from engine.config.reward_functions import reward_of_section, reward_of_set
 from engine.config.schema import Config
 from engine.config.trainer import Shapes, adapter_line, adapter_numbers, refuse_adapter_as_model
 from engine.errors import ConfigError
-from engine.hardware import object_store_limit
-from engine.lora import WEIGHTS_FILE
+from engine.extras import missing_package
 from engine.tasks.answers import answer_of
 from engine.tasks.rewards import NO_LOCAL, Local
 from engine.tasks.tokenizer import END, PAD, UNKNOWN
+from engine.training.lora import WEIGHTS_FILE
+from engine.trajectory import Prompt
 
 if TYPE_CHECKING:
     from engine.tasks.dataset import Dataset
@@ -36,9 +38,15 @@ VERSIONS_HELD = 3
 LEAST_STORE_BYTES = 256 << 20
 
 
-def check_inputs(config: Config, *, rehearse: bool = False, local: Local = NO_LOCAL) -> Iterator[str]:
-    """Lines like those of `check_config`. `rehearse`: add those of `dry_run`, which calls the reward. `local`:
-    functions and classes that cannot be imported, by field.
+RehearseAgent = Callable[[Config, Prompt], Iterator[str]]
+"""Runs the configured agent once on a prompt. Yields lines like those of `check_inputs`."""
+
+
+def check_inputs(
+    config: Config, *, rehearse: bool = False, rehearse_agent: RehearseAgent | None = None, local: Local = NO_LOCAL
+) -> Iterator[str]:
+    """Lines like those of `check_config`. `rehearse`: add those of `dry_run`, which calls the reward; `rehearse_agent`:
+    those of a run of the agent. `local`: functions and classes that cannot be imported, by field.
 
     Raises: ConfigError for a file that is missing or cannot be used.
     """
@@ -60,6 +68,10 @@ def check_inputs(config: Config, *, rehearse: bool = False, local: Local = NO_LO
             yield f"ok: {field} {spec} can be imported"
     if config.model.make is None and files and _has_transformers():
         yield from _check_prompts(config, files, rehearse, local)
+    elif config.model.make is None and files and rehearse:
+        yield f"note: prompts and reward are not tried: {missing_package('transformers')}"
+    if rehearse_agent is not None and config.agent.given is not None and sources and _has_transformers():
+        yield from rehearse_agent(config, sources[0].data.prompt(0))
     if config.environment.class_name is not None:
         from engine.config.episodes import check_environment, load_environment
 
@@ -106,7 +118,7 @@ def _model_lines(config: Config, directory: Path | None) -> Iterator[str]:
 
 def _size_lines(config: Config, directory: Path, shapes: Shapes) -> Iterator[str]:
     """Lines on the adapter and on memory. Raises: ConfigError for what cannot fit."""
-    lora = config.trainer_settings().lora
+    lora = config.trainer_settings.lora
     if lora is not None:
         yield from adapter_line(lora, shapes, numbers_in(shapes))
     adapter = 0 if lora is None else adapter_numbers(lora, shapes)
@@ -116,7 +128,7 @@ def _size_lines(config: Config, directory: Path, shapes: Shapes) -> Iterator[str
         return
     reference: Model | None = model
     path = config.trainer.reference_path
-    if path is not None and config.trainer_settings().needs_reference:
+    if path is not None and config.trainer_settings.needs_reference:
         files = files_of(path)
         reference = None if files is None else Model.of(files, tensor_shapes(files))
         if reference is None:
@@ -148,14 +160,14 @@ def _has_transformers() -> bool:
 def _check_prompts(config: Config, files: dict[str, "Dataset"], rehearse: bool, local: Local) -> Iterator[str]:
     """Raises: ConfigError for prompts that the model cannot read."""
     from engine.config.dry_run import dry_run
-    from engine.config.prompts import check_prompts, has_agents, load_tokenizer
+    from engine.config.prompts import check_prompts, load_tokenizer
 
     model = config.model.path
     assert model is not None
     answered = {field: data for field, data in files.items() if field == WARM_START}
     prompts = {field: data for field, data in files.items() if field != WARM_START}
     if not rehearse:
-        check_prompts(config, load_tokenizer(model), model, answered if has_agents(config) else files)
+        check_prompts(config, load_tokenizer(model), model, answered if config.several_turns else files)
         return
     if answered:
         check_prompts(config, load_tokenizer(model), model, answered)
@@ -309,7 +321,7 @@ def start_bytes(config: Config, directory: Path) -> int:
 
 def version_bytes(config: Config, directory: Path) -> int | None:
     """Bytes of a published version without tied weights; None if the model's files do not say it."""
-    shapes, lora = tensor_shapes(directory), config.trainer_settings().lora
+    shapes, lora = tensor_shapes(directory), config.trainer_settings.lora
     numbers = numbers_in(shapes) if lora is None else adapter_numbers(lora, shapes)
     return published_bytes(config, start_bytes(config, directory)) * numbers or None
 

@@ -20,7 +20,7 @@ from engine.config.paths import RUNS, absolute_paths
 from engine.config.schema import Config
 from engine.config.section import FORMS, refuse_secrets
 from engine.errors import ConfigError, suggestion
-from engine.redaction import shortened
+from engine.errors.redaction import shortened
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -39,7 +39,8 @@ MOST_DEEP = 100
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which `1e-6` is a number, only true and false are booleans (`on` is text), and no key repeats."""
+    """YAML in which `1e-6` is a number, only true and false are booleans (`on` is text), a date is text, and no key
+    repeats."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -54,7 +55,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:bool"]
+    first: [pair for pair in pairs if pair[0] not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:timestamp")]
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false|True|False)$"), list("tTfF"))
@@ -86,7 +87,7 @@ def _reason(error: Exception) -> str:
     """The reason without the value: the message of a plain ValueError repeats it."""
     if isinstance(error, RecursionError):
         return "values are nested too deeply to read"
-    return str(error) if isinstance(error, yaml.YAMLError) else "a number or date that cannot be read"
+    return str(error) if isinstance(error, yaml.YAMLError) else "a number that cannot be read"
 
 
 def _require_bounded(root: yaml.Node, field: str, value: str) -> None:
@@ -260,12 +261,16 @@ def fields(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[
 
 
 def _nearest_key(path: str) -> str:
-    """A similar key of the same section, else the same key of another section, else the section's keys."""
+    """A similar key of the same section, else one that begins with it, else the same key of another section, else the
+    section's keys."""
     known = [name for name, _ in fields()]
     section, _, key = path.rpartition(".")
     siblings = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == section]
     elsewhere = [name for name in known if name.rpartition(".")[2] == key]
-    if elsewhere:
+    longer = [name for name in siblings if name.startswith(f"{key}_")]
+    if longer:
+        otherwise = f"did you mean {section}.{longer[0]}?"
+    elif elsewhere:
         otherwise = f"did you mean {min(elsewhere, key=lambda name: name.count('.'))}?"
     else:
         otherwise = f"use one of {', '.join(siblings)}" if siblings else f"{section} must be {expected(section)}"

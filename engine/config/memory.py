@@ -5,28 +5,32 @@ keeps for its backward pass. Called by `inputs.check_inputs`; never imports torc
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from engine.config.gpus import GpuDivision, divide_gpus, needs_of
+from engine.config.hardware import gpu_count, gpu_memory_gb, memory_bytes
 from engine.config.model_description import numbers_in, read_json
 from engine.config.schema import Config
-from engine.config.trainer import Shapes
+from engine.config.trainer import LoraSection, Shapes
 from engine.errors import ConfigError
-from engine.hardware import gpu_count
-from engine.rollout.vllm.engine_args import workers_of
+from engine.rollout.vllm.engine_args import MEMORY_SHARE, built_for_cpu, memory_args, workers_of
 from engine.training.trainer_settings import TrainerSettings
 
 GB = 1e9
+MOST_RANKS = 8
+"""Ranks that a message suggests for a machine whose GPUs are not known."""
 LOGIT_BYTES = 256 << 20
 """The same value as in `training.gradients`, which this module cannot import because it needs torch."""
 LOGIT_COPIES = 3
 """Logits, their log-softmax and its gradient exist at the same time."""
+ENTROPY_COPIES = 5.5
+"""The same where the loss has an entropy term: also probabilities, bounded log-probs and their products, and the
+head's own logits in bfloat16."""
 CHECKPOINT_FILE_BYTES = 1 << 30
 """Size of a weights file in a checkpoint, unless one tensor is larger. Files are gathered and written one by one."""
-VLLM_SHARE = 0.92
-"""vLLM's default of `gpu_memory_utilization`."""
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number."""
 
@@ -47,6 +51,8 @@ class Model:
     context: int
     head: int = 1
     """Width of one head of keys."""
+    head_norms: bool = False
+    """Queries and keys are normalized, as in Qwen3."""
     largest: int = 0
     """Numbers in the model's largest tensor."""
     adapter: int = 0
@@ -70,7 +76,7 @@ class Model:
                 intermediate=plain["intermediate_size"], heads_width=heads * size,
                 kv_width=(plain.get("num_key_value_heads") or heads) * size, vocabulary=plain["vocab_size"],
                 context=plain["max_position_embeddings"], head=size, largest=max(map(prod, shapes.values())),
-                bytes=number,
+                bytes=number, head_norms=any(name.endswith(".q_norm.weight") for name in shapes),
             )  # fmt: skip
         except (KeyError, TypeError, AttributeError):
             return None
@@ -85,13 +91,58 @@ class Model:
         norms, queries, keys, values, the output of attention, and the three products of a gated MLP. Norms compute in
         float32."""
         kept = 6 * self.hidden + 2 * self.heads_width + 2 * self.kv_width + 4 * self.intermediate
-        return number * kept + (4 * self.hidden if number < 4 else 0)
+        norms = (number + 4) * (self.heads_width + self.kv_width) if self.head_norms else 0
+        return number * kept + norms + (4 * self.hidden if number < 4 else 0)
 
     def gathered(self, number: int) -> float:
         """Bytes of the parameters that a rank gathers at a time (FSDP2): those outside of layers, and those of two
         layers, because the next layer is gathered while one computes."""
         outside = 2 * self.vocabulary * self.hidden
         return number * (outside + 2 * max(0, self.parameters - outside) / self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The memory that a process may use of its device; 0: unknown."""
+
+    gigabytes: float
+    declared: bool = True
+    """In the configuration; otherwise it was read from this machine."""
+    part: float = 1.0
+    """Of a GPU, which it shares."""
+
+    def __str__(self) -> str:
+        return f"{self.gigabytes:.3g} GB" + (f" ({self.part:g} of a GPU)" if self.part < 1 else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    """The devices of a run's processes."""
+
+    trainer: Device
+    scorer: Device
+    replica: Device
+
+
+def devices_of(config: Config) -> Devices:
+    """As the configuration declares them. Otherwise the GPUs of this machine and how they are divided, unless the run
+    joins a cluster, which may have others. vLLM has the memory of the whole GPU, because its settings are shares of
+    that. So do processes that take turns on one."""
+    trainer, rollout = config.trainer.device_memory_gb, config.rollout.device_memory_gb
+    gpus = gpu_count()
+    read = gpu_memory_gb() if gpus and config.cluster.joined() is None else 0.0
+    given = divide_gpus(needs_of(config, built_for_cpu()), [gpus]) if gpus and read else GpuDivision()
+
+    def device(declared: float, part: float) -> Device:
+        part = 1.0 if part and config.limits.trains_in_turns else min(1.0, part)
+        return Device(declared) if declared else Device(read * part, declared=False, part=part)
+
+    whole = config.rollout.backend == "vllm" and not rollout
+    return Devices(
+        trainer=device(trainer, given.trainer / config.trainer.ranks),
+        scorer=device(trainer, given.scorer),
+        replica=Device(read, False, given.replica) if whole else device(rollout, given.replica),
+    )
 
 
 def trainer_memory(model: Model, config: Config, reference: Model | None = None) -> dict[str, float]:
@@ -111,13 +162,22 @@ def trainer_memory(model: Model, config: Config, reference: Model | None = None)
     if t.ranks > 1:
         held["gathered parameters"] = max(one.gathered(number) for one in (model, own) if one is not None)
     kept = model.layers * model.kept_by_a_layer(number)
-    if t.activation_checkpointing:
+    if checkpoints_activations(config):
         kept = model.layers * model.hidden * number + model.kept_by_a_layer(number)
-    return {**held, "activations": float(t.micro_batch_tokens * kept), "logits": logit_bytes(model, config)}
+    return {
+        **held,
+        "activations": float(t.micro_batch_tokens * kept),
+        "logits": logit_bytes(model, config, ENTROPY_COPIES if t.entropy_coef > 0 else LOGIT_COPIES),
+    }
 
 
-def logit_bytes(model: Model, config: Config) -> float:
-    return float(min(4 * config.trainer.micro_batch_tokens * model.vocabulary, LOGIT_BYTES) * LOGIT_COPIES)
+def logit_bytes(model: Model, config: Config, copies: float) -> float:
+    return float(min(4 * config.trainer.micro_batch_tokens * model.vocabulary, LOGIT_BYTES) * copies)
+
+
+def checkpoints_activations(config: Config) -> bool:
+    choice = config.trainer.activation_checkpointing
+    return on_gpu(config) if choice == "auto" else bool(choice)
 
 
 def computed_bytes(config: Config) -> int:
@@ -141,12 +201,12 @@ def has_reference(settings: TrainerSettings) -> bool:
 
 def loads_reference(config: Config) -> bool:
     """Whether the trainer holds the model of a reference."""
-    return has_reference(config.trainer_settings()) and "ref_logprobs" not in config.limits().scored_apart
+    return has_reference(config.trainer_settings) and "ref_logprobs" not in config.limits.scored_apart
 
 
 def published_bytes(config: Config, number: int) -> int:
     """Bytes of a number of a published version. `number`: in the type that `config.json` names."""
-    return WIDTHS.get(config.trainer_settings().publish_dtype, number)
+    return WIDTHS.get(config.trainer_settings.publish_dtype, number)
 
 
 def start_memory(model: Model, config: Config, reference: Model | None = None) -> dict[str, float]:
@@ -164,7 +224,7 @@ def start_memory(model: Model, config: Config, reference: Model | None = None) -
 
 def host_memory(model: Model, config: Config, reference: Model | None = None) -> dict[str, float]:
     """Bytes that the trainer's process needs in host memory, in addition to those on its device."""
-    t, settings = config.trainer, config.trainer_settings()
+    t, settings = config.trainer, config.trainer_settings
     parts = {"a version being published": float(published_bytes(config, model.bytes) * model.trained)}
     if t.checkpoint_every and (t.ranks > 1 or on_gpu(config)):
         parts["weights being saved"] = min(4.0 * model.trained, max(CHECKPOINT_FILE_BYTES, 4.0 * model.largest))
@@ -185,7 +245,7 @@ def scorer_memory(
     model: Model, config: Config, tasks: Sequence[str], reference: Model | None = None
 ) -> dict[str, float]:
     """Bytes that a scorer needs on its device. It is one process, holds whole models and makes no backward pass."""
-    number, settings = computed_bytes(config), config.trainer_settings()
+    number, settings = computed_bytes(config), config.trainer_settings
     parts = {}
     if "old_logprobs" in tasks:
         parts["weights"] = float(number * (model.parameters + model.adapter))
@@ -194,7 +254,7 @@ def scorer_memory(
     scored = [model] * ("weights" in parts) + ([reference] if reference and "reference" in parts else [])
     layer = max((one.kept_by_a_layer(number) for one in scored), default=0)
     parts["activations of a layer"] = float(config.trainer.micro_batch_tokens * layer)
-    return parts | {"logits": logit_bytes(model, config)}
+    return parts | {"logits": logit_bytes(model, config, LOGIT_COPIES)}
 
 
 def replica_memory(model: Model, config: Config) -> dict[str, float]:
@@ -222,31 +282,34 @@ def worker_memory(model: Model, config: Config) -> dict[str, float]:
 
 
 def memory_lines(model: Model, config: Config, reference: Model | None = None) -> Iterator[str]:
-    """Lines of `engine check`. Raises: ConfigError if a device that the configuration declares is too small."""
+    """Lines of `engine check`. Raises: ConfigError if a device is too small, whose memory is declared or was read."""
     trainer = trainer_memory(model, config, reference)
-    declared = config.trainer.device_memory_gb
+    devices = devices_of(config)
     who = "the trainer" if config.trainer.ranks == 1 else f"each of the trainer's {config.trainer.ranks} ranks"
     yield f"ok: {who} needs about {shown(trainer)} on its device"
-    _require("trainer.device_memory_gb", declared, trainer, who, TRAINER_FIX)
+    if lacks_memory(devices.trainer, trainer):
+        raise _too_small(config, "trainer", devices.trainer, trainer, who, trainer_fix(model, config, reference))
     if on_gpu(config):
         loading = shown(start_memory(model, config, reference))
         yield f"ok: to load the model, the trainer needs about {loading} of host memory"
     yield f"ok: the trainer needs about {shown(host_memory(model, config, reference))} of host memory in addition"
-    for tasks in config.limits().scorers():
+    for tasks in config.limits.scorers():
         scorer, who = scorer_memory(model, config, tasks, reference), f"the scorer of {' and '.join(tasks)}"
         yield f"ok: {who} needs about {shown(scorer)} on its device"
-        _require("trainer.device_memory_gb", declared, scorer, who, SCORER_FIX)
+        if lacks_memory(devices.scorer, scorer):
+            raise _too_small(config, "trainer", devices.scorer, scorer, who, SCORER_FIX)
     if config.rollout.backend == "torch":
         replica = replica_memory(model, config)
         yield f"ok: a replica needs about {shown(replica)}, with the cache at full length"
-        _require("rollout.device_memory_gb", config.rollout.device_memory_gb, replica, "a replica", REPLICA_FIX)
+        if lacks_memory(devices.replica, replica):
+            raise _too_small(config, "rollout", devices.replica, replica, "a replica", REPLICA_FIX)
     elif config.rollout.backend == "vllm":
-        yield from _vllm_lines(model, config)
+        yield from _vllm_lines(model, config, devices)
 
 
-def _vllm_lines(model: Model, config: Config) -> Iterator[str]:
-    """Raises: ConfigError if vLLM's share of a declared device is too small for its worker."""
-    rollout, args = config.rollout, config.rollout.engine_args
+def _vllm_lines(model: Model, config: Config, devices: Devices) -> Iterator[str]:
+    """Raises: ConfigError if vLLM's share of its device is too small for its worker."""
+    rollout, args, device = config.rollout, config.rollout.engine_args, devices.replica
     if args.get("quantization"):
         yield f"note: the memory of vLLM with quantization {args['quantization']} is not estimated"
         return
@@ -262,21 +325,20 @@ def _vllm_lines(model: Model, config: Config) -> Iterator[str]:
         version = float(published_bytes(config, model.bytes) * model.trained)
         memory = "Ray's object store" if rollout.transport == "object_store" and not model.adapter else "shared memory"
         yield f"ok: a machine with replicas holds at most 2 versions in {memory}, {_size(2 * version)}"
-    if rollout.device_memory_gb:
-        share = 1.0 if args.get("kv_cache_memory_bytes") else args.get("gpu_memory_utilization", VLLM_SHARE)
-        room = share * rollout.device_memory_gb * GB
-        takes = f"vLLM takes {_size(room)} of its device ({share:g} * {rollout.device_memory_gb:g} GB)"
+    if device.gigabytes:
+        given = {**memory_args(device.part, args), **args}
+        share = 1.0 if args.get("kv_cache_memory_bytes") else given.get("gpu_memory_utilization", MEMORY_SHARE)
+        room = share * device.gigabytes * GB
+        takes = f"vLLM takes {_size(room)} of its device ({share:g} * {device.gigabytes:g} GB)"
         if weights + request > room:
-            law = f"{who} needs at least {shown(parts)}, and {takes}"
-            raise ConfigError("rollout.device_memory_gb", rollout.device_memory_gb, law, VLLM_FIX)
+            law = f"{who} needs at least {shown(parts)}, but {takes}"
+            if device.declared:
+                raise ConfigError("rollout.device_memory_gb", rollout.device_memory_gb, law, VLLM_FIX)
+            raise ConfigError("rollout.engine_args", dict(args), law, VLLM_FIX)
         fitting = int((room - weights) // request)
         yield f"ok: {takes}: {_size(room - weights)} of cache, {fitting} requests of that length"
 
 
-TRAINER_FIX = (
-    "set trainer.activation_checkpointing, lower trainer.micro_batch_tokens, raise trainer.ranks, "
-    "or use a larger device"
-)  # fmt: skip
 SCORER_FIX = "lower trainer.micro_batch_tokens, or use a larger device"
 REPLICA_FIX = "lower rollout.slots or rollout.context, or use a larger device"
 VLLM_FIX = (
@@ -285,9 +347,78 @@ VLLM_FIX = (
 )  # fmt: skip
 
 
-def _require(field: str, declared: float, parts: Mapping[str, float], who: str, fix: str) -> None:
-    if declared and sum(parts.values()) > declared * GB:
-        raise ConfigError(field, declared, f"{who} needs about {shown(parts)}", fix)
+def lacks_memory(device: Device, parts: Mapping[str, float]) -> bool:
+    return 0 < device.gigabytes * GB < sum(parts.values())
+
+
+def _too_small(
+    config: Config, section: str, device: Device, parts: Mapping[str, float], who: str, fix: str
+) -> ConfigError:
+    law = f"{who} needs about {shown(parts)}"
+    if device.declared:
+        return ConfigError(f"{section}.device_memory_gb", device.gigabytes, law, fix)
+    return ConfigError(f"{section}.device", getattr(config, section).device, f"{law}, but has {device}", fix)
+
+
+def trainer_fix(model: Model, config: Config, reference: Model | None) -> str:
+    """The settings with which the trainer fits: those that only cost time if they are enough, else more ranks, host
+    memory or an adapter, with them."""
+    ways = []
+    for larger in _larger_changes(config):
+        changes = (change for more in larger for change in _changes(config, more))
+        fitting = next((change for change in changes if _fits(model, config, reference, change)), None)
+        if fitting is not None:
+            ways.append(", ".join(f"trainer.{name}: {_shown_setting(value)}" for name, value in fitting.items()))
+        if ways and larger == [{}]:
+            break
+    return f"use {'; or '.join(ways)}" if ways else "use a larger device, or a smaller model"
+
+
+def _larger_changes(config: Config) -> Iterator[list[dict[str, Any]]]:
+    """Changes of one kind after the other, smaller ones first."""
+    t, gpus = config.trainer, gpu_count() or MOST_RANKS
+    yield [{}]
+    yield [{"ranks": ranks} for ranks in (2, 4, 8) if t.ranks < ranks <= gpus]
+    if not t.cpu_offload:
+        yield [{"cpu_offload": True}]
+    if t.lora is None:
+        yield [{"lora": LoraSection()}]
+
+
+def _changes(config: Config, more: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """`more`, with checkpointed activations and fewer and fewer tokens in a pass."""
+    t = config.trainer
+    saving = {} if checkpoints_activations(config) else {"activation_checkpointing": True}
+    if more:
+        yield dict(more)
+    for part in (1, 2, 4, 8):
+        tokens = {} if part == 1 else {"micro_batch_tokens": t.micro_batch_tokens // part}
+        yield {**saving, **tokens, **more}
+
+
+def _fits(model: Model, config: Config, reference: Model | None, change: Mapping[str, Any]) -> bool:
+    if not change or change.get("micro_batch_tokens", 1) < 1:
+        return False
+    try:
+        changed = config.model_copy(update={"trainer": config.trainer.model_copy(update=dict(change))})
+        device = devices_of(changed).trainer
+    except ConfigError:
+        return False
+    if "lora" in change:
+        model = replace(model, adapter=adapter_estimate(model, change["lora"].rank))
+    host = host_memory(model, changed, reference)
+    held = trainer_memory(model, changed, reference)
+    return not lacks_memory(device, held) and sum(host.values()) < memory_bytes()
+
+
+def adapter_estimate(model: Model, rank: int) -> int:
+    """Parameters of an adapter of all linear layers of a transformer with a gated MLP."""
+    widths = 2 * (model.hidden + model.heads_width) + 2 * (model.hidden + model.kv_width)
+    return rank * model.layers * (widths + 3 * (model.hidden + model.intermediate))
+
+
+def _shown_setting(value: Any) -> str:
+    return f"{{rank: {value.rank}}}" if isinstance(value, LoraSection) else str(value).lower()
 
 
 def shown(parts: Mapping[str, float]) -> str:

@@ -1,56 +1,22 @@
-"""The pools section of a configuration: which tasks share hardware, and what each pool gets of it.
+"""The laws of `pools`: which tasks may share hardware, and what each pool gets of it.
 
-Part of `schema.Config`, which builds `Limits.pools` from it. Tasks that share a pool take turns on it. A task that no
+Called by `schema.Config`, which builds `Limits.pools` from it. Tasks that share a pool take turns on it. A task that no
 pool names stays where it is without pools: scoring in the trainer, reward and validation in the replicas.
 """
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pydantic import Field
-
-from engine.config.section import Section
+from engine.config.sections import PoolSection, Sections
 from engine.errors import ConfigError, suggestion
 from engine.ids import ReplicaId
-from engine.states.limits import REWARDING, TASKS, TRAINER_TASKS, AddedState, Pool
-
-if TYPE_CHECKING:
-    from engine.config.schema import Config
+from engine.states.limits import REWARDING, TASKS, TRAINER_TASKS, AddedState, Limits, Pool
 
 TOLERANCE = 1e-6
 
 
-class PoolSection(Section):
-    """One pool: the tasks that take turns on its hardware."""
-
-    tasks: list[str] = Field(min_length=1, max_length=len(TASKS), description=f"One or more of {', '.join(TASKS)}.")
-    share: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="Share of all CPU threads and GPUs; null in every pool: use each task's own settings.",
-    )
-    replicas: int | None = Field(
-        None,
-        ge=1,
-        le=4096,
-        description="Number of rollout.replicas in this pool; if only validation is in it, its own replicas.",
-    )
-    slots: int | None = Field(
-        None,
-        ge=1,
-        le=65_536,
-        description="Groups rewarded at once, if reward is alone in this pool; null: rollout.slots.",
-    )
-
-    @property
-    def alone(self) -> bool:
-        """Whether the pool has only one task."""
-        return len(self.tasks) == 1
-
-
-def check_pools(config: "Config") -> None:
+def check_pools(config: Sections) -> None:
     """Raises: `ConfigError` for pools with which no run is possible."""
     pools = config.pools
     if not pools:
@@ -84,9 +50,11 @@ def check_pools(config: "Config") -> None:
                 )
 
 
-def settled_by_pools(config: "Config") -> dict[str, Any]:
-    """Sections that replace those of the configuration, by name: threads that were left open, from the pools' shares;
-    and validation's own replicas. Raises: `ConfigError` if the validation section and a pool disagree."""
+def settle_pools(config: Sections) -> Sections:
+    """The sections with the threads that were left open, from the pools' shares, and with validation's own replicas.
+
+    Raises: `ConfigError` if the validation section and a pool disagree.
+    """
     sections: dict[str, Any] = {}
     rollout, trainer, cores = config.rollout, config.trainer, os.cpu_count() or 1
     if not rollout.threads:
@@ -101,10 +69,10 @@ def settled_by_pools(config: "Config") -> dict[str, Any]:
     own = next((pool for pool in config.pools if pool.tasks == ["validation"]), None)
     if own is not None:
         sections["validation"] = _own_validation(config, own)
-    return sections
+    return config.model_copy(update=sections)
 
 
-def limit_pools(config: "Config") -> tuple[Pool, ...]:
+def limit_pools(config: Sections) -> tuple[Pool, ...]:
     """The pools for the scheduler: every task of the run is in a pool, and replicas are numbered."""
     if not config.pools:
         return ()
@@ -126,13 +94,13 @@ def limit_pools(config: "Config") -> tuple[Pool, ...]:
     return tuple(pools)
 
 
-def rewarding(config: "Config") -> tuple[AddedState, ...]:
+def rewarding(config: Sections) -> tuple[AddedState, ...]:
     """The state in which groups are rewarded, if `reward` has a pool of its own."""
     alone = (pool for pool in config.pools if pool.tasks == ["reward"])
     return tuple(AddedState(name=REWARDING, concurrency=pool.slots or config.rollout.slots) for pool in alone)
 
 
-def replicas_of_pools(config: "Config") -> list[tuple[ReplicaId, ...]]:
+def replicas_of_pools(config: Sections) -> list[tuple[ReplicaId, ...]]:
     """The replicas in each pool, numbered in the pools' order."""
     standing: list[tuple[ReplicaId, ...]] = []
     first = 0
@@ -143,7 +111,7 @@ def replicas_of_pools(config: "Config") -> list[tuple[ReplicaId, ...]]:
     return standing
 
 
-def threads_of_scorers(config: "Config", scorers: Sequence[Sequence[str]]) -> tuple[int, ...]:
+def threads_of_scorers(config: Sections, scorers: Sequence[Sequence[str]]) -> tuple[int, ...]:
     """CPU threads of each scorer, by its pool's share; without shares, as many as the trainer has."""
     cores = os.cpu_count() or 1
     shares = {task: pool.share for pool in config.pools for task in pool.tasks}
@@ -151,11 +119,11 @@ def threads_of_scorers(config: "Config", scorers: Sequence[Sequence[str]]) -> tu
     return tuple(config.trainer.threads if share is None else max(1, int(share * cores)) for share in given)
 
 
-def layout(config: "Config") -> Iterator[str]:
+def layout(config: Sections, limits: Limits) -> Iterator[str]:
     """The lines of `engine check` on the pools, one for each."""
-    needed = {"rollout", "reward", "train", *config.scoring_tasks}
+    needed = {"rollout", "reward", "train", *limits.scoring_tasks}
     shares = [pool.share for pool in config.pools]
-    for number, pool in enumerate(limit_pools(config)):
+    for number, pool in enumerate(limits.pools):
         share = shares[number] if number < len(shares) else None
         parts = [f"{share:.0%} of the threads" if share is not None else ""]
         parts += [f"replicas {pool.replicas[0]} to {pool.replicas[-1]}" if pool.replicas else ""]
@@ -168,7 +136,7 @@ def layout(config: "Config") -> Iterator[str]:
         yield "; ".join([f"pool {number}: {', '.join(pool.tasks)}", *filter(None, parts)])
 
 
-def surprises(config: "Config") -> Iterator[str]:
+def surprises(config: Sections) -> Iterator[str]:
     """The notes of `engine check` on the pools."""
     rollout = config.rollout
     shared = any(pool.shared for pool in limit_pools(config))
@@ -176,7 +144,7 @@ def surprises(config: "Config") -> Iterator[str]:
         yield "rollout.engine_args without enable_sleep_mode: replicas keep their memory while their pool trains"
 
 
-def _measures(config: "Config") -> bool:
+def _measures(config: Sections) -> bool:
     v = config.validation
     return config.held_out and bool(v.at_start or v.every or v.at_end)
 
@@ -205,7 +173,7 @@ def _check_homes(pools: Sequence[PoolSection]) -> None:
                 raise ConfigError(f"{place}.tasks", pool.tasks, law, f"keep {task} in one of them")
             homes[task] = place
         for task in ("reward", "validation"):
-            if task in pool.tasks and not pool.alone and "rollout" not in pool.tasks:
+            if task in pool.tasks and len(pool.tasks) > 1 and "rollout" not in pool.tasks:
                 law = f"{task} must share a pool with rollout or have a pool of its own"
                 raise ConfigError(
                     f"{place}.tasks", pool.tasks, law, f"add rollout, put {task} into a pool of its own, or remove it"
@@ -226,7 +194,7 @@ def _check_shares(pools: Sequence[PoolSection]) -> None:
         raise ConfigError("pools.share", given, f"must add up to 1, not to {sum(given):g}", f"use {fix}")
 
 
-def _check_replicas(config: "Config") -> None:
+def _check_replicas(config: Sections) -> None:
     wanted, rolling = config.rollout.replicas, [pool for pool in config.pools if "rollout" in pool.tasks]
     for place, pool in _placed(config.pools):
         if len(rolling) > 1 and "rollout" in pool.tasks and pool.replicas is None:
@@ -238,7 +206,7 @@ def _check_replicas(config: "Config") -> None:
         raise ConfigError("rollout.replicas", wanted, law, f"use {standing}, or change the pools")
 
 
-def _own_validation(config: "Config", own: PoolSection) -> Any:
+def _own_validation(config: Sections, own: PoolSection) -> Any:
     """The validation section that results from validation's own pool. Raises: `ConfigError` if they disagree."""
     section, given = config.validation, config.validation.model_fields_set
     if "placement" in given and section.placement != "own":

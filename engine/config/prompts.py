@@ -7,9 +7,9 @@ needed; never loads weights.
 from collections.abc import Mapping
 from typing import Any
 
-from engine.chat import ChatSettings, PromptRenderer, has_template, render, template_arguments, turn_end
 from engine.config.schema import Config
 from engine.errors import ConfigError, DataFailure, describe_error, suggestion
+from engine.tasks.chat import ChatSettings, PromptRenderer, has_template, render, template_arguments, turn_end
 from engine.tasks.dataset import Dataset
 from engine.tasks.prompt_lengths import PromptLimit
 
@@ -45,7 +45,7 @@ def load_tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model)
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its files and its hub do
         law = f"has no tokenizer that transformers can load: {describe_error(error)}"
         raise ConfigError("model.path", model, law, "give a model with its tokenizer") from error
@@ -73,7 +73,7 @@ def model_config(model: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model).get_text_config()
+        return AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
     except Exception as error:  # transformers raises whatever its files and its hub do
         law = f"has no configuration that transformers can load: {describe_error(error)}"
         raise ConfigError("model.path", model, law, "give a model in Hugging Face format") from error
@@ -125,11 +125,6 @@ def check_prompts(config: Config, tokenizer: Any, model: str, files: Mapping[str
             raise ConfigError("data.chat", "never", law, "use auto")
         law = f"has lists of messages, but the tokenizer of model.path {model} has no chat template"
         raise ConfigError(field, data.path, law, "use a model with a chat template, or text prompts")
-
-
-def has_agents(config: Config) -> bool:
-    """Whether rollouts write their own messages, so that it is not known in advance what the model reads."""
-    return config.several_turns
 
 
 def stop_ids_of(tokenizer: Any, model: str, stop: list[str], chat: ChatSettings | None = None) -> tuple[int, ...]:

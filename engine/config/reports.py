@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from engine.config.section import Section
+from engine.extras import install_command
 
 
 class TensorBoardSection(Section):
@@ -88,6 +89,6 @@ def missing_package(section: SamplesSection) -> Iterator[str]:
     """A note if samples are wanted but cannot be written here."""
     if (section.per_step or section.validation != 0) and importlib.util.find_spec("pyarrow") is None:
         yield (
-            "the package pyarrow is not installed, so no samples are kept; run `pip install 'step-engine[train]'`, or "
+            f"the package pyarrow is not installed, so no samples are kept; run `{install_command('train')}`, or "
             "set samples.per_step and samples.validation to 0"
         )

@@ -14,7 +14,7 @@ from engine.config.paths import moved
 from engine.config.schema import Config
 from engine.config.section import Section
 from engine.errors import ConfigError
-from engine.redaction import described
+from engine.errors.redaction import described
 from engine.scheduling.settings import FIGURES, POLICIES, live_settings
 
 FREE = (
@@ -108,13 +108,13 @@ def _shown(path: str, value: Any) -> str:
 def _settings(before: Config, wished: Config, changed: Sequence[str]) -> Settings:
     """The changed settings, in an order in which each step is valid: S rises first or falls last, so that K stays
     valid."""
-    limits, names = wished.limits(), wished.policies().names
+    limits, names = wished.limits, wished.policies().names
     found = []
     for path in changed:
         decision = path.removeprefix(POLICIES)
         value = attrgetter(FIGURES[path][0])(limits) if path in FIGURES else names.get(decision, "stop")
         found.append((path, "null" if value is None else str(value)))
-    falls = limits.max_staleness_steps < before.limits().max_staleness_steps
+    falls = limits.max_staleness_steps < before.limits.max_staleness_steps
     return tuple(sorted(found, key=lambda one: falls and one[0] == "scheduler.max_staleness_steps"))
 
 

@@ -50,7 +50,7 @@ class NamedReward(Section):
         None,
         ge=1,
         le=4096,
-        description="Maximum concurrent calls in each replica; null: the number of processes, or 4.",
+        description="Maximum concurrent calls in each replica; null: the number of processes, or reward.concurrency.",
     )
     batch_size: int = Field(
         64,
@@ -71,6 +71,12 @@ class RewardSection(Section):
         None,
         description="Name of the function that says whether a response is right: its value is at least 1. With several "
         "names, all functions that apply must say so. null: the only function, else the weighted sum.",
+    )
+    concurrency: int | None = Field(
+        None,
+        ge=1,
+        le=4096,
+        description="Maximum concurrent calls of each function in each replica; null: 4, or as many as its processes.",
     )
     timeout_s: float = Field(
         30.0,

@@ -14,38 +14,43 @@ from engine.tasks.reward_forms import bind, check_declared, declared_by
 from engine.tasks.reward_processes import ProcessSettings, RewardProcesses
 from engine.tasks.rewards import NO_LOCAL, Local, find
 
+JUDGE = "engine.tasks.judge:llm_judge"
+
 Settings = tuple[str, NamedReward]
 """The field of a function's settings, such as `reward.functions.0`, and the settings."""
 
 
 def reward_of_section(
-    section: RewardSection, directory: str | None, *, check: bool = False, local: Local = NO_LOCAL
+    section: RewardSection, directory: str | None, *, check: bool = False, apart: bool = False, local: Local = NO_LOCAL
 ) -> RewardParts | None:
     """The reward that the section names; None if it names none. `check`: also test what the functions need, for example
-    that a server answers. `local`: functions that cannot be imported, by field.
+    that a server answers. `apart`: call the user's functions in separate processes, so that one that ends its process
+    is reported. `local`: functions that cannot be imported, by field.
 
     Raises: `ConfigError` for a function that cannot be imported or called, or an argument that cannot be used.
     """
     if section.function is not None:
         alone = NamedReward(name="reward", function=section.function)
-        return RewardParts((_part("reward.function", alone, section, directory, check, local),))
+        return RewardParts((_part("reward.function", alone, section, directory, local, check, apart),))
     named = enumerate(section.functions)
     parts = [
-        _part(f"reward.functions.{index}.function", part, section, directory, check, local) for index, part in named
+        _part(f"reward.functions.{index}.function", part, section, directory, local, check, apart)
+        for index, part in named
     ]
     return RewardParts(tuple(parts)) if parts else None
 
 
 def reward_of_set(
-    spec: str, section: RewardSection, directory: str | None, field: str, local: Local = NO_LOCAL
+    spec: str, section: RewardSection, directory: str | None, field: str, local: Local = NO_LOCAL, apart: bool = False
 ) -> RewardParts:
     """The own reward of a validation set. `spec` is module:function, or the name of one of the section's functions,
-    which is then used without its weight. `field`: the configuration field of `spec`.
+    which is then used without its weight. `field`: the configuration field of `spec`. `apart`: as in
+    `reward_of_section`.
 
     Raises: `ConfigError` for a function that cannot be imported or called.
     """
     place, part = _of_set(spec, section, field)
-    return RewardParts((replace(_part(place, part, section, directory, False, local), name="", weight=1.0),))
+    return RewardParts((replace(_part(place, part, section, directory, local, False, apart), name="", weight=1.0),))
 
 
 def function_of_set(spec: str, section: RewardSection, directory: str | None, field: str, local: Local) -> Any:
@@ -63,16 +68,22 @@ def _of_set(spec: str, section: RewardSection, field: str) -> tuple[str, NamedRe
 
 
 def _part(
-    field: str, part: NamedReward, section: RewardSection, directory: str | None, check: bool, local: Local
+    field: str, part: NamedReward, section: RewardSection, directory: str | None, local: Local, check: bool, apart: bool
 ) -> RewardPart:
     """`field`: the configuration field of the function."""
     settings_field = field.removesuffix(".function")
     function = find(part.function, directory, field, local)
-    bound = bind(function, part.arguments, part.function, field)
-    declared = declared_by(function)
-    if check:
-        check_declared(function, part.arguments, f"{settings_field}.arguments")
+    declared, timeout_s = declared_by(function), part.timeout_s or section.timeout_s
+    arguments = ({declared.time_limit: timeout_s} if declared.time_limit else {}) | part.arguments
+    bound = bind(function, arguments, part.function, field)
+    note = check_declared(function, arguments, f"{settings_field}.arguments") if check else ""
     processes = declared.processes if part.processes is None else part.processes
+    at_once = processes or part.concurrency or section.concurrency
+    setting = f"{settings_field}.{'processes' if processes else 'concurrency'}"
+    if section.function is not None or not (processes or part.concurrency):
+        setting = "reward.concurrency"
+    if apart and field not in local and not part.function.startswith("engine."):
+        processes = processes or 1
     if part.memory_mb is not None and not processes:
         law = "limits the processes of the function, but it has none"
         raise ConfigError(
@@ -84,8 +95,7 @@ def _part(
     pool = None
     if processes:
         settings = ProcessSettings(
-            spec=part.function, directory=directory, arguments=part.arguments,
-            timeout_s=part.timeout_s or section.timeout_s, memory_mb=part.memory_mb,
+            spec=part.function, directory=directory, arguments=arguments, timeout_s=timeout_s, memory_mb=part.memory_mb,
         )  # fmt: skip
         pool = RewardProcesses(settings, processes)
     plain = RewardPart(
@@ -95,8 +105,11 @@ def _part(
         form=cast(Form, bound.form),
         unit=part.unit,
         shown=part.function.replace(":", "."),
-        timeout_s=part.timeout_s or section.timeout_s,
-        concurrency=processes or part.concurrency,
+        judge=str(arguments.get("model", "")) if part.function == JUDGE else "",
+        timeout_s=timeout_s,
+        note=note,
+        concurrency=at_once,
+        setting=setting,
         batch_size=part.batch_size,
         limits_itself=pool is not None,
     )

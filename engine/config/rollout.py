@@ -88,12 +88,12 @@ class RolloutSection(Section):
     transport_timeout_s: float = Field(
         60.0, gt=0, le=86_400, description="Seconds without an answer from the other side after which a transfer fails."
     )
-    send_bucket_mb: int = Field(64, ge=1, le=16_384, description="Size of one message from the sender, in MiB.")
-    receive_bucket_mb: int = Field(
+    bucket_mb: int = Field(
         64,
         ge=1,
         le=16_384,
-        description="Buffer of a receiver (replica or vLLM worker) in addition to the tensors, in MiB.",
+        description="Maximum size of one message of weights, and of one file of staged weights, in MiB. A sender and a "
+        "receiver need that much memory in addition to the tensors.",
     )
     straggler_factor: float | None = Field(
         None,
@@ -107,7 +107,13 @@ class RolloutSection(Section):
     )
     temperature: float = Field(1.0, gt=0, le=100, description="Sampling temperature.")
     top_p: float = Field(
-        1.0, gt=0, le=1, description="Probability mass of nucleus sampling; a value below 1 biases ratios."
+        1.0,
+        gt=0,
+        le=1,
+        description="Probability mass of nucleus sampling; below 1 only with allow_truncated_sampling.",
+    )
+    allow_truncated_sampling: bool = Field(
+        False, description="Train on responses sampled with top_p below 1, which biases every importance ratio."
     )
     max_tokens: int = Field(256, ge=1, le=10_000_000, description="Maximum tokens of a response.")
     stop: list[str] = Field(
@@ -172,6 +178,7 @@ class RolloutSection(Section):
     @model_validator(mode="after")
     def _laws(self) -> Self:
         refuse_own(self.engine_args)
+        self._refuse_truncation()
         self._check_gpus()
         given = self.replicas if "replicas" in self.model_fields_set else None
         if replicas := replicas_of(self.backend, self.urls, given, self.weights_dir):
@@ -194,15 +201,22 @@ class RolloutSection(Section):
     def sampler_dtype(self) -> str:
         """Type of the samplers' weights, where the configuration names it; else `auto`, that in the model's
         `config.json`."""
-        kind = {"half": "float16", "float": "float32"}.get(
-            str(self.engine_args.get("dtype")), str(self.engine_args.get("dtype"))
-        )
+        asked = str(self.engine_args.get("dtype"))
+        kind = {"half": "float16", "float": "float32"}.get(asked, asked)
         return kind if kind in ("float32", "bfloat16", "float16") else "auto"
 
     @property
     def longest(self) -> int:
         """Tokens of the longest conversation, if the configuration limits them; else 0."""
         return int(self.context or self.engine_args.get("max_model_len") or 0)
+
+    def _refuse_truncation(self) -> None:
+        """Raises: `ConfigError` for sampling from a part of the vocabulary: the trainer's log-probs are of all of it.
+        top_p is the only such setting: the backends fix top_k and min_p, and the gateway refuses them."""
+        if self.top_p < 1 and not self.allow_truncated_sampling:
+            law = "truncates sampling, but the trainer's log-probs are of the full vocabulary: every ratio is too small"
+            fix = "use 1, or rollout.allow_truncated_sampling: true; for validation only, set top_p in validation.sets"
+            raise ConfigError("rollout.top_p", self.top_p, law, fix)
 
     def _check_gpus(self) -> None:
         workers = workers_of(self.engine_args)

@@ -145,7 +145,7 @@ class SchedulerSection(Section):
     data_attempts: int = Field(
         2,
         **BOUNDS["data_attempts"].as_field(),
-        description="Maximum attempts of a group that end in failures of its data or reward.",
+        description="Maximum attempts of a group that end in failures of its data or reward, or in repeated hangs.",
     )
     states: tuple[str, ...] = Field(
         (),

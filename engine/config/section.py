@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from engine.errors import ConfigError
-from engine.redaction import HIDDEN, is_secret_name, secret_in_command, secret_in_text
+from engine.errors.redaction import HIDDEN, is_secret_name, secret_in_command, secret_in_text
 
 DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
 NAMED = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"

@@ -3,20 +3,15 @@ means."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
 from engine.config.section import DEVICE, Section
 from engine.errors import ConfigError
-from engine.lora import ALL_LINEAR, CONFIG_FILE, Lora
-from engine.rollout.vllm.engine_args import LORA_RANKS
 from engine.states.limits import BOUNDS
+from engine.training.lora import ALL_LINEAR, CONFIG_FILE, Lora
 from engine.training.trainer_settings import Mask, TrainerSettings
-
-if TYPE_CHECKING:
-    from engine.config.schema import Config
-
 
 MOST_STEPS = 1 << 40
 MOST_TOKENS = 1_000_000_000
@@ -41,7 +36,7 @@ class KeepBestSection(Section):
 
 
 class LoraSection(Section):
-    """A low-rank adapter: `engine.lora.Lora` says what each field means, and checks it."""
+    """A low-rank adapter: `engine.training.lora.Lora` says what each field means, and checks it."""
 
     rank: int = Field(16, ge=1, le=4096, description="Rank of the adapter's matrices.")
     alpha: float = Field(32.0, gt=0, le=1_000_000, description="The product of the matrices is scaled by alpha / rank.")
@@ -91,7 +86,11 @@ class TrainerSection(Section):
     clip_dual: float = Field(
         0.0, ge=0, le=1000, description="Dual clip: bound of the ratio for negative advantages, such as 3; 0: none."
     )
-    correction: str = Field("none", description="none, token_tis or sequence_tis (truncated importance sampling).")
+    correction: str = Field(
+        "auto",
+        description="none, token_tis or sequence_tis (truncated importance sampling); auto: token_tis with the vllm "
+        "and openai backends, else none.",
+    )
     correction_cap: float = Field(2.0, gt=0, description="Maximum importance weight.")
     masks: tuple[MaskSection, ...] = Field(
         (), strict=False, max_length=12, description="Bounds outside which tokens or trajectories are dropped."
@@ -158,8 +157,10 @@ class TrainerSection(Section):
     fp32_head: bool = Field(
         False, description="With bf16: compute logits in float32. No effect on models that scale or cap their logits."
     )
-    activation_checkpointing: bool = Field(
-        False, description="Keep only the layers' inputs for the backward pass: less memory, a third more time."
+    activation_checkpointing: bool | Literal["auto"] = Field(
+        "auto",
+        description="Keep only the layers' inputs for the backward pass: less memory, a third more time; auto: on "
+        "GPUs.",
     )
     lora: LoraSection | None = Field(
         None, description="Train a low-rank adapter instead of the whole model; null: the whole model."
@@ -207,14 +208,8 @@ class TrainerSection(Section):
     def settings(self, *, response_tokens: int, samplers: str, **shared: Any) -> TrainerSettings:
         """The settings for the trainer. `shared`: settings from other sections. `samplers`: the type of the samplers'
         weights, for `publish_dtype`. Raises: ConfigError."""
-        elsewhere = {
-            "checkpoint_every",
-            "keep_checkpoints",
-            "keep_checkpoints_every",
-            "keep_best",
-            "device_memory_gb",
-            "gpus_per_rank",
-        }
+        elsewhere = {"checkpoint_every", "keep_checkpoints", "keep_checkpoints_every", "keep_best"}
+        elsewhere |= {"device_memory_gb", "gpus_per_rank"}
         own = self.model_dump(exclude=elsewhere)
         own["masks"] = tuple(Mask(**mask) for mask in own["masks"])
         own["lora"] = None if self.lora is None else self.lora.settings()
@@ -223,6 +218,19 @@ class TrainerSection(Section):
         if self.publish_dtype == "auto":
             own["publish_dtype"] = samplers
         return TrainerSettings(**own, **shared)
+
+
+def settled_correction(trainer: TrainerSection, backend: str) -> TrainerSection:
+    """The section with a correction for the rollout `backend`, if it is left open.
+
+    vLLM and servers round differently from the trainer, above all in bfloat16, and PPO's clip has no bound for a ratio
+    above 1 with a negative advantage. `cispo` bounds its ratio to the behavior policy itself.
+    """
+    if trainer.correction != "auto":
+        return trainer
+    bounded = trainer.loss == "cispo" and trainer.old_policy == "behavior"
+    correction = "none" if backend == "torch" or bounded else "token_tis"
+    return trainer.model_copy(update={"correction": correction})
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -234,26 +242,6 @@ def refuse_idle_gpus(trainer: TrainerSection) -> None:
     if trainer.gpus_per_rank and trainer.device == "cpu":
         law = "trainer.device is cpu, so the reserved GPUs would be idle"
         raise ConfigError("trainer.gpus_per_rank", trainer.gpus_per_rank, law, "use 0, or trainer.device: auto")
-
-
-def refuse_adapter(config: "Config") -> None:
-    """Raises: `ConfigError` for a section that cannot work with `trainer.lora`."""
-    if config.trainer.lora is None:
-        return
-    backend = config.rollout.backend
-    if backend == "openai" and config.rollout.sync_mode == "keep":
-        law = "a request on a server ends with the adapter it began with, so trainer.lora cannot freeze and continue it"
-        raise ConfigError("rollout.sync_mode", "keep", law, "use abort or wait")
-    if backend == "vllm" and config.trainer.lora.rank > LORA_RANKS[-1]:
-        law = f"must be at most {LORA_RANKS[-1]}, the highest rank that vLLM takes"
-        raise ConfigError("trainer.lora.rank", config.trainer.lora.rank, law, f"use {LORA_RANKS[-1]} or less")
-    if config.rollout.transport == "vllm":
-        law = "sends whole models, but trainer.lora publishes an adapter"
-        raise ConfigError("rollout.transport", "vllm", law, "use object_store or distributed")
-    if config.model.checkpoint_path is not None:
-        law = "has a whole model, but trainer.lora begins with an adapter of its own"
-        fix = "write the model of the checkpoint with `engine export`, and give that as model.path"
-        raise ConfigError("model.checkpoint_path", config.model.checkpoint_path, law, fix)
 
 
 def refuse_adapter_as_model(directory: Path, field: str) -> None:

@@ -1,7 +1,6 @@
 """The validation section of a configuration: what is measured on held-out prompts, when, and where."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
@@ -11,14 +10,9 @@ from engine.config.rollout import RolloutSection
 from engine.config.section import NAMED as FUNCTION
 from engine.config.section import Section
 from engine.errors import ConfigError, suggestion
-from engine.states.estimators import metric_names
 from engine.states.limits import HELD_OUT, ValidationLimits, ValidationSet
 from engine.tasks.answers import NAMED as ANSWER
 from engine.tasks.answers import NONE
-
-if TYPE_CHECKING:
-    from engine.config.schema import Config
-
 
 RESERVED = ("accuracy", "reward_mean", "rows", "measured", "version", "steps", "seconds", "elapsed_s", "outcome")
 """Names that a set cannot have: its metrics are `validation/NAME/...`, and `validation/accuracy` and so on are metrics
@@ -164,11 +158,11 @@ def _settings(
 
 
 def validation_limits(
-    section: ValidationSection, rollout: RolloutSection, reward: RewardSection, samples: int, *, replicas: int
+    section: ValidationSection, rollout: RolloutSection, reward: RewardSection, samples: int
 ) -> ValidationLimits | None:
     """The limits for the scheduler, with the maximum number of rows; None if nothing is ever measured.
 
-    `samples`: trajectories of a group, which a slot holds at once; `replicas`: the number that generate.
+    `samples`: trajectories of a group, which a slot holds at once.
     Raises: `ConfigError` for sets that cannot be measured.
     """
     refuse_sets(section, rollout, reward)
@@ -183,7 +177,7 @@ def validation_limits(
         every=section.every,
         at_end=section.at_end,
         replicas=section.replicas,
-        own_from=replicas if section.placement == "own" else None,
+        own_from=rollout.replicas if section.placement == "own" else None,
         conflict=section.conflict,
     )
 
@@ -215,52 +209,3 @@ def refuse_sets(section: ValidationSection, rollout: RolloutSection, reward: Rew
         if rollout.context is not None and one.max_tokens >= rollout.context:
             law = f"must be below rollout.context = {rollout.context}, which holds the prompt too"
             raise ConfigError(f"{one.field}.max_tokens", one.max_tokens, law, f"use at most {rollout.context - 1}")
-
-
-def refuse_validation(config: "Config", held_out: bool) -> None:
-    """Raises: `ConfigError` for sets that cannot be measured, and for a best checkpoint that is never measured."""
-    section, rollout = config.validation, config.rollout
-    for one in validation_sets(section, rollout, config.reward) if section.sets else ():
-        if one.path is None and config.data.validation_path is None and config.model.make is None:
-            raise ConfigError(f"{one.field}.path", None, "required without data.validation_path", "set it to a file")
-    if section.every and not held_out:
-        law = "there are no validation prompts"
-        raise ConfigError("validation.every", section.every, law, "set data.validation_path: <file>, or use 0")
-    if section.placement == "own" and rollout.backend == "openai":
-        law = "the openai backend cannot reserve replicas for validation"
-        raise ConfigError("validation.placement", section.placement, law, "use shared")
-    if section.placement == "shared" and section.replicas > rollout.replicas:
-        law = f"must be at most rollout.replicas = {rollout.replicas}"
-        raise ConfigError("validation.replicas", section.replicas, law, f"use {rollout.replicas}")
-    if config.agent.on_gateway and len({one.way for one in validation_sets(section, rollout, config.reward)}) > 1:
-        law = "must all have the same sampling and reward: agents on the gateway use one for every set"
-        raise ConfigError(
-            "validation.sets", [one.name for one in section.sets], law, "remove the fields in which the sets differ"
-        )
-    _refuse_best(config)
-
-
-def _refuse_best(config: "Config") -> None:
-    best, limits = config.trainer.keep_best, config.limits().validation
-    if best is None or limits is None:  # `Limits` has refused a best checkpoint without validation
-        return
-    known = metric_names(limits.measured_sets)
-    if best.metric not in known:
-        fix = suggestion(best.metric, known, f"use one of {', '.join(known)}")
-        raise ConfigError("trainer.keep_best.metric", best.metric, "is not a validation metric", fix)
-    every = config.validation.every
-    for field, step in _rhythms(config):
-        if not every or every % step:
-            law = (
-                f"must be a multiple of {field} = {step} with trainer.keep_best: only measured checkpoints can be best"
-            )
-            raise ConfigError("validation.every", every, law, f"use {max(step, every - every % step)}")
-
-
-def _rhythms(config: "Config") -> Sequence[tuple[str, int]]:
-    """Train steps from one checkpoint to the next, and from one version to the next."""
-    trainer, scheduler = config.trainer, config.scheduler
-    return (
-        ("trainer.checkpoint_every", trainer.checkpoint_every),
-        ("scheduler.sync_every", scheduler.sync_every),
-    )

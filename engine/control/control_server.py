@@ -12,9 +12,9 @@ from typing import Any
 from aiohttp import web
 
 from engine.control.address_file import ControlPlace
+from engine.control.http_listener import ANYWHERE, ConnectionBounds, Hosts, Listener, Refused
 from engine.control.requests import MAX_BODY_BYTES, Operation, parse
 from engine.errors import ConfigError, EngineError
-from engine.http_listener import ANYWHERE, ConnectionBounds, Hosts, Listener, Refused
 
 BOUNDS = ConnectionBounds(body_bytes=MAX_BODY_BYTES)
 CarryOut = Callable[[Operation], dict[str, Any]]

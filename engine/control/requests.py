@@ -60,7 +60,7 @@ class Scale(Asked):
     replicas: int = Field(ge=1, le=MOST_REPLICAS)
 
 
-class Setting(Asked):
+class SettingRequest(Asked):
     """One setting of a running run, by its path in the configuration."""
 
     setting: str = Field(min_length=1, max_length=200)
@@ -71,7 +71,7 @@ class Set(Asked):
     """Change settings in this order: all or none."""
 
     operation: Literal["set"] = "set"
-    settings: tuple[Setting, ...] = Field(min_length=1, max_length=MOST_SETTINGS, strict=False)
+    settings: tuple[SettingRequest, ...] = Field(min_length=1, max_length=MOST_SETTINGS, strict=False)
 
 
 class Look(Asked):
@@ -144,7 +144,7 @@ def after_resuming(scheduler: Scheduler, settings: Sequence[tuple[str, str]], re
     """The events that follow the `RunResumed` of a run with `replicas` replicas: its settings, then the number of
     replicas that was wanted last, unless `settings` has a new one. Call it before that event. Raises: as `changes`."""
     state = scheduler.state
-    wanted = sum(replica.process.wanted for replica in state.fleet.rollouts())
+    wanted = sum(replica.process.wanted for replica in state.rollouts)
     changed = changes([one for one in settings if one[0] != REPLICAS], state.limits, scheduler.policies)
     if wanted in (0, replicas) or REPLICAS in dict(settings):
         return changed
@@ -167,9 +167,9 @@ def check_replicas(replicas: int, limits: Limits, maximum: int) -> None:
 
 
 def _leave_event(operation: Drain, id: ReplicaId, scheduler: Scheduler) -> ReplicaLeaves:
-    replica = scheduler.state.fleet.replicas.get(id)
+    replica = scheduler.state.replicas.get(id)
     if replica is None or replica.state == "down":
-        up = [r.id for r in scheduler.state.fleet.replicas.values() if r.state != "down"]
+        up = [r.id for r in scheduler.state.replicas.values() if r.state != "down"]
         law = (
             "does not exist" if replica is None else f"is {replica.condition}: only a replica that is up can be drained"
         )

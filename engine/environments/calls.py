@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from engine.environments.protocol import Tool
 from engine.errors import EngineError, describe_error, message_of, suggestion
-from engine.user_code import awaited, stack_of
+from engine.protocols.user_code import awaited, stack_of
 
 log = logging.getLogger(__name__)
 

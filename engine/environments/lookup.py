@@ -7,7 +7,7 @@ environment (`tasks.lookup`). A row has the fields `start`, `steps`, `links` and
 
 from collections.abc import Mapping, Sequence
 
-from engine.environments.protocol import Environment, Step, Tool, Turn
+from engine.environments.protocol import Environment, StepResult, Tool, Turn
 from engine.errors import DataFailure
 from engine.trajectory import Prompt
 
@@ -39,9 +39,9 @@ class Lookup(Environment):
             raise LookupError(f"there is no key {key}")
         return self._links[key]
 
-    def step(self, turn: Turn) -> Step:
+    def step(self, turn: Turn) -> StepResult:
         penalty = self._error_penalty * sum(call.failed for call in turn.calls)
         if turn.calls:
-            return Step(reward=-penalty)
+            return StepResult(reward=-penalty)
         right = float(turn.text.strip() == self._answer)
-        return Step(reward=right, done=True, figures={"right": right})
+        return StepResult(reward=right, done=True, figures={"right": right})

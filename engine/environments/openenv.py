@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.environments.protocol import Environment, Messages, Step, Tool, Turn
+from engine.environments.protocol import Environment, Messages, StepResult, Tool, Turn
 from engine.errors import DataFailure
 from engine.trajectory import Prompt
 
@@ -59,11 +59,13 @@ class OpenEnv(Environment):
         shown = self._shown(first.observation)
         return [*begun, {"role": "user", "content": shown}] if shown else begun
 
-    async def step(self, turn: Turn) -> Step:
+    async def step(self, turn: Turn) -> StepResult:
         """Send the actions of an answer. If the server refuses arguments, the model reads a tool error."""
         if self._tool is None:
             result = await self._client.step({self._action_field: turn.text})
-            return Step(messages=self._shown(result.observation) or "ok", reward=_number(result), done=result.done)
+            return StepResult(
+                messages=self._shown(result.observation) or "ok", reward=_number(result), done=result.done
+            )
         rewards, messages, done, wrong = [], [], not turn.calls, 0
         for call in turn.calls:
             if call.failed or done:
@@ -80,7 +82,7 @@ class OpenEnv(Environment):
             messages.append(call.answer(self._shown(result.observation)))
             done = bool(result.done)
         reward = sum(rewards) if rewards or done else None
-        return Step(messages=messages, reward=reward, done=done, figures={"tool_errors": wrong})
+        return StepResult(messages=messages, reward=reward, done=done, figures={"tool_errors": wrong})
 
     async def close(self) -> None:
         if self._client is not None:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from engine.chat import Message
+from engine.tasks.chat import Message
 from engine.trajectory import Prompt
 
 Messages: TypeAlias = str | Sequence[Message]
@@ -51,7 +51,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepResult:
     """How an environment continues after a turn."""
 
     messages: Messages = ()
@@ -82,9 +82,9 @@ class Environment:
         """Begin the episode of a prompt. Returns the first messages; None: use those of the prompt."""
         return None
 
-    def step(self, turn: Turn) -> Step | Awaitable[Step]:
+    def step(self, turn: Turn) -> StepResult | Awaitable[StepResult]:
         """Take an answer. By default the episode ends with the first answer without a tool call."""
-        return Step(done=not turn.calls)
+        return StepResult(done=not turn.calls)
 
     def close(self) -> Awaitable[None] | None:
         """Release all resources."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.gateway.runners import Runner
-from engine.gateway.sessions import AgentGroup, Bounds, ReplicaLink, Sampler, Session
+from engine.gateway.sessions import AgentGroup, AgentSession, ReplicaLink, Sampler, SessionBounds
 from engine.ids import GroupId
 from engine.rollout.agents.agent_generator import GroupOutcome, OpenGroup
 from engine.rollout.agents.conversation import Chat
@@ -27,7 +27,7 @@ class GatewayParts:
 
     chat: Chat
     runner: Runner
-    bounds: Bounds
+    bounds: SessionBounds
     model: str
     parser: Parser
     max_body_bytes: int
@@ -45,16 +45,16 @@ Launch = Callable[[str, Prompt], Coroutine[Any, Any, RolloutReturn]]
 class Agents:
     """The agents of a run, by group. `launch` runs one agent."""
 
-    def __init__(self, bounds: Bounds, launch: Launch) -> None:
+    def __init__(self, bounds: SessionBounds, launch: Launch) -> None:
         self.bounds = bounds
         self._launch = launch
         self._groups: dict[GroupId, AgentGroup] = {}
-        self._keys: dict[str, Session] = {}
+        self._keys: dict[str, AgentSession] = {}
         self._early: dict[GroupId, tuple[int, str]] = {}
         """Orders to cut a group that arrived before the `open` of its attempt."""
         self._tasks: dict[asyncio.Task[None], None] = {}
 
-    def session(self, key: str) -> Session | None:
+    def session(self, key: str) -> AgentSession | None:
         """The session of a key; None if no running agent has the key."""
         session = self._keys.get(key)
         return session if session is not None and not session.ended else None
@@ -110,7 +110,7 @@ class Agents:
         group = AgentGroup(work, self.bounds)
         self._groups[work.group] = group
         for index in range(work.samples):
-            session = Session(group, index, f"sk-engine-{secrets.token_hex(16)}")
+            session = AgentSession(group, index, f"sk-engine-{secrets.token_hex(16)}")
             group.sessions.append(session)
             self._keys[session.key] = session
             session.agent = asyncio.get_running_loop().create_task(self._run(session))
@@ -118,7 +118,7 @@ class Agents:
             session.agent.add_done_callback(lambda task: self._tasks.pop(task, None))
         return group
 
-    async def _run(self, session: Session) -> None:
+    async def _run(self, session: AgentSession) -> None:
         try:
             result = result_of(await self._launch(session.key, session.group.prompt))
         except asyncio.CancelledError:

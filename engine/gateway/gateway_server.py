@@ -4,19 +4,22 @@
 OpenAI's objects, errors included. It must never read a body beyond the size limit.
 """
 
+import asyncio
 import logging
 import resource
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from aiohttp import web
 
-from engine.errors import DataFailure
+from engine.control.http_listener import ConnectionBounds, Listener, Refused
+from engine.errors import DataFailure, describe_error
 from engine.gateway.agents import Agents
 from engine.gateway.openai_format import (
     AgentRequest,
-    Answer,
+    ChatAnswer,
     ChatRequest,
     CompletionRequest,
     RequestError,
@@ -27,10 +30,10 @@ from engine.gateway.openai_format import (
     text_body,
     text_events,
 )
-from engine.gateway.sessions import ContextSpent, Session, SessionOver
-from engine.http_listener import ConnectionBounds, Listener, Refused
+from engine.gateway.request_fields import named_function
+from engine.gateway.sessions import AgentSession, ContextSpent, SessionOver
 from engine.rollout.agents.conversation import Call, CallHistory, Chat, chat, ids, key_of, text
-from engine.rollout.agents.tool_calls import Parser, calls_of, none
+from engine.rollout.agents.tool_calls import Parser, calls_of, none, structure_of_calls
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +66,7 @@ class GatewayServer:
         self._chat = chat
         self._model = model
         self._parser = parser
-        self._answered = 0
+        self._answered = count(1)
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/models": ("GET", self._models),
             "/v1/chat/completions": ("POST", self._chat_completions),
@@ -91,19 +94,21 @@ class GatewayServer:
 
     async def _chat_completions(self, request: web.BaseRequest) -> web.StreamResponse:
         session = self._session(request)
-        said = parse(ChatRequest, await self._listener.body(request))
-        self._check_model(said)
-        tools = said.tools if said.offers_tools else None
-        asked = chat(said.plain_messages, tools, self._chat)
-        answer = await self._answer(session, asked, said, tools)
+        said, asked = await asyncio.to_thread(self._read_chat, await self._listener.body(request))
+        answer = await self._answer(session, asked, said, said.tools if said.offers_tools else None)
         return await self._send(request, said, chat_body(answer), chat_events(answer, said.usage_in_stream))
+
+    def _read_chat(self, body: bytes) -> tuple[ChatRequest, CallHistory]:
+        said = parse(ChatRequest, body)
+        self._check_model(said)
+        return said, chat(said.plain_messages, said.tools if said.offers_tools else None, self._chat)
 
     async def _completions(self, request: web.BaseRequest) -> web.StreamResponse:
         session = self._session(request)
-        said = parse(CompletionRequest, await self._listener.body(request))
+        said = await asyncio.to_thread(parse, CompletionRequest, await self._listener.body(request))
         self._check_model(said)
         if isinstance(said.prompt, str):
-            asked = text(said.prompt, self._chat.encode)
+            asked = text(said.prompt, self._chat.encode, self._chat.fewest_tokens)
         else:
             asked = ids(said.prompt, self._chat.encode)
         answer = await self._answer(session, asked, said, None)
@@ -113,22 +118,55 @@ class GatewayServer:
 
     async def _answer(
         self,
-        session: Session,
+        session: AgentSession,
         asked: CallHistory,
         said: ChatRequest | CompletionRequest,
         tools: Sequence[Mapping[str, Any]] | None,
-    ) -> Answer:
+    ) -> ChatAnswer:
         top = said.figures or 0
         if top > session.group.bounds.top_logprobs:
             law = f"top_logprobs is {top}, but must be 0: rollout.backend openai returns only the sampled tokens"
             raise RequestError(400, law, code="unsupported_value", param="top_logprobs")
-        call = session.begin(asked)
-        await session.sample(call, said.limit, top)
+        structure = self._structure(session, said, tools)
+        call = await session.begin(asked)
+        await session.sample(call, said.limit, top, structure)
+        try:
+            answer, shown, hidden = await asyncio.to_thread(self._read_answer, call, said, tools)
+            session.refuse_closed()
+        except BaseException:
+            session.drop(call)
+            raise
+        session.conversation.add_figure("tool_calls", len(answer.tool_calls))
+        session.conversation.commit(call, shown=shown, hidden=hidden, key=key_of(answer.message))
+        return answer
+
+    def _structure(
+        self, session: AgentSession, said: ChatRequest | CompletionRequest, tools: Sequence[Mapping[str, Any]] | None
+    ) -> str:
+        """See `SamplingParams.structure`. Raises: `RequestError` 400 for a forced call that cannot be honored."""
+        forced = session.group.bounds.forced_calls
+        if not isinstance(said, ChatRequest) or not said.forces_call or forced == "as_auto":
+            return ""
+        found = structure_of_calls(self._parser, tools or (), named_function(said.tool_choice))
+        if found and forced == "constrain":
+            return found
+        law = (
+            f"tool_choice is {said.tool_choice!r:.80}, but must be auto or none: a call can be forced only with "
+            "rollout.backend vllm and agent.tool_parser hermes or json; agent.tool_choice: as_auto treats it as auto"
+        )
+        raise RequestError(400, law, code="unsupported_value", param="tool_choice")
+
+    def _read_answer(
+        self, call: Call, said: ChatRequest | CompletionRequest, tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[ChatAnswer, str, str]:
+        """The answer to a call, the text of its tokens, and the hidden text behind it. Runs in another thread."""
         shown, hidden = self._ending(call, said.stops)
-        left, calls = calls_of(self._parser if tools else none, shown, tools or ())
-        self._answered += 1
-        answer = Answer(
-            id=f"call-{self._answered}",
+        try:
+            left, calls = calls_of(self._parser if tools else none, shown, tools or ())
+        except Exception as error:
+            raise RequestError(500, f"agent.tool_parser raised {describe_error(error)}") from error
+        answer = ChatAnswer(
+            id=f"call-{next(self._answered)}",
             created=int(time.time()),
             model=self._model,
             text=left,
@@ -138,9 +176,7 @@ class GatewayServer:
             tool_calls=calls,
             logprobs=None if said.figures is None else self._figures(call),
         )
-        session.conversation.add_figure("tool_calls", len(calls))
-        session.conversation.commit(call, shown=shown, hidden=hidden, key=key_of(answer.message))
-        return answer
+        return answer, shown, hidden
 
     def _figures(self, call: Call) -> list[TokenFigures]:
         """The text and log-prob of each token and, if requested, of the likeliest tokens at its place."""
@@ -181,7 +217,7 @@ class GatewayServer:
         await response.write_eof()
         return response
 
-    def _session(self, request: web.BaseRequest) -> Session:
+    def _session(self, request: web.BaseRequest) -> AgentSession:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         session = self._agents.session(key.strip()) if scheme.lower() == "bearer" else None
         if session is None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from engine.gateway.request_fields import CHAT, COMPLETIONS, Rule, refusal_of
+from engine.gateway.request_fields import CHAT, COMPLETIONS, Rule, named_function, refusal_of
 from engine.rollout.agents.tool_calls import ParsedCall
 
 # -- answers -----------------------------------------------------------------------------------------------------------
@@ -28,7 +28,7 @@ class TokenFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ChatAnswer:
     """One answered call."""
 
     id: str
@@ -65,7 +65,7 @@ class Answer:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-def chat_body(answer: Answer) -> dict[str, Any]:
+def chat_body(answer: ChatAnswer) -> dict[str, Any]:
     """The body of an answer of `/v1/chat/completions`."""
     choice = {
         "index": 0,
@@ -76,7 +76,7 @@ def chat_body(answer: Answer) -> dict[str, Any]:
     return {**answer.head("chat.completion"), "choices": [choice], "usage": answer.usage}
 
 
-def text_body(answer: Answer) -> dict[str, Any]:
+def text_body(answer: ChatAnswer) -> dict[str, Any]:
     """The body of an answer of `/v1/completions`."""
     choice = {
         "index": 0,
@@ -87,7 +87,7 @@ def text_body(answer: Answer) -> dict[str, Any]:
     return {**answer.head("text_completion"), "choices": [choice], "usage": answer.usage}
 
 
-def chat_events(answer: Answer, with_usage: bool) -> Iterator[bytes]:
+def chat_events(answer: ChatAnswer, with_usage: bool) -> Iterator[bytes]:
     """The server-sent events of a streamed chat."""
     message = answer.message
     pieces: list[tuple[dict[str, Any], str | None]] = [({"role": "assistant", "content": ""}, None)]
@@ -104,7 +104,7 @@ def chat_events(answer: Answer, with_usage: bool) -> Iterator[bytes]:
     yield from _ending(answer, head, with_usage)
 
 
-def text_events(answer: Answer, with_usage: bool) -> Iterator[bytes]:
+def text_events(answer: ChatAnswer, with_usage: bool) -> Iterator[bytes]:
     """The server-sent events of a streamed completion."""
     head = answer.head("text_completion")
     for text, finish, logprobs in ((answer.text, None, _text_logprobs(answer)), ("", answer.finish_reason, None)):
@@ -112,7 +112,7 @@ def text_events(answer: Answer, with_usage: bool) -> Iterator[bytes]:
     yield from _ending(answer, head, with_usage)
 
 
-def _ending(answer: Answer, head: dict[str, Any], with_usage: bool) -> Iterator[bytes]:
+def _ending(answer: ChatAnswer, head: dict[str, Any], with_usage: bool) -> Iterator[bytes]:
     if with_usage:
         yield _event({**head, "choices": [], "usage": answer.usage})
     yield b"data: [DONE]\n\n"
@@ -122,11 +122,11 @@ def _event(body: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
 
 
-def _finish(answer: Answer) -> str:
+def _finish(answer: ChatAnswer) -> str:
     return "tool_calls" if answer.tool_calls else answer.finish_reason
 
 
-def _chat_logprobs(answer: Answer) -> dict[str, Any] | None:
+def _chat_logprobs(answer: ChatAnswer) -> dict[str, Any] | None:
     if answer.logprobs is None:
         return None
     content = [
@@ -140,7 +140,7 @@ def _chat_token(text: str, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-def _text_logprobs(answer: Answer) -> dict[str, Any] | None:
+def _text_logprobs(answer: ChatAnswer) -> dict[str, Any] | None:
     if answer.logprobs is None:
         return None
     tops = [dict(token.top) for token in answer.logprobs]
@@ -200,7 +200,7 @@ class AgentRequest(BaseModel):
         return bool((self.stream_options or {}).get("include_usage"))
 
 
-class Part(BaseModel):
+class ContentPart(BaseModel):
     """A part of a message's content. Only text is accepted."""
 
     model_config = ConfigDict(extra="ignore")
@@ -226,7 +226,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     tool_calls: list[MessageToolCall] | None = None
 
 
@@ -249,6 +249,14 @@ class ChatRequest(AgentRequest):
             raise PydanticCustomError("refused", "{law}", {"field": "top_logprobs", "law": law})
         return self
 
+    @model_validator(mode="after")
+    def _forced_call_of_a_tool(self) -> "ChatRequest":
+        names = [tool.get("function", tool).get("name") for tool in self.tools or ()]
+        if self.forces_call and (not names or named_function(self.tool_choice) not in ("", *names)):
+            law = f"tool_choice is {self.tool_choice!r:.80}, but tools has no such function"
+            raise PydanticCustomError("refused", "{law}", {"field": "tool_choice", "law": law})
+        return self
+
     @property
     def figures(self) -> int | None:
         """How many of the likeliest tokens to return with each token's log-prob; None: no log-probs."""
@@ -261,6 +269,11 @@ class ChatRequest(AgentRequest):
     @property
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def forces_call(self) -> bool:
+        """Whether the answer must be a tool call."""
+        return self.tool_choice not in (None, "auto", "none")
 
     @property
     def offers_tools(self) -> bool:

@@ -4,7 +4,7 @@
 the gateway cannot honor, must never be ignored: the request is refused with the field and the values that it may have.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,6 +32,13 @@ def _one_of(*values: Any) -> Callable[[Any], bool]:
 
 def _is(wanted: bool) -> Callable[[Any], bool]:
     return lambda value: value is wanted
+
+
+def named_function(value: Any) -> str:
+    """The function that a `tool_choice` names; empty if it names none."""
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def _empty(value: Any) -> bool:
@@ -106,10 +113,11 @@ CHAT: Mapping[str, Rule] = {
     "max_completion_tokens": Rule(treatment="honored", reason="rollout.max_tokens is the upper bound"),
     "tools": HONORED,
     "tool_choice": Rule(
-        treatment="refused",
-        allowed="auto or none",
-        accepts=_one_of("auto", "none"),
-        reason="required and a named function cannot be honored: " + GRAMMAR,
+        treatment="honored",
+        allowed="auto, none, required or a named function",
+        accepts=lambda value: value in ("auto", "none", "required") or bool(named_function(value)),
+        reason="required and a named function: honored with backend vllm, or treated as auto "
+        "([agent.tool_choice](#forced-tool-calls))",
     ),
     "parallel_tool_calls": Rule(
         treatment="refused", allowed="true", accepts=_is(True), reason="the number of calls cannot be limited"
@@ -191,9 +199,3 @@ def refusal_of(rules: Mapping[str, Rule], fields: Mapping[str, Any]) -> tuple[st
         if rule is not None and value is not None and not rule.accepts(value):
             return name, f"{name} is {value!r:.80}, but must be {rule.allowed}, or left out ({rule.reason})"
     return None
-
-
-def table_rows(rules: Mapping[str, Rule]) -> Iterator[str]:
-    """The table as rows of Markdown."""
-    for name, rule in rules.items():
-        yield f"| `{name}` | {rule.treatment} | {rule.allowed} | {rule.reason} |"

@@ -8,19 +8,22 @@ an agent ends, every process that it started must end too.
 import asyncio
 import contextlib
 import ctypes
+import errno
 import json
 import logging
 import os
 import signal
+import subprocess
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from tempfile import NamedTemporaryFile
 from typing import Any, Protocol
 
 from engine.errors import DataFailure, EngineError, message_of
+from engine.protocols.user_code import awaited, stack_of
 from engine.trajectory import Prompt, RolloutReturn
-from engine.user_code import awaited, stack_of
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +34,8 @@ ANSWER_S = 5.0
 blocked."""
 MOST_BLOCKED = 16
 """Maximum number of blocked threads. Python cannot end a blocked thread."""
+EXHAUSTED = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""Error numbers that mean that the machine cannot start another program. Other errors concern the program."""
 PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -53,10 +58,16 @@ class AgentThread:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name="agents", daemon=True)
+        self.closed = asyncio.Event()
+        """Set on the thread. Its agents are then cancelled, and the thread ends after them."""
+        self.thread = threading.Thread(target=self._serve, name="agents", daemon=True)
         self.thread.start()
         self.check: asyncio.Task[None] | None = None
         self.blocked = asyncio.Event()
+
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            runner.run(self.closed.wait())
 
 
 class FunctionRunner:
@@ -104,7 +115,10 @@ class FunctionRunner:
     async def _replace_if_blocked(self, thread: AgentThread) -> None:
         """If the thread does not answer, start another thread for new agents. Its agents continue if it recovers."""
         answer: Future[None] = Future()
-        thread.loop.call_soon_threadsafe(answer.set_result, None)
+        try:
+            thread.loop.call_soon_threadsafe(answer.set_result, None)
+        except RuntimeError:
+            return  # its loop is closed, so nothing blocks it
         await asyncio.wait([asyncio.wrap_future(answer)], timeout=self._answer_s)
         if answer.done() or thread.blocked.is_set():
             return
@@ -122,42 +136,64 @@ class FunctionRunner:
 
     def close(self) -> None:
         for thread in self._threads:
-            thread.loop.call_soon_threadsafe(thread.loop.stop)
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                thread.loop.call_soon_threadsafe(thread.closed.set)
+
+
+BASE_URL, API_KEY, PROMPT_FILE = "OPENAI_BASE_URL", "OPENAI_API_KEY", "STEP_ENGINE_PROMPT_FILE"
+"""Variables that every program gets."""
+INHERITED = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH",
+    "PYTHONPATH", "VIRTUAL_ENV", "SSL_CERT_FILE", "SSL_CERT_DIR",
+)  # fmt: skip
+"""Variables of the run's environment that every program inherits: those needed to start programs, and no secrets."""
+PROMPT_COLUMNS = ("messages", "tools")
+"""Columns that are part of the prompt."""
 
 
 class CommandRunner:
-    """Runs a program in a directory. With exit code 0 the rollout is scored."""
+    """Runs a program in a directory. With exit code 0 the rollout is scored.
 
-    def __init__(self, command: list[str], directory: str | None = None) -> None:
+    A model with a shell can read everything that its program receives, so a program must not receive the answer or the
+    run's secrets. It receives `INHERITED` and `environment`, and of the row's columns `PROMPT_COLUMNS` and `fields`.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        directory: str | None = None,
+        *,
+        environment: Mapping[str, str] | None = None,
+        fields: Sequence[str] = (),
+    ) -> None:
         self._command = command
         self._directory = directory
+        inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
+        self._environment = {**inherited, **(environment or {})}
+        self._fields = (*PROMPT_COLUMNS, *fields)
 
     async def run(self, base_url: str, key: str, prompt: Prompt) -> RolloutReturn:
-        said = {"row": prompt.row, "text": prompt.text, "fields": dict(prompt.fields)}
-        environment = {
-            **os.environ,
-            "OPENAI_BASE_URL": base_url,
-            "OPENAI_API_KEY": key,
-            "STEP_ENGINE_PROMPT": json.dumps(said, ensure_ascii=False, default=str),
-        }
+        shown = {name: prompt.fields[name] for name in self._fields if name in prompt.fields}
+        said = {"row": prompt.row, "text": prompt.text, "fields": shown}
+        with NamedTemporaryFile("w", encoding="utf-8", prefix="step-engine-prompt-", suffix=".json") as file:
+            json.dump(said, file, ensure_ascii=False, default=str)
+            file.flush()
+            return await self._run({BASE_URL: base_url, API_KEY: key, PROMPT_FILE: file.name}, prompt)
+
+    async def _run(self, variables: Mapping[str, str], prompt: Prompt) -> RolloutReturn:
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                env=environment,
-                cwd=self._directory,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
+            process = subprocess.Popen(  # not asyncio's, which reaps the process before its group can be killed
+                self._command, env={**self._environment, **variables}, cwd=self._directory, stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=_die_with_parent,
+            )  # fmt: skip
         except OSError as error:
-            raise EngineError(f"agent {self._command[0]} cannot be started in {self._directory}: {error}") from error
+            story = f"agent {self._command[0]} cannot be started in {self._directory}: {error}"
+            raise (EngineError if error.errno in EXHAUSTED else DataFailure)(story, row=prompt.row) from error
         try:
             output = await _tail(process.stderr)
-            code = await process.wait()
+            await _exited(process)
         finally:
-            await _end(process)
+            code = await _end(process)
         if code == 0:
             return None
         story = f"agent {self._command[0]} on prompt row {prompt.row}"
@@ -177,16 +213,32 @@ def _die_with_parent() -> None:
     _LIBC.prctl(PDEATHSIG, signal.SIGKILL)
 
 
-async def _tail(stream: asyncio.StreamReader | None) -> str:
+async def _tail(output: Any) -> str:
     """The last `QUOTED` characters of a program's output. Returns when the program closes it."""
-    kept: deque[bytes] = deque(maxlen=2)
-    while stream is not None and (piece := await stream.read(2 * QUOTED)):
-        kept.append(piece)
+    stream, kept = asyncio.StreamReader(), deque[bytes](maxlen=2)
+    pipe, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), output)
+    try:
+        while piece := await stream.read(2 * QUOTED):
+            kept.append(piece)
+    finally:
+        pipe.close()
     return b"".join(kept).decode(errors="replace")[-QUOTED:]
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill every process that remains in the process group."""
+async def _exited(process: subprocess.Popen[bytes]) -> None:
+    """Wait until the process exits. Its exit code is left for `_end`."""
+    loop, exited, descriptor = asyncio.get_running_loop(), asyncio.Event(), os.pidfd_open(process.pid)
+    loop.add_reader(descriptor, exited.set)
+    try:
+        await exited.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+async def _end(process: subprocess.Popen[bytes]) -> int:
+    """Kill every process that remains in the process group. Returns the exit code of the program."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
+        os.killpg(process.pid, signal.SIGKILL)  # before `wait`, after which its id may be reused
+    await _exited(process)
+    return process.wait()

@@ -9,12 +9,12 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from engine.errors import DataFailure, EngineError
 from engine.ids import Version
 from engine.rollout.agents.agent_generator import AgentCall, GroupOutcome, OpenGroup, RolloutOutcome
-from engine.rollout.agents.conversation import Call, CallHistory, Conversation
+from engine.rollout.agents.conversation import Call, CallHistory, Conversation, HistoryTooLong, find_continuation
 from engine.rollout.backend import SampleResult
 from engine.trajectory import RolloutResult
 
@@ -38,7 +38,7 @@ class ContextSpent(DataFailure):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class SessionBounds:
     """Limits of every agent. `context` is in tokens; None if only the sampling side knows it. `top_logprobs`: maximum
     number of likeliest tokens that the backend can return for each sampled token."""
 
@@ -46,6 +46,8 @@ class Bounds:
     context: int | None
     timeout_s: float
     top_logprobs: int = 20
+    forced_calls: str = "refuse"
+    """How a request for a forced tool call is answered: `refuse`, `constrain` or `as_auto`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +60,7 @@ class ReplicaLink:
     """Set when the group is opened on another replica. Calls that still run on this one are repeated there."""
 
 
-class Session:
+class AgentSession:
     """One agent: its key, its conversation and its result."""
 
     def __init__(self, group: "AgentGroup", index: int, key: str) -> None:
@@ -69,29 +71,48 @@ class Session:
         self.calls_begun = 0
         self.ended = False
         self.result = RolloutResult()
+        self.own_s: float | None = None
+        """See `RolloutOutcome.own_s`."""
         self.agent: asyncio.Task[None] | None = None
         self._sampling: dict[asyncio.Task[None], None] = {}
+        self._beginning = asyncio.Lock()
+        self._closed = False
+        self._own_since: float | None = asyncio.get_running_loop().time()
+        """Since when the agent has not waited for an answer; None: it waits for one."""
 
-    def begin(self, asked: CallHistory) -> Call:
-        """Start a call with a history. Raises: `ContextSpent` if it leaves no room for an answer."""
-        call = self.conversation.begin(asked)
+    async def begin(self, asked: CallHistory) -> Call:
+        """Start a call with a history. Raises: `ContextSpent` if it leaves no room for an answer, `SessionOver`."""
+        context = self.group.bounds.context
+        async with self._beginning:  # two calls must not continue one segment
+            segments = self.conversation.open_segments(asked)
+            try:
+                found = await asyncio.to_thread(find_continuation, segments, asked, context)
+            except HistoryTooLong as error:
+                self._spent(str(error))
+            self.refuse_closed()
+            call = self.conversation.begin(asked, found)
         self.calls_begun += 1
-        tokens, context = len(call.prompt_ids), self.group.bounds.context
+        tokens = len(call.prompt_ids)
         if context is not None and tokens >= context:
             self.drop(call)
             self._spent(f"the conversation has {tokens} tokens, but the model's context is {context} tokens")
         return call
 
-    async def sample(self, call: Call, limit: int | None, top_logprobs: int = 0) -> None:
+    def refuse_closed(self) -> None:
+        """Raises: `SessionOver` after `end`."""
+        if self._closed:
+            raise SessionOver
+
+    async def sample(self, call: Call, limit: int | None, top_logprobs: int = 0, structure: str = "") -> None:
         """Sample an answer of at most `limit` tokens, on several replicas in turn if necessary, with the log-probs of
-        the `top_logprobs` likeliest tokens at each place.
+        the `top_logprobs` likeliest tokens at each place, and with `structure` (`SamplingParams.structure`).
 
         Raises: `SessionOver`, `ContextSpent`, `DataFailure`; the call is then dropped.
         """
         bounds = self.group.bounds
         most = min(bounds.max_tokens, limit or bounds.max_tokens)
         task = asyncio.get_running_loop().create_task(
-            self.group.sample(self, call, most, self.calls_begun, top_logprobs)
+            self.group.sample(self, call, most, self.calls_begun, top_logprobs, structure)
         )
         self._sampling[task] = None
         try:
@@ -107,12 +128,20 @@ class Session:
             raise
         finally:
             del self._sampling[task]
+            if not self._sampling:
+                self._own_since = asyncio.get_running_loop().time()
+
+    def take_own_s(self) -> float | None:
+        """The seconds that the agent has worked since its last answer; None if they were taken already."""
+        since, self._own_since = self._own_since, None
+        return None if since is None else asyncio.get_running_loop().time() - since
 
     def drop(self, call: Call) -> None:
         self.conversation.drop(call)
 
     def end(self) -> None:
         """Refuse further calls, and cancel the agent if it still runs."""
+        self._closed = True
         if self.agent is not None and self.agent is not asyncio.current_task():
             self.agent.cancel()
         for task in self._sampling:
@@ -123,13 +152,14 @@ class Session:
     def outcome(self, finish: str) -> RolloutOutcome:
         """The trajectories so far. `finish`: why an agent that still runs counts as finished; empty if it does not."""
         if self.ended:
-            return RolloutOutcome(trajectories=self.conversation.finished(self.result), reward=self.result.reward)
+            trajectories = self.conversation.finished(self.result)
+            return RolloutOutcome(trajectories=trajectories, reward=self.result.reward, own_s=self.own_s)
         trajectories = self.conversation.trajectories()
         for trajectory in trajectories:
             trajectory.finish_reason = finish
         return RolloutOutcome(trajectories=trajectories, reward=None)
 
-    def _spent(self, story: str) -> None:
+    def _spent(self, story: str) -> NoReturn:
         self.conversation.finish_reason = "length"
         raise ContextSpent(story)
 
@@ -137,11 +167,11 @@ class Session:
 class AgentGroup:
     """The agents of one prompt group, from the attempt that started them until they end."""
 
-    def __init__(self, work: OpenGroup, bounds: Bounds) -> None:
+    def __init__(self, work: OpenGroup, bounds: SessionBounds) -> None:
         self.id = work.group
         self.prompt = work.prompt
         self.bounds = bounds
-        self.sessions: list[Session] = []
+        self.sessions: list[AgentSession] = []
         self.failure: Exception | None = None
         self.over = False
         self._link: ReplicaLink | None = None
@@ -201,8 +231,12 @@ class AgentGroup:
 
     # calls of the agents
 
-    async def sample(self, session: Session, call: Call, most: int, number: int, top_logprobs: int) -> None:
-        """Sample for a call until it has its answer, on the replica where the group is open at the time."""
+    async def sample(
+        self, session: AgentSession, call: Call, most: int, number: int, top_logprobs: int, structure: str
+    ) -> None:
+        """Sample for a call until it has its answer, on the replica where the group is open at the time. With a
+        structure, an aborted answer begins anew: its beginning could not be matched again."""
+        own_s = session.take_own_s()
         while True:
             await self._gate.wait()
             link = self._link
@@ -215,9 +249,12 @@ class AgentGroup:
                 prefix_ids=list(call.token_ids),
                 max_tokens=most,
                 top_logprobs=top_logprobs,
+                structure=structure,
                 place=(session.index, call.segment.number, call.segment.calls),
                 ended=sum(one.ended for one in self.sessions),
+                own_s=own_s,
             )
+            own_s = None
             try:
                 result = await self._call_replica(link, asked)
             except DataFailure:
@@ -227,7 +264,8 @@ class AgentGroup:
                 continue
             if result is None:
                 continue
-            call.take(result)
+            if not structure or result.finish_reason != "abort":
+                call.take(result)
             if result.finish_reason != "abort":
                 return
             if self._link is link:
@@ -258,9 +296,10 @@ class AgentGroup:
                 failure = error if isinstance(error, EngineError) else EngineError(f"sampling failed: {error!r}")
                 self._outcome.set_exception(failure)
 
-    def end_session(self, session: Session, result: RolloutResult) -> None:
+    def end_session(self, session: AgentSession, result: RolloutResult) -> None:
         session.ended = True
         session.result = result
+        session.own_s = session.take_own_s()
         session.end()
         self.look()
 

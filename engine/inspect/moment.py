@@ -12,10 +12,10 @@ from engine.errors import ConfigError, EngineError
 from engine.events import Event
 from engine.ids import EventId, GroupId
 from engine.inspect.story import SHOWN, Story, stamped, summarize, summary_lines, worded
-from engine.record import Handled, Header, Record, Rejected, ReplayReport, read, recover, replay
+from engine.metrics.waits import waits
+from engine.record import Header, Record, Rejected, ReplayReport, Tick, read, recover, replay
 from engine.record.replayer import build_scheduler
 from engine.scheduling.scheduler import Scheduler
-from engine.states.waits import waits
 
 # -- the whole record --------------------------------------------------------------------------------------------------
 
@@ -51,7 +51,7 @@ def waits_text(run: str | Path) -> str:
         return f"the run has {state.outcome.outcome}: {state.outcome.reason}"
     found = [wait.sentence(recovered.at) for wait in waits(state)] or ["nothing: no order is open"]
     lines = [f"after event {recovered.events - 1}, at {recovered.at:.3f} s, according to the record"]
-    return "\n".join([*lines, *(f"  waits for {wait}" for wait in found)])
+    return "\n".join([*lines, *(f"  {wait}" for wait in found)])
 
 
 # -- one event ---------------------------------------------------------------------------------------------------------
@@ -62,14 +62,16 @@ SHOWN_COMMANDS = 5 * SHOWN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """The state of a run right after one event, and how it came about."""
+    """The state of a run right after the tick that has an event, and how it came about."""
 
-    event: Event
+    event: EventId
+    events: tuple[Event, ...]
+    """The events of the tick."""
     commands: tuple[Command, ...]
     changes: tuple[str, ...]
-    """State changes that the event caused: `group 3: queued → generating (start)`."""
+    """State changes in the tick: `group 3: queued → generating (start)`."""
     summary: dict[str, Any]
-    """`summary.summarize` of the state after the event; if it was rejected, before it."""
+    """`summary.summarize` of the state after the tick; if it was rejected, before it."""
     rejected: str = ""
     """Why the scheduler could not handle it."""
     story: Story | None = None
@@ -77,17 +79,18 @@ class Moment:
     """Remarks about the record: a torn end, a divergence after this event."""
 
     def __str__(self) -> str:
-        lines = [*self.notes, stamped(self.event)]
+        lines = [*self.notes, *map(stamped, self.events)]
         if self.rejected:
             lines.append(f"  rejected: {self.rejected}")
         lines += _cut([f"  {change}" for change in self.changes], "state changes")
         lines += _cut([f"  -> {worded(command)}" for command in self.commands], "commands")
         if not self.commands and not self.rejected:
             lines.append("  no commands")
-        lines += ["", f"state {'before' if self.rejected else 'after'} event {self.event.id}"]
+        tick = f"event {self.event}" if len(self.events) == 1 else f"the tick of event {self.event}"
+        lines += ["", f"state {'before' if self.rejected else 'after'} {tick}"]
         lines += [f"  {line}" for line in summary_lines(self.summary)]
         if self.story is not None:
-            lines += ["", f"story of group {self.story.group}", *self.story.lines(mark=self.event.id)]
+            lines += ["", f"story of group {self.story.group}", *self.story.lines(mark=self.event)]
         return "\n".join(lines)
 
 
@@ -120,7 +123,6 @@ class _Watcher:
         self._changes: list[tuple[str, int, str]] = []
         """(machine, id, change) during the current event."""
         self._at_n: dict[str, Any] | None = None
-        self._before_n: dict[str, Any] | None = None
         self._scheduler: Scheduler
 
     def build(self, header: Header) -> Scheduler:
@@ -128,30 +130,27 @@ class _Watcher:
             self._changes.append((machine, changed.id, f"{source} → {changed.state} ({trigger})"))
 
         self._scheduler = build_scheduler(header, observe)
-        if self.n == 0:
-            self._before_n = summarize(self._scheduler.state)
         self._changes.clear()
         return self._scheduler
 
-    def watch(self, frame: Handled) -> None:
+    def watch(self, tick: Tick) -> None:
         state = self._scheduler.state
-        if frame.event.id == self.n:
+        if tick.first <= self.n <= tick.last:
             self._at_n = {
-                "event": frame.event,
-                "commands": frame.commands,
+                "event": self.n,
+                "events": tick.events,
+                "commands": tick.commands,
                 "changes": tuple(f"{machine} {id}: {change}" for machine, id, change in self._changes),
                 "summary": summarize(state),
             }
-        elif frame.event.id == self.n - 1:
-            self._before_n = summarize(state)
         if self.story is not None:
             mine = [text for machine, id, text in self._changes if machine == "group" and id == self.story.group]
-            self.story.add(frame, mine, state)
+            self.story.add(tick, mine, state)
         self._changes.clear()
 
     def moment(self, report: ReplayReport) -> Moment:
         """The result of a finished replay. Raises: see `state_at`."""
-        rejected = [r for r in report.rejected if r.event.id == self.n]
+        rejected = [r for r in report.rejected if r.events[0].id <= self.n <= r.events[-1].id]
         notes = [f"cut: {report.torn}"] if report.torn else []
         if report.divergence is not None:
             if report.divergence.index <= self.n:
@@ -161,9 +160,10 @@ class _Watcher:
         if self._at_n is not None:
             notes += [_rejection(r) for r in rejected]
             return Moment(**self._at_n, story=self.story, notes=tuple(notes))
-        if rejected and self._before_n is not None:
+        if rejected:  # the replay leaves such ticks out, and ends there
             return Moment(
-                event=rejected[-1].event, commands=(), changes=(), summary=self._before_n,
+                event=self.n, events=rejected[-1].events, commands=(), changes=(),
+                summary=summarize(self._scheduler.state),
                 rejected=rejected[-1].reason, story=self.story, notes=tuple(notes),
             )  # fmt: skip
         if not report.events:
@@ -179,7 +179,7 @@ class _Watcher:
 
 
 def _rejection(rejected: Rejected) -> str:
-    return f"an earlier event at this position was rejected: {worded(rejected.event)}: {rejected.reason}"
+    return f"an earlier tick at this position was rejected: {worded(rejected.events[-1])}: {rejected.reason}"
 
 
 def _cut(lines: list[str], what: str) -> list[str]:

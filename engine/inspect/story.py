@@ -1,7 +1,7 @@
 """The causal story of one prompt group: event → command → event, with times, versions and state changes; and the state
 of a run as plain values and as text.
 
-`moment` calls it for each event of a replay. An event belongs to the story if it names the group, changed its state,
+`moment` calls it for each tick of a replay. An event belongs to the story if it names the group, changed its state,
 caused a command that names it, or concerns the replica that it runs on or the step that trains it.
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from engine.commands import Command, ResumeGroup, ScoreBatch, StartGroup, TrainStep
+from engine.errors import counted
 from engine.events import (
     BatchScored,
     Event,
@@ -22,11 +23,10 @@ from engine.events import (
     WeightsInstalled,
 )
 from engine.ids import EventId, GroupId, ReplicaId, StepId
-from engine.record import Handled
+from engine.record import Tick
 from engine.states.machine import Phase
 from engine.states.process import REPLICA
 from engine.states.state import State
-from engine.states.waits import counted
 
 # -- events and commands -----------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ def summarize(state: State) -> dict[str, Any]:
             "trained": state.steps_trained,
             "live": [
                 {
-                    "step": s.id, "state": s.state, "attempt": s.attempt, "groups": list(s.groups), "timer": s.timer,
+                    "step": s.id, "state": s.state, "attempt": s.attempt, "groups": list(s.groups),
                     "scoring": state.scoring(s),
                 }
                 for s in state.steps.values()
@@ -103,7 +103,7 @@ def summarize(state: State) -> dict[str, Any]:
                 "groups": list(r.groups), "chunks": len(r.chunks), "validator": r.validator,
                 "waits": r.process.room,
             }
-            for r in state.fleet.replicas.values()
+            for r in state.replicas.values()
         ],
         "processes": [
             {"process": p.id, "state": p.state, "incarnation": p.incarnation, "deaths": p.deaths, "waits": p.room}
@@ -121,7 +121,6 @@ def summarize(state: State) -> dict[str, Any]:
         "checkpoint_pending": state.checkpoint_pending,
         "stale_echoes": state.stale_echoes,
         "outcome": None if state.outcome is None else f"{state.outcome.outcome}: {state.outcome.reason}",
-        "hash": state.hash,
     }  # fmt: skip
 
 
@@ -140,10 +139,9 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         lines.append(f"deadlines {'; '.join(deadlines)}")
     lines.append(f"steps     {steps['batched']} batched, {steps['trained']} trained")
     for step in steps["live"]:
-        timer = "" if step["timer"] is None else f", timer {step['timer']}"
         batch = f", groups {few(step['groups'])}" if step["groups"] else ""
         scoring = "".join(f", {task} running" for task in step["scoring"])
-        lines.append(f"  step {step['step']}: {step['state']}, attempt {step['attempt']}{scoring}{timer}{batch}")
+        lines.append(f"  step {step['step']}: {step['state']}, attempt {step['attempt']}{scoring}{batch}")
     for pool in summary["pools"]:
         of = f" of step {pool['step']}" if pool["step"] >= 0 else ""
         wanted = ", wanted by the trainer" if pool["wanted"] else ""
@@ -164,7 +162,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         rows = f"version {v['version']}, {v['measured']} of {v['rows']} rows"
         lines.append(f"  validation {v['validation']}: {v['state']}, {rows}; {chunks}")
     checkpoint = "a checkpoint is being written; " if summary["checkpoint_pending"] else ""
-    lines.append(f"other     {checkpoint}{summary['stale_echoes']} stale echoes; state hash {summary['hash']:016x}")
+    lines.append(f"other     {checkpoint}{summary['stale_echoes']} stale echoes")
     if summary["outcome"] is not None:
         lines.append(f"outcome   {summary['outcome']}")
     return lines
@@ -194,22 +192,18 @@ ABOUT_ITS_STEP = (BatchScored, StepTrained, StepFailed)
 
 @dataclass(frozen=True, slots=True)
 class Chapter:
-    """One event of the story, and its effects on the group."""
+    """The events of a tick that matter to the group, and their effects on it."""
 
-    event: Event
-    answers: tuple[EventId, str] | None
-    """The event that caused the order which this event answers or reports on, and the order's name."""
-    stale: bool
-    """Whether the event is a stale echo: it answers an order that is no longer open, and changed nothing."""
+    events: tuple[tuple[Event, str], ...]
+    """Each with a note: the order that it answers or reports on and the event that caused that; or that it is a stale
+    echo, which answers an order that is no longer open and changes nothing."""
     changes: tuple[str, ...]
     """Changes of the group's state."""
     commands: tuple[tuple[Command, str], ...]
     """Commands that name the group, each with a note."""
 
     def lines(self, group: GroupId) -> list[str]:
-        back = f"  <- {self.answers[1]} of #{self.answers[0]}" if self.answers else ""
-        echo = "  (stale echo: changes nothing)" if self.stale else ""
-        lines = [f"{stamped(self.event)}{back}{echo}"]
+        lines = [f"{stamped(event)}{note}" for event, note in self.events]
         lines += [f"      {change}" for change in self.changes]
         for command, note in self.commands:
             without = tuple(name for name in ("groups", "staleness") if hasattr(command, name))
@@ -228,19 +222,18 @@ class Story:
         """The replica that it runs on."""
         self._step: StepId | None = None
         """The step that has it in its batch."""
-        self._echoes = 0
 
-    def add(self, frame: Handled, changes: list[str], state: State) -> None:
-        """Add the next event. `state`: the state after it. `changes`: state changes of this group."""
-        event = frame.event
-        stale = state.stale_echoes > self._echoes
-        self._echoes = state.stale_echoes
-        commands = tuple((c, self._note(c, state)) for c in frame.commands if self._named_by(c))
-        if commands or changes or self._named_in(event) or self._touched_by(event):
-            self.chapters.append(
-                Chapter(event, self._order_behind(state), stale and not changes, tuple(changes), commands)
-            )
-        self._follow(frame.commands)
+    def add(self, tick: Tick, changes: list[str], state: State) -> None:
+        """Add the next tick. `state`: the state after it. `changes`: state changes of this group."""
+        commands = tuple((c, self._note(c, state)) for c in tick.commands if self._named_by(c))
+        causes = {command.cause for command, _ in commands}
+        events = [e for e in tick.events if e.id in causes or self._named_in(e) or self._touched_by(e)]
+        if changes and not events:
+            events = [tick.events[-1]]
+        if events:
+            noted = tuple((event, self._order_behind(event, state)) for event in events)
+            self.chapters.append(Chapter(noted, tuple(changes), commands))
+        self._follow(tick.commands)
         if self.group not in state.groups:
             self._replica = None
 
@@ -248,7 +241,7 @@ class Story:
         """The text, with a marker line after event `mark`."""
         marked = mark is None
         for chapter in self.chapters:
-            if not marked and mark is not None and chapter.event.id > mark:
+            if not marked and mark is not None and chapter.events[0][0].id > mark:
                 yield f"  ---- event {mark} is here ----"
                 marked = True
             yield from chapter.lines(self.group)
@@ -270,12 +263,12 @@ class Story:
     def _named_by(self, command: Command) -> bool:
         return bool(getattr(command, "group", None) == self.group) or self.group in getattr(command, "groups", ())
 
-    def _order_behind(self, state: State) -> tuple[EventId, str] | None:
-        """The order that the event answers or reports on, from the order book."""
-        if not state.orders.matched:
-            return None
-        order = state.orders.matched[-1].command
-        return order.cause, type(order).__name__
+    def _order_behind(self, event: Event, state: State) -> str:
+        """The order that an event of the newest tick answers or reports on, from the order book."""
+        matched = state.orders.matched.get(event.id)
+        if matched is None:
+            return "  (stale echo: changes nothing)"
+        return f"  <- {type(matched[-1].command).__name__} of #{matched[-1].command.cause}" if matched else ""
 
     def _follow(self, commands: tuple[Command, ...]) -> None:
         """Update the group's replica and step."""
@@ -288,7 +281,7 @@ class Story:
     def _note(self, command: Command, state: State) -> str:
         """The note of a command: version and deadline for generating, position and staleness in a batch."""
         if isinstance(command, (StartGroup, ResumeGroup)):
-            replica = state.fleet.replicas.get(command.replica)
+            replica = state.replicas.get(command.replica)
             at = f"the replica has version {replica.version}" if replica else ""
             group = state.groups.get(self.group)
             return f"{at}, deadline step {group.deadline}" if group else at

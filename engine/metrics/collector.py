@@ -1,20 +1,21 @@
-"""`RunMetrics`: counts what a run does, one event at a time, beside the driver.
+"""`RunMetrics`: counts what a run does, one tick at a time, beside the driver.
 
     transitions = Transitions()
     scheduler = Scheduler(limits, policies, observe=transitions)
     metrics = RunMetrics(scheduler, transitions, journal=Journal(path))
     driver = Driver(..., observe=metrics.observe)
 
-`observe` costs O(1) per event and must never change the scheduler. A figure of the present state is read only when
-`status` or the exporter (`export.py`) needs it; both may run on other threads.
+`observe` costs O(1) per event and tick, and must never change the scheduler. A figure of the present state is read only
+when `status.py` or the exporter (`export.py`) needs it; both may run on other threads.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
-from engine.commands import Command, ParkGroup, StartGroup, TrainStep
+from engine.commands import ParkGroup, SetTimer, StartGroup, TrainStep
 from engine.events import (
+    CallsMeasured,
     CheckpointFailed,
     CheckpointSaved,
     DrainRequested,
@@ -33,12 +34,12 @@ from engine.events import (
     StateFailed,
     StepFailed,
     SyncFailed,
+    TimerFired,
     WeightsInstalled,
-    WeightsStaged,
 )
 from engine.ids import StepId
 from engine.metrics.counts import BATCH, GeneratedGroups, GroupCounts, Histogram, Replicas, RunProgress
-from engine.metrics.idle import IdleTime, only_syncs
+from engine.metrics.idle import IdleTime
 from engine.metrics.journal import Row, StepRows, bounds_in, sets_of
 from engine.metrics.names import (
     DECISION_BUCKETS,
@@ -51,8 +52,10 @@ from engine.metrics.names import (
     STEP_PHASES,
     VALIDATION_BUCKETS,
 )
-from engine.metrics.status import Status, describe
 from engine.metrics.transitions import Transitions
+from engine.protocols import SLOTS
+from engine.record.frames import Tick
+from engine.states.orders import LIMIT
 from engine.states.process import KINDS, REPLICA
 from engine.states.state import State
 from engine.states.validation import VALIDATION
@@ -63,6 +66,17 @@ __all__ = ["HasState", "RunMetrics", "TakesRows", "Transitions"]
 
 NO_GROUPS: Mapping[str, float] = {"groups": 0, "share": 0.0}
 """The figures of a data source without a group in the batch."""
+OF_A_KIND = ("token_share_", "ratio_mean_", "behavior_kl_k3_stale_", "logprob_gap_mean_")
+"""The trainer's figures of one kind of tokens, by staleness or cause. A step without such tokens has none."""
+
+
+class FunctionTotals(NamedTuple):
+    """Calls of one of the user's functions that have ended, and the sum of their durations."""
+
+    calls: int
+    seconds: float
+    cause: str
+    """Why slots are idle while groups wait for it: `reward` or `agent`."""
 
 
 class HasState(Protocol):
@@ -104,6 +118,8 @@ class RunMetrics:
         """The group whose attempt failed last, by cause."""
         self.last_failure = ""
         """The newest failure and its reason."""
+        self.calls: dict[str, FunctionTotals] = {}
+        """By function."""
         self.replicas = Replicas()
         self.generated = GeneratedGroups(self.replicas)
         self.staleness = Histogram(STALENESS_BUCKETS)
@@ -122,7 +138,7 @@ class RunMetrics:
         self.tokens_trained = 0
         self.since: dict[tuple[str, int], float] = {}
         """The times since which replicas, open steps and the newest checkpoint have been in their present state; see
-        `states.waits`."""
+        `waits`."""
         self.silence = (-1, "")
         """(number of changes so far, text) of the last report that nothing changed."""
         self.rewards: list[float | None] = []
@@ -143,7 +159,6 @@ class RunMetrics:
         self._journal = journal
         self._events: Counter[type[Event]] = Counter()
         """Number of events by class, without those that `generated` counts."""
-        self._stale_before = self.state.stale_echoes
         self.groups = GroupCounts(self.state, transitions)
         self._finished_at: deque[float] = deque(maxlen=11)
         self._counted = self._counters()
@@ -151,7 +166,6 @@ class RunMetrics:
     def _counters(self) -> dict[type[Event], Callable[[Any], None]]:
         """The method that counts events of each class; stale echoes are not passed to it."""
         return {
-            GroupGenerated: self._group_generated,
             GroupAborted: self.replicas.on_abort,
             GroupFailed: self._group_failed,
             StateFailed: self._state_failed,
@@ -165,6 +179,7 @@ class RunMetrics:
             RowsFailed: lambda event: self._retry("validation", f"validation {event.validation}: {event.reason}"),
             CheckpointFailed: lambda event: self._retry("checkpoint", f"checkpoint {event.steps}: {event.reason}"),
             DrawFailed: lambda event: self._retry("draw", f"the data source: {event.reason}"),
+            CallsMeasured: self._calls_measured,
             CheckpointSaved: self.progress.on_checkpoint_saved,
             DrainRequested: self.transitions.note_event,
             RunResumed: self._run_resumed,
@@ -183,58 +198,57 @@ class RunMetrics:
 
     # input
 
-    def observe(self, event: Event, commands: Sequence[Command]) -> None:
-        """Count an event that the scheduler has handled, and its commands."""
-        idle = self.idle
-        idle.at = event.at
-        if type(event) is not GroupGenerated or self.transitions.others_changed:
-            self._observe_all(event, commands)
+    def observe(self, tick: Tick) -> None:
+        """Count the events of a tick that the scheduler has decided about, and its commands."""
+        if self._is_idle_check(tick):
             return
-        for command in commands:
-            if type(command) is not StartGroup:
-                self._observe_all(event, commands)
-                return
-        if self.state.stale_echoes != self._stale_before:
-            self._observe_all(event, commands)
-            return
-        self._group_generated(event)  # nearly every event: one group is generated, others start
-        idle.group_changed()
-
-    def _observe_all(self, event: Event, commands: Sequence[Command]) -> None:
-        """Count an event of any kind."""
-        kind, transitions = type(event), self.transitions
-        counted, quiet = self._counted.get(kind), kind is WeightsStaged and not commands
-        stale = self.state.stale_echoes != self._stale_before
-        self._stale_before = self.state.stale_echoes
-        if stale or kind is not GroupGenerated:
-            self._events[kind] += 1
-            if kind in REQUESTS:
-                self.progress.on_request(kind)
-        if counted is not None and not stale:
-            counted(event)
+        self.idle.at = tick.at
+        matched, transitions = self.state.orders.matched, self.transitions
+        for event in tick.events:
+            self._count(event, stale=event.id not in matched)
         transitions.released = None
         if transitions.others_changed:
-            transitions.others_changed = quiet = False
+            transitions.others_changed = False
             if transitions.steps:
-                self._steps_changed(event.at)
+                self._steps_changed(tick.at)
             if transitions.validations:
                 self._validations_ended()
-        for command in commands:
+        for command in tick.commands:
             if type(command) is TrainStep:
                 self._batch_ordered(command)
             elif type(command) is ParkGroup:
                 self.progress.on_park(command)
             elif type(command) is not StartGroup:
-                self.replicas.on_order(command, event.at)
+                self.replicas.on_order(command, tick.at)
         if transitions.replicas:
-            self.since.update(dict.fromkeys((("replica", id) for id in transitions.replicas), event.at))
+            self.since.update(dict.fromkeys((("replica", id) for id in transitions.replicas), tick.at))
             for replica in transitions.replicas.values():
                 self.idle.replica_changed(replica)
             transitions.replicas.clear()
-        if not quiet:
-            self.idle.measure(groups=not only_syncs(kind, commands))
+        self.idle.measure()
         if self.state.outcome is not None:
             self.steps.flush()
+
+    def _is_idle_check(self, tick: Tick) -> bool:
+        """Whether a tick is a check of the time limits that found nothing."""
+        if type(tick.events[0]) is not TimerFired or len(tick.events) > 1:
+            return False
+        matched = self.state.orders.matched.get(tick.events[0].id, ())
+        only_next = all(type(command) is SetTimer and command.name == LIMIT for command in tick.commands)
+        return only_next and any(order.id == LIMIT for order in matched)
+
+    def _count(self, event: Event, *, stale: bool) -> None:
+        """Count an event. Nearly all are generated groups, which are counted together later."""
+        kind = type(event)
+        if kind is GroupGenerated and not stale:
+            self._group_generated(event)
+            return
+        self._events[kind] += 1
+        if kind in REQUESTS:
+            self.progress.on_request(kind)
+        counted = None if stale else self._counted.get(kind)
+        if counted is not None:
+            counted(event)
 
     def report(self, step: StepId, metrics: Mapping[str, Any]) -> None:
         """Take the trainer's metrics for a step. Their names become keys of its row in `metrics.jsonl`."""
@@ -246,6 +260,8 @@ class RunMetrics:
             }
             metrics = {**metrics, SOURCES: self.sources}
         self.steps.report(step, metrics)
+        for name in [name for name in self.figures if name.startswith(OF_A_KIND) and name not in metrics]:
+            del self.figures[name]  # no token was of this kind
         for name, value in metrics.items():
             if isinstance(value, int | float) and (name in self.figures or len(self.figures) < FIGURES_KEPT):
                 self.figures[name] = float(value)
@@ -292,12 +308,8 @@ class RunMetrics:
 
     @property
     def changes(self) -> int:
-        """Number of events so far, without stale echoes."""
-        return self.events.total() - self.state.stale_echoes
-
-    def status(self, now: float | None = None) -> Status:
-        """A snapshot for the live view. `now`: seconds since the run began; by default the time of the newest event."""
-        return describe(self, self.at if now is None else max(now, self.at))
+        """Number of events so far that changed something: no stale echoes, and no figures of calls."""
+        return self.events.total() - self._events[CallsMeasured] - self.state.stale_echoes
 
     def reported(self) -> list[Row]:
         """Rows of the reported validations, oldest first."""
@@ -331,7 +343,7 @@ class RunMetrics:
         self.groups.on_resume(event)
         self.finished_at = event.at
 
-    def _group_generated(self, event: GroupGenerated) -> None:
+    def _group_generated(self, event: Any) -> None:
         group, waiting = self.state.groups.get(event.group), self.generated.waiting
         waiting.append((event, None if group is None else group.started_at))
         if len(waiting) >= BATCH:
@@ -347,6 +359,14 @@ class RunMetrics:
         cause = "group_data" if event.cause == "data" else "group_infrastructure"
         self.failed_group[cause] = event.group
         self._retry(cause, f"group {event.group}, {event.state}: {event.reason}")
+
+    def _calls_measured(self, event: CallsMeasured) -> None:
+        before = self.calls.get(event.function)
+        calls, seconds = (before.calls, before.seconds) if before is not None else (0, 0.0)
+        cause = "agent" if event.setting == SLOTS else "reward"
+        self.calls[event.function] = FunctionTotals(calls + event.calls, seconds + event.seconds, cause)
+        if event.kind == REPLICA:
+            self.idle.calls_measured(self.state.replicas[event.index])
 
     def _process_up(self, event: ProcessUp) -> None:
         if event.kind == REPLICA:

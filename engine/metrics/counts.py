@@ -284,12 +284,12 @@ class RunProgress:
     @property
     def replicas_wanted(self) -> int:
         """Number of generating replicas that the run should have, including those that are down."""
-        return sum(replica.process.wanted for replica in list(self._state.fleet.rollouts()))
+        return sum(replica.process.wanted for replica in self._state.rollouts)
 
     @property
     def slow(self) -> list[int]:
         """Ids of replicas that are slower than the others by more than `rollout.straggler_factor`."""
-        return [r.id for r in list(self._state.fleet.replicas.values()) if r.slow and r.state != "down"]
+        return [r.id for r in list(self._state.replicas.values()) if r.slow and r.state != "down"]
 
 
 # -- groups by state ---------------------------------------------------------------------------------------------------

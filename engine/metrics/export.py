@@ -21,6 +21,7 @@ from engine.metrics import names
 from engine.metrics.collector import RunMetrics
 from engine.metrics.counts import Histogram, OldestGroup
 from engine.metrics.names import ADMISSION_LIMITS, METRICS, REPLICA_GROUP_ENDS, REPLICA_STATES, Metric
+from engine.metrics.waits import unrewarded_groups
 from engine.states.process import KINDS, PROCESS, Process
 from engine.states.replica import Replica
 
@@ -186,16 +187,16 @@ class Exporter(Collector):
         }
 
     def _of_replicas(self) -> dict[str, Read]:
-        states, fleet, figures = REPLICA_STATES, self._metrics.state.fleet, self._metrics.replicas.of
+        states, state, figures = REPLICA_STATES, self._metrics.state, self._metrics.replicas.of
         modes, ends = names.SYNC_MODES, REPLICA_GROUP_ENDS
 
         def alive() -> list[tuple[str, int, int, int]]:
             """(replica, version, slots in use, slots) of the replicas that are up."""
-            living = [r for r in list(fleet.replicas.values()) if r.state != "down"]
+            living = [r for r in list(state.replicas.values()) if r.state != "down"]
             return [(str(r.id), r.version, r.occupied, r.slots) for r in living]
 
         def known() -> list[Replica]:
-            return [r for r in list(fleet.replicas.values()) if not r.process.dismissed]
+            return [r for r in list(state.replicas.values()) if not r.process.dismissed]
 
         def by_state() -> Samples:
             now = [r.condition for r in known()]
@@ -208,7 +209,7 @@ class Exporter(Collector):
                 ((str(r.id), state), r.condition == state) for r in known() for state in states
             ],
             names.REPLICA_SLOW.name: lambda: [
-                ((str(r.id),), r.slow) for r in list(fleet.replicas.values()) if r.state != "down"
+                ((str(r.id),), r.slow) for r in list(state.replicas.values()) if r.state != "down"
             ],
             names.REPLICA_SLOTS.name: lambda: [
                 ((id, state), held if state == "held" else max(0, slots - held))
@@ -230,8 +231,15 @@ class Exporter(Collector):
 
         def processes() -> list[Process]:
             state = metrics.state
-            replicas = [r.process for r in list(state.fleet.replicas.values()) if not r.process.dismissed]
+            replicas = [r.process for r in list(state.replicas.values()) if not r.process.dismissed]
             return [*replicas, *list(state.processes.values())]
+
+        def waiting() -> Samples:
+            now = dict.fromkeys(metrics.calls, 0)
+            for process in processes():
+                for name, calls in process.calls.items():
+                    now[name] = now.get(name, 0) + calls.groups
+            return _labelled(now)
 
         def by_state() -> Samples:
             now = Counter((process.kind, process.state) for process in processes())
@@ -239,6 +247,10 @@ class Exporter(Collector):
 
         return {
             names.PROCESSES.name: by_state,
+            names.FUNCTION_CALLS.name: lambda: [((name,), one.calls) for name, one in list(metrics.calls.items())],
+            names.FUNCTION_SECONDS.name: lambda: [((name,), one.seconds) for name, one in list(metrics.calls.items())],
+            names.FUNCTION_GROUPS.name: waiting,
+            names.UNREWARDED.name: lambda: _one(unrewarded_groups(metrics.state)),
             names.PROCESS_DEATHS.name: lambda: _labelled(metrics.deaths),
         }
 

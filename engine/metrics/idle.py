@@ -1,15 +1,12 @@
 """Splits the time of slots and of the trainer into busy and idle, by cause.
 
-Used by `collector.RunMetrics`. Nothing changes between two events, so the split after one event holds until the next.
-Sums are updated only when the split changes. This is exact, costs O(1), and costs nothing after most events.
+Used by `collector.RunMetrics`. Nothing changes between two ticks, so the split after one tick holds until the next.
+Sums are updated only when the split changes.
 """
 
-from collections.abc import Sequence
-
-from engine.commands import Command, InstallWeights, PauseReplica, ResumeGroup, ResumeReplica, StageWeights, StartGroup
-from engine.events import Event, ReplicaPaused, WeightsInstalled, WeightsStaged
 from engine.ids import ReplicaId, Version
 from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES, TRAINER_TASKS
+from engine.metrics.waits import agent_groups, unrewarded_groups
 from engine.states.limits import Limits
 from engine.states.machine import Phase
 from engine.states.pool import ROLLOUT
@@ -24,19 +21,12 @@ RUNNING, PARKED, READY = int(Phase.RUNNING), int(Phase.PARKED), int(Phase.READY)
 NEVER = 1 << 62
 """More groups than any run has."""
 NONE = (0, 0, 0, 0)
-SYNC_EVENTS = (WeightsStaged, ReplicaPaused, WeightsInstalled)
-SYNC_ORDERS = (StartGroup, ResumeGroup, StageWeights, PauseReplica, InstallWeights, ResumeReplica)
 
 
 Split = tuple[int, tuple[tuple[str, int], ...], str, str | None, str]
 """A split: busy slots, or slots idle for the cause named third; (cause, slots) of the others; the trainer's task; its
 idle cause if it has no task."""
 NOTHING: Split = (0, (), "starting", None, "starting")
-
-
-def only_syncs(kind: type[Event], commands: Sequence[Command]) -> bool:
-    """Whether an event and its commands removed no group from a replica that is not ready."""
-    return kind in SYNC_EVENTS and all([type(command) in SYNC_ORDERS for command in commands])
 
 
 class Period:
@@ -106,14 +96,19 @@ class IdleTime:
         self._counted: dict[ReplicaId, tuple[int, int, int, int]] = {}
         """For each replica that is not ready: slots that are frozen, syncing, asleep and draining."""
         self._swapping = self._asleep = self._leaving = 0
+        self._unrewarded = 0
+        """Free slots of ready replicas whose groups wait for rewards."""
+        self.in_agents = 0
+        """Slots whose groups wait for agents or environments: they are busy, and the model has nothing to do."""
+        self._agents_of: dict[ReplicaId, int] = {}
+        """Groups of each replica that wait for them, by its newest report."""
         self._most = 0
         self._measuring = 0
         """Slots that validation rows hold instead of groups."""
-        self._full = False
         self._known: tuple[Limits, int, Version] | None = None
         """The inputs of the next four figures."""
         self._batch = self._workers = self._last = self._places = self._batched = 0
-        for replica in state.fleet.replicas.values():
+        for replica in state.replicas.values():
             self.replica_changed(replica)
 
     def replica_changed(self, replica: Replica) -> None:
@@ -124,15 +119,23 @@ class IdleTime:
         if self._not_ready.pop(replica.id, None) is not None:
             self._count_away(replica, 0)
         self._ready.pop(replica.id, None)
+        self._agents_of.pop(replica.id, None)
         if replica.state in DOWN_STATES:
             return
         self._slots_of[replica.id] = replica.slots
         self.slots += replica.slots
+        self.calls_measured(replica)
         if replica.state == "ready":
             self._ready[replica.id] = replica.version
         else:
             self._not_ready[replica.id] = replica
             self._count_away(replica, replica.occupied)
+
+    def calls_measured(self, replica: Replica) -> None:
+        """Call it after a replica reported its calls of the user's functions."""
+        self._agents_of.pop(replica.id, None)
+        if replica.id in self._slots_of and (groups := agent_groups(replica.process)):
+            self._agents_of[replica.id] = groups
 
     def _count_away(self, replica: Replica, held: int) -> None:
         """Count the slots of a replica that is not ready by what they do. Does not count a replica that is ready or
@@ -158,25 +161,8 @@ class IdleTime:
 
     @property
     def busy(self) -> int:
-        """Slots generating now."""
-        return self._now[1]
-
-    def group_changed(self) -> None:
-        """Call it after an event that changed only groups, none of them parked. The number of busy slots is mostly
-        unchanged, or one lower."""
-        state = self._state
-        count = state.ledger.count
-        running, ready = count[RUNNING], count[READY]
-        if self._not_ready or state.exhausted or (ready >= self._batch) is not self._full:
-            self.measure()
-            return
-        since, before, seconds = self._now
-        busy = running - state.fleet.freed + self._measuring
-        if busy != before:
-            at = self.at
-            self._now = (at, busy, seconds + before * (at - since))
-        if busy < self._most and self._bound(count) != self.rollout_cause:
-            self.measure()
+        """Slots taken by groups that are generated now."""
+        return self._now[1] + self.in_agents
 
     def _bound(self, count: list[int]) -> str:
         """The bound that prevents the next group from starting on a ready replica; empty if none does."""
@@ -188,27 +174,43 @@ class IdleTime:
             return "worker_bound"
         return "staleness_bound" if held >= self._places else ""
 
-    def measure(self, *, groups: bool = True) -> None:
-        """Determine the split from the newest event on. `groups`: groups may have left replicas that are not ready
-        without a call of `replica_changed`."""
+    def measure(self) -> None:
+        """Determine the split from the newest tick on."""
         state = self._state
         self._remember(state)
         beside = bool(state.validations.out) and not state.limits.validators()
         self._measuring = state.validations.out if beside else 0
-        if groups and self._not_ready:
-            for replica in self._not_ready.values():
-                self._count_away(replica, replica.occupied)
-        busy = state.ledger.running - state.fleet.freed + self._measuring - self.frozen
-        self._most = self.slots - self._swapping - self._asleep - self._leaving
+        for replica in self._not_ready.values():
+            self._count_away(replica, replica.occupied)
+        busy = state.ledger.running - state.free.freed + self._measuring - self.frozen
+        self.in_agents = min(busy, sum(self._agents_of.values())) if self._agents_of else 0
+        busy -= self.in_agents
+        self._most = self.slots - self._swapping - self._asleep - self._leaving - self.in_agents
+        self._measure_trainer()
         if busy < self._most:
             self.rollout_cause = self._why_slots_are_free()
-        self._measure_trainer()
+            self._unrewarded = min(self._most - busy, self._held_by_rewards())
+            self._most -= self._unrewarded
+        else:
+            self._unrewarded = 0
         self._note(busy)
+
+    def _held_by_rewards(self) -> int:
+        """Number of slots that are free only because rewards are not computed: a group that waits for one holds a place
+        of K, or keeps the trainer from a step that would open places under S."""
+        state, ready = self._state, self._state.ledger.ready
+        groups = unrewarded_groups(state)
+        if not groups or self.rollout_cause == "worker_bound":
+            return len(state.unrewarded)
+        if self.rollout_cause not in ("staleness_bound", "run_ending") or self.trainer_task is not None:
+            return 0
+        if self.trainer_cause not in ("waiting_for_groups", "waiting_for_stragglers"):
+            return 0
+        return groups + ready if groups + ready >= self._batch else groups
 
     def _remember(self, state: State) -> None:
         """Cache figures that changes of groups alone do not change."""
         limits, steps = state.limits, state.steps_batched
-        self._full = state.ledger.ready >= limits.train_batch_size
         known = (limits, steps, self._newest_installed())
         if known == self._known:
             return
@@ -226,8 +228,11 @@ class IdleTime:
         self._now = (at, busy, seconds)
         period = self._period
         away: tuple[tuple[str, int], ...] = ()
-        if self._not_ready:
-            found = (("weight_sync", self._swapping), ("pool", self._asleep), ("draining", self._leaving))
+        if self._not_ready or self._unrewarded or self.in_agents:
+            found = (
+                ("weight_sync", self._swapping), ("pool", self._asleep), ("draining", self._leaving),
+                ("reward", self._unrewarded), ("agent", self.in_agents),
+            )  # fmt: skip
             away = tuple([part for part in found if part[1] > 0])
         split = (self._most, away, self.rollout_cause, self.trainer_task, self.trainer_cause)
         if period is None or period.split != split:
@@ -286,7 +291,9 @@ class IdleTime:
             return "no_replica"
         if self._state.draining:
             return "draining"
-        if self.busy < self._most:
+        if self._unrewarded:
+            return "reward"
+        if self._now[1] < self._most:
             return self.rollout_cause
         if self._leaving:
             return "draining"

@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from engine.commands import Command, TrainStep
+from engine.commands import TrainStep
 from engine.errors import FULL, StorageFull
 from engine.events import Event, RunResumed
 from engine.ids import GroupId, StepId
+from engine.metrics.intervals import Estimate
 from engine.record.files import open_private, private_opener
-from engine.states.estimators import Estimate
+from engine.record.frames import Tick
 from engine.states.group import Group
 from engine.states.state import State
 
@@ -194,7 +195,7 @@ Row = dict[str, Any]
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenGroup:
     """A step with a batch whose row is not written yet."""
 
     fields: Row
@@ -216,7 +217,7 @@ class StepRows:
         self.recent: deque[Row] = deque(maxlen=recent)
         """The newest rows, oldest first."""
         self._emit = emit
-        self._open: dict[StepId, _Open] = {}
+        self._open: dict[StepId, _OpenGroup] = {}
         self._reported: dict[StepId, Row] = {}
         self._collecting_since = 0.0
         self._counts = dict(counts or {})
@@ -255,7 +256,7 @@ class StepRows:
             return
         entry = self._open.get(step)
         if entry is None:
-            entry = self._open[step] = _Open({"step": step}, entered_at=at)
+            entry = self._open[step] = _OpenGroup({"step": step}, entered_at=at)
             entry.seconds["collecting"] = at - self._collecting_since
         entry.seconds[entry.phase] += at - entry.entered_at
         entry.entered_at = at
@@ -329,20 +330,21 @@ class ReplayedRows:
         self.transitions = transitions
         self._begun = False
 
-    def watch(self, event: Event, commands: Sequence[Command], state: State) -> None:
-        """Take the next event of a replay. Call this for each one, in order."""
+    def watch(self, tick: Tick, state: State) -> None:
+        """Take the next tick of a replay. Call this for each one, in order."""
         if not self._begun:
             self._begin()
-        self.transitions.note_event(event)
+        for event in tick.events:
+            self.transitions.note_event(event)
         for step, entered in self.transitions.steps:
-            self.rows.changed(step, entered, event.at)
+            self.rows.changed(step, entered, tick.at)
             if entered == "finished":
-                self.rows.finished(step, state.latest_version, event.at, self.transitions.group_counts())
+                self.rows.finished(step, state.latest_version, tick.at, self.transitions.group_counts())
                 self.rows.flush()  # an earlier process has written this row
         self.transitions.steps.clear()
-        if isinstance(event, RunResumed) and not event.kept:
+        if any(isinstance(event, RunResumed) and not event.kept for event in tick.events):
             self._begin()
-        for command in commands:
+        for command in tick.commands:
             if type(command) is TrainStep:
                 groups = [state.groups[id] for id in command.groups if id in state.groups]
                 self.rows.formed(command.step, groups, command.staleness)

@@ -1,4 +1,4 @@
-"""The address at which the metrics endpoint listens.
+"""The address at which an endpoint of a run listens, for metrics or control.
 
 The command line checks it before a run starts, without loading the server; the server opens it.
 """
@@ -9,12 +9,13 @@ import socket
 from engine.errors import ConfigError
 
 
-def check_address(host: str, port: int) -> None:
-    """Check that a run can listen at an address, without keeping it. Raises: ConfigError."""
-    listen(host, port).close()
+def check_address(host: str, port: int, section: str = "metrics") -> None:
+    """Check that a run can listen at an address, without keeping it. `section`: of the configuration. Raises:
+    ConfigError."""
+    listen(host, port, section).close()
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, section: str = "metrics") -> socket.socket:
     """A socket that listens at an address; port 0: any free port. Raises: ConfigError."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
@@ -23,16 +24,16 @@ def listen(host: str, port: int) -> socket.socket:
         sock.listen()
     except (OSError, OverflowError, UnicodeError) as error:
         sock.close()
-        raise _refused(host, port, error) from None
+        raise _refused(host, port, error, section) from None
     return sock
 
 
-def _refused(host: str, port: int, error: Exception) -> ConfigError:
+def _refused(host: str, port: int, error: Exception, section: str) -> ConfigError:
     reason = getattr(error, "strerror", None) or str(error)
     if isinstance(error, socket.gaierror | UnicodeError) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
         law, fix = (
             f"is not an address of this machine: {reason}",
             "use 127.0.0.1 for this machine alone, 0.0.0.0 for all",
         )
-        return ConfigError("metrics.host", host, law, fix)
-    return ConfigError("metrics.port", port, f"cannot be opened on {host}: {reason}", "use 0 for any free port")
+        return ConfigError(f"{section}.host", host, law, fix)
+    return ConfigError(f"{section}.port", port, f"cannot be opened on {host}: {reason}", "use 0 for any free port")

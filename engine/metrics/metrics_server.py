@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from engine.http_listener import ConnectionBounds, Hosts, Listener, Refused
+from engine.control.http_listener import ConnectionBounds, Hosts, Listener, Refused
 from engine.metrics.listening_address import listen
 
 log = logging.getLogger(__name__)

@@ -22,6 +22,8 @@ ROLLOUT_IDLE_CAUSES = (
     "weight_sync",
     "pool",
     "draining",
+    "reward",
+    "agent",
     "worker_bound",
     "staleness_bound",
     "no_prompts",
@@ -32,7 +34,8 @@ ROLLOUT_IDLE_CAUSES = (
     "other",
 )
 """Why a slot of a running replica is idle, in the order of the values: the replica syncs weights; another task has
-its pool; the replica or the run drains; K is reached; the staleness bound is reached; there are no more prompts;
+its pool; the replica or the run drains; its groups wait for rewards, or for the work of an added state; its group waits
+for an agent, a rollout or an environment; K is reached; the staleness bound is reached; there are no more prompts;
 prompts are being drawn; the parked groups need newer weights than the replica has; the run needs no more groups; the
 run is starting; anything else."""
 
@@ -338,6 +341,32 @@ SOURCE_RESTED = _counter(
     {"source": ()},
     where="data.sources",
 )
+FUNCTION_CALLS = _counter(
+    "engine_function_calls_total",
+    "calls",
+    "Calls of the user's functions that have ended, such as `reward NAME` and `agent NAME`, by function.",
+    {"function": ()},
+    where="reward.function, agent or environment",
+)
+FUNCTION_SECONDS = _counter(
+    "engine_function_call_seconds_total",
+    "seconds",
+    "Sum of the durations of these calls, by function.",
+    {"function": ()},
+    where="reward.function, agent or environment",
+)
+FUNCTION_GROUPS = _gauge(
+    "engine_function_waiting_groups",
+    "groups",
+    "Groups and held-out rows that wait for calls of a function; reported every 10 s.",
+    {"function": ()},
+    where="reward.function, agent or environment",
+)
+UNREWARDED = _gauge(
+    "engine_groups_unrewarded",
+    "groups",
+    "Groups whose trajectories have all ended and whose rewards, or whose work in an added state, have not.",
+)
 PROCESSES = _gauge(
     "engine_processes",
     "processes",
@@ -498,7 +527,8 @@ METRICS: tuple[Metric, ...] = (
     TOKENS_TRAINED, RESPONSE_TOKENS, GROUP_SECONDS, TRANSITIONS, REPLICAS, WEIGHTS_VERSION, REPLICA_WEIGHTS_VERSION,
     REPLICA_STATE, REPLICA_SLOTS, REPLICA_TOKENS, REPLICA_GROUPS, REPLICA_RESUMED, REPLICA_PAUSE, SYNC_SECONDS,
     ROLLOUT_BUSY, ROLLOUT_IDLE, TRAINER_BUSY, TRAINER_IDLE, TRAINER_FIGURE, SOURCE_REWARD,
-    SOURCE_SHARE, SOURCE_DRAWN, SOURCE_DROPPED, SOURCE_RESTED, PROCESSES, PROCESS_DEATHS, RETRIES, BUDGET,
+    SOURCE_SHARE, SOURCE_DRAWN, SOURCE_DROPPED, SOURCE_RESTED, FUNCTION_CALLS, FUNCTION_SECONDS, FUNCTION_GROUPS,
+    UNREWARDED, PROCESSES, PROCESS_DEATHS, RETRIES, BUDGET,
     STALE_ECHOES, EVENTS, EVENTS_WAITING, DECISION_SECONDS, STORE_GROUPS, STORE_BYTES,
     STORE_DISK_BYTES, RECORD_BYTES, RECORD_LAG, DISK_FREE, DISK_SIZE, REWARD,
     ACCURACY, VALIDATION_FIGURE, ACCURACY_STEPS, VALIDATION_VERSION, VALIDATIONS, VALIDATIONS_ENDED, VALIDATION_ROWS,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from engine.errors import ConfigError
+from engine.extras import install_command
 from engine.metrics.journal import Journal
 from engine.record.files import write_private
 
@@ -174,7 +175,7 @@ CLIENTS: dict[str, tuple[str, Callable[..., Client]]] = {
     "wandb": ("wandb", WeightsAndBiases),
     "mlflow": ("mlflow", MLflow),
 }
-"""Module and client of each sink by name. The name is also that of the extra: `pip install 'step-engine[wandb]'`."""
+"""Module and client of each sink by name. The name is also that of the extra."""
 
 
 def check_sinks(names: Sequence[str]) -> None:
@@ -184,7 +185,7 @@ def check_sinks(names: Sequence[str]) -> None:
         found = importlib.util.find_spec(module)
         if found is None or found.origin is None:  # a plain folder is not the package; wandb creates one named wandb
             law = f"the package {module} is not installed"
-            raise ConfigError(f"metrics.sinks.{name}", name, law, f"run `pip install 'step-engine[{name}]'`")
+            raise ConfigError(f"metrics.sinks.{name}", name, law, f"run `{install_command(name)}`")
 
 
 class Sink:

@@ -1,24 +1,20 @@
 """`Status`: a snapshot of what a run is doing, as small plain data that can be pickled or sent as JSON.
 
-`RunMetrics.status` creates it next to the scheduler, and the live view draws it in another process. Two of its fields
+`read_status` creates it next to the scheduler, and the live view draws it in another process. Two of its fields
 are sentences that say what the trainer and the rollout do or wait for, from the figures that the scheduler decides by.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from engine.errors import EngineError
 from engine.ids import ReplicaId, Version
+from engine.metrics.collector import RunMetrics
 from engine.metrics.journal import plain
+from engine.metrics.waits import agent_wait, reward_wait, start_text, waits
 from engine.states.process import TRAINER
-from engine.states.waits import start_text
-
-if TYPE_CHECKING:
-    from engine.metrics.collector import RunMetrics
-    from engine.states.state import State
+from engine.states.state import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +110,25 @@ class Status:
     """The newest lines of `metrics.jsonl`, oldest first."""
     silence: str = ""
     """The newest report that nothing changed: for how long, and what the run waits for. Empty if something did."""
+    slowest: dict[str, str] = field(default_factory=dict)
+    """For the idle causes `reward` and `agent`: the function with the most time in calls, and the time of one."""
+    calls_now: str = ""
+    """The reward, judge, agent or environment that groups wait for, if slots are idle for it or the run drains."""
+
+    @property
+    def learned_nothing(self) -> str:
+        """A sentence if no group of the newest `FLAT_STEPS` train steps had a gradient; else empty."""
+        flat = 0
+        for row in reversed(self.recent):
+            if not row.get("groups") or row.get("zero_advantage_groups") != row["groups"]:
+                break
+            flat += 1
+        if flat < FLAT_STEPS:
+            return ""
+        return (
+            f"in each of the last {FLAT_STEPS} train steps, all responses to a prompt got the same reward, so the "
+            "model learned nothing: check the reward with `engine samples`, or use easier or harder prompts"
+        )
 
     @property
     def accuracy(self) -> float | None:
@@ -132,13 +147,16 @@ class Status:
 
 
 SPARK_STEPS = 60
+FLAT_STEPS = 5
+"""Train steps without any gradient after which the view says so."""
 TRIES = 8
 
 
-def describe(metrics: RunMetrics, now: float) -> Status:
-    """The snapshot of a run at `now` seconds since it began."""
+def read_status(metrics: RunMetrics, now: float | None = None) -> Status:
+    """The snapshot of a run. `now`: seconds since it began; by default the time of the newest event."""
+    now = metrics.at if now is None else max(now, metrics.at)
     state, idle, staleness = metrics.state, metrics.idle, metrics.staleness
-    fleet = sorted((r for r in state.fleet.replicas.values() if not r.process.dismissed), key=lambda r: r.id)
+    fleet = sorted((r for r in state.replicas.values() if not r.process.dismissed), key=lambda r: r.id)
     replicas = [replica for replica in fleet if replica.state != "down"]
     rewards, limits, progress = metrics.rewards, state.limits, metrics.progress
     return Status(
@@ -201,6 +219,8 @@ def describe(metrics: RunMetrics, now: float) -> Status:
         events=sum(metrics.events.values()),
         recent=tuple(metrics.steps.recent),
         silence=metrics.silence[1] if metrics.silence[0] == metrics.changes and state.outcome is None else "",
+        slowest=_slowest_calls(metrics),
+        calls_now=_calls_now(metrics),
     )
 
 
@@ -209,7 +229,7 @@ def plain_status(metrics: RunMetrics, now: float) -> dict[str, Any]:
     `EngineError` if all `TRIES` attempts failed."""
     for _ in range(TRIES):
         try:
-            return dict(plain(asdict(describe(metrics, now))))
+            return dict(plain(asdict(read_status(metrics, now))))
         except (RuntimeError, KeyError, IndexError):
             continue
     raise EngineError("the run changed during every attempt to read its status")
@@ -225,6 +245,20 @@ def status_of(answer: Mapping[str, Any]) -> Status:
     return Status(**values)
 
 
+def _slowest_calls(metrics: RunMetrics) -> dict[str, str]:
+    ended = sorted((one.seconds, name, one) for name, one in list(metrics.calls.items()) if one.calls)
+    return {one.cause: f"{name}, {seconds / one.calls:.2g} s a call" for seconds, name, one in ended}
+
+
+def _calls_now(metrics: RunMetrics) -> str:
+    state, idle = metrics.state, metrics.idle
+    if state.outcome is not None:
+        return ""
+    if idle.admission_limit in ("reward", "draining") and (rewards := reward_wait(state)):
+        return rewards
+    return agent_wait(state) if idle.in_agents else ""
+
+
 def _trainer_now(metrics: RunMetrics) -> str:
     state, idle = metrics.state, metrics.idle
     if state.outcome is not None:
@@ -236,9 +270,7 @@ def _trainer_now(metrics: RunMetrics) -> str:
     formed = state.training_step
     if idle.trainer_cause == "restarting" and idle.trainer_task is None:
         order = state.orders.find("start", (TRAINER, 0))
-        return (
-            f"the trainer {start_text(order.command, state)}" if order is not None else "the trainer is being stopped"
-        )
+        return "the trainer is " + ("being stopped" if order is None else start_text(order, state))
     if idle.trainer_task is not None and formed is not None:
         return f"{idle.trainer_task} step {formed.id} on {_groups(len(formed.groups))}"
     cause = idle.trainer_cause
@@ -268,22 +300,25 @@ def _rollout_now(metrics: RunMetrics) -> str:
     state, idle, limits = metrics.state, metrics.idle, metrics.state.limits
     if state.outcome is not None:
         return "stopped"
-    syncing = [r.id for r in state.fleet.replicas.values() if r.state in ("pausing", "installing")]
+    syncing = [r.id for r in state.replicas.values() if r.state in ("pausing", "installing")]
     if syncing:
         names = ", ".join(map(str, syncing[:8])) + (", ..." if len(syncing) > 8 else "")
         return f"replica{'s' * (len(syncing) > 1)} {names} taking new weights"
     if state.draining:
-        return f"the run is draining: {_groups(state.ledger.running)} to be parked"
+        first = next(iter(waits(state, metrics.since)), None)
+        return f"the run is draining: {first.sentence(metrics.at)}" if first is not None else "the run is draining"
     free = idle.slots - idle.busy
     if not idle.slots:
         return "no replica is up"
-    sleeping = [r.id for r in state.fleet.replicas.values() if r.state in ("yielding", "asleep")]
-    if sleeping and len(sleeping) == state.fleet.alive:
+    sleeping = [r.id for r in state.replicas.values() if r.state in ("yielding", "asleep")]
+    if sleeping and len(sleeping) == sum(r.state != "down" for r in state.rollouts):
         return "every replica sleeps: the trainer has their pool"
     if free <= 0:
-        return f"every slot is busy: {_groups(idle.busy)} generating"
+        agents = f", {idle.in_agents} in agents" if idle.in_agents else ""
+        return f"every slot is busy: {_groups(idle.busy)} generating{agents}"
     why = {
         "worker_bound": f"K = {limits.max_concurrent_groups} groups run",
+        "reward": "their groups wait for rewards",
         "staleness_bound": f"S = {limits.max_staleness_steps}: no place before version {state.latest_version + 1}",
         "run_ending": "the run needs no more groups",
         "no_prompts": "the prompts are used up",
@@ -292,7 +327,7 @@ def _rollout_now(metrics: RunMetrics) -> str:
         "starting": "the run is starting",
         "draining": "the run is draining",
         "other": "the policies start no group",
-    }[idle.rollout_cause]
+    }["reward" if idle.admission_limit == "reward" else idle.rollout_cause]
     return f"{free} of {idle.slots} slots free: {why}"
 
 
@@ -302,7 +337,7 @@ def _validation_now(state: State) -> str:
         return ""
     done = sum(chunk.count for chunk in run.chunks if chunk.done)
     said = f"version {run.version}: {done} of {run.rows} rows"
-    replicas = [state.fleet.replicas[id] for id in run.replicas]
+    replicas = [state.replicas[id] for id in run.replicas]
     if not replicas:
         said += ", waits for a replica that can install it"
     elif run.out:

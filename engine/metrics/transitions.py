@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from engine.events import DrainRequested, Event, RunResumed, SchedulerRecovered
 from engine.ids import GroupId, ReplicaId, StepId
+from engine.metrics.intervals import Estimate, estimates
 from engine.metrics.names import RECOVERY_KINDS
-from engine.states.estimators import Estimate
 from engine.states.group import GROUP
 from engine.states.replica import Replica
 from engine.states.validation import VALIDATION
@@ -87,7 +87,8 @@ class Transitions:
         elif machine == "replica":
             self.replicas[record.id] = record
         elif machine == "validation" and record.state in VALIDATION.terminal:
-            ended = EndedValidation(*[getattr(record, field) for field in EndedValidation._fields])
+            fields = {field: getattr(record, field) for field in EndedValidation._fields if field != "estimates"}
+            ended = EndedValidation(**fields, estimates=estimates(record.figures))
             self.validations.append(ended)
             self.ended.append(ended)
 
@@ -125,8 +126,8 @@ class Transitions:
                 self._groups.setdefault(source, {})[target] = int(n)
             else:
                 self._others[machine, source, target] = int(n)
-        told = ([*fields, tuple(Estimate(*one) for one in estimates)] for *fields, estimates in ended)
-        self.ended = [EndedValidation._make(fields) for fields in told]
+        rows = ([*fields, tuple(Estimate(*one) for one in estimates)] for *fields, estimates in ended)
+        self.ended = [EndedValidation._make(fields) for fields in rows]
         self.validations = [*self.ended]
         self.recoveries = dict.fromkeys(RECOVERY_KINDS, 0) | recoveries
         self.draining_since = draining_since

@@ -11,18 +11,19 @@ from typing import Any
 
 from engine.config import Config, check_backend
 from engine.config.episodes import check_environment
+from engine.config.gpus import needs_of
 from engine.config.inputs import known_directory, object_store_bytes
 from engine.config.pools import threads_of_scorers
 from engine.config.prompts import stop_ids_of
 from engine.config.rollout import RolloutSection
 from engine.metrics.address_files import FOLDER
-from engine.plans.rollouts import check_agent, gateway_of, make_rollout, make_work
+from engine.plans.rollouts import check_agent, gateway_of, make_rollout, make_sharing_rollout, make_work
 from engine.plans.run_inputs import Inputs, fit_prompts, held_out_of, inputs_of, make_prompts, reward_of
 from engine.plans.trainers import make_scorer, make_trainer, restore_trainer, start_of
 from engine.plans.validation_sets import answers_of_sets, judge_of
 from engine.protocols import Trainer
-from engine.rollout.vllm.engine_args import built_for_cpu, workers_of
-from engine.runtime.plan import DistributedSettings, Plan, VllmSettings, Wire
+from engine.rollout.vllm.engine_args import built_for_cpu
+from engine.runtime.plan import DistributedSettings, Plan, VllmSettings, WeightsWire
 from engine.runtime.prompt_sources import CountedPrompts
 from engine.storage.checkpoints import FIRST, check_first_checkpoint, verify_checkpoint
 from engine.storage.durable_trajectories import StorePolicy
@@ -63,9 +64,8 @@ def check_plan(config: Config, local: Local = NO_LOCAL) -> None:
         verify_checkpoint(Path(config.model.checkpoint_path), FIRST)
     none: dict[str, Any] = {"checkpoint_path": None, "checkpoint_optimizer": False}
     none["warm_start"] = config.model.warm_start.model_copy(update={"path": None})
-    plan_of(
-        config.model_copy(update={"model": config.model.model_copy(update=none)}), Path(config.run.dir), local=local
-    )
+    begins_anew = config.model_copy(update={"model": config.model.model_copy(update=none)})
+    plan_of(begins_anew, Path(config.run.dir), local=local)
 
 
 def evaluation_plan(config: Config, model: str, run_dir: Path, progress: Progress | None = None) -> Plan:
@@ -99,10 +99,13 @@ def _no_prompt(group: int) -> Prompt:
 def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
     answers_of_sets(config, judge_of(config, inputs.reward, inputs.local), inputs.local)
     settings, begin = start_of(config, run_dir, inputs.model)
-    inputs, limits, held_out = replace(inputs, model=begin), config.limits(), list[Prompt]()
+    inputs = replace(inputs, model=begin, logs=run_dir.resolve() / "logs")
+    limits, held_out = config.limits, list[Prompt]()
     if limits.validation is not None:  # the files may have fewer rows than the configuration requests
         held_out, validation = held_out_of(config, inputs, limits.validation)
         limits = replace(limits, validation=validation)
+    gpus = needs_of(config, built_for_cpu())
+    trainer = partial(make_trainer, begin, settings, limits.scored_apart, config.model.checkpoint_optimizer)
     return Plan(
         limits=limits,
         samples=config.scheduler.samples_per_prompt,
@@ -111,7 +114,8 @@ def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
         prefix_every_tokens=config.durability.prefix_every_tokens,
         snapshot_every=config.durability.snapshot_every,
         make_rollout=partial(make_rollout, config, inputs),
-        make_trainer=partial(make_trainer, begin, settings, limits.scored_apart, config.model.checkpoint_optimizer),
+        make_sharing_rollout=partial(make_sharing_rollout, config, inputs),
+        make_trainer=partial(trainer, in_turns=limits.trains_in_turns),
         make_work=partial(make_work, config, inputs),
         state_timeout_s=config.scheduler.state_timeout_s,
         reward_timeout_s=config.reward.longest_s,
@@ -148,33 +152,28 @@ def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
         heartbeat_s=config.rollout.heartbeat_s,
         rollout_threads=config.rollout.threads,
         trainer_threads=config.trainer.threads,
-        trainer_ranks=1 if config.trainer.device == "cpu" else config.trainer.ranks,
-        trainer_gpus=float(config.trainer.ranks * config.trainer.gpus_per_rank),
         scorer_threads=threads_of_scorers(config, limits.scorers()),
-        pool_shares=tuple(pool.share or 0.0 for pool in config.pools),
         object_store_bytes=object_store_bytes(config, known_directory(config)),
-        rollout_gpus=gpus_of(config.rollout),
-        rollout_spread=config.rollout.engine_args.get("distributed_executor_backend") == "ray",
+        rollout_gpus=gpus.replica_gpus,
+        rollout_spread=gpus.spread,
+        samples_on_gpus=gpus.samples_on_gpus,
+        trainer_gpus=gpus.trainer_gpus,
+        trainer_ranks=gpus.ranks,
+        trains_on_gpus=gpus.trains_on_gpus,
+        pool_shares=gpus.shares,
     )
-
-
-def gpus_of(rollout: RolloutSection) -> float:
-    """GPUs that Ray reserves for a replica; 0: a share that `placement.with_gpus` computes."""
-    workers = workers_of(rollout.engine_args) if rollout.backend == "vllm" and not built_for_cpu() else 1
-    return rollout.gpus or (workers if workers > 1 else 0.0)
 
 
 def transport_settings(rollout: RolloutSection) -> DistributedSettings | VllmSettings | None:
     """The transport named by `rollout.transport`; None: Ray's object store."""
     if rollout.transport == "object_store":
         return None
-    # Both the sender and the receiver of a message have a bucket of its size.
-    bucket_bytes = min(rollout.send_bucket_mb, rollout.receive_bucket_mb) << 20
+    bucket_bytes = rollout.bucket_mb << 20
     backend = rollout.transport_backend
     inward = DistributedSettings(backend=backend, bucket_bytes=bucket_bytes, timeout_s=rollout.transport_timeout_s)
     if rollout.transport == "distributed":
         return inward
-    wire = Wire(
+    wire = WeightsWire(
         backend=backend,
         bucket_bytes=bucket_bytes,
         # A worker whose sender is lost must fail early enough that the install can still be undone.

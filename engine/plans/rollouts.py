@@ -5,7 +5,9 @@ Torch is imported only with a backend.
 """
 
 import os
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,7 @@ from engine.errors import ConfigError
 from engine.gateway.agents import GatewayParts
 from engine.gateway.openai_format import MOST_TOP_LOGPROBS
 from engine.gateway.runners import CommandRunner, FunctionRunner, Runner
-from engine.gateway.sessions import Bounds
+from engine.gateway.sessions import SessionBounds
 from engine.ids import ReplicaId
 from engine.plans.run_inputs import Inputs, reward_of
 from engine.plans.validation_sets import answers_of_sets, judge_of, make_evaluator
@@ -29,8 +31,11 @@ from engine.rollout.agents.program_generator import ProgramGenerator
 from engine.rollout.backend import RolloutBackend, SamplingParams
 from engine.rollout.generator import ModelGenerator
 from engine.rollout.reward_parts import RewardParts
-from engine.rollout.scoring import RewardWork, Scorer
+from engine.rollout.scoring import Grader, RewardWork
+from engine.rollout.vllm.engine_args import memory_args
 from engine.runtime.plan import Rollout
+from engine.runtime.process_port import source_of
+from engine.states.process import REPLICA
 from engine.tasks.rewards import NO_LOCAL, Local, load_coroutine
 from engine.workers.stage import Work, unchanged
 
@@ -45,13 +50,25 @@ MakeGenerator = Callable[[RolloutBackend, Any, RewardParts | None, SamplingParam
 
 
 def check_agent(config: Config, local: Local = NO_LOCAL) -> None:
-    """Check that the functions in the configuration can be imported. Raises: `ConfigError`."""
+    """Check that the agent in the configuration can be imported or started. Raises: `ConfigError`."""
     if config.agent.function is not None:
         _agent_function(config, local)
     if config.agent.rollout is not None:
         _agent_rollout(config, local)
+    if config.agent.command is not None:
+        places = config.agent.environment().get("PATH")
+        if config.cluster.joined() is None:  # in a cluster, another machine runs it
+            _check_program(config.agent.command[0], config.run.code_dir or os.getcwd(), places)
     if config.agent.on_gateway:
         parser_of(config.agent.tool_parser, config.run.code_dir, "agent.tool_parser")
+
+
+def _check_program(program: str, directory: str, places: str | None) -> None:
+    """Raises: `ConfigError` if no such program can be started in a directory. `places`: the PATH; None: the run's."""
+    path = os.path.join(directory, program) if os.path.dirname(program) else program
+    if shutil.which(path, path=places) is None:
+        law = f"is no program on the PATH, nor an executable file seen from {directory}"
+        raise ConfigError("agent.command", program, law, "install it, or give its path")
 
 
 def _agent_function(config: Config, local: Local) -> Callable[..., Any]:
@@ -78,18 +95,21 @@ def make_gateway(config: Config, model: str, stop_ids: StopIds, local: Local = N
     from transformers import AutoConfig, AutoTokenizer
 
     agent = config.agent
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    context = config.rollout.context or getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    context = config.rollout.context or getattr(
+        AutoConfig.from_pretrained(model, trust_remote_code=False), "max_position_embeddings", None
+    )
     return GatewayParts(
         chat=Chat(
             tokenizer, stop_ids(tokenizer, model, config.rollout.stop), config.data.chat_settings().template_kwargs
         ),
         runner=_runner(config, local),
-        bounds=Bounds(
+        bounds=SessionBounds(
             max_tokens=config.rollout.max_tokens,
             context=context,
             timeout_s=agent.timeout_s,
             top_logprobs=0 if config.rollout.backend == "openai" else MOST_TOP_LOGPROBS,
+            forced_calls=agent.forced_calls(config.rollout.backend),
         ),
         model=agent.served_model_name or config.model.path or "model",
         parser=parser_of(agent.tool_parser, config.run.code_dir, "agent.tool_parser"),
@@ -101,7 +121,10 @@ def make_gateway(config: Config, model: str, stop_ids: StopIds, local: Local = N
 
 def _runner(config: Config, local: Local) -> Runner:
     if config.agent.command is not None:
-        return CommandRunner(list(config.agent.command), config.run.code_dir)
+        agent = config.agent
+        return CommandRunner(
+            list(config.agent.command), config.run.code_dir, environment=agent.environment(), fields=agent.fields
+        )
     return FunctionRunner(_agent_function(config, local))
 
 
@@ -113,25 +136,26 @@ def generator_maker(config: Config, most_prompt_tokens: int | None = None, local
     def on_gateway(
         backend: RolloutBackend, tokenizer: Any, reward: RewardParts | None, params: SamplingParams, later: bool = False
     ) -> Generator:
-        scorer = Scorer(tokenizer, reward, timeout_s=timeout_s, later=later)
-        return AgentGenerator(backend, scorer, params=params, seed=seed)
+        grader = Grader(tokenizer, reward, timeout_s=timeout_s, later=later)
+        name = agent.function.replace(":", ".") if agent.function is not None else (agent.command or [""])[0]
+        return AgentGenerator(backend, grader, params=params, seed=seed, name=f"agent {name}")
 
     def program(
         backend: RolloutBackend, tokenizer: Any, reward: RewardParts | None, params: SamplingParams, later: bool = False
     ) -> Generator:
         rollout = _agent_rollout(config, local)
-        scorer = Scorer(tokenizer, reward, timeout_s=timeout_s, later=later)
+        grader = Grader(tokenizer, reward, timeout_s=timeout_s, later=later)
         chat = Chat(tokenizer, params.stop_ids, config.data.chat_settings().template_kwargs)
-        return ProgramGenerator(backend, chat, scorer, rollout, params=params, seed=seed, timeout_s=agent.timeout_s)
+        return ProgramGenerator(backend, chat, grader, rollout, params=params, seed=seed, timeout_s=agent.timeout_s)
 
     def environment(
         backend: RolloutBackend, tokenizer: Any, reward: RewardParts | None, params: SamplingParams, later: bool = False
     ) -> Generator:
-        scorer = Scorer(tokenizer, reward, timeout_s=timeout_s, later=later)
+        grader = Grader(tokenizer, reward, timeout_s=timeout_s, later=later)
         chat = Chat(tokenizer, params.stop_ids, config.data.chat_settings().template_kwargs)
         settings = settings_of(config, scored=reward is not None or later, local=local)
         return EnvironmentGenerator(
-            backend, chat, scorer, settings, params=params, seed=seed, timeout_s=config.environment.timeout_s
+            backend, chat, grader, settings, params=params, seed=seed, timeout_s=config.environment.timeout_s
         )
 
     def single(
@@ -153,7 +177,7 @@ def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
     from transformers import AutoTokenizer
 
     r = config.rollout
-    tokenizer = AutoTokenizer.from_pretrained(inputs.model)
+    tokenizer = AutoTokenizer.from_pretrained(inputs.model, trust_remote_code=False)
     reward = reward_of(config, inputs)
     backend = BACKENDS[r.backend](config, inputs, replica)
     stop_ids = stop_ids_of(tokenizer, inputs.model, r.stop, config.data.chat_settings())
@@ -172,6 +196,11 @@ def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
     )
 
 
+def make_sharing_rollout(config: Config, inputs: Inputs, replica: ReplicaId, gpu_part: float) -> Rollout:
+    """`make_rollout` for a replica that has a part of a GPU."""
+    return make_rollout(config, replace(inputs, gpu_part=gpu_part), replica)
+
+
 def make_work(config: Config, inputs: Inputs, state: str) -> Work:
     """The work of an added state whose class has none: score the groups, or return them unchanged."""
     states = [added for added in rewarding(config) if added.name == state]
@@ -180,9 +209,9 @@ def make_work(config: Config, inputs: Inputs, state: str) -> Work:
         return unchanged
     from transformers import AutoTokenizer
 
-    tokenizer, at_once = AutoTokenizer.from_pretrained(inputs.model), states[0].concurrency
-    scorer = Scorer(tokenizer, reward, threads=at_once, timeout_s=config.reward.timeout_s)
-    return RewardWork(scorer)
+    tokenizer, at_once = AutoTokenizer.from_pretrained(inputs.model, trust_remote_code=False), states[0].concurrency
+    grader = Grader(tokenizer, reward, threads=at_once, timeout_s=config.reward.timeout_s)
+    return RewardWork(grader)
 
 
 def torch_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutBackend:
@@ -200,7 +229,7 @@ def torch_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout
         kv=r.kv,
         threads=r.threads,
         deterministic=r.deterministic,
-        lora=config.trainer_settings().lora,
+        lora=config.trainer_settings.lora,
     )
 
 
@@ -215,12 +244,20 @@ def vllm_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutB
         kv=r.kv,
         threads=r.threads,
         seed=config.run.seed,
-        engine_args=r.engine_args,
-        receive_bucket_mb=r.receive_bucket_mb,
+        engine_args=vllm_args(config, inputs),
+        bucket_mb=r.bucket_mb,
         install_timeout_s=r.install_timeout_s,
         weight_transfer=r.transport_backend if r.transport == "vllm" else None,
-        lora=config.trainer_settings().lora,
+        structures=config.agent.on_gateway and config.agent.tool_choice == "constrain",
+        lora=config.trainer_settings.lora,
+        log=None if inputs.logs is None else inputs.logs / f"{source_of(REPLICA, replica)}.vllm.log",
     )
+
+
+def vllm_args(config: Config, inputs: Inputs) -> dict[str, Any]:
+    """The user's engine arguments, and the memory of a replica that shares a GPU."""
+    given = config.rollout.engine_args
+    return {**memory_args(inputs.gpu_part, given), **given}
 
 
 def openai_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutBackend:
@@ -235,8 +272,12 @@ def openai_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollou
     if r.api_key_env is not None and not key:
         law = "is not set in the environment, or is empty"
         raise ConfigError("rollout.api_key_env", r.api_key_env, law, "set this environment variable to the key")
-    lora = config.trainer_settings().lora
-    initial = None if lora is not None else AutoModelForCausalLM.from_pretrained(inputs.model).state_dict()
+    lora = config.trainer_settings.lora
+    initial = (
+        None
+        if lora is not None
+        else AutoModelForCausalLM.from_pretrained(inputs.model, trust_remote_code=False).state_dict()
+    )
     return OpenAIBackend(
         r.urls[replica],
         model=inputs.model,
@@ -246,11 +287,11 @@ def openai_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollou
         initial=initial,
         sync_mode=r.sync_mode,
         kv=r.kv,
-        vocabulary=AutoConfig.from_pretrained(inputs.model).vocab_size,
-        encode=AutoTokenizer.from_pretrained(inputs.model).encode,
+        vocabulary=AutoConfig.from_pretrained(inputs.model, trust_remote_code=False).vocab_size,
+        encode=AutoTokenizer.from_pretrained(inputs.model, trust_remote_code=False).encode,
         timeout_s=r.request_timeout_s,
         install_timeout_s=r.install_timeout_s,
-        bucket_mb=r.receive_bucket_mb,
+        bucket_mb=r.bucket_mb,
         wait_s=r.connect_timeout_s,
         lora=lora,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Config
-from engine.config.prompts import check_prompts, has_agents, load_tokenizer, prompt_limit, renderer_of
+from engine.config.prompts import check_prompts, load_tokenizer, prompt_limit, renderer_of
 from engine.config.reward_functions import reward_of_section
 from engine.config.validation import SetSettings
 from engine.errors import ConfigError
@@ -48,6 +48,10 @@ class Inputs:
     rows."""
     most_prompt_tokens: int | None = None
     """Maximum tokens of a prompt; longer ones are truncated. None: no prompt is truncated."""
+    logs: Path | None = None
+    """The run's directory of logs."""
+    gpu_part: float = 0.0
+    """GPUs of each replica, if it shares a GPU."""
 
 
 def inputs_of(config: Config, progress: Progress | None = None) -> Inputs:
@@ -95,7 +99,7 @@ def fit_prompts(config: Config, inputs: Inputs, progress: Progress | None, *, tr
         files[HELD_OUT] = _held_out_data(inputs, inputs.held_out)
     files |= set_files(config, inputs.prompt_field)
     tokenizer = load_tokenizer(inputs.model)
-    if has_agents(config):
+    if config.several_turns:
         check_prompts(config, tokenizer, inputs.model, {})
         return inputs
     check_prompts(config, tokenizer, inputs.model, files)

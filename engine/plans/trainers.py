@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.chat import turn_end
 from engine.config import Config
 from engine.config.inputs import check_checkpoint, warm_start_of
 from engine.config.model_description import files_of
@@ -23,6 +22,7 @@ from engine.protocols import Scorer as RoleScorer
 from engine.runtime.plan import Restore
 from engine.runtime.stacks import stacks_descriptor
 from engine.storage.checkpoints import FIRST, verify_checkpoint
+from engine.tasks.chat import turn_end
 from engine.tasks.quickstart import Progress
 from engine.tasks.warm_start import load_answers, warm_started
 from engine.training.trainer_settings import TrainerSettings
@@ -35,7 +35,7 @@ FOLDER = "start"
 def start_of(config: Config, run_dir: Path, model: str) -> tuple[TrainerSettings, str]:
     """The trainer's settings, and the directory of the weights that the run begins with. The reference stays `model`.
     Raises: see `start_weights`."""
-    settings, begin = config.trainer_settings(), start_weights(config, run_dir, model)
+    settings, begin = config.trainer_settings, start_weights(config, run_dir, model)
     if begin != model and settings.needs_reference and settings.reference_path is None:
         settings = replace(settings, reference_path=model)
     return settings, begin
@@ -69,8 +69,11 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def make_trainer(model: str, settings: Any, scored_apart: Sequence[str] = (), optimizer: bool = False) -> Any:
-    """`optimizer`: `model` is a checkpoint, whose optimizer state the trainer begins with."""
+def make_trainer(
+    model: str, settings: Any, scored_apart: Sequence[str] = (), optimizer: bool = False, *, in_turns: bool = False
+) -> Any:
+    """`optimizer`: `model` is a checkpoint, whose optimizer state the trainer begins with. `in_turns`: the trainer has
+    its GPU in turns with replicas, so it begins in host memory. Ranks have GPUs of their own."""
     trainer: Any
     if settings.ranks > 1:
         from engine.training.ranked_trainer import RankedTrainer
@@ -78,8 +81,9 @@ def make_trainer(model: str, settings: Any, scored_apart: Sequence[str] = (), op
         trainer = RankedTrainer(model, settings, scored_apart=scored_apart, stacks=stacks_descriptor())
     else:
         from engine.training.model_trainer import ModelTrainer
+        from engine.training.ranks import ALONE, ON_HOST
 
-        trainer = ModelTrainer(model, settings, scored_apart=scored_apart)
+        trainer = ModelTrainer(model, settings, scored_apart=scored_apart, ranks=ON_HOST if in_turns else ALONE)
     if optimizer:
         trainer.load(model)
     return trainer
@@ -92,11 +96,19 @@ def make_scorer(model: str, settings: Any, tasks: Sequence[str]) -> RoleScorer:
 
 
 def restore_trainer(trainer: Any, restore: Restore) -> None:
-    """Restore a trainer: bit for bit from a checkpoint, or from published weights with new optimizer moments."""
+    """Restore a trainer: tensors bit for bit from a checkpoint, or published weights with new optimizer moments."""
     if restore.checkpoint is not None:
         trainer.load(restore.checkpoint)
     else:
         trainer.start_from(restore.weights, restore.optimizer_steps)
+
+
+def make_learner(model: str, settings: TrainerSettings) -> Any:
+    """A trainer in a child process, also with one rank: this process, which outlives it, must not hold a part of a
+    GPU."""
+    from engine.training.ranked_trainer import RankedTrainer
+
+    return RankedTrainer(model, settings)
 
 
 def make_warm_start(config: Config, model: str, progress: Progress | None) -> str:
@@ -105,7 +117,7 @@ def make_warm_start(config: Config, model: str, progress: Progress | None) -> st
 
     from engine.training.model_checkpoint import export_model
 
-    described, tokenizer = AutoConfig.from_pretrained(model), load_tokenizer(model)
+    described, tokenizer = AutoConfig.from_pretrained(model, trust_remote_code=False), load_tokenizer(model)
     renderer = renderer_of(config, tokenizer)
     ends = stop_ids_of(tokenizer, model, config.rollout.stop, config.data.chat_settings())
     turn = turn_end(tokenizer, config.data.chat_template_kwargs) if renderer.templated else None
@@ -118,7 +130,7 @@ def make_warm_start(config: Config, model: str, progress: Progress | None) -> st
     data, answers = load_answers(wanted, config.data.prompt_field)
     check_prompts(config, tokenizer, model, {"model.warm_start.path": data})
     settings = replace(
-        config.trainer_settings(), kl_loss_coef=0.0, kl_reward_coef=0.0, reference_path=None, publish_dtype="float32"
+        config.trainer_settings, kl_loss_coef=0.0, kl_reward_coef=0.0, reference_path=None, publish_dtype="float32"
     )
     return warm_started(
         Path(config.run.dir) / ".made", model, wanted,
@@ -126,7 +138,7 @@ def make_warm_start(config: Config, model: str, progress: Progress | None) -> st
         encode=encode, settings=asdict(config.data.chat_settings()) | {"lora": settings.lora and asdict(settings.lora)},
         longest=described.get_text_config().max_position_embeddings,
         export=partial(export_model, dtype=str(described.dtype or "float32").removeprefix("torch.")),
-        learner=lambda: make_trainer(model, settings),
+        learner=lambda: make_learner(model, settings),
         close=lambda trainer: trainer.close() if isinstance(trainer, Closable) else None,
         progress=progress or (lambda done, text: None),
     )  # fmt: skip

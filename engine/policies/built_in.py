@@ -115,9 +115,9 @@ class Stalest:
         return (group.admitted_version if group.oldest_version == NO_VERSION else group.oldest_version,)
 
 
-@register("resume", "partial-rollout")
-class PartialRollout:
-    """Fewest unfinished, then longest, then stalest: the order of partial rollout."""
+@register("resume", "nearest-end")
+class NearestEnd:
+    """Fewest unfinished, then longest, then stalest."""
 
     def key(self, view: View, group: GroupView) -> tuple[float, ...]:
         parts = (FewestUnfinished(), Longest(), Stalest())
@@ -187,7 +187,7 @@ class Freshest:
     def select(self, view: View, size: int) -> Sequence[GroupId] | None:
         requirements = view.requirements()
         if any(must > ready for _, must, ready in requirements):
-            return None  # check before sorting: this is called after every event
+            return None  # check before sorting: this is called in every tick
         return select_in_order(sorted(view.ready_deadlines(), key=lambda c: -c[1]), requirements, size)
 
 
@@ -200,17 +200,15 @@ class StrictOrder:
     """In the order drawn: a step waits until every group drawn before the newest group of its batch is finished."""
 
     def select(self, view: View, size: int) -> Sequence[GroupId] | None:
-        candidates = sorted(view.ready_deadlines())
-        chosen = select_in_order(candidates, view.requirements(), size)
-        if not chosen:
-            return None
-        newest = max(chosen)
+        finished: list[tuple[GroupId, StepId]] = []
+        """Those drawn before the first group in progress. None drawn later may be taken."""
         for group in view.groups():
-            if group.id > newest:
-                return chosen
-            if group.state not in TAKEN_OR_WAITING:
-                return None
-        return chosen
+            if group.state == "generated":
+                finished.append((group.id, group.deadline))
+            elif group.state not in TAKEN_OR_WAITING:
+                break
+        chosen = select_in_order(finished, view.requirements(), size) if len(finished) >= size else None
+        return chosen if chosen is not None and len(chosen) == size else None
 
 
 # -- deadline: what to do with stragglers when a step waits only for them ----------------------------------------------
@@ -231,7 +229,7 @@ class _Always:
 
 
 @register("deadline", "wait")
-class Wait(_Always):
+class WaitForGroups(_Always):
     """The step waits: no bias."""
 
     acts = False

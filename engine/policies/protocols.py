@@ -8,7 +8,7 @@ clock, no randomness, no other memory (law 8). A class that declares
     memory: dict[str, Any]
 
 gets an empty dictionary for each run, or keeps the values that its `__init__` put there. Values must be plain values
-that msgpack can store. The memory belongs to the scheduler's state: it is part of the state hash, is restored when an
+that msgpack can store. The memory belongs to the scheduler's state: it is part of every snapshot, is restored when an
 answer is rejected, and is rebuilt by replay, so that a resumed run has it too.
 """
 

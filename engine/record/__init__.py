@@ -5,19 +5,18 @@ Nothing here decides anything, and nothing is ever unpickled.
 """
 
 from engine.record.codec import CodecError, decode_command, decode_event, encode_command, encode_event
-from engine.record.frames import FORMAT_VERSION, Handled, Header, Rejected
-from engine.record.log import Torn
+from engine.record.frames import FORMAT_VERSION, Header, Rejected, Tick
 from engine.record.reader import Record, read
 from engine.record.recorder import MemoryRecorder, NullRecorder, RecordEnd, Recorder
 from engine.record.recovery import Recovered, recover
 from engine.record.replayer import Divergence, ReplayReport, replay
+from engine.record.segment_log import Torn
 
 __all__ = [
     "FORMAT_VERSION",
     "RecordEnd",
     "CodecError",
     "Divergence",
-    "Handled",
     "Header",
     "MemoryRecorder",
     "NullRecorder",
@@ -26,6 +25,7 @@ __all__ = [
     "Recovered",
     "Rejected",
     "ReplayReport",
+    "Tick",
     "Torn",
     "decode_command",
     "decode_event",

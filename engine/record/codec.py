@@ -2,8 +2,8 @@
 
     GroupGenerated(group=7, attempt=1, ...)  ⇄  [3, 7, 1, ...]
 
-An event's `id` and `at` and a command's `cause` are left out, because their frame has them once. What a
-field may hold is read from its annotation: int (signed, 64 bits; no bool), float (finite, because replay cannot compare
+An event's `id` and `at` and a command's `cause` are left out, because their frame has them once. A field's
+annotation gives its values: int (signed, 64 bits; no bool), float (finite, because replay cannot compare
 NaN; an int in a float field is written as a float), bool, str (UTF-8, `MAX_TEXT_BYTES`), tuple[int, ...] and
 tuple[float, ...], whose entries are floats.
 
@@ -15,206 +15,164 @@ Once the format is released, a tag is never reused, fields are added only at the
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from math import isfinite
-from typing import Any, Generic, TypeVar, get_type_hints
+from operator import attrgetter
+from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 
 from engine.commands import COMMANDS, Command
 from engine.events import EVENTS, Event
 from engine.ids import EventId
 from engine.record.msgpack_values import MAX_INT, MAX_ITEMS, MAX_TEXT_BYTES, MIN_INT, CodecError, pack, unpack
 
+# -- the values of a field ---------------------------------------------------------------------------------------------
+
+
+def _int_problem(value: int) -> str:
+    return "" if MIN_INT <= value <= MAX_INT else "does not fit into a signed 64-bit integer"
+
+
+def _float_problem(value: float) -> str:
+    return "" if isfinite(value) else f"is {value}, but must be finite"
+
+
+def _text_problem(value: str) -> str:
+    if value.isascii() and len(value) <= MAX_TEXT_BYTES:
+        return ""
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError as error:
+        return f"cannot be recorded: it has {value[error.start]!a}, half of a surrogate pair; use valid Unicode"
+    return "" if size <= MAX_TEXT_BYTES else f"is longer than {MAX_TEXT_BYTES} bytes"
+
+
+def _ints_problem(values: Sequence[Any]) -> str:
+    return _items_problem(values, int, "ints") or (
+        "has an entry that does not fit into a signed 64-bit integer"
+        if values and (max(values) > MAX_INT or min(values) < MIN_INT)
+        else ""
+    )
+
+
+def _floats_problem(values: Sequence[Any]) -> str:
+    return _items_problem(values, float, "floats") or (
+        "" if all(map(isfinite, values)) else "has an entry that is not finite"
+    )
+
+
+def _items_problem(values: Sequence[Any], kind: type, name: str) -> str:
+    if len(values) > MAX_ITEMS:
+        return f"has {len(values)} entries, but may have at most {MAX_ITEMS}"
+    return f"has entries that are not {name}" if values and set(map(type, values)) != {kind} else ""
+
+
+class FieldType(NamedTuple):
+    """A type that a field may have."""
+
+    name: str
+    cls: type
+    problem: Callable[[Any], str]
+    """The problem of a value of the right type; empty if there is none."""
+
+
+KINDS: dict[Any, FieldType] = {
+    int: FieldType("int", int, _int_problem),
+    float: FieldType("float", float, _float_problem),
+    bool: FieldType("bool", bool, lambda value: ""),
+    str: FieldType("str", str, _text_problem),
+    tuple[int, ...]: FieldType("tuple of ints", tuple, _ints_problem),
+    tuple[float, ...]: FieldType("tuple of floats", tuple, _floats_problem),
+}
+
+
 # -- one class of events or commands -----------------------------------------------------------------------------------
 
 
 T = TypeVar("T")
 Values = tuple[Any, ...]
-SHORT_TEXT = MAX_TEXT_BYTES // 4
-"""A string of so many characters always fits, because a character takes at most four bytes."""
-
-
-def _int_problem(value: int) -> str | None:
-    return None if MIN_INT <= value <= MAX_INT else "does not fit into a signed 64-bit integer"
-
-
-def _float_problem(value: float) -> str | None:
-    return None if isfinite(value) else f"is {value}, but must be finite"
-
-
-def _text_problem(value: str) -> str | None:
-    if len(value) <= SHORT_TEXT or len(value.encode("utf-8", "replace")) <= MAX_TEXT_BYTES:
-        return None
-    return f"is longer than {MAX_TEXT_BYTES} bytes"
-
-
-def _ints_problem(values: Sequence[Any]) -> str | None:
-    if len(values) > MAX_ITEMS:
-        return f"has {len(values)} entries, but may have at most {MAX_ITEMS}"
-    if values and set(map(type, values)) != {int}:
-        return "has entries that are not ints"
-    if values and (max(values) > MAX_INT or min(values) < MIN_INT):
-        return "has an entry that does not fit into a signed 64-bit integer"
-    return None
-
-
-def _floats_problem(values: Sequence[Any]) -> str | None:
-    if len(values) > MAX_ITEMS:
-        return f"has {len(values)} entries, but may have at most {MAX_ITEMS}"
-    if values and set(map(type, values)) != {float}:
-        return "has entries that are not floats"
-    return None if all(map(isfinite, values)) else "has an entry that is not finite"
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A type that a field may have."""
-
-    name: str
-    held: type
-    """Type of the field's value in an object."""
-    wire: type
-    """Type of the value that msgpack decodes."""
-    doubt: str
-    """Expression of the value `{}` that is true if `problem` must check it. msgpack itself refuses an int below
-    `MIN_INT`."""
-    problem: Callable[[Any], str | None]
-    """What is wrong with a value of the right type; None: nothing."""
-
-
-KINDS: dict[Any, Kind] = {
-    int: Kind("int", int, int, "{} > MAX_INT", _int_problem),
-    float: Kind("float", float, float, "{0} - {0} != 0.0", _float_problem),
-    bool: Kind("bool", bool, bool, "", lambda value: None),
-    str: Kind("str", str, str, "len({}) > SHORT_TEXT", _text_problem),
-    tuple[int, ...]: Kind("tuple of ints", tuple, list, "ints_problem({})", _ints_problem),
-    tuple[float, ...]: Kind("tuple of floats", tuple, list, "floats_problem({})", _floats_problem),
-}
 
 
 class Shape(Generic[T]):
     """Encodes and decodes the objects of one class.
 
     `outer` are the fields that the frame carries. `plain(item)` returns (tag, field, ...), checked; `build(plain,
-    *outer)` returns the object. Both raise `CodecError`. A field whose type has no `Kind` raises `TypeError` at import.
+    *outer)` returns the object. Both raise `CodecError`. A field whose type has no `FieldType` raises `TypeError` at
+    import.
     """
 
     def __init__(self, cls: type[T], outer: tuple[str, ...]) -> None:
         hints = get_type_hints(cls)
         self.cls = cls
         self.name = cls.__name__
-        self.outer = outer
+        self.tag: int = cls.tag  # type: ignore[attr-defined]
         self.fields = tuple(f.name for f in fields(cls) if f.name not in outer)  # type: ignore[arg-type]
         for field in self.fields:
             if hints[field] not in KINDS:
                 raise TypeError(f"{self.name}.{field}: the record cannot hold the type {hints[field]}")
-        self.kinds = tuple(KINDS[hints[field]] for field in self.fields)
-        self.tag: int = cls.tag  # type: ignore[attr-defined]
-        self.plain: Callable[[T], Values] = self._made(self._plain_source())
-        self.build: Callable[..., T] = self._made(self._build_source())
-
-    def _made(self, source: str) -> Any:
-        names: dict[str, Any] = {
-            "cls": self.cls, "MAX_INT": MAX_INT, "SHORT_TEXT": SHORT_TEXT, "ints_problem": _ints_problem,
-            "floats_problem": _floats_problem,
-            "new": object.__new__, **self._setters(),
-            "plain_with_care": self._plain_with_care, "build_with_care": self._build_with_care,
-        }  # fmt: skip
-        exec(compile(source, f"<codec of {self.name}>", "exec"), names)
-        return names["made"]
-
-    def _setters(self) -> dict[str, Any]:
-        """Set the slots directly, because the `__init__` of a frozen class takes twice as long."""
-        if hasattr(self.cls, "__post_init__"):
+        if hasattr(cls, "__post_init__"):
             raise TypeError(f"{self.name}: the record does not run __post_init__")
-        return {f"set_{name}": getattr(self.cls, name).__set__ for name in (*self.fields, *self.outer)}
+        self.kinds = tuple(KINDS[hints[field]] for field in self.fields)
+        self._types = tuple(kind.cls for kind in self.kinds)
+        self._values = _values_of(self.fields)
+        self._ints = tuple(place for place, kind in enumerate(self.kinds) if kind.cls is int)
+        self._others = tuple((place, kind) for place, kind in enumerate(self.kinds) if kind.cls not in (int, bool))
+        self._setters = tuple(getattr(cls, name).__set__ for name in (*self.fields, *outer))
+        """The slots are set directly, because the `__init__` of a frozen class takes twice as long."""
 
-    def _plain_source(self) -> str:
-        """For a class with tag 3 and the field `group`:
-
-        def made(item):
-            v0 = item.group
-            if type(v0) is not int or v0 > MAX_INT: return plain_with_care(item)
-            return (3, v0,)
-        """
-        values = [f"v{index}" for index in range(len(self.fields))]
-        lines = [f"    {value} = item.{field}" for value, field in zip(values, self.fields, strict=True)]
-        doubts = self._doubts(values, [kind.held for kind in self.kinds])
-        lines += [f"    if {doubts}: return plain_with_care(item)"] if doubts else []
-        return "\n".join(["def made(item):", *lines, f"    return ({', '.join([str(self.tag), *values])},)"])
-
-    def _build_source(self) -> str:
-        """For an event with the field `group`:
-
-        def made(plain, id, at):
-            if len(plain) != 2: return build_with_care(plain, id, at)
-            _, v0, = plain
-            if type(v0) is not int or v0 > MAX_INT: return build_with_care(plain, id, at)
-            item = new(cls)
-            set_group(item, v0)
-            set_id(item, id)
-            set_at(item, at)
-            return item
-        """
-        values = [f"v{index}" for index in range(len(self.fields))]
-        outer = ", ".join(self.outer)
-        doubts = self._doubts(values, [kind.wire for kind in self.kinds])
-        held = [
-            f"tuple({value})" if kind.wire is list else value for value, kind in zip(values, self.kinds, strict=True)
-        ]
-        given = zip((*self.fields, *self.outer), (*held, *self.outer), strict=True)
-        return "\n".join([
-            f"def made(plain, {outer}):",
-            f"    if len(plain) != {len(values) + 1}: return build_with_care(plain, {outer})",
-            f"    {', '.join(['_', *values])}, = plain",
-            *([f"    if {doubts}: return build_with_care(plain, {outer})"] if doubts else []),
-            "    item = new(cls)",
-            *[f"    set_{name}(item, {value})" for name, value in given],
-            "    return item",
-        ])  # fmt: skip
-
-    def _doubts(self, values: list[str], types: list[type]) -> str:
-        doubts = []
-        for value, kind, expected in zip(values, self.kinds, types, strict=True):
-            doubts.append(f"type({value}) is not {expected.__name__}")
-            doubts += [kind.doubt.format(value)] if kind.doubt else []
-        return " or ".join(doubts)
-
-    def _plain_with_care(self, item: T) -> Values:
-        """Convert an int in a float field to float, and subclasses of int, float and str to these. Refuse the rest."""
-        values = [
-            self._as_held(field, kind, getattr(item, field))
-            for field, kind in zip(self.fields, self.kinds, strict=True)
-        ]
+    def plain(self, item: T) -> Values:
+        """(tag, field, ...). An int in a float field becomes a float; subclasses of int, float and str become these."""
+        values = self._values(item)
+        if tuple(map(type, values)) != self._types:
+            values = tuple(map(self._as_declared, self.fields, self.kinds, values))
+        self._check(values)
         return (self.tag, *values)
 
-    def _as_held(self, field: str, kind: Kind, value: Any) -> Any:
-        if type(value) is not kind.held:
-            accepted = (int, float) if kind.held is float else kind.held
-            if isinstance(value, bool) or not isinstance(value, accepted):
-                raise CodecError(f"{self.name}.{field} is a {type(value).__name__}, not a {kind.name}")
-            try:
-                value = kind.held(value)
-            except OverflowError:
-                raise CodecError(f"{self.name}.{field} is too large for a float") from None
-        self._require(field, kind, value)
-        return value
+    def build(self, plain: Values, *outer: Any) -> T:
+        """The object of what `plain` returned. Each value must have the declared type itself."""
+        values = plain[1:]
+        if tuple(map(type, values)) != self._types:
+            self._refuse(values)
+        self._check(values)
+        item = object.__new__(self.cls)
+        for set_field, value in zip(self._setters, values + outer, strict=True):
+            set_field(item, value)
+        return item
 
-    def _build_with_care(self, plain: list[Any], *outer: Any) -> T:
-        """Name the first invalid field, or build the object."""
-        if len(plain) != len(self.fields) + 1:
-            raise CodecError(f"{self.name} must have {len(self.fields)} fields, not {len(plain) - 1}")
-        given = dict(zip(self.outer, outer, strict=True))
-        for field, kind, value in zip(self.fields, self.kinds, plain[1:], strict=True):
-            if type(value) is not kind.wire:
-                raise CodecError(f"{self.name}.{field} is a {type(value).__name__}, not a {kind.name}")
-            self._require(field, kind, value)
-            given[field] = kind.held(value)
-        return self.cls(**given)
+    def _check(self, values: Sequence[Any]) -> None:
+        """Values of the right types may still be too large, too long or not finite."""
+        for place in self._ints:
+            if not MIN_INT <= values[place] <= MAX_INT:
+                raise CodecError(f"{self.name}.{self.fields[place]} {_int_problem(values[place])}")
+        for place, kind in self._others:
+            problem = kind.problem(values[place])
+            if problem:
+                raise CodecError(f"{self.name}.{self.fields[place]} {problem}")
 
-    def _require(self, field: str, kind: Kind, value: Any) -> None:
-        problem = kind.problem(value)
-        if problem is not None:
-            raise CodecError(f"{self.name}.{field} {problem}")
+    def _as_declared(self, field: str, kind: FieldType, value: Any) -> Any:
+        if type(value) is kind.cls:
+            return value
+        accepted = (int, float) if kind.cls is float else kind.cls
+        if isinstance(value, bool) or not isinstance(value, accepted):
+            raise CodecError(f"{self.name}.{field} is a {type(value).__name__}, not a {kind.name}")
+        try:
+            return kind.cls(value)
+        except OverflowError:
+            raise CodecError(f"{self.name}.{field} is too large for a float") from None
+
+    def _refuse(self, values: Values) -> None:
+        """Name the first field of a wrong type."""
+        if len(values) != len(self.fields):
+            raise CodecError(f"{self.name} must have {len(self.fields)} fields, not {len(values)}")
+        for field, kind, value in zip(self.fields, self.kinds, values, strict=True):
+            if type(value) is not kind.cls:
+                raise CodecError(f"{self.name}.{field} is a {type(value).__name__}, not a {kind.name}")
+
+
+def _values_of(names: tuple[str, ...]) -> Callable[[Any], Values]:
+    """A function that takes these fields from an object."""
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda item: tuple([getattr(item, name) for name in names])
 
 
 # -- events and commands to bytes and back -----------------------------------------------------------------------------
@@ -230,7 +188,7 @@ def encode_event(event: Event) -> bytes:
 
 def decode_event(data: bytes, id: EventId = -1, at: float = 0.0) -> Event:
     """The event, with the stamp (`id`, `at`) of its frame. Raises: `CodecError`."""
-    return event_from(unpack(data), id, at)
+    return event_from(unpack(data, lists=False), id, at)
 
 
 def encode_command(command: Command) -> bytes:
@@ -240,7 +198,7 @@ def encode_command(command: Command) -> bytes:
 
 def decode_command(data: bytes, cause: EventId) -> Command:
     """The command, with `cause` as the event that it answers. Raises: `CodecError`."""
-    return command_from(unpack(data), cause)
+    return command_from(unpack(data, lists=False), cause)
 
 
 def plain_event(event: Event) -> Values:
@@ -253,7 +211,7 @@ def plain_command(command: Command) -> Values:
 
 
 def event_from(plain: Any, id: EventId, at: float) -> Event:
-    """The event from the list that msgpack decoded. Inverse of `plain_event`."""
+    """The inverse of `plain_event`. Raises: `CodecError`."""
     return _shape_for(plain, _EVENT_TAGS, "event").build(plain, id, at)
 
 
@@ -275,7 +233,7 @@ def _shape_of(item: T, shapes: dict[type[T], Shape[T]]) -> Shape[T]:
 
 
 def _shape_for(plain: Any, tags: dict[int, Shape[T]], what: str) -> Shape[T]:
-    if type(plain) is not list or not plain or type(plain[0]) is not int:
+    if type(plain) is not tuple or not plain or type(plain[0]) is not int:
         raise CodecError(f"cannot decode the {what}: expected an array that begins with a tag")
     shape = tags.get(plain[0])
     if shape is None:

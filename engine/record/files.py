@@ -1,4 +1,4 @@
-"""Files of a run: made for its user only, opened only if regular, appended in whole frames, one writer each.
+"""Files of a run: made for its user only, opened only if regular, one writer each.
 
 Records and trajectories hold prompts and answers, so no other user may read them. Used by everything that writes into a
 run's directory.
@@ -47,41 +47,6 @@ def open_regular(path: Path, buffering: int = 1 << 18) -> BinaryIO:
         raise
 
 
-# -- appending frames --------------------------------------------------------------------------------------------------
-
-
-class Held:
-    """Frames in memory, in the order in which they are to be written."""
-
-    __slots__ = ("_frames", "bytes")
-
-    def __init__(self) -> None:
-        self._frames: list[bytes] = []
-        self.bytes = 0
-
-    def add(self, frame: bytes) -> None:
-        self._frames.append(frame)
-        self.bytes += len(frame)
-
-    def __bytes__(self) -> bytes:
-        return b"".join(self._frames)
-
-    def write(self, file: BinaryIO, *, fsync: bool) -> int:
-        """Write and forget all frames; with `fsync`, wait for the disk. Returns the number of bytes. Raises: `OSError`;
-        the frames are forgotten then too."""
-        if not self._frames:
-            return 0
-        data = bytes(self)
-        self._frames.clear()
-        self.bytes = 0
-        left = memoryview(data)
-        while left:
-            left = left[file.write(left) :]
-        if fsync:
-            os.fsync(file.fileno())
-        return len(data)
-
-
 def fsync(path: Path) -> None:
     """Sync a file, or the list of files in a directory, to disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -100,9 +65,11 @@ segment of a higher epoch before it writes."""
 
 
 class RecordLock:
-    """Locks a record's directory until `release` or until the process ends. Creates the directory if it is missing.
+    """Locks a record's directory until `release`, until nothing refers to it, or until the process ends. Creates the
+    directory if it is missing.
 
-    Raises: `RecordHeld` if another process holds the lock, `RecordError` if the directory cannot be created or locked.
+    Raises: `RecordHeld` if another process or another `RecordLock` holds the lock, `RecordError` if the directory
+    cannot be created or locked.
     """
 
     def __init__(self, directory: Path, *, waits: bool = False) -> None:
@@ -117,7 +84,8 @@ class RecordLock:
             self.exclusive = True
         except BlockingIOError:
             self.release()
-            raise RecordHeld(str(directory), 0, "another process is writing this record") from None
+            reason = "another process is writing this record, or another session of this process that is not closed"
+            raise RecordHeld(str(directory), 0, reason) from None
         except OSError as error:
             if self._handle is None or error.errno not in WITHOUT_LOCKS:
                 self.release()
@@ -128,6 +96,9 @@ class RecordLock:
         handle, self._handle = self._handle, None
         if handle is not None:
             os.close(handle)
+
+    __del__ = release
+    """A recorder that was dropped without `close` releases its record before the process ends."""
 
 
 # -- files for the user only -------------------------------------------------------------------------------------------
@@ -192,6 +163,16 @@ def make_directory(path: Path, *, exist_ok: bool = True) -> None:
             raise
     else:
         os.chmod(path, DIRECTORY_MODE)
+
+
+def make_run_directory(path: Path) -> OSError | None:
+    """Make the directory of a new run: private to this user if it is new or empty. If it has files, it is a project
+    of the user and keeps all its modes. Returns an error if it cannot be made."""
+    try:
+        make_directory(path)
+        return None if any(path.iterdir()) else _restrict(path)
+    except OSError as error:
+        return error
 
 
 def make_run_private(run_dir: Path) -> OSError | None:

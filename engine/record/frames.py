@@ -1,15 +1,15 @@
-"""The contents of a record's frames: the header, a handled event with its commands, a rejected event, a part of a
-snapshot.
+"""The contents of a record's frames: the header, a tick with its commands, a rejected tick, a snapshot.
 
-    header    [0, {format, run, code, flags, limits, policies, config}]
-    handled   [1, position, at, [event], [[command], ...], state hash]
-    rejected  [2, position, at, [event], reason]
-    snapshot  [3, position, number of the part, parts, the part of `snapshots.snapshot`]
+    header    [0, {run, code, flags, limits, policies, config}]
+    tick      [1, number, first event, at, [[event], ...], [[cause, command], ...], true]
+    rejected  [2, number, first event, at, [[event], ...], reason, true]
+    snapshot  [3, ticks, events, what `snapshots.snapshot` returned, true]
 
-Called by `recorder` and `reader`; `store` arranges frames in files. An event's position is its `id`. Commands answer
-the event of their frame. The scheduler could not handle a rejected event, so nothing changed and the next event gets
-the same position. A snapshot's position is the number of events handled before it. Its parts are consecutive frames of
-one segment.
+Called by `recorder` and `reader`; `segment_log` arranges frames in files. The events of a tick have one time and
+consecutive ids. A command's cause is written as its distance from the first event. A rejected tick is one that the
+scheduler could not handle: nothing changed, so the next tick gets the same number and ids. `ticks` and `events` of a
+snapshot count those before it. No frame ends with a zero, because `true` is last: a frame whose end never reached the
+disk ends with zeros.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,12 @@ from typing import Any
 import msgpack
 
 from engine.commands import Command
+from engine.errors import RecordError
 from engine.events import Event
+from engine.ids import EventId
 from engine.record.codec import command_from, event_from, plain_command, plain_event
-from engine.record.msgpack_values import MAX_INT, MAX_TEXT_BYTES, CodecError, pack, unpack
+from engine.record.msgpack_values import MAX_INT, MAX_PAYLOAD_BYTES, MAX_TEXT_BYTES, CodecError, pack, unpack
+from engine.record.segment_log import Contents
 
 FORMAT_VERSION = 1
 """After the release, every change of this file, of a class's fields or of the tags increments it. Until then version 1
@@ -30,11 +33,18 @@ may change: regenerate the golden records. Golden records of released versions s
 LOGIC_FLAGS: frozenset[str] = frozenset()
 """Named changes of the scheduler's decisions. A record names those in force, so that older records still replay. None
 so far."""
-MAX_HASH = 2**64 - 1
-HEADER, HANDLED, REJECTED, SNAPSHOT = 0, 1, 2, 3
-SNAPSHOT_START = b"\x95\x03"
-"""First bytes of a snapshot's payload: an array of five that begins with its kind."""
-MAX_PARTS = 1 << 16
+HEADER, TICK, REJECTED, SNAPSHOT = 0, 1, 2, 3
+TICK_START, REJECTED_START, SNAPSHOT_START = b"\x97\x01", b"\x97\x02", b"\x95\x03"
+"""First bytes of frame payloads: an array of seven or five elements that begins with the kind."""
+SCHEDULE = Contents(
+    name="schedule record",
+    magic=b"step-sch",
+    version=FORMAT_VERSION,
+    starts=(TICK_START, REJECTED_START, SNAPSHOT_START),
+    max_payload_bytes=MAX_PAYLOAD_BYTES,
+    max_segment_bytes=1 << 28,
+    development_magics=(b"step-seg", b"step-rec"),  # with hashes of the state, and before format 1
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,41 +66,63 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True)
-class Handled:
-    """An event and what the scheduler answered."""
+class Tick:
+    """Facts that were decided together, and the commands of the scheduler."""
 
-    event: Event
+    number: int
+    events: tuple[Event, ...]
+    """At least one."""
     commands: tuple[Command, ...]
-    state_hash: int
-    payload: bytes
+    payload: bytes = b""
     """The bytes of the frame, which replay compares first because that is fastest."""
+
+    @property
+    def first(self) -> EventId:
+        """The id of its first event."""
+        return self.events[0].id
+
+    @property
+    def last(self) -> EventId:
+        """The id of its last event."""
+        return self.events[-1].id
+
+    @property
+    def at(self) -> float:
+        """Seconds since the run began."""
+        return self.events[0].at
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """An event that the scheduler could not handle; the run stopped there."""
+    """A tick that the scheduler could not handle; the run stopped there. The last of the events was being handled, or
+    a reaction to all of them failed."""
 
-    event: Event
+    number: int
+    events: tuple[Event, ...]
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One part of the scheduler's state after `position` events: number `number` of `parts`, from 0."""
+class Snapshot:
+    """The scheduler's state after `ticks` ticks of `position` events, as `snapshots.snapshot` returned it."""
 
-    position: int
-    number: int
-    parts: int
-    plain: Any
-    payload: bytes
-    """The bytes of the frame."""
+    ticks: int
+    position: EventId
+    plain: list[Any]
+    path: str = ""
+    """The segment that it was read from."""
+    offset: int = 0
+
+    def error(self, reason: str) -> RecordError:
+        """An error with the snapshot's file and offset."""
+        return RecordError(self.path, self.offset, reason)
 
 
 def encode_header(header: Header) -> bytes:
     """Raises: `CodecError` if the configuration has a value that msgpack cannot encode."""
     said = {
-        "format": FORMAT_VERSION, "run": header.run, "code": header.code, "flags": list(header.flags),
-        "limits": _plain(header.limits), "policies": _plain(header.policies), "config": _plain(header.config),
+        "run": header.run, "code": header.code, "flags": list(header.flags), "limits": _plain(header.limits),
+        "policies": _plain(header.policies), "config": _plain(header.config),
     }  # fmt: skip
     data = pack((HEADER, said))
     decode_header(data)
@@ -98,13 +130,12 @@ def encode_header(header: Header) -> bytes:
 
 
 def decode_header(data: bytes) -> Header:
-    """Raises: `CodecError`, also for a newer format and for logic flags that this engine does not know."""
-    plain = unpack(data, maps=True)
+    """Raises: `CodecError`, also for logic flags that this engine does not know."""
+    plain = unpack(data)
     if type(plain) is not list or list(map(type, plain)) != [int, dict] or plain[0] != HEADER:
         raise CodecError("not a header")
     said = plain[1]
-    check_format(said.get("format"))
-    kinds = {"format": int, "run": str, "code": str, "flags": list, "limits": dict, "policies": dict, "config": dict}
+    kinds = {"run": str, "code": str, "flags": list, "limits": dict, "policies": dict, "config": dict}
     for name, kind in kinds.items():
         if type(said.get(name)) is not kind:
             raise CodecError(f"header field {name} is a {type(said.get(name)).__name__}, not a {kind.__name__}")
@@ -115,108 +146,106 @@ def decode_header(data: bytes) -> Header:
     unknown = sorted(set(said["flags"]) - LOGIC_FLAGS)
     if unknown:
         raise CodecError(f"unknown logic flag {unknown[0]!r}; use the engine version that wrote the record")
-    del said["format"]
     return Header(**{**said, "flags": tuple(said["flags"])})
 
 
-def check_format(version: object) -> None:
-    """Raises: `CodecError` for a format version that this engine cannot read."""
-    if type(version) is not int or version < 1:
-        raise CodecError(f"the format version is {version!r}, but must be an integer of at least 1")
-    if version > FORMAT_VERSION:
-        raise CodecError(f"the format version is {version}, but at most {FORMAT_VERSION} is known; use a newer engine")
-
-
-def encode_handled(event: Event, commands: Sequence[Command], state_hash: int) -> bytes:
-    """Raises: `CodecError`, also for a command that answers another event."""
-    answer = []
+def encode_tick(number: int, events: Sequence[Event], commands: Sequence[Command]) -> bytes:
+    """Raises: `CodecError`, also for a command that no event of the tick caused."""
+    first, at = _stamp(number, events)
+    causes = range(first, first + len(events))
+    orders = []
     for command in commands:
-        if command.cause != event.id:
-            raise CodecError(
-                f"{type(command).__name__} has cause {command.cause}, but must have its event's id {event.id}"
-            )
-        answer.append(plain_command(command))
-    return pack((HANDLED, event.id, _stamp(event), plain_event(event), answer, state_hash))
+        if command.cause not in causes:
+            law = f"must have an event of its tick as its cause, from {first} to {causes[-1]}"
+            raise CodecError(f"{type(command).__name__} has cause {command.cause}, but {law}")
+        orders.append((command.cause - first, *plain_command(command)))
+    return pack((TICK, number, first, at, list(map(plain_event, events)), orders, True))
 
 
-def encode_rejected(event: Event, reason: str) -> bytes:
+def encode_rejected(number: int, events: Sequence[Event], reason: str) -> bytes:
     """The reason is cut to `MAX_TEXT_BYTES`, and invalid Unicode in it is replaced. Raises: `CodecError`."""
+    first, at = _stamp(number, events)
     clean = reason.encode("utf-8", "replace")[:MAX_TEXT_BYTES].decode("utf-8", "ignore")
-    return pack((REJECTED, event.id, _stamp(event), plain_event(event), clean))
+    return pack((REJECTED, number, first, at, list(map(plain_event, events)), clean, True))
 
 
-def encode_snapshot(position: int, parts: Sequence[Any]) -> list[bytes]:
-    """A payload for each part. Raises: `CodecError`, for example for more than `MAX_PARTS` parts."""
-    _check_stamp(position, 0.0)
-    if not 0 < len(parts) <= MAX_PARTS:
-        raise CodecError(f"a snapshot has {len(parts)} parts, but must have from 1 to {MAX_PARTS}")
-    return [pack((SNAPSHOT, position, number, len(parts), part)) for number, part in enumerate(parts)]
+def encode_snapshot(ticks: int, position: EventId, plain: Sequence[Any]) -> bytes:
+    """Raises: `CodecError`."""
+    _check_place(ticks, position)
+    return pack((SNAPSHOT, ticks, position, plain, True))
 
 
-def place_of_part(data: bytes) -> tuple[int, int, int] | None:
-    """(position, number, parts) of a snapshot's part, without decoding the rest; None for any other frame.
-
-    Raises: `CodecError`.
-    """
+def place_of_snapshot(data: bytes) -> tuple[int, EventId] | None:
+    """(ticks, position) of a snapshot, without decoding the rest; None for any other frame. Raises: `CodecError`."""
     if not data.startswith(SNAPSHOT_START):
         return None
     walker = msgpack.Unpacker()
-    walker.feed(data[:32])
+    walker.feed(data[len(SNAPSHOT_START) : 32])
     try:
-        walker.read_array_header()
-        walker.skip()
-        position, number, parts = walker.unpack(), walker.unpack(), walker.unpack()
+        ticks, position = walker.unpack(), walker.unpack()
     except (ValueError, msgpack.UnpackException):
-        raise CodecError("invalid part of a snapshot: expected its position, number and parts") from None
-    _check_part(position, number, parts)
-    return position, number, parts
+        raise CodecError("invalid snapshot: expected the numbers of ticks and events before it") from None
+    _check_place(ticks, position)
+    return ticks, position
 
 
-def decode_frame(data: bytes, answers: bool = True) -> Handled | Rejected | Part:
+def decode_frame(data: bytes, answers: bool = True) -> Tick | Rejected | Snapshot:
     """Any frame but the header. `answers=False`: commands are neither decoded nor checked, and stay empty.
 
     Raises: `CodecError`.
     """
-    plain = unpack(data)
-    if type(plain) is not list or not plain or type(plain[0]) is not int:
-        raise CodecError("invalid frame: expected an array that begins with its kind")
-    if plain[0] == HANDLED and len(plain) == 6:
-        _, id, at, event, commands, state_hash = plain
-        _check_stamp(id, at)
-        if type(commands) is not list or type(state_hash) is not int or not 0 <= state_hash <= MAX_HASH:
-            raise CodecError("invalid frame: expected a list of commands and a 64-bit state hash")
-        answer = tuple([command_from(command, id) for command in commands]) if answers else ()
-        return Handled(event_from(event, id, at), answer, state_hash, data)
-    if plain[0] == REJECTED and len(plain) == 5:
-        _, id, at, event, reason = plain
-        _check_stamp(id, at)
-        if type(reason) is not str:
+    plain = unpack(data, lists=data.startswith(SNAPSHOT_START))
+    if type(plain) not in (list, tuple) or len(plain) not in (5, 7) or plain[-1] is not True:
+        raise CodecError("invalid frame: expected an array that begins with its kind and ends with true")
+    kind, number, first = plain[:3]
+    _check_place(number, first)
+    if kind == SNAPSHOT and len(plain) == 5 and type(plain[3]) is list:
+        return Snapshot(number, first, plain[3])
+    if type(kind) is not int or kind not in (TICK, REJECTED) or len(plain) != 7:
+        raise CodecError(f"invalid frame: unknown kind {kind}, or it has {len(plain)} parts")
+    at, facts, said = plain[3:6]
+    _check_time(at)
+    if type(facts) is not tuple or not facts:
+        raise CodecError("invalid frame: a tick has a list of at least one event")
+    events = tuple([event_from(fact, first + place, at) for place, fact in enumerate(facts)])
+    if kind == REJECTED:
+        if type(said) is not str:
             raise CodecError("invalid frame: the reason of a rejection must be a string")
-        return Rejected(event_from(event, id, at), reason)
-    if plain[0] == SNAPSHOT and len(plain) == 5:
-        _check_part(*plain[1:4])
-        _, position, number, parts, said = plain
-        return Part(position, number, parts, said, data)
-    raise CodecError(f"invalid frame: unknown kind {plain[0]} with {len(plain)} elements")
+        return Rejected(number, events, said)
+    if type(said) is not tuple:
+        raise CodecError("invalid frame: expected a list of commands")
+    return Tick(number, events, tuple([_command(one, first, len(events)) for one in said]) if answers else (), data)
 
 
-def _stamp(event: Event) -> float:
-    at = float(event.at)
-    _check_stamp(event.id, at)
-    return at
+def _command(plain: Any, first: EventId, events: int) -> Command:
+    if type(plain) is not tuple or not plain or type(plain[0]) is not int or not 0 <= plain[0] < events:
+        raise CodecError(
+            "cannot decode the command: expected an array that begins with its cause, an event of the tick"
+        )
+    return command_from(plain[1:], first + plain[0])
 
 
-def _check_part(position: Any, number: Any, parts: Any) -> None:
-    _check_stamp(position, 0.0)
-    if type(number) is not int or type(parts) is not int or not 0 <= number < parts <= MAX_PARTS:
-        raise CodecError(f"invalid part {number!r} of {parts!r} of a snapshot")
+def _stamp(number: int, events: Sequence[Event]) -> tuple[EventId, float]:
+    """(id of the first event, time) of a tick. Raises: `CodecError`."""
+    first, at = events[0].id, float(events[0].at)
+    _check_place(number, first)
+    _check_time(at)
+    for place, event in enumerate(events):
+        if event.id != first + place or event.at != events[0].at:
+            raise CodecError(f"the events of a tick must have one time and consecutive ids, but one has id {event.id}")
+    return first, at
 
 
-def _check_stamp(id: Any, at: Any) -> None:
-    if type(id) is not int or not 0 <= id <= MAX_INT:
-        raise CodecError(f"the position of an event is {id!r}, but must be an integer from 0 to {MAX_INT}")
+def _check_place(*numbers: Any) -> None:
+    """Numbers of ticks and events."""
+    for number in numbers:
+        if type(number) is not int or not 0 <= number <= MAX_INT:
+            raise CodecError(f"the number of a tick or event is {number!r}, but must be an integer from 0 to {MAX_INT}")
+
+
+def _check_time(at: Any) -> None:
     if type(at) is not float or not isfinite(at):
-        raise CodecError(f"the time of an event is {at!r}, but must be a finite float")
+        raise CodecError(f"the time of a tick is {at!r}, but must be a finite float")
 
 
 def _plain(value: Any) -> Any:

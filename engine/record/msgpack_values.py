@@ -41,11 +41,9 @@ def pack(plain: Any) -> bytes:
     return data
 
 
-def unpack(data: bytes, *, maps: bool = False) -> Any:
-    """Decode one value and nothing after it. `maps`: allow mappings with string keys, which only the header has.
-
-    Raises: `CodecError`.
-    """
+def unpack(data: bytes, *, lists: bool = True) -> Any:
+    """Decode one value and nothing after it. Mappings have string keys; arrays are `lists` or tuples. Raises:
+    `CodecError`."""
     size = len(data)
     if size > MAX_PAYLOAD_BYTES:
         raise CodecError(f"the frame has {size} bytes, but at most {MAX_PAYLOAD_BYTES} are allowed")
@@ -57,10 +55,11 @@ def unpack(data: bytes, *, maps: bool = False) -> Any:
         return msgpack.unpackb(
             data,
             raw=False,
+            use_list=lists,
             strict_map_key=True,
             max_str_len=MAX_TEXT_BYTES,
             max_array_len=min(MAX_ITEMS, size),
-            max_map_len=size if maps else 0,
+            max_map_len=size,
             max_bin_len=0,
             max_ext_len=0,
         )

@@ -9,48 +9,27 @@ Called by `replayer`, by `engine.inspect` and by tests. No byte is trusted: the 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from engine.commands import FinishRun
-from engine.errors import RecordError, RecordNotBegun, RunDamaged
+from engine.errors import RecordError, RecordNotBegun
+from engine.events import Event
 from engine.ids import EventId
-from engine.record.frames import Handled, Header, Part, Rejected, decode_frame, decode_header, place_of_part
-from engine.record.log import (
-    FRAME_BYTES,
-    INDEX,
-    PREAMBLE_BYTES,
-    Payload,
-    Segment,
-    Torn,
-    payloads,
-    payloads_of,
-    segments_of,
-    verify_segment,
+from engine.record.frames import (
+    SCHEDULE,
+    Header,
+    Rejected,
+    Snapshot,
+    Tick,
+    decode_frame,
+    decode_header,
+    place_of_snapshot,
 )
 from engine.record.msgpack_values import CodecError
 from engine.record.recorder import MemoryRecorder
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The scheduler's state after `position` events, as it was written."""
-
-    position: EventId
-    parts: tuple[Part, ...]
-    path: str
-    offset: int
-
-    @property
-    def plain(self) -> list[Any]:
-        """The parts that `snapshots.snapshot` returned."""
-        return [part.plain for part in self.parts]
-
-    def error(self, reason: str) -> RecordError:
-        """An error with the snapshot's file and offset."""
-        return RecordError(self.path, self.offset, reason)
+from engine.record.segment_log import Payload, SegmentLog, Torn, open_log
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,169 +39,128 @@ class Place:
     segment: int
     offset: int
     behind: int
+    ticks: int
     position: EventId
 
 
 class Record:
     """A record, which can be read any number of times."""
 
-    def __init__(self, name: str, segments: list[Segment]) -> None:
+    def __init__(self, name: str, log: SegmentLog) -> None:
         self.name = name
-        self.torn: Torn | None = None
-        """The torn end, known once `frames` has reached it."""
-        self._segments = segments
-        first = next(payloads(segments, self._report_torn, expected=lambda: 0), None)
+        self._log = log
+        first = next(log.payloads(), None)
         if first is None:
             torn_at = self.torn.offset if self.torn else 0
-            raise RecordNotBegun(segments[0].name, torn_at, "has no header: the run ended before it wrote one")
-        self._header_at = first.path, first.offset
+            raise RecordNotBegun(log.segments[0].path, torn_at, "has no header: the run ended before it wrote one")
+        self._header_at = first
         try:
             self.header: Header = decode_header(first.data)
         except CodecError as error:
             raise self.header_error(str(error)) from None
 
-    def frames(self, answers: bool = True, *, before: Place | None = None) -> Iterator[Handled | Rejected]:
-        """The events of the record in order; with `before`, only those before a snapshot. Without `answers`, commands
-        are neither decoded nor checked.
+    @property
+    def torn(self) -> Torn | None:
+        """The torn end, known once `frames` has reached it."""
+        return self._log.torn
+
+    def frames(self, answers: bool = True) -> Iterator[Tick | Rejected]:
+        """The ticks of the record in order. Without `answers`, commands are neither decoded nor checked.
 
         Raises: `RecordError`.
         """
-        for frame in self.frames_and_snapshots(answers):
-            if isinstance(frame, Snapshot):
-                if before is not None and frame.position >= before.position:
-                    return
-            else:
-                yield frame
+        return (frame for frame in self.frames_and_snapshots(answers) if not isinstance(frame, Snapshot))
+
+    def ticks(self, answers: bool = True) -> Iterator[Tick]:
+        """The ticks of the record in order, without rejected ones. Raises: `RecordError`."""
+        return (frame for frame in self.frames(answers) if type(frame) is Tick)
+
+    def events(self) -> Iterator[Event]:
+        """The events of the record in order. Raises: `RecordError`."""
+        return (event for tick in self.ticks(answers=False) for event in tick.events)
 
     def frames_and_snapshots(
         self, answers: bool = True, *, after: Place | None = None
-    ) -> Iterator[Handled | Rejected | Snapshot]:
-        """As `frames`, with each complete snapshot in its place among them. Raises: `RecordError`."""
-        position = 0 if after is None else after.position
-        number, offset = (0, PREAMBLE_BYTES) if after is None else (after.segment, after.behind)
-        source = payloads(self._segments, self._report_torn, number, offset, expected=lambda: position)
-        if after is None:
-            next(source)
-        parts = _Parts()
-        for payload in source:
+    ) -> Iterator[Tick | Rejected | Snapshot]:
+        """As `frames`, with the snapshots among them. `after`: only those after a snapshot. Raises: `RecordError`."""
+        ticks, position = (0, 0) if after is None else (after.ticks, after.position)
+        number, offset = (0, self._header_at.end) if after is None else (after.segment, after.behind)
+        for payload in self._log.payloads(number, offset):
             frame = _decode(payload, answers)
-            if isinstance(frame, Part):
-                whole = parts.add(frame, payload, position)
-                if whole is not None:
-                    yield whole
-                continue
-            parts.interrupt(payload)
-            if frame.event.id != position:
-                raise RecordError(
-                    payload.path, payload.offset, f"found event {frame.event.id}, but expected event {position}"
-                )
-            if type(frame) is Handled:
-                position += 1
+            if isinstance(frame, Snapshot):
+                begins, what = (frame.ticks, frame.position), "a snapshot before tick"
+            else:
+                begins, what = (frame.number, frame.events[0].id), "tick"
+            if begins != (ticks, position):
+                found = f"found {what} {begins[0]} from event {begins[1]}"
+                reason = f"{found}, but expected tick {ticks} from event {position}"
+                raise RecordError(payload.path, payload.offset, reason)
+            if type(frame) is Tick:
+                ticks, position = ticks + 1, position + len(frame.events)
             yield frame
 
     def snapshots(self) -> Iterator[Place]:
-        """The complete snapshots of the record, newest first. Raises: `RecordError` for damage in a segment it read."""
-        for number in reversed(range(len(self._segments))):
-            found: list[Place] = []
-            begun: tuple[int, int] | None = None
-            for payload in payloads_of(self._segments, number, self._report_torn):
+        """The snapshots of the record, newest first. Raises: `RecordError` for damage in a segment it read."""
+        for number in reversed(range(len(self._log.segments))):
+            found = []
+            for payload in self._log.payloads_of(number):
                 try:
-                    place = place_of_part(payload.data)
+                    place = place_of_snapshot(payload.data)
                 except CodecError as error:
                     raise RecordError(payload.path, payload.offset, str(error)) from None
-                if place is None:
-                    continue
-                position, part, parts = place
-                if part == 0:
-                    begun = payload.offset, position
-                if begun is not None and begun[1] == position and part == parts - 1:
-                    behind = payload.offset + FRAME_BYTES + len(payload.data)
-                    found.append(Place(segment=number, offset=begun[0], behind=behind, position=position))
+                if place is not None:
+                    found.append(Place(number, payload.offset, payload.end, *place))
             yield from reversed(found)
 
     def snapshot(self, place: Place) -> Snapshot:
         """Read the snapshot at a place. Raises: `RecordError`."""
-        parts = _Parts()
-        for payload in payloads_of(self._segments, place.segment, self._report_torn, place.offset):
-            part = _decode(payload, False)
-            if not isinstance(part, Part):
-                break
-            whole = parts.add(part, payload, place.position)
-            if whole is not None:
-                return whole
-        raise RecordError(self._segments[place.segment].name, place.offset, "the snapshot is incomplete")
+        payload = next(self._log.payloads_of(place.segment, place.offset))
+        frame = _decode(payload, False)
+        if not isinstance(frame, Snapshot):
+            raise RecordError(payload.path, payload.offset, "is not the snapshot that was there")
+        return frame
 
     def outcome(self) -> FinishRun | None:
-        """The end of the run, if the last event ended it. Decodes only the events after the newest snapshot that has
+        """The end of the run, if the last tick ended it. Decodes only the ticks after the newest snapshot that has
         any. Raises: `RecordError`."""
         for after in chain(self.snapshots(), (None,)):
-            events = [frame for frame in self.frames_and_snapshots(after=after) if type(frame) is Handled]
-            if events:
-                return next((order for order in events[-1].commands if isinstance(order, FinishRun)), None)
+            ticks = [frame for frame in self.frames_and_snapshots(after=after) if type(frame) is Tick]
+            if ticks:
+                return next((order for order in ticks[-1].commands if isinstance(order, FinishRun)), None)
         return None
 
     def verify(self, before: Place) -> int:
         """Check the checksums of all segments before that of a snapshot, without decoding them. Returns their size in
         bytes. Raises: `RecordError`."""
-        return sum(verify_segment(self._segments, number, self._report_torn) for number in range(before.segment))
+        return sum(map(self._log.verify, range(before.segment)))
 
     def require_index(self) -> None:
-        """Raises: `RunDamaged` for several segments without an index, because the newest may then be missing unseen."""
-        if len(self._segments) > 1 and all(segment.entry is None for segment in self._segments):
-            raise RunDamaged(str(Path(self.name) / INDEX), "is missing; restore it from a copy")
+        """Raises: `RunDamaged` if there is no index."""
+        self._log.require_index()
 
     def header_error(self, reason: str) -> RecordError:
         """An error with the header's file and offset."""
-        return RecordError(*self._header_at, reason)
+        return RecordError(self._header_at.path, self._header_at.offset, reason)
 
-    def handled(self, position: EventId) -> Handled:
-        """The event at a position, which must exist, with its commands. Raises: `RecordError`."""
-        return next(frame for frame in self.frames() if type(frame) is Handled and frame.event.id == position)
-
-    def _report_torn(self, torn: Torn) -> None:
-        self.torn = torn
+    def tick(self, number: int) -> Tick:
+        """The tick with a number, which must exist, with its commands. Raises: `RecordError`."""
+        return next(tick for tick in self.ticks() if tick.number == number)
 
 
 def read(source: str | Path | MemoryRecorder, *, missing_end: bool = False) -> Record:
     """Open a record: the directory of its segments, or a recorder in memory. `missing_end`: the newest segments may be
-    missing, for whoever continues with what is left. Raises: `RecordError`."""
+    missing; the caller continues with the rest. Raises: `RecordError`."""
     if isinstance(source, MemoryRecorder):
-        return Record("(memory)", source.segments())
-    return Record(str(source), segments_of(Path(source), missing_end=missing_end))
+        return Record("(memory)", SegmentLog(SCHEDULE, source.segments()))
+    log = open_log(Path(source), SCHEDULE, missing_end=missing_end)
+    if not log.segments:
+        raise RecordNotBegun(str(source), 0, "has no schedule record")
+    return Record(str(source), log)
 
 
-class _Parts:
-    """Collects the parts of a snapshot. Drops the parts of a snapshot whose end was torn off."""
-
-    def __init__(self) -> None:
-        self._parts: list[Part] = []
-        self._first: Payload | None = None
-
-    def add(self, part: Part, payload: Payload, position: EventId) -> Snapshot | None:
-        """The snapshot, once its last part is added. Raises: `RecordError` for a part out of order."""
-        if part.number == 0 and (self._first is None or self._first.path != payload.path):
-            self._parts, self._first = [], payload
-        expected = (position, len(self._parts), self._parts[0].parts if self._parts else part.parts)
-        if self._first is None or (part.position, part.number, part.parts) != expected:
-            reason = f"part {part.number} of the snapshot after {part.position} events is out of order"
-            raise RecordError(payload.path, payload.offset, reason)
-        self._parts.append(part)
-        if len(self._parts) < part.parts:
-            return None
-        first, whole = self._first, tuple(self._parts)
-        self._parts, self._first = [], None
-        return Snapshot(position, whole, first.path, first.offset)
-
-    def interrupt(self, payload: Payload) -> None:
-        """Another frame follows. Forget parts that were torn off at the end of their segment. Raises: `RecordError` if
-        the frame is in the same segment."""
-        if self._first is not None and self._first.path == payload.path:
-            raise RecordError(payload.path, payload.offset, "an event interrupts a snapshot")
-        self._parts, self._first = [], None
-
-
-def _decode(payload: Payload, answers: bool) -> Handled | Rejected | Part:
+def _decode(payload: Payload, answers: bool) -> Tick | Rejected | Snapshot:
     try:
-        return decode_frame(payload.data, answers)
+        frame = decode_frame(payload.data, answers)
     except CodecError as error:
         raise RecordError(payload.path, payload.offset, str(error)) from None
+    return replace(frame, path=payload.path, offset=payload.offset) if isinstance(frame, Snapshot) else frame

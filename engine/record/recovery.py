@@ -14,17 +14,16 @@ from engine.commands import Command
 from engine.errors import RecordError
 from engine.events import RunInterrupted, RunResumed, stamp
 from engine.ids import GroupId, StepId
-from engine.policies import PolicySet
-from engine.record.frames import Handled, Header
-from engine.record.log import Torn
+from engine.record.frames import Header, Tick
 from engine.record.msgpack_values import CodecError
 from engine.record.reader import Place, Record
 from engine.record.recorder import RecordEnd
-from engine.record.replayer import ReplayReport, replay
+from engine.record.replayer import ReplayReport, build_scheduler, replay
+from engine.record.segment_log import Torn
 from engine.record.snapshots import Books, restore
 from engine.scheduling.scheduler import Scheduler
-from engine.states.checkpoints import Batch, Checkpoints
-from engine.states.limits import Limits
+from engine.states.checkpoints import Checkpoints, TrainedBatch
+from engine.states.laws import check_all
 from engine.states.state import Observer, State
 
 
@@ -36,7 +35,7 @@ class Recovered:
         record: Record,
         observe: Observer | None = None,
         books: Books | None = None,
-        replayed: Callable[[Handled, State], None] | None = None,
+        replayed: Callable[[Tick, State], None] | None = None,
     ) -> None:
         """`observe`: the scheduler's observer from now on. `books`: the same observer's counts, restored from the
         snapshot. `replayed`: called with each replayed frame and the state after it.
@@ -45,18 +44,26 @@ class Recovered:
         self._replayed_for = replayed
         self.passed_over: list[RecordError] = []
         """Why newer snapshots than the one used could not be used."""
-        self.began_at: Place | None = None
-        """The snapshot that the replay began at; None: the first event."""
-        self.at = 0.0
-        """Time of the last event, in seconds since the run began."""
         record.require_index()
-        self.scheduler, self.began_at = self._begin(observe, books)
-        self.verified_bytes = 0 if self.began_at is None else record.verify(self.began_at)
+        self.scheduler, begin = self._begin(observe, books)
+        self.began_at = begin
+        """The snapshot that the replay began at; None: the first event."""
+        self.verified_bytes = 0 if begin is None else record.verify(begin)
         """Bytes of the segments whose checksums were checked without decoding."""
-        self._replay(self.scheduler)
+        self.at = self.scheduler.state.now
+        """Time of the last event, in seconds since the run began."""
+        self.report: ReplayReport = replay(
+            record, build=lambda _: self.scheduler, watch=self._watch, after=begin, compare_snapshots=False
+        )
+        if self.report.divergence is not None:
+            reason = f"this engine decides differently, so the run cannot continue; {self.report.divergence}"
+            raise RecordError(record.name, 0, reason)
+        check_all(self.scheduler.state)
+        self.ticks = self.report.ticks + (begin.ticks if begin else 0)
+        self.events = self.report.events + (begin.position if begin else 0)
+        self.torn: Torn | None = self.report.torn
+        """The incomplete bytes that a crash left after the last whole frame, until something is recorded."""
         self._history = _taken_from(self.scheduler)
-        self._interruptions = 0
-        """Number of events of `interrupt`, which follow those of the record."""
 
     def _begin(self, observe: Observer | None, books: Books | None) -> tuple[Scheduler, Place | None]:
         """The scheduler of the newest usable snapshot, or else of the header."""
@@ -68,45 +75,26 @@ class Recovered:
                 self.passed_over.append(found.error(str(error)))
         return _first_scheduler(self._record, observe), None
 
-    def _replay(self, scheduler: Scheduler) -> None:
-        self.at = scheduler.state.now
-        report = replay(
-            self._record, build=lambda _: scheduler, watch=self._watch, after=self.began_at, compare_snapshots=False
-        )
-        if report.divergence is not None:
-            reason = f"this engine decides differently, so the run cannot continue; {report.divergence}"
-            raise RecordError(self._record.name, 0, reason)
-        self.report: ReplayReport = report
-
     @property
     def header(self) -> Header:
         return self._record.header
 
     @property
-    def events(self) -> int:
-        """Number of events in the record."""
-        return self.report.events + self._interruptions + (self.began_at.position if self.began_at else 0)
-
-    @property
-    def torn(self) -> Torn | None:
-        """The incomplete bytes that a crash left after the last whole frame."""
-        return None if self._interruptions else self.report.torn
-
-    @property
     def end(self) -> RecordEnd:
         """Where the record continues."""
-        return RecordEnd(events=self.events, torn=self.torn)
+        return RecordEnd(ticks=self.ticks, events=self.events, torn=self.torn)
 
-    def frames(self) -> Iterator[Handled]:
-        """Every event of the record with its commands, from the first one. Raises: `RecordError`."""
-        return (frame for frame in self._record.frames() if type(frame) is Handled and frame.event.id < self.events)
+    def recorded(self) -> Iterator[Tick]:
+        """Every tick of the record with its commands, from the first one. Raises: `RecordError`."""
+        return (tick for tick in self._record.ticks() if tick.number < self.ticks)
 
     def interrupt(self, event: RunInterrupted) -> tuple[Command, ...]:
         """Ask the scheduler whether the run begins again. Returns its commands, which the caller must record with the
         event. It returns none, and nothing is recorded, if the run has finished or already begins again."""
         stamp(event, self.events, self.at)
-        answer = self.scheduler.handle(event)
-        self._interruptions += bool(answer)
+        answer = self.scheduler.tick((event,))
+        if answer:
+            self.ticks, self.events, self.torn = self.ticks + 1, self.events + 1, None
         return answer
 
     def resume_without_loss(
@@ -126,7 +114,7 @@ class Recovered:
             steps=steps, replicas=replicas, consumed=tuple(sorted(consumed)), released=tuple(sorted(released))
         )
 
-    def batches(self, steps: int) -> list[Batch]:
+    def batches(self, steps: int) -> list[TrainedBatch]:
         """The batches trained after the first `steps` train steps, in order, in the newest weights lineage."""
         return self._since(steps).batches(steps) if steps < self.scheduler.state.steps_trained else []
 
@@ -138,16 +126,15 @@ class Recovered:
             self._history = _taken_from(scheduler)
         return self._history
 
-    def _watch(self, frame: Handled) -> None:
-        self.at = frame.event.at
+    def _watch(self, frame: Tick) -> None:
+        self.at = frame.at
         if self._replayed_for is not None:
             self._replayed_for(frame, self.scheduler.state)
 
 
 def _first_scheduler(record: Record, observe: Observer | None) -> Scheduler:
     """The scheduler of a record's header. It keeps the full history of ended groups. Raises: `ConfigError`."""
-    header = record.header
-    scheduler = Scheduler(Limits.from_plain(dict(header.limits)), PolicySet.from_names(header.policies), observe)
+    scheduler = build_scheduler(record.header, observe)
     scheduler.state.checkpoints.keep_all()
     return scheduler
 
@@ -157,11 +144,5 @@ def _taken_from(scheduler: Scheduler) -> Checkpoints:
     return scheduler.state.checkpoints.hand_over(bool(scheduler.limits.checkpoint_every))
 
 
-def recover(
-    record: Record,
-    observe: Observer | None = None,
-    books: Books | None = None,
-    replayed: Callable[[Handled, State], None] | None = None,
-) -> Recovered:
-    """Recover the scheduler's state at the end of a record. Raises: `RecordError`, also if the replay diverges."""
-    return Recovered(record, observe, books, replayed)
+recover = Recovered
+"""Recovers the scheduler's state at the end of a record."""

@@ -1,7 +1,7 @@
 """Converts the state of a scheduler to plain values and back: the contents of a record's snapshots.
 
-    parts = snapshot(scheduler)              # the tree without groups, then the groups, `GROUPS_IN_A_PART` in a part
-    scheduler = restore(parts, observe)      # decides exactly as the first would have
+    plain = snapshot(scheduler)              # declarations, limits, policies, the state, its groups, the books
+    scheduler = restore(plain, observe)      # decides exactly as the first would have
 
 Called by the driver, which writes a snapshot every so many events, by `replayer`, which compares them, and by
 `recovery`, which begins at one. Pure, like the scheduler.
@@ -14,7 +14,6 @@ replayed instead. So the classes may change freely.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import chain, islice
 from operator import attrgetter
 from struct import error as StructError
 from types import NoneType, UnionType
@@ -24,7 +23,7 @@ from engine.commands import Command, FinishRun
 from engine.errors import EngineError
 from engine.policies import PolicySet
 from engine.record.codec import command_from, plain_command
-from engine.record.msgpack_values import CodecError
+from engine.record.msgpack_values import CodecError, pack, unpack
 from engine.scheduling.scheduler import Scheduler
 from engine.states.group import Group
 from engine.states.laws import check_all
@@ -33,12 +32,13 @@ from engine.states.state import Observer, State
 from engine.states.tree import declared
 
 Plain = Any
-"""None, bool, int, float, str, and lists of these."""
+"""None, bool, int, float, str, and lists and dicts of these."""
 
-GROUPS_IN_A_PART = 4096
 SCALARS = (NoneType, bool, int, float, str)
+SHOWN = 100
+"""Maximum length of a value in a message, in characters."""
 ROOT_LEFT_OUT = ("groups",)
-"""Fields of the state that are in separate parts."""
+"""Fields of the state that are written apart from it."""
 DAMAGED = (
     EngineError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RuntimeError, StructError,
 )  # fmt: skip
@@ -49,60 +49,102 @@ class Books(Protocol):
     """What an observer counts over the whole run. Without a snapshot it must count again from the first event."""
 
     def to_plain(self) -> Plain:
-        """Scalars, lists and tuples."""
+        """Scalars, and lists and tuples of these."""
 
     def take(self, plain: Plain) -> None:
-        """Restore the counts. Raises: `ValueError` or `TypeError`, without a change, for anything that `to_plain` does
-        not return."""
+        """Restore the counts, with lists instead of tuples. Raises: `ValueError` or `TypeError`, without a change, for
+        anything that `to_plain` does not return."""
 
 
 def snapshot(scheduler: Scheduler, books: Books | None = None) -> list[Plain]:
-    """The parts of a snapshot. Call it between two events. Raises: `CodecError` for a value that it cannot hold."""
+    """A snapshot. Call it between two events. Raises: `CodecError` for a value that it cannot hold."""
     state = scheduler.state
-    groups = iter(state.groups.values())
-    parts = -(-len(state.groups) // GROUPS_IN_A_PART)
-    rows = [list(map(_row, islice(groups, GROUPS_IN_A_PART))) for _ in range(parts)]
-    counted = None if books is None else books.to_plain()
-    names = dict(scheduler.policies.names)
-    first = [
-        declarations(), _tagged(scheduler.limits.to_plain()), _tagged(names), scheduler.state_hash, len(state.groups),
-        _form(State).plain(state), _tagged(counted),
+    return [
+        declarations(), scheduler.limits.to_plain(), dict(scheduler.policies.names), _form(State).plain(state),
+        list(map(_row, state.groups.values())), None if books is None else books.to_plain(),
     ]  # fmt: skip
-    return [first, *rows]
 
 
-def restore(parts: Sequence[Plain], observe: Observer | None = None, books: Books | None = None) -> Scheduler:
+def restore(plain: Sequence[Plain], observe: Observer | None = None, books: Books | None = None) -> Scheduler:
     """The scheduler of a snapshot. Restores `books` too.
 
     Raises: `CodecError` for anything but a snapshot of this engine.
     """
     try:
-        fields, limits, names, state_hash, live, plain, counted = parts[0]
+        fields, limits, names, tree, groups, counted = plain
         if fields != declarations():
             raise CodecError("an engine version with other fields wrote it")
-        scheduler = Scheduler(Limits.from_plain(_untagged(limits)), PolicySet.from_names(_untagged(names)))
+        scheduler = Scheduler(Limits.from_plain(limits), PolicySet.from_names(names))
         state = scheduler.state
-        for group in map(_group, chain.from_iterable(parts[1:])):
+        for group in map(_group, _list(groups)):
             state.groups[group.id] = group
-        _form(State).value(plain, state)
+        _form(State).value(tree, state)
         state.rebuild()
         scheduler.decisions.recall()
         check_all(state)
-        if scheduler.state_hash != state_hash or len(state.groups) != live:
-            raise CodecError("its state does not match its hash")
         if books is not None:
             if counted is None:
                 raise CodecError("it has no counts of the observer")
-            books.take(_untagged(counted))
+            books.take(counted)
         state.observe(observe)
     except DAMAGED as error:
         raise CodecError(f"this engine cannot continue from this snapshot: {error}") from error
     return scheduler
 
 
-def same_engine(parts: Sequence[Plain], scheduler: Scheduler) -> bool:
-    """Whether an engine with the same fields as this one wrote the snapshot."""
-    return type(parts[0]) is list and bool(parts[0]) and parts[0][0] == declarations()
+def first_difference(scheduler: Scheduler, plain: Sequence[Plain]) -> str:
+    """The first field in which a scheduler differs from a decoded snapshot, with both values; empty if they are equal
+    apart from what observers counted, or if an engine with other fields wrote the snapshot."""
+    if len(plain) != 6 or plain[0] != declarations():
+        return ""
+    here = unpack(pack(snapshot(scheduler)))
+    for name, at, hint in (("limits", 1, None), ("policies", 2, None), ("State", 3, State)):
+        if found := _difference(hint, name, here[at], plain[at]):
+            return found
+    mine, theirs = here[4], plain[4]
+    if type(theirs) is not list or len(mine) != len(theirs):
+        return f"groups: {_shown(theirs)} were recorded, {_shown(mine)} were replayed"
+    pairs = zip(mine, theirs, strict=True)
+    return next((_difference(Group, "Group", _whole(one), _whole(other)) for one, other in pairs if one != other), "")
+
+
+def _difference(hint: Any, name: str, here: Plain, there: Plain) -> str:
+    """The path of the first difference between two values of a declared type; empty if there is none."""
+    if here == there:
+        return ""
+    inner = _inner(hint, here, there)
+    for (part, part_hint), mine, theirs in zip(inner, here, there, strict=True) if inner else ():
+        if found := _difference(part_hint, f"{name}{part}", mine, theirs):
+            return found
+    return f"{name}: {_shown(there)} was recorded, {_shown(here)} was replayed"
+
+
+def _inner(hint: Any, here: Plain, there: Plain) -> list[tuple[str, Any]]:
+    """The names and types of the parts of two values, if they have the same parts."""
+    if type(here) is not list or type(there) is not list or len(here) != len(there):
+        return []
+    if isinstance(hint, type) and declared(hint) and get_origin(hint) is None and hint not in SCALARS:
+        left_out = ROOT_LEFT_OUT if hint is State else ()
+        return [(f".{name}", field) for name, field in declared(hint).items() if name not in left_out]
+    args = get_args(hint)
+    if get_origin(hint) is dict and args[1] is not None:
+        return [
+            ("'s keys", args[0]) if place % 2 == 0 else (f"[{_shown(here[place - 1])}]", args[1])
+            for place in range(len(here))
+        ]
+    if get_origin(hint) in (Union, UnionType):
+        return _inner(next((arg for arg in args if arg not in SCALARS), None), here, there)
+    return [(f"[{place}]", args[min(place, len(args) - 1)] if args else None) for place in range(len(here))]
+
+
+def _whole(row: Plain) -> Plain:
+    """A group's row with all its fields."""
+    return [row, *(list(value) if type(value) is tuple else value for value in _FRESH)] if type(row) is int else row
+
+
+def _shown(value: Plain) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}…"
 
 
 # the forms of values, by their declared types
@@ -226,7 +268,7 @@ def _list(plain: Plain) -> Any:
 
 def _command(plain: Plain) -> Command:
     cause, *said = plain
-    return command_from([list(value) if type(value) is tuple else value for value in said], cause)
+    return command_from(tuple([tuple(value) if type(value) is list else value for value in said]), cause)
 
 
 @lru_cache
@@ -247,25 +289,6 @@ def _classes_in(hint: Any) -> list[type]:
     if isinstance(hint, type) and hint not in (*SCALARS, bytes, Command, FinishRun) and get_origin(hint) is None:
         return [hint]
     return [cls for arg in get_args(hint) if arg is not ... for cls in _classes_in(arg)]
-
-
-def _tagged(value: Any) -> Plain:
-    """A value without a declared type: dicts, lists and tuples are tagged with their type."""
-    if type(value) is dict:
-        return ["dict", *(_tagged(part) for pair in value.items() for part in pair)]
-    if type(value) in (list, tuple):
-        return [type(value).__name__, *map(_tagged, value)]
-    return value
-
-
-def _untagged(plain: Plain) -> Any:
-    if type(plain) is not list:
-        return plain
-    kind, *values = plain
-    parts = [_untagged(value) for value in values]
-    if kind == "dict":
-        return dict(zip(parts[::2], parts[1::2], strict=True))
-    return {"list": list, "tuple": tuple}[kind](parts)
 
 
 # groups: there are so many that each is one row

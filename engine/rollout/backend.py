@@ -110,6 +110,8 @@ class SamplingParams:
     top_logprobs: int = 0
     """Return the log-probs of this many likeliest tokens at each place (0 to 20). Backends whose `TOP_LOGPROBS` is 0
     return none."""
+    structure: str = ""
+    """A structural tag of xgrammar that the response must match; empty: any response. Only vLLM can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

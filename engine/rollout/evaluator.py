@@ -5,12 +5,12 @@ that trains stages and installs weights, pauses and closes the backend.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.errors import EngineError
 from engine.ids import GroupId, Version
-from engine.protocols import Generated, Generator, GroupWork
+from engine.protocols import CallFigures, Generated, Generator, GroupWork, MeasuresCalls
 
 
 class SetEvaluator:
@@ -42,6 +42,18 @@ class SetEvaluator:
 
     async def install(self, version: Version) -> None:
         await next(iter(self._generators.values())).install(version)
+
+    def call_figures(self) -> list[CallFigures]:
+        """See `protocols.MeasuresCalls`."""
+        return [figures for generator in self._measured() for figures in generator.call_figures()]
+
+    def watch_calls(self, changed: Callable[[], None]) -> None:
+        for generator in self._measured():
+            generator.watch_calls(changed)
+
+    def _measured(self) -> list[MeasuresCalls]:
+        generators: list[object] = list(self._generators.values())
+        return [generator for generator in generators if isinstance(generator, MeasuresCalls)]
 
     async def resume(self) -> None:
         for generator in self._generators.values():

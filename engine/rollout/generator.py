@@ -7,17 +7,18 @@ a trajectory.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from engine.chat import PromptRenderer
 from engine.errors import DataFailure, EngineError
 from engine.ids import GroupId, Version
-from engine.protocols import Generated, GroupWork, Sleeper
+from engine.protocols import CallFigures, Generated, GroupWork, Sleeper
+from engine.rollout.agents.agent_calls import AgentCalls
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams, derive_seed
 from engine.rollout.reward_parts import RewardParts
-from engine.rollout.scoring import Reward, Scorer, first_failure
+from engine.rollout.scoring import CALLS_AT_ONCE, Grader, Reward, first_failure
+from engine.tasks.chat import PromptRenderer
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
 # -- the base class of the built-in generators -------------------------------------------------------------------------
@@ -25,11 +26,13 @@ from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
 class BackendGenerator:
     """Base class of the built-in generators: the parts of `protocols.Generator` that only call the backend. Implements
-    `protocols.Fallible` and `protocols.Sleeper`."""
+    `protocols.Fallible`, `Sleeper` and `MeasuresCalls`."""
 
-    def __init__(self, backend: RolloutBackend, scorer: Scorer) -> None:
+    def __init__(self, backend: RolloutBackend, grader: Grader, agent: AgentCalls | None = None) -> None:
+        """`agent`: measures the calls of the user's code between the answers of the model."""
         self._backend = backend
-        self._scorer = scorer
+        self._grader = grader
+        self._agent = agent
 
     async def stage(self, version: Version, weights: Any) -> None:
         await self._backend.stage(version, weights)
@@ -47,12 +50,21 @@ class BackendGenerator:
             await self._backend.wake()
 
     async def close(self) -> None:
-        self._scorer.close()
+        self._grader.close()
         await self._backend.close()
 
     async def failed(self) -> str:
         """See `protocols.Fallible`. The backend has failed, or too many reward calls hang."""
-        return await first_failure(self._backend.failed(), self._scorer.failed())
+        return await first_failure(self._backend.failed(), self._grader.failed())
+
+    def call_figures(self) -> list[CallFigures]:
+        """See `protocols.MeasuresCalls`."""
+        return [*([self._agent.figures()] if self._agent is not None else []), *self._grader.call_figures()]
+
+    def watch_calls(self, changed: Callable[[], None]) -> None:
+        self._grader.watch_calls(changed)
+        if self._agent is not None:
+            self._agent.changed = changed
 
     def tokens_sampled(self) -> int:
         """Tokens sampled since the start, for metrics."""
@@ -119,13 +131,13 @@ class ModelGenerator(BackendGenerator):
         *,
         params: SamplingParams,
         seed: int,
-        reward_threads: int = 4,
+        reward_threads: int = CALLS_AT_ONCE,
         reward_timeout_s: float | None = None,
         rewards_later: bool = False,
         renderer: PromptRenderer | None = None,
     ) -> None:
-        scorer = Scorer(tokenizer, reward, threads=reward_threads, timeout_s=reward_timeout_s, later=rewards_later)
-        super().__init__(backend, scorer)
+        grader = Grader(tokenizer, reward, threads=reward_threads, timeout_s=reward_timeout_s, later=rewards_later)
+        super().__init__(backend, grader)
         self._renderer = renderer or PromptRenderer(tokenizer)
         self._params = params
         self._seed = seed
@@ -152,7 +164,7 @@ class ModelGenerator(BackendGenerator):
                 return Generated(group=attempt.group, aborted=True)
             for trajectory in attempt.group.trajectories:
                 trajectory.finish_reason = trajectory.finish_reason or "truncated"
-            await self._scorer.score(attempt.group, work.progress)
+            await self._grader.score(attempt.group, work.progress)
             return Generated(group=attempt.group)
         finally:
             del self._attempts[work.group]

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any, Literal, TypeAlias
 
 from engine.errors import DataFailure
-from engine.trajectory import NoAnswer, Prompt, StepReward, Trajectory
+from engine.trajectory import NoAnswer, Prompt, Scored, StepReward, Trajectory
 
 Form: TypeAlias = Literal["response", "group", "batch"]
 """What one call gets: a response; all responses of a group; or the responses of several whole groups."""
@@ -38,10 +38,16 @@ class RewardPart:
     unit: Unit = "response"
     shown: str = ""
     """The function's name in messages; empty: as in its source."""
+    judge: str = ""
+    """The model that judges, if the function asks one."""
+    note: str = ""
+    """The line of `engine check` about it."""
     timeout_s: float | None = None
     """Seconds of one call; None: as the caller has them."""
     concurrency: int | None = None
     """Calls at once; None: as the caller has them."""
+    setting: str = ""
+    """The setting that limits calls at once, in messages."""
     batch_size: int = 64
     """Responses of one call of the form `batch`, unless a single group has more."""
     limits_itself: bool = False
@@ -50,9 +56,19 @@ class RewardPart:
 
     @property
     def who(self) -> str:
-        """Its name in messages."""
-        shown = self.shown or name_of(self.function)
-        return f"reward {self.name} ({shown})" if self.name else f"reward {shown}"
+        """Its name in messages, with the function."""
+        return f"{self.title} ({self._function})" if self.name else self.title
+
+    @property
+    def title(self) -> str:
+        """Its shortest name in messages."""
+        if self.judge:
+            return f"judge {self.name or self.judge}"
+        return f"reward {self.name or self._function}"
+
+    @property
+    def _function(self) -> str:
+        return self.shown or name_of(self.function)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +100,15 @@ class RewardParts:
                 steps[position] = steps.get(position, 0.0) + part.weight * number
         self._require(prompt, figures, total)
         unparsable = any(isinstance(value, NoAnswer) for value in values)
+        own = {
+            f"{part.name}_{name}" if part.name else name: number
+            for part, value in zip(self.parts, values, strict=True) if isinstance(value, Scored)
+            for name, number in value.figures.items()
+        }  # fmt: skip
         for trajectory in rollout:
             trajectory.unparsable = unparsable
             trajectory.reward = float(total)
-            trajectory.reward_parts = {name: number for name, number in figures.items() if name}
+            trajectory.reward_parts = {name: number for name, number in figures.items() if name} | own
             trajectory.step_rewards = []
         last.step_rewards = [StepReward(position, steps[position]) for position in sorted(steps)]
 
@@ -125,7 +146,7 @@ def value_in(part: RewardPart, value: Any, trajectory: Trajectory) -> Value | st
         return None
     if part.unit == "response":
         number = number_in(value)
-        if isinstance(value, NoAnswer) and isinstance(number, float):
+        if isinstance(value, NoAnswer | Scored) and isinstance(number, float):
             return value
         law = "neither a finite number nor None" if part.name else "not a finite number"
         return f"{number} WHERE, {law}" if isinstance(number, str) else number

@@ -15,14 +15,17 @@ from threading import Thread
 from typing import Any, Protocol
 
 from engine.errors import DataFailure, EngineError, RewardFailure, message_of
+from engine.protocols import CallFigures
+from engine.protocols.user_code import CALLS, stack_of
 from engine.rollout.reward_parts import RewardPart, RewardParts, Value, value_in
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
-from engine.user_code import stack_of
 
 log = logging.getLogger(__name__)
 
 Reward = Callable[[Prompt, Trajectory], float]
 
+CALLS_AT_ONCE = 4
+"""Number of concurrent calls of a function that sets none."""
 MAX_HANGING_CALLS = 64
 """Number of hanging calls at which `failed` returns. Each of them occupies a thread, which cannot be ended."""
 
@@ -100,10 +103,11 @@ class Request:
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class ScoringCall:
     """One call of the reward, from the start of its thread to its return."""
 
     requests: list[Request]
+    started_at: float
     timer: asyncio.TimerHandle | None = None
     stuck: bool = False
 
@@ -115,6 +119,8 @@ class Waiting:
     progress: Callable[[], None]
     begun: int = 0
     """Number of its running calls."""
+    pending: int = 0
+    """Number of its requests without an outcome."""
 
 
 @dataclass(slots=True)
@@ -140,8 +146,15 @@ class RewardCalls:
         self._timeout_s = self._part.timeout_s or timeout_s
         self._places = asyncio.Semaphore(self._part.concurrency or threads)
         self._hanging = hanging or Hanging()
+        self._at_once = self._part.concurrency or threads
         self._queue: deque[Request] = deque()
         self._waiting: dict[Waiting, None] = {}
+        self._running: dict[ScoringCall, None] = {}
+        """Oldest first."""
+        self._ended, self._ended_s = 0, 0.0
+        """Calls that have ended, and the sum of their durations."""
+        self.changed: Callable[[], None] = _nobody
+        """Called when a group begins to wait, and when a call ends."""
 
     @contextlib.contextmanager
     def waiting(self, progress: Callable[[], None]) -> Iterator[Waiting]:
@@ -153,6 +166,16 @@ class RewardCalls:
             yield group
         finally:
             del self._waiting[group]
+
+    def figures(self) -> CallFigures:
+        """See `protocols.MeasuresCalls`."""
+        oldest = next(iter(self._running), None)
+        return CallFigures(
+            function=self._part.title, at_once=self._at_once, setting=self._part.setting,
+            groups=sum(group.pending > 0 for group in self._waiting), queued=len(self._queue),
+            calls=self._ended, seconds=self._ended_s,
+            running_s=0.0 if oldest is None else asyncio.get_running_loop().time() - oldest.started_at,
+        )  # fmt: skip
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory], group: Waiting) -> list[Value]:
         """The values of responses to one prompt.
@@ -171,8 +194,16 @@ class RewardCalls:
         return values
 
     async def _judge(self, prompt: Prompt, trajectories: Sequence[Trajectory], group: Waiting) -> list[Value]:
-        request = Request(prompt, trajectories, group, asyncio.get_running_loop().create_future())
+        group.pending += 1
+        try:
+            return await self._outcome(Request(prompt, trajectories, group, asyncio.get_running_loop().create_future()))
+        finally:
+            group.pending -= 1
+
+    async def _outcome(self, request: Request) -> list[Value]:
+        group = request.group
         self._queue.append(request)
+        self.changed()
         try:
             await self._places.acquire()
         except BaseException:
@@ -195,7 +226,7 @@ class RewardCalls:
             for other in self._waiting:
                 if not other.begun:
                     other.progress()
-        return self._values_of(outcome, prompt)
+        return self._values_of(outcome, request.prompt)
 
     def _next_requests(self) -> list[Request]:
         """The oldest request, with as many of the next as fit into one call; none if another call took them all."""
@@ -224,13 +255,16 @@ class RewardCalls:
     def _begin(self, requests: list[Request]) -> None:
         """Start a call. The caller has acquired a place of `threads` for it."""
         loop = asyncio.get_running_loop()
-        call = Call(requests)
+        call = ScoringCall(requests, loop.time())
+        self._running[call] = None
         prompts = [request.prompt for request in requests for _ in request.trajectories]
         trajectories = [trajectory for request in requests for trajectory in request.trajectories]
 
         def run() -> None:
+            noted = contextlib.nullcontext() if self._part.limits_itself else CALLS.of(self._part.who)
             try:
-                outcome: Outcome = call_part(self._part, prompts, trajectories, self._timeout_s)
+                with noted:
+                    outcome: Outcome = call_part(self._part, prompts, trajectories, self._timeout_s)
             except Overdue:
                 outcome = None
             except BaseException as error:  # `SystemExit` also fails only this call
@@ -251,7 +285,7 @@ class RewardCalls:
         if self._timeout_s is not None and not self._part.limits_itself:
             call.timer = loop.call_later(self._timeout_s, self._overdue, call, thread)
 
-    def _returned(self, call: Call, outcome: Outcome) -> None:
+    def _returned(self, call: ScoringCall, outcome: Outcome) -> None:
         if call.stuck:
             self._hanging.calls -= 1
             return
@@ -259,7 +293,7 @@ class RewardCalls:
             call.timer.cancel()
         self._end(call, outcome)
 
-    def _overdue(self, call: Call, thread: Thread) -> None:
+    def _overdue(self, call: ScoringCall, thread: Thread) -> None:
         log.warning("%s took longer than %s s; it is in\n%s", self._part.who, self._timeout_s, stack_of(thread))
         call.stuck = True
         self._hanging.calls += 1
@@ -269,9 +303,13 @@ class RewardCalls:
             self._hanging.lost.set()
         self._end(call, None)
 
-    def _end(self, call: Call, outcome: Outcome) -> None:
+    def _end(self, call: ScoringCall, outcome: Outcome) -> None:
         """Release the call's place, even if its callers were cancelled."""
         self._places.release()
+        del self._running[call]
+        self._ended += 1
+        self._ended_s += asyncio.get_running_loop().time() - call.started_at
+        self.changed()
         start = 0
         for request in call.requests:
             stop = start + len(request.trajectories)
@@ -284,12 +322,12 @@ class RewardCalls:
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that `Scorer` needs."""
+    """The part of a tokenizer that `Grader` needs."""
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
 
 
-class Scorer:
+class Grader:
     """Sets the texts and rewards of groups. Calls the functions of `reward` with `RewardCalls`.
 
     With `reward=None`, rollouts must have returned a reward; a truncated one without a reward gets 0. With `later`,
@@ -301,7 +339,7 @@ class Scorer:
         decoder: Decoder,
         reward: Reward | RewardParts | None,
         *,
-        threads: int = 4,
+        threads: int = CALLS_AT_ONCE,
         timeout_s: float | None = None,
         later: bool = False,
     ) -> None:
@@ -361,6 +399,14 @@ class Scorer:
         await self._hanging.lost.wait()
         return self._hanging.story
 
+    def call_figures(self) -> list[CallFigures]:
+        """See `protocols.MeasuresCalls`."""
+        return [calls.figures() for calls in self._calls]
+
+    def watch_calls(self, changed: Callable[[], None]) -> None:
+        for calls in self._calls:
+            calls.changed = changed
+
     def close(self) -> None:
         """End the processes of the reward."""
         if self._reward is not None:
@@ -379,22 +425,28 @@ class Scorer:
 
 
 class RewardWork:
-    """The work of the state that scores groups. Implements `protocols.Fallible` and `protocols.Closable`."""
+    """The work of the state that scores groups. Implements `protocols.Fallible`, `Closable` and `MeasuresCalls`."""
 
-    def __init__(self, scorer: Scorer) -> None:
-        self._scorer = scorer
+    def __init__(self, grader: Grader) -> None:
+        self._grader = grader
 
     async def __call__(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        await self._scorer.score(group)
+        await self._grader.score(group)
         return group
 
     def close(self) -> None:
         """End the processes of the reward."""
-        self._scorer.close()
+        self._grader.close()
+
+    def call_figures(self) -> list[CallFigures]:
+        return self._grader.call_figures()
+
+    def watch_calls(self, changed: Callable[[], None]) -> None:
+        self._grader.watch_calls(changed)
 
     async def failed(self) -> str:
         """As `RewardCalls.failed`."""
-        return await self._scorer.failed()
+        return await self._grader.failed()
 
 
 async def first_failure(*failures: Awaitable[str]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from engine.ids import Version
-from engine.shared_weights import Manifest
+from engine.training.shared_weights import Manifest
 
 # -- weights to be sent ------------------------------------------------------------------------------------------------
 
@@ -32,18 +32,18 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class WeightsAnswer:
     """The engine has carried out the last call; if it failed, `wrong` is the reason, else it is empty."""
 
     group: str
     wrong: str
 
 
-Turn = Join | Send | Answer
+Turn = Join | Send | WeightsAnswer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class WeightsCall:
     """A call that the holder asks the engine to make: its name and its argument, if it has one."""
 
     name: str
@@ -57,7 +57,7 @@ class SentWeights(Protocol):
     @property
     def manifest(self) -> Manifest: ...
 
-    async def exchange(self, turn: Turn) -> Call | None:
+    async def exchange(self, turn: Turn) -> WeightsCall | None:
         """Start a join or a send, or report the result of the last call. Returns the next call for the engine, or None
         when the operation is complete. Raises: `EngineError` if it failed; the group is then closed."""
 

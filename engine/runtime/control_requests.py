@@ -12,11 +12,11 @@ from typing import Any
 from engine.control.address_file import announce, new_token, withdraw
 from engine.control.control_server import ControlServer
 from engine.control.requests import Drain, Look, Operation, Scale, Set, Stop, decide
-from engine.errors import EngineError, clean
+from engine.errors import EngineError, are, clean
 from engine.metrics.collector import RunMetrics
+from engine.metrics.waits import waits
 from engine.runtime.driver import Driver
 from engine.runtime.plan import Plan
-from engine.states.waits import are, waits
 
 # -- silence -----------------------------------------------------------------------------------------------------------
 
@@ -50,7 +50,7 @@ class Silence:
         found = [wait.sentence(now) for wait in waits(metrics.state, metrics.since)]
         more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
         named = "; ".join(found[:NAMED]) + more or "no process: no order is open"
-        text = f"nothing has changed for {silent:.0f} s; the run waits for {named}"
+        text = f"nothing has changed for {silent:.0f} s: {named}"
         log.warning(text)
         metrics.silence = (metrics.changes, text)
         self._interval_s *= 2

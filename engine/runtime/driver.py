@@ -1,22 +1,25 @@
-"""Passes events to the scheduler: stamps each event, lets the scheduler decide, records both, then executes commands.
+"""The loop of a run: takes the arrived events as one tick, asks the scheduler, records the tick, and only then executes
+its commands.
 
-The same code runs on Ray, in one process, in simulation and in benchmarks. On an event loop, `Delivery` gathers the
-events of a turn of the loop. This module contains no policies and no state machines. It must never execute a command
-before its frame is written.
+The same code runs on Ray, in one process, in simulation and in benchmarks. `post` gathers the events of one turn of an
+event loop. This module contains no policies and no state machines. It must never execute a command before its tick is
+written.
 """
 
 import asyncio
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from engine.commands import Command, FinishRun
-from engine.events import Event, stamp
-from engine.record.frames import encode_snapshot
+from engine.events import CheckpointSaved, Event, RunResumed, SchedulerRecovered, stamp
+from engine.protocols.user_code import end_if_forked
+from engine.record.frames import Tick
 from engine.record.msgpack_values import CodecError
 from engine.record.snapshots import Books, snapshot
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler import ALONE, Scheduler
 
 # -- what the driver needs ---------------------------------------------------------------------------------------------
 
@@ -28,23 +31,23 @@ class Clock(Protocol):
         """Seconds since the run began. Must never decrease."""
 
 
-class Recorder(Protocol):
+class RecordWriter(Protocol):
     """Writes the record of a run."""
 
-    keeps: bool
-    """Whether it keeps frames. Otherwise it gets 0 as the state hash, which takes time to compute."""
+    next_tick: int
+    """Number of the next tick."""
 
-    def write(self, event: Event, commands: Sequence[Command], state_hash: int) -> None:
-        """Append one frame. It must be in the record before any of its commands is executed."""
+    def write(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
+        """Append a tick. It must be in the record before any of its commands is executed."""
 
-    def reject(self, event: Event, reason: str) -> None:
-        """Append one frame of an event that the scheduler could not handle."""
+    def reject(self, events: Sequence[Event], reason: str) -> None:
+        """Append a tick that the scheduler could not handle."""
 
-    def snapshot(self, payloads: Sequence[bytes]) -> None:
-        """Append a snapshot of the state after the newest event, as `record.frames.encode_snapshot` returned it."""
+    def snapshot(self, plain: Sequence[Any]) -> None:
+        """Append a snapshot of the state after the newest tick, as `record.snapshots.snapshot` returned it."""
 
     def flush(self) -> None:
-        """Hand every frame written so far to the operating system."""
+        """Hand everything written so far to the operating system."""
 
     def close(self) -> None: ...
 
@@ -53,7 +56,7 @@ class Executor(Protocol):
     """Executes commands."""
 
     def execute(self, commands: Sequence[Command]) -> None:
-        """Start the commands of some events in order, and return at once. Their results arrive later as events."""
+        """Start the commands of a tick in order, and return at once. Their results arrive later as events."""
 
 
 # -- the driver --------------------------------------------------------------------------------------------------------
@@ -64,30 +67,43 @@ log = logging.getLogger(__name__)
 NEVER = float("inf")
 REASON_LENGTH = 1000
 """Maximum number of characters of an error in the record."""
-SLICE = 64
-"""Maximum number of events of a turn of the event loop. Their commands are sent before later events are handled."""
+MOST_EVENTS = 64
+"""Maximum number of events in a tick."""
+MARKS = (CheckpointSaved, RunResumed, SchedulerRecovered)
+"""After such an event a snapshot follows: a resume or a failover begins there."""
+
+
+class _Sender(NamedTuple):
+    """A caller that waits until its events are handled."""
+
+    end: int
+    """Number of events in this process up to the last event of the sender."""
+    last: Callable[[], None]
+    done: "asyncio.Future[None]"
 
 
 class Driver:
-    """Feeds events to a scheduler one at a time.
+    """One inbox, and the loop around it: take the events of a tick, decide, record, execute, acknowledge.
 
-    The executor may call `deliver` while it carries out commands; these events wait in the inbox. The driver handles no
-    more events after `FinishRun`, which `outcome` holds, or after an event raised an exception, which `failure` holds.
+    The executor may call `deliver` while it carries out commands; these events wait in the inbox. The driver takes no
+    more events after `FinishRun`, which `outcome` holds, or after an exception, which `failure` holds.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         clock: Clock,
-        recorder: Recorder,
+        recorder: RecordWriter,
         executor: Executor,
-        observe: Callable[[Event, tuple[Command, ...]], None] | None = None,
+        observe: Callable[[Tick], None] | None = None,
         events_before: int = 0,
         snapshot_every: int = 0,
         books: Books | None = None,
+        fail: Callable[[Exception], None] | None = None,
     ) -> None:
-        """`events_before`: number of events that earlier processes of the run handled. `snapshot_every`: number of
-        events between two snapshots of the state and of `books`; 0: no snapshots."""
+        """`events_before`: number of events that earlier processes of the run handled. `snapshot_every`: most events
+        between two snapshots of the state and of `books`; 0: no snapshots. `fail`: receives the exception that stops
+        the driver; without it, `deliver` raises the exception."""
         self.scheduler = scheduler
         self.clock = clock
         self.recorder = recorder
@@ -96,170 +112,172 @@ class Driver:
         self.events_handled = events_before
         self.outcome: FinishRun | None = None
         self.failure: Exception | None = None
+        self.rejected = False
+        """Whether the scheduler could not handle the last tick, and the record says so."""
         self.snapshot_every = snapshot_every
         self.books = books
-        self._next_snapshot: float = events_before + snapshot_every if snapshot_every else NEVER
-        self.slice = SLICE
-        """Maximum number of events that are handled together."""
+        self.most_events: Callable[[], int] = lambda: MOST_EVENTS
+        """The maximum number of events in the next tick."""
         self.held = False
         """Whether events wait in the inbox."""
+        self._next_snapshot: float = events_before + snapshot_every if snapshot_every else NEVER
+        self._fail = fail
         self._inbox: deque[Event] = deque()
+        self._added = 0
+        """Number of events that were ever added to the inbox."""
+        self._senders: deque[_Sender] = deque()
+        """Callers that wait until their events have been handled."""
         self._handling = False
+        self._turn_comes = False
+        self._process = os.getpid()
 
     @property
     def waiting(self) -> int:
         """Number of events in the inbox. May be read from any thread."""
         return len(self._inbox)
 
+    # the inbox
+
     def post(self, *events: Event) -> None:
-        """Add events to the inbox."""
-        self._inbox.extend(events)
+        """Handle events in the next turn of the event loop, together with all events posted until then."""
+        if self.failure is None:
+            loop = None if self._turn_comes else asyncio.get_running_loop()
+            self._add(events)
+            if loop is not None:
+                self._turn_comes = True
+                loop.call_soon(self._take_turn)
 
     def deliver(self, *events: Event) -> None:
-        """Add events to the inbox, then handle the whole inbox, unless it is held. A nested call only adds events.
-        Raises: as `handle`."""
+        """Handle the whole inbox now, with these events last, unless it is held. A nested call only adds events.
+
+        Raises: the exception that stops the driver, unless `fail` receives it.
+        """
+        if self.failure is not None:
+            if self._fail is None:
+                raise self.failure
+            return
+        self._add(events)
+        while self._inbox and not self._handling and not self.held and self.failure is None:
+            self._tick()
+
+    async def handled(self, events: Sequence[Event], last: Callable[[], None]) -> None:
+        """Post events; return once they are recorded and their commands executed, or the run has failed. `last` is
+        called before the tick that takes the last of them."""
         self.post(*events)
-        while self._inbox and not self._handling and not self.held:
-            self.handle()
+        if self.failure is None:
+            sender = _Sender(self._added, last, asyncio.get_running_loop().create_future())
+            self._senders.append(sender)
+            await sender.done
 
     def withdraw(self) -> list[Event]:
         """Take all events out of the inbox."""
         events = list(self._inbox)
         self._inbox.clear()
+        self._added -= len(events)
         return events
 
-    def handle(self) -> None:
-        """Handle the next `slice` events of the inbox: decide about each, record all, then execute their commands.
+    def _add(self, events: Sequence[Event]) -> None:
+        self._inbox.extend(events)
+        self._added += len(events)
 
-        Raises: the exception of `Scheduler.handle`, after recording the event as rejected and executing the commands of
-        the events before it. Every later call raises it again, because the state may be inconsistent.
-        """
-        if self.failure is not None:
-            raise self.failure
+    def _take_turn(self) -> None:
+        """Run one tick. The next tick runs in the next turn of the loop."""
+        self._turn_comes = False
+        if self.held or self.failure is not None:
+            return
+        if self._inbox:
+            self._tick()
+        if self._inbox:
+            self.post()
+
+    # a tick
+
+    def _tick(self) -> None:
+        """Take the events of a tick out of the inbox and decide, record, execute; then acknowledge them."""
+        if self._fail is not None:  # a run must not continue in a forked child; a session may
+            end_if_forked(self._process)
+        count = self._count()
+        end = self._added - len(self._inbox) + count
+        for sender in self._senders:
+            if sender.end > end:
+                break
+            sender.last()
+        events = [self._inbox.popleft() for _ in range(count)]
         self._handling = True
         try:
-            commands = self._decide(min(self.slice, len(self._inbox)))
+            commands = self._decide(events)
             self.recorder.flush()
             self.executor.execute(commands)
+        except Exception as error:
+            self.failure = self.failure or error
         finally:
             self._handling = False
+        while self._senders and (self.failure is not None or self._senders[0].end <= end):
+            sender = self._senders.popleft()
+            if not sender.done.done():
+                sender.done.set_result(None)
         if self.failure is not None:
-            raise self.failure
+            if self._fail is None:
+                raise self.failure
+            self._fail(self.failure)
 
-    def _decide(self, count: int) -> list[Command]:
-        """The commands of the first events in the inbox, and their frames in the record."""
-        commands: list[Command] = []
-        for _ in range(count):
-            event = self._inbox.popleft()
-            if self.outcome is not None:
-                continue
-            stamp(event, self.events_handled, self.clock.now())
-            try:
-                answer = self.scheduler.handle(event)
-            except Exception as error:  # recorded as rejected, then raised: the run stops and can be resumed
-                self.failure = error
-                self.recorder.reject(event, f"{type(error).__name__}: {error}"[:REASON_LENGTH])
-                break
-            self.events_handled += 1
-            self.recorder.write(event, answer, self.scheduler.state_hash if self.recorder.keeps else 0)
-            if self.observe is not None:
-                self.observe(event, answer)
-            commands.extend(answer)
-            if answer and isinstance(answer[-1], FinishRun):
-                self.outcome = answer[-1]
-            elif self.events_handled >= self._next_snapshot:
-                self._write_snapshot()
+    def _count(self) -> int:
+        """Number of events in the next tick. Some facts get a tick of their own."""
+        if type(self._inbox[0]) in ALONE:
+            return 1
+        most = min(self.most_events(), len(self._inbox))
+        for count, event in enumerate(self._inbox):
+            if count == most or type(event) in ALONE:
+                return count
+        return most
+
+    def _decide(self, events: Sequence[Event]) -> tuple[Command, ...]:
+        """Decide and record a tick. Returns its commands. Records nothing once the run is over.
+
+        Raises: the exception of `Scheduler.tick`, after recording the tick as rejected.
+        """
+        if self.outcome is not None:
+            return ()
+        at = self.clock.now()
+        for id, event in enumerate(events, start=self.events_handled):
+            stamp(event, id, at)
+        try:
+            commands = self.scheduler.tick(events)
+        except Exception as error:  # recorded as rejected, then raised: the run stops and can be resumed
+            reason = f"{self.scheduler.doing}: {type(error).__name__}: {error}"[:REASON_LENGTH]
+            self.recorder.reject(self.scheduler.facts, reason)
+            self.recorder.flush()
+            self.rejected = True
+            raise
+        facts = tuple(self.scheduler.facts)
+        if not facts:
+            return ()  # the run had ended before
+        self.events_handled += len(facts)
+        tick = Tick(self.recorder.next_tick, facts, commands)
+        self.recorder.write(facts, commands)
+        if self.observe is not None:
+            self.observe(tick)
+        if commands and isinstance(commands[-1], FinishRun):
+            self.outcome = commands[-1]
+        if self._is_snapshot_due(facts):
+            self._write_snapshot()
         return commands
+
+    def _is_snapshot_due(self, facts: Sequence[Event]) -> bool:
+        if self._next_snapshot == NEVER:
+            return False
+        if self.outcome is not None:  # a run that fails may have no room for one
+            drained = self.outcome.outcome == "stopped" and bool(self.scheduler.state.draining)
+            return drained or self.outcome.outcome == "finished"
+        return self.events_handled >= self._next_snapshot or any(isinstance(fact, MARKS) for fact in facts)
 
     def _write_snapshot(self) -> None:
         """Record a snapshot. If the state cannot be encoded, log a warning and take no more snapshots: they only speed
         up recovery, so the run continues. The cost and the interval to the next snapshot grow with the open groups."""
         try:
-            payloads = encode_snapshot(self.events_handled, snapshot(self.scheduler, self.books))
+            self.recorder.snapshot(snapshot(self.scheduler, self.books))
         except CodecError as error:
             log.warning("snapshots are off from now on, so a resume replays all later events: %s", error)
             self._next_snapshot = NEVER
             return
-        self.recorder.snapshot(payloads)
         self._next_snapshot = self.events_handled + max(self.snapshot_every, len(self.scheduler.state.groups))
-
-
-# -- delivery on an event loop -----------------------------------------------------------------------------------------
-
-
-class Delivery:
-    """Lets a driver handle the events of one turn of the event loop together: they share a write of the record and a
-    message to each process. Each event is decided and recorded by itself, in the order of arrival."""
-
-    def __init__(self, driver: Driver, fail: Callable[[Exception], None]) -> None:
-        """`fail`: receives an exception of the driver. Then no more events are handled."""
-        self._driver = driver
-        self._fail = fail
-        self._failed = False
-        self._turn_comes = False
-        self._added = 0
-        """Number of events so far."""
-        self._senders: deque[_Sender] = deque()
-        """Who waits until their events have been handled."""
-
-    def post(self, *events: Event) -> None:
-        """Handle events in the next turn of the loop, with all that are posted until then."""
-        if self._failed:
-            return
-        self._added += len(events)
-        self._driver.post(*events)
-        if not self._turn_comes:
-            self._turn_comes = True
-            asyncio.get_running_loop().call_soon(self._take_turn)
-
-    def deliver(self, *events: Event) -> None:
-        """Handle events now, after those that were posted before. Their commands are executed before it returns."""
-        if not self._failed:
-            self._added += len(events)
-            self._attempt(self._driver.deliver, *events)
-
-    async def handled(self, events: Sequence[Event], last: Callable[[], None]) -> None:
-        """Post events; return once they are recorded and their commands executed, or the run has failed. `last` is
-        called before the turn that handles the last of them."""
-        self.post(*events)
-        if not self._failed:
-            sender = _Sender(self._added, last, asyncio.get_running_loop().create_future())
-            self._senders.append(sender)
-            await sender.done
-
-    def _take_turn(self) -> None:
-        if self._driver.held:
-            self._turn_comes = False
-            return
-        waiting = self._driver.waiting
-        if not self._failed and waiting:
-            end = self._added - waiting + min(waiting, self._driver.slice)
-            for sender in self._senders:
-                if sender.end > end:
-                    break
-                sender.last()
-            self._attempt(self._driver.handle)
-        self._turn_comes = self._driver.waiting > 0 and not self._failed
-        if self._turn_comes:
-            asyncio.get_running_loop().call_soon(self._take_turn)
-
-    def _attempt(self, handle: Callable[..., None], *given: Any) -> None:
-        try:
-            handle(*given)
-        except Exception as error:
-            self._failed = True
-            self._fail(error)
-        handled = self._added - self._driver.waiting
-        while self._senders and (self._failed or self._senders[0].end <= handled):
-            sender = self._senders.popleft()
-            if not sender.done.done():
-                sender.done.set_result(None)
-
-
-class _Sender(NamedTuple):
-    """Events that somebody waits for."""
-
-    end: int
-    """Number of events of the run's process up to the last of them."""
-    last: Callable[[], None]
-    done: "asyncio.Future[None]"

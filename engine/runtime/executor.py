@@ -32,7 +32,7 @@ from engine.commands import (
 from engine.errors import reason_of
 from engine.events import Event, GroupFailed
 from engine.ids import GroupId
-from engine.runtime.process_port import Order, Stores
+from engine.runtime.process_port import SentOrder, Stores
 from engine.runtime.prompt_sources import Prompts, draw_prompts, read_prompt
 from engine.runtime.supervisor import Supervisor
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
@@ -93,9 +93,9 @@ class RunExecutor:
             StartProcess: supervisor.start,
             ProbeProcess: supervisor.probe,
             FinishRun: finish,
-            EnterState: lambda command: supervisor.order(ADDED_STATES, 0, Order(command)),
+            EnterState: lambda command: supervisor.order(ADDED_STATES, 0, SentOrder(command)),
             ScoreBatch: self._score,
-            **dict.fromkeys(TRAINER_COMMANDS, lambda command: supervisor.order(TRAINER, 0, Order(command))),
+            **dict.fromkeys(TRAINER_COMMANDS, lambda command: supervisor.order(TRAINER, 0, SentOrder(command))),
         }
 
     def execute(self, commands: Iterable[Command]) -> None:
@@ -106,7 +106,7 @@ class RunExecutor:
             if one is not None:
                 one(command)
             else:
-                self._order_replica(Order(command))
+                self._order_replica(SentOrder(command))
         self.calls += self._supervisor.flush()
         if self._discards:
             self._expect(self._stores.discard(self._discards), self._discard_orders)
@@ -157,25 +157,25 @@ class RunExecutor:
             )
             self._post(failed)
             return
-        self._order_replica(Order(command, prompt))
+        self._order_replica(SentOrder(command, prompt))
 
-    def _order_replica(self, order: Order) -> None:
+    def _order_replica(self, order: SentOrder) -> None:
         command: Any = order.command
         self._supervisor.order(REPLICA, command.replica, order, command.incarnation)
 
     def _score(self, command: ScoreBatch) -> None:
         index = self._scorer_of.get(command.task)
         kind = TRAINER if index is None else SCORER
-        self._supervisor.order(kind, index or 0, Order(command))
+        self._supervisor.order(kind, index or 0, SentOrder(command))
 
     def _discard(self, command: DiscardGroups) -> None:
-        self._supervisor.order(ADDED_STATES, 0, Order(command))
+        self._supervisor.order(ADDED_STATES, 0, SentOrder(command))
         self._discards.extend(command.groups)
         self._discard_orders.append(command.number)
 
     def _stop_measuring(self, command: StopMeasuring) -> None:
         """Stop the measurement on the replica, and the agents of held-out rows."""
-        self._order_replica(Order(command))
+        self._order_replica(SentOrder(command))
         groups = [held_out_group(command.validation, self._held_out, row) for row in range(self._held_out)]
         self.calls += self._stores.cut_agents(groups)
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from engine.control import address_file as control
-from engine.http_listener import ANYWHERE
+from engine.control.http_listener import ANYWHERE
 from engine.metrics.address_files import FILE, announce, remove_dead, withdraw
 from engine.metrics.collector import RunMetrics
 from engine.metrics.export import ExternalFigures, registry

@@ -6,6 +6,7 @@ custom generator and trainer make it themselves. `actors.launch.start` runs it.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,7 @@ class DistributedSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wire:
+class WeightsWire:
     """How bytes travel from the weights store to the workers of a vLLM engine."""
 
     backend: str
@@ -97,7 +98,7 @@ class VllmSettings:
     """Weights are sent to the store over `torch.distributed`, and from there by vLLM's own weight transfer."""
 
     inward: DistributedSettings
-    wire: Wire
+    wire: WeightsWire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +108,9 @@ class Plan:
     limits: Limits
     samples: int
     make_rollout: Callable[[ReplicaId], Rollout]
+    make_sharing_rollout: Callable[..., Rollout] | None = None
+    """In place of `make_rollout` if a replica has a part of a GPU: also gets that part, as `gpu_part`, so that it takes
+    its part of the memory. None: `make_rollout`."""
     make_trainer: Callable[[], Trainer]
     make_prompts: Callable[[], Prompts]
     replicas: int = 1
@@ -194,7 +198,11 @@ class Plan:
     """GPUs of each replica. Above 1 it is a whole number, all on one node."""
     rollout_spread: bool = False
     """GPUs of a replica may be on several nodes, because vLLM's Ray executor reserves them one by one."""
+    samples_on_gpus: bool = True
+    """Whether replicas use GPUs, if the cluster has any."""
     trainer_gpus: float = 0.0
+    trains_on_gpus: bool = True
+    """Whether the trainer and the scorers use GPUs, if the cluster has any."""
     trainer_ranks: int = 1
     """Processes of the trainer. Each needs a GPU if the cluster has GPUs; `trainer_gpus` is the sum for all of them."""
     scorer_gpus: float = 0.0
@@ -208,9 +216,13 @@ class Plan:
         if validation is not None and validation.rows != given:
             law = f"there are {given} held-out prompts to measure"
             raise ConfigError("limits.validation.rows", validation.rows, law, f"use {given}" if given else "")
-        if validation is not None and validation.own_from not in (None, self.replicas):
-            law = f"the replicas that only validate come after the {self.replicas} that generate"
-            raise ConfigError("limits.validation.own_from", validation.own_from, law, f"use {self.replicas}")
+
+    @property
+    def rollout_maker(self) -> Callable[[ReplicaId], Rollout]:
+        """What makes a replica's generators, in its process."""
+        if self.make_sharing_rollout is None or not self.shares_gpus:
+            return self.make_rollout
+        return partial(self.make_sharing_rollout, gpu_part=self.rollout_gpus)
 
     def require_scorers(self) -> None:
         """Raises: `ConfigError` if scoring tasks have a separate pool but no scorer can be made."""
@@ -233,6 +245,11 @@ class Plan:
     def trajectories_dir(self) -> Path | None:
         """Directory of trajectories on disk; None: they are in memory."""
         return None if self.run_dir is None or self.trajectories != "disk" else self.run_dir / "trajectories"
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether replicas may be on a GPU with other processes."""
+        return 0 < self.rollout_gpus < 1
 
     def lives(self) -> list[ReplicaId]:
         """Every replica to start: those that generate, then those that only validate."""

@@ -71,7 +71,7 @@ def key_of(source: str) -> Key:
     return next(kind for kind, known in SINGLE.items() if known == source), 0
 
 
-class Order(NamedTuple):
+class SentOrder(NamedTuple):
     """A command for a process, with the prompt that a generator needs."""
 
     command: Command
@@ -96,7 +96,7 @@ class ProcessEnd:
     """The process does not respond, but may still run."""
 
 
-class Process(Protocol):
+class ProcessHandle(Protocol):
     """One incarnation of a process."""
 
     def bring_up(self, restore: Restore | None) -> Awaitable[None]:
@@ -106,7 +106,7 @@ class Process(Protocol):
     def join(self) -> None:
         """Make a replica report that it is up, once, before its other events."""
 
-    def send(self, orders: Sequence[Order]) -> None:
+    def send(self, orders: Sequence[SentOrder]) -> None:
         """Send orders, to be executed after those sent before."""
 
     async def probe(self) -> Sign | None:
@@ -133,7 +133,7 @@ class Process(Protocol):
 class Found:
     """The processes that a restarted scheduler finds."""
 
-    processes: Mapping[tuple[str, Incarnation], Process]
+    processes: Mapping[tuple[str, Incarnation], ProcessHandle]
     """By source and incarnation."""
     silent: Mapping[str, str] = field(default_factory=dict)
     """Why a process could not be taken over, by its source."""
@@ -147,7 +147,7 @@ class Processes(Protocol):
     look_again_s: float | None
     """Seconds after which `lacking` may have another answer."""
 
-    def make(self, kind: str, index: int, incarnation: Incarnation) -> Process:
+    def make(self, kind: str, index: int, incarnation: Incarnation) -> ProcessHandle:
         """Make an incarnation; returns at once. Raises the reason if it cannot be made."""
 
     def last(self, kind: str, index: int) -> bool:
@@ -156,14 +156,14 @@ class Processes(Protocol):
     def check(self, prompt: Prompt) -> None:
         """Raises: `DataFailure` for a prompt that cannot be sent."""
 
-    def services(self) -> Mapping[str, Process]:
+    def services(self) -> Mapping[str, ProcessHandle]:
         """The processes that start and end with the run, by kind."""
 
     async def room(self) -> int:
         """Number of replicas that fit."""
 
-    async def lacking(self, replicas: int) -> str | None:
-        """A text with the resources that this many replicas lack; empty if none. None: replicas need no resources."""
+    async def lacking(self, kind: str, replicas: int) -> str | None:
+        """What the trainer, or this many replicas, lack; empty if nothing. None: they need no resources."""
 
     async def published(self) -> Version:
         """The newest version in the weights store; -1 if it does not answer."""

@@ -10,8 +10,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from engine.commands import AbortGroup, Command, DrawPrompts, EnterState, PublishWeights, ResumeGroup, StartGroup
 from engine.errors import ConfigError, DataFailure, EngineError, reason_of
-from engine.events import DrawFailed, Event, GroupGenerated, PromptsDrawn, RunResumed, StateLeft
-from engine.ids import GroupId, StepId, Version
+from engine.events import DrawFailed, Event, GroupGenerated, ProcessLost, PromptsDrawn, RunResumed, StateLeft
+from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
+from engine.states.process import REPLICA
 from engine.trajectory import Prompt
 from engine.workers.threads import contained
 
@@ -53,9 +54,9 @@ class CountedPrompts:
 class WatchingPrompts(Protocol):
     """A source whose prompts depend on what happens in the run."""
 
-    def watch(self, event: Event, commands: Sequence[Command]) -> None:
-        """Take the next frame of the record, before its commands are executed. A source that was made again, because
-        the run was resumed or its scheduler restarted, first gets all frames from the beginning. Prompts may depend on
+    def watch(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
+        """Take the next tick of the record, before its commands are executed. A source that was made again, because
+        the run was resumed or its scheduler restarted, first gets all ticks from the beginning. Prompts may depend on
         nothing else. It must be fast and must not raise."""
 
 
@@ -91,37 +92,56 @@ class MixtureOfSources(CountedPrompts):
 
 
 class ChosenPrompts(MixtureOfSources):
-    """The prompts of a chooser that learns. Everything that it is told is in the record, in the same order."""
+    """The prompts of a chooser that learns. The record has everything that the chooser receives, in the same order."""
 
     def __init__(self, chooser: Chooser) -> None:
         super().__init__(chooser)
         self._steps_in: dict[Version, StepId] = {}
         self._attempts: dict[GroupId, int] = {}
         """The attempt of each running group; what others report is late."""
+        self._lives: dict[GroupId, tuple[ReplicaId, Incarnation]] = {}
+        """The life of the replica on which each group runs: what it reports after its loss is late, too."""
 
-    def watch(self, event: Event, commands: Sequence[Command]) -> None:
-        if isinstance(event, RunResumed) and not event.kept:
-            self._steps_in = {version: min(steps, event.steps) for version, steps in self._steps_in.items()}
-            self._attempts.clear()
-            self.chooser.branch(event.steps, (*event.consumed, *event.released))
-        elif type(event) is GroupGenerated or type(event) is StateLeft:
-            self._note_outcome(event, commands)
+    def watch(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
+        entering = {command.group for command in commands if type(command) is EnterState}
+        for event in events:
+            if isinstance(event, RunResumed) and not event.kept:
+                self._steps_in = {version: min(steps, event.steps) for version, steps in self._steps_in.items()}
+                self._attempts.clear()
+                self._lives.clear()
+                self.chooser.branch(event.steps, (*event.consumed, *event.released))
+            elif isinstance(event, ProcessLost) and event.kind == REPLICA:
+                lost = [group for group, life in self._lives.items() if life == (event.index, event.incarnation)]
+                for group in lost:
+                    self._forget(group)
+            elif (type(event) is GroupGenerated or type(event) is StateLeft) and event.group not in entering:
+                self._note_outcome(event)
         for command in commands:
             if type(command) is StartGroup:
-                self._attempts[command.group] = command.attempt
+                self._run(command)
                 self.chooser.choose(command.group, self._steps_in.get(command.admitted_version, 0))
-            elif type(command) is ResumeGroup or type(command) is EnterState:
+            elif type(command) is ResumeGroup:
+                self._run(command)
+            elif type(command) is EnterState:
+                self._lives.pop(command.group, None)
                 self._attempts[command.group] = command.attempt
             elif type(command) is AbortGroup:
-                self._attempts.pop(command.group, None)
+                self._forget(command.group)
             elif type(command) is PublishWeights:
                 self._steps_in[command.version] = command.steps
 
-    def _note_outcome(self, event: GroupGenerated | StateLeft, commands: Sequence[Command]) -> None:
-        """The outcome of a group, unless another added state comes first, which may compute its reward."""
-        enters = any(type(command) is EnterState and command.group == event.group for command in commands)
-        if not enters and self._attempts.get(event.group) == event.attempt:
-            del self._attempts[event.group]
+    def _run(self, command: StartGroup | ResumeGroup) -> None:
+        self._attempts[command.group] = command.attempt
+        self._lives[command.group] = (command.replica, command.incarnation)
+
+    def _forget(self, group: GroupId) -> None:
+        self._attempts.pop(group, None)
+        self._lives.pop(group, None)
+
+    def _note_outcome(self, event: GroupGenerated | StateLeft) -> None:
+        """The outcome of a group that enters no other added state, which may compute its reward."""
+        if self._attempts.get(event.group) == event.attempt:
+            self._forget(event.group)
             self.chooser.outcome(event.group, event.reward_mean)
 
 

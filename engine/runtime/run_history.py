@@ -13,24 +13,29 @@ from pathlib import Path
 from typing import Any
 
 from engine.commands import FinishRun
-from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished, reason_of
+from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished, are, reason_of
 from engine.events import RunInterrupted, RunResumed
 from engine.ids import GroupId, StepId, Version
 from engine.metrics.journal import ReplayedRows, StepRows, cut_rows
 from engine.metrics.transitions import Transitions
 from engine.record import Recorder, Recovered, read, recover
 from engine.record.files import RecordLock, require_regular
-from engine.record.log import Torn
+from engine.record.segment_log import Torn, has_segments
 from engine.runtime.plan import Plan, Redo, Restore
 from engine.scheduling.settings import MAX_STEPS, changed_limits
 from engine.states.group import phase_of
 from engine.states.machine import Phase
-from engine.states.waits import are
-from engine.storage.checkpoints import checkpoint_path, list_checkpoints, name_aside, put_aside, verify_checkpoint
-from engine.storage.durable_trajectories import DurableStore
+from engine.storage.checkpoints import (
+    checkpoint_path,
+    list_checkpoints,
+    name_aside,
+    put_aside,
+    remove_aside,
+    verify_checkpoint,
+)
+from engine.storage.durable_trajectories import DurableStore, put_store_aside
 from engine.storage.group_codec import unpack_group
 from engine.storage.samples import FOLDER, put_samples_aside
-from engine.storage.segments import put_store_aside, segment_numbers
 
 # -- groups that the record refers to ----------------------------------------------------------------------------------
 
@@ -56,8 +61,9 @@ def missing_groups(plan: Plan, recovered: Recovered, steps: StepId) -> tuple[tup
     directory = plan.trajectories_dir
     if directory is None:
         return None, None
-    hint = f"restore it from a copy, or {way_back([steps] if steps else [])}"
-    if not segment_numbers(directory):
+    instead = way_back([steps] if steps else [])
+    hint = f"restore it from a copy, or {instead}"
+    if not has_segments(directory):
         if not _needs_store(recovered, steps):
             return (), None
         if _were_in_memory(recovered):
@@ -66,8 +72,8 @@ def missing_groups(plan: Plan, recovered: Recovered, steps: StepId) -> tuple[tup
         raise RunDamaged(str(directory), f"{problem}, but the record refers to some; {hint}")
     try:
         store = DurableStore(directory, plan.store_policy, fresh=False)
-    except RunDamaged:
-        raise
+    except RunDamaged as error:
+        raise RunDamaged(error.details["path"], f"{error.details['reason']}, or {instead}") from None
     except RecordError as error:
         path, offset, reason = (error.details[name] for name in ("path", "offset", "reason"))
         raise RecordError(path, offset, f"{reason}; {hint}") from None
@@ -228,7 +234,7 @@ def history_of(
             record,
             transitions.changed,
             books=transitions,
-            replayed=lambda frame, state: rows.watch(frame.event, frame.commands, state),
+            replayed=rows.watch,
         )
         if plan.interrupted is not None:
             lock = _record_interruption(recovered, plan.interrupted, schedule, lock)
@@ -279,7 +285,7 @@ def _record_interruption(recovered: Recovered, event: RunInterrupted, schedule: 
     if not answer:
         return lock
     with closing(Recorder(schedule, end, lock=lock)) as recorder:
-        recorder.write(event, answer, recovered.scheduler.state_hash)
+        recorder.write((event,), answer)
     return RecordLock(schedule)
 
 
@@ -326,10 +332,12 @@ def _prepared(
     aside += [copied] if copied.exists() else []
     if missing is None:
         aside.append(_samples_aside(plan.run_dir / FOLDER, steps, rows, damaged))
+    newest = tuple(path for path in aside if path is not None)
+    for directory in (plan.run_dir, plan.run_dir / "checkpoints") if newest else ():
+        remove_aside(directory, newest)  # of earlier resumes
     return RunHistory(
-        recovered, lock, restore, missing, None if missing is None else rows_open.rows, torn, tuple(damaged),
-        tuple(path for path in aside if path is not None),
-    )  # fmt: skip
+        recovered, lock, restore, missing, None if missing is None else rows_open.rows, torn, tuple(damaged), newest
+    )
 
 
 def _samples_aside(directory: Path, steps: StepId, rows: Sequence[dict[str, Any]], damaged: list[str]) -> Path | None:

@@ -2,8 +2,8 @@
 metrics endpoint.
 
 Created by the scheduler actor, and in one process by `runtime.local.run`. It runs on one event loop, which it must
-never block. The events of the workers, timers and data source are posted: those of one turn of the event loop are
-handled together (`driver.Delivery`). All others are delivered at once.
+never block. The events of the workers, timers and data source are posted: those of one turn of the event loop are one
+tick. All others are delivered at once.
 """
 
 import asyncio
@@ -12,8 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from engine import __version__
-from engine.commands import Command, FinishRun
+from engine.commands import FinishRun
 from engine.control.requests import after_resuming
 from engine.errors import clean
 from engine.events import Event, RunInterrupted, RunStarted
@@ -24,8 +23,9 @@ from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
 from engine.record import Header, MemoryRecorder, NullRecorder, Recorder, Recovered
 from engine.record.files import RecordLock
+from engine.record.frames import Tick
 from engine.runtime.control_requests import Control
-from engine.runtime.driver import Delivery, Driver
+from engine.runtime.driver import Driver
 from engine.runtime.executor import RunExecutor
 from engine.runtime.metrics_endpoint import Endpoint
 from engine.runtime.plan import Plan
@@ -36,6 +36,7 @@ from engine.runtime.supervisor import Supervisor
 from engine.scheduling.scheduler import Scheduler
 from engine.storage.samples import FOLDER, samples_for_sinks
 from engine.storage.trajectories import StoreStats
+from engine.version import __version__
 from engine.workers.clock import LoopClock
 
 # -- watchers of the status --------------------------------------------------------------------------------------------
@@ -178,9 +179,8 @@ class RunLoop:
         )
         self.driver = Driver(
             self.scheduler, self.clock, self.recorder, self.executor, self._observe, self._before,
-            0 if plan.run_dir is None else plan.snapshot_every, self.transitions,
+            0 if plan.run_dir is None else plan.snapshot_every, self.transitions, self._fail,
         )  # fmt: skip
-        self.delivery = Delivery(self.driver, self._fail)
         if plan.metrics_port is not None:
             self.endpoint = Endpoint(plan, self.metrics, self.driver, held, self.now, plan.metrics_port)
         self.control = Control(plan, self.metrics, self.driver, self.deliver, self.now, self.watchers.changed)
@@ -191,8 +191,8 @@ class RunLoop:
             self.metrics.mixed = prompts
         if not isinstance(prompts, WatchingPrompts):
             return
-        for frame in () if self._earlier is None else self._earlier.recovered.frames():
-            prompts.watch(frame.event, frame.commands)
+        for tick in () if self._earlier is None else self._earlier.recovered.recorded():
+            prompts.watch(tick.events, tick.commands)
         self._watching = prompts
 
     def now(self) -> float:
@@ -219,18 +219,18 @@ class RunLoop:
     def deliver(self, *events: Event) -> None:
         """Handle events and send the resulting commands now. An exception of the driver ends the run."""
         if not self.over.done():
-            self.delivery.deliver(*events)
+            self.driver.deliver(*events)
 
     def post(self, *events: Event) -> None:
         """Handle events in the next turn of the event loop."""
         if not self.over.done():
-            self.delivery.post(*events)
+            self.driver.post(*events)
 
     async def handled(self, events: Sequence[Event], last: Callable[[], None]) -> None:
         """Post events; return once they are recorded and the resulting commands sent, or the run is over. `last` is
-        called before the turn that handles the last of them."""
+        called before the tick that takes the last of them."""
         if not self.over.done():
-            await self.delivery.handled(events, last)
+            await self.driver.handled(events, last)
 
     def _fail(self, error: Exception) -> None:
         if not self.over.done():
@@ -257,8 +257,8 @@ class RunLoop:
         if not self.over.done():
             self.over.set_result(command)
 
-    def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
+    def _observe(self, tick: Tick) -> None:
         if self._watching is not None:
-            self._watching.watch(event, commands)
-        self.metrics.observe(event, commands)
+            self._watching.watch(tick.events, tick.commands)
+        self.metrics.observe(tick)
         self.watchers.soon()

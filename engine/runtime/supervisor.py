@@ -15,7 +15,7 @@ from engine.errors import EngineError, clean, reason_of
 from engine.events import CheckpointDamaged, Event, ProcessLost, ProcessProbed, ProcessUp, ProcessWaits
 from engine.ids import NO_VERSION, Incarnation, StepId
 from engine.runtime.plan import Plan, Redo, Restore
-from engine.runtime.process_port import SERVICES, Found, Key, Order, Process, ProcessEnd, Processes, source_of
+from engine.runtime.process_port import SERVICES, Found, Key, ProcessEnd, Processes, ProcessHandle, SentOrder, source_of
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER, name_of
 from engine.states.state import State
 from engine.storage.checkpoints import checkpoint_path, damaged_of, is_sound, put_aside
@@ -29,11 +29,11 @@ class Life:
 
     __slots__ = ("incarnation", "index", "kind", "opening", "orders", "process", "up", "watched")
 
-    def __init__(self, key: Key, incarnation: Incarnation, process: Process) -> None:
+    def __init__(self, key: Key, incarnation: Incarnation, process: ProcessHandle) -> None:
         self.kind, self.index = key
         self.incarnation = incarnation
         self.process = process
-        self.orders: list[Order] = []
+        self.orders: list[SentOrder] = []
         self.opening: asyncio.Future[None] | None = None
         """The result of `bring_up`, if `Supervisor.open` called it."""
         self.up = False
@@ -92,19 +92,23 @@ class Supervisor:
         """Start every process and wait until each is up, except replicas without room in the cluster. The trainer
         begins from `restore`.
 
-        Raises the first failure, as `Process.bring_up` does. Once enough replicas are up, failures of replicas are left
-        to `start`, which reports them. This wait only shows a user a broken plan before the run begins; no decision of
-        the run depends on it.
+        Raises the first failure, as `ProcessHandle.bring_up` does. Once enough replicas are up, `start` reports the
+        failures of the others. This wait only shows a user a broken plan before the run begins; no decision of the run
+        depends on it.
         """
         replicas = [self._make((REPLICA, index)) for index in self._plan.lives()]
         workers = [self._make((SCORER, index)) for index in range(len(self._plan.limits.scorers()))]
         workers += [self._make((ADDED_STATES, 0))] if self._plan.limits.added_states else []
-        trainer = self._make((TRAINER, 0))
+        others = [self._make((TRAINER, 0)).bring_up(restore), *(life.bring_up() for life in workers)]
+        enough = max(1, min(await self._processes.room(), len(replicas)))
+        if self._plan.shares_gpus:  # one after another, because vLLM measures what is free on its GPU as it starts
+            await asyncio.gather(*others)
+            for life in replicas[:enough]:
+                life.opening = life.bring_up()
+                await life.opening
         for life in replicas:
-            life.opening = life.bring_up()
+            life.opening = life.opening or life.bring_up()
         opening = [life.opening for life in replicas if life.opening is not None]
-        enough = max(1, min(await self._processes.room(), len(opening)))
-        others = [trainer.bring_up(restore), *(life.bring_up() for life in workers)]
         await asyncio.gather(_first_up(enough, opening), *others)
 
     def begin(self) -> None:
@@ -170,7 +174,7 @@ class Supervisor:
 
     def _known(self) -> list[Any]:
         """Every process in the state."""
-        replicas = [replica.process for replica in self._state.fleet.replicas.values()]
+        replicas = [replica.process for replica in self._state.replicas.values()]
         return [*replicas, *self._state.processes.values()]
 
     # orders about processes
@@ -252,7 +256,7 @@ class Supervisor:
                 if not self._is_current(life):
                     return
             opening = life.opening or life.bring_up(self._restore(command) if life.kind == TRAINER else None)
-            if life.kind == REPLICA and not opening.done():
+            if life.kind in (REPLICA, TRAINER) and not opening.done():
                 await self._report_wait(life, opening)
             await opening
         except Exception as error:
@@ -296,19 +300,19 @@ class Supervisor:
         )
 
     async def _report_wait(self, life: Life, opening: "asyncio.Future[None]") -> None:
-        """Report that a replica waits for room. Ray starts it when the cluster has room, perhaps on a node that is
-        added later. Ray learns late that a node is lost, so this asks again until the replica is up."""
+        """Report that a replica or the trainer waits for room. Ray starts it when the cluster has room, perhaps on a
+        node that is added later. Ray learns late that a node is lost, so this asks again until the process is up."""
         said = ""
         while not opening.done():
             replicas = sum(key[0] == REPLICA for key in self._lives)
-            lacking = await self._processes.lacking(replicas)
+            lacking = await self._processes.lacking(life.kind, replicas)
             if lacking is None or opening.done() or not self._is_current(life):
                 return
             if lacking != said:
                 said = lacking
-                log.warning("replica %d waits for room: %s", life.index, lacking or "there is room now")
+                log.warning("%s waits for room: %s", name_of(life.kind, life.index), lacking or "there is room now")
                 self._deliver(
-                    ProcessWaits(kind=REPLICA, index=life.index, incarnation=life.incarnation, reason=lacking)
+                    ProcessWaits(kind=life.kind, index=life.index, incarnation=life.incarnation, reason=lacking)
                 )
             await asyncio.wait([opening], timeout=self._processes.look_again_s)
 
@@ -380,7 +384,7 @@ class Supervisor:
 
     # orders to processes
 
-    def order(self, kind: str, index: int, order: Order, incarnation: Incarnation | None = None) -> None:
+    def order(self, kind: str, index: int, order: SentOrder, incarnation: Incarnation | None = None) -> None:
         """Queue an order until the end of the drain. An order for an incarnation that has ended is dropped: its loss
         is reported."""
         life = self._lives.get((kind, index))
@@ -433,7 +437,7 @@ class Supervisor:
             del self._ending[key]
 
     def _forget(self, life: Life, *, hung: bool = False) -> Awaitable[object] | None:
-        """Kill an incarnation and report nothing more about it. Returns the result of `Process.kill`."""
+        """Kill an incarnation and report nothing more about it. Returns the result of `ProcessHandle.kill`."""
         self._lives.pop((life.kind, life.index), None)
         self._ordered.pop((life.kind, life.index), None)
         return life.process.kill(hung=hung) if life.kind not in SERVICES else None

@@ -15,7 +15,8 @@ from engine.errors import reason_of
 from engine.ids import GroupId, StepId
 from engine.states.process import TRAJECTORY_STORE
 from engine.storage.durable_trajectories import DurableStore, StorePolicy
-from engine.storage.group_codec import pack_group, unpack_group
+from engine.storage.group_codec import MAX_GROUP_BYTES, pack_group, pack_growth, unpack_group
+from engine.storage.prefixes import Growth
 from engine.storage.trajectories import ScoreRow, StoreStats, TrajectoryStore, pack_scores, unpack_scores
 from engine.trajectory import TrajectoryGroup
 from engine.workers.threads import OneThread, on_a_thread
@@ -24,8 +25,10 @@ log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Packed = tuple[GroupId, int, bytes]
-"""(group, attempt, packed group)"""
+Packed = tuple[GroupId, int, bytes, bool]
+"""(group, attempt, packed group or growth, whether it is a growth)"""
+LARGEST_TOKEN_BYTES = 32
+"""Upper bound of the bytes of a stored token, with its share of texts and spans."""
 MAX_ITEMS = 4096
 """Maximum number of items of one call."""
 
@@ -85,8 +88,9 @@ class TrajectoryService:
 
     async def put(self, groups: list[Packed]) -> None:
         def put_all() -> None:
-            for group, attempt, payload in groups:
-                self._store.put(group, attempt, payload, len(payload))
+            for group, attempt, payload, grows in groups:
+                store = self._store.extend if grows else self._store.put
+                store(group, attempt, payload, len(payload))
 
         await self._write(put_all)
 
@@ -148,7 +152,14 @@ class PackedTrajectories:
 
     async def put(self, group: TrajectoryGroup, attempt: int) -> None:
         with self._awaited(TRAJECTORY_STORE):
-            await self._puts.put((group.group, attempt, pack_group(group)))
+            await self._puts.put((group.group, attempt, pack_group(group), False))
+
+    async def grow(self, growth: Growth, attempt: int) -> None:
+        if growth.group.tokens * LARGEST_TOKEN_BYTES > MAX_GROUP_BYTES:  # appended parts must not exceed the limit
+            await self.put(growth.group, attempt)
+            return
+        with self._awaited(TRAJECTORY_STORE):
+            await self._puts.put((growth.group.group, attempt, pack_growth(growth), True))
 
     async def replace(self, group: TrajectoryGroup, attempt: int) -> None:
         with self._awaited(TRAJECTORY_STORE):

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from engine.events import Event
 from engine.record.codec import command_from, event_from, plain_command, plain_event
-from engine.runtime.process_port import Order
+from engine.runtime.process_port import SentOrder
 from engine.trajectory import Prompt
 
 Item = TypeVar("Item")
@@ -24,19 +24,19 @@ def pack_events(events: Sequence[Event]) -> bytes:
 
 def unpack_events(data: bytes) -> list[Event]:
     """The inverse of `pack_events`. The events have no number and no time yet."""
-    return [event_from(_listed(plain), -1, 0.0) for plain in pickle.loads(data)]
+    return [event_from(plain, -1, 0.0) for plain in pickle.loads(data)]
 
 
-def pack_orders(orders: Sequence[Order]) -> bytes:
+def pack_orders(orders: Sequence[SentOrder]) -> bytes:
     """A batch of orders as bytes, with their causes and prompts."""
     return pickle.dumps([(c.cause, plain_command(c), _plain_prompt(prompt)) for c, prompt in orders], 5)
 
 
-def unpack_orders(data: bytes) -> list[Order]:
+def unpack_orders(data: bytes) -> list[SentOrder]:
     """The inverse of `pack_orders`."""
     return [
-        Order(
-            command_from(_listed(plain), cause),
+        SentOrder(
+            command_from(plain, cause),
             None if prompt is None else Prompt(row=prompt[0], text=prompt[1], fields=prompt[2], source=prompt[3]),
         )
         for cause, plain, prompt in pickle.loads(data)
@@ -45,11 +45,6 @@ def unpack_orders(data: bytes) -> list[Order]:
 
 def _plain_prompt(prompt: Prompt | None) -> tuple[object, ...] | None:
     return None if prompt is None else (prompt.row, prompt.text, dict(prompt.fields), prompt.source)
-
-
-def _listed(plain: Sequence[object]) -> list[object]:
-    """Replace tuples by lists, as the codec returns them."""
-    return [list(value) if isinstance(value, tuple) else value for value in plain]
 
 
 Message = tuple[int, int, bytes]

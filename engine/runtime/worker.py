@@ -5,12 +5,13 @@ run on threads. They must never depend on where they run.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from engine.commands import Command, DiscardGroups
-from engine.errors import ConfigError, EngineError
+from engine.errors import ConfigError, EngineError, reason_of
 from engine.events import Event
 from engine.ids import NO_VERSION, Incarnation, StepId
 from engine.policies.custom_states import work_of
@@ -29,6 +30,8 @@ from engine.workers.scorer import ScorerWorker
 from engine.workers.stage import StageWorker, Work, unchanged
 from engine.workers.threads import on_a_thread
 from engine.workers.trainer import Report, TrainerWorker, with_offloading
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,7 @@ class PlannedWorker:
     kind: ClassVar[str]
     _worker: ReplicaWorker | OrderQueue[Any] | StageWorker | None = None
     """None until it is loaded."""
+    _broken: Callable[[str], None]
 
     def __init__(self, plan: Plan, index: int, incarnation: Incarnation) -> None:
         self.plan = plan
@@ -72,10 +76,11 @@ class PlannedWorker:
 
     async def _open_once(self, peers: Peers, restore: Restore | None) -> None:
         await self._open(peers, restore)
+        self._broken = peers.broken
         self._opened.set()
         early, self._early = self._early, []
         for command, prompt in early:
-            self._carry_out(command, prompt)
+            self.carry_out(command, prompt)
 
     async def _open(self, peers: Peers, restore: Restore | None) -> None:
         raise NotImplementedError
@@ -86,11 +91,16 @@ class PlannedWorker:
         return None
 
     def carry_out(self, command: Command, prompt: Prompt | None = None) -> None:
-        """Start a command and return at once. `prompt` is required for commands that start or resume a group."""
-        if self._opened.is_set():
-            self._carry_out(command, prompt)
-        else:
+        """Start a command and return at once. `prompt` is required for commands that start or resume a group. Never
+        raises: a worker that cannot start a command is broken."""
+        if not self._opened.is_set():
             self._early.append((command, prompt))
+            return
+        try:
+            self._carry_out(command, prompt)
+        except Exception as error:
+            log.exception("%s cannot be started", type(command).__name__)
+            self._broken(f"its worker cannot start {type(command).__name__}: {reason_of(error)}")
 
     def forget_early(self) -> None:
         """Drop the waiting orders: a restarted scheduler reissues them."""
@@ -131,7 +141,7 @@ class PlannedReplica(PlannedWorker):
 
     async def _open(self, peers: Peers, restore: Restore | None) -> None:
         plan = self.plan
-        self.rollout = rollout = await on_a_thread(plan.make_rollout, self.index)
+        self.rollout = rollout = await on_a_thread(plan.rollout_maker, self.index)
         keeper = keeper_of(plan.run_dir, plan.sample_policy)
         self._worker = ReplicaWorker(
             replica=self.index,
@@ -273,6 +283,7 @@ class PlannedScorer(PlannedQueue):
             trajectories=peers.trajectories,
             weights=peers.weights,
             emit=peers.emit,
+            broken=peers.broken,
             ask=peers.ask_trainer,
         )
 
@@ -291,6 +302,7 @@ class PlannedStages(PlannedWorker):
             emit=peers.emit,
             timeout_s=self.plan.state_timeout_s,
             untimed=(REWARDING,),
+            incarnation=self.incarnation,
             broken=peers.broken,
         )
 

@@ -7,15 +7,16 @@ it saw (`on_error: stop`), or the decision's built-in policy is asked instead (`
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import msgpack
 
 from engine.errors import EngineError, PolicyError, describe_error
+from engine.events import GroupGenerated
 from engine.policies.registry import DEFAULTS, METHODS, PolicySet
 from engine.states.group import Group
 from engine.states.state import State
-from engine.states.tree import digest
 from engine.states.view import View, view_group
 
 SEQUENCES = ("batching", "sync", "resume")
@@ -46,6 +47,7 @@ class Decisions:
     def use(self, policies: PolicySet) -> None:
         """Use these policies from now on. A policy object that is already in use keeps its memory."""
         self.policies = policies
+        self._own_filter = any(name.startswith("filter ") for name in policies.own)
         self._methods.update({decision: _method(policies, decision) for decision in DEFAULTS})
         for decision in DEFAULTS:
             policy = getattr(policies, decision)
@@ -53,7 +55,6 @@ class Decisions:
                 self._remembering.pop(decision, None)
                 self.state.policy_memory.pop(decision, None)
                 self.remember(decision, policy)
-        self._count()
 
     def add(self, decision: str, policy: Any, method: Callable[..., Any]) -> None:
         """Add a decision of an extension: whether groups enter an added state."""
@@ -78,7 +79,7 @@ class Decisions:
         Raises: `PolicyError`, which names the policy, if it raised an error or its answer is invalid.
         """
         if self.rescuing:
-            return self._instead(decision, given, kinds, unlawful)
+            return self._ask_builtin(decision, given, kinds, unlawful)
         try:
             answer = self._methods[decision](self.view, *given)
             if decision in SEQUENCES and answer is not None:
@@ -97,8 +98,14 @@ class Decisions:
             if self.policies.on_error == "stop":
                 raise refusal from error
             self.note(refusal)
-            return self._instead(decision, given, kinds, unlawful)
+            return self._ask_builtin(decision, given, kinds, unlawful)
         return answer
+
+    def keeps(self, outcome: GroupGenerated) -> bool:
+        """Ask the filter about a group. A user's filter gets a copy, because it could change the event before it is
+        recorded."""
+        kept: bool = self.ask("filter", (replace(outcome) if self._own_filter else outcome,), (bool,))
+        return kept
 
     def another_attempt(self, group: Group, cause: str) -> bool:
         """Count a lost attempt. Returns whether the group gets another one: the retry policy decides, within
@@ -117,7 +124,6 @@ class Decisions:
         """Count an error of a policy that a built-in policy replaced."""
         self.state.policy_errors += 1
         self.state.last_policy_error = str(error)
-        self._count()
 
     def describe_view(self) -> str:
         """A summary of what every policy sees now."""
@@ -125,7 +131,7 @@ class Decisions:
         counts = ", ".join(f"{count} {phase}" for phase, count in view.phase_counts().items())
         return f"step {view.step}, version {view.latest_version}, {counts}, {view.capacity()} could start"
 
-    def _instead(
+    def _ask_builtin(
         self, decision: str, given: tuple[Any, ...], kinds: tuple[type, ...], unlawful: Unlawful | None
     ) -> Any:
         """The answer of the decision's built-in policy. For an added state: the group enters.
@@ -167,23 +173,16 @@ class Decisions:
             if type(_unpack(packed)) is not dict:
                 raise TypeError("its memory must be a dict")
             self.state.policy_memory[decision] = packed
-            self._count()
 
     def recall(self) -> None:
         """Restore every policy's memory as it was after its last lawful answer."""
         for decision in self._remembering:
             self._forget(decision)
-        self._count()
 
     def _forget(self, decision: str) -> None:
         """Put a memory back to what it was before the question."""
         if decision in self._remembering:
             self._remembering[decision].memory = _unpack(self.state.policy_memory[decision])
-
-    def _count(self) -> None:
-        """What policies remember, and what was wrong with them, is part of the state and so of its hash."""
-        memories = self.state.policy_memory
-        self.state.policy_books = digest(sorted(memories.items())) if memories else 0
 
 
 class _Refused(Exception):

@@ -1,48 +1,140 @@
-"""Collects the commands of one event. Each enters the order book as soon as it is added."""
+"""The commands of one tick, and what caused each. A command enters the order book as soon as it is added."""
 
-from engine.commands import Command, DiscardGroups, FinishRun, SetTimer
-from engine.ids import EventId, GroupId
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from engine.commands import CancelTimer, Command, DiscardGroups, FinishRun, SetTimer, StartProcess
+from engine.events import (
+    Event,
+    GroupAborted,
+    GroupFailed,
+    GroupGenerated,
+    GroupProgressed,
+    ProcessUp,
+    RowsFailed,
+    RowsMeasured,
+    TimerFired,
+    WeightsInstalled,
+)
+from engine.ids import EventId, GroupId, ReplicaId
+from engine.scheduling.work_times import mark
+from engine.states.orders import FILL
+from engine.states.process import REPLICA
 from engine.states.state import State
 
 MOST_STARTS = 256
-"""Maximum number of groups, and of replicas, that one event starts. A timer that fires at once starts the rest."""
+"""Maximum number of groups, and of replicas, that one tick starts. A timer that fires at once starts the rest."""
+
+MAKES_ROOM = (GroupGenerated, GroupProgressed, GroupAborted, GroupFailed, RowsMeasured, RowsFailed, WeightsInstalled)
+"""Facts of a replica after which it may have room for groups."""
 
 
 class Orders:
-    """The commands that one event causes. `cause`: the id of that event."""
+    """The commands that one tick causes.
 
-    __slots__ = ("_commands", "_discards", "_state", "cause")
+    `cause` is the fact that the next command names: the one being handled, or in a reaction the last of the tick unless
+    another made the command possible.
+    """
+
+    __slots__ = ("_commands", "_discards", "_of_group", "_of_replica", "_state", "cause", "fired")
 
     def __init__(self, state: State) -> None:
-        self.cause: EventId = -1
         self._state = state
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a tick."""
+        self.cause: EventId = -1
+        self.fired: dict[str, EventId] = {}
+        """Fired timers on which nothing has acted yet, by name: the event of each."""
         self._commands: list[Command] = []
         self._discards: list[GroupId] = []
+        self._of_group: dict[GroupId, EventId] = {}
+        """The last fact of each group in this tick."""
+        self._of_replica: dict[ReplicaId, list[EventId]] = {}
+        """The facts of each replica in this tick, the last first."""
+
+    def note(self, event: Event) -> None:
+        """Begin to handle a fact. It is the cause of the commands from now on."""
+        self.cause = event.id
+        group = getattr(event, "group", None)
+        if group is not None:
+            self._of_group[group] = event.id
+        if type(event) in MAKES_ROOM:
+            self._of_replica.setdefault(event.replica, []).insert(0, event.id)  # type: ignore[attr-defined]
+        elif type(event) is ProcessUp and event.kind == REPLICA:
+            self._of_replica.setdefault(event.index, []).insert(0, event.id)
+
+    # causes of reactions
+
+    @contextmanager
+    def because(self, cause: EventId) -> Iterator[None]:
+        """Name another fact as the cause."""
+        last, self.cause = self.cause, cause
+        try:
+            yield
+        finally:
+            self.cause = last
+
+    def cause_on(self, replica: ReplicaId) -> EventId:
+        """The fact that made room on a replica: the n-th start there has its n-th fact of this tick, or its last one.
+        Without any, the last fact of the tick."""
+        facts = self._of_replica.get(replica)
+        if not facts:
+            return self.cause
+        return facts.pop() if len(facts) > 1 else facts[0]
+
+    def cause_among(self, groups: Iterable[GroupId]) -> EventId:
+        """The last fact of this tick about one of these groups; without any, the last fact of the tick."""
+        known = self._of_group
+        return max((known[group] for group in groups if group in known), default=self.cause) if known else self.cause
+
+    # orders
 
     @property
     def number(self) -> int:
         """The book's number for the next order."""
         return self._state.orders.next_number
 
-    def begin(self, cause: EventId) -> None:
-        self.cause = cause
-        self._commands = []
-        self._discards = []
-
     def add(self, command: Command) -> None:
         self._commands.append(command)
-        self._state.orders.add(command, self._state.now)
-
-    def continue_at_once(self) -> None:
-        """Set a timer that fires at once to start the rest, so that no event takes long."""
-        state = self._state
-        if state.fill_timer is None:
-            state.fill_timer = state.new_timer()
-            self.add(SetTimer(timer=state.fill_timer, delay_s=0.0, cause=self.cause))
+        order = self._state.orders.add(command, self._state.now)
+        if order is not None and self._state.limit_check.least:
+            mark(self._state, order, command.delay_s if isinstance(command, StartProcess) else 0.0)
 
     def discard(self, *groups: GroupId) -> None:
-        """Discard the trajectories of groups. One command covers all discards of an event."""
+        """Discard the trajectories of groups, with one command for all discards of a tick."""
         self._discards += groups
+
+    def add_discards(self) -> None:
+        """Order the discards so far."""
+        if self._discards:
+            self.add(DiscardGroups(groups=tuple(self._discards), number=self.number, cause=self.cause))
+            self._discards = []
+
+    # timers
+
+    def set_timer(self, name: str, delay_s: float) -> None:
+        """Set a timer, and cancel the one with this name that is already set."""
+        self.cancel_timer(name)
+        self.add(SetTimer(name=name, timer=self.number, delay_s=delay_s, cause=self.cause))
+
+    def cancel_timer(self, name: str) -> None:
+        """Cancel a timer, if it is set."""
+        order = self._state.orders.find("timer", name)
+        if order is not None:
+            self.add(CancelTimer(name=name, timer=order.number, cause=self.cause))
+
+    def fire_timer(self, event: TimerFired) -> None:
+        """Note that a timer has fired."""
+        self.fired[self._state.orders.matched[event.id][0].id] = event.id
+
+    def continue_at_once(self) -> None:
+        """Start the rest in another tick, so that no tick takes long."""
+        if not self._state.orders.find("timer", FILL):
+            self.set_timer(FILL, 0.0)
+
+    # the end
 
     def end_run(self, outcome: str, reason: str, *, again: bool = False) -> None:
         """End the run as `finished`, `stopped` or `failed`. The first call determines the outcome. `again`: the run
@@ -70,15 +162,10 @@ class Orders:
         state.restarts += 1
         return True
 
-    def add_discards(self) -> None:
-        """Order the discards of the event so far."""
-        if self._discards:
-            self.add(DiscardGroups(groups=tuple(self._discards), number=self.number, cause=self.cause))
-            self._discards = []
-
     def take(self) -> tuple[Command, ...]:
-        """The commands of the event, in order. `FinishRun` comes last."""
+        """The commands of the tick, in order. `FinishRun` comes last. A tick after the end of the run has none."""
         self.add_discards()
-        if self._state.outcome is not None:
-            self.add(self._state.outcome)
+        outcome = self._state.outcome
+        if outcome is not None and self.cause >= 0:
+            self.add(outcome)
         return tuple(self._commands)

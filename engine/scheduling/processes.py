@@ -5,221 +5,249 @@ those that exceeded their limits. A store or the gateway cannot be replaced
 while the run continues: the run stops, and begins again from its record.
 """
 
-from dataclasses import dataclass
-
 from engine.commands import EnterState, PublishWeights, SaveCheckpoint, ScoreBatch, StopProcess, TrainStep
 from engine.events import (
-    BatchScored,
+    CallsMeasured,
     Event,
     ProcessLost,
     ProcessUp,
     ProcessWaits,
     ReplicaLeaves,
     StateFailed,
-    StateLeft,
 )
 from engine.ids import StepId
-from engine.scheduling.groups import RolloutScheduling
-from engine.scheduling.issued_commands import Orders
-from engine.scheduling.lifetimes import Lifetimes
-from engine.scheduling.steps import TrainingScheduling
-from engine.scheduling.weights import SyncScheduling
+from engine.scheduling.core import Core
+from engine.scheduling.groups import lose_replica, on_state_failed, put_back_in_stage
+from engine.scheduling.lifetimes import launch_replicas, may_restart, reset_process, start_process
+from engine.scheduling.steps import (
+    beginning_of_trainer,
+    delete_checkpoints,
+    fail_publication,
+    fail_step,
+    order_checkpoint,
+    order_publication,
+    take_published,
+    take_saved,
+    why_trainer_cannot_begin,
+)
+from engine.scheduling.weights import join_replica, note_none_left
+from engine.scheduling.work_times import mark
 from engine.states.orders import Order
-from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE, Process
-from engine.states.state import State
+from engine.states.process import (
+    ADDED_STATES,
+    REPLICA,
+    SCORER,
+    TRAINER,
+    TRAJECTORY_STORE,
+    WEIGHTS_STORE,
+    FunctionCalls,
+    Process,
+)
 
 
-@dataclass(eq=False)
-class ProcessScheduling:
-    """Handles the events of processes."""
+def begin_processes(core: Core, replicas: int) -> None:
+    """Start the processes of a run, or of a resumed run: `replicas` replicas, among them all that only validate,
+    and those that the limits name."""
+    state, own = core.state, core.state.limits.validators()
+    for replica in state.replicas.values():
+        reset_process(core, replica.process)
+        replica.process.wanted = replica.validator or replica.id < replicas - len(own)
+    for process in state.processes.values():
+        reset_process(core, process)
+    launch_replicas(core, own.stop or replicas)
+    scorers = [state.process(SCORER, index) for index in range(len(state.limits.scorers()))]
+    added = [state.process(ADDED_STATES, 0)] if state.limits.added_states else []
+    stores = [state.process(kind, 0) for kind in (TRAJECTORY_STORE, WEIGHTS_STORE)]
+    for process in (state.process(TRAINER, 0), *scorers, *added, *stores):
+        process.incarnation += 1  # the launch has brought them up
+        state.fire_process(process, "up")
 
-    state: State
-    orders: Orders
-    lifetimes: Lifetimes
-    rollout: RolloutScheduling
-    sync: SyncScheduling
-    training: TrainingScheduling
 
-    def begin(self, replicas: int) -> None:
-        """Start the processes of a run, or of a resumed run: `replicas` replicas, and those that the limits name."""
-        state = self.state
-        for replica in state.fleet.replicas.values():
-            self.lifetimes.begin_again(replica.process)
-            replica.process.wanted = replica.id < replicas
-        for process in state.processes.values():
-            self.lifetimes.begin_again(process)
-        self.lifetimes.launch(replicas)
-        scorers = [state.process(SCORER, index) for index in range(len(state.limits.scorers()))]
-        added = [state.process(ADDED_STATES, 0)] if state.limits.added_states else []
-        stores = [state.process(kind, 0) for kind in (TRAJECTORY_STORE, WEIGHTS_STORE)]
-        for process in (state.process(TRAINER, 0), *scorers, *added, *stores):
-            process.incarnation += 1  # the launch has brought them up
-            state.fire_process(process, "up")
+# events
 
-    # events
 
-    def is_repeated(self, event: Event) -> bool:
-        """Whether an event is about an incarnation that has ended, or repeats what is known."""
-        if isinstance(event, ReplicaLeaves):
-            replica = self.state.fleet.replicas.get(event.replica)
-            return replica is None or replica.state == "down" or replica.incarnation != event.incarnation
-        if not isinstance(event, ProcessUp | ProcessLost):
-            return False
-        process = self.state.find_process(event.kind, event.index)
-        if process is None:
-            return False
-        if event.incarnation != process.incarnation:
-            return event.incarnation < process.incarnation
-        return process.state == "gone" or (isinstance(event, ProcessUp) and process.state != "starting")
+def is_repeated(core: Core, event: Event) -> bool:
+    """Whether an event is about an incarnation that has ended, or repeats what is known."""
+    if isinstance(event, ReplicaLeaves):
+        replica = core.state.replicas.get(event.replica)
+        return replica is None or replica.state == "down" or replica.incarnation != event.incarnation
+    if isinstance(event, CallsMeasured):
+        process = core.state.find_process(event.kind, event.index)
+        return process is None or process.state != "up" or process.incarnation != event.incarnation
+    if not isinstance(event, ProcessUp | ProcessLost):
+        return False
+    process = core.state.find_process(event.kind, event.index)
+    if process is None:
+        return False
+    if event.incarnation != process.incarnation:
+        return event.incarnation < process.incarnation
+    return process.state == "gone" or (isinstance(event, ProcessUp) and process.state != "starting")
 
-    def on_batch_scored(self, event: BatchScored) -> None:
-        for index, tasks in enumerate(self.state.limits.scorers()):
-            if event.task in tasks:
-                self.lifetimes.note_progress(self.state.process(SCORER, index))
-        self.training.on_batch_scored(event)
 
-    def on_state_left(self, event: StateLeft) -> None:
-        self.lifetimes.note_progress(self.state.process(ADDED_STATES, 0))
-        self.rollout.on_state_left(event)
+def on_up(core: Core, event: ProcessUp) -> None:
+    process = _process_of(core, event)
+    if process.state in ("up", "stopping"):  # an older incarnation
+        _end_process(core, process, "a newer incarnation joined")
+    core.state.fire_process(process, "up")
+    if event.kind == REPLICA:
+        join_replica(core, core.state.replicas[event.index], event)
 
-    def on_up(self, event: ProcessUp) -> None:
-        process = self._life(event)
-        if process.state in ("up", "stopping"):  # an older incarnation
-            self._end(process, "a newer incarnation joined")
-        self.state.fire_process(process, "up")
-        if event.kind == REPLICA:
-            self.sync.join(self.state.fleet.replicas[event.index], event)
 
-    def on_waits(self, event: ProcessWaits) -> None:
-        self.state.wait_for_room(self.state.process(event.kind, event.index), event.reason)
+def on_waits(core: Core, event: ProcessWaits) -> None:
+    """A process cannot start before it has room; with an empty reason, it has room now. Its start is timed from then
+    on."""
+    core.state.process(event.kind, event.index).room = event.reason
+    start = core.state.orders.find("start", (event.kind, event.index))
+    if start is not None:
+        mark(core.state, start)
 
-    def on_lost(self, event: ProcessLost) -> None:
-        process = self._life(event)
-        if event.kind == REPLICA:
-            self._lose_replica(process, event)
-        elif event.kind == TRAINER:
-            self._lose_trainer(process, event)
-        elif event.kind in (SCORER, ADDED_STATES):
-            self._lose_worker(process, event)
-        else:
-            self._end(process, event.reason)
-            reason = f"the {process.id} is lost: {event.reason}"
-            self.orders.end_run("stopped", reason, again=not event.final)
 
-    def _life(self, event: ProcessUp | ProcessLost) -> Process:
-        """The process of an event. A newer incarnation than the known one withdraws the known one's start and stop."""
-        process = self.state.process(event.kind, event.index)
-        if event.incarnation != process.incarnation:
-            for subject in ("start", "stop"):
-                self.state.orders.withdraw(subject, (event.kind, event.index))
-        process.incarnation, process.room = event.incarnation, ""
-        return process
+def on_calls_measured(core: Core, event: CallsMeasured) -> None:
+    process = core.state.process(event.kind, event.index)
+    before = process.calls.get(event.function, FunctionCalls())
+    call_s = event.seconds / event.calls if event.calls else max(before.call_s, event.running_s)
+    ended = before.ended or event.calls > 0
+    found = FunctionCalls(event.groups, event.queued, event.at_once, event.setting, call_s, ended)
+    process.calls = {**process.calls, event.function: found}
 
-    # kinds
 
-    def _lose_replica(self, process: Process, event: ProcessLost) -> None:
-        replica = self.state.fleet.replicas[event.index]
-        self.state.orders.fail(replica.id)
+def on_lost(core: Core, event: ProcessLost) -> None:
+    process = _process_of(core, event)
+    if event.kind == REPLICA:
+        _lose_replica(core, process, event)
+    elif event.kind == TRAINER:
+        _lose_trainer(core, process, event)
+    elif event.kind in (SCORER, ADDED_STATES):
+        _lose_worker(core, process, event)
+    else:
+        _end_process(core, process, event.reason)
+        reason = f"the {process.id} is lost: {event.reason}"
+        core.orders.end_run("stopped", reason, again=not event.final)
+
+
+def _process_of(core: Core, event: ProcessUp | ProcessLost) -> Process:
+    """The process of an event. A newer incarnation than the known one withdraws the known one's start and stop."""
+    process = core.state.process(event.kind, event.index)
+    if event.incarnation != process.incarnation:
+        for subject in ("start", "stop"):
+            core.state.orders.withdraw(subject, (event.kind, event.index))
+    process.incarnation, process.room, process.calls = event.incarnation, "", {}
+    return process
+
+
+# kinds
+
+
+def _lose_replica(core: Core, process: Process, event: ProcessLost) -> None:
+    replica = core.state.replicas[event.index]
+    if replica.state != "down":
+        lose_replica(core, replica, event.reason)
+    core.state.orders.fail(replica.id)
+    _restart_or_end(core, process, event)
+    note_none_left(core, replica, event.reason)
+
+
+def _restart_or_end(core: Core, process: Process, event: ProcessLost) -> None:
+    """Start a lost process again if it is wanted and its budget allows; else end it."""
+    if process.wanted and not event.final and (process.excused or may_restart(core, process)):
+        start_process(core, process)
+    else:
+        _end_process(core, process, event.reason)
+
+
+def _end_process(core: Core, process: Process, reason: str) -> None:
+    if process.state != "gone":
+        core.state.fire_process(process, "end")
+    process.excused = False
+    if process.kind == REPLICA:
+        replica = core.state.replicas[process.index]
         if replica.state != "down":
-            self.rollout.lose_replica(replica, event.reason)
-        self._follow(process, event)
-        self.sync.note_none_left(replica, event.reason)
+            lose_replica(core, replica, reason)
 
-    def _follow(self, process: Process, event: ProcessLost) -> None:
-        """Start a lost process again if it is wanted and its budget allows; else end it."""
-        if process.wanted and not event.final and (process.excused or self.lifetimes.may_restart(process)):
-            self.lifetimes.start(process)
-        else:
-            self._end(process, event.reason)
 
-    def _end(self, process: Process, reason: str) -> None:
-        if process.state != "gone":
-            self.state.fire_process(process, "end")
-        process.excused = False
-        if process.kind == REPLICA:
-            replica = self.state.fleet.replicas[process.index]
-            if replica.state != "down":
-                self.rollout.lose_replica(replica, reason)
+def _lose_worker(core: Core, process: Process, event: ProcessLost) -> None:
+    """A scorer, or the process of the added states: it has no data that would be lost with it."""
+    tasks = core.state.limits.scorers()[process.index] if process.kind == SCORER else ()
+    who = f"scorer of {' and '.join(tasks)}" if tasks else f"process of the {process.id}"
+    reason = f"the {who} is lost: {event.reason}"
+    if event.final or not may_restart(core, process):
+        _end_process(core, process, reason)
+        core.orders.end_run("failed", _why_spent(core, process, reason, event))  # a resume orders its work again
+        return
+    failed, charged = _take_orders(core, process, event)
+    start_process(core, process)
+    _repeat_lost_orders(core, failed, charged, reason)
 
-    def _lose_worker(self, process: Process, event: ProcessLost) -> None:
-        """A scorer, or the process of the added states: it has no data that would be lost with it."""
-        tasks = self.state.limits.scorers()[process.index] if process.kind == SCORER else ()
-        who = f"scorer of {' and '.join(tasks)}" if tasks else f"process of the {process.id}"
-        reason = f"the {who} is lost: {event.reason}"
-        if event.final or not self.lifetimes.may_restart(process):
-            self._end(process, reason)
-            self.orders.end_run("failed", self._spent(process, reason, event))  # a resume orders its work again
-            return
-        failed, charged = self._take_orders(process)
-        self.lifetimes.start(process)
-        self._fail(failed, charged, reason)
 
-    def _lose_trainer(self, process: Process, event: ProcessLost) -> None:
-        """Start the trainer again from a point that loses no step. If there is none, or the restart budget is spent,
-        the run ends."""
-        state = self.state
-        failed, charged = self._take_orders(process)
-        done = []  # done, but their reports are lost
-        for order in failed:
-            if isinstance(order.command, PublishWeights) and order.command.version <= event.published:
-                self.training.take_published(order.id)
-                done.append(order)
-            elif isinstance(order.command, SaveCheckpoint) and order.command.steps in event.saved:
-                self.training.take_saved(order.id)
-                done.append(order)
-        reason = f"the trainer is lost: {event.reason}"
-        beginning = self.training.beginning()
-        may_restart = self.lifetimes.may_restart(process)
-        if beginning is None:
-            self._end(process, reason)
-            self.orders.end_run("failed", f"{reason}; {self.training.why_no_beginning()}")
-            return
-        if event.final or not may_restart:
-            self._end(process, reason)
-            self.orders.end_run("failed", self._spent(process, reason, event))
-            return
-        self.lifetimes.start(process, **beginning)
-        self._fail([order for order in failed if order not in done], charged, reason)
-        if "version" in beginning and state.limits.checkpoint_every and not state.checkpoint_pending:
-            self.training.checkpoint()  # a resume could not begin from the checkpoints on disk
+def _lose_trainer(core: Core, process: Process, event: ProcessLost) -> None:
+    """Start the trainer again from a point that loses no step. If there is none, or the restart budget is spent,
+    the run ends."""
+    state = core.state
+    failed, charged = _take_orders(core, process, event)
+    done = []  # done, but their reports are lost
+    for order in failed:
+        if isinstance(order.command, PublishWeights) and order.command.version <= event.published:
+            take_published(core, order.id)
+            done.append(order)
+        elif isinstance(order.command, SaveCheckpoint) and order.command.steps in event.saved:
+            take_saved(core, order.id)
+            done.append(order)
+    reason = f"the trainer is lost: {event.reason}"
+    beginning = beginning_of_trainer(core)
+    restarts = may_restart(core, process)
+    if beginning is None:
+        _end_process(core, process, reason)
+        core.orders.end_run("failed", f"{reason}; {why_trainer_cannot_begin(core)}")
+        return
+    if event.final or not restarts:
+        _end_process(core, process, reason)
+        core.orders.end_run("failed", _why_spent(core, process, reason, event))
+        return
+    start_process(core, process, **beginning)
+    _repeat_lost_orders(core, [order for order in failed if order not in done], charged, reason)
+    if "version" in beginning and state.limits.checkpoint_every and not state.checkpoint_pending:
+        order_checkpoint(core)  # a resume could not begin from the checkpoints on disk
 
-    def _take_orders(self, process: Process) -> tuple[list[Order], list[Order]]:
-        """End the orders of a lost process. Returns them, and those that are charged an attempt: all, or if the process
-        hung, those that exceeded their limits."""
-        state, owners = self.state, self.state.owners_of(process)
-        exceeded = [order for owner in owners for order in state.clocks.find_exceeded(owner)]
-        hung = exceeded or any(
-            isinstance(one.command, StopProcess) and one.command.hung for one in state.orders.matched
-        )
-        failed = [order for owner in owners for order in state.orders.fail(owner)]
-        return failed, exceeded if hung else failed
 
-    def _spent(self, process: Process, reason: str, event: ProcessLost) -> str:
-        if event.final or process.deaths <= 1:
-            return reason
-        return f"{reason}; it ended {process.deaths} times without progress"
+def _take_orders(core: Core, process: Process, event: ProcessLost) -> tuple[list[Order], list[Order]]:
+    """End the orders of a lost process. Returns them, and those that are charged an attempt: all, or if the process
+    hung, those that exceeded their limits."""
+    state, owners = core.state, core.state.owners_of(process)
+    exceeded = [order for owner in owners for order in state.orders.owned(owner) if order.overdue]
+    hung = exceeded or any(
+        isinstance(one.command, StopProcess) and one.command.hung for one in state.orders.matched[event.id]
+    )
+    failed = [order for owner in owners for order in state.orders.fail(owner)]
+    return failed, exceeded if hung else failed
 
-    def _fail(self, failed: list[Order], costly: list[Order], reason: str) -> None:
-        """Repeat the orders that were lost with a process. Those in `costly` are charged an attempt. A lost checkpoint
-        is ordered again only at the end of the run, which needs it."""
-        steps: dict[StepId, bool] = {}
-        for order in failed:
-            command, charged = order.command, order in costly
-            if isinstance(command, ScoreBatch | TrainStep):
-                steps[command.step] = steps.get(command.step, False) or charged
-            elif isinstance(command, PublishWeights) and not charged:
-                self.training.publish()
-            elif isinstance(command, PublishWeights):
-                self.training.fail_publication(command.version, reason)
-            elif isinstance(command, SaveCheckpoint):
-                self.state.checkpoint_ordered = min(self.state.checkpoint_ordered, self.state.checkpoints.newest)
-            elif isinstance(command, EnterState) and not charged:
-                self.rollout.stages.put_back(command.state, self.state.groups[command.group])
-            elif isinstance(command, EnterState):
-                self.rollout.on_state_failed(
-                    StateFailed(group=command.group, attempt=command.attempt, state=command.state,
-                                cause="infrastructure", reason=reason)
-                )  # fmt: skip
-        for step, charged in steps.items():
-            self.training.fail_step(step, reason, charged=charged)
-        self.training.delete_checkpoints()  # those that the trainer was to delete
+
+def _why_spent(core: Core, process: Process, reason: str, event: ProcessLost) -> str:
+    if event.final or process.deaths <= 1:
+        return reason
+    return f"{reason}; it ended {process.deaths} times without progress"
+
+
+def _repeat_lost_orders(core: Core, failed: list[Order], costly: list[Order], reason: str) -> None:
+    """Repeat the orders that were lost with a process. Those in `costly` are charged an attempt. A lost checkpoint
+    is ordered again only at the end of the run, which needs it."""
+    steps: dict[StepId, bool] = {}
+    for order in failed:
+        command, charged = order.command, order in costly
+        if isinstance(command, ScoreBatch | TrainStep):
+            steps[command.step] = steps.get(command.step, False) or charged
+        elif isinstance(command, PublishWeights) and not charged:
+            order_publication(core)
+        elif isinstance(command, PublishWeights):
+            fail_publication(core, command.version, reason)
+        elif isinstance(command, SaveCheckpoint):
+            core.state.checkpoint_ordered = min(core.state.checkpoint_ordered, core.state.checkpoints.newest)
+        elif isinstance(command, EnterState) and not charged:
+            put_back_in_stage(core, command.state, core.state.groups[command.group])
+        elif isinstance(command, EnterState):
+            on_state_failed(core,
+                StateFailed(group=command.group, attempt=command.attempt, state=command.state,
+                            cause="infrastructure", reason=reason)
+            )  # fmt: skip
+    for step, charged in steps.items():
+        fail_step(core, step, reason, charged=charged)
+    delete_checkpoints(core)  # those that the trainer was to delete

@@ -7,45 +7,46 @@ state accordingly and orders the publication of these weights as a new version, 
 """
 
 from engine.events import RunResumed
-from engine.scheduling.groups import RolloutScheduling
-from engine.scheduling.processes import ProcessScheduling
-from engine.scheduling.steps import TrainingScheduling
-from engine.scheduling.validation import ValidationScheduling
+from engine.scheduling.core import Core
+from engine.scheduling.groups import park_group, resume_key
+from engine.scheduling.processes import begin_processes
+from engine.scheduling.steps import (
+    begin_step_again,
+    delete_checkpoints,
+    order_checkpoint,
+    order_publication,
+    take_saved,
+)
+from engine.scheduling.validation import begin_validations_again
 from engine.states.group import phase_of
 from engine.states.laws import require
 from engine.states.machine import Phase
 from engine.states.state import State
 
 
-def resume(
-    event: RunResumed,
-    state: State,
-    rollout: RolloutScheduling,
-    training: TrainingScheduling,
-    processes: ProcessScheduling,
-    validation: ValidationScheduling,
-) -> None:
+def on_run_resumed(core: Core, event: RunResumed) -> None:
     """Return the run to `event.steps` train steps and continue it. Raises: `InvariantViolated`."""
+    state = core.state
     _require_possible(event, state)
     state.stages.put_back()
-    validation.begin_again(event.steps)
+    begin_validations_again(core, event.steps)
     state.orders.clear()
-    _lose_replicas(event, state, rollout)
+    _lose_replicas(core, event)
+    state.begin_again()
     if event.kept:
         if event.checkpoint > state.checkpoints.newest:
-            training.take_saved(event.checkpoint)
-        _take_up(event, state, rollout, training)
+            take_saved(core, event.checkpoint)
+        _begin_work_again(core, event)
         if state.checkpoint_ordered > state.checkpoints.newest:
-            training.checkpoint()
+            order_checkpoint(core)
     else:
         state.branch(event.steps, event.consumed, event.released)
         state.checkpoint_ordered = event.steps
-    training.delete_checkpoints()
-    state.begin_again()
+    delete_checkpoints(core)
     if not event.again:
         state.restarts, state.restarted_at = 0, event.steps
-    processes.begin(event.replicas)
-    training.publish()
+    begin_processes(core, event.replicas)
+    order_publication(core)
 
 
 def _require_possible(event: RunResumed, state: State) -> None:
@@ -73,31 +74,33 @@ def _require_possible(event: RunResumed, state: State) -> None:
     )  # fmt: skip
 
 
-def _lose_replicas(event: RunResumed, state: State, rollout: RolloutScheduling) -> None:
+def _lose_replicas(core: Core, event: RunResumed) -> None:
     """Park all running groups; a branch then queues them again. They are not charged an attempt."""
-    for replica in state.fleet.replicas.values():
+    state = core.state
+    for replica in state.replicas.values():
         for id in list(replica.groups):
             group = state.groups[id]
             state.unseat(group)
             if event.kept:
-                rollout.park(group)
+                park_group(core, group)
         replica.staged = replica.staging = None
         replica.failed_groups = 0
         if replica.state != "down":
             state.fire_replica(replica, "lose")
+            state.paces.compare([replica])
 
 
-def _take_up(event: RunResumed, state: State, rollout: RolloutScheduling, training: TrainingScheduling) -> None:
+def _begin_work_again(core: Core, event: RunResumed) -> None:
     """Let what was running outside the replicas begin again: the work of added states, and a formed batch."""
+    state = core.state
     for id in event.missing:
         group = state.groups[id]
         group.forget_tokens()
-        state.begin_anew(group, rollout.resume_key(group))
+        state.begin_anew(group, resume_key(core, group))
     for step in state.formed_steps:
-        training.begin_again(step)
+        begin_step_again(core, step)
         if step.failures >= state.limits.infrastructure_attempts:
             step.failures = 0  # it ended the run, which continues once the cause is gone
-    state.steps[state.steps_batched].timer = None
     for lease in state.pools.leases:
         if lease.task:
             state.give_back(lease)

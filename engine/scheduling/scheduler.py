@@ -1,17 +1,21 @@
-"""`Scheduler.handle(event) → commands`: the only mutator of a run's state, and a pure function of (state, event).
+"""`Scheduler.tick(events) → commands`: the only mutator of a run's state, and a deterministic state machine.
 
-Called by the driver for every event of a run, by the replayer for every event of a record and by the simulation's
-world. It never reads a clock, draws a random number, blocks or imports Ray. One event, one answer; the same events
-always get the same answers.
+Called by the driver for the events that have arrived, and by the replayer for those of a record. It never reads a
+clock, draws a random number, blocks or imports Ray. The same ticks always get the same answers.
+
+A tick first applies its events, the *facts*, in order: each is matched against the order book and handled. Handlers
+record facts and give the orders that need no choice. Then the *reactions* decide everything else, in the order of
+`_react`.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.commands import Command, FinishRun
+from engine.errors import ConfigError
 from engine.events import (
     BatchScored,
+    CallsMeasured,
     CheckpointDamaged,
     CheckpointFailed,
     CheckpointSaved,
@@ -52,105 +56,182 @@ from engine.events import (
     WeightsStaged,
 )
 from engine.policies import PolicySet
-from engine.scheduling.completion import Completion, DepartureScheduling
+from engine.policies.custom_states import build_state
+from engine.scheduling import departures, ending, groups, lifetimes, processes, steps, time_limits, validation, weights
+from engine.scheduling.core import Core
 from engine.scheduling.decisions import Decisions
-from engine.scheduling.groups import RolloutScheduling, StageScheduling
 from engine.scheduling.issued_commands import Orders
-from engine.scheduling.lifetimes import REASON_LENGTH, Lifetimes
-from engine.scheduling.pools import PoolScheduling
-from engine.scheduling.processes import ProcessScheduling
-from engine.scheduling.run_resume import resume
+from engine.scheduling.reactions import STARTS_WORK
+from engine.scheduling.run_resume import on_run_resumed
 from engine.scheduling.settings import FIGURES, changed_limits, changed_policies
-from engine.scheduling.steps import TrainingScheduling
-from engine.scheduling.stragglers import PaceScheduling
-from engine.scheduling.time_limits import TimeLimits
-from engine.scheduling.validation import ValidationScheduling
-from engine.scheduling.weights import SyncScheduling
-from engine.states.laws import check_event
+from engine.scheduling.work_times import mark_all, note_matched
+from engine.states.laws import check_tick
 from engine.states.limits import Limits
+from engine.states.orders import DEADLINE, DRAIN, FILL, GIVE_UP, LIMIT
 from engine.states.state import Observer, State
 from engine.states.view import View
 
+ALONE = (RunStarted, RunResumed, RunInterrupted, SchedulerRecovered, SettingChanged, StopRequested)
+"""Facts that are ticks of their own."""
 GROUP_EVENTS = (
     GroupGenerated, PromptsDrawn, GroupAborted, GroupFailed, PrefixStored, GroupProgressed, StateLeft, StateFailed,
-    OrderDone,
+    OrderDone, CallsMeasured,
 )  # fmt: skip
-"""Facts that by themselves change nothing about steps, replicas and versions; nearly all events are of these kinds."""
+"""Facts that do not themselves change steps, replicas or versions. Nearly all events are of these kinds."""
+
+
+def _check_types(limits: Any, policies: Any, observe: Any) -> None:
+    if not isinstance(limits, Limits):
+        raise ConfigError("limits", limits, "must be an engine.Limits")
+    if not isinstance(policies, PolicySet | None):
+        raise ConfigError("policies", policies, "must be a PolicySet", "use PolicySet.from_names(...)")
+    if observe is not None and not callable(observe):
+        raise ConfigError("observe", observe, "must be a function")
+
+
+def _on_run_started(core: Core, event: RunStarted) -> None:
+    if not core.state.started:
+        core.state.started = True
+        processes.begin_processes(core, event.replicas)
+
+
+def _on_run_interrupted(core: Core, event: RunInterrupted) -> None:
+    core.state.outcome = None  # it was to begin again, and that failed
+    core.orders.end_run("stopped", event.reason[: lifetimes.REASON_LENGTH], again=True)
+
+
+def _on_stop_requested(core: Core, event: StopRequested) -> None:
+    core.orders.end_run("stopped", event.reason)
+
+
+def _on_process_lost(core: Core, event: ProcessLost) -> None:
+    probes = core.state.orders.matched[event.id]
+    processes.on_lost(core, event)
+    time_limits.restart_probed_orders(core, probes)
+
+
+def _on_rows_measured(core: Core, event: RowsMeasured) -> None:
+    validation.on_rows_measured(core, event)
+    if core.state.limits.keep_best and event.validation not in core.state.validations.runs:
+        steps.delete_checkpoints(core)  # another checkpoint may be the best now
+
+
+def _on_timer_fired(core: Core, event: TimerFired) -> None:
+    """Mark a timer as fired; `_act_on_timers` acts on it once all facts are known."""
+    core.orders.fire_timer(event)
+
+
+def _on_setting_changed(core: Core, event: SettingChanged) -> None:
+    state, setting, value = core.state, event.setting, event.value
+    if setting in FIGURES:
+        state.change(changed_limits(state.limits, setting, value))
+        if setting.startswith("timeouts."):
+            mark_all(state)
+        steps.delete_checkpoints(core)  # fewer may be kept now
+        if not steps.no_step_left(core):
+            state.validations.closing = False  # there may be more steps now
+    else:
+        core.decisions.use(changed_policies(core.decisions.policies, setting, value))
+    state.settings = {**state.settings, setting: value}
+
+
+HANDLERS: Mapping[type[Event], Callable[[Core, Any], None]] = {
+    RunStarted: _on_run_started,
+    RunResumed: on_run_resumed,
+    RunInterrupted: _on_run_interrupted,
+    PromptsDrawn: groups.on_prompts_drawn,
+    DrawFailed: groups.on_draw_failed,
+    GroupGenerated: groups.on_group_generated,
+    GroupAborted: groups.on_group_aborted,
+    GroupFailed: groups.on_group_failed,
+    PrefixStored: groups.on_prefix_stored,
+    GroupProgressed: groups.on_group_progressed,
+    StateLeft: groups.on_state_left,
+    StateFailed: groups.on_state_failed,
+    ProcessUp: processes.on_up,
+    ProcessLost: _on_process_lost,
+    ProcessProbed: time_limits.on_probed,
+    ProcessWaits: processes.on_waits,
+    CallsMeasured: processes.on_calls_measured,
+    WeightsStaged: weights.on_weights_staged,
+    ReplicaPaused: weights.on_replica_paused,
+    WeightsInstalled: weights.on_weights_installed,
+    SyncFailed: weights.on_sync_failed,
+    BatchScored: steps.on_batch_scored,
+    StepTrained: steps.on_step_trained,
+    StepFailed: steps.on_step_failed,
+    WeightsPublished: steps.on_weights_published,
+    PublishFailed: steps.on_publish_failed,
+    CheckpointSaved: steps.on_checkpoint,
+    CheckpointFailed: steps.on_checkpoint,
+    CheckpointDamaged: steps.on_checkpoint_damaged,
+    TimerFired: _on_timer_fired,
+    StopRequested: _on_stop_requested,
+    DrainRequested: departures.on_drain_requested,
+    ReplicaLeaves: departures.on_replica_leaves,
+    ReplicasWanted: departures.on_replicas_wanted,
+    SettingChanged: _on_setting_changed,
+    SchedulerRecovered: time_limits.on_recovered,
+    OrderDone: steps.on_order_done,
+    RowsMeasured: _on_rows_measured,
+    RowsFailed: validation.on_rows_failed,
+}
+"""The handler of each fact: it records the fact and gives the orders that need no choice."""
+
+TIMERS: Mapping[str, Callable[[Core], None]] = {
+    DEADLINE: steps.act_on_stragglers,
+    LIMIT: time_limits.check_limits,
+    DRAIN: departures.on_drain_timer,
+    GIVE_UP: lambda core: None,  # once it is no longer set, the run may end
+    FILL: lifetimes.continue_launch,
+}
+"""The action of each fired timer, in this order."""
+
+
+def _act_on_timers(core: Core) -> None:
+    for name, act in TIMERS.items():
+        cause = core.orders.fired.pop(name, None)
+        if cause is not None and core.state.outcome is None:
+            with core.orders.because(cause):
+                act(core)
+
+
+def _add_discards(core: Core) -> None:
+    core.orders.add_discards()
+
+
+REACTIONS: Sequence[Callable[[Core], None]] = (
+    _act_on_timers,
+    ending.end_without_progress,
+    *STARTS_WORK,
+    ending.finish_or_require_progress,
+    _add_discards,
+    time_limits.set_limit_check,
+)
+"""The reactions to the facts of a tick, in this order, until the run is over."""
+
+
+def _outlasts(outcome: FinishRun, event: Event) -> bool:
+    """Whether an event means something to a run that has ended so."""
+    return isinstance(event, RunResumed) or (isinstance(event, RunInterrupted) and event.launch and outcome.again)
 
 
 class Scheduler:
     """Decides everything about one run.
 
     `observe(machine, record, source, trigger)` is called after every change of state; it must not change anything.
+    Raises: `ConfigError` for arguments of other types, and for an added state that is not registered.
     """
 
     def __init__(self, limits: Limits, policies: PolicySet | None = None, observe: Observer | None = None) -> None:
+        _check_types(limits, policies, observe)
         state = self.state = State(limits, observe)
-        orders = self._orders = Orders(state)
         self.view = View(state)
         decisions = self.decisions = Decisions(policies or PolicySet.from_names({}), state, self.view)
-        self.stages = StageScheduling(state, decisions, orders)
-        self.pace = PaceScheduling(state, orders)
-        self.lifetimes = Lifetimes(state, orders)
-        self.rollout = RolloutScheduling(state, decisions, orders, self.stages, self.pace, self.lifetimes)
-        self.pools = PoolScheduling(state, orders)
-        self.training = TrainingScheduling(state, decisions, orders, self.rollout, self.pools)
-        self.sync = SyncScheduling(state, decisions, orders, self.rollout)
-        self.validation = ValidationScheduling(state, decisions, orders)
-        self.departures = DepartureScheduling(state, orders, self.lifetimes, self.rollout, self.pools, self.sync)
-        self.processes = ProcessScheduling(state, orders, self.lifetimes, self.rollout, self.sync, self.training)
-        self.time_limits = TimeLimits(state, orders, self.lifetimes, self.rollout, self.validation)
-        self.completion = Completion(
-            state, decisions, orders, self.rollout, self.training, self.validation, self.departures
-        )
-        self._reactions: tuple[Callable[[], None], ...] = (
-            self.completion.end_if_fruitless,
-            self._order_what_may_begin,
-            partial(self.completion.advance, self._look_after_hardware, self._order_what_may_begin),
-            self._orders.add_discards,
-            self.time_limits.watch,
-        )
-        """What follows every event, in this order, until the run is over."""
-        self._handlers: dict[type[Event], Callable[[Any], None]] = {
-            RunStarted: self._on_run_started,
-            RunResumed: self._on_run_resumed,
-            RunInterrupted: self._on_run_interrupted,
-            PromptsDrawn: self.rollout.on_prompts_drawn,
-            DrawFailed: self.rollout.on_draw_failed,
-            GroupGenerated: self.rollout.on_group_generated,
-            GroupAborted: self.rollout.on_group_aborted,
-            GroupFailed: self.rollout.on_group_failed,
-            PrefixStored: self.rollout.on_prefix_stored,
-            GroupProgressed: self.rollout.on_group_progressed,
-            StateLeft: self.processes.on_state_left,
-            StateFailed: self.rollout.on_state_failed,
-            ProcessUp: self.processes.on_up,
-            ProcessLost: self._on_process_lost,
-            ProcessProbed: self.time_limits.on_probed,
-            ProcessWaits: self.processes.on_waits,
-            WeightsStaged: self.sync.on_weights_staged,
-            ReplicaPaused: self.sync.on_replica_paused,
-            WeightsInstalled: self.sync.on_weights_installed,
-            SyncFailed: self.sync.on_sync_failed,
-            BatchScored: self.processes.on_batch_scored,
-            StepTrained: self.training.on_step_trained,
-            StepFailed: self.training.on_step_failed,
-            WeightsPublished: self.training.on_weights_published,
-            PublishFailed: self.training.on_publish_failed,
-            CheckpointSaved: self.training.on_checkpoint,
-            CheckpointFailed: self.training.on_checkpoint,
-            CheckpointDamaged: self.training.on_checkpoint_damaged,
-            TimerFired: self._on_timer_fired,
-            StopRequested: self._on_stop_requested,
-            DrainRequested: self.departures.on_drain_requested,
-            ReplicaLeaves: self.departures.on_replica_leaves,
-            ReplicasWanted: self.departures.on_replicas_wanted,
-            SettingChanged: self._on_setting_changed,
-            SchedulerRecovered: self.time_limits.on_recovered,
-            OrderDone: self._on_order_done,
-            RowsMeasured: self._on_rows_measured,
-            RowsFailed: self.validation.on_rows_failed,
-        }
+        for name in state.stages.by_name:
+            policy = build_state(name)
+            decisions.add(f"state {name}", policy, policy.enters)
+        self._core = Core(state, Orders(state), decisions)
 
     @property
     def limits(self) -> Limits:
@@ -161,116 +242,59 @@ class Scheduler:
     def policies(self) -> PolicySet:
         return self.decisions.policies
 
-    @property
-    def state_hash(self) -> int:
-        """64 bits of the whole state after the last event."""
-        return self.state.hash
+    def tick(self, events: Sequence[Event]) -> tuple[Command, ...]:
+        """Apply facts in order, decide what follows from them together, and return the orders. The facts have one time
+        and consecutive ids. Those after one that ends the run are left out; `facts` has the others.
 
-    def handle(self, event: Event) -> tuple[Command, ...]:
-        """Apply one fact and return the orders that follow from it. A stale echo changes nothing.
+        A tick without facts orders nothing: the reactions have nothing more to do (law of ticks).
 
         Raises: `InvariantViolated` or `IllegalTransition` for a defect, `PolicyError` for a policy that raised or
-        decided something illegal. The state is then not to be used any more.
+        decided something illegal. Do not use the state after that; `facts` ends with the fact whose handler raised.
         """
-        state = self.state
-        state.orders.matched = ()
-        if state.outcome is not None and not self._outlasts(state.outcome, event):
-            return ()
+        state, orders = self.state, self._core.orders
+        orders.begin()
+        state.changed = not events
+        if events:
+            state.orders.matched = {}
+        applied: list[Event] = []
+        self.facts: Sequence[Event] = applied
+        """The facts of the newest tick. Those after one that ended the run are not among them."""
+        for event in events:
+            if state.outcome is not None and not _outlasts(state.outcome, event):
+                break
+            applied.append(event)
+            self.doing = f"event {event.id}, {type(event).__name__}"
+            """The last thing that the newest tick did. It locates an exception."""
+            self._apply(event)
+        if state.outcome is not None:
+            if applied:
+                ending.close_run(self._core)
+        elif state.orders.matched or not events:  # stale echoes alone change nothing
+            self._react()
+        self.doing = "the laws"
+        state.settle()
+        check_tick(state)
+        return orders.take()
+
+    def _apply(self, event: Event) -> None:
+        """Match a fact against the order book, and handle it. A stale echo changes nothing."""
+        state, core = self.state, self._core
         state.now = event.at
-        self._orders.begin(event.id)
-        if self.processes.is_repeated(event) or not state.orders.match(event):
+        if processes.is_repeated(core, event) or not state.orders.match(event):
             state.stale_echoes += 1
-            return ()
+            return
+        core.orders.note(event)
+        if state.limit_check.least:
+            note_matched(state, event, state.orders.matched[event.id])
         if type(event) not in GROUP_EVENTS:
             state.changed = True
-        self._handlers[type(event)](event)
-        for react in self._reactions:
-            if state.outcome is None:
-                react()
-        if state.outcome is not None:
-            self.completion.close()
-        state.settle()
-        check_event(state)
-        return self._orders.take()
+        HANDLERS[type(event)](core, event)
 
-    @staticmethod
-    def _outlasts(outcome: FinishRun, event: Event) -> bool:
-        """Whether an event means something to a run that has ended so."""
-        return isinstance(event, RunResumed) or (isinstance(event, RunInterrupted) and event.launch and outcome.again)
-
-    def _order_what_may_begin(self) -> None:
-        """After every event, and once more under the built-in policies where those of the run have started nothing."""
-        self.training.advance()
-        if self.state.changed:
-            self._look_after_hardware()
-        if self.state.validations.runs:
-            self.validation.send()
-        self.rollout.advance()
-        if self.state.fleet.slow:
-            self.pace.advance()
-        if self.state.stages.waiting:
-            self.stages.advance()
-        self.training.watch()
-
-    def _look_after_hardware(self) -> None:
-        """After anything but a group has changed: which task has which pool, and which version belongs where.
-        Validations come first: one that ends here leaves replicas to both."""
-        self.departures.advance()
-        self.validation.advance()
-        self.pools.advance()
-        self.sync.advance()
-        self.state.changed = False
-
-    def _on_run_started(self, event: RunStarted) -> None:
-        if not self.state.started:
-            self.state.started = True
-            self.processes.begin(event.replicas)
-
-    def _on_run_resumed(self, event: RunResumed) -> None:
-        resume(event, self.state, self.rollout, self.training, self.processes, self.validation)
-
-    def _on_run_interrupted(self, event: RunInterrupted) -> None:
-        self.state.outcome = None  # it was to begin again, and that failed
-        self._orders.end_run("stopped", event.reason[:REASON_LENGTH], again=True)
-
-    def _on_process_lost(self, event: ProcessLost) -> None:
-        probes = self.state.orders.matched
-        self.processes.on_lost(event)
-        self.time_limits.on_lost(probes)
-
-    def _on_stop_requested(self, event: StopRequested) -> None:
-        self._orders.end_run("stopped", event.reason)
-
-    def _on_order_done(self, event: OrderDone) -> None:
-        self.training.on_order_done(event)
-        self.validation.on_order_done(event)
-
-    def _on_rows_measured(self, event: RowsMeasured) -> None:
-        self.validation.on_rows_measured(event)
-        if self.state.limits.keep_best and event.validation not in self.state.validations.runs:
-            self.training.delete_checkpoints()  # another checkpoint may be the best now
-
-    def _on_timer_fired(self, event: TimerFired) -> None:
-        state = self.state
-        if event.timer == state.limit_timer:
-            self.time_limits.on_timer(event)
-        elif event.timer == state.give_up_timer:
-            state.give_up_timer = None
-        elif event.timer == state.fill_timer:
-            state.fill_timer = None
-            self.lifetimes.continue_launch()
-        elif event.timer == state.drain_timer:
-            self.departures.on_drain_timer()
-        else:
-            self.training.on_timer_fired(event)
-
-    def _on_setting_changed(self, event: SettingChanged) -> None:
-        state, setting, value = self.state, event.setting, event.value
-        if setting in FIGURES:
-            state.change(changed_limits(state.limits, setting, value))
-            self.training.delete_checkpoints()  # fewer may be kept now
-            if not self.training.nothing_left():
-                self.validation.reopen()  # there may be more steps now
-        else:
-            self.decisions.use(changed_policies(self.policies, setting, value))
-        state.settings = {**state.settings, setting: value}
+    def _react(self) -> None:
+        """React to the facts of a tick. Each reaction runs until it has nothing more to do."""
+        for react in REACTIONS:
+            self.doing = react.__name__.lstrip("_")
+            react(self._core)
+            if self.state.outcome is not None:
+                ending.close_run(self._core)
+                return

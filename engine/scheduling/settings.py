@@ -103,9 +103,10 @@ def changed_policies(policies: PolicySet, setting: str, value: str) -> PolicySet
     """The policies with one replaced; the others are the same objects. Raises: `ConfigError` for an unknown name."""
     decision = setting.removeprefix(POLICIES)
     fresh = PolicySet.from_names({decision: value})
-    names = {name: chosen for name, chosen in policies.names.items() if name != decision}
     if decision != "on_error":
-        return replace(policies, names={**names, decision: value}, **{decision: getattr(fresh, decision)})
+        names = {**policies.names, decision: value}  # in their order, which a snapshot compares
+        return replace(policies, names=names, **{decision: getattr(fresh, decision)})
+    names = {name: chosen for name, chosen in policies.names.items() if name != decision}
     return replace(policies, names={**names, **({} if value == "stop" else {"on_error": value})})
 
 

@@ -79,7 +79,7 @@ def _problem(limits: Limits, policies: Mapping[str, str], seed: int, faults: Fau
     prompts = 12 + 7 * (seed % 8)
     setting = Setting(
         limits=limits, replicas=2, slots=1 + seed % 4, prompts=prompts, seed=seed, spread=(1.0, 0.5)[seed % 3 == 2],
-        faults=faults, prefix_every_tokens=(0, 5)[seed % 2],
+        faults=faults, prefix_every_tokens=(0, 5)[seed % 2], tick_size=(1, 64, 0)[seed // 2 % 3],
     )  # fmt: skip
     recorder = MemoryRecorder(Header(run="proof", limits=limits.to_plain(), policies=dict(chosen.names)))
     world = World(setting, chosen, recorder)

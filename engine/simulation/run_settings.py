@@ -5,6 +5,7 @@ Used by `world.World` and by its callers.
 
 from dataclasses import dataclass
 
+from engine.runtime.driver import MOST_EVENTS
 from engine.states.limits import Limits
 
 
@@ -68,4 +69,6 @@ class Setting:
     """Prefixes of a group are stored after this many new tokens; 0: only when it is aborted."""
     spread: float = 1.0
     """Share of groups with different rewards. A zero-variance filter drops the others."""
+    tick_size: int = MOST_EVENTS
+    """Maximum number of events in a tick, as in a real run by default; 0: a random number for each tick."""
     faults: Faults = Faults()

@@ -49,7 +49,11 @@ class Dice:
 
     def vary(self, seconds: float) -> float:
         """A duration of 0.5 to 1.5 times `seconds`."""
-        return seconds * self.random.uniform(0.5, 1.5)
+        return seconds * self.random.uniform(0.5, 1.5) if seconds else 0.0
+
+    def tick_size(self) -> int:
+        """The maximum number of events in the next tick."""
+        return self.setting.tick_size or self.random.randint(1, 64)
 
     async def work(self, seconds: float) -> float:
         """Sleep for about `seconds`. Returns the seconds slept."""
@@ -87,7 +91,11 @@ class Sampling:
     saved: float = 0.0
     running: int = 0
     """Number of its trajectories in `SimGenerator.running`."""
+    reported: int = 0
+    """Finished trajectories that `GroupWork.finished` was called with."""
     wake: "asyncio.Future[None] | None" = field(default=None)
+    timed: bool = False
+    """Whether a timer is set that wakes it."""
 
     @property
     def finished(self) -> int:
@@ -149,7 +157,8 @@ class SimGenerator:
         while not sampling.cut and sampling.finished < SAMPLES:
             sampling.wake = loop.create_future()
             timer = None
-            if not (self.frozen or sampling.stuck):
+            sampling.timed = not (self.frozen or sampling.stuck)
+            if sampling.timed:
                 tokens = self._until_one_ends(sampling) - sampling.progress
                 every = sampling.work.save_every_tokens
                 if every:
@@ -181,12 +190,17 @@ class SimGenerator:
         return sampling.ends[sampling.finished]
 
     def _report_finished(self, sampling: Sampling) -> None:
-        if not sampling.cut:
-            sampling.work.finished(sampling.finished)
+        """Report that trajectories have ended, but for the last: its reward takes no time, so the group ends too."""
+        finished = sampling.finished
+        if not sampling.cut and sampling.reported < finished < SAMPLES:
+            sampling.reported = finished
+            sampling.work.finished(finished)
 
     def _sample(self, sampling: Sampling) -> None:
         """Sample the tokens up to the present."""
         now = _now()
+        if now == sampling.since:
+            return
         if not (self.frozen or sampling.stuck):
             grown = sampling.progress + (now - sampling.since) / self._setting.token_s
             sampling.progress = min(grown, float(sampling.ends[-1]))
@@ -285,7 +299,8 @@ class SimGenerator:
         self.sample_all()
         self.frozen = False
         for sampling in self.groups.values():
-            _wake(sampling)
+            if not sampling.timed:  # the timer of any other one is early by the pause, and is then set again
+                _wake(sampling)
 
     async def close(self) -> None: ...
 

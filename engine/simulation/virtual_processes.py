@@ -16,7 +16,7 @@ from engine.events import Event
 from engine.ids import Incarnation, StepId, Version
 from engine.runtime.local.local_processes import LocalProcess, LocalStore, LocalTrajectories, LocalWeights
 from engine.runtime.plan import Plan, Restore
-from engine.runtime.process_port import Key, Order, Process, Sign, Waits
+from engine.runtime.process_port import Key, ProcessHandle, SentOrder, Sign, Waits
 from engine.runtime.worker import WORKERS, Peers, PlannedWorker
 from engine.simulation.simulated_models import Dice, Fault
 from engine.states.process import ADDED_STATES, REPLICA, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
@@ -26,7 +26,7 @@ from engine.workers.trainer import Report
 Message = TypeVar("Message")
 
 
-class Channel(Generic[Message]):
+class VirtualChannel(Generic[Message]):
     """Messages from one process to another, which arrive in order: late if they are lost and resent, perhaps twice."""
 
     def __init__(self, dice: Dice, arrive: Callable[[Message], None]) -> None:
@@ -67,7 +67,7 @@ class VirtualProcess(LocalProcess):
         self.dead = False
         self._dice = dice
         self._late = late
-        self._inbox = Channel(dice, self._take)
+        self._inbox = VirtualChannel(dice, self._take)
 
     @property
     def id(self) -> int:
@@ -87,11 +87,11 @@ class VirtualProcess(LocalProcess):
                 raise Fault("fault")
         await super().bring_up(restore)
 
-    def send(self, orders: Sequence[Order]) -> None:
+    def send(self, orders: Sequence[SentOrder]) -> None:
         for order in orders:
             self._inbox.send(order)
 
-    def _take(self, order: Order) -> None:
+    def _take(self, order: SentOrder) -> None:
         faults, kind = self._dice.setting.faults, self._worker.kind
         if kind != ADDED_STATES:
             self.hung |= self._dice.chance(faults.hang)
@@ -154,7 +154,7 @@ class VirtualProcesses:
         """The newest incarnation of each process."""
 
     def make(self, kind: str, index: int, incarnation: Incarnation) -> VirtualProcess:
-        outbox = Channel(self._dice, self._emit)
+        outbox = VirtualChannel(self._dice, self._emit)
 
         def peers(broken: Callable[[str], None], waits: Waits) -> Peers:
             return Peers(
@@ -166,7 +166,7 @@ class VirtualProcesses:
         self.newest[kind, index] = process
         return process
 
-    def _send(self, process: VirtualProcess, outbox: Channel[Event], event: Event) -> None:
+    def _send(self, process: VirtualProcess, outbox: VirtualChannel[Event], event: Event) -> None:
         if not (process.hung or process.dead):
             outbox.send(event)
 
@@ -178,14 +178,14 @@ class VirtualProcesses:
 
     def check(self, prompt: Prompt) -> None: ...
 
-    def services(self) -> Mapping[str, Process]:
+    def services(self) -> Mapping[str, ProcessHandle]:
         memory = LocalStore(self._trajectories)  # used for both stores, because it never fails
         return {TRAJECTORY_STORE: memory, WEIGHTS_STORE: memory}
 
     async def room(self) -> int:
         return len(self._plan.lives())
 
-    async def lacking(self, replicas: int) -> None:
+    async def lacking(self, kind: str, replicas: int) -> None:
         return None
 
     async def published(self) -> Version:

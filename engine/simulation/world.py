@@ -17,10 +17,11 @@ from engine.commands import Command, FinishRun, ScoreBatch, TrainStep
 from engine.errors import EngineError
 from engine.events import Event, OrderDone, PromptsDrawn, RunInterrupted, RunStarted, SchedulerRecovered
 from engine.ids import GroupId, ReplicaId, StepId
-from engine.policies import DEFAULTS, PolicySet
+from engine.policies import PolicySet
 from engine.protocols import Trainer
 from engine.record import NullRecorder
-from engine.runtime.driver import SLICE, Delivery, Driver, Recorder
+from engine.record.frames import Tick
+from engine.runtime.driver import Driver, RecordWriter
 from engine.runtime.executor import RunExecutor
 from engine.runtime.local.local_processes import LocalStores, LocalTrajectories, LocalWeights
 from engine.runtime.plan import Plan, Rollout
@@ -96,20 +97,21 @@ class World:
         self,
         setting: Setting,
         policies: PolicySet | None = None,
-        recorder: Recorder | None = None,
+        recorder: RecordWriter | None = None,
         check: bool = True,
         snapshot_every: int = 0,
         dice: Dice | None = None,
     ) -> None:
-        """`check`: check every law after every event. `dice`: draws durations, lengths and rewards; by default, seeded
-        ones."""
+        """`check`: judge every tick, and check every law after it. `dice`: draws durations, lengths and rewards; by
+        default, seeded ones."""
         self.setting = setting
         self.check = check
         self.dice = dice or Dice(setting)
-        self.store = ObservedTrajectories()
-        self.judge = Judge(setting.limits, self.store)
+        policies = policies or PolicySet.from_names({})
+        observed = ObservedTrajectories()
+        self.judge = Judge(setting.limits, policies, observed)
+        self.store = observed if check else LocalTrajectories()
         self.scheduler = Scheduler(setting.limits, policies, observe=self._changed)
-        self.judge.regular = self.scheduler.policies.names["validation"] == DEFAULTS["validation"]
         self.trainer_busy_s = 0.0
         self.generators: dict[ReplicaId, SimGenerator] = {}
         self._loop = VirtualLoop()
@@ -127,9 +129,10 @@ class World:
         )  # fmt: skip
         self._connect()
         self.driver = Driver(
-            self.scheduler, self, recorder or NullRecorder(), self, self._observe, snapshot_every=snapshot_every
-        )
-        self._delivery = Delivery(self.driver, self._fail)
+            self.scheduler, self, recorder or NullRecorder(), self, self._observe, snapshot_every=snapshot_every,
+            fail=self._fail,
+        )  # fmt: skip
+        self.driver.most_events = self.dice.tick_size
 
     def _connect(self, found: Found | None = None) -> None:
         """Make the parts of the scheduler's process other than the driver. `found`: processes that an earlier
@@ -207,21 +210,21 @@ class World:
         return self._running.result()
 
     def run_until(self, reached: Callable[[State], bool]) -> bool:
-        """Run until `reached(state)` holds, now or after an event. Returns False if the run ends first. Later events
-        wait until the run goes on. Raises: `Finding`, as `run`."""
+        """Run until `reached(state)` holds, now or after a tick. Returns False if the run ends first. Later events
+        wait until the run continues. Raises: `Finding`, as `run`."""
         if not self._loop.is_closed() and not reached(self.scheduler.state):
             self._go_on(reached)
         return reached(self.scheduler.state)
 
     def run_for(self, seconds: float) -> None:
-        """Run for so many virtual seconds, or to the end. Raises: `Finding`, as `run`."""
+        """Run for this number of virtual seconds, or to the end. Raises: `Finding`, as `run`."""
         if not self._loop.is_closed():
             timer = self._loop.call_later(seconds, self._pause)
             self._go_on(_never)
             timer.cancel()
 
     def tell(self, *events: Event) -> None:
-        """Deliver events that do not come from a process, such as a user's requests, while the run does not go on.
+        """Deliver events that do not come from a process, such as a user's requests, while the run pauses.
         Raises: `Finding`, as `run`; `EngineError` if the run has ended."""
         if self._loop.is_closed():
             raise EngineError("the run has ended")
@@ -232,7 +235,7 @@ class World:
             self.run()
 
     def _tell(self, events: Sequence[Event]) -> None:
-        """Deliver events before those that wait until the run goes on."""
+        """Deliver events before those that wait until the run continues."""
         waiting, self.driver.held = self.driver.withdraw(), False
         self.deliver(*events)
         self.driver.held = True
@@ -264,11 +267,10 @@ class World:
         self._loop.run_forever()
 
     def _go_on(self, reached: Callable[[State], bool]) -> None:
-        """Run until `reached(state)` holds after an event, `_pause` is called or the run ends."""
+        """Run until `reached(state)` holds after a tick, `_pause` is called or the run ends."""
         if self._loop.is_closed():
             return
         self._reached, self.driver.held = reached, False
-        self.driver.slice = SLICE if reached is _never else 1  # to stop at the event after which it holds
         try:
             if self._running is None:
                 self._running = self._loop.create_task(self._to_end())
@@ -276,7 +278,7 @@ class World:
             self._loop.call_soon(self._post)  # what waits takes its turn
             with _warnings_off():
                 self._loop.run_forever()
-            if self._running.done():
+            if self.check and self._running.done():
                 self.judge.close(self.scheduler.state, self._running.result(), self.setting.prompts)
         except Deadlock as error:
             raise self._finding(f"liveness: {error}; {self._where()}") from error
@@ -309,14 +311,14 @@ class World:
     # events and commands
 
     def deliver(self, *events: Event) -> None:
-        """Let the driver handle events of the run now, or once it goes on. An exception of the driver ends the run."""
+        """Let the driver handle events of the run now, or once it resumes. An exception of the driver ends the run."""
         if self._error is None:
-            self._delivery.deliver(*events)
+            self.driver.deliver(*events)
 
     def _post(self, *events: Event) -> None:
-        """Let the driver handle events in the next turn of the loop, once the run goes on."""
+        """Let the driver handle events in the next turn of the loop, once the run continues."""
         if self._error is None:
-            self._delivery.post(*events)
+            self.driver.post(*events)
 
     def _fail(self, error: Exception) -> None:
         self._error = self._error or error
@@ -340,22 +342,26 @@ class World:
         self.deliver(RunInterrupted(reason=reason))
 
     def _changed(self, machine: str, record: Any, source: str, trigger: str) -> None:
-        self.judge.changed(machine, record, source, trigger)
+        if self.check:
+            self.judge.changed(machine, record, source, trigger)
 
     def _report(self, step: StepId, metrics: Mapping[str, Any]) -> None:
         """Take the trainer's metrics of a step."""
 
-    def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
+    def _observe(self, tick: Tick) -> None:
         if self.driver.events_handled > self._max_events:
             raise Finding(f"liveness: still running after {self._max_events} events; {self._where()}")
-        self.judge.observe(event, commands)
+        if self.check:
+            self._judge(tick)
+
+    def _judge(self, tick: Tick) -> None:
+        self.judge.observe(tick.events, tick.commands)
         pools = self.scheduler.state.pools
-        for command in commands:
+        for command in tick.commands:
             if isinstance(command, ScoreBatch | TrainStep):
                 task = command.task if isinstance(command, ScoreBatch) else "train"
                 self.judge.begin_task(pools.of(task), self._idle, command)
-        if self.check:
-            check_all(self.scheduler.state)
+        check_all(self.scheduler.state)
 
     # processes
 

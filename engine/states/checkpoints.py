@@ -9,17 +9,16 @@ delete.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from engine.ids import GroupId, StepId
 from engine.states.limits import Limits
-from engine.states.tree import Record
 
 NOTHING_KNOWN = 2**62
 """The floor of what knows nothing."""
 
 
-class Batch(NamedTuple):
+class TrainedBatch(NamedTuple):
     """What a train step was trained on."""
 
     step: StepId
@@ -35,10 +34,8 @@ def best_of(saved: Iterable[StepId], ratings: Mapping[StepId, float], mode: str)
     return min(rated, key=lambda steps: (sign * ratings[steps], steps), default=-1)
 
 
-class Checkpoints(Record):
+class Checkpoints:
     """The checkpoints of a run and what they do not contain."""
-
-    UNHASHED: ClassVar[tuple[str, ...]] = ("trained", "released")
 
     steps: list[StepId]
     """The train steps in each complete checkpoint that was not deleted, oldest first."""
@@ -50,8 +47,10 @@ class Checkpoints(Record):
     """The groups of each step and their staleness."""
     released: dict[StepId, list[GroupId]]
     """Groups that ended untrained, by the train steps done then."""
+    exceeded: int = 0
+    """How often orders for a checkpoint exceeded their time limit since one was answered."""
     ratings: dict[StepId, float]
-    """What validations measured of the weights after so many train steps, of the figure `Limits.keep_best`."""
+    """The figure `Limits.keep_best` of each validation, by the number of train steps in the weights."""
 
     def __init__(self, tracks: bool, keeps: bool = False) -> None:
         self.tracks, self._keeps = tracks, keeps
@@ -96,7 +95,7 @@ class Checkpoints(Record):
         return [steps for steps in older if (not every or steps % every) and steps not in stay]
 
     def rate(self, steps: StepId, value: float) -> None:
-        """A validation of the weights after so many train steps measured the figure `Limits.keep_best`."""
+        """A validation of the weights after `steps` train steps measured the figure `Limits.keep_best`."""
         self.ratings = {**self.ratings, steps: value}
 
     def best(self, limits: Limits) -> StepId:
@@ -116,8 +115,8 @@ class Checkpoints(Record):
         self.released.setdefault(steps, []).append(group)
 
     def branch(self, steps: StepId) -> None:
-        """The run goes back to the checkpoint after so many train steps, or to the initial weights: what came after has
-        not been. That checkpoint is there, even if the record ends before the report that it was saved."""
+        """The run returns to the checkpoint after `steps` train steps, or to the initial weights, and forgets all later
+        work. That checkpoint exists, even if the record ends before the report that it was saved."""
         self.steps = [saved for saved in self.steps if saved <= steps]
         if steps:
             self._add(steps)
@@ -126,18 +125,18 @@ class Checkpoints(Record):
         self.trained = {step: batch for step, batch in self.trained.items() if step < steps}
         self.released = {step: groups for step, groups in self.released.items() if step < steps}
 
-    def batches(self, steps: StepId) -> list[Batch]:
-        """What was trained after so many steps, in order."""
-        return [Batch(step, *batch) for step, batch in sorted(self.trained.items()) if step >= steps]
+    def batches(self, steps: StepId) -> list[TrainedBatch]:
+        """The batches trained after `steps` steps, in order."""
+        return [TrainedBatch(step, *batch) for step, batch in sorted(self.trained.items()) if step >= steps]
 
     def since(self, steps: StepId) -> tuple[list[GroupId], list[GroupId]]:
-        """The groups consumed and those released after so many train steps."""
+        """The groups consumed and those released after `steps` train steps."""
         consumed = [group for batch in self.batches(steps) for group in batch.groups]
         released = [group for step, groups in self.released.items() if step >= steps for group in groups]
         return consumed, released
 
     def keep_all(self) -> None:
-        """Forget nothing from now on, for a record that is replayed to learn what it says."""
+        """Forget nothing from now on: a reader replays the record to see its history."""
         self.tracks, self._forgets = True, False
 
     def hand_over(self, tracks: bool) -> "Checkpoints":

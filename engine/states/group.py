@@ -78,6 +78,8 @@ class Group:
     """The deadline policy wants it finished with the prefixes it has."""
     infrastructure_failures: int = 0
     data_failures: int = 0
+    exceeded: int = 0
+    """How often orders about it exceeded their time limit since one was answered."""
     started_at: float = 0.0
     seated_at: float = 0.0
     """When its present attempt began, where attempts are timed; 0 where they are not."""
@@ -95,8 +97,6 @@ class Group:
     """Where it is in an added state: the number of its entry, by which its turn comes."""
     ready_at: float = 0.0
     reward_mean: float = 0.0
-    _digest: int = 0
-    """What this record adds to the state hash."""
 
     def forget_tokens(self) -> None:
         """What earlier attempts left is gone: the next one begins with the prompt."""

@@ -124,7 +124,7 @@ class ValidationSet:
                 raise ConfigError("validation.sets.k", k, law, f"use at most {self.samples}, or more responses")
 
 
-class Place(NamedTuple):
+class ValidationRow(NamedTuple):
     """What a validation row is: response number `sample` to prompt number `prompt` of a set."""
 
     set: ValidationSet
@@ -164,12 +164,12 @@ class ValidationLimits:
         """The sets, also where none is named."""
         return self.sets or (ValidationSet(name=HELD_OUT, prompts=self.rows),)
 
-    def place(self, row: int) -> Place:
+    def place(self, row: int) -> ValidationRow:
         """The set, prompt and response of a row. Raises: `IndexError`."""
         first = 0
         for one in self.measured_sets:
             if row < first + one.prompts * one.samples:
-                return Place(one, *divmod(row - first, one.samples))
+                return ValidationRow(one, *divmod(row - first, one.samples))
             first += one.prompts * one.samples
         raise IndexError(f"row {row} does not exist: a validation has {self.rows} rows")
 
@@ -224,6 +224,8 @@ ROUNDING = 1e-9
 """A share of a batch that is this little short of a whole group is one: 0.29 · 100 is no integer in floats."""
 MOST_ATTEMPTS = 20
 """Attempts that a retry policy may give a group for each cause, where its budget is smaller."""
+SUCCESSES_DUE = 8
+"""See `Limits.are_hopeless`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,8 +273,8 @@ class Limits:
     timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
     """How long orders may take, by kind."""
     straggler_factor: float | None = None
-    """A replica that takes so many times as long for a token as the others hands groups over to idle faster ones;
-    None: none does."""
+    """A replica that takes this many times as long for a token as the others hands groups over to idle faster
+    ones; None: none does."""
     give_up_s: float = 0.0
     """How long a run waits for a replica once the last one is gone for good; then it ends, resumably."""
     drain_s: float | None = None
@@ -291,9 +293,9 @@ class Limits:
     """Share of the latest attempts that may fail for cause `data` before the run ends; None: any. See
     `failure_window`."""
     keep_checkpoints: int = 2
-    """The newest checkpoints, so many, are kept."""
+    """Number of the newest checkpoints that are kept."""
     keep_checkpoints_every: int = 0
-    """Checkpoints after every so many train steps are kept for good; 0: none."""
+    """Every checkpoint whose train steps are a multiple of this is kept for good; 0: none."""
     keep_best: str = ""
     """The checkpoint with the best value of this figure of a validation is kept: `accuracy`, `reward_mean` or
     `SET/METRIC`; empty: none is."""
@@ -357,6 +359,11 @@ class Limits:
         """The number of latest attempts from which on `max_failure_share` applies: as `failures_in_a_row`."""
         return self.failures_in_a_row
 
+    def are_hopeless(self, judged: int) -> bool:
+        """Whether no other attempt will succeed, if none of the first `judged` did: at the largest allowed share of
+        failures, `SUCCESSES_DUE` would have succeeded. Then all fail with a chance below 1 in 2000."""
+        return self.max_failure_share is not None and (1 - self.max_failure_share) * judged >= SUCCESSES_DUE
+
     @property
     def filtered_in_a_row(self) -> int:
         """Groups that the filter may drop with none kept between them before the run ends: `max_filtered_in_a_row`, or
@@ -372,6 +379,7 @@ class Limits:
         b, s, k_max, k = self.train_batch_size, self.max_staleness_steps, self.max_concurrent_groups, self.sync_every
         for field, bound in BOUNDS.items():
             bound.check(getattr(self, field))
+        self._check_types()
         if len(set(self.scoring_tasks)) < len(self.scoring_tasks):
             raise ConfigError("limits.scoring_tasks", self.scoring_tasks, "names a task twice", "name each once")
         if s < k - 1:
@@ -399,8 +407,27 @@ class Limits:
         self._check_best()
         self._require_lawful_pools()
 
+    def _check_types(self) -> None:
+        """Of the fields that are no figures."""
+        parts = {"validation": ValidationLimits, "timeouts": Timeouts, "keep_best": str}
+        for field, kind in parts.items():
+            value = getattr(self, field)
+            if not isinstance(value, kind) and not (value is None and field == "validation"):
+                raise ConfigError(f"limits.{field}", value, f"must be a {kind.__name__}")
+        for field, kind in (("scoring_tasks", str), ("pools", Pool), ("added_states", AddedState)):
+            value = getattr(self, field)
+            if not isinstance(value, tuple | list) or not all(isinstance(entry, kind) for entry in value):
+                raise ConfigError(f"limits.{field}", value, f"must be a tuple of {kind.__name__}")
+
     def require_replicas(self, replicas: int) -> None:
-        """Raises: `ConfigError` unless the replicas in pools with rollout are those of the run, from 0 on."""
+        """Raises: `ConfigError` unless a run can have this number of replicas that generate: those in pools with
+        rollout are numbered from 0 on, and those that only validate come after them."""
+        if replicas < 1:
+            raise ConfigError("replicas", replicas, "must be at least 1", "use 1")
+        own = self.validators()
+        if own and own.start != replicas:
+            law = f"must be {replicas}: the replicas that only validate come after the {replicas} that generate"
+            raise ConfigError("limits.validation.own_from", own.start, law, f"use {replicas}")
         standing = [id for pool in self.pools if "rollout" in pool.tasks for id in pool.replicas]
         if standing and sorted(standing) != list(range(replicas)):
             law = f"the {replicas} replicas that generate are numbered from 0, and each stands in one pool"

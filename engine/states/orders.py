@@ -4,14 +4,14 @@ An order is a command that expects an answer. It opens with the event that cause
 another command replaces or withdraws it, or its process is lost. `State.orders` is the only book of open orders. It
 shows what a run waits for, what to reissue after the scheduler's process died, and which orders fail with a process.
 
-`scheduling/` writes it through `Orders.add`. `Scheduler.handle` matches each event against it before anything else.
+`scheduling/` writes it through `Orders.add`. `Scheduler.tick` matches each event against it before anything else.
 No other field may encode "this is in flight".
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.commands import (
     AbortGroup,
@@ -73,20 +73,27 @@ from engine.events import (
     WeightsPublished,
     WeightsStaged,
 )
-from engine.ids import ReplicaId
-from engine.states.process import REPLICA, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE, name_of
-
-if TYPE_CHECKING:
-    from engine.states.clocks import Clocks
+from engine.ids import EventId, ReplicaId
+from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE, name_of
 
 Owner = ReplicaId | str
 """Who executes an order: a replica by its number, any other process by its name."""
 
 DATA_SOURCE, TIMERS = "data source", "timers"
+
+# the names of timers
+DEADLINE = "deadline policy"
+"""Fires when stragglers have kept a batch from forming for long enough."""
+LIMIT = "limit check"
+"""Fires every so often while an order with a time limit is open: see `scheduling/time_limits.py`."""
+GIVE_UP = "give up"
+"""Set while no replica is left and none is coming."""
+DRAIN = "drain"
+"""Fires when a drain has taken too long: the run then stops as it is."""
+FILL = "start the rest"
+"""Set while more may be started than one tick may start: the rest follow when it fires, at once."""
 SCORER_OF = "scorer of "
 """The owner of a scoring task that a process of its own executes is this and the task."""
-SPREAD = 0x9E3779B97F4A7C15
-"""An odd multiplier for order numbers. It makes sums of different orders differ in the state hash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +179,7 @@ RELATIONS: dict[type[Command], Relation] = {
     SaveCheckpoint: Relation(subject="checkpoint", id=("steps",), owner=TRAINER,
                              answers=(CheckpointSaved, CheckpointFailed), limit="checkpoint"),
     DeleteCheckpoint: _acknowledged("delete", ("steps",), TRAINER, "store"),
-    SetTimer: Relation(subject="timer", id=("timer",), owner=TIMERS, answers=(TimerFired,), limit=""),
+    SetTimer: Relation(subject="timer", id=("name",), owner=TIMERS, echo=("timer",), answers=(TimerFired,), limit=""),
     MeasureRows: Relation(subject="rows", id=("validation", "chunk"), owner="replica", echo=("attempt", *_ON_REPLICA),
                           answers=(RowsMeasured, RowsFailed), limit="rows"),
     StopMeasuring: _acknowledged("stop rows", ("replica",), "replica", "cut"),
@@ -208,20 +215,31 @@ def owner_of(kind: str, index: int) -> Owner:
     return index if kind == REPLICA else name_of(kind, index)
 
 
+def owner_text(owner: Owner) -> str:
+    """The owner of an order as the subject of a sentence."""
+    if isinstance(owner, int):
+        return f"replica {owner}"
+    if owner.startswith(f"{SCORER} "):
+        return owner
+    return f"the process of the {owner}" if owner == ADDED_STATES else f"the {owner}"
+
+
 def works_in_order(owner: Owner) -> bool:
     """Whether a process executes its orders one after another, oldest first."""
     return owner == TRAINER or (isinstance(owner, str) and owner.startswith(SCORER_OF))
 
 
 class Order:
-    """One open order. `at`: time it was given, in seconds since the run began. `mark`: when its clock started, in the
-    work time of its owner (`clocks.py`)."""
+    """One open order. `at`: time it was given, in seconds since the run began. `mark`: the work time of its owner when
+    it was given or last progressed (`scheduling/work_times.py`). `overdue`: it exceeded its limit, and that was acted
+    on."""
 
     number: int
     at: float
     mark: float
+    overdue: bool
     command: Command
-    __slots__ = ("at", "command", "id", "mark", "number", "owner", "subject")
+    __slots__ = ("at", "command", "id", "mark", "number", "overdue", "owner", "subject")
 
     def __init__(self, number: int, subject: str, id: Any, owner: Owner, command: Command, at: float) -> None:
         self.number = number
@@ -230,6 +248,7 @@ class Order:
         self.owner = owner
         self.command = command
         self.at = self.mark = at
+        self.overdue = False
 
 
 class OrderBook:
@@ -245,12 +264,9 @@ class OrderBook:
         self._by_subject: dict[str, dict[Any, Order]] = {relation.subject: {} for relation in RELATIONS.values()}
         self.by_number = {}
         self._owned: dict[Owner, dict[int, Order]] = {}
-        self.digest = 0
-        """The book's share of the state hash: a sum over the numbers of the open orders."""
-        self.matched: tuple[Order, ...] = ()
-        """The orders that the newest event answered or reported on. They caused it."""
-        self.clocks: Clocks | None = None
-        """Measures how long orders take; None if no order has a time limit."""
+        self.matched: dict[EventId, tuple[Order, ...]] = {}
+        """By fact of the newest tick: the orders that it answered or reported on, which caused it. A stale echo has no
+        entry."""
 
     def __len__(self) -> int:
         return len(self.by_number)
@@ -298,22 +314,19 @@ class OrderBook:
             if self.is_open(order.number):
                 yield command
 
-    def digest_from_scratch(self) -> int:
-        """`digest`, recomputed from the open orders."""
-        return sum((number + 1) * SPREAD for number in self.by_number)
-
     def scorer(self, task: str) -> Owner:
         """The owner of a scoring task."""
         return f"{SCORER_OF}{task}" if task in self._apart else TRAINER
 
     # orders
 
-    def add(self, command: Command, at: float) -> None:
-        """Add an order. An order with the same key, and the orders that it withdraws, end without an answer."""
+    def add(self, command: Command, at: float) -> Order | None:
+        """Add an order. An order with the same key, and the orders that it withdraws, end without an answer. None: the
+        command needs no answer."""
         opening = _OPENINGS.get(type(command))
         if opening is None:
             self._withdraw_for(command)
-            return
+            return None
         subject, identify, own, withdraws = opening
         id = identify(command)
         orders = self._by_subject[subject]
@@ -329,20 +342,18 @@ class OrderBook:
         if owned is None:
             owned = self._owned[owner] = {}
         owned[number] = order
-        self.digest += (number + 1) * SPREAD
-        if self.clocks is not None:
-            self.clocks.on_opened(order)
+        return order
 
     def rebuild(self) -> None:
-        """Make the indexes anew from `by_number`. Call `Clocks.rebuild` after it."""
-        following, orders, clocks = self.next_number, self.all(), self.clocks
-        self.clocks = None
+        """Make the indexes anew from `by_number`."""
+        following, orders = self.next_number, self.all()
         self.clear()
         for order in orders:
             self.next_number = order.number
-            self.add(order.command, order.at)
-            self.by_number[order.number].mark = order.mark
-        self.next_number, self.clocks = following, clocks
+            again = self.add(order.command, order.at)
+            assert again is not None  # only orders are in a book
+            again.mark, again.overdue = order.mark, order.overdue
+        self.next_number = following
 
     def withdraw(self, subject: str, id: Any) -> Order | None:
         """End an order without an answer. A later answer is a stale echo."""
@@ -362,9 +373,6 @@ class OrderBook:
         """End every order: the run is over, or a resume starts new processes."""
         for orders in (*self._by_subject.values(), *self._owned.values(), self.by_number):
             orders.clear()
-        self.digest = 0
-        if self.clocks is not None:
-            self.clocks.on_cleared()
 
     # events
 
@@ -373,7 +381,7 @@ class OrderBook:
         a stale echo."""
         rules = _RULES.get(type(event))
         if rules is None:
-            self.matched = ()
+            self.matched[event.id] = ()
             return True
         matched: tuple[Order, ...] = ()
         for rule in rules:
@@ -381,29 +389,23 @@ class OrderBook:
             found = rule.find(orders, event) if orders else ()
             if found:
                 matched += found
-                clocks = self.clocks
-                for order in found:
-                    if rule.closes:
-                        if clocks is not None:
-                            clocks.on_answered(order, event)
+                if rule.closes:
+                    for order in found:
                         self._close(order)
-                    elif clocks is not None:
-                        clocks.on_progress(order)
-        self.matched = matched
-        return bool(matched) or type(event) in UNSOLICITED
+        if not matched and type(event) not in UNSOLICITED:
+            return False
+        self.matched[event.id] = matched
+        return True
 
     def _withdraw_for(self, command: Command) -> None:
         if isinstance(command, CancelTimer):
-            self.withdraw("timer", command.timer)
+            self.withdraw("timer", command.name)
         elif isinstance(command, FinishRun):
             self.clear()
 
     def _close(self, order: Order) -> None:
-        number, owned = order.number, self._owned[order.owner]
-        del self.by_number[number], owned[number], self._by_subject[order.subject][order.id]
-        self.digest -= (number + 1) * SPREAD
-        if self.clocks is not None:
-            self.clocks.on_closed(order, was_first=next(iter(owned), number) >= number)
+        number = order.number
+        del self.by_number[number], self._owned[order.owner][number], self._by_subject[order.subject][order.id]
 
 
 class _Rule:

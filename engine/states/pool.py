@@ -6,7 +6,6 @@ Only pools that a task of the trainer needs have a record; replicas with a pool 
 from engine.ids import ReplicaId, StepId
 from engine.states.limits import Limits, Pool
 from engine.states.machine import Table, transitions
-from engine.states.tree import Record
 
 POOL = Table(
     name="pool",
@@ -21,7 +20,7 @@ POOL = Table(
 ROLLOUT = "rollout"
 
 
-class PoolLease(Record):
+class PoolLease:
     """Who has a pool now."""
 
     id: int
@@ -37,7 +36,6 @@ class PoolLease(Record):
         self.id, self.state = id, POOL.initial
         self.pool = pool
         self.replicas: tuple[ReplicaId, ...] = pool.replicas
-        self.place_of = {replica: place for place, replica in enumerate(pool.replicas)}
         self.shared = pool.shared
         """Replicas stand here as well: they sleep while a task of the trainer has the pool."""
 
@@ -53,7 +51,8 @@ class Pools:
             PoolLease(id, pool) for id, pool in enumerate(pools) if set(pool.tasks) & {"train", *limits.scoring_tasks}
         ]
         self._of_task = {task: lease for lease in self.leases for task in lease.pool.tasks if task != ROLLOUT}
-        self._of_replica = {replica: lease for lease in self.leases if lease.shared for replica in lease.replicas}
+        self.shared = [lease for lease in self.leases if lease.shared]
+        self._of_replica = {replica: lease for lease in self.shared for replica in lease.replicas}
 
     def of(self, task: str) -> PoolLease:
         """Where a task of the trainer is done: with the training itself where no pool lists it."""

@@ -3,12 +3,10 @@
 All kinds share one table. A replica's sync machine (`states/replica.py`) runs while its process is up.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 from engine.ids import Incarnation, StepId
 from engine.states.machine import Table, transitions
-from engine.states.tree import Record
 
 REPLICA, TRAINER, SCORER, ADDED_STATES = "replica", "trainer", "scorer", "added states"
 TRAJECTORY_STORE, WEIGHTS_STORE, GATEWAY = "trajectory store", "weights store", "gateway"
@@ -29,11 +27,22 @@ PROCESS = Table(
 )
 
 
-@dataclass(eq=False)
-class Process(Record):
-    """What the scheduler knows of one process."""
+@dataclass(eq=False, slots=True)
+class FunctionCalls:
+    """The newest figures of a process's calls of one of the user's functions: see `events.CallsMeasured`."""
 
-    UNHASHED: ClassVar[tuple[str, ...]] = ("reason",)
+    groups: int = 0
+    queued: int = 0
+    at_once: int = 0
+    setting: str = ""
+    call_s: float = 0.0
+    """Mean duration of the newest calls; until one has ended, the time that the oldest has run."""
+    ended: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Process:
+    """What the scheduler knows of one process."""
 
     kind: str
     index: int = 0
@@ -52,6 +61,30 @@ class Process(Record):
     """Why it is to leave."""
     room: str = ""
     """What it waits for before it can start."""
+    exceeded: int = 0
+    """How often orders about it exceeded their time limit since one was answered."""
+    still: float = 0.0
+    """Seconds in which it could not work, of the clock of the limit check; without the present standstill."""
+    still_since: float = 0.0
+    """Since when it cannot work; -1: it can."""
+    answered: int = 0
+    """Kinds of which it has answered an order since it started: a sum of `timeouts.BITS`."""
+    last_answer: float = -1.0
+    """Its work time at its last answer, if it does the work of added states; -1: none."""
+    calls: dict[str, FunctionCalls] = field(default_factory=dict)
+    """Its calls of the user's functions, by the function's name in messages; those of its newest life."""
+
+    def note_work(self, works: bool, clock: float) -> None:
+        """It can work from now on, or cannot."""
+        if works and self.still_since >= 0:
+            self.still += clock - self.still_since
+            self.still_since = -1.0
+        elif not works and self.still_since < 0:
+            self.still_since = clock
+
+    def work_time(self, clock: float) -> float:
+        """Seconds in which it could work."""
+        return (self.still_since if self.still_since >= 0 else clock) - self.still
 
     @property
     def id(self) -> str:

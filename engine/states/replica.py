@@ -1,15 +1,18 @@
-"""The replica: one rollout engine, its weights and its slots. Driven by `scheduling/weights.py` and
-`scheduling/groups.py`."""
+"""The replica: one rollout engine, its weights and its slots; and the index of replicas that can take a group.
 
-from collections.abc import Callable
+Driven by `scheduling/weights.py` and `scheduling/groups.py`. `State.replicas` holds every replica ever seen. Dispatch
+policies ask `FreeSlots` once for each start. Everything else visits the replicas, at most once in each tick.
+"""
+
 from dataclasses import dataclass, field
-from typing import ClassVar
+from heapq import heappop, heappush
+from operator import itemgetter
+from typing import NamedTuple
 
-from engine.ids import EventId, GroupId, Incarnation, ReplicaId, ValidationId, Version
+from engine.ids import NO_VERSION, EventId, GroupId, Incarnation, ReplicaId, ValidationId, Version
 from engine.states.machine import Table, transitions
 from engine.states.process import REPLICA as REPLICA_KIND
 from engine.states.process import Process
-from engine.states.tree import Record, digest, hashed_values
 
 REPLICA = Table(
     name="replica",
@@ -42,11 +45,16 @@ REPLICA = Table(
 )
 
 
-@dataclass(eq=False)
-class Replica(Record):
-    """What the scheduler knows of one replica."""
+IN_SYNC = ("pausing", "installing")
+GONE = ("down", "draining", "drained")
+"""A replica in one of these states gets no weights and serves no validation, and training does not wait for it."""
+AT_REST = ("drained", "asleep", "down")
+"""Nothing runs on a replica in one of these states."""
 
-    UNHASHED: ClassVar[tuple[str, ...]] = ("process", "groups", "chunks")  # process: hashed beside it
+
+@dataclass(eq=False, slots=True)
+class Replica:
+    """What the scheduler knows of one replica."""
 
     id: ReplicaId
     validator: bool = False
@@ -61,8 +69,6 @@ class Replica(Record):
     """Trajectories that a slot holds: those of one group."""
     finished: int = 0
     """Trajectories that have ended, of the groups that run here. Each `samples` of them free a slot."""
-    taken: int = 0
-    """Slots that groups cannot have: all of a validator, and those that a validation has."""
     version: Version = 0
     staging: Version | None = None
     """Being brought to host memory."""
@@ -71,6 +77,8 @@ class Replica(Record):
     sync_attempt: int = 0
     """Syncs begun on this incarnation; its sync orders and their answers carry it."""
     sync_failures: int = 0
+    exceeded: int = 0
+    """How often orders about it exceeded their time limit since one was answered."""
     failed_groups: int = 0
     """Different groups in a row whose attempt failed here for infrastructure, none finished in between."""
     failed_group: GroupId = -1
@@ -88,16 +96,6 @@ class Replica(Record):
     chunks: dict[int, None] = field(default_factory=dict)
     """Of that validation, being measured here, each in a slot; a dict for its order."""
 
-    def __post_init__(self) -> None:
-        self.place = 0
-        """How many replicas were seen before it: its place in every order of replicas."""
-        self.freed = 0
-        """Slots that `Fleet.freed` counts for it."""
-
-    def watch(self, note: Callable[[], None]) -> None:
-        super().watch(note)
-        self.process.watch(note)
-
     @property
     def condition(self) -> str:
         """Its state; while it is down, the state of its process."""
@@ -113,6 +111,11 @@ class Replica(Record):
     def occupied(self) -> int:
         """Slots that its groups need, by the number of their trajectories that have not ended."""
         return len(self.groups) - self.finished // self.samples
+
+    @property
+    def taken(self) -> int:
+        """Slots that groups cannot have: all of a validator, and those that a validation has."""
+        return self.slots if self.validator else len(self.chunks)
 
     @property
     def free_slots(self) -> int:
@@ -133,10 +136,161 @@ class Replica(Record):
         """What every order of a sync carries."""
         return {"replica": self.id, "incarnation": self.incarnation, "attempt": self.sync_attempt, "cause": cause}
 
-    def count_taken(self) -> None:
-        """To be called after a change of its slots or chunks."""
-        self.taken = self.slots if self.validator else len(self.chunks)
+    @property
+    def present(self) -> bool:
+        """It may serve a validation."""
+        return self.state not in GONE and not self.process.leaves
 
-    def digest(self) -> int:
-        """What it adds to the state hash."""
-        return digest((hashed_values(self), hashed_values(self.process)))
+    @property
+    def coming(self) -> bool:
+        """It is down, and its next life is on its way."""
+        return self.state == "down" and self.process.coming
+
+
+def load_of(replica: Replica) -> float:
+    """Share of its slots that a validation has or the trajectories of its groups need."""
+    samples = replica.samples
+    return ((len(replica.groups) + replica.taken) * samples - replica.finished) / (replica.slots * samples)
+
+
+class _SameVersion:
+    """The replicas with a free slot at one version."""
+
+    __slots__ = ("heap", "replicas")
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[float, ReplicaId]] = []
+        """(load, id) at every change; outdated entries are skipped."""
+        self.replicas: dict[ReplicaId, None] = {}
+
+
+class Contribution(NamedTuple):
+    """What one replica adds to the figures of `FreeSlots`."""
+
+    open_at: Version = NO_VERSION
+    """Its version, if it can take a group."""
+    idle: int = 0
+    """Free slots, if it is not slow and does not leave."""
+    freed: int = 0
+    movable: int = 0
+    """Groups that may continue on another replica, because this one is slow."""
+
+
+NOTHING = Contribution()
+
+
+class FreeSlots:
+    """The replicas that can take a group, by version and load, and the sums of their slots.
+
+    Everything here follows from the replicas. `update` must be called after every change of a replica's state, version,
+    slots, groups or chunks, of its being slow, and of its leaving. A change costs O(log replicas).
+    """
+
+    def __init__(self, replicas: dict[ReplicaId, Replica]) -> None:
+        self.rebuild(replicas)
+
+    def rebuild(self, replicas: dict[ReplicaId, Replica]) -> None:
+        """Make everything anew for these replicas."""
+        self._replicas = replicas
+        self.freed = 0
+        """Slots that running groups do not need any more: `samples` of their trajectories have ended for each."""
+        self.idle = 0
+        """Free slots of replicas that can take a group, are not slow and do not leave."""
+        self.idle_at: dict[Version, int] = {}
+        """How many such replicas there are at each version."""
+        self.seats_on_slow = 0
+        """Counts changes after which a slow replica had more groups that may continue on another."""
+        self._known: dict[ReplicaId, Contribution] = {}
+        self._at: dict[Version, _SameVersion] = {}
+        for replica in replicas.values():
+            self.update(replica)
+
+    def update(self, replica: Replica) -> None:
+        """A replica has changed."""
+        id, version = replica.id, replica.version
+        free = replica.free_slots if replica.state == "ready" else 0
+        before = self._known.get(id, NOTHING)
+        if free > 0:
+            if before.open_at != version:
+                self._close(id, before.open_at)
+                self._at.setdefault(version, _SameVersion()).replicas[id] = None
+            at = self._at[version]
+            heappush(at.heap, (load_of(replica), id))
+            if len(at.heap) > 64 + 8 * len(at.replicas):
+                at.heap = sorted((load_of(self._replicas[one]), one) for one in at.replicas)
+        else:
+            self._close(id, before.open_at)
+        leaves = replica.process.leaves
+        now = self._known[id] = Contribution(
+            version if free > 0 else NO_VERSION,
+            0 if replica.slow or leaves else free,
+            replica.finished // replica.samples,
+            len(replica.groups) if replica.slow and replica.state == "ready" and not leaves else 0,
+        )
+        self.freed += now.freed - before.freed
+        self.idle += now.idle - before.idle
+        self.seats_on_slow += now.movable > before.movable
+        if before.idle:
+            self._count_idle_at(before.open_at, -1)
+        if now.idle:
+            self._count_idle_at(now.open_at, 1)
+
+    def _count_idle_at(self, version: Version, more: int) -> None:
+        count = self.idle_at.get(version, 0) + more
+        if count:
+            self.idle_at[version] = count
+        else:
+            del self.idle_at[version]
+
+    def _close(self, id: ReplicaId, version: Version) -> None:
+        """A replica cannot take a group any more, at that version."""
+        if version == NO_VERSION:
+            return
+        at = self._at[version]
+        del at.replicas[id]
+        if not at.replicas:
+            del self._at[version]
+
+    # reading
+
+    @property
+    def newest_version(self) -> Version:
+        """Newest version among replicas that can take a group; `NO_VERSION` if none can."""
+        return max(self._at, default=NO_VERSION)
+
+    def least_loaded(self, oldest: Version = 0, avoid: ReplicaId = -1) -> Replica | None:
+        """The replica with the smallest share of busy slots (then the smallest id) among those at version `oldest` or
+        newer; `avoid` only if no other will do."""
+        found = [self._best(at, avoid) for version, at in self._at.items() if version >= oldest]
+        return self._replicas[min(found)[2]] if found else None
+
+    def newest(self, oldest: Version = 0, avoid: ReplicaId = -1) -> Replica | None:
+        """The replica with the newest weights, then the least loaded, among those at version `oldest` or newer;
+        `avoid` only if no other will do."""
+        versions = sorted((version for version in self._at if version >= oldest), reverse=True)
+        found = [self._best(self._at[version], avoid) for version in versions]
+        return self._replicas[min(found, key=itemgetter(0))[2]] if found else None
+
+    def _best(self, at: _SameVersion, avoid: ReplicaId) -> tuple[bool, float, ReplicaId]:
+        """The least loaded replica at one version, as (whether it is the one to avoid, its load, its id)."""
+        heap, avoided = at.heap, None
+        while heap:
+            load, id = heap[0]
+            if id not in at.replicas or load_of(self._replicas[id]) != load:
+                heappop(heap)
+            elif id == avoid:
+                avoided = heappop(heap)
+            else:
+                break
+        best = (False, *heap[0]) if heap else None
+        if avoided is not None:
+            heappush(heap, avoided)
+        if best is None:
+            assert avoided is not None  # every replica that can take a group is in the heap
+            best = (True, *avoided)
+        return best
+
+    def figures(self) -> tuple[object, ...]:
+        """Everything that the index knows, for comparison."""
+        known = {id: one for id, one in self._known.items() if one != NOTHING}
+        return known, {version: set(at.replicas) for version, at in self._at.items()}, self.idle_at

@@ -35,7 +35,7 @@ class Stages:
     def __init__(self, added: tuple[AddedState, ...], orders: OrderBook) -> None:
         self.by_name = {state.name: Stage(number, state, orders) for number, state in enumerate(added)}
         self.waiting = 0
-        """Number of groups in all states whose work is not ordered. The scheduler checks it after every event."""
+        """Number of groups in all states whose work is not ordered. The scheduler checks it in every tick."""
         self._orders = orders
 
     @property

@@ -1,7 +1,7 @@
 """Everything the scheduler knows, and the few operations that change it.
 
 Written only by `scheduling/scheduler.py` and the modules of `scheduling/`; read by everyone else through
-`states/view.py`. Each operation keeps the ledger, the deadlines and the state hash in step with the records, so that no
+`states/view.py`. Each operation keeps the ledger and the deadlines in step with the records, so that no
 caller can forget to.
 """
 
@@ -9,27 +9,24 @@ from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any
 
 from engine.commands import FinishRun
-from engine.ids import NO_VERSION, GroupId, StepId, TimerId, Version
-from engine.states.census import Census
+from engine.ids import NO_VERSION, GroupId, ReplicaId, StepId, Version
 from engine.states.checkpoints import Checkpoints
-from engine.states.clocks import Clocks
-from engine.states.fleet import Fleet
 from engine.states.group import Group, group_table
-from engine.states.hashing import StateHash
 from engine.states.ledger import Deadlines, Ledger
 from engine.states.limits import Limits
 from engine.states.machine import Phase, SharedMachine
-from engine.states.orders import OrderBook, Owner, owner_of
+from engine.states.orders import KINDS_OF_SUBJECTS, OrderBook, Owner, owner_of
+from engine.states.paces import Paces
 from engine.states.pool import POOL, PoolLease, Pools
 from engine.states.process import ADDED_STATES, PROCESS, SCORER, Process, name_of
 from engine.states.process import REPLICA as REPLICA_KIND
-from engine.states.replica import REPLICA, Replica
+from engine.states.replica import REPLICA, FreeSlots, Replica
 from engine.states.stage_queues import Stages
 from engine.states.step import STEP, Step
-from engine.states.tree import Record
+from engine.states.timeouts import LimitCheck
 from engine.states.validation import VALIDATION, Validations
 from engine.states.version import VERSION, WeightsVersion
 
@@ -43,19 +40,14 @@ Key = tuple[float, ...]
 class State:
     """The whole state of one run."""
 
-    UNHASHED: ClassVar[tuple[str, ...]] = (  # records and policies have their own part in the hash
-        "groups", "orders", "pools", "steps", "fleet", "processes", "checkpoints", "versions", "steps_in",
-        "updates_in", "ledger", "validations", "clocks", "outcome", "last_policy_error", "policy_memory",
-        "last_failure",
-    )  # fmt: skip
-
     groups: dict[GroupId, Group]
     """Live groups: those that no step has trained on and that were not released."""
     orders: OrderBook
     pools: Pools
     steps: dict[StepId, Step]
     """Those whose batch is formed and that are not finished, and the one that comes next."""
-    fleet: Fleet
+    replicas: dict[ReplicaId, Replica]
+    """Every replica ever seen, lost ones included."""
     processes: dict[str, Process]
     """Every process that is no replica, by its name. A replica has its own: `Replica.process`."""
     checkpoints: Checkpoints
@@ -68,7 +60,7 @@ class State:
     latest_version: Version = 0
     ledger: Ledger
     validations: Validations
-    clocks: Clocks
+    limit_check: LimitCheck
     started: bool = False
     exhausted: bool = False
     """The source has no more prompts."""
@@ -80,12 +72,15 @@ class State:
     publish_failures: int = 0
     checkpoint_ordered: StepId = 0
     """Train steps in the checkpoint that was ordered last."""
-    next_timer: TimerId = 0
+    checkpoint_failures: int = 0
+    """How often that checkpoint failed."""
     next_ready: int = 0
     """Groups that became ready so far."""
     next_entered: int = 1
     """Entries into added states, counted from 1."""
     stale_echoes: int = 0
+    generated_at: float = 0.0
+    """When a group was last generated."""
     failed_in_a_row: int = 0
     """Groups that failed for good since one was generated."""
     filtered_in_a_row: int = 0
@@ -106,14 +101,6 @@ class State:
     """The largest S that an open group may have been admitted under."""
     over: int = 0
     """Groups that run beyond K since it was lowered; they end, and no other starts meanwhile."""
-    limit_timer: TimerId | None = None
-    """Fires when the first order may exceed its time limit."""
-    give_up_timer: TimerId | None = None
-    """Set while no replica is left and none is coming."""
-    drain_timer: TimerId | None = None
-    """Fires when a drain has taken too long: the run then stops as it is."""
-    fill_timer: TimerId | None = None
-    """Set while more may be started than one event may start: the rest follow when it fires, at once."""
     launched: int = 0
     launching: int = 0
     """So many replicas are wanted, and those before `launched` were started if they were gone."""
@@ -134,61 +121,41 @@ class State:
     def __init__(self, limits: Limits, observe: Observer | None = None) -> None:
         self.limits = limits
         self._ahead, self._timed = limits.ahead, limits.timed
+        self.changed = False
+        """Something other than a group has changed its state in this tick."""
         self._build_machines(observe, limits)
-        self.hashed = StateHash(self)
         self.groups, self.steps, self.processes, self.versions = {}, {}, {}, {}
         self.steps_in, self.updates_in, self.policy_memory = {}, {0: 0}, {}
         self.ledger = Ledger()
         self.orders = OrderBook(limits.scored_apart)
         self.pools = Pools(limits)
         self.stages = Stages(limits.added_states, self.orders)
+        self._worker_of = {stage.owner: name_of(ADDED_STATES, 0) for stage in self.stages.by_name.values()}
+        for index, tasks in enumerate(limits.scorers()):
+            self._worker_of.update((self.orders.scorer(task), name_of(SCORER, index)) for task in tasks)
+        """The process that executes the orders of an owner with another name."""
         self.settings, self.loosest = {}, limits.max_staleness_steps
-        self.fleet = Fleet(self.note_change)
+        self.replicas = {}
+        self.free = FreeSlots(self.replicas)
+        self.paces = Paces(self.replicas, limits.straggler_factor, self._mark_slow)
         self.checkpoints = Checkpoints(bool(limits.checkpoint_every), limits.keeps_batches)
-        self.validations = Validations(self.fleet, self.orders, self._validation_machine, self.note_change)
-        self.policy_books = 0
-        """What policies remember adds to the state hash; 0 where none remembers anything."""
-        self.changed = True
-        """Something other than a group has changed since the hardware was last looked after."""
+        self.validations = Validations(self.replicas, self.free, self.orders, self._validation_machine)
         self._index_groups()
-        self.census = Census(self)
-        self.clocks = Clocks(self)
-        self._watch(*self.small_records())
+        self.limit_check = LimitCheck(limits.timeouts, KINDS_OF_SUBJECTS)
         self.next_step(0)
         self.publish(0)
         self.fire_version(self.versions[0], "live")
 
     # records
 
-    def note_change(self) -> None:
-        """Something other than a group has changed. Records call it by themselves."""
-        self.changed = True
-        self.hashed.others = None
-
-    def small_records(self) -> list[Record]:
-        """Every record but groups, replicas and orders: there are few."""
-        return [
-            *self.steps.values(), *self.pools.leases, *self.versions.values(), self.validations, self.checkpoints,
-            self.clocks, *self.processes.values(), *self.validations.runs.values(),
-        ]  # fmt: skip
-
-    def _watch(self, *records: Record) -> None:
-        """These records belong to the state from now on."""
-        for record in records:
-            record.watch(self.note_change)
-        self.note_change()
-
     def rebuild(self) -> None:
         """Make everything that follows from the declared fields, after these were filled."""
         self.orders.rebuild()
         self._index_groups()
-        self.validations.rebuild()
-        self.fleet.rebuild()
-        self.hashed.begin(group for group in self.groups.values() if group.begun)
-        self.settle()
-        self.census.rebuild()
-        self.clocks.rebuild()
-        self._watch(*self.small_records())
+        self.validations.rebuild(self.replicas)
+        self.free.rebuild(self.replicas)
+        self.paces.rebuild(self.replicas, self.limits.straggler_factor)
+        self.limit_check.use(self.limits.timeouts)
 
     def _index_groups(self) -> None:
         """Make the lists of open groups, by what may happen to them next."""
@@ -196,8 +163,10 @@ class State:
         self.ready: dict[GroupId, None] = {}
         """In the order they became ready; a dict for its order and its O(1) removal."""
         self.parked: dict[Version, list[tuple[Key, GroupId]]] = {}
-        """Heaps of (key, group) by the version they resume from, the key as the resume policy gave it; entries of
-        groups no longer parked are skipped."""
+        """Heaps of (key, group) by the version they resume from, the key as the resume policy gave it; outdated entries
+        are skipped."""
+        self.unrewarded: dict[GroupId, None] = {}
+        """Running groups whose trajectories have all ended: what they lack is their rewards. A dict for its order."""
         self.deadlines = Deadlines(self.limits.surplus)
         self.stages.clear()
         ready, entered = [], []
@@ -210,6 +179,8 @@ class State:
                 self.waiting.append(group.id)
             elif group.state == "aborted":
                 self._park(group, group.resume_key or (group.deadline,))
+            elif group.replica >= 0 and group.finished == self.replicas[group.replica].samples:
+                self.unrewarded[group.id] = None
             elif phase is Phase.PARKED:
                 entered.append(group)
         self.ready.update((group.id, None) for group in sorted(ready, key=attrgetter("ready_number")))
@@ -227,20 +198,29 @@ class State:
         }  # fmt: skip
         """What a group leaves and enters with its phases."""
         self._group_machine = SharedMachine(table, observe)
-        self._step_machine = SharedMachine(STEP, observe)
-        self._replica_machine = SharedMachine(REPLICA, observe)
-        self._version_machine = SharedMachine(VERSION, observe)
-        self._pool_machine = SharedMachine(POOL, observe)
-        self._process_machine = SharedMachine(PROCESS, observe)
-        self._validation_machine = SharedMachine(VALIDATION, observe)
+        self._machines = [
+            SharedMachine(table, self._noting(observe)) for table in (STEP, REPLICA, VERSION, POOL, PROCESS, VALIDATION)
+        ]
+        (
+            self._step_machine, self._replica_machine, self._version_machine, self._pool_machine, self._process_machine,
+            self._validation_machine,
+        ) = self._machines  # fmt: skip
 
     def observe(self, observe: Observer | None) -> None:
-        """Tell of every change of state from now on."""
-        for machine in (
-            self._group_machine, self._step_machine, self._replica_machine, self._version_machine, self._pool_machine,
-            self._process_machine, self._validation_machine,
-        ):  # fmt: skip
-            machine.observe = observe
+        """Call `observe` after every change of state from now on."""
+        self._group_machine.observe = observe
+        for machine in self._machines:
+            machine.observe = self._noting(observe)
+
+    def _noting(self, observe: Observer | None) -> Observer:
+        """An observer of all machines but that of groups. It sets `changed`."""
+
+        def note(machine: str, record: Any, source: str, trigger: str) -> None:
+            self.changed = True
+            if observe is not None:
+                observe(machine, record, source, trigger)
+
+        return note
 
     # groups
 
@@ -256,7 +236,6 @@ class State:
         before = group.state
         self._group_machine.fire(group, trigger)
         source, target = self._phases[before], self._phases[group.state]
-        self.hashed.touched[group] = None
         self.ledger.move(source, target)
         self.deadlines.move(group.id, group.deadline, source, target)
         leave, enter = self._leave.get(source), self._enter.get(target)
@@ -289,8 +268,6 @@ class State:
     def _end(self, group: Group, key: Key) -> None:
         """It was trained on, or released."""
         del self.groups[group.id]
-        if self.clocks.doubled:
-            self.clocks.forget_keys(("group", group.id), ("truncate", group.id), ("stage", group.id))
         if self.checkpoints.tracks and self._phases[group.state] is Phase.RELEASED:
             self.checkpoints.release(group.id, self.steps_trained)
 
@@ -302,8 +279,7 @@ class State:
         """A group that was ready or parked, and has forgotten its tokens, waits in its place for an attempt from
         nothing."""
         if group.state == "aborted":
-            self._park(group, key)  # under the version it may resume from now; the old entry is skipped
-            self.hashed.touched[group] = None
+            self._park(group, key)  # the old entry is skipped
         else:
             self.fire_group(group, "lose", key)
 
@@ -317,7 +293,6 @@ class State:
         """Set fields of a group, apart from a change of its state."""
         for name, value in fields.items():
             setattr(group, name, value)
-        self.hashed.touched[group] = None
 
     def surplus_checkpoints(self) -> list[StepId]:
         """The checkpoints to delete, oldest first."""
@@ -345,7 +320,6 @@ class State:
         self.steps_in = {version: min(held, steps) for version, held in self.steps_in.items()}
         self.updates_in = {after: updates for after, updates in self.updates_in.items() if after <= steps}
         self.retire_all()
-        self.hashed.begin(group for group in self.groups.values() if group.attempt)
 
     def retire_all(self) -> None:
         """The weights of every version are gone."""
@@ -366,12 +340,10 @@ class State:
         self.started = True
         self.outcome = None
         self.publish_failures = self.failed_in_a_row = self.filtered_in_a_row = self.failed_draws = 0
-        self.judged = self.misjudged = 0
+        self.judged = self.misjudged = self.checkpoint_failures = 0
         self.last_failure = self.none_left = ""
         self.draining = ""
-        self.limit_timer = self.drain_timer = self.give_up_timer = self.fill_timer = None
-        self.clocks.begin_again()
-        self.census.rebuild()
+        self.limit_check.interval = 0.0
 
     def seat(self, group: Group, replica: Replica) -> None:
         """Give a group a slot, after its trigger was fired."""
@@ -380,37 +352,36 @@ class State:
         if self._timed:
             group.seated_at, group.seated_tokens = self.now, group.tokens
         replica.groups[group.id] = None
-        if replica.slow:
-            self.fleet.seats_on_slow += 1
-        self.fleet.changed(replica)
+        self.free.update(replica)
 
     def unseat(self, group: Group) -> None:
         """Take the slot of a group back, before its trigger is fired."""
-        replica = self.fleet.replicas[group.replica]
+        replica = self.replicas[group.replica]
         del replica.groups[group.id]
         group.replica = -1
         if group.finished:
             replica.finished -= group.finished
             group.finished = 0
-        if replica.state == "pausing" and not replica.groups and self.clocks.enabled:
-            self.clocks.on_emptied(replica)
+            self.unrewarded.pop(group.id, None)
         group.seated_at = 0.0
-        self.fleet.changed(replica)
+        self.free.update(replica)
 
     def free_trajectories(self, group: Group, finished: int) -> None:
         """`finished` trajectories of a running group have ended, at least as many as before. Its replica may generate
         others in their place."""
-        replica = self.fleet.replicas[group.replica]
+        replica = self.replicas[group.replica]
         replica.finished += finished - group.finished
         self.update(group, finished=finished)
-        self.fleet.changed(replica)
+        if finished == replica.samples:
+            self.unrewarded[group.id] = None
+        self.free.update(replica)
 
     def next_parked(self, newest: Version) -> Group | None:
         """The parked group with the smallest key that may resume on a replica at version `newest`."""
         best: tuple[Key, GroupId] | None = None
         for version in sorted(self.parked):
             heap = self.parked[version]
-            while heap and not self._is_parked(heap[0][1], version):
+            while heap and not self._is_parked(*heap[0], version):
                 heappop(heap)
             if not heap:
                 del self.parked[version]
@@ -424,21 +395,22 @@ class State:
         if heap and heap[0][1] == group.id:
             heappop(heap)
 
-    def _is_parked(self, id: GroupId, version: Version) -> bool:
+    def _is_parked(self, key: Key, id: GroupId, version: Version) -> bool:
+        """Whether an entry of a heap in `parked` is still true: its group may have begun anew since."""
         group = self.groups.get(id)
-        return group is not None and group.state == "aborted" and group.resumes_from == version
+        if group is None or group.state != "aborted" or group.resumes_from != version:
+            return False
+        return key == (group.resume_key or (group.deadline,))
 
     # the other machines
 
     def next_step(self, id: StepId) -> None:
         """Add the step that comes next."""
         self.steps[id] = Step(id)
-        self._watch(self.steps[id])
 
     def publish(self, version: Version) -> None:
         """A version holds the steps trained so far, and is the newest."""
         self.versions[version] = WeightsVersion(version, self.steps_trained)
-        self._watch(self.versions[version])
         self.steps_in[version] = self.steps_trained
         self.latest_version = version
 
@@ -457,27 +429,24 @@ class State:
 
     def fire_replica(self, replica: Replica, trigger: str) -> None:
         self._replica_machine.fire(replica, trigger)
-        if replica.slow:
-            self.fleet.seats_on_slow += 1
-        self.fleet.changed(replica)
-        if self.clocks.enabled:
-            self.clocks.on_replica_changed(replica)
+        waits = replica.state == "pausing" and self.limits.sync_mode == "wait"
+        replica.process.note_work(replica.state == "ready" or waits, self.limit_check.read(self.now))
+        self.free.update(replica)
 
     def find_process(self, kind: str, index: int) -> Process | None:
         """A process; None for one that was never seen."""
         if kind == REPLICA_KIND:
-            replica = self.fleet.replicas.get(index)
-            return None if replica is None else replica.process
+            return self.replicas[index].process if index in self.replicas else None
         return self.processes.get(name_of(kind, index))
 
     def process(self, kind: str, index: int) -> Process:
         """A process. One that was never seen before is added, and is gone."""
         found = self.find_process(kind, index)
         if found is None and kind == REPLICA_KIND:
-            found = self.fleet.add(index, validator=self.limits.validates_only(index)).process
+            replica = self.replicas[index] = Replica(index, self.limits.validates_only(index), Process(kind, index))
+            found = replica.process
         elif found is None:
             found = self.processes[name_of(kind, index)] = Process(kind, index)
-            self._watch(found)
         return found
 
     def owners_of(self, process: Process) -> list[Owner]:
@@ -491,21 +460,15 @@ class State:
     def process_of(self, owner: Owner) -> Process | None:
         """The process that executes the orders of an owner; None for the data source, which is no process."""
         if isinstance(owner, int):
-            return self.fleet.replicas[owner].process
-        if owner in self.processes:
-            return self.processes[owner]
-        return next((one for one in self.processes.values() if owner in self.owners_of(one)), None)
+            return self.replicas[owner].process
+        return self.processes.get(self._worker_of.get(owner, owner))
 
     def fire_process(self, process: Process, trigger: str) -> None:
         self._process_machine.fire(process, trigger)
-        if self.clocks.enabled:
-            self.clocks.on_process_changed(process)
-
-    def wait_for_room(self, process: Process, reason: str) -> None:
-        """A process cannot start before it has room; with an empty reason, it has room now."""
-        process.room = reason
-        if self.clocks.enabled:
-            self.clocks.on_room_changed(process)
+        if process.kind != REPLICA_KIND:
+            process.note_work(process.state == "up", self.limit_check.read(self.now))
+        if process.state == "up":
+            process.answered, process.last_answer = 0, -1.0
 
     def target_of(self, replica: Replica) -> Version:
         """What a replica works towards: the newest version; where a validation holds it, that one's; a validator that
@@ -520,13 +483,29 @@ class State:
         if version.state == "retired":
             del self.versions[version.id]
 
+    @property
+    def rollouts(self) -> list[Replica]:
+        """Replicas that groups run on, lost ones included: all but those that only validate."""
+        return [replica for replica in list(self.replicas.values()) if not replica.validator]
+
+    @property
+    def rollouts_left(self) -> int:
+        """Number of replicas that generate and are up or on their way."""
+        there = sum(replica.state != "down" or replica.coming for replica in self.rollouts)
+        return there + self.limits.rollouts_among(self.launched, self.launching)
+
+    def _mark_slow(self, replica: Replica, slow: bool) -> None:
+        """A replica is slower than the others by more than may be, or is not any more."""
+        if replica.slow != slow:
+            replica.slow = slow
+            self.free.update(replica)
+
     def forget_versions(self) -> None:
         """Drop the figures of versions that nothing refers to any more: all tokens of a group that no step has taken
         are of versions with at least `steps_batched` - S train steps."""
         least = self.steps_batched - self.loosest
         used = {*self.versions, *(run.version for run in self.validations.runs.values())}
-        for validators in (False, True):
-            used.update(self.census.kind(validators=validators).seen.by)
+        used.update(replica.version for replica in self.replicas.values())
         for version in list(self.steps_in):
             if self.steps_in[version] >= least or version >= self.latest_version - 1:
                 return
@@ -543,22 +522,14 @@ class State:
 
     def change(self, limits: Limits) -> None:
         """Other bounds from now on; groups keep the deadlines they have."""
-        other_timeouts = limits.timeouts != self.limits.timeouts
         self.limits, self._ahead, self._timed = limits, limits.ahead, limits.timed
-        if other_timeouts:
-            self.clocks.use()
+        self.limit_check.use(limits.timeouts)
+        self.paces.use(limits.straggler_factor)
         self.loosest = max(self.loosest, limits.max_staleness_steps)
         self.over = max(0, self.ledger.running - limits.max_concurrent_groups)
 
-    def new_timer(self) -> TimerId:
-        timer = self.next_timer
-        self.next_timer += 1
-        return timer
-
-    @property
-    def timers(self) -> tuple[TimerId | None, ...]:
-        """Those of the run that are set, None for each that is not."""
-        return self.limit_timer, self.give_up_timer, self.fill_timer, self.drain_timer
+    def timer_is_set(self, name: str) -> bool:
+        return self.orders.find("timer", name) is not None
 
     # what is in flight, as the order book says
 
@@ -642,16 +613,7 @@ class State:
         """The first step whose batch is formed and that is not finished."""
         return next(iter(self.formed_steps), None)
 
-    # the state hash
-
     def settle(self) -> None:
-        """At the end of an event: take what it touched into the hash. Groups beyond a K that was lowered only become
-        fewer."""
+        """At the end of a tick: groups beyond a K that was lowered only become fewer."""
         if self.over:
             self.over = min(self.over, max(0, self.ledger.running - self.limits.max_concurrent_groups))
-        self.hashed.settle()
-
-    @property
-    def hash(self) -> int:
-        """64 bits of the whole state."""
-        return self.hashed.value()

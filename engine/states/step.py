@@ -1,11 +1,9 @@
 """The train step: one outer step of the trainer over a batch of groups. Driven by `scheduling/steps.py`."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from engine.ids import GroupId, StepId, TimerId
+from engine.ids import GroupId, StepId
 from engine.states.machine import Table, transitions
-from engine.states.tree import Record, digest
 
 STEP = Table(
     name="step",
@@ -24,29 +22,24 @@ STEP = Table(
 
 
 @dataclass(eq=False)
-class Step(Record):
+class Step:
     """One train step and its batch, which never changes once formed."""
-
-    UNHASHED: ClassVar[tuple[str, ...]] = ("groups", "staleness")  # `batch_digest` stands for them
 
     id: StepId
     state: str = STEP.initial
     attempt: int = 0
     failures: int = 0
+    exceeded: int = 0
+    """How often orders about it exceeded their time limit since one was answered."""
     groups: tuple[GroupId, ...] = ()
     staleness: tuple[int, ...] = ()
     done: tuple[int, ...] = ()
     """Scoring tasks done in this attempt, by their place in `Limits.scoring_tasks`."""
-    timer: TimerId | None = None
-    """Set while only stragglers keep the batch from forming."""
     acts: int = 0
     """How often the deadline policy has acted for this step."""
     short: bool = False
     """The deadline policy lets this step take fewer groups than a full batch."""
-    batch_digest: int = 0
-    """What its batch adds to the state hash."""
 
     def take(self, groups: tuple[GroupId, ...], staleness: tuple[int, ...]) -> None:
         """Form the batch."""
         self.groups, self.staleness = groups, staleness
-        self.batch_digest = digest((groups, staleness)) >> 1

@@ -6,20 +6,17 @@ holds which replica and which chunk is out where, so that no caller can forget o
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import ClassVar
 
 from engine.events import RowsMeasured
 from engine.ids import ReplicaId, StepId, ValidationId, Version
-from engine.states.estimators import Estimate, Response, estimates
-from engine.states.fleet import Fleet
 from engine.states.limits import ValidationSet
 from engine.states.machine import SharedMachine, Table, transitions
 from engine.states.orders import OrderBook
-from engine.states.replica import Replica
-from engine.states.tree import Record, digest
+from engine.states.replica import FreeSlots, Replica
+from engine.states.validation_figures import Figure, Response, figures
 
 VALIDATION = Table(
     name="validation",
@@ -43,9 +40,11 @@ class Chunk:
     count: int
     attempt: int = 0
     failures: int = 0
+    exceeded: int = 0
+    """How often orders about it exceeded their time limit since one was answered."""
     done: bool = False
     rows: tuple[int, ...] = ()
-    """The rows that could be measured, with the reward and the answer of each (`estimators.Response`)."""
+    """The rows that could be measured, with the reward and the answer of each (`validation_figures.Response`)."""
     rewards: tuple[float, ...] = ()
     answers: tuple[int, ...] = ()
     right_rows: tuple[int, ...] = ()
@@ -65,11 +64,8 @@ class Chunk:
 
 
 @dataclass(eq=False)
-class Validation(Record):
+class Validation:
     """One version to be measured on every held-out row, each counted once."""
-
-    UNHASHED: ClassVar[tuple[str, ...]] = ("chunks", "replicas", "reason", "ended_at", "estimates")
-    """`trace` stands for the chunks."""
 
     id: ValidationId
     version: Version
@@ -94,9 +90,7 @@ class Validation(Record):
     """Why it was cancelled or failed."""
     started_at: float = -1.0
     ended_at: float = -1.0
-    trace: int = 0
-    """A hash of everything that happened to its chunks and replicas."""
-    estimates: tuple[Estimate, ...] = ()
+    figures: tuple[Figure, ...] = ()
     """The figures of each set, once it is reported."""
 
     def split(self, size: int) -> None:
@@ -116,10 +110,6 @@ class Validation(Record):
         """A heap: chunks to be sent out, the first rows first."""
         self._waiting_failed = Counter(chunk.failures for chunk in waiting if chunk.failures)
         """How many of them have failed so many times, where that is above 0."""
-
-    def note(self, *values: int) -> None:
-        """Something happened to a chunk or a replica."""
-        self.trace = digest((self.trace, values)) >> 1
 
     @property
     def out(self) -> int:
@@ -146,15 +136,15 @@ class Validation(Record):
                 del self._waiting_failed[chunk.failures]
         return chunk
 
-    def estimate(self, sets: Sequence[ValidationSet]) -> None:
+    def evaluate(self, sets: Sequence[ValidationSet]) -> None:
         """Compute the figures of each set from the measured rows."""
-        self.estimates = estimates(sets, {r: one for chunk in self.chunks for r, one in chunk.responses().items()})
+        self.figures = figures(sets, {r: one for chunk in self.chunks for r, one in chunk.responses().items()})
 
     def value(self, metric: str) -> float | None:
-        """A figure by its name (`estimators.metric_names`); None if no row or prompt gives it."""
+        """A figure by its name (`validation_figures.metric_names`); None if no row or prompt gives it."""
         if metric in ("accuracy", "reward_mean"):
             return self.accuracy if metric == "accuracy" else self.reward_mean
-        named = {f"{found.set}/{found.metric}": found.value for found in self.estimates}
+        named = {f"{found.set}/{found.metric}": found.value for found in self.figures}
         return named.get(metric)
 
     @property
@@ -167,10 +157,8 @@ class Validation(Record):
         return self.reward / self.measured if self.measured else None
 
 
-class Validations(Record):
+class Validations:
     """The runs that have not ended, in the order they were queued: the first is served, the others wait."""
-
-    UNHASHED: ClassVar[tuple[str, ...]] = ("runs",)
 
     runs: dict[ValidationId, Validation]
     created: int = 0
@@ -185,25 +173,18 @@ class Validations(Record):
     owed: bool = False
     """The next version is measured instead of a run that was cut off."""
 
-    def __init__(self, fleet: Fleet, orders: OrderBook, machine: SharedMachine, note: Callable[[], None]) -> None:
-        """`note` is called after every change of a run."""
+    def __init__(
+        self, replicas: dict[ReplicaId, Replica], free: FreeSlots, orders: OrderBook, machine: SharedMachine
+    ) -> None:
         self.runs = {}
-        self._orders = orders
-        self._fleet = fleet
-        self._note_run = note
+        self._replicas, self._free, self._orders = replicas, free, orders
         self.machine = machine
 
-    def rebuild(self) -> None:
+    def rebuild(self, replicas: dict[ReplicaId, Replica]) -> None:
         """Make what follows from the runs and the open orders."""
+        self._replicas = replicas
         for run in self.runs.values():
             run.rebuild({chunk for of, chunk in self._orders.open("rows") if of == run.id})
-            run.watch(self._note_run)
-
-    @property
-    def sendable(self) -> int:
-        """Chunks of the served run that wait for a slot; what the scheduler looks at after every event."""
-        served = self.served
-        return len(served.waiting) if served is not None and served.replicas else 0
 
     @property
     def out(self) -> int:
@@ -218,7 +199,6 @@ class Validations(Record):
     def queue(self, version: Version, steps: StepId, rows: int, size: int, at: float) -> Validation:
         run = self.runs[self.created] = Validation(self.created, version, steps, rows, at)
         run.split(size)
-        run.watch(self._note_run)
         self.created += 1
         self.newest = version
         return run
@@ -227,7 +207,7 @@ class Validations(Record):
         """The only way a run changes state. One that ends gives back what it holds."""
         if self.machine.table.target(run.state, trigger) in VALIDATION.terminal:
             for id in list(run.replicas):
-                self.release(run, self._fleet.replicas[id])
+                self.release(run, self._replicas[id])
             del self.runs[run.id]
         self.machine.fire(run, trigger)
 
@@ -235,9 +215,7 @@ class Validations(Record):
         """Keep a replica at the run's version until the run ends."""
         run.replicas[replica.id] = run.held
         run.held += 1
-        run.note(replica.id)
         replica.held = run.id
-        self._fleet.room[replica.id] = None
 
     def release(self, run: Validation, replica: Replica, *, failed: bool = False) -> None:
         """Let a replica go; chunks that it has go back. `failed`: each has lost an attempt."""
@@ -247,9 +225,7 @@ class Validations(Record):
             self._unseat(run, chunk, replica)
             run.put_back(chunk)
         del run.replicas[replica.id]
-        run.note(replica.id)
         replica.held = -1
-        self._fleet.room.pop(replica.id, None)
 
     def lose(self, replica: Replica, *, failed: bool) -> None:
         """A replica is gone. `failed`: its chunks have lost an attempt."""
@@ -262,7 +238,7 @@ class Validations(Record):
         chunk = run.take()
         chunk.attempt += 1
         replica.chunks[chunk.index] = None
-        self._seats_changed(run, chunk, replica)
+        self._free.update(replica)
         return chunk
 
     def put_back(self, run: Validation, chunk: Chunk, replica: Replica, *, failed: bool = True) -> None:
@@ -270,21 +246,6 @@ class Validations(Record):
         chunk.failures += failed
         self._unseat(run, chunk, replica)
         run.put_back(chunk)
-
-    def with_room(self, run: Validation) -> list[Replica]:
-        """The replicas a run holds that may have a free slot, in the order they were taken; `no_room` takes out those
-        that were found to have none."""
-        return [self._fleet.replicas[id] for id in sorted(self._fleet.room, key=run.replicas.__getitem__)]
-
-    def no_room(self, replica: Replica) -> None:
-        """A replica has no slot for a chunk, until it changes."""
-        self._fleet.room.pop(replica.id, None)
-
-    def look_again(self, replicas: Iterable[ReplicaId]) -> None:
-        """Those of these replicas that are held may have a free slot after all."""
-        run = self.served
-        if run is not None:
-            self._fleet.room.update((id, None) for id in replicas if id in run.replicas)
 
     def count(self, run: Validation, chunk: Chunk, replica: Replica, event: RowsMeasured) -> None:
         """A chunk is done: its rows are counted, once."""
@@ -301,9 +262,4 @@ class Validations(Record):
     def _unseat(self, run: Validation, chunk: Chunk, replica: Replica) -> None:
         del replica.chunks[chunk.index]
         self._orders.withdraw("rows", (run.id, chunk.index))
-        self._seats_changed(run, chunk, replica)
-
-    def _seats_changed(self, run: Validation, chunk: Chunk, replica: Replica) -> None:
-        replica.count_taken()
-        self._fleet.changed(replica)
-        run.note(chunk.index, chunk.attempt, chunk.failures, chunk.done)
+        self._free.update(replica)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from engine.ids import Version
 from engine.states.machine import Table, transitions
-from engine.states.tree import Record
 
 VERSION = Table(
     name="version",
@@ -20,7 +19,7 @@ VERSION = Table(
 
 
 @dataclass(eq=False)
-class WeightsVersion(Record):
+class WeightsVersion:
     """One publication and the train steps it contains."""
 
     id: Version

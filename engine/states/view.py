@@ -205,18 +205,18 @@ class View:
     def least_loaded(self, oldest: Version, avoid: ReplicaId = -1) -> ReplicaId | None:
         """The replica with the smallest share of busy slots among those that can take a group at version `oldest` or
         newer; `avoid` only if no other will do."""
-        replica = self._state.fleet.least_loaded(oldest, avoid)
+        replica = self._state.free.least_loaded(oldest, avoid)
         return None if replica is None else replica.id
 
     def newest_weights(self, oldest: Version, avoid: ReplicaId = -1) -> ReplicaId | None:
         """The replica with the newest weights, then the smallest share of busy slots, among those that can take a group
         at version `oldest` or newer; `avoid` only if no other will do."""
-        replica = self._state.fleet.newest(oldest, avoid)
+        replica = self._state.free.newest(oldest, avoid)
         return None if replica is None else replica.id
 
     def replicas(self) -> list[ReplicaView]:
         """Every replica ever seen that groups run on, in the order they joined."""
-        return [view_replica(replica) for replica in self._state.fleet.rollouts()]
+        return [view_replica(replica) for replica in self._state.rollouts]
 
     def validations(self) -> list[ValidationView]:
         """Validations that have not ended, in the order they were queued: the first is served."""

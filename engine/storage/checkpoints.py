@@ -9,13 +9,13 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from engine.errors import ConfigError, RunDamaged, reason_of
 from engine.protocols import Trainer
-from engine.record.files import fsync, make_directory, make_tree_private, open_regular
+from engine.record.files import fsync, make_directory, make_tree_private, open_regular, require_regular
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +94,18 @@ def name_aside(path: Path) -> Path:
     return aside
 
 
+def remove_aside(directory: Path, keep: Collection[Path]) -> None:
+    """Delete the data set aside in a directory, except `keep`, as far as possible."""
+    for path in directory.glob(".*-left-*"):
+        if path in keep or not path.name.rpartition("-")[2].isdigit():
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()
+
+
 def listed_files(directory: Path, field: str = "checkpoint") -> dict[Path, str]:
     """The digest of each file of a checkpoint, as the checkpoint lists them. `field`: the name of the checkpoint in
     errors. Raises: `ConfigError` for a list that cannot be read, and for the first file that is missing."""
@@ -132,7 +144,7 @@ def verify_checkpoint(directory: Path, field: str = "checkpoint") -> None:
         if _digest(path) != digest:
             law = f"has changed since it was written: its SHA-256 differs from that in {SUMS}"
             raise ConfigError(field, str(path), law, "use another checkpoint")
-    unknown = {path for path in directory.rglob("*") if path.is_file()} - {directory / SUMS, *digests}
+    unknown = {*_files(directory)} - {directory / SUMS, *digests}
     if unknown:
         law = f"was not part of the checkpoint when it was written: {SUMS} does not name it"
         raise ConfigError(field, str(min(unknown)), law, "use another checkpoint")
@@ -164,10 +176,17 @@ def is_sound(path: Path) -> bool:
 
 
 def _write_sums(directory: Path) -> None:
-    """Write the digests of all files into `SUMS`."""
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    """Write the digests of all files into `SUMS`. Raises: `RunDamaged` for a FIFO and the like, which would hang."""
+    files = _files(directory)
+    for path in files:
+        require_regular(path)
     lines = [f"{_digest(path)}  {path.relative_to(directory)}\n" for path in files]
     (directory / SUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def _files(directory: Path) -> list[Path]:
+    """Everything in a checkpoint but directories."""
+    return sorted(path for path in directory.rglob("*") if not path.is_dir())
 
 
 def _digest(path: Path) -> str:

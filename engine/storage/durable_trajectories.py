@@ -4,37 +4,121 @@
     store.put(group, attempt, packed)       # may still be in memory
     store.flush()                           # the operating system has it
 
-Used by the trajectory store actor, and read when a run resumes. The index is in memory, the groups are on disk. Every
-operation appends an entry; the last entry of a group counts. Space is reclaimed from the oldest segment: its kept
-entries are appended again and synced to disk, then it is deleted. So a kill at any moment loses nothing, and a discard
-is never deleted before the entry that it discards.
+Used by the trajectory store actor, and read when a run resumes. It keeps in memory where each group is; the groups are
+on disk, in a log (`record.segment_log`) with these msgpack payloads:
+
+    put      [1, group, attempt, packed group]
+    scores   [2, group, [step, task], packed scores]
+    discard  [3, [group, ...], null, null]
+    extend   [4, group, attempt, packed growth]         continues the data of this attempt; nothing if there is none
+
+The last put of a group counts, with the entries that extend it. Space is reclaimed from the oldest segment: its kept
+entries are appended again, each group in one piece, and synced to disk, then it is deleted. So a kill at any moment
+loses nothing, and a discard is never deleted before the entry that it discards.
 """
 
 import os
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-from engine.errors import FULL, EngineError, RecordError, StorageFull
+import msgpack
+
+from engine.errors import RecordError, StorageFull
 from engine.ids import GroupId, StepId
-from engine.record.files import Held, RecordLock, fsync, open_private
-from engine.storage.segments import (
-    DISCARD,
+from engine.record.files import RecordLock
+from engine.record.segment_log import (
+    FRAME_BYTES,
     PREAMBLE_BYTES,
-    PUT,
-    SCORES,
-    Entry,
+    Contents,
+    Payload,
+    SegmentWriter,
     Torn,
-    packed_entry,
-    preamble,
-    read_entry,
-    read_segment,
-    segment_numbers,
-    segment_path,
+    has_segments,
+    open_log,
+    read_payload,
+    segment_name,
 )
+from engine.storage.checkpoints import put_aside
+from engine.storage.group_codec import MAX_GROUP_BYTES
 from engine.storage.trajectories import StoreStats, require_kept, require_scored
+
+# -- the entries -------------------------------------------------------------------------------------------------------
+
+
+PUT, SCORES, DISCARD, EXTEND = 1, 2, 3, 4
+TRAJECTORIES = Contents(
+    name="trajectory store",
+    magic=b"step-trj",
+    version=1,
+    starts=(b"\x94\x01", b"\x94\x02", b"\x94\x03", b"\x94\x04"),
+    max_payload_bytes=MAX_GROUP_BYTES + 4096,
+    max_segment_bytes=1 << 31,
+)
+
+
+class Entry(NamedTuple):
+    """One entry."""
+
+    kind: int
+    key: Any
+    mark: Any
+    data: Any
+
+
+def packed_entry(kind: int, key: Any, mark: Any = None, data: bytes | None = None) -> bytes:
+    """The payload of an entry."""
+    packed: bytes = msgpack.packb((kind, key, mark, data), use_bin_type=True)
+    return packed
+
+
+def entry_of(payload: Payload) -> Entry:
+    """Decode a payload. Raises: `RecordError`."""
+    size = len(payload.data)
+    try:
+        plain = msgpack.unpackb(
+            payload.data, raw=False, max_str_len=4096, max_bin_len=size, max_array_len=size, max_map_len=0,
+            max_ext_len=0,
+        )  # fmt: skip
+        kind, key, mark, data = plain
+        if not _IS_ENTRY[kind](key, mark, data):
+            raise ValueError("its parts have other types")
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        reason = f"not an entry of a trajectory store: {error!r}"
+        raise RecordError(payload.path, payload.offset, reason) from None
+    return Entry(kind, key, mark, data)
+
+
+def _is_data(key: Any, mark: Any, data: Any) -> bool:
+    return type(key) is int and type(mark) is int and type(data) is bytes
+
+
+_IS_ENTRY = {
+    PUT: _is_data,
+    EXTEND: _is_data,
+    SCORES: lambda key, mark, data: (
+        type(key) is int and type(data) is bytes and type(mark) is list and list(map(type, mark)) == [int, str]
+    ),
+    DISCARD: lambda key, mark, data: type(key) is list and all(type(group) is int for group in key),
+}
+
+
+def put_store_aside(directory: Path) -> Path | None:
+    """Rename the directory of a store, once its writer has ended, so that a new store can use the path. Returns the new
+    path, or None if it is empty. Raises: `RecordError` if it cannot be renamed."""
+    if not directory.is_dir() or not any(directory.iterdir()):
+        return None
+    lock = RecordLock(directory, waits=True)
+    try:
+        return put_aside(directory)
+    except OSError as error:
+        raise RecordError(str(directory), 0, f"cannot be set aside: {error.strerror or error}") from None
+    finally:
+        lock.release()
+
 
 # -- the cache ---------------------------------------------------------------------------------------------------------
 
@@ -71,20 +155,12 @@ class Recent:
 SEGMENT_BYTES = 64 << 20
 
 
-class Place(NamedTuple):
+class EntryPlace(NamedTuple):
     """The location of an entry."""
 
     segment: int
     offset: int
     bytes: int
-
-
-@dataclass(slots=True)
-class _Segment:
-    """One file: its length, and the sizes of its kept entries by (group, scoring task; empty for the group itself)."""
-
-    bytes: int
-    kept: dict[tuple[GroupId, str], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,28 +190,25 @@ class DurableStore:
         self.directory = directory
         self.policy = policy or StorePolicy()
         self.torn: Torn | None = None
-        """The incomplete tail that a crash left; it is cut off before the next write."""
-        self._uncut: Torn | None = None
-        self._groups: dict[GroupId, tuple[int, Place]] = {}
-        self._scores: dict[GroupId, dict[str, tuple[StepId, Place]]] = {}
-        self._segments: dict[int, _Segment] = {}
+        """The incomplete tail that a crash left; it is cut off before the first write."""
+        self._groups: dict[GroupId, tuple[int, tuple[EntryPlace, ...]]] = {}
+        """The attempt of each group, and the places of its put and of the entries that extend it."""
+        self._scores: dict[GroupId, dict[str, tuple[StepId, EntryPlace]]] = {}
+        self._kept: dict[int, dict[tuple[GroupId, str], int]] = {}
+        """For each segment, the bytes of its kept entries by (group, scoring task; empty for the group itself)."""
         self._recent = Recent(self.policy.cache_bytes)
-        self._kept_bytes = self._disk_bytes = 0
-        self._file: BinaryIO | None = None
-        self._held = Held()
-        self._failure: EngineError | None = None
-        self._lock = RecordLock(directory, waits=not fresh)
+        self._kept_bytes = self._read_bytes = 0
+        lock = RecordLock(directory, waits=not fresh)
+        self._log = SegmentWriter(
+            directory, TRAJECTORIES, lock, segment_bytes=self.policy.segment_bytes, fsync=self.policy.fsync == "always"
+        )
         try:
-            numbers = segment_numbers(directory)
-            if numbers and fresh:
-                path = segment_path(directory, numbers[0])
-                raise RecordError(str(path), 0, "trajectories exist already; a new run needs an empty directory")
-            for number in numbers:
-                self._read(number, last=number == numbers[-1])
+            if fresh and has_segments(directory):
+                raise RecordError(str(directory), 0, "trajectories exist already; a new run needs an empty directory")
+            self._read()
         except BaseException:
-            self._lock.release()
+            lock.release()
             raise
-        self._next = numbers[-1] + 1 if numbers else 0
         for group in [group for group in self._scores if group not in self._groups]:
             self._forget(group)
 
@@ -148,17 +221,23 @@ class DurableStore:
         self._keep_group(group, attempt, self._append(PUT, group, attempt, data))
         return True
 
+    def extend(self, group: GroupId, attempt: int, data: bytes, bytes: int = 0) -> bool:
+        if self._groups.get(group, (None,))[0] != attempt:
+            return False
+        self._extend_group(group, self._append(EXTEND, group, attempt, data))
+        return True
+
     def replace(self, group: GroupId, attempt: int, data: bytes, bytes: int = 0) -> bool:
         return group in self._groups and self.put(group, attempt, data)
 
     def partial(self, group: GroupId) -> bytes | None:
         kept = self._groups.get(group)
-        return None if kept is None else self._data([kept[1]])[0]
+        return None if kept is None else self._joined([kept[1]])[0]
 
     def get(self, groups: Sequence[GroupId]) -> list[bytes]:
         """Raises: `EngineError` that names the missing groups; `RecordError` if an entry is damaged."""
         require_kept(groups, self._groups)
-        return self._data([self._groups[group][1] for group in groups])
+        return self._joined([self._groups[group][1] for group in groups])
 
     def put_scores(self, step: StepId, task: str, groups: Sequence[GroupId], packed: Sequence[bytes]) -> None:
         for group, data in zip(groups, packed, strict=True):
@@ -178,8 +257,7 @@ class DurableStore:
             if group in self._groups and (attempt is None or self._groups[group][0] <= attempt)
         ]
         if gone:
-            if self._failure is not None:
-                raise self._failure
+            self._begin()
             self._write(packed_entry(DISCARD, gone))  # ignores max_bytes, because discarding makes room
             for group in gone:
                 self._forget(group)
@@ -190,24 +268,10 @@ class DurableStore:
 
     def flush(self) -> None:
         """Write everything to the operating system, and sync it to disk if `fsync` is `always`."""
-        if self._failure is not None:
-            raise self._failure
-        if self._file is None:
-            return
-        try:
-            self._held.write(self._file, fsync=self.policy.fsync == "always")
-        except OSError as error:
-            raise self._give_up(error) from None
+        self._log.flush()
 
     def close(self) -> None:
-        try:
-            if self._failure is None:
-                self.flush()
-        finally:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
-            self._lock.release()
+        self._log.close()
 
     # for a resumed run
 
@@ -221,23 +285,30 @@ class DurableStore:
 
     # reading
 
-    def _read(self, number: int, *, last: bool) -> None:
-        path = segment_path(self.directory, number)
-        self._segments[number] = _Segment(PREAMBLE_BYTES)
-        for entry in read_segment(path, number, last=last):
-            if isinstance(entry, Torn):
-                self.torn = self._uncut = entry
-                if not entry.offset:
-                    del self._segments[number]
-                    return
-                break
-            self._segments[number].bytes += entry.bytes
-            self._take(entry, Place(number, entry.offset, entry.bytes))
-        self._disk_bytes += self._segments[number].bytes
+    @property
+    def _disk_bytes(self) -> int:
+        """The size of all segments, including what is in memory."""
+        return sum(self._log.progress) if self._log.epoch >= 0 else self._read_bytes
 
-    def _take(self, entry: Entry, place: Place) -> None:
+    def _read(self) -> None:
+        log, empty = open_log(self.directory, TRAJECTORIES), True
+        for at, segment in enumerate(log.segments):
+            self._kept[segment.number] = {}
+            end = PREAMBLE_BYTES
+            for payload in log.payloads_of(at):
+                end, empty = payload.end, False
+                self._take(entry_of(payload), EntryPlace(segment.number, payload.offset, end - payload.offset))
+            self._read_bytes += 0 if log.torn is not None and not log.torn.offset else end
+        if not empty:
+            log.require_index()
+        self.torn = log.torn
+
+    def _take(self, entry: Entry, place: EntryPlace) -> None:
         if entry.kind == PUT:
             self._keep_group(entry.key, entry.mark, place)
+        elif entry.kind == EXTEND:
+            if self._groups.get(entry.key, (None,))[0] == entry.mark:
+                self._extend_group(entry.key, place)
         elif entry.kind == SCORES:
             step, task = entry.mark
             self._keep_scores(entry.key, task, step, place)
@@ -245,39 +316,29 @@ class DurableStore:
             for group in entry.key:
                 self._forget(group)
 
-    def _cut(self) -> None:
-        torn, self._uncut = self._uncut, None
-        if torn is None:
-            return
-        try:
-            if torn.offset:
-                os.truncate(torn.path, torn.offset)
-            else:
-                os.unlink(torn.path)
-        except FileNotFoundError:
-            return  # the segment held no kept entry and has been deleted
-        except OSError as error:
-            reason = f"its incomplete last entry cannot be cut off: {error.strerror or error}"
-            raise RecordError(torn.path, torn.offset, reason) from None
+    def _joined(self, parts: Sequence[Sequence[EntryPlace]]) -> list[bytes]:
+        """The data of entries that belong together, for each sequence of places."""
+        data = iter(self._data(list(chain.from_iterable(parts))))
+        return [b"".join(islice(data, len(places))) for places in parts]
 
-    def _data(self, places: Sequence[Place]) -> list[bytes]:
+    def _data(self, places: Sequence[EntryPlace]) -> list[bytes]:
         """The data at `places`, from the cache or from disk."""
         found = {place: data for place in places if (data := self._recent.find(place)) is not None}
         missing = [place for place in places if place not in found]
-        if missing and self._held.bytes:
+        if missing and self._log.progress[1]:
             self.flush()
         found.update(self._from_disk(missing))
         return [found[place] for place in places]
 
-    def _from_disk(self, places: Sequence[Place]) -> Iterator[tuple[Place, bytes]]:
+    def _from_disk(self, places: Sequence[EntryPlace]) -> Iterator[tuple[EntryPlace, bytes]]:
         """Read and verify each entry."""
         opened: dict[int, tuple[int, Path]] = {}
         try:
             for place in places:
                 if place.segment not in opened:
-                    path = segment_path(self.directory, place.segment)
+                    path = self.directory / segment_name(place.segment)
                     opened[place.segment] = os.open(path, os.O_RDONLY | os.O_CLOEXEC), path
-                yield place, read_entry(*opened[place.segment], place.offset, place.bytes).data
+                yield place, entry_of(read_payload(*opened[place.segment], place.offset, place.bytes)).data
         except OSError as error:
             raise RecordError(str(self.directory), 0, f"cannot be read: {error.strerror or error}") from None
         finally:
@@ -286,96 +347,62 @@ class DurableStore:
 
     # writing
 
-    def _append(self, kind: int, group: GroupId, mark: Any, data: bytes) -> Place:
-        if self._failure is not None:
-            raise self._failure
-        entry = packed_entry(kind, group, mark, data)
-        self._make_room(len(entry))
-        place = self._write(entry)
+    def _begin(self) -> None:
+        """Begin to write. Raises: what the last failed write raised."""
+        if self._log.failure is not None:
+            raise self._log.failure
+        if self._log.epoch < 0:
+            self._log.begin(self.torn)
+
+    def _append(self, kind: int, group: GroupId, mark: Any, data: bytes) -> EntryPlace:
+        self._begin()
+        payload = packed_entry(kind, group, mark, data)
+        self._make_room(FRAME_BYTES + len(payload))
+        place = self._write(payload)
         self._recent.keep(place, data)
         return place
 
-    def _write(self, entry: bytes) -> Place:
-        current = self._segments.get(self._next - 1) if self._file is not None else None
-        if current is None or current.bytes >= self.policy.segment_bytes:
-            current = self._begin_segment()
-        place = Place(self._next - 1, current.bytes, len(entry))
-        current.bytes += len(entry)
-        self._disk_bytes += len(entry)
-        self._held.add(entry)
-        if self._held.bytes >= self.policy.segment_bytes:
-            self.flush()
+    def _write(self, payload: bytes) -> EntryPlace:
+        place = EntryPlace(*self._log.append(payload))
+        self._kept.setdefault(place.segment, {})
         return place
-
-    def _begin_segment(self) -> _Segment:
-        self._cut()
-        self._close_segment()
-        number = self._next
-        try:
-            self._file = open_private(segment_path(self.directory, number), "xb")
-            if self.policy.fsync == "always" or not self._segments:  # a power cut must not remove the only segment
-                fsync(self.directory)
-        except OSError as error:
-            raise self._give_up(error) from None
-        self._next += 1
-        self._segments[number] = _Segment(PREAMBLE_BYTES)
-        self._disk_bytes += PREAMBLE_BYTES
-        self._held.add(preamble(number))
-        return self._segments[number]
-
-    def _close_segment(self) -> None:
-        """Sync the last segment to disk, also that of an earlier process. Otherwise a power cut could tear a segment
-        that is not the last."""
-        last = next(reversed(self._segments), None)
-        if last is None:
-            return
-        self.flush()
-        try:
-            fsync(segment_path(self.directory, last))
-            fsync(self.directory)
-        except OSError as error:
-            raise self._give_up(error) from None
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _give_up(self, error: OSError) -> EngineError:
-        """Refuse all later writes: nothing may follow an entry that may be incomplete."""
-        if error.errno in FULL:
-            self._failure = StorageFull(str(self.directory), self._disk_bytes, f"{error.strerror}")
-        else:
-            self._failure = EngineError(f"{self.directory} cannot be written: {error.strerror or error}")
-        return self._failure
 
     # space
 
-    def _keep_group(self, group: GroupId, attempt: int, place: Place) -> None:
-        before = self._groups.get(group)
-        if before is not None:
-            self._bury(before[1], (group, ""))
-        self._groups[group] = (attempt, place)
+    def _keep_group(self, group: GroupId, attempt: int, place: EntryPlace) -> None:
+        for before in self._groups.get(group, (0, ()))[1]:
+            self._bury(before, (group, ""))
+        self._groups[group] = (attempt, (place,))
         self._mark(place, (group, ""))
 
-    def _keep_scores(self, group: GroupId, task: str, step: StepId, place: Place) -> None:
+    def _extend_group(self, group: GroupId, place: EntryPlace) -> None:
+        attempt, places = self._groups[group]
+        self._groups[group] = (attempt, (*places, place))
+        self._mark(place, (group, ""))
+
+    def _keep_scores(self, group: GroupId, task: str, step: StepId, place: EntryPlace) -> None:
         of_group = self._scores.setdefault(group, {})
         if task in of_group:
             self._bury(of_group[task][1], (group, task))
         of_group[task] = (step, place)
         self._mark(place, (group, task))
 
-    def _mark(self, place: Place, key: tuple[GroupId, str]) -> None:
-        self._segments[place.segment].kept[key] = place.bytes
+    def _mark(self, place: EntryPlace, key: tuple[GroupId, str]) -> None:
+        kept = self._kept[place.segment]
+        kept[key] = kept.get(key, 0) + place.bytes
         self._kept_bytes += place.bytes
 
-    def _bury(self, place: Place, key: tuple[GroupId, str]) -> None:
-        del self._segments[place.segment].kept[key]
+    def _bury(self, place: EntryPlace, key: tuple[GroupId, str]) -> None:
+        kept = self._kept[place.segment]
+        kept[key] -= place.bytes
+        if not kept[key]:
+            del kept[key]
         self._recent.drop(place)
         self._kept_bytes -= place.bytes
 
     def _forget(self, group: GroupId) -> None:
-        kept = self._groups.pop(group, None)
-        if kept is not None:
-            self._bury(kept[1], (group, ""))
+        for place in self._groups.pop(group, (0, ()))[1]:
+            self._bury(place, (group, ""))
         for task, (_, place) in self._scores.pop(group, {}).items():
             self._bury(place, (group, task))
 
@@ -390,38 +417,30 @@ class DurableStore:
         bound = self.policy.max_bytes
         if bound is None or self._disk_bytes + bytes <= bound:
             return
-        for _ in range(len(self._segments)):
+        for _ in range(len(self._kept)):
             if self._disk_bytes + bytes <= bound or not self._drop_oldest():
                 break
         if self._disk_bytes + bytes > bound:
             reason = f"the {bound} bytes of durability.max_bytes are used up"
             remedy = "set it higher, or null, then resume the run"
-            self._failure = StorageFull(str(self.directory), self._disk_bytes, reason, remedy)
-            raise self._failure
+            self._log.failure = StorageFull(str(self.directory), self._disk_bytes, reason, remedy)
+            raise self._log.failure
 
     def _drop_oldest(self) -> bool:
         """Append the kept entries of the oldest segment again, then delete it. False: there is none to delete."""
-        number = next(iter(self._segments), None)
-        if number is None or (self._file is not None and number == self._next - 1):
+        number = next(iter(self._kept))
+        if number == self._log.number:
             return False
-        oldest = self._segments[number]
-        keys = list(oldest.kept)
-        places = [self._groups[g][1] if not task else self._scores[g][task][1] for g, task in keys]
-        for (group, task), data in zip(keys, self._data(places), strict=True):
+        keys = list(self._kept[number])
+        parts = [self._groups[g][1] if not task else (self._scores[g][task][1],) for g, task in keys]
+        for (group, task), data in zip(keys, self._joined(parts), strict=True):
             if task:
                 step = self._scores[group][task][0]
                 self._keep_scores(group, task, step, self._write(packed_entry(SCORES, group, [step, task], data)))
             else:
                 attempt = self._groups[group][0]
                 self._keep_group(group, attempt, self._write(packed_entry(PUT, group, attempt, data)))
-        self.flush()
-        try:
-            if keys and self._file is not None:
-                os.fsync(self._file.fileno())
-                fsync(self.directory)
-            segment_path(self.directory, number).unlink()
-        except OSError as error:
-            raise self._give_up(error) from None
-        del self._segments[number]
-        self._disk_bytes -= oldest.bytes
+        self._log.flush()
+        self._log.delete(number)
+        del self._kept[number]
         return True

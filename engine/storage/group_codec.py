@@ -7,18 +7,24 @@
                 then, only if there are any, the parts of the reward by name, the figures of the rollout by name, and
                 the positions (int32) and values (float64) of the rewards of single tokens
 
+    growth:     [format, group, [[place, known tokens, trajectory], ...]]; any number of them may follow a group. Of a
+                trajectory with known tokens, the prompt ids are empty, and the arrays continue after these tokens
+
 Used by `actors` and by the durable store. Must never unpickle: any bytes yield a group or an `EngineError`, and use at
 most a fixed multiple of their size in memory.
 """
 
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import msgpack
 
 from engine.errors import DataFailure, EngineError
+from engine.storage.prefixes import OF_TOKENS, Growth
 from engine.trajectory import Prompt, Span, StepReward, Trajectory, TrajectoryGroup
 
 GROUP_FORMAT = 1
@@ -33,36 +39,65 @@ def pack_group(group: TrajectoryGroup) -> bytes:
     """Pack a group. Raises: `DataFailure` with the prompt's row if the prompt cannot be packed, `EngineError` if a
     trajectory cannot or the group is larger than `MAX_GROUP_BYTES`."""
     prompt = plain_prompt(group.prompt)
-    try:
-        trajectories = [_plain_trajectory(trajectory) for trajectory in group.trajectories]
-        data: bytes = msgpack.packb(
-            (GROUP_FORMAT, group.group, prompt, trajectories), use_bin_type=True, unicode_errors="surrogatepass"
-        )
-    except (TypeError, ValueError, OverflowError) as error:
-        raise EngineError(f"group {group.group} cannot be stored: {error}", group=group.group) from None
+    data = _packed(group.group, lambda: (prompt, [_plain_trajectory(trajectory) for trajectory in group.trajectories]))
     if len(data) > MAX_GROUP_BYTES:
         law = f"group {group.group} has {len(data)} bytes; at most {MAX_GROUP_BYTES} are allowed"
         raise EngineError(law, group=group.group)
     return data
 
 
-def unpack_group(data: bytes) -> TrajectoryGroup:
-    """Unpack a group. Raises: `EngineError` for bytes that are not a packed group."""
-    size = len(data)
+def pack_growth(growth: Growth) -> bytes:
+    """Pack the growth of a group. After the bytes of the stored group, they are the bytes of the group. Raises:
+    `EngineError` if a trajectory cannot be packed."""
+
+    def gained(place: int) -> tuple[Any, ...]:
+        trajectory, known = growth.group.trajectories[place], growth.known[place]
+        if known:
+            new = {name: getattr(trajectory, name)[known:] for name in OF_TOKENS}
+            trajectory = replace(trajectory, prompt_ids=[], **new)
+        return place, known, _plain_trajectory(trajectory)
+
+    return _packed(growth.group.group, lambda: ([gained(place) for place in growth.changed],))
+
+
+def _packed(group: int, parts: Callable[[], tuple[Any, ...]]) -> bytes:
     try:
-        _require(size <= MAX_GROUP_BYTES, f"{size} bytes; at most {MAX_GROUP_BYTES} are allowed")
-        walker = msgpack.Unpacker(max_buffer_size=MAX_GROUP_BYTES, read_size=1)  # builds no objects; checks that the
-        walker.feed(data)  # data is as long as its headers claim
-        walker.skip()
-        return _group_from(
-            msgpack.unpackb(
-                data, raw=False, strict_map_key=True, unicode_errors="surrogatepass", max_ext_len=0,
-                max_str_len=size, max_bin_len=size, max_array_len=size, max_map_len=size,
-            )
-        )  # fmt: skip
+        data: bytes = msgpack.packb((GROUP_FORMAT, group, *parts()), use_bin_type=True, unicode_errors="surrogatepass")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise EngineError(f"group {group} cannot be stored: {error}", group=group) from None
+    return data
+
+
+def unpack_group(data: bytes) -> TrajectoryGroup:
+    """Unpack a group and its growth. Raises: `EngineError` for bytes that are not a packed group."""
+    try:
+        first, *grown = _values(data)
+        group = _group_from(first)
+        for plain in grown:
+            _grow(group, plain)
+        return group
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         reason = "it ends too early" if isinstance(error, msgpack.OutOfData) else str(error) or type(error).__name__
         raise EngineError(f"the bytes are not a packed group: {reason}") from None
+
+
+def _values(data: bytes) -> list[Any]:
+    size = len(data)
+    _require(size <= MAX_GROUP_BYTES, f"{size} bytes; at most {MAX_GROUP_BYTES} are allowed")
+    walker = msgpack.Unpacker(max_buffer_size=MAX_GROUP_BYTES, read_size=1)  # builds no objects; checks that the
+    walker.feed(data)  # data is as long as its headers claim
+    ends = [0]
+    while len(ends) < 2 or ends[-1] < size:
+        walker.skip()
+        ends.append(walker.tell())
+    return [
+        msgpack.unpackb(
+            data if len(ends) == 2 else memoryview(data)[start:end], raw=False, strict_map_key=True,
+            unicode_errors="surrogatepass", max_ext_len=0, max_str_len=size, max_bin_len=size, max_array_len=size,
+            max_map_len=size,
+        )
+        for start, end in pairwise(ends)
+    ]  # fmt: skip
 
 
 def plain_prompt(prompt: Prompt) -> tuple[Any, ...]:
@@ -98,6 +133,26 @@ def _group_from(plain: Any) -> TrajectoryGroup:
     return TrajectoryGroup(
         group=group, prompt=_prompt_from(prompt), trajectories=[_trajectory_from(one) for one in trajectories]
     )
+
+
+def _grow(group: TrajectoryGroup, plain: Any) -> None:
+    _require(type(plain) is list and len(plain) == 3, "what a group has gained has 3 parts")
+    version, number, changes = plain
+    _require(version == GROUP_FORMAT and number == group.group, "what follows a group is not its own")
+    _require(type(changes) is list, "what a group has gained are trajectories")
+    for place, known, packed in changes:
+        trajectory, stored = _trajectory_from(packed), group.trajectories
+        _require(type(place) is int and 0 <= place <= len(stored), "a trajectory has a place in its group")
+        if place == len(stored):
+            stored.append(Trajectory())
+        before = stored[place]
+        _require(type(known) is int and 0 <= known <= len(before.token_ids), "known tokens are stored")
+        if known:
+            for name in OF_TOKENS:
+                getattr(before, name)[known:] = getattr(trajectory, name)
+            tokens = {name: getattr(before, name) for name in OF_TOKENS}
+            trajectory = replace(trajectory, prompt_ids=before.prompt_ids, **tokens)
+        stored[place] = trajectory
 
 
 def _prompt_from(plain: Any) -> Prompt:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from engine.errors import ConfigError
-from engine.record.files import make_directory, make_run_private, private_opener
+from engine.record.files import make_directory, make_run_directory, private_opener
 from engine.storage.samples import FOLDER
 
 
@@ -61,14 +61,14 @@ def run_id(name: str, moment: datetime | None = None) -> str:
 def create(parent: str | Path, name: str, *, config_yaml: str, chosen: str | Path | None = None) -> RunDirectory:
     """Create the directory of a new run, write its resolved configuration, and let `<parent>/latest` point to it.
 
-    `chosen`: a path from the user, instead of `<parent>/<id>`. It may exist, but must not contain a run.
-    Raises: `ConfigError` if it contains a run or cannot be written.
+    `chosen`: a path from the user, instead of `<parent>/<id>`. It may exist, but must be empty.
+    Raises: `ConfigError` if it is not empty or cannot be written.
     """
     field, path = ("--run-dir", Path(chosen)) if chosen is not None else ("run.dir", Path(parent) / run_id(name))
     try:
         path = _claim(path) if chosen is not None else _claim_free(path)
         directory = RunDirectory(path)
-        make_run_private(path)
+        make_run_directory(path)
         make_directory(directory.schedule, exist_ok=False)
         make_directory(directory.checkpoints, exist_ok=False)
         _write_whole(directory.config, config_yaml)
@@ -93,7 +93,14 @@ def open_run(run: str | Path, parent: str | Path = "runs") -> RunDirectory:
             return directory
     if Path(run).exists():
         raise ConfigError("RUN", str(run), "is not a directory", "give the directory of a run")
-    raise ConfigError("RUN", str(run), "does not exist", f"the newest run is {Path(parent) / 'latest'}")
+    latest, others = Path(parent) / "latest", sorted(path.parent for path in Path(parent).glob("*/schedule"))
+    if latest.is_dir():
+        fix = f"the newest run is {latest}"
+    elif others:
+        fix = f"the last run by name in {Path(parent)}/ is {others[-1]}"
+    else:
+        fix = f"there is no run in {Path(parent)}/; give its directory"
+    raise ConfigError("RUN", str(run), "does not exist", fix)
 
 
 def runs_named(parent: str | Path, name: str) -> list[RunDirectory]:
@@ -112,6 +119,9 @@ def _claim(path: Path) -> Path:
         if (path / left).exists():
             raise ConfigError("--run-dir", str(path), f"already holds a run ({left})", "use a new or empty directory")
     make_directory(path)
+    found = min((inside.name for inside in path.iterdir()), default=None)
+    if found is not None:
+        raise ConfigError("--run-dir", str(path), f"is not empty: it has {found}", "use a new or empty directory")
     return path
 
 

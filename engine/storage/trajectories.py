@@ -7,12 +7,13 @@ replicas. It must never inspect its payloads, which are groups from `runtime.loc
 
 from array import array
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from engine.errors import EngineError
 from engine.ids import GroupId, StepId
-from engine.trajectory import TrajectoryGroup
+from engine.storage.prefixes import Growth
+from engine.trajectory import Prompt, TrajectoryGroup
 
 # -- scores of a group -------------------------------------------------------------------------------------------------
 
@@ -67,6 +68,9 @@ class Trajectories(Protocol):
 
     async def put(self, group: TrajectoryGroup, attempt: int) -> None:
         """Store a group; returns when it is stored. Does not overwrite the data of a later attempt."""
+
+    async def grow(self, growth: Growth, attempt: int) -> None:
+        """Store a group of which this attempt has stored an earlier prefix; nothing if that is not stored any more."""
 
     async def replace(self, group: TrajectoryGroup, attempt: int) -> None:
         """Replace the stored group; a discarded group stays discarded."""
@@ -135,6 +139,13 @@ class TrajectoryStore(Generic[Payload]):
         self._bytes += bytes
         return True
 
+    def extend(self, group: GroupId, attempt: int, payload: Any, bytes: int) -> bool:
+        """Append to the payload that the same attempt has stored."""
+        kept: Any = self._kept.get(group)
+        if kept is None or kept[0] != attempt:
+            return False
+        return self.put(group, attempt, kept[1] + payload, kept[2] + bytes)
+
     def replace(self, group: GroupId, attempt: int, payload: Payload, bytes: int) -> bool:
         """See `Trajectories.replace`."""
         return group in self._kept and self.put(group, attempt, payload, bytes)
@@ -189,9 +200,25 @@ class TrajectoryStore(Generic[Payload]):
 
 
 def copy_group(group: TrajectoryGroup) -> TrajectoryGroup:
-    """A copy of a group with new trajectories, lists and prompt fields. It shares the values of the fields."""
-    prompt = replace(group.prompt, fields=dict(group.prompt.fields))
-    return TrajectoryGroup(group=group.group, prompt=prompt, trajectories=[t.copy() for t in group.trajectories])
+    """A copy of a group with new trajectories, lists and prompt fields."""
+    trajectories = [t.copy() for t in group.trajectories]
+    return TrajectoryGroup(group=group.group, prompt=copy_prompt(group.prompt), trajectories=trajectories)
+
+
+def copy_prompt(prompt: Prompt) -> Prompt:
+    """A copy of a prompt with new fields. It shares their values, except dicts and lists."""
+    fields = _copied(dict(prompt.fields), {})
+    return Prompt(row=prompt.row, text=prompt.text, fields=fields, source=prompt.source)
+
+
+def _copied(value: Any, made: dict[int, Any]) -> Any:
+    """`made`: the copy of each dict and list so far, by its id."""
+    if type(value) not in (dict, list) or id(value) in made:
+        return made.get(id(value), value)
+    copy = made[id(value)] = value.copy()
+    for key, inner in copy.items() if type(copy) is dict else enumerate(copy):
+        copy[key] = _copied(inner, made)
+    return copy
 
 
 def size_of(group: TrajectoryGroup) -> int:

@@ -1,167 +1,242 @@
-"""The process that runs the code of a response. `code_rewards.py` starts it as a script, so it imports nothing from the
-engine.
+"""The processes that run the code of a response. `code_grading.py` starts them with Python's isolated mode.
 
-It reads a plan from its standard input, limits itself, and runs the code. Once the test has passed, it writes a sign to
-the pipe that its argument names. If the kernel allows it, the code runs in separate namespaces: without network,
-without access to other processes, and with a file system that is read-only except for its directory.
+The first process starts a *room* for each socket that it receives: a process that isolates itself as far as the kernel
+allows, and then starts one process for each requested run. The code of a response and the tests of its row have
+separate rooms. A room sees limits and exit statuses, never code, tests or values: these go directly to the process of
+the run. No process here outlives its parent.
 """
 
-import ctypes
-import errno
-import io
+import fcntl
 import json
 import os
-import resource
-import runpy
+import select
 import signal
-import struct
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-NEW_NAMESPACES = 0x00020000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
-"""CLONE_NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
-BIND, PRIVATE, RECURSIVE = 4096, 1 << 18, 16384
-MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
-SET_DUMPABLE, NO_NEW_PRIVILEGES, CAPABILITIES_3 = 4, 38, 0x20080522
-SET_SECCOMP, FILTER, X32, ALLOW, REFUSE = 22, 2, 0x40000000, 0x7FFF0000, 0x00050000 | errno.EAGAIN
-SYSTEM_CALLS = {
-    "x86_64": {"fork": (56, 57, 58, 435), "socket": (41,)},
-    "aarch64": {"fork": (220, 435), "socket": (198,)},
-}
-"""System calls that start processes or threads, and those that open network sockets, by type of machine."""
-NOBODY = 65534
-LARGEST_FILE = 16 << 20
+from engine.tasks import code_isolation as isolation
+from engine.tasks import code_roles as roles
+
+CHANNEL, FIRST_FREE, MOST_DESCRIPTORS = 3, 10, 256
+"""Descriptors: the channel of a run, the first one above those of a run, and the end of the range."""
 
 
 def main() -> None:
-    plan = json.loads(sys.stdin.buffer.read())
-    verdict = int(sys.argv[1])
-    give_up_root(plan["folder"])
-    isolated = isolate(plan["folder"])
-    child = os.fork()  # the first process of a new process namespace: when it ends, the whole namespace ends
-    if child:
-        os.close(verdict)
-        signal.signal(signal.SIGALRM, lambda *_: os.kill(child, signal.SIGKILL))
-        signal.setitimer(signal.ITIMER_REAL, plan["limit_s"])
-        os.waitpid(child, 0)
-        os._exit(0)
-    limit(plan, isolated)
-    run(plan, verdict)
+    """`sys.argv[1]`: the settings."""
+    settings = json.loads(sys.argv[1])
+    isolation.die_with(settings["parent"])
+    sys.stdin.buffer.read()  # until the parent has put this process into its control group
+    for name in settings["warm"]:
+        __import__(name)
+    sys.dont_write_bytecode = True
+    sys.path.remove(settings["root"])
+    paths = isolation.readable_paths()
+    for control in [socket.socket(fileno=_moved(number, CHANNEL)) for number in settings["rooms"]]:
+        _open_room(control, settings, paths)
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
 
 
-def give_up_root(folder: str) -> None:
-    """Change from root to the user `nobody`, if that user may read the Python installation. The kernel does not limit
-    the number of root's processes."""
-    if os.geteuid():
-        return
-    os.chown(folder, NOBODY, NOBODY)
-    os.seteuid(NOBODY)
-    readable = os.access(os.__file__, os.R_OK, effective_ids=True) and os.access(folder, os.W_OK, effective_ids=True)
-    os.seteuid(0)
-    if not readable:
-        os.chown(folder, 0, 0)
+def _moved(descriptor: int, least: int = FIRST_FREE) -> int:
+    """The descriptor under another number."""
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, least)
+    os.close(descriptor)
+    return moved
+
+
+def _open_room(control: socket.socket, settings: Mapping[str, Any], paths: Mapping[str, str]) -> None:
+    """Start a room at the strongest level that the kernel allows. Sends its level, and why a stronger one failed."""
+    missing: list[str] = []
+    for level in settings["levels"]:
+        ours, theirs = socket.socketpair()
+        parent = os.getpid()
+        pid = os.fork()
+        if not pid:
+            ours.close()
+            _enter(level, theirs, parent, control, settings, paths, missing)
+        theirs.close()
+        answer = _answer(ours, pid)
+        ours.close()
+        if answer == "ready":
+            break
+        missing.append(f"{level}: {answer or 'its process ended'}")
+        os.waitpid(pid, 0)
     else:
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
-        ctypes.CDLL(None).prctl(SET_DUMPABLE, 1)  # else root owns /proc/self, which maps the users of a namespace
+        control.send(json.dumps({"level": None, "missing": missing}).encode())
+    control.close()
 
 
-def isolate(folder: str) -> bool:
-    """Move this process into new namespaces. Returns False if the kernel does not allow it."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    user, group = os.getuid(), os.getgid()
-    if libc.unshare(NEW_NAMESPACES):
-        return False
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
-    here = folder.encode()
-    failed = libc.mount(None, b"/", None, RECURSIVE | PRIVATE, None) or libc.mount(here, here, None, BIND, None)
-    if not failed:
-        set_read_only(libc, b"/", AT_RECURSIVE, READ_ONLY, 0)
-        set_read_only(libc, here, 0, 0, READ_ONLY)
-        os.chdir(folder)
-    return True
+def _answer(ours: socket.socket, pid: int) -> str:
+    while (answer := ours.recv(4096).decode()) == "map":
+        try:
+            isolation.write_user_maps(pid)
+            ours.send(b"ok")
+        except isolation.NotIsolated as error:
+            ours.send(str(error).encode())
+    return answer
 
 
-def set_read_only(libc: ctypes.CDLL, path: bytes, flags: int, wanted: int, cleared: int) -> None:
-    attributes = (ctypes.c_uint64 * 4)(wanted, cleared, 0, 0)
-    libc.syscall(MOUNT_SETATTR, AT_FDCWD, path, flags, attributes, ctypes.sizeof(attributes))
-
-
-def limit(plan: dict[str, Any], isolated: bool) -> None:
-    seconds = max(1, round(plan["limit_s"] + 0.5))
-    limits = {
-        resource.RLIMIT_CPU: seconds,
-        resource.RLIMIT_AS: plan["memory_bytes"],
-        resource.RLIMIT_FSIZE: LARGEST_FILE,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NOFILE: 64,
-        # In a new namespace, only its own processes count. Otherwise all processes of the user count, so none is added.
-        resource.RLIMIT_NPROC: plan["processes"] + 2 if isolated else plan["processes"],
-    }
-    for kind, most in limits.items():
-        resource.setrlimit(kind, (most, most))
-    libc = ctypes.CDLL(None)
-    libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    libc.capset((ctypes.c_uint32 * 2)(CAPABILITIES_3, 0), (ctypes.c_uint32 * 6)())  # drop what the namespace gave
-    kinds = ([] if plan["processes"] else ["fork"]) + ([] if isolated else ["socket"])
-    refuse_calls(libc, [number for kind in kinds for number in SYSTEM_CALLS.get(os.uname().machine, {}).get(kind, ())])
-
-
-def refuse_calls(libc: ctypes.CDLL, numbers: Sequence[int]) -> None:
-    """Make these system calls fail with a filter in the kernel. Unlike other limits, it also applies to root."""
-    if not numbers:
-        return
-    load, equal, above, back = 0x20, 0x15, 0x35, 0x06
-    lines = [(load, 0, 0, 0)]  # the number of the call; other numbers from X32 on are the same calls
-    for place, number in enumerate(numbers):
-        lines.append((equal, len(numbers) - place + 1, 0, number))
-    lines += [(above, 1, 0, X32), (back, 0, 0, ALLOW), (back, 0, 0, REFUSE)]
-    filters = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *line) for line in lines))
-    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(lines), ctypes.addressof(filters)))
-    libc.prctl(SET_SECCOMP, FILTER, program)
-
-
-def run(plan: dict[str, Any], verdict: int) -> None:
-    """Run the code and its test. Writes the sign only if both end without an error."""
-    read, write = os.pipe()
-    text = plan["stdin"].encode()
-    if len(text) <= 60_000:  # a pipe holds 64 KiB
-        os.write(write, text)
-        os.close(write)
-    else:
-        os.close(read)
-        os.close(write)
-        with open(".stdin", "wb") as file:
-            file.write(text)
-        read = os.open(".stdin", os.O_RDONLY)
-    os.dup2(read, 0)
-    os.close(read)
-    sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), encoding="utf-8")
-    code = plan["code"] + ("\n\n" + plan["test"] if plan["test"] else "")
-    with open("solution.py", "w", encoding="utf-8", errors="replace") as file:
-        file.write(code)
-    sign, asserts = plan["sign"], bool(plan["test"])
-    with open(".imports.py", "w", encoding="utf-8") as file:
-        file.write(plan["imports"])
-    names = runpy.run_path(".imports.py")
-    plan.clear()
-    sys.argv = ["solution.py"]
-    sys.path.insert(0, os.getcwd())
+def _enter(
+    level: str, outside: socket.socket, parent: int, control: socket.socket, settings: Mapping[str, Any],
+    paths: Mapping[str, str], missing: Sequence[str],
+) -> None:  # fmt: skip
+    """Become a room of this level, and never return."""
     try:
-        runpy.run_path("solution.py", init_globals=names, run_name="__main__")
-    except SystemExit as end:
-        if asserts or end.code not in (None, 0):  # an exit before the end of the test is not a success
-            os._exit(1)
-    except BaseException:
+        if level == "full":
+            isolation.filter_available()
+            isolation.enter_namespaces(lambda: _have_users_mapped(outside))
+            isolation.die_with(parent)
+            inner = os.fork()
+            if inner:
+                outside.close()
+                control.close()
+                os.waitpid(inner, 0)
+                os._exit(0)
+            isolation.die_with(0)
+            isolation.build_root(settings["folder"], paths)
+        else:
+            _leave_root(level, settings["folder"])
+            isolation.die_with(parent)
+            isolation.adopt_orphans()
+            if level == "confined":
+                isolation.filter_available()
+                isolation.landlock_abi()
+        isolation.hide_memory()
+    except isolation.NotIsolated as error:
+        outside.send(str(error).encode()[:4096])
         os._exit(1)
-    sys.stdout.flush()
-    os.write(verdict, sign.encode())
+    outside.send(b"ready")
+    outside.close()
+    control.send(json.dumps({"level": level, "missing": list(missing)}).encode())
+    Room(level, control, settings, paths).serve()
     os._exit(0)
 
 
-if __name__ == "__main__":
-    main()
+def _have_users_mapped(outside: socket.socket) -> None:
+    outside.send(b"map")
+    answer = outside.recv(4096).decode()
+    if answer != "ok":
+        raise isolation.NotIsolated(answer)
+
+
+def _leave_root(level: str, folder: str) -> None:
+    """Become `nobody`. Root stays root at the weakest level if `nobody` cannot read the Python installation."""
+    if not isolation.is_root():
+        return
+    try:
+        os.chown(folder, isolation.NOBODY, isolation.NOBODY)
+        isolation.become_nobody()
+        with isolation.needed(f"the user nobody, who cannot reach {folder}"):
+            os.listdir(folder)
+    except isolation.NotIsolated:
+        if level == "confined" or os.geteuid():
+            raise
+        os.chown(folder, 0, 0)
+
+
+class Room:
+    """Starts a process for each run, and says how it ended."""
+
+    def __init__(
+        self, level: str, control: socket.socket, settings: Mapping[str, Any], paths: Mapping[str, str]
+    ) -> None:
+        self._level, self._control, self._settings, self._paths = level, control, settings, paths
+        self._alone = level == "full"
+        self._runs = 0
+
+    def serve(self) -> None:
+        """Serve requests until the other end closes the socket."""
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(self._control, 4096, 4)
+            if not data:
+                return
+            if descriptors:  # otherwise it is a late order to stop
+                self._runs += 1
+                self._control.send(json.dumps(self._run(float(data), descriptors)).encode())
+
+    def _run(self, limit_s: float, descriptors: Sequence[int]) -> dict[str, Any]:
+        reading, writing = os.pipe()
+        room = os.getpid()
+        pid = os.fork()
+        if not pid:
+            self._play(room, limit_s, descriptors, writing)
+        for descriptor in (*descriptors, writing):
+            os.close(descriptor)
+        with open(reading, "rb") as pipe:
+            problem = pipe.read().decode()
+        if problem != "ok":
+            self._end(pid)
+            return {"failed": problem or "its process ended before the code ran"}
+        exit = os.pidfd_open(pid)
+        ready, _, _ = select.select([exit, self._control.fileno()], [], [], limit_s)
+        status = self._end(pid)
+        os.close(exit)
+        return {"status": os.waitstatus_to_exitcode(status) if exit in ready else None}
+
+    def _end(self, pid: int) -> int:
+        """Kill the process and every process that it started. Returns its wait status."""
+        status = 0
+        with suppress(ProcessLookupError):
+            os.kill(-1 if self._alone else -pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while True:
+                for orphan in () if self._alone else _children():
+                    os.kill(orphan, signal.SIGKILL)
+                ended, how = os.wait()
+                status = how if ended == pid else status
+        return status
+
+    def _play(self, room: int, limit_s: float, descriptors: Sequence[int], writing: int) -> None:
+        """Isolate this process, then run what the plan says."""
+        try:
+            os.setsid()
+            with open(descriptors[0], "rb") as file:
+                plan = json.loads(file.read())
+            writing, *others = [_moved(number) for number in (writing, *descriptors[1:])]
+            for target, number in enumerate((*others[:2], os.open(os.devnull, os.O_WRONLY), others[2])):
+                os.dup2(number, target)
+            os.closerange(CHANNEL + 1, writing)
+            os.closerange(writing + 1, MOST_DESCRIPTORS)
+            self._isolate(room, limit_s, hidden=plan["role"] == "tests")
+        except Exception as error:
+            os.write(writing, f"{type(error).__name__}: {error}".encode()[:4096])
+            os._exit(1)
+        os.write(writing, b"ok")
+        os.close(writing)
+        channel = None if plan["role"] == "program" else roles.RoleChannel(socket.socket(fileno=CHANNEL))
+        roles.run(plan, channel)
+
+    def _isolate(self, room: int, limit_s: float, *, hidden: bool) -> None:
+        settings, directory = self._settings, isolation.SCRATCH
+        others = 0  # processes of the user besides those that are allowed
+        if self._alone:
+            isolation.mount_scratch()
+            others = 1 if isolation.is_root() else 3
+            isolation.become_nobody()
+        else:
+            directory = f"{settings['folder']}/{room}-{self._runs}"
+            os.mkdir(directory, 0o700)
+        os.chdir(directory)
+        os.environ |= {"HOME": directory, "TMPDIR": directory}
+        isolation.die_with(room)
+        isolation.hide_memory(hidden)
+        isolation.give_up_capabilities()
+        if self._level == "confined":
+            isolation.restrict_files(directory, self._paths)
+        processes = settings["processes"]
+        isolation.set_limits(seconds=limit_s, memory_bytes=settings["memory_bytes"], processes=processes + others)
+        try:
+            isolation.refuse_calls(alone=self._alone, may_fork=processes > 0)
+        except isolation.NotIsolated:
+            if self._level != "limits":
+                raise
+
+
+def _children() -> list[int]:
+    """The child processes of this process, adopted ones included."""
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return [int(pid) for pid in file.read().split()]

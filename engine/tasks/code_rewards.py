@@ -1,76 +1,49 @@
 """The reward `python_tests`: runs the Python code of a response against the tests of its row.
 
-Named in `reward.functions`. Each test runs in its own process, `code_child.py`, with limits on time, memory, processes
-and file sizes, in an empty directory, without the environment variables of the run. docs/REWARDS.md says what this
-isolates: it stops accidents, not an attacker. Never runs code of a response in this process.
+Named in `reward.functions`. `code_grading.py` runs the tests in processes that are isolated as far as the kernel
+allows (docs/REWARDS.md). Never runs code of a response in this process.
 """
 
 import json
-import os
+import logging
 import re
 import secrets
-import signal
-import subprocess
-import sys
-import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from time import monotonic
 from typing import Any
+from zlib import crc32
 
-from engine.errors import DataFailure
+from engine.errors import DataFailure, RewardFailure
+from engine.tasks.code_grading import WARM, CodeLimits, CodeTest, Rooms, fix_of, passes
+from engine.tasks.code_isolation import LEVELS
+from engine.tasks.code_service import check_service, passes_in_service
 from engine.tasks.reward_forms import Problem, declare
 from engine.tasks.rewards import column_of
-from engine.trajectory import NoAnswer, Prompt, Trajectory
+from engine.trajectory import NoAnswer, Prompt, Scored, Trajectory
+
+log = logging.getLogger(__name__)
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-CHILD = Path(__file__).with_name("code_child.py")
-LONGEST_OUTPUT = 1 << 20
-"""Maximum bytes of output; a test with more output fails."""
+ISOLATION = {"required": LEVELS[:2], "best_effort": LEVELS}
+"""The levels that each value of the argument `isolation` allows."""
 START_S = 10.0
-"""Seconds for Python to start, in addition to the time limit of the code."""
-
-
-@dataclass(frozen=True, slots=True)
-class CodeTest:
-    """One test: what the program reads and must print, or code to run after it."""
-
-    stdin: str = ""
-    stdout: str | None = None
-    code: str = ""
-    imports: str = ""
-    """Imports that run before the program, so that it may use their names."""
-
-
-IMPORTS = """
-import bisect, collections, functools, heapq, itertools, math, random, re, string, sys
-from bisect import *; from collections import *; from functools import *; from heapq import *
-from itertools import *; from math import *; from builtins import *; from typing import *
-"""
-"""Imports for programs with a function to call. Their prompts often show only a signature, such as `List[int]`."""
-CALL = """
-def engine_test():
-    import json
-
-    arguments, expected = json.loads({given})
-    name = {name!r}
-    owner = globals().get("Solution")
-    function = getattr(owner(), name) if hasattr(owner, name) else globals()[name]
-    result = json.loads(json.dumps(function(*arguments)))
-    assert result == expected or [result] == expected
-
-
-engine_test()
-"""
-"""The code of a test that calls a function. The conversion to JSON turns tuples into lists, and keeps an object that
-claims to equal everything from passing."""
+"""Seconds in which processes must have started, and a test of `engine check` must have ended."""
+SHARE_OF_TIME = 0.8
+"""The share of the time limit of a call that its tests may take together."""
+IMPOSSIBLE_EVERY = 16
+"""One in this many of the responses that pass also gets a test that no response can pass."""
+Passes = Callable[[str, CodeTest, str], bool]
+"""(code, test, text that makes the test impossible) -> whether the code passes."""
 
 
 def _check(
     *, tests: str = "tests", limit_s: float = 5.0, memory_mb: int = 512, processes: int = 0, share: bool = False,
-    most: int = 100,
-) -> Problem:  # fmt: skip
+    most: int = 100, same_process: bool = False, isolation: str = "required", sandbox: str | None = None,
+    timeout_s: float = 30.0,
+) -> Problem | str:  # fmt: skip
     if type(limit_s) not in (int, float) or not 0 < limit_s <= 3600:
         return "limit_s", "must be a number of seconds above 0, 3600 at most", "use 5.0"
     if type(memory_mb) is not int or not 32 <= memory_mb <= 1 << 20:
@@ -78,33 +51,77 @@ def _check(
     for name, value, least in (("processes", processes, 0), ("most", most, 1)):
         if type(value) is not int or not least <= value <= 10_000:
             return name, f"must be a whole number from {least} to 10000", f"use {least}"
-    return None
+    if isolation not in ISOLATION:
+        return "isolation", f"must be {' or '.join(ISOLATION)}", "use required"
+    if sandbox is not None:
+        return check_service(sandbox)
+    return _check_isolation(isolation)
 
 
-@declare(check=_check)
+def _check_isolation(isolation: str) -> Problem | str:
+    """Run a program that must pass and one that must fail: the level of isolation for `engine check`, or a problem."""
+    limits = CodeLimits(limit_s=START_S, memory_mb=512, processes=0, deadline=monotonic() + 3 * START_S)
+    try:
+        with Rooms(limits) as rooms:
+            level, missing = rooms.levels[0], "; ".join(rooms.missing)
+            test = CodeTest(code="assert double(21) == 42")
+            works = [passes(rooms, f"def double(a): return a * {factor}", test) for factor in (2, 3)] == [True, False]
+    except RewardFailure as failure:
+        return "isolation", f"cannot be reached: it {failure}", fix_of("")
+    if not works:
+        law = f"cannot be reached: at the level {level}, a right program did not pass, or a wrong one did"
+        return "isolation", law, fix_of(missing)
+    if level not in ISOLATION[isolation]:
+        wanted = " or ".join(ISOLATION[isolation])
+        law = f"needs the level {wanted}, but this machine has only {level}. Missing: {missing}"
+        return "isolation", law, fix_of(missing)
+    return f"isolation of code: {level}" + (f". Missing: {missing}" if missing else "")
+
+
+@declare(check=_check, time_limit="timeout_s")
 def python_tests(
     prompt: Prompt, trajectory: Trajectory, *, tests: str = "tests", limit_s: float = 5.0, memory_mb: int = 512,
-    processes: int = 0, share: bool = False, most: int = 100,
+    processes: int = 0, share: bool = False, most: int = 100, same_process: bool = False, isolation: str = "required",
+    sandbox: str | None = None, timeout_s: float = 30.0,
 ) -> float:  # fmt: skip
     """1.0 if the code passes every test of the column `tests`; with `share`, the share of tests that it passes.
 
     The code is the last block between ``` lines, else the whole response. Limits of each test: `limit_s` seconds,
-    `memory_mb` MiB, `processes` further processes or threads. At most `most` tests are run.
+    `memory_mb` MiB, `processes` further processes or threads. At most `most` tests are run, and those that have not
+    ended after most of `timeout_s` have failed. `same_process`: run `assert` tests in the process of the response.
+    `sandbox`: the address of a service that runs all code.
 
-    Raises: `DataFailure` if the row has no tests, or none that can be run."""
-    found = code_tests(prompt, tests)[:most]
+    Raises: `DataFailure` if the row has no tests, or none that can be run; `RewardFailure` if the code cannot be
+    isolated as `isolation` asks for."""
+    found = [replace(test, same_process=True) if same_process else test for test in code_tests(prompt, tests)[:most]]
+    limits = CodeLimits(
+        limit_s=limit_s, memory_mb=memory_mb, processes=processes, deadline=monotonic() + SHARE_OF_TIME * timeout_s,
+        levels=ISOLATION[isolation],
+    )  # fmt: skip
     blocks = _BLOCK.findall(trajectory.text)
     code = blocks[-1] if blocks else trajectory.text
-    passed = 0
-    for test in found:
-        if passes(code, test, limit_s=limit_s, memory_mb=memory_mb, processes=processes):
-            passed += 1
-        elif not share:
-            passed = 0
-            break
+    together = [test.same_process for test in found if test.code]
+    with ExitStack() as stack:
+        judge: Passes = partial(passes_in_service, sandbox, limits)
+        if sandbox is None:
+            warm = WARM if any(test.function for test in found) else ()
+            judge = partial(passes, stack.enter_context(Rooms(limits, 1 if all(together) else 2, warm)))
+        passed = 0
+        for test in found:
+            if judge(code, test, ""):
+                passed += 1
+            elif not share:
+                passed = 0
+                break
+        figures = {"same_process": sum(together) / len(together)} if together else {}
+        if passed == len(found) and crc32(code.encode("utf-8", "replace")) % IMPOSSIBLE_EVERY == 0:
+            figures["forged"] = float(judge(code, found[0], secrets.token_hex(16)))
+    if figures.get("forged"):
+        log.warning("row %d: a response passed a test that no program can pass: it forged its verdict", prompt.row)
+        return Scored(0.0, figures)
     if not blocks and not passed:
         return NoAnswer()  # there is no code block, and the response as a whole passes no test
-    return passed / len(found)
+    return Scored(passed / len(found), figures)
 
 
 def code_tests(prompt: Prompt, column: str) -> list[CodeTest]:
@@ -134,6 +151,11 @@ def code_tests(prompt: Prompt, column: str) -> list[CodeTest]:
 def _test_of(given: Any) -> CodeTest | None:
     if isinstance(given, str) and given.strip():
         return CodeTest(code=given)
+    if isinstance(given, Mapping) and isinstance(given.get("code"), str) and given["code"].strip():
+        names = given.get("names") or ()
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            return None
+        return CodeTest(code=given["code"], names=tuple(names), same_process=given.get("same_process") is True)
     if isinstance(given, Mapping) and given.get("fn_name"):
         return _call_test(given["fn_name"], given.get("input"), given.get("output"))
     if isinstance(given, Mapping) and given.get("testtype") != "functional":
@@ -151,61 +173,13 @@ def _call_test(name: Any, arguments: Any, expected: Any) -> CodeTest | None:
         if isinstance(arguments, str):
             arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
             expected = json.loads(expected) if isinstance(expected, str) else expected
-        given = json.dumps(json.dumps([arguments, expected]))
+        arguments, expected = json.loads(json.dumps([arguments, expected]))
     except (ValueError, TypeError, RecursionError):
         return None
     if not isinstance(name, str) or not name.isidentifier() or not isinstance(arguments, list):
         return None
-    return CodeTest(code=CALL.format(given=given, name=name), imports=IMPORTS)
+    return CodeTest(function=name, arguments=arguments, expected=expected)
 
 
 def _text(given: str | Sequence[Any]) -> str:
     return given if isinstance(given, str) else "\n".join(map(str, given))
-
-
-def passes(code: str, test: CodeTest, *, limit_s: float, memory_mb: int, processes: int) -> bool:
-    """Whether the code passes a test within the limits."""
-    with tempfile.TemporaryDirectory(prefix="engine-code-", ignore_cleanup_errors=True) as folder:
-        # Only the end of the test writes the sign, so an early exit does not pass. The code runs in the same process,
-        # so code that looks for the sign there can find it: this stops accidents, not an attacker.
-        sign = secrets.token_hex(16)
-        plan = {
-            "code": code, "test": test.code, "imports": test.imports, "sign": sign, "limit_s": limit_s,
-            "memory_bytes": memory_mb << 20, "processes": processes, "folder": folder, "stdin": test.stdin,
-        }  # fmt: skip
-        output, verdict = _run(json.dumps(plan).encode("utf-8", "surrogatepass"), folder, limit_s)
-    if verdict != sign:
-        return False
-    return test.stdout is None or _same(output, test.stdout)
-
-
-def _run(plan: bytes, folder: str, limit_s: float) -> tuple[str, str]:
-    """The output of the process, and the sign that it writes if the test has passed; empty otherwise."""
-    reading, writing = os.pipe()
-    environment = {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
-    with open(reading, "rb") as verdict, tempfile.TemporaryFile() as printed:
-        with open(writing, "wb") as end:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-B", str(CHILD), str(end.fileno())],
-                stdin=subprocess.PIPE, stdout=printed, stderr=subprocess.DEVNULL, cwd=folder, env=environment,
-                start_new_session=True, pass_fds=(end.fileno(),),
-            )  # fmt: skip
-        try:
-            process.communicate(plan, timeout=limit_s + START_S)
-            os.set_blocking(verdict.fileno(), False)  # a process that the code started may hold the other end
-            sign = (verdict.read() or b"").decode("ascii", "replace")
-            printed.seek(0)
-            output = printed.read(LONGEST_OUTPUT + 1)
-            return ("", "") if len(output) > LONGEST_OUTPUT else (output.decode("utf-8", "replace"), sign)
-        except subprocess.TimeoutExpired:
-            return "", ""
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-
-
-def _same(output: str, expected: str) -> bool:
-    """Whether both are equal, except for white space at the ends of lines and empty lines at the end."""
-    lines, others = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (output, expected))
-    return lines == others

@@ -35,7 +35,7 @@ LONGEST_CSV_FIELD = 1 << 30
 Paths = str | Path | Sequence[str | Path]
 
 
-class Rows(Protocol):
+class DataRows(Protocol):
     """Rows by number, decoded on demand."""
 
     where: str
@@ -122,11 +122,11 @@ def _nearest_file(file: Path) -> str:
 # -- rows of a file ----------------------------------------------------------------------------------------------------
 
 
-def read_rows(file: Path, config_field: str) -> Rows:
+def read_rows(file: Path, config_field: str) -> DataRows:
     """Raises: `ConfigError` for a file that cannot be read, with the line."""
     if file.is_dir():
         return _load_saved(file, config_field)
-    loaders: dict[str, Callable[[Path, str], Rows]] = {
+    loaders: dict[str, Callable[[Path, str], DataRows]] = {
         **dict.fromkeys(JSON_SUFFIXES, _load_json),
         **dict.fromkeys(CSV_DELIMITERS, _load_csv),
         **dict.fromkeys(PARQUET_SUFFIXES, _load_parquet),

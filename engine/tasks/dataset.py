@@ -8,15 +8,16 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from engine.chat import content_of, problem_of, tools_of
 from engine.errors import ConfigError, suggestion
-from engine.tasks.data_files import MESSAGES, TOOLS, Paths, Rows, TableRows, files_of, read_rows
+from engine.tasks.chat import content_of, problem_of, tools_of
+from engine.tasks.data_files import MESSAGES, TOOLS, DataRows, Paths, TableRows, files_of, read_rows
 from engine.trajectory import Prompt
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Dataset:
@@ -115,7 +116,7 @@ def renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any
 class Parts:
     """The rows of several files, numbered as if they were in one file."""
 
-    def __init__(self, parts: Sequence[Rows]) -> None:
+    def __init__(self, parts: Sequence[DataRows]) -> None:
         self._parts = parts
         self._ends = list(accumulate(map(len, parts)))
 
@@ -156,10 +157,10 @@ class _Check:
         self._back = {new: old for old, new in columns.items()}
         self._first: tuple[str, str, Path] | None = None
         self._types: dict[str, tuple[str, Path]] = {}
-        self._parts: list[tuple[Path, Rows, Mapping[str, int]]] = []
+        self._parts: list[tuple[Path, DataRows, Mapping[str, int]]] = []
         """Each file with the number of values in each of its columns."""
 
-    def part(self, file: Path) -> Rows:
+    def part(self, file: Path) -> DataRows:
         """The rows of the next file. Raises: `ConfigError`."""
         rows = read_rows(file, self._config_field)
         wanted = [self._back.get(name, name) for name in (self._prompt_field, MESSAGES, TOOLS)]
@@ -362,7 +363,7 @@ class PromptSource:
         """The prompt of a draw."""
         return self.dataset.prompt(self.draw(number).row)
 
-    def _permutation(self, epoch: int) -> NDArray[np.int64]:
+    def _permutation(self, epoch: int) -> "NDArray[np.int64]":
         if epoch not in self._permutations:
             # Resumed and retried groups may need the previous epoch, but seldom an older one.
             while len(self._permutations) >= 2:
@@ -370,7 +371,9 @@ class PromptSource:
             self._permutations[epoch] = self._shuffled(epoch)
         return self._permutations[epoch]
 
-    def _shuffled(self, epoch: int) -> NDArray[np.int64]:
+    def _shuffled(self, epoch: int) -> "NDArray[np.int64]":
+        import numpy as np  # late: `engine check` reads data without the extra `train`
+
         # Sort raw Philox words: numpy promises that they never change with its version, unlike Generator.permutation.
         key = np.array([self.seed, epoch], dtype=np.uint64)
         return np.argsort(np.random.Philox(key=key).random_raw(len(self.dataset)), kind="stable")

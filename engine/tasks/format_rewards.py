@@ -1,7 +1,8 @@
 """Rewards for the form of a response: a regular expression, and JSON that matches a schema.
 
-Named in `reward.functions`. Both end in bounded time: the `regex` package stops a search that takes too long, and a
-schema cannot fetch another one from an address.
+Named in `reward.functions`. Both end in bounded time: the `regex` package stops a search that takes too long, and
+schemas, whose patterns run in `re` and hold the GIL, are checked in a separate process. A schema cannot fetch another
+one from an address.
 """
 
 import json
@@ -10,11 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import DataFailure
+from engine.extras import install_command
 from engine.tasks.reward_forms import Problem, declare
 from engine.tasks.rewards import column_of
 from engine.trajectory import NoAnswer, Prompt, Trajectory
 
-EXTRA = "step-engine[rewards]"
 _BLOCK = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 # -- regular expressions -----------------------------------------------------------------------------------------------
@@ -24,7 +25,7 @@ def _check_pattern(*, pattern: str = "", whole: bool = False, limit_s: float = 1
     try:
         import regex
     except ImportError:
-        return "pattern", "needs the package regex, which is not installed", f"pip install '{EXTRA}'"
+        return "pattern", "needs the package regex, which is not installed", install_command("rewards")
     if not isinstance(pattern, str) or not pattern:
         return "pattern", "must be a regular expression", r"for example <answer>.*</answer>"
     try:
@@ -62,7 +63,7 @@ def _check_schema(*, schema: Mapping[str, Any] | None = None, column: str = "sch
     try:
         import jsonschema
     except ImportError:
-        return "schema", "needs the package jsonschema, which is not installed", f"pip install '{EXTRA}'"
+        return "schema", "needs the package jsonschema, which is not installed", install_command("rewards")
     if schema is None:
         return None
     try:
@@ -72,7 +73,7 @@ def _check_schema(*, schema: Mapping[str, Any] | None = None, column: str = "sch
     return None
 
 
-@declare(check=_check_schema)
+@declare(processes=1, check=_check_schema)
 def json_schema(
     prompt: Prompt, trajectory: Trajectory, *, schema: Mapping[str, Any] | None = None, column: str = "schema"
 ) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 
 from engine.errors import DataFailure, describe_error
-from engine.redaction import HIDDEN
+from engine.errors.redaction import HIDDEN
 from engine.tasks.reward_forms import Problem, declare
 from engine.trajectory import Prompt, Trajectory
 
@@ -40,6 +40,7 @@ BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """HTTP statuses after which another attempt may succeed."""
 CHECK_S = 10.0
 LONGEST_WAIT_S = 30.0
+LARGEST_REPLY_BYTES = 16 << 20
 _NAME = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
@@ -132,10 +133,10 @@ async def llm_judge(
                 await _pause(min(LONGEST_WAIT_S, 0.5 * 2 ** (number - 1)))
             try:
                 async with http.post(_at(url, "chat/completions"), json=body, headers=_head(key)) as got:
-                    reply = await got.text()
+                    reply = _redact(await _bounded(got), key)
                     status = got.status
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                story = f"cannot be reached: {_reason(error, key)}"
+                story = f"cannot be reached or read: {_reason(error, key)}"
                 continue
             if status == 200:
                 score = _score(reply, pattern)
@@ -143,10 +144,20 @@ async def llm_judge(
                     return min(1.0, max(0.0, (score - low) / (high - low)))
                 story = f"gave no score that matches {pattern!r}: {_answer(reply) or reply!r:.200}"
             else:
-                story = f"answered with HTTP {status}: {_redact(reply, key)!r:.200}"
+                story = f"answered with HTTP {status}: {reply!r:.200}"
                 if status not in BUSY:
                     break
     raise DataFailure(f"the judge {model} at {url} {story}", row=prompt.row)
+
+
+async def _bounded(response: aiohttp.ClientResponse) -> str:
+    """The text of a reply. Raises: `aiohttp.ClientPayloadError` if it is larger than `LARGEST_REPLY_BYTES`."""
+    whole = bytearray()
+    async for piece in response.content.iter_any():
+        whole += piece
+        if len(whole) > LARGEST_REPLY_BYTES:
+            raise aiohttp.ClientPayloadError(f"a reply of more than {LARGEST_REPLY_BYTES} bytes")
+    return whole.decode("utf-8", "replace")
 
 
 async def _pause(seconds: float) -> None:

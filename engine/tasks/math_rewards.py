@@ -9,18 +9,17 @@ from functools import lru_cache
 from typing import Any
 
 from engine.errors import DataFailure
+from engine.extras import install_command
 from engine.tasks.reward_forms import Problem, declare
 from engine.tasks.rewards import column_of
 from engine.trajectory import NoAnswer, Prompt, Trajectory
-
-EXTRA = "step-engine[rewards]"
 
 
 def _check(*, answer: str = "answer", limit_s: int = 5) -> Problem:
     try:
         _package()
     except ImportError:
-        return "function", "needs the package math-verify, which is not installed", f"pip install '{EXTRA}'"
+        return "function", "needs the package math-verify, which is not installed", install_command("rewards")
     if type(limit_s) is not int or not 1 <= limit_s <= 3600:
         return "limit_s", "must be a whole number of seconds from 1 to 3600", "use 5"
     return None

@@ -25,7 +25,7 @@ from statistics import fmean
 from engine.errors import DataFailure
 from engine.ids import GroupId, StepId
 from engine.tasks.dataset import Dataset, PromptSource
-from engine.tasks.source_files import Curriculum, PassRate, Stage
+from engine.tasks.source_files import Curriculum, CurriculumStage, PassRate
 from engine.trajectory import Prompt
 
 UNKNOWN = float("nan")
@@ -90,7 +90,7 @@ class Mixture:
         self.total = None if epochs is None else epochs * sum(len(source.data) for source in sources)
         self.learns = curriculum is not None or any(source.rest is not None for source in sources)
         """Whether a choice depends on anything but the number of the draw."""
-        self._stages = (Stage(weights=shares(sources)),) if curriculum is None else curriculum.stages
+        self._stages = (CurriculumStage(weights=shares(sources)),) if curriculum is None else curriculum.stages
         self._curriculum = curriculum
         self._orders = [
             PromptSource(source.data, seed=_seed_of(seed, source.name), shuffle=shuffle) for source in sources

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.chat import PromptRenderer
 from engine.errors import ConfigError, DataFailure
+from engine.tasks.chat import PromptRenderer
 from engine.tasks.dataset import Dataset
 
 

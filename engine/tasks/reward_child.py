@@ -23,11 +23,11 @@ import msgpack
 from engine.errors import RewardFailure, message_of
 from engine.tasks.reward_forms import bind
 from engine.tasks.rewards import find
-from engine.trajectory import NoAnswer, Prompt, Span, Trajectory
+from engine.trajectory import NoAnswer, Prompt, Scored, Span, Trajectory
 
 LENGTH = struct.Struct("<I")
-NO_ANSWER = "no answer"
-"""The key of a `NoAnswer` in a message."""
+NO_ANSWER, SCORED = "no answer", "scored"
+"""The keys of a `NoAnswer` and of a `Scored` in a message."""
 LONGEST_STORY = 4000
 """Maximum characters of a traceback; the last ones are kept."""
 
@@ -72,7 +72,9 @@ def value_from(plain: Any) -> Any:
     """The reverse of `_plain`: a value of a reward function, or a list of values."""
     if isinstance(plain, list):
         return [value_from(one) for one in plain]
-    return NoAnswer(plain[NO_ANSWER]) if isinstance(plain, dict) else plain
+    if isinstance(plain, dict):
+        return NoAnswer(plain[NO_ANSWER]) if NO_ANSWER in plain else Scored(*plain[SCORED])
+    return plain
 
 
 def call_from(plain: Any) -> tuple[list[Prompt], list[Trajectory]]:
@@ -155,6 +157,8 @@ def _plain(value: Any) -> Any:
     """A value as plain data: None, a number, or a list of these. Raises: `RewardFailure` for anything else."""
     if isinstance(value, NoAnswer):
         return {NO_ANSWER: float(value)}
+    if isinstance(value, Scored):
+        return {SCORED: [float(value), dict(value.figures)]}
     if value is None or isinstance(value, float | int):
         return value
     if not isinstance(value, str | bytes | dict):

@@ -50,18 +50,24 @@ class Declared:
 
     processes: int = 0
     """Number of its processes in each replica, unless the configuration says otherwise."""
-    check: Callable[..., Problem] | None = field(default=None)
-    """A check that gets the arguments before a run starts. It may test what the reward needs, such as a server."""
+    check: Callable[..., Problem | str] | None = field(default=None)
+    """A check that gets the arguments before a run starts. It may test what the reward needs, such as a server. It
+    returns a problem, or a line for `engine check`."""
+    time_limit: str = ""
+    """The argument that gets the time limit of a call, in seconds, unless it is set."""
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def declare(*, processes: int = 0, check: Callable[..., Problem] | None = None) -> Callable[[Function], Function]:
-    """A decorator with which a reward function declares its processes and a check of its arguments."""
+def declare(
+    *, processes: int = 0, check: Callable[..., Problem | str] | None = None, time_limit: str = ""
+) -> Callable[[Function], Function]:
+    """A decorator with which a reward function declares its processes, a check of its arguments, and the argument that
+    gets the time limit of a call."""
 
     def decorated(function: Function) -> Function:
-        function.declared = Declared(processes, check)  # type: ignore[attr-defined]
+        function.declared = Declared(processes, check, time_limit)  # type: ignore[attr-defined]
         return function
 
     return decorated
@@ -92,13 +98,14 @@ def bind(function: Any, arguments: Mapping[str, Any], spec: str, config_field: s
     return BoundReward(lambda prompt, trajectory: function(prompt, trajectory, **arguments), form)
 
 
-def check_declared(function: Any, arguments: Mapping[str, Any], config_field: str) -> None:
-    """Let the function check its arguments. Raises: `ConfigError`."""
+def check_declared(function: Any, arguments: Mapping[str, Any], config_field: str) -> str:
+    """Let the function check its arguments: a line for `engine check`, or an empty one. Raises: `ConfigError`."""
     check = declared_by(function).check
-    problem = check(**arguments) if check is not None else None
-    if problem is not None:
-        name, law, fix = problem
+    found = check(**arguments) if check is not None else None
+    if isinstance(found, tuple):
+        name, law, fix = found
         raise ConfigError(f"{config_field}.{name}", arguments.get(name), law, fix)
+    return found or ""
 
 
 def _parameters_of(function: Any) -> list[str]:

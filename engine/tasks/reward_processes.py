@@ -16,11 +16,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from threading import Lock, Thread
+from threading import Lock, RLock, Thread
 from time import monotonic
 from typing import IO, Any
 
-from engine.errors import DataFailure, RewardFailure
+from engine.errors import DataFailure, RewardFailure, visible
 from engine.tasks.reward_child import LENGTH, pack, plain_call, unpack, value_from
 from engine.trajectory import Prompt, Trajectory
 
@@ -28,6 +28,8 @@ START_S = 300.0
 """Time limit for a new process to import the function, in seconds."""
 GRACE_S = 5.0
 """Seconds beyond its time limit after which a process that has not ended itself is killed."""
+LONGEST_REPLY = 64 << 20
+"""Maximum bytes of a reply: about seven million numbers."""
 TAIL_LINES = 60
 """Lines of a process's error output that the error of its failure shows."""
 
@@ -48,10 +50,10 @@ class ProcessSettings:
 
 
 class RewardProcess:
-    """One process. Its methods are called by one thread at a time."""
+    """One process. One thread at a time calls its function; any thread may end it."""
 
     def __init__(self, settings: ProcessSettings) -> None:
-        """Raises: `RewardFailure` if the function cannot be imported, `OSError` if no process can be started."""
+        """Raises: `OSError` if no process can be started."""
         self._settings = settings
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         path = os.pathsep.join([os.getcwd(), *(part for part in sys.path if part)])
@@ -62,15 +64,32 @@ class RewardProcess:
         )  # fmt: skip
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in: IO[bytes] = self._process.stdin
-        self._out = self._process.stdout.fileno()
-        self._exit = os.pidfd_open(self._process.pid)
+        os.set_blocking(self._in.fileno(), False)  # a process that does not read must not block the call
+        self._out: IO[bytes] = self._process.stdout
+        self._exit: IO[bytes] = os.fdopen(os.pidfd_open(self._process.pid), "rb", buffering=0)
         """Readable once the process has exited."""
+        self._reaping = Lock()
+        self._streams = RLock()
+        """Held while a call uses the streams, and while they are closed."""
         self._reader = Thread(target=self._echo, name="reward output", daemon=True)
         self._reader.start()
-        memory = (settings.memory_mb or 0) << 20
+        self._is_new = True
+
+    def call(self, data: bytes) -> Any:
+        """The first call imports the function. Raises: `RewardFailure`. The process may have ended then."""
+        with self._streams:
+            if self.has_ended:
+                raise RewardFailure("its process was ended before the call")
+            if self._is_new:
+                self._is_new = False
+                self._import()
+            return self._exchange(data, self._settings.timeout_s + GRACE_S, "")
+
+    def _import(self) -> None:
+        settings = self._settings
         setup = {
             "spec": settings.spec, "directory": settings.directory, "arguments": dict(settings.arguments),
-            "path": list(sys.path), "memory_bytes": memory,
+            "path": list(sys.path), "memory_bytes": (settings.memory_mb or 0) << 20,
         }  # fmt: skip
         try:
             self._exchange(pack(setup), START_S, "to import the function")
@@ -78,32 +97,26 @@ class RewardProcess:
             self.end()
             raise
 
-    def call(self, data: bytes) -> Any:
-        """Raises: `RewardFailure`. The process may have ended then."""
-        limit_s = self._settings.timeout_s
-        return self._exchange(data, limit_s + GRACE_S, "")
-
     @property
     def has_ended(self) -> bool:
         return self._process.returncode is not None
 
     def end(self) -> None:
-        """Kill the process and everything that it has started."""
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # before `wait`, after which its id may be reused
-            self._process.wait()
-            os.close(self._exit)
+        """Kill the process and everything that it has started. A running call fails first."""
+        with self._reaping:
+            if not self.has_ended:
+                with suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)  # before `wait`, after which its id may be reused
+                self._process.wait()
         self._reader.join(1.0)  # for its last output; a grandchild outside its process group may hold the pipe longer
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
+        with self._streams:
+            for stream in (self._in, self._out, self._exit):
                 stream.close()
 
     def _exchange(self, data: bytes, limit_s: float, aim: str) -> Any:
         began = monotonic()
         try:
-            self._in.write(data)
-            reply = self._read(began + limit_s)
+            reply = self._read(began + limit_s) if self._write(data, began + limit_s) else None
         except OSError:
             reply = None
         if reply is None:
@@ -119,27 +132,44 @@ class RewardProcess:
         failure = RewardFailure(f"raised {name}: {message}" if message else f"raised {name}")
         raise failure from ProcessStory(trace)
 
+    def _write(self, data: bytes, deadline: float) -> bool:
+        """Whether the process took all before the deadline."""
+        left = memoryview(data)
+        while left and self._is_ready(self._in, select.POLLOUT, deadline):
+            left = left[self._in.write(left) or 0 :]
+        return not left
+
     def _read(self, deadline: float) -> Any:
-        """The next message; None if the process closes its end or the deadline passes."""
+        """The next message; None if the process closes its end or the deadline passes. Raises: `RewardFailure` if it is
+        longer than `LONGEST_REPLY`."""
         head = self._bytes(LENGTH.size, deadline)
-        body = None if head is None else self._bytes(LENGTH.unpack(head)[0], deadline)
+        if head is None:
+            return None
+        (size,) = LENGTH.unpack(head)
+        if size > LONGEST_REPLY:
+            self.end()
+            law = f"its reply has {size >> 20} MiB, but may have at most {LONGEST_REPLY >> 20} MiB"
+            raise RewardFailure(f"{law}; return one number for each response, turn or token, and lower batch_size")
+        body = self._bytes(size, deadline)
         return None if body is None else unpack(body)
 
     def _bytes(self, count: int, deadline: float) -> bytes | None:
         parts: list[bytes] = []
-        poll = select.poll()
-        poll.register(self._out, select.POLLIN)
-        poll.register(self._exit, select.POLLIN)  # a grandchild may hold the pipe open
         while count:
-            ready = {descriptor for descriptor, _ in poll.poll(max(0.0, deadline - monotonic()) * 1000)}
-            if self._out not in ready:
-                return None
-            part = os.read(self._out, count)
+            part = self._out.read(count) if self._is_ready(self._out, select.POLLIN, deadline) else None
             if not part:
                 return None
             parts.append(part)
             count -= len(part)
         return b"".join(parts)
+
+    def _is_ready(self, stream: IO[bytes], event: int, deadline: float) -> bool:
+        """Wait for the stream. False if the deadline passes, or if the process exits and leaves nothing to read."""
+        poll = select.poll()
+        poll.register(stream, event)
+        poll.register(self._exit, select.POLLIN)  # a grandchild may hold the pipe open
+        ready = poll.poll(max(0.0, deadline - monotonic()) * 1000)
+        return stream.fileno() in {descriptor for descriptor, _ in ready}
 
     def _fail(self, seconds: float, limit_s: float, aim: str) -> None:
         """End the process and say why it gave no answer."""
@@ -173,7 +203,7 @@ class RewardProcess:
             for line in iter(stream.readline, b""):
                 text = line.decode("utf-8", "replace")
                 self._tail.append(text)
-                sys.stderr.write(text)
+                sys.stderr.write(visible(text))
 
 
 class RewardProcesses:

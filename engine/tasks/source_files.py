@@ -37,7 +37,7 @@ class PassRate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class CurriculumStage:
     """One stage of a curriculum: a weight for each source."""
 
     weights: tuple[float, ...]
@@ -50,7 +50,7 @@ class Curriculum:
     """Stages, one after another. By accuracy, a stage ends once the newest `window` groups that started in it have a
     mean reward of at least its `until`."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[CurriculumStage, ...]
     by_accuracy: bool = False
     window: int = 256
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from engine.errors import ConfigError, suggestion
+from engine.errors.redaction import described
 from engine.ids import StepId
-from engine.redaction import described
 from engine.tasks.dataset import Dataset
 from engine.tasks.quickstart import Progress, made_once
 from engine.trajectory import Prompt

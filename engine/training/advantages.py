@@ -123,6 +123,11 @@ def set_advantages(groups: Sequence[Sequence[Sample]], settings: TrainerSettings
     rewards = [[shaped_reward(rollout, settings) for rollout in group] for group in rollouts]
     steps = [centered_steps([_steps_of(rollout) for rollout in group], settings.advantage) for group in rollouts]
     advantages = ADVANTAGES[settings.advantage](rewards)
+    if settings.kl_reward_coef > 0 and not settings.kl_reward_per_token:
+        advantages = [
+            [outcome + kl for outcome, kl in zip(*each, strict=True)]
+            for each in zip(advantages, kl_advantages(rollouts, settings), strict=True)
+        ]
     for group, values in zip(rollouts, advantages, strict=True):
         for rollout, value in zip(group, values, strict=True):
             for sample in rollout:
@@ -144,16 +149,31 @@ def set_advantages(groups: Sequence[Sequence[Sample]], settings: TrainerSettings
 
 
 def shaped_reward(rollout: Rollout, settings: TrainerSettings) -> float:
-    """The reward of the outcome, less the length penalty and, where it is the whole trajectory's, less the KL to the
-    reference."""
+    """The reward of the outcome, less the length penalty."""
     reward = rollout[0].reward - math.fsum(_steps_of(rollout))
     if settings.overlong_cache_tokens:
         reward -= settings.overlong_penalty * overlong_share(
             sum(sample.response_tokens for sample in rollout), settings
         )
-    if settings.kl_reward_coef > 0 and not settings.kl_reward_per_token:
-        reward -= settings.kl_reward_coef * sum(float(token_kl(sample, settings).sum()) for sample in rollout)
     return reward
+
+
+def kl_advantages(groups: Sequence[Sequence[Rollout]], settings: TrainerSettings) -> list[list[float]]:
+    """-β Σ KL of each whole trajectory, less the baseline of the outcomes' estimator. [groups][rollouts]
+
+    `grpo` divides the outcomes by their spread, but not this: GRPO's objective weighs β KL against advantages that are
+    divided (arXiv 2402.03300 eq. 3). Divided by the spread of the sum, the noise of the KL would be as large as an
+    outcome wherever outcomes are equal, for any β. For the other estimators, which are linear, this and the
+    advantages of the outcomes add up to those of R - β Σ KL.
+    """
+    rewards = [
+        [
+            -settings.kl_reward_coef * sum(float(token_kl(sample, settings).sum()) for sample in rollout)
+            for rollout in group
+        ]
+        for group in groups
+    ]
+    return (dr_grpo if settings.advantage == "grpo" else ADVANTAGES[settings.advantage])(rewards)
 
 
 def centered_steps(steps: Sequence[Sequence[float]], advantage: str) -> list[list[float]]:

@@ -51,6 +51,14 @@ STALENESS_BUCKETS = (0, 1, 2, 3, 4, 8)
 """Least staleness, in train steps, of each bucket that the diagnostics tell apart."""
 
 
+CAUSES = ("fresh", "stale", "mixed", "moved")
+"""Why the log-probs of sampler and trainer may differ at a token. `fresh`: the trained weights sampled its whole group,
+so that only rounding or a defect remains. `stale`: its group has tokens of older weights. `mixed`: so it has, and new
+weights came in this response before the token, which may have read keys and values of the older ones
+(`rollout.kv: keep`). `moved`: earlier optimizer steps of this train step have changed the weights."""
+FRESH, STALE, MIXED, MOVED = range(len(CAUSES))
+
+
 @dataclass(slots=True, kw_only=True)
 class Sample:
     """One trajectory as the train step sees it: its input row and its trainable tokens."""
@@ -81,6 +89,9 @@ class Sample:
     """Where its tokens do not all have `advantage`, which is then their mean. [tokens] float32"""
     staleness: int = 0
     """Train steps that its group lags behind."""
+    mixed: Tensor | None = None
+    """True for tokens sampled after new weights came in the middle of the response; None: one version sampled all.
+    [tokens] bool"""
     steps: tuple[StepReward, ...] = ()
     """Shares of `reward` that belong to single tokens, by their positions in the response."""
     places: Tensor | None = None
@@ -129,6 +140,8 @@ class MicroBatch:
     """[tokens] float32"""
     staleness: Tensor
     """Index of the token's bucket in `STALENESS_BUCKETS`. [tokens] int64"""
+    causes: Tensor
+    """Index of the token's cause in `CAUSES`, before any optimizer step. [tokens] int64"""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on a device; itself where it is there already."""
@@ -201,7 +214,8 @@ def by_rollout(samples: Sequence[Sample]) -> list[list[Sample]]:
 def _sample(trajectory: Trajectory, continues: bool) -> Sample:
     mask = torch.tensor(trajectory.loss_mask, dtype=torch.bool)
     ids = torch.tensor(trajectory.prompt_ids + trajectory.token_ids, dtype=torch.int64)
-    indices = mask.nonzero().squeeze(1) + len(trajectory.prompt_ids)
+    places = mask.nonzero().squeeze(1)
+    indices = places + len(trajectory.prompt_ids)
     assert trajectory.reward is not None  # `_check` has seen it
     return Sample(
         input_ids=ids[: int(indices[-1])],
@@ -213,7 +227,8 @@ def _sample(trajectory: Trajectory, continues: bool) -> Sample:
         response_tokens=len(trajectory.token_ids),
         continues=continues,
         steps=tuple(trajectory.step_rewards),
-        places=indices - len(trajectory.prompt_ids) if trajectory.step_rewards else None,
+        mixed=places >= trajectory.spans[0].stop if len(trajectory.spans) > 1 else None,
+        places=places if trajectory.step_rewards else None,
     )
 
 
@@ -322,7 +337,7 @@ def idle_pass() -> MicroBatch:
     none, one = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
     return MicroBatch(
         input_ids=one[None], trajectories=1, rows=one, columns=one, targets=one, behavior=none, proximal=None,
-        reference=None, advantages=none, weights=none, staleness=one,
+        reference=None, advantages=none, weights=none, staleness=one, causes=one,
     )  # fmt: skip
 
 
@@ -397,7 +412,14 @@ def _tokens_of(samples: Sequence[Sample]) -> dict[str, Any]:
         "advantages": _advantages(samples, counts),
         "weights": torch.tensor([sample.weight for sample in samples]).repeat_interleave(counts),
         "staleness": staleness.repeat_interleave(counts),
+        "causes": torch.cat([_causes(sample) for sample in samples]),
     }
+
+
+def _causes(sample: Sample) -> Tensor:
+    """[tokens] int64"""
+    causes = torch.full((sample.tokens,), STALE if sample.staleness else FRESH)
+    return causes if sample.mixed is None or not sample.staleness else causes.masked_fill(sample.mixed, MIXED)
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -37,7 +37,7 @@ class Dropped(NamedTuple):
     """Of a mask on whole trajectories. [trajectories] bool"""
 
 
-class Weights(NamedTuple):
+class ImportanceWeights(NamedTuple):
     """Importance weights of a micro-batch's tokens, without gradient."""
 
     used: Tensor
@@ -49,16 +49,16 @@ class Weights(NamedTuple):
     dropped: tuple[Dropped, ...] = ()
 
 
-CorrectionFunction: TypeAlias = Callable[[Tensor, Tensor, Rows, float], Weights]
+CorrectionFunction: TypeAlias = Callable[[Tensor, Tensor, Rows, float], ImportanceWeights]
 """Raw importance weights [tokens], log ρ [tokens], the trajectories and the cap to weights."""
 
 
-def no_correction(raw: Tensor, log_ratio: Tensor, rows: Rows, cap: float) -> Weights:
+def no_correction(raw: Tensor, log_ratio: Tensor, rows: Rows, cap: float) -> ImportanceWeights:
     """The plain importance ratio: unbiased, and of unbounded variance."""
-    return Weights(raw, torch.zeros_like(raw, dtype=torch.bool))
+    return ImportanceWeights(raw, torch.zeros_like(raw, dtype=torch.bool))
 
 
-def token_tis(raw: Tensor, log_ratio: Tensor, rows: Rows, cap: float) -> Weights:
+def token_tis(raw: Tensor, log_ratio: Tensor, rows: Rows, cap: float) -> ImportanceWeights:
     """Token-level truncated importance sampling: w = min(ratio, cap).
 
     Ionides, "Truncated Importance Sampling" (J. Comput. Graph. Stat. 2008); per action as in IMPALA's c and rho
@@ -66,17 +66,17 @@ def token_tis(raw: Tensor, log_ratio: Tensor, rows: Rows, cap: float) -> Weights
     Framework Secretly Brings You Off-Policy RL Training" (2025). The bias is bounded by what is cut off, the variance
     by the cap.
     """
-    return Weights(raw.clamp(max=cap), raw > cap)
+    return ImportanceWeights(raw.clamp(max=cap), raw > cap)
 
 
-def sequence_tis(raw: Tensor, log_ratio: Tensor, rows: Rows, cap: float) -> Weights:
+def sequence_tis(raw: Tensor, log_ratio: Tensor, rows: Rows, cap: float) -> ImportanceWeights:
     """Sequence-level truncated importance sampling: w = min(Π ρ, cap) for every token of the trajectory.
 
     Liu, Li et al., "When Speed Kills Stability" (2025): unbiased for the whole trajectory but for the truncation, where
     a token's own weight neglects that its prefix was off-policy too; of a variance that grows with length.
     """
     ratio = rows.spread(bounded(rows.sums(log_ratio)).exp())
-    return Weights(ratio.clamp(max=cap), ratio > cap)
+    return ImportanceWeights(ratio.clamp(max=cap), ratio > cap)
 
 
 CORRECTIONS: dict[str, CorrectionFunction] = {
@@ -135,7 +135,7 @@ def corrected(
     cap: float,
     masks: Sequence[Mask] = (),
     advantages: Tensor | None = None,
-) -> Weights:
+) -> ImportanceWeights:
     """The weights after the correction and the masks. `raw` [tokens] are the weights before, `log_ratio` log ρ, not
     bounded; `advantages` [tokens] are what `negative_only` masks read."""
     weights = CORRECTIONS[correction](raw, log_ratio, rows, cap)
@@ -144,7 +144,7 @@ def corrected(
     signs = torch.zeros_like(raw) if advantages is None else advantages
     dropped = tuple(drop(mask, log_ratio, rows, signs) for mask in masks)
     kept = ~torch.stack([each.tokens for each in dropped]).any(0)
-    return Weights(torch.where(kept, weights.used, 0.0), weights.truncated, kept, dropped)
+    return ImportanceWeights(torch.where(kept, weights.used, 0.0), weights.truncated, kept, dropped)
 
 
 def bounded(log_ratio: Tensor) -> Tensor:

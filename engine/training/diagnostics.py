@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.protocols import RolloutFigures
-from engine.training.batch import STALENESS_BUCKETS, Rows, Sample, by_rollout
-from engine.training.corrections import Weights, bounded, bounded_for, effective_sample_share
+from engine.training.batch import CAUSES, FRESH, MOVED, STALENESS_BUCKETS, Rows, Sample, by_rollout
+from engine.training.corrections import ImportanceWeights, bounded, bounded_for, effective_sample_share
 from engine.training.kl import estimate
 from engine.training.losses import TokenLosses, TokenTerms
 from engine.training.ranks import Ranks
@@ -22,32 +22,39 @@ BUCKET_NAMES = tuple(
     for first, after in zip(STALENESS_BUCKETS, (*STALENESS_BUCKETS[1:], 0), strict=True)
 )
 """How the staleness buckets are called in metrics: `0`, `1`, …, `4_7`, `8_up`."""
-BY_STALENESS = ("token_share", "ratio_mean", "kl_k3")
+STALE = tuple(f"stale_{bucket}" for bucket in BUCKET_NAMES)
+BY_STALENESS = ("token_share", "ratio_mean", "behavior_kl_k3")
+BY_CAUSE = ("token_share", "ratio_mean", "logprob_gap_mean")
+"""Figures of each kind of tokens. Their sums have the same names: of the tokens, of ρ, and of the third."""
 
 
 class Diagnostics:
-    """Sums over tokens, added up micro-batch by micro-batch on the device and read once."""
+    """Sums over tokens, added up micro-batch by micro-batch on the device and read once. `moved`: log ρ is of weights
+    that earlier optimizer steps of this train step have changed."""
 
-    def __init__(self, settings: TrainerSettings) -> None:
+    def __init__(self, settings: TrainerSettings, *, moved: bool = False) -> None:
         self._settings = settings
+        self._moved = moved
         masks = [f"masked_{mask.measure}" for mask in settings.masks]
         masks += [f"rejected_{mask.measure}" for mask in settings.masks if mask.of_sequences]
         self._names = (
-            "loss", "tokens", "unsound", "clip_low", "clip_high", "kl", "entropy", "ratio", "truncated", "weights",
+            "loss", "tokens", "unsound", "clip_low", "clip_high", "kl", "surprise", "ratio", "truncated", "weights",
             "squares",
             *(f"behavior_{name}" for name in KL_NAMES),
+            *(("entropy",) if settings.entropy_coef > 0 else ()),
             *(("clip_dual",) if settings.clip_dual else ()),
             *((f"reference_{name}" for name in KL_NAMES) if settings.needs_reference else ()),
             *(("masked", "trajectories", *masks) if masks else ()),
         )  # fmt: skip
-        self._by_staleness = tuple(f"{name}_stale_{bucket}" for name in BY_STALENESS for bucket in BUCKET_NAMES)
+        self._by_kind = tuple(f"{name}_{kind}" for name in BY_STALENESS for kind in STALE)
+        self._by_kind += tuple(f"{name}_{cause}" for name in BY_CAUSE for cause in CAUSES)
         self._parts: list[Tensor] = []
         self._gaps: list[Tensor] = []
 
     def add(self, terms: TokenTerms, result: TokenLosses, loss: Tensor) -> None:
         """Take in one micro-batch, without trajectories that are left out. Tensors stay on the device; nothing waits
         for it."""
-        assert terms.sound is not None and terms.entropy is not None
+        assert terms.sound is not None
         sound = terms.sound
         ratio = torch.where(sound, result.log_ratio.exp(), 0.0)
         weights = result.weights
@@ -61,13 +68,16 @@ class Diagnostics:
             result.clipped_low.sum(),
             result.clipped_high.sum(),
             (result.log_ratio.exp() - 1 - result.log_ratio).sum(),
-            terms.entropy.detach().sum(),
+            -terms.current.detach().sum(),
             ratio.sum(),
             (weights.truncated & sound).sum(),
             used.sum(),
             used.square().sum(),
             *(values.sum() for values in behavior),
         ]
+        if self._settings.entropy_coef > 0:
+            assert terms.entropy is not None  # `gradients` has computed it
+            row.append(terms.entropy.detach().sum())
         if result.clipped_dual is not None:
             row.append(result.clipped_dual.sum())
         if terms.reference is not None:
@@ -75,8 +85,15 @@ class Diagnostics:
             row += [estimate(name, log_ratio).sum() for name in KL_NAMES]
         row += _masked(weights, terms.rows.trajectories)
         scalars = torch.stack([value.double() for value in row])
-        self._parts.append(torch.cat([scalars, *_by_staleness(terms, sound, result.importance, behavior[2])]))
-        self._gaps.append(_largest_gaps(terms, result.importance))
+        causes = torch.zeros_like(terms.rows.of_token) if terms.causes is None else terms.causes
+        causes = torch.full_like(causes, MOVED) if self._moved else causes
+        gaps = result.importance.abs()
+        ratios = torch.where(sound, bounded(result.importance).exp(), 0.0)
+        by_staleness = _by_staleness(terms, sound, ratios, behavior[2])
+        by_cause = _sums_by(causes, len(CAUSES), sound, ratios, gaps)
+        self._parts.append(torch.cat([scalars, *by_staleness, *by_cause]))
+        largest = gaps.new_zeros(len(CAUSES)).scatter_reduce(0, causes, gaps, "amax")
+        self._gaps.append(largest.double())
 
     def __bool__(self) -> bool:
         """Whether any token was taken in."""
@@ -88,15 +105,15 @@ class Diagnostics:
 
     def gather(self, ranks: Ranks) -> None:
         """Add up what all ranks took in. Collective."""
-        width = len(self._names) + len(self._by_staleness)
+        width = len(self._names) + len(self._by_kind)
         if ranks.count > 1 and ranks.most(len(self._parts)):
             parts = torch.stack(self._parts).sum(0) if self._parts else torch.zeros(width, dtype=torch.float64)
-            gaps = torch.stack(self._gaps).amax(0) if self._gaps else torch.zeros(2, dtype=torch.float64)
+            gaps = torch.stack(self._gaps).amax(0) if self._gaps else torch.zeros(len(CAUSES), dtype=torch.float64)
             self._parts, self._gaps = [ranks.total(parts)], [ranks.largest(gaps)]
 
     def sums(self) -> dict[str, float]:
         """The sums by name; waits for the device."""
-        names = (*self._names, *self._by_staleness)
+        names = (*self._names, *self._by_kind)
         if not self._parts:
             return dict.fromkeys(names, 0.0)
         return dict(zip(names, torch.stack(self._parts).sum(0).tolist(), strict=True))
@@ -105,12 +122,14 @@ class Diagnostics:
         """Means over the tokens taken in, which are those with a gradient; all 0 where there were none.
 
         `clip_share_*`; `approx_kl`, Schulman's k3 estimate r - 1 - log r, and `ratio_mean` of the loss's own ratio;
-        `entropy` in nats; `tis_truncated_share`; `ess`, a share of the tokens; `behavior_kl_*` of KL(behavior ‖
+        `entropy_estimate`, the mean -log current of the sampled tokens, in nats, and with an entropy term in the loss
+        the exact `entropy`; `tis_truncated_share`; `ess`, a share of the tokens; `behavior_kl_*` of KL(behavior ‖
         proximal), or ‖ current where the old policy is the behavior policy. With a reference `reference_kl_*` of
         KL(current ‖ reference). With masks `masked_share` of the tokens, by any of them, and `masked_share_<measure>`
         by one; `rejected_share_<measure>` of the trajectories. `logprob_gap_max` is the greatest |log ρ| of a
-        token, `logprob_gap_max_fresh` that of groups that lag behind by no step. For each staleness that occurs, its
-        `token_share_`, and over its tokens `ratio_mean_` and `behavior_kl_k3` of log ρ.
+        token, `logprob_gap_max_fresh` that of fresh tokens (`batch.CAUSES`). For each cause that occurs, its
+        `token_share_`, and over its tokens `logprob_gap_mean_`, the mean |log ρ|, and `ratio_mean_`. For each staleness
+        that occurs, its `token_share_`, and over its tokens `ratio_mean_` and `behavior_kl_k3` of log ρ.
         """
         sums = self.sums()
         tokens = max(1.0, sums["tokens"])
@@ -118,13 +137,15 @@ class Diagnostics:
             "clip_share_low": sums["clip_low"] / tokens,
             "clip_share_high": sums["clip_high"] / tokens,
             "approx_kl": sums["kl"] / tokens,
-            "entropy": sums["entropy"] / tokens,
+            "entropy_estimate": sums["surprise"] / tokens,
             "ratio_mean": sums["ratio"] / tokens,
             "tis_truncated_share": sums["truncated"] / tokens,
             "ess": effective_sample_share(sums["weights"], sums["squares"], tokens),
         }
         for policy in ("behavior", "reference") if self._settings.needs_reference else ("behavior",):
             metrics |= {f"{policy}_kl_{name}": sums[f"{policy}_{name}"] / tokens for name in KL_NAMES}
+        if "entropy" in sums:
+            metrics["entropy"] = sums["entropy"] / tokens
         if "clip_dual" in sums:
             metrics["clip_share_dual"] = sums["clip_dual"] / tokens
         for name in self._names:
@@ -133,19 +154,19 @@ class Diagnostics:
                 metrics["_".join(filter(None, ("masked_share", measure)))] = sums[name] / tokens
             elif what == "rejected":
                 metrics[f"rejected_share_{measure}"] = sums[name] / max(1.0, sums["trajectories"])
-        gaps = torch.stack(self._gaps).amax(0).tolist() if self._gaps else (0.0, 0.0)
-        metrics |= dict(zip(("logprob_gap_max", "logprob_gap_max_fresh"), gaps, strict=True))
-        return metrics | self._buckets(sums, tokens)
+        gaps = torch.stack(self._gaps).amax(0).tolist() if self._gaps else [0.0] * len(CAUSES)
+        metrics |= {"logprob_gap_max": max(gaps), "logprob_gap_max_fresh": gaps[FRESH]}
+        return metrics | self._of_kinds(sums, tokens)
 
-    def _buckets(self, sums: dict[str, float], tokens: float) -> dict[str, float]:
-        """What is known of each staleness that occurs."""
+    def _of_kinds(self, sums: dict[str, float], tokens: float) -> dict[str, float]:
+        """What is known of each staleness and each cause that occurs."""
         metrics = {}
-        for bucket in BUCKET_NAMES:
-            count, ratio, kl = (sums[f"{name}_stale_{bucket}"] for name in BY_STALENESS)
-            if count:
-                metrics[f"token_share_stale_{bucket}"] = count / tokens
-                metrics[f"ratio_mean_stale_{bucket}"] = ratio / count
-                metrics[f"behavior_kl_k3_stale_{bucket}"] = kl / count
+        for names, kinds in ((BY_STALENESS, STALE), (BY_CAUSE, CAUSES)):
+            for kind in kinds:
+                share, *means = (f"{name}_{kind}" for name in names)
+                if count := sums[share]:
+                    metrics[share] = count / tokens
+                    metrics |= {mean: sums[mean] / count for mean in means}
         return metrics
 
 
@@ -203,7 +224,7 @@ def _gap(sample: Sample) -> Tensor | None:
 # -- sums over a micro-batch -------------------------------------------------------------------------------------------
 
 
-def _masked(weights: Weights, trajectories: int) -> list[Tensor]:
+def _masked(weights: ImportanceWeights, trajectories: int) -> list[Tensor]:
     """Counts of what was masked, in the order of the names."""
     if weights.kept is None:
         return []
@@ -212,16 +233,13 @@ def _masked(weights: Weights, trajectories: int) -> list[Tensor]:
     return [*counts, *(each.tokens.sum() for each in weights.dropped), *(dropped.sum() for dropped in whole)]
 
 
-def _by_staleness(terms: TokenTerms, sound: Tensor, importance: Tensor, kl: Tensor) -> list[Tensor]:
+def _by_staleness(terms: TokenTerms, sound: Tensor, ratios: Tensor, kl: Tensor) -> list[Tensor]:
     """Tokens, Σ ρ and Σ k3 of each staleness bucket. 3 × [buckets] float64"""
     where = terms.staleness if terms.staleness is not None else torch.zeros_like(terms.rows.of_token)
-    each = (sound, torch.where(sound, bounded(importance).exp(), 0.0), kl)
-    empty = importance.new_zeros(len(STALENESS_BUCKETS), dtype=torch.float64)
+    return _sums_by(where, len(STALENESS_BUCKETS), sound, ratios, kl)
+
+
+def _sums_by(where: Tensor, kinds: int, *each: Tensor) -> list[Tensor]:
+    """The sum of each of `each` over the tokens of each kind; `where`: the kind of each token. [kinds] float64 each"""
+    empty = where.new_zeros(kinds, dtype=torch.float64)
     return [empty.index_add(0, where, values.double()) for values in each]
-
-
-def _largest_gaps(terms: TokenTerms, importance: Tensor) -> Tensor:
-    """The greatest |log ρ| of all tokens, and of those that lag behind by no step. [2] float64"""
-    gaps = importance.abs().double()
-    fresh = gaps if terms.staleness is None else torch.where(terms.staleness == 0, gaps, 0.0)
-    return torch.stack([gaps.amax(), fresh.amax()])

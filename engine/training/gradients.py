@@ -5,7 +5,7 @@ many at a time that their logits stay small; the backward pass computes them aga
 
 The log-probs are of the full vocabulary after temperature. Behavior log-probs are after top-p as well: with top_p <
 1 the sampler renormalises over its nucleus, whose mass is between top_p and 1, so that current / behavior is too
-small by that factor on every token, and no clip or cap notices. Sample with top_p = 1 to train.
+small by that factor on every token, and no clip or cap notices. A configuration with top_p < 1 is refused for this.
 """
 
 import logging
@@ -20,13 +20,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from engine.errors import ConfigError, EngineError, reason_of
 from engine.training.batch import LEAST_SHARED, PADDED, MicroBatch, Packing, Rows, Sample, idle_pass, pack, units_of
+from engine.training.device import choose_attention
 from engine.training.diagnostics import Diagnostics, note_gaps
 from engine.training.layout import load_of
 from engine.training.losses import TokenTerms, policy_loss, without_unsound
 from engine.training.masters import Masters
 from engine.training.model_files import StoredTensor, fill_model
 from engine.training.packed_attention import pack_attention
-from engine.training.ranks import ALONE, Ranks, layers_of
+from engine.training.ranks import ALONE, Move, Ranks, layers_of
 from engine.training.trainer_settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -41,8 +42,8 @@ class TokenLogprobs(NamedTuple):
     chosen: Tensor
     """Log-prob of each token; carries the gradient. [tokens] float32"""
     entropy: Tensor
-    """Entropy of the distribution it is drawn from, in nats; carries the gradient where the loss has an entropy term.
-    [tokens] float32"""
+    """Entropy of the distribution it is drawn from, in nats; carries the gradient. Empty where not asked for. [tokens]
+    float32"""
 
 
 class Policy:
@@ -59,6 +60,7 @@ class Policy:
         ranks: Ranks = ALONE, missing: Mapping[str, StoredTensor] | None = None,
     ) -> None:  # fmt: skip
         """`missing`: the weights that a model of several ranks does not have yet."""
+        choose_attention(device)
         self.model = model
         self.settings = settings
         self.device = device
@@ -69,25 +71,30 @@ class Policy:
             self._parts, self.packing = _examine(model, settings)
             if bf16:  # several ranks gather float32 shards as bfloat16
                 self.masters.divide(model)
-            self._run = ranks.shard(model, device, bf16=bf16)
+            self._root = ranks.shard(model, device, bf16=bf16)
         else:
-            self._run = ranks.shard(model, device, bf16=bf16)
+            self._root = ranks.shard(model, device, bf16=bf16)
             fill_model(model, missing or {}, ranks)
             with torch.no_grad(), self.autocast():
-                self._parts, self.packing = self._run(_examine, model, settings)
-            ranks.release(self._run)
-        self.masters.place(device, on_host=settings.cpu_offload)
+                self._parts, self.packing = self._root(_examine, model, settings)
+            ranks.release(self._root)
+        self.masters.place(ranks.home(device), on_host=settings.cpu_offload)
         self.trained = self.masters.trained(model)
         """The tensors that the optimizer updates, and in which gradients are summed. float32"""
         self._reached: list[Tensor] = []
         """Those with a gradient in the last minibatch that had any."""
+
+    def move(self, to: Move) -> None:
+        """Move the model and its masters."""
+        self.ranks.move(self._root, to)
+        self.masters.move(to)
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16)
 
     def logprobs(self, micro: MicroBatch, *, entropy: bool = True) -> TokenLogprobs:
         """Log-probs and entropies of the trainable tokens; entropies are empty where not asked for. Collective."""
-        logprobs: TokenLogprobs = self._run(self._logprobs, micro, entropy)
+        logprobs: TokenLogprobs = self._root(self._logprobs, micro, entropy)
         return logprobs
 
     def _logprobs(self, micro: MicroBatch, entropy: bool) -> TokenLogprobs:
@@ -135,7 +142,7 @@ class Policy:
         chosen = logprobs.gather(1, targets[:, None]).squeeze(1).clone()  # FSDP warns of views
         if not entropy:
             return chosen, chosen.new_zeros(0)
-        return chosen, entropy_of(logprobs if self.settings.entropy_coef > 0 else logprobs.detach())
+        return chosen, entropy_of(logprobs)
 
     def score(self, samples: Sequence[Sample]) -> list[Tensor]:
         """Log-probs of each sample's trainable tokens under the present weights. Collective. [samples][tokens] float32,
@@ -146,7 +153,7 @@ class Policy:
                 chosen = self.logprobs(micro.to(self.device), entropy=False).chosen.cpu()
                 tokens = [samples[index].tokens for index in indices]
                 own.update(zip(indices, chosen.split(tokens), strict=True) if tokens else ())
-            self.ranks.release(self._run)
+            self.ranks.release(self._root)
             scored = self.ranks.joined(own)
         return [scored.get(index, torch.zeros(0)) for index in range(len(samples))]
 
@@ -255,9 +262,9 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return again
 
 
-def accumulate_gradient(policy: Policy, samples: Sequence[Sample]) -> Diagnostics:
+def accumulate_gradient(policy: Policy, samples: Sequence[Sample], *, moved: bool = False) -> Diagnostics:
     """Add the gradient of one optimizer minibatch to the parameters' `grad`, pass by pass; zeros if it has none.
-    Collective; what it returns is of all ranks.
+    Collective; what it returns is of all ranks. `moved`: see `Diagnostics`.
 
     Each sample's `weight` is already relative to the whole minibatch, so the passes' losses add up to the minibatch's
     loss for any split into passes. Samples with a gradient of exactly zero are skipped, but their tokens count in the
@@ -267,15 +274,15 @@ def accumulate_gradient(policy: Policy, samples: Sequence[Sample]) -> Diagnostic
     others wait for it there. `TrainerSpoiled` if a rank of several leaves a pass half-way.
     """
     settings = policy.settings
-    diagnostics = Diagnostics(settings)
-    trained = samples if settings.needs_every_token else [one for one in samples if not one.teaches_nothing]
+    diagnostics = Diagnostics(settings, moved=moved)
+    trained = _trained(samples, settings)
     empty = True
     failures: list[Exception] = []
     with policy.ranks.spoil_on_error(), _name_first(failures):
         for packed, indices in policy.passes(trained):
             empty = False
             micro = packed.to(policy.device)
-            logprobs = policy.logprobs(micro)
+            logprobs = policy.logprobs(micro, entropy=settings.entropy_coef > 0)
             loss = logprobs.chosen.sum() * 0.0
             if indices and not failures:
                 try:
@@ -291,6 +298,19 @@ def accumulate_gradient(policy: Policy, samples: Sequence[Sample]) -> Diagnostic
         if failures:
             raise failures[0]
     return diagnostics
+
+
+def finite_samples(policy: Policy, samples: Sequence[Sample]) -> list[Sample]:
+    """Those samples of a minibatch that have a gradient and log-probs that are finite, under the present weights.
+    Collective: every rank finds the same."""
+    trained = _trained(samples, policy.settings)
+    scored = policy.score(trained)
+    return [sample for sample, logprobs in zip(trained, scored, strict=True) if logprobs.isfinite().all()]
+
+
+def _trained(samples: Sequence[Sample], settings: TrainerSettings) -> list[Sample]:
+    """Those that have a gradient."""
+    return [sample for sample in samples if settings.needs_every_token or not sample.teaches_nothing]
 
 
 @contextmanager
@@ -314,7 +334,7 @@ def _loss(
     terms = without_unsound(
         TokenTerms(
             logprobs.chosen, micro.behavior, proximal, micro.advantages, rows, micro.reference, micro.staleness,
-            logprobs.entropy,
+            micro.causes, logprobs.entropy if settings.entropy_coef > 0 else None,
         )
     )  # fmt: skip
     result = policy_loss(terms, settings)

@@ -28,7 +28,7 @@ class Prefix(NamedTuple):
     length: int
 
 
-class Part(NamedTuple):
+class AttentionPart(NamedTuple):
     """The queries of one call, and the keys they need, as [start, stop) of a bucket's columns."""
 
     queries: slice
@@ -48,7 +48,7 @@ class Bucket:
     prefix: Prefix | None = None
     places: Tensor | None = None
     """Places of its tokens in [pieces * longest]; None if all pieces have one length. [tokens] int64"""
-    _parts: dict[tuple[int | None, torch.device], list[Part]] = field(default_factory=dict)
+    _parts: dict[tuple[int | None, torch.device], list[AttentionPart]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -79,18 +79,18 @@ class Bucket:
         flat = values.flatten(0, 1)
         return flat if self.places is None else flat.index_select(0, self.places)
 
-    def parts(self, window: int | None, device: torch.device) -> list[Part]:
+    def parts(self, window: int | None, device: torch.device) -> list[AttentionPart]:
         """The calls of attention: one, causal, unless a prefix or a sliding `window` needs masks."""
         key = (window, device)
         if key not in self._parts:
             self._parts[key] = list(self._new_parts(window, device))
         return self._parts[key]
 
-    def _new_parts(self, window: int | None, device: torch.device) -> Iterator[Part]:
+    def _new_parts(self, window: int | None, device: torch.device) -> Iterator[AttentionPart]:
         before = 0 if self.prefix is None else self.prefix.length
         keys = before + self.longest
         if not before and (window is None or keys <= window):
-            yield Part(slice(0, self.longest), slice(0, keys), None)
+            yield AttentionPart(slice(0, self.longest), slice(0, keys), None)
             return
         step = max(1, MASK_NUMBERS // keys)
         for first in range(0, self.longest, step):
@@ -101,7 +101,7 @@ class Bucket:
             mask = column <= query
             if window is not None:
                 mask &= column > query - window
-            yield Part(slice(first, stop), slice(oldest, before + stop), mask)
+            yield AttentionPart(slice(first, stop), slice(oldest, before + stop), mask)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.training.batch import Rows
-from engine.training.corrections import Weights, bounded, corrected
+from engine.training.corrections import ImportanceWeights, bounded, corrected
 from engine.training.kl import kl_losses
 from engine.training.trainer_settings import TrainerSettings
 
@@ -36,8 +36,10 @@ class TokenTerms(NamedTuple):
     """Log-probs under the reference policy, where a KL term reads them."""
     staleness: Tensor | None = None
     """Index of each token's staleness bucket, for the diagnostics. int64"""
+    causes: Tensor | None = None
+    """Index of each token's cause in `batch.CAUSES`, for the diagnostics; None: all are fresh. int64"""
     entropy: Tensor | None = None
-    """Entropy of each token's distribution in nats; carries the gradient where the loss has an entropy term."""
+    """Entropy of each token's distribution in nats, where the loss has an entropy term; carries the gradient."""
     sound: Tensor | None = None
     """False for the tokens of a trajectory that is left out: see `without_unsound`. bool; None: all are sound."""
 
@@ -63,7 +65,7 @@ class TokenLosses(NamedTuple):
     losses: Tensor
     log_ratio: Tensor
     """Log of current / old, token by token, bounded."""
-    weights: Weights
+    weights: ImportanceWeights
     """Importance weights after correction and masks: of current / behavior or of proximal / behavior, as the loss
     uses them."""
     clipped_low: Tensor
@@ -130,7 +132,7 @@ def policy_loss(terms: TokenTerms, settings: TrainerSettings) -> TokenLosses:
     return TokenLosses(losses, bounded(log_ratio), weights, *marks, importance)
 
 
-def _kl_term(terms: TokenTerms, weights: Weights, settings: TrainerSettings) -> Tensor:
+def _kl_term(terms: TokenTerms, weights: ImportanceWeights, settings: TrainerSettings) -> Tensor:
     """KL(current ‖ reference) of each token that no mask drops."""
     assert terms.reference is not None  # `TrainerSettings.needs_reference` has had it computed
     log_reference = bounded(terms.reference - terms.current)
@@ -138,7 +140,7 @@ def _kl_term(terms: TokenTerms, weights: Weights, settings: TrainerSettings) -> 
     return _unless_masked(kl_losses(settings.kl_loss, log_reference, log_behavior), weights)
 
 
-def _unless_masked(values: Tensor, weights: Weights) -> Tensor:
+def _unless_masked(values: Tensor, weights: ImportanceWeights) -> Tensor:
     return values if weights.kept is None else torch.where(weights.kept, values, 0.0)
 
 

@@ -8,10 +8,10 @@ Made by `gradients.Policy`; read by `model_trainer` and `model_checkpoint`. Only
 parameter of the model.
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
+
+from engine.training.ranks import Move
 
 
 class Masters:
@@ -53,11 +53,15 @@ class Masters:
                 parameter.register_post_accumulate_grad_hook(self._collect)
 
     def place(self, device: torch.device, *, on_host: bool = False) -> None:
-        """Move the masters to the model's device, or leave them on the host."""
+        """Move the masters to the model's device, or leave them on the host for good."""
         self._on_host = on_host
-        if not on_host:
+        self.move(lambda tensor: tensor.to(device))
+
+    def move(self, to: Move) -> None:
+        """Move the masters, unless they stay on the host."""
+        if not self._on_host:
             for master in self._of.values():
-                master.data = master.data.to(device)
+                master.data = to(master.data)
 
     def round(self) -> None:
         """Copy the masters into the model's parameters, rounded."""
@@ -76,17 +80,3 @@ class Masters:
             master.grad = gradient.to(master.device, torch.float32)
         else:
             master.grad.add_(gradient.to(master.device))
-
-
-def move(models: Iterable[nn.Module], masters: Masters, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move models, their masters and their optimizer state to a device, and release the freed memory."""
-    for model in models:
-        model.to(device)
-    if not masters.on_host:
-        masters.place(device)
-        for values in optimizer.state.values():
-            for name, value in values.items():
-                if isinstance(value, Tensor) and value.dim():  # step counts stay where they are
-                    values[name] = value.to(device)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

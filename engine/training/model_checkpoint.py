@@ -1,4 +1,5 @@
-"""Checkpoints on disk: a directory that transformers loads as a model and this engine resumes from to the bit.
+"""Checkpoints on disk: a directory that transformers loads as a model, and whose tensors this engine restores to the
+bit.
 
     config.json, model.safetensors, tokenizer files   as `save_pretrained` writes them: of a large model several files,
                                                       with an index; of an adapter, what peft writes:
@@ -35,7 +36,15 @@ from transformers.utils import logging as transformers_logging
 
 from engine.errors import ConfigError, reason_of
 from engine.ids import StepId
-from engine.lora import CONFIG_FILE, WEIGHTS_FILE, adapter_tensors, has_adapter, lora_of, merged_model, write_adapter
+from engine.training.lora import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    adapter_tensors,
+    has_adapter,
+    lora_of,
+    merged_model,
+    write_adapter,
+)
 from engine.training.masters import Masters
 from engine.training.model_files import (
     FILE_BYTES,
@@ -50,7 +59,7 @@ from engine.training.ranks import ALONE, Ranks, Whole, own_part
 # -- failed steps ------------------------------------------------------------------------------------------------------
 
 
-class Snapshot:
+class ModelSnapshot:
     """Copies in host memory of everything that a train step changes; of several ranks, each has its own part."""
 
     def __init__(
@@ -285,7 +294,9 @@ def export_model(checkpoint: Path, target: Path, dtype: str, *, adapter: bool = 
 
 def _model_in(directory: Path, kind: torch.dtype) -> Any:
     """Without unpickling anything: a pickle beside the tensors is not even looked at."""
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=kind, local_files_only=True, use_safetensors=True)
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=kind, local_files_only=True, use_safetensors=True, trust_remote_code=False
+    )
 
 
 def trained_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -393,7 +404,7 @@ def _copy_tokenizer(model_path: str, target: Path, leave: Sequence[str] = ()) ->
     but for the files to `leave`."""
     source = Path(model_path)
     if not source.is_dir():
-        AutoTokenizer.from_pretrained(model_path).save_pretrained(target)
+        AutoTokenizer.from_pretrained(model_path, trust_remote_code=False).save_pretrained(target)
         return
     ours = {STATE_FILE, "SHA256SUMS", *leave}  # the digests are written by `storage.checkpoints`
     for path in sorted(source.iterdir()):

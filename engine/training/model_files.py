@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from engine.lora import Lora, add_adapter
+from engine.training.lora import Lora, add_adapter
 from engine.training.ranks import Ranks, replace_parameters
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def config_dtype(path: str) -> torch.dtype:
     """The type that the configuration of a model names: that of its weights in samplers. float32 if it names none."""
-    kind = AutoConfig.from_pretrained(path).dtype
+    kind = AutoConfig.from_pretrained(path, trust_remote_code=False).dtype
     return kind if isinstance(kind, torch.dtype) else torch.float32
 
 
@@ -140,7 +140,7 @@ def load_model(path: str, ranks: Ranks, lora: Lora | None = None, seed: int = 0)
                 _adapt_without_weights(empty, lora, seed)
             return LoadedModel(model=empty, missing=found, direct=True)
         log.warning("each rank loads the whole model for a moment: the files of %s have other tensors than it", path)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
     direct = matching(stored, loaded) is not None
     if lora is not None:
         add_adapter(loaded, lora, seed)
@@ -158,7 +158,9 @@ def fill_model(model: nn.Module, missing: Mapping[str, StoredTensor], ranks: Ran
 def _without_weights(path: str) -> PreTrainedModel:
     """As `from_pretrained` gives it, but its parameters are on the meta device."""
     with init_empty_weights(include_buffers=False):
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(path, trust_remote_code=False), dtype=torch.float32, trust_remote_code=False
+        )
     model.tie_weights()
     if model.can_generate():
         with suppress(OSError):  # it has none of its own

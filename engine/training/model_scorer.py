@@ -15,12 +15,12 @@ from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from engine.errors import ConfigError, EngineError
-from engine.lora import without_adapter
 from engine.protocols import Batch
 from engine.training.advantages import set_advantages
 from engine.training.batch import Sample, samples_of
 from engine.training.device import device_named, runs_in_bf16
 from engine.training.gradients import Policy
+from engine.training.lora import without_adapter
 from engine.training.model_checkpoint import load_weights, trained_tensors
 from engine.training.model_files import load_model
 from engine.training.ranks import ALONE, Ranks
@@ -178,7 +178,7 @@ class ModelScorer:
             trained = Policy(loaded.model, settings, device, bf16)
             self._policies["old_logprobs"] = trained
         if "ref_logprobs" in tasks:
-            tokens = AutoConfig.from_pretrained(model_path).get_text_config().vocab_size
+            tokens = AutoConfig.from_pretrained(model_path, trust_remote_code=False).get_text_config().vocab_size
             self._policies["ref_logprobs"] = load_reference(tokens, model_path, settings, device, bf16, adapted=trained)
         for task in tasks:
             self._policy(task)

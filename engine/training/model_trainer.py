@@ -24,16 +24,14 @@ from transformers.utils import logging as transformers_logging
 from engine.errors import ConfigError, TrainerSpoiled, reason_of
 from engine.ids import StepId
 from engine.protocols import Batch, RolloutFigures
-from engine.shared_weights import Manifest, Memory, PublishedTensors
 from engine.training.advantages import set_advantages, shaping_metrics
 from engine.training.batch import Answer, Sample, by_rollout, sample_of_answer, samples_of
-from engine.training.device import device_named, runs_in_bf16
+from engine.training.device import checkpoints_activations, device_named, runs_in_bf16
 from engine.training.diagnostics import Diagnostics, RolloutNotes
-from engine.training.gradients import Policy, accumulate_gradient, checkpoint_layers
+from engine.training.gradients import Policy, accumulate_gradient, checkpoint_layers, finite_samples
 from engine.training.losses import token_weights
-from engine.training.masters import move
 from engine.training.model_checkpoint import (
-    Snapshot,
+    ModelSnapshot,
     TrainerState,
     load_weights,
     read_checkpoint,
@@ -42,7 +40,8 @@ from engine.training.model_checkpoint import (
 )
 from engine.training.model_files import config_dtype, load_model
 from engine.training.model_scorer import Reference, given_scores, load_reference, score_old, score_taught, tokens_of
-from engine.training.ranks import ALONE, Ranks
+from engine.training.ranks import ALONE, Move, Ranks
+from engine.training.shared_weights import Manifest, Memory, PublishedTensors
 from engine.training.trainer_settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -110,7 +109,8 @@ class ModelTrainer:
         self.model: PreTrainedModel = loaded.model
         self._direct = loaded.direct
         bf16 = runs_in_bf16(self.settings.bf16, device)
-        if self.settings.activation_checkpointing and not checkpoint_layers(self.model):
+        choice = self.settings.activation_checkpointing
+        if checkpoints_activations(choice, device) and not checkpoint_layers(self.model) and choice != "auto":
             law = f"{type(self.model).__name__} does not name its layers"
             raise ConfigError("trainer.activation_checkpointing", True, law, "use false")
         self.ranks = ranks
@@ -144,15 +144,23 @@ class ModelTrainer:
 
     def offload(self) -> None:
         """Leave the accelerator, if there is one, for the host's memory."""
-        self._move(torch.device("cpu"))
+        self.move(Tensor.cpu)
 
     def onload(self) -> None:
-        self._move(self.policy.device)
+        self.move(lambda tensor: tensor.to(self.policy.device))
 
-    def _move(self, device: torch.device) -> None:
-        if self.policy.device.type != "cpu":
-            models = [policy.model for policy in (self.policy, self.reference) if policy]
-            move(models, self.policy.masters, self.optimizer, device)
+    def move(self, to: Move) -> None:
+        """Move models, masters and moments, and release the freed memory."""
+        for policy in (self.policy, self.reference):
+            if isinstance(policy, Policy):
+                policy.move(to)
+        if not self.policy.masters.on_host:
+            for values in self.optimizer.state.values():
+                for name, value in values.items():
+                    if isinstance(value, Tensor) and value.dim():  # step counts stay where they are
+                        values[name] = to(value)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def train(self, batch: Batch) -> dict[str, float]:
         """One outer step. On any exception the weights, the optimizer and the random state are as before it, unless it
@@ -202,7 +210,7 @@ class ModelTrainer:
         snapshot = None
         if self.settings.rollback and optimizer_steps > 1:
             with tally.phase("snapshot"), self.ranks.together():
-                snapshot = Snapshot(self.model, self.optimizer, self.policy.masters)
+                snapshot = ModelSnapshot(self.model, self.optimizer, self.policy.masters)
         try:
             yield
         except TrainerSpoiled:
@@ -292,8 +300,9 @@ class ModelTrainer:
         )  # fmt: skip
 
     def load(self, directory: str) -> StepId:
-        """Go on from a checkpoint, to the bit where the number of ranks is the same. Returns the train steps it
-        contains."""
+        """Go on from a checkpoint, whose tensors are restored to the bit. Returns the train steps it contains. Later
+        steps repeat those of the trainer that wrote it: to the bit on a CPU with as many ranks, on GPUs up to
+        rounding."""
         state = read_checkpoint(Path(directory), self.model, self.optimizer, self.ranks, self.policy.masters)
         self.optimizer_steps = state.optimizer_steps
         self._proximal = self._reference = None
@@ -358,19 +367,34 @@ class ModelTrainer:
         groups = tuple(group.group for group in batch.groups)
         return batch.step, groups, tuple(sample.tokens for sample in samples), self.optimizer_steps
 
+    def _gradient(self, samples: Sequence[Sample], *, stepped: bool) -> tuple[Diagnostics, float]:
+        """Compute the gradient of a minibatch and clip it. Returns its norm before. `stepped`: whether this train step
+        has changed the weights already. Collective."""
+        self.optimizer.zero_grad(set_to_none=True)
+        moved = stepped and not self.settings.needs_proximal
+        diagnostics = accumulate_gradient(self.policy, samples, moved=moved)
+        limit = self.settings.max_grad_norm or float("inf")
+        with self.ranks.spoil_on_error():
+            norm = torch.nn.utils.clip_grad_norm_(self.policy.trained, limit)
+            return diagnostics, float(self.ranks.whole(norm))
+
     def _train_minibatch(self, samples: Sequence[Sample], tally: StepTally) -> None:
         """One optimizer step, or none where the loss or the gradient is not finite. Trajectories with a log-prob or an
-        advantage that is not finite are left out."""
+        advantage that is not finite are left out.
+
+        A log-prob that is NaN makes the whole gradient NaN, although its trajectory has none: 0 · NaN is NaN. Then the
+        minibatch is computed again without such trajectories, if others remain.
+        """
         with tally.phase("forward_backward"):
-            self.optimizer.zero_grad(set_to_none=True)
-            diagnostics = accumulate_gradient(self.policy, samples)
-            limit = self.settings.max_grad_norm or float("inf")
-            with self.ranks.spoil_on_error():
-                norm = float(self.ranks.whole(torch.nn.utils.clip_grad_norm_(self.policy.trained, limit)))
+            diagnostics, norm = self._gradient(samples, stepped=tally.stepped)
             sums = diagnostics.sums()
-        if sums["unsound"]:
-            tally.unsound += int(sums["unsound"])
-            log.warning("%d trajectories are not trained: a log-prob or an advantage is not finite", sums["unsound"])
+            unsound = int(sums["unsound"])
+            if unsound and not math.isfinite(norm) and (finite := finite_samples(self.policy, samples)):
+                diagnostics, norm = self._gradient(finite, stepped=tally.stepped)
+                sums = diagnostics.sums()
+        if unsound:
+            tally.unsound += unsound
+            log.warning("%d trajectories are not trained: a log-prob or an advantage is not finite", unsound)
         if not math.isfinite(sums["loss"]) or not math.isfinite(norm):
             tally.nonfinite += 1
             self.optimizer.zero_grad(set_to_none=True)
@@ -391,7 +415,7 @@ class ModelTrainer:
         tally.diagnostics.merge(diagnostics)
 
 
-def _undo(error: Exception, snapshot: Snapshot) -> None:
+def _undo(error: Exception, snapshot: ModelSnapshot) -> None:
     """Restore what an error has left half-changed. Raises: `TrainerSpoiled`."""
     try:
         snapshot.restore()

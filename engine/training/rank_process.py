@@ -24,7 +24,7 @@ def main() -> None:
         faulthandler.register(signal.SIGUSR1, file=int(stacks), all_threads=True)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        return  # it died before this process could be told to follow it
+        return  # it died before this process asked to die with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt ends
     try:
         job = link.recv()
@@ -51,26 +51,11 @@ class Rank:
     """One rank's `ModelTrainer`."""
 
     def __init__(self, job: Any, link: Connection) -> None:
-        import torch
-        import torch.distributed as dist
-
-        from engine.errors import ConfigError
-        from engine.training.device import device_named
         from engine.training.model_trainer import ModelTrainer
-        from engine.training.ranks import Sharded
+        from engine.training.ranks import ALONE
 
         self._link, self._index = link, job.index
-        if job.settings.device in ("auto", "cuda") and torch.cuda.is_available():
-            gpus = torch.cuda.device_count()
-            if gpus < job.count:
-                law = f"each rank needs a GPU of its own; this process has {gpus}"
-                raise ConfigError("trainer.ranks", job.count, law, f"use at most {gpus}, or trainer.device: cpu")
-            torch.cuda.set_device(job.index * (gpus // job.count))
-        device = device_named(job.settings.device)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        store = dist.FileStore(job.rendezvous, job.count)
-        dist.init_process_group(backend, store=store, rank=job.index, world_size=job.count)
-        ranks = Sharded(device, cpu_offload=job.settings.cpu_offload)
+        ranks = ALONE if job.count == 1 else join_ranks(job)
         self.trainer = ModelTrainer(job.model_path, job.settings, scored_apart=job.scored_apart, ranks=ranks)
         self.manifest = self.trainer.manifest()
 
@@ -83,7 +68,7 @@ class Rank:
 
     def _write_weights(self) -> None:
         """Write the published weights into the memory that the parent sends, one at a time. Only the first rank."""
-        from engine.shared_weights import tensors_in
+        from engine.training.shared_weights import tensors_in
 
         copies = None
         if self._index == 0:
@@ -98,13 +83,35 @@ class Rank:
 
     def _start_from(self, manifest: Any, optimizer_steps: int) -> None:
         """Begin with the weights in the memory that the parent sends to each rank."""
-        from engine.shared_weights import weights_in
+        from engine.training.shared_weights import weights_in
 
         memory = recv_handle(self._link)
         try:
             self.trainer.start_from(weights_in(memory, manifest), optimizer_steps)
         finally:
             os.close(memory)
+
+
+def join_ranks(job: Any) -> Any:
+    """Give this rank its GPU, and connect it to the others. Raises: `ConfigError` if there are too few GPUs."""
+    import torch
+    import torch.distributed as dist
+
+    from engine.errors import ConfigError
+    from engine.training.device import device_named
+    from engine.training.ranks import Sharded
+
+    if job.settings.device in ("auto", "cuda") and torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
+        if gpus < job.count:
+            law = f"each rank needs a GPU of its own; this process has {gpus}"
+            raise ConfigError("trainer.ranks", job.count, law, f"use at most {gpus}, or trainer.device: cpu")
+        torch.cuda.set_device(job.index * (gpus // job.count))
+    device = device_named(job.settings.device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store = dist.FileStore(job.rendezvous, job.count)
+    dist.init_process_group(backend, store=store, rank=job.index, world_size=job.count)
+    return Sharded(device, cpu_offload=job.settings.cpu_offload)
 
 
 def sendable(error: Exception) -> Exception:

@@ -1,4 +1,5 @@
-"""`RankedTrainer`: a `Trainer` whose model is sharded over several processes of this machine, its ranks.
+"""`RankedTrainer`: a `Trainer` whose model is sharded over several processes of this machine, its ranks. With one rank,
+it is a `ModelTrainer` in a child process.
 
 Hosted by `workers.trainer`, as `ModelTrainer` is, in a Ray actor or in the user's process. It makes each call in every
 rank (`rank_process.py`) and waits for all of them. An error of all ranks is raised and they continue, but a rank that
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from engine.errors import ConfigError, TrainerSpoiled, reason_of
 from engine.ids import StepId
 from engine.protocols import Batch, RolloutFigures
-from engine.shared_weights import SHARES, Manifest, Memory, PublishedTensors, copy_of
+from engine.training.shared_weights import SHARES, Manifest, Memory, PublishedTensors, copy_of
 from engine.training.trainer_settings import TrainerSettings
 
 if TYPE_CHECKING:

@@ -28,8 +28,20 @@ class Whole(Protocol):
     def __getitem__(self, rows: Any) -> Tensor: ...
 
 
-Run = Callable[..., Any]
-"""`run(function, *arguments)` calls the function while the model's own parameters are there."""
+Move = Callable[[Tensor], Tensor]
+"""A tensor to the same values in other memory."""
+
+
+class Root(nn.Module):
+    """The module that holds all of a model: `root(function, *arguments)` calls the function while the parameters that
+    are in no layer are there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
 
 
 class Ranks:
@@ -38,14 +50,21 @@ class Ranks:
     index = 0
     count = 1
 
-    def shard(self, model: nn.Module, device: torch.device, *, bf16: bool) -> Run:
+    def shard(self, model: nn.Module, device: torch.device, *, bf16: bool) -> Root:
         """Bring a model to the device. Parameters are replaced: make optimizers afterwards. Those without values get
         memory, and must then be filled."""
-        model.to(device)
-        return lambda function, *arguments: function(*arguments)
+        return Root(model.to(self.home(device)))
 
-    def release(self, run: Run) -> None:
-        """Give back what `run` gathered without a backward pass."""
+    def home(self, device: torch.device) -> torch.device:
+        """Where models and masters are until they are moved."""
+        return device
+
+    def release(self, root: Root) -> None:
+        """Free what `root` gathered without a backward pass."""
+
+    def move(self, root: Root, to: Move) -> None:
+        """Move a model's parameters and buffers, unless the device never keeps them."""
+        root._apply(to)  # of the root: each module of FSDP must see that its own parameters move
 
     def share(self, loads: Sequence[int]) -> list[int]:
         """Indices of the loads that belong to this rank."""
@@ -91,6 +110,16 @@ class Ranks:
 ALONE = Ranks()
 
 
+class OnHost(Ranks):
+    """One process whose models begin in host memory: replicas may still be on the device. `move` brings them there."""
+
+    def home(self, device: torch.device) -> torch.device:
+        return torch.device("cpu")
+
+
+ON_HOST = OnHost()
+
+
 class Sharded(Ranks):
     """Ranks over torch's default process group, which must be there: NCCL on CUDA, gloo on the CPU."""
 
@@ -99,7 +128,7 @@ class Sharded(Ranks):
         self._mesh: DeviceMesh = init_device_mesh(device.type, (self.count,))
         self._offload = CPUOffloadPolicy() if cpu_offload and device.type != "cpu" else OffloadPolicy()
 
-    def shard(self, model: nn.Module, device: torch.device, *, bf16: bool) -> Run:
+    def shard(self, model: nn.Module, device: torch.device, *, bf16: bool) -> Root:
         """Layer by layer, so that the device never holds the whole model. With `bf16` the gathered weights are
         bfloat16 and gradients are summed in float32. The shards that the optimizer steps stay float32, those of frozen
         parameters become bfloat16."""
@@ -110,15 +139,19 @@ class Sharded(Ranks):
         options: dict[str, Any] = {"mesh": self._mesh, "mp_policy": precision, "offload_policy": self._offload}
         for layer in layers_of(model):
             fully_shard(layer, **options)
-        root = _Root(model)
+        root = Root(model)
         fully_shard(root, **options)
         home = torch.device("cpu") if isinstance(self._offload, CPUOffloadPolicy) else device
         replace_parameters(model, lambda own: torch.empty_like(own, device=home) if own.is_meta else own)
         return root
 
-    def release(self, run: Run) -> None:
-        assert isinstance(run, FSDPModule)
-        run.reshard()
+    def release(self, root: Root) -> None:
+        assert isinstance(root, FSDPModule)
+        root.reshard()
+
+    def move(self, root: Root, to: Move) -> None:
+        if not isinstance(self._offload, CPUOffloadPolicy):
+            super().move(root, to)
 
     def share(self, loads: Sequence[int]) -> list[int]:
         """Largest first, each to the rank with the fewest tokens so far: a function of the loads, the same in every
@@ -193,17 +226,6 @@ class Sharded(Ranks):
         reduced = values.detach().cpu().clone()
         dist.all_reduce(reduced, operation)
         return reduced
-
-
-class _Root(nn.Module):
-    """Gathers the parameters that are in no layer around any work with the model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return function(*arguments)
 
 
 def own_part(tensor: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ policy and `correction="none"`: one ratio, current / behavior, carries the whole
 weighed by the policy that really drew it (whichever of several weights versions that was), and no forward pass is
 spent on recomputing log-probs. Its clip range then has to hold the staleness too: with S above about 2,
 `clip_share_low` and `clip_share_high` rise and learning slows. Then take `decoupled_ppo` (one more forward pass) with
-`correction="token_tis"`. docs/OBJECTIVES.md tables every choice with its formula and its paper.
+`correction="token_tis"`. A configuration whose sampler is not the embedded one gets `token_tis` by default, since its
+log-probs are rounded differently. docs/OBJECTIVES.md tables every choice with its formula and its paper.
 """
 
 import math
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
-from engine.lora import Lora
+from engine.training.lora import Lora
 
 ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "distillation")
 LOSS_NAMES = ("ppo_clip", "decoupled_ppo", "gspo", "cispo")
@@ -179,9 +180,9 @@ class TrainerSettings:
     in which the samplers load it. The trained weights stay float32."""
     fp32_head: bool = False
     """With bf16: compute the logits in float32 all the same."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | str = "auto"
     """Keep only the input of each layer for the backward pass and compute the rest again: a third more time, a
-    fraction of the memory. Gradients are the same."""
+    fraction of the memory. Gradients are the same. `auto`: on CUDA devices."""
     lora: Lora | None = None
     """Train a low-rank adapter, and publish and save only that; None: the whole model."""
     ranks: int = 1

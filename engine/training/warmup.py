@@ -136,8 +136,8 @@ def _train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % PROGRESS_EVERY == 0:
-            told = f"supervised warm-up: step {step} of {warm_up.steps}, loss {loss.item():.3f}"
-            progress(step / warm_up.steps, told)
+            message = f"supervised warm-up: step {step} of {warm_up.steps}, loss {loss.item():.3f}"
+            progress(step / warm_up.steps, message)
     return {"steps": warm_up.steps, "loss": round(loss.item(), 4), "seconds": round(time.perf_counter() - started, 2)}
 
 

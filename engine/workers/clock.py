@@ -4,12 +4,18 @@ Used by the run loop, the executor and the simulation. A `VirtualLoop` runs the 
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from contextvars import Context
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, TypeVarTuple, Unpack
 
 from engine.commands import CancelTimer, SetTimer
 from engine.events import TimerFired
 from engine.ids import TimerId
+
+Arguments = TypeVarTuple("Arguments")
 
 
 class LoopClock:
@@ -51,6 +57,10 @@ class Timers:
         self._fire(TimerFired(timer=timer))
 
 
+INSTANT_S = 1e-9
+"""Timers of a `VirtualLoop` that are this close together fire at the same time: sums of seconds are rounded."""
+
+
 class Deadlock(RuntimeError):
     """A `VirtualLoop` has nothing to run and no timer to wait for, so its tasks would wait forever."""
 
@@ -62,20 +72,42 @@ class VirtualLoop(asyncio.BaseEventLoop):
     loop. `run_until_complete` raises `Deadlock` if its task would wait forever.
     """
 
+    _ready: deque[asyncio.Handle]
+
     def __init__(self) -> None:
         super().__init__()
         self._now = 0.0
         self._selector = self
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        """A heap of (time, number, timer). Tuples compare ten times as fast as the timers that asyncio compares."""
+        self._numbers = count()
 
     def time(self) -> float:
         return self._now
 
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[Unpack[Arguments]], object],
+        *args: *Arguments,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """Call `callback(*args)` at a time; callbacks of the same time in the order of these calls."""
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heappush(self._timers, (when, next(self._numbers), timer))
+        return timer
+
     def select(self, timeout: float | None) -> list[Any]:
-        """`BaseEventLoop` calls it when no callback is ready, with the seconds until the next timer."""
+        """`BaseEventLoop` calls it in every turn, with None if no callback is ready. Makes ready what is due."""
+        timers = self._timers
+        while timers and timers[0][2].cancelled():
+            heappop(timers)
         if timeout is None:
-            raise Deadlock("every task waits, but no callback is ready and no timer is set")
-        if timeout > 0:
-            self._now += timeout
+            if not timers:
+                raise Deadlock("every task waits, but no callback is ready and no timer is set")
+            self._now = max(self._now, timers[0][0])
+        while timers and timers[0][0] < self._now + INSTANT_S:
+            self._ready.append(heappop(timers)[2])
         return []
 
     def _process_events(self, events: list[Any]) -> None: ...

@@ -5,20 +5,26 @@ break, or the trainer; its attempt fails with the reason. Events have lengths, v
 """
 
 import asyncio
+import operator
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
 from engine.errors import DataFailure, EngineError
 from engine.events import GroupAborted, GroupGenerated, OrderDone, PrefixStored
-from engine.ids import NO_VERSION, Incarnation, ReplicaId, Version
+from engine.ids import NO_VERSION, GroupId, Incarnation, ReplicaId, Version
 from engine.protocols import Generated, GroupWork
-from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
+from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 
-LISTS = ("prompt_ids", "token_ids", "logprobs", "loss_mask", "spans")
-SCALARS = {"text": str, "finish_reason": str, "continues": bool}
+TYPES = {
+    "prompt_ids": list, "token_ids": list, "logprobs": list, "loss_mask": list, "spans": list, "finish_reason": str,
+    "continues": bool, "figures": dict,
+}  # fmt: skip
+"""Fields of a trajectory that its generator sets."""
+JUDGED = {"text": str, "unparsable": bool, "reward_parts": dict, "step_rewards": list}
+"""Fields, apart from the reward, that the work of an added state may change."""
 LARGEST_ID = 2**31 - 1
 
 
@@ -34,8 +40,11 @@ class Versions:
     """The replica's version."""
 
 
-def check_generated(work: GroupWork, generated: Any, versions: Versions, *, rewarded: bool = True) -> None:
+def check_generated(
+    work: GroupWork, generated: Any, versions: Versions, *, rewarded: bool = True, known: Sequence[int] = ()
+) -> None:
     """Raise unless `generated` answers `work` with tokens of `versions`. If not `rewarded`, rewards may be missing.
+    `known`: for each trajectory, the number of its first tokens that were checked before.
 
     Raises: `DataFailure` for a reward that is missing or not finite and for rewards too large to add up, `EngineError`
     for any other fault.
@@ -53,7 +62,8 @@ def check_generated(work: GroupWork, generated: Any, versions: Versions, *, rewa
     kept = generated.oldest_version
     oldest = versions.oldest if kept is None else min(versions.oldest, kept)
     for index, trajectory in enumerate(group.trajectories):
-        problem = shape_problem(trajectory, oldest, versions.newest, finished=not generated.aborted)
+        checked = known[index] if known else 0
+        problem = shape_problem(trajectory, oldest, versions.newest, finished=not generated.aborted, known=checked)
         problem = problem or segment_problem(group.trajectories, index)
         if problem:
             raise EngineError(
@@ -70,6 +80,18 @@ def check_generated(work: GroupWork, generated: Any, versions: Versions, *, rewa
         if problem:
             story = f"group {work.group} (prompt row {work.prompt.row}): {problem}"
             raise DataFailure(story, group=work.group, row=work.prompt.row)
+
+
+def checked_count(count: Any, group: GroupId, samples: int) -> int:
+    """The argument of `GroupWork.finished`, as an int. Raises: `EngineError`."""
+    try:
+        number = -1 if isinstance(count, bool) else operator.index(count)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= samples:
+        law = f"give a whole number from 0 to {samples}, how many of its trajectories have ended"
+        raise EngineError(f"finished({count!r:.80}) of group {group}: {law}", group=group)
+    return number
 
 
 def _group_problem(work: GroupWork, generated: Any, versions: Versions) -> str:
@@ -90,17 +112,14 @@ def _group_problem(work: GroupWork, generated: Any, versions: Versions) -> str:
     return ""
 
 
-def shape_problem(trajectory: Any, oldest: Version, newest: Version, *, finished: bool) -> str:
-    """The problem of a trajectory, in words; empty if there is none."""
+def shape_problem(trajectory: Any, oldest: Version, newest: Version, *, finished: bool, known: int = 0) -> str:
+    """The problem of a trajectory, in words; empty if there is none. `known`: see `check_generated`."""
     if not isinstance(trajectory, Trajectory):
         return f"it is a {type(trajectory).__name__}, not a Trajectory"
-    for name in LISTS:
-        if not isinstance(getattr(trajectory, name), list):
-            return f"{name} is a {type(getattr(trajectory, name)).__name__}, not a list"
-    for name, kind in SCALARS.items():
-        if not isinstance(getattr(trajectory, name), kind):
-            return f"{name} is a {type(getattr(trajectory, name)).__name__}, not a {kind.__name__}"
-    problem = _ids_problem("prompt_ids", trajectory.prompt_ids) or _ids_problem("token_ids", trajectory.token_ids)
+    problem = _types_problem(trajectory, TYPES) or _numbers_problem("figures", trajectory.figures)
+    problem = problem or judged_problem(trajectory)
+    problem = problem or ("" if known else _ids_problem("prompt_ids", trajectory.prompt_ids))
+    problem = problem or _ids_problem("token_ids", trajectory.token_ids[known:])
     if problem:
         return problem
     tokens = len(trajectory.token_ids)
@@ -111,9 +130,10 @@ def shape_problem(trajectory: Any, oldest: Version, newest: Version, *, finished
         )
     if finished and not trajectory.finish_reason:
         return "it has no finish_reason, but the group is not reported as aborted"
-    if tokens and not all_finite(trajectory.logprobs):
+    if tokens and not all_finite(trajectory.logprobs[known:]):
         return "a log-prob is not a finite number"
-    if trajectory.loss_mask.count(0) + trajectory.loss_mask.count(1) != tokens:
+    mask = trajectory.loss_mask[known:]
+    if mask.count(0) + mask.count(1) != len(mask):
         return "loss_mask must hold only 0 and 1"
     return _spans_problem(trajectory, tokens, oldest, newest)
 
@@ -164,6 +184,31 @@ def rewards_problem(group: TrajectoryGroup) -> str:
     return f"its rewards, from {min(rewards)} to {max(rewards)}, are too large to compute their mean and spread"
 
 
+def judged_problem(trajectory: Trajectory) -> str:
+    """The problem of the types of `JUDGED` fields and of the parts of a reward; empty if there is none."""
+    return _types_problem(trajectory, JUDGED) or _numbers_problem("reward_parts", trajectory.reward_parts, finite=True)
+
+
+def _types_problem(trajectory: Trajectory, types: Mapping[str, type]) -> str:
+    for name, kind in types.items():
+        value = getattr(trajectory, name)
+        if not isinstance(value, kind):
+            return f"{name} is a {type(value).__name__}, not a {kind.__name__}"
+    return ""
+
+
+def _numbers_problem(field: str, numbers: Mapping[Any, Any], *, finite: bool = False) -> str:
+    for name, value in numbers.items():
+        try:
+            lawful = isinstance(name, str) and (isfinite(value) or not finite)
+        except (TypeError, ValueError, OverflowError):
+            lawful = False
+        if not lawful:
+            law = f"which must be a name and a {'finite ' if finite else ''}number"
+            return f"{field} has {name!r:.80}: {value!r:.80}, {law}"
+    return ""
+
+
 def _ids_problem(name: str, ids: list[Any]) -> str:
     try:
         numbers = array("i", ids)
@@ -175,11 +220,11 @@ def _ids_problem(name: str, ids: list[Any]) -> str:
 
 def _spans_problem(trajectory: Trajectory, tokens: int, oldest: Version, newest: Version) -> str:
     covered, before = 0, oldest
-    for span in trajectory.spans:
-        try:
-            start, stop, version = span
-        except (TypeError, ValueError):
-            return f"span {span!r:.80} is not (start, stop, version)"
+    spans: list[Any] = trajectory.spans
+    for span in spans:
+        if not isinstance(span, Span):
+            return f"span {span!r:.80} is a {type(span).__name__}, not a Span"
+        start, stop, version = span
         if type(start) is not int or type(stop) is not int or type(version) is not int:
             return f"span ({start!r}, {stop!r}, {version!r}) does not hold three ints"
         if start != covered or stop <= start:

@@ -17,9 +17,10 @@ from engine.errors import DataFailure, EngineError, reason_of
 from engine.events import NO_ANSWER, Event, RowsFailed, RowsMeasured
 from engine.ids import GroupId, ValidationId, Version
 from engine.protocols import Generated, Generator, GroupWork
+from engine.protocols.user_code import awaited
+from engine.storage.trajectories import copy_prompt
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
-from engine.user_code import awaited
-from engine.workers.group_reports import reward_problem
+from engine.workers.group_reports import judged_problem, reward_problem
 from engine.workers.sample_keeper import HeldOutRow, SampleKeeper
 from engine.workers.threads import contained, on_a_thread
 
@@ -160,7 +161,7 @@ class Measurements:
         measurement.groups = [held_out_group(order.validation, len(held_out.prompts), row) for row in rows]
         works = [
             GroupWork(
-                group=group, attempt=order.attempt, prompt=prompt, samples=1, held_out=True,
+                group=group, attempt=order.attempt, prompt=copy_prompt(prompt), samples=1, held_out=True,
                 validation_set=held_out.row(row).set,
             )
             for group, prompt, row in zip(measurement.groups, prompts, rows, strict=True)
@@ -273,6 +274,7 @@ def _reward(prompt: Prompt, outcome: Any) -> float | None:
         raise EngineError(f"held-out row {prompt.row} was aborted")
     reward = outcome.group.trajectories[0].reward if outcome.group.trajectories else None
     problem = contained(reward_problem, reward)
+    problem = problem or contained(judged_problem, outcome.group.trajectories[0])
     if problem or reward is None:
         log.warning("held-out row %d cannot be measured: %s", prompt.row, problem)
         return None

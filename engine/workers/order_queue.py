@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from engine.commands import Command
 from engine.events import Event
 from engine.workers.threads import OneThread
+from engine.workers.worker_tasks import WorkerTasks
 
 REMEMBERED_ORDERS = 1024
 """Number of newest orders that are remembered to detect repeats. Far fewer are open at once."""
@@ -19,10 +20,11 @@ Orders = TypeVar("Orders", bound=Command)
 
 class OrderQueue(Generic[Orders]):
     """A subclass defines `_key`, which tells a repeat from a new order, and `_answer`, which carries out an order.
-    `emit` receives events; `name` is the thread's name."""
+    `emit` receives events; `broken(reason)` is called if an order cannot be answered; `name` is the thread's name."""
 
-    def __init__(self, name: str, emit: Callable[[Event], None]) -> None:
+    def __init__(self, name: str, emit: Callable[[Event], None], broken: Callable[[str], None]) -> None:
         self._emit = emit
+        self._tasks = WorkerTasks(f"the {name}", broken)
         self._thread = OneThread(name)
         self._seen: dict[tuple[object, ...], None] = {}
         """Keys of the newest orders, oldest first."""
@@ -46,7 +48,7 @@ class OrderQueue(Generic[Orders]):
             del self._seen[next(iter(self._seen))]
         self._orders.put_nowait(command)
         if self._worker is None:
-            self._worker = asyncio.get_running_loop().create_task(self._work())
+            self._worker = self._tasks.spawn(self._work())
 
     def abandon(self) -> None:
         """The present call hangs: `close` does not wait for it, because a thread cannot be killed."""
@@ -54,9 +56,7 @@ class OrderQueue(Generic[Orders]):
 
     async def close(self) -> None:
         """Return when the present call has ended. Queued orders are dropped, and nothing more is reported."""
-        if self._worker is not None:
-            self._worker.cancel()
-            await asyncio.gather(self._worker, return_exceptions=True)
+        await self._tasks.close()
         await self._thread.close()
 
     async def _work(self) -> None:

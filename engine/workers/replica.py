@@ -30,22 +30,26 @@ from engine.errors import DataFailure, EngineError, clean, reason_of
 from engine.events import Event, GroupFailed, GroupProgressed, OrderDone, ProcessUp
 from engine.ids import GroupId, Incarnation, ReplicaId, Version
 from engine.protocols import Fallible, Generated, Generator, GroupWork
-from engine.storage.trajectories import Trajectories
+from engine.protocols.user_code import awaited
+from engine.storage.prefixes import Growth, growth_of
+from engine.storage.trajectories import Trajectories, copy_prompt
 from engine.storage.weights import Weights
 from engine.trajectory import Prompt, TrajectoryGroup
-from engine.user_code import awaited
+from engine.workers.call_reports import CallReports
 from engine.workers.group_reports import (
     DoneOrders,
     Versions,
     aborted_event,
     check_generated,
+    checked_count,
     generated_event,
     prefix_event,
 )
 from engine.workers.measurement import HeldOut, Measurements
 from engine.workers.replica_weights import ReplicaWeights
 from engine.workers.sample_keeper import SampleKeeper
-from engine.workers.threads import contained
+from engine.workers.threads import contained, from_any_thread
+from engine.workers.worker_tasks import WorkerTasks
 
 # -- one attempt -------------------------------------------------------------------------------------------------------
 
@@ -55,7 +59,7 @@ PARK_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
-class Attempt:
+class GroupAttempt:
     """One order to generate a group, from its arrival to its report."""
 
     group: GroupId
@@ -76,6 +80,8 @@ class Attempt:
     """Ended trajectories that were in the last report."""
     unsaved: TrajectoryGroup | None = None
     """The newest prefix that is not in the trajectory store yet."""
+    saved: TrajectoryGroup | None = None
+    """The prefix that this attempt stored last."""
     saving: asyncio.Task[None] | None = None
     task: asyncio.Task[None] = field(init=False)
 
@@ -121,7 +127,7 @@ class ReplicaWorker:
         self._rewarded = rewarded
         self._keeper = keeper
         self._progress_every_s = progress_every_s
-        self._progressed: dict[Attempt, None] = {}
+        self._progressed: dict[GroupAttempt, None] = {}
         """Attempts that have made progress since the last report."""
         self._finished = 0
         """Trajectories of running attempts that have ended."""
@@ -131,17 +137,19 @@ class ReplicaWorker:
         self._trajectories = trajectories
         self._emit = emit
         self._broken = broken
-        self._running: dict[GroupId, Attempt] = {}
+        self._running: dict[GroupId, GroupAttempt] = {}
         self._attempts: OrderedDict[GroupId, int] = OrderedDict()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = WorkerTasks(f"replica {replica}", broken)
         self._closed = False
         self._who = {"replica": replica, "incarnation": incarnation}
-        self._measuring = Measurements(held_out, version=lambda: self.version, emit=emit, spawn=self._spawn)
+        self._measuring = Measurements(held_out, version=lambda: self.version, emit=emit, spawn=self._tasks.spawn)
+        sources = [generator] if held_out is None else [generator, held_out.evaluator]
+        self._calls = CallReports("replica", replica, incarnation, sources, emit)
         self._done = DoneOrders(self._report_done)
         self._weights = ReplicaWeights(
             who=self._who, generator=generator, weights=weights, measuring=self._measuring,
             running=lambda: [attempt.task for attempt in self._running.values()],
-            emit=emit, done=self._done, broken=broken, spawn=self._spawn,
+            emit=emit, done=self._done, broken=broken, spawn=self._tasks.spawn,
         )  # fmt: skip
         self._carry: dict[type[Command], Callable[[Any, Prompt | None], None]] = {
             StartGroup: self._start,
@@ -167,7 +175,7 @@ class ReplicaWorker:
             )
         )  # fmt: skip
         if isinstance(self.generator, Fallible):
-            self._spawn(self._listen(self.generator))
+            self._tasks.spawn(self._listen(self.generator))
 
     def carry_out(self, command: Command, prompt: Prompt | None = None) -> None:
         """Start a command and return at once. `prompt` is required for commands that start or resume a group.
@@ -183,10 +191,8 @@ class ReplicaWorker:
         for attempt in self._running.values():
             attempt.unwanted = True
         self._measuring.close()
-        tasks = [*self._tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._calls.close()
+        await self._tasks.close()
         try:
             await awaited(self.generator.close)
         except Exception:
@@ -212,14 +218,18 @@ class ReplicaWorker:
         if len(self._attempts) > REMEMBERED_ATTEMPTS:
             self._attempts.popitem(last=False)
         before = self._running.get(command.group)
-        attempt = Attempt(command.group, command.attempt)
+        attempt = GroupAttempt(command.group, command.attempt)
         self._running[command.group] = attempt
-        attempt.task = self._spawn(self._run(attempt, command, prompt, before))
+        attempt.task = self._tasks.spawn(self._run(attempt, command, prompt, before))
         if before is not None:
             self._stop(before)
 
     async def _run(
-        self, attempt: Attempt, command: StartGroup | ResumeGroup, prompt: Prompt | None, before: Attempt | None
+        self,
+        attempt: GroupAttempt,
+        command: StartGroup | ResumeGroup,
+        prompt: Prompt | None,
+        before: GroupAttempt | None,
     ) -> None:
         """Run one attempt and emit exactly one event, unless it became unwanted or the worker closed."""
         try:
@@ -229,7 +239,7 @@ class ReplicaWorker:
         except DataFailure as error:
             event = self._failed(attempt, "data", error)
             if self._keeper is not None and isinstance(error.judged, TrajectoryGroup) and not attempt.unwanted:
-                self._spawn(self._keeper.keep_failed(error.judged, attempt.number, self.version, str(error)))
+                self._tasks.spawn(self._keeper.keep_failed(error.judged, attempt.number, self.version, str(error)))
         except asyncio.CancelledError as error:
             if attempt.unwanted or self._closed:
                 return
@@ -246,7 +256,7 @@ class ReplicaWorker:
             self._emit(event)
 
     async def _attempt(
-        self, attempt: Attempt, command: StartGroup | ResumeGroup, prompt: Prompt | None
+        self, attempt: GroupAttempt, command: StartGroup | ResumeGroup, prompt: Prompt | None
     ) -> Event | None:
         """Generate, check and store a group; returns the event to emit."""
         if prompt is None:
@@ -262,14 +272,14 @@ class ReplicaWorker:
         work = GroupWork(
             group=command.group,
             attempt=command.attempt,
-            prompt=prompt,
+            prompt=copy_prompt(prompt),
             samples=self.samples,
             partial=partial,
             truncate=truncate,
             save_every_tokens=self.prefix_every_tokens,
-            save=functools.partial(self._save, attempt, began) if self.prefix_every_tokens else None,
-            progress=functools.partial(self._note_progress, attempt),
-            finished=functools.partial(self._note_finished, attempt),
+            save=from_any_thread(functools.partial(self._save, attempt, began)) if self.prefix_every_tokens else None,
+            progress=from_any_thread(functools.partial(self._note_progress, attempt)),
+            finished=self._finisher(attempt),
         )
         attempt.work = work
         attempt.begun = True
@@ -279,6 +289,7 @@ class ReplicaWorker:
             attempt.work = attempt.unsaved = None
             if attempt.saving is not None:
                 await asyncio.wait([attempt.saving])
+            attempt.saved = None
         if attempt.unwanted:
             return None
         versions = Versions(admitted=command.admitted_version, oldest=began, newest=self.version)
@@ -290,7 +301,7 @@ class ReplicaWorker:
         before reporting them."""
         return kept is not None and kept[1] > self.version
 
-    async def _keep(self, attempt: Attempt, generated: Generated) -> Event | None:
+    async def _keep(self, attempt: GroupAttempt, generated: Generated) -> Event | None:
         group = generated.group
         if generated.aborted:
             event: Event = aborted_event(group, attempt.number, **self._who)
@@ -301,28 +312,46 @@ class ReplicaWorker:
             await self._trajectories.discard([group.group], attempt.number)
         return event
 
-    def _save(self, attempt: Attempt, began: Version, group: TrajectoryGroup) -> None:
+    def _save(self, attempt: GroupAttempt, began: Version, group: TrajectoryGroup) -> None:
         """Store the prefix of a running group. While one is being stored, only the newest waits."""
         work = attempt.work
         if work is None or attempt.unwanted or self._running.get(attempt.group) is not attempt:
             return
         attempt.unsaved = group
         if attempt.saving is None or attempt.saving.done():
-            attempt.saving = self._spawn(self._logged(self._store_prefixes(attempt, work, began), "storing a prefix"))
+            attempt.saving = self._tasks.spawn(
+                self._logged(self._store_prefixes(attempt, work, began), "storing a prefix")
+            )
 
-    async def _store_prefixes(self, attempt: Attempt, work: GroupWork, began: Version) -> None:
+    async def _store_prefixes(self, attempt: GroupAttempt, work: GroupWork, began: Version) -> None:
         while attempt.unsaved is not None:
             group, attempt.unsaved = attempt.unsaved, None
             versions = Versions(admitted=began, oldest=began, newest=self.version)
-            contained(check_generated, work, Generated(group=group, aborted=True), versions)
+            growth = self._growth(attempt, group)
+            known = () if growth is None else growth.known
+            contained(check_generated, work, Generated(group=group, aborted=True), versions, known=known)
             event = prefix_event(group, attempt.number, **self._who)
-            await self._trajectories.put(group, attempt.number)
+            attempt.saved = None  # unknown until this one is stored
+            if growth is None:
+                await self._trajectories.put(group, attempt.number)
+            else:
+                await self._trajectories.grow(growth, attempt.number)
+            attempt.saved = group
             if attempt.unwanted:
                 await self._trajectories.discard([attempt.group], attempt.number)
                 return
             self._emit(event)
 
-    def _note_progress(self, attempt: Attempt) -> None:
+    def _growth(self, attempt: GroupAttempt, group: TrajectoryGroup) -> Growth | None:
+        """The growth of the group since its last prefix; None if the whole group must be stored."""
+        if attempt.saved is None:
+            return None
+        try:
+            return contained(growth_of, attempt.saved, group)
+        except Exception:  # it is malformed, and the check says how
+            return None
+
+    def _note_progress(self, attempt: GroupAttempt) -> None:
         """Include the attempt in the next periodic report."""
         self._progressed[attempt] = None
         if self._next_report is None:
@@ -334,20 +363,23 @@ class ReplicaWorker:
             self._report(attempt)
         self._progressed.clear()
 
-    def _note_finished(self, attempt: Attempt, count: int) -> None:
-        """`count` trajectories of an attempt have ended. Report it once enough have ended to start another group."""
-        if not 0 <= count <= self.samples:
-            raise EngineError(f"{count} trajectories of group {attempt.group} ended, but it has {self.samples}")
+    def _finisher(self, attempt: GroupAttempt) -> Callable[[int], None]:
+        note = from_any_thread(functools.partial(self._note_finished, attempt))
+        return lambda count: note(checked_count(count, attempt.group, self.samples))
+
+    def _note_finished(self, attempt: GroupAttempt, count: int) -> None:
+        """`count` trajectories of an attempt have ended. Report it once enough have ended to start another group, or
+        once all of its own have: it waits for its rewards."""
         if count <= attempt.finished or not self._runs(attempt):
             return
         self._finished += count - attempt.finished
         attempt.finished = count
-        if self._finished // self.samples > self._reported // self.samples:
+        if self._finished // self.samples > self._reported // self.samples or count == self.samples:
             for one in list(self._running.values()):  # the report may start a group
                 if one.finished > one.reported:
                     self._report(one)
 
-    def _report(self, attempt: Attempt) -> None:
+    def _report(self, attempt: GroupAttempt) -> None:
         if not self._runs(attempt):
             return
         self._reported += attempt.finished - attempt.reported
@@ -358,10 +390,10 @@ class ReplicaWorker:
             )
         )  # fmt: skip
 
-    def _runs(self, attempt: Attempt) -> bool:
+    def _runs(self, attempt: GroupAttempt) -> bool:
         return self._running.get(attempt.group) is attempt and not attempt.unwanted and not self._closed
 
-    def _failed(self, attempt: Attempt, cause: str, error: BaseException) -> Event:
+    def _failed(self, attempt: GroupAttempt, cause: str, error: BaseException) -> Event:
         which = (attempt.group, self.replica, attempt.number, cause)
         log.warning("group %d failed on replica %d, attempt %d (%s)", *which, exc_info=error)
         return GroupFailed(
@@ -372,30 +404,30 @@ class ReplicaWorker:
         attempt = self._running.get(command.group)
         if attempt is None:
             # The attempt ended before the order arrived: delete what it stored.
-            self._spawn(self._done.add_after(lambda: self._forget(command), [command.number]))
+            self._tasks.spawn(self._done.add_after(lambda: self._forget(command), [command.number]))
         elif attempt.number <= command.attempt:
             attempt.unwanted = True
-            self._spawn(self._done.add_after(lambda: self._end(attempt), [command.number]))
+            self._tasks.spawn(self._done.add_after(lambda: self._end(attempt), [command.number]))
         else:
             self._done.add(command.number)
 
     async def _forget(self, command: AbortGroup) -> None:
         await self._logged(self._trajectories.discard([command.group], command.attempt), "discarding")
 
-    def _stop(self, attempt: Attempt) -> None:
+    def _stop(self, attempt: GroupAttempt) -> None:
         """End an attempt without a report."""
         attempt.unwanted = True
-        self._spawn(self._end(attempt))
+        self._tasks.spawn(self._end(attempt))
 
     def _stop_measuring(self, command: StopMeasuring) -> None:
         self._measuring.stop(command)
-        self._spawn(self._done.add_after(self._measuring.wait_for_stopped, [command.number]))
+        self._tasks.spawn(self._done.add_after(self._measuring.wait_for_stopped, [command.number]))
 
     def _report_done(self, event: OrderDone) -> None:
         if not self._closed:
             self._emit(event)
 
-    async def _end(self, attempt: Attempt) -> None:
+    async def _end(self, attempt: GroupAttempt) -> None:
         if attempt.begun:
             await self._logged(awaited(self.generator.abort, [attempt.group]), "abort")
         attempt.task.cancel()
@@ -404,9 +436,9 @@ class ReplicaWorker:
         attempt = self._running.get(command.group)
         if attempt is not None and attempt.number == command.attempt and not attempt.park:
             attempt.park = True
-            self._spawn(self._give_up(attempt))
+            self._tasks.spawn(self._give_up(attempt))
 
-    async def _give_up(self, attempt: Attempt) -> None:
+    async def _give_up(self, attempt: GroupAttempt) -> None:
         """End an attempt with the tokens it has. If it does not end within `PARK_S`, it is canceled and fails."""
         if attempt.begun:
             await self._logged(awaited(self.generator.abort, [attempt.group]), "parking")
@@ -419,26 +451,12 @@ class ReplicaWorker:
             return
         attempt.truncate = True
         if attempt.begun:
-            self._spawn(self._logged(awaited(self.generator.truncate, [command.group]), "truncate"))
+            self._tasks.spawn(self._logged(awaited(self.generator.truncate, [command.group]), "truncate"))
 
     # tasks
 
     async def _listen(self, generator: Fallible) -> None:
         self._broken(clean(str(await awaited(generator.failed))))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_end)
-        return task
-
-    def _on_task_end(self, task: asyncio.Task[None]) -> None:
-        """Report the replica as broken if a task raised: its state is then unknown."""
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not self._closed:
-            log.error("a task of replica %d failed", self.replica, exc_info=error)
-            self._broken(f"a task of its worker failed: {reason_of(error)}")
 
     async def _logged(self, work: Coroutine[Any, Any, Any], doing: str) -> None:
         """Run a call that no event answers; log a failure."""

@@ -14,8 +14,8 @@ from engine.errors import EngineError, reason_of
 from engine.events import Event, ReplicaPaused, SyncFailed, WeightsInstalled, WeightsStaged
 from engine.ids import Version
 from engine.protocols import Generator, Sleeper
+from engine.protocols.user_code import awaited
 from engine.storage.weights import Weights
-from engine.user_code import awaited
 from engine.workers.group_reports import DoneOrders
 from engine.workers.measurement import Measurements
 

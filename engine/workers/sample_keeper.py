@@ -185,11 +185,11 @@ class SampleKeeper:
         rows = []
         for index, reasons in select(self.policy.seed, batch.step, candidates, self.policy.per_step).items():
             group, place = places[index]
-            told = known[group][place] if known else RolloutFigures()
+            measured = known[group][place] if known else RolloutFigures()
             rows.append(
                 SampleRow(
                     kind=TRAIN, step=batch.step, group=batch.groups[group].group, sample=place, reasons=reasons,
-                    staleness=batch.staleness[group], advantage=told.advantage, logprob_gap=told.logprob_gap,
+                    staleness=batch.staleness[group], advantage=measured.advantage, logprob_gap=measured.logprob_gap,
                     **self._texts(batch.groups[group].prompt, rollouts[group][place]),
                 )
             )  # fmt: skip

@@ -26,8 +26,8 @@ OF_TRAINED_WEIGHTS = ("old_logprobs",)
 class ScorerWorker(OrderQueue[ScoreBatch]):
     """Executes `ScoreBatch` orders for the tasks of one pool. `emit` receives events.
 
-    `ask(steps)` makes the trainer hand over the weights after `steps` train steps, if it still owes them; it raises if
-    the trainer cannot.
+    `broken(reason)` is called if an order cannot be answered. `ask(steps)` makes the trainer hand over the weights
+    after `steps` train steps, if it still owes them; it raises if the trainer cannot.
     """
 
     def __init__(
@@ -37,9 +37,10 @@ class ScorerWorker(OrderQueue[ScoreBatch]):
         trajectories: Trajectories,
         weights: Weights,
         emit: Callable[[Event], None],
+        broken: Callable[[str], None],
         ask: Callable[[StepId], Awaitable[None]],
     ) -> None:
-        super().__init__("scorer", emit)
+        super().__init__("scorer", emit, broken)
         self._scorer = scorer
         self._trajectories = trajectories
         self._weights = weights

@@ -13,13 +13,22 @@ from typing import Any
 from engine.commands import EnterState
 from engine.errors import DataFailure, EngineError, clean, reason_of
 from engine.events import Event, StateFailed, StateLeft
-from engine.ids import GroupId
+from engine.ids import GroupId, Incarnation
 from engine.protocols import Closable, Fallible
+from engine.protocols.user_code import awaited
 from engine.storage.trajectories import Trajectories, copy_group
 from engine.trajectory import Trajectory, TrajectoryGroup
-from engine.user_code import awaited
-from engine.workers.group_reports import reward_figures, reward_problem, rewards_problem, segment_problem, steps_problem
-from engine.workers.threads import contained
+from engine.workers.call_reports import CallReports
+from engine.workers.group_reports import (
+    judged_problem,
+    reward_figures,
+    reward_problem,
+    rewards_problem,
+    segment_problem,
+    steps_problem,
+)
+from engine.workers.threads import contained, on_a_thread
+from engine.workers.worker_tasks import WorkerTasks
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +52,7 @@ class StageWorker:
     """Executes `EnterState` orders with the state's entry in `works`.
 
     `timeout_s` limits each execution, except in `untimed` states, whose work limits its own calls. `emit` receives
-    events. `broken(reason)` is called when `Fallible` work has failed for good.
+    events. `broken(reason)` is called when `Fallible` work has failed for good, or an order cannot be answered.
     """
 
     def __init__(
@@ -52,9 +61,10 @@ class StageWorker:
         works: Mapping[str, Work],
         trajectories: Trajectories,
         emit: Callable[[Event], None],
+        broken: Callable[[str], None],
         timeout_s: float | None = None,
         untimed: Collection[str] = (),
-        broken: Callable[[str], None] | None = None,
+        incarnation: Incarnation = 0,
     ) -> None:
         self._works = works
         self._trajectories = trajectories
@@ -64,11 +74,12 @@ class StageWorker:
         self._running: dict[GroupId, tuple[int, asyncio.Task[None]]] = {}
         self._reported: OrderedDict[GroupId, int] = OrderedDict()
         """The last reported attempt of each group, to detect repeated orders."""
-        self._listening: list[asyncio.Task[None]] = []
+        self._tasks = WorkerTasks("the added states", broken)
         own: list[object] = list(works.values())
+        self._calls = CallReports("added states", 0, incarnation, own, emit)
         for work in own:
-            if broken is not None and isinstance(work, Fallible):
-                self._listening.append(asyncio.get_running_loop().create_task(self._listen(work, broken)))
+            if isinstance(work, Fallible):
+                self._tasks.spawn(self._listen(work, broken))
 
     def carry_out(self, command: EnterState) -> None:
         """Start an order and return at once. A repeat changes nothing; a newer attempt cancels an older one."""
@@ -76,29 +87,26 @@ class StageWorker:
         if max(number, self._reported.get(command.group, 0)) >= command.attempt:
             return
         if task is not None:
-            task.cancel()
-        running = asyncio.get_running_loop().create_task(self._carry_out(command))
-        self._running[command.group] = (command.attempt, running)
+            self._tasks.cancel(task)
+        self._running[command.group] = (command.attempt, self._tasks.spawn(self._carry_out(command)))
 
     def discard(self, groups: Sequence[GroupId]) -> None:
         """Cancel the work on dropped groups, without a report."""
         for group in groups:
             _, task = self._running.pop(group, (0, None))
             if task is not None:
-                task.cancel()
+                self._tasks.cancel(task)
 
     async def close(self) -> None:
         """Cancel all work without a report, and close what can be closed."""
-        tasks = [*self._listening, *(task for _, task in self._running.values())]
         self._running.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._calls.close()
+        await self._tasks.close()
         works: list[object] = list(self._works.values())
         for work in works:
             if isinstance(work, Closable):
                 try:
-                    contained(work.close)
+                    await on_a_thread(work.close)
                 except Exception:
                     log.warning("%s cannot be closed", type(work).__name__, exc_info=True)
 
@@ -158,7 +166,8 @@ class StageWorker:
 def check_worked(state: str, before: TrajectoryGroup, after: Any) -> None:
     """Raise unless `after` is the group `before`, with at most its rewards changed.
 
-    Raises: `DataFailure` for a reward that is missing or not a finite number, `EngineError` for any other change.
+    Raises: `DataFailure` for a reward that is missing, malformed or not a finite number, `EngineError` for any other
+    change.
     """
     who = f"the work of {state} on group {before.group}"
     if not isinstance(after, TrajectoryGroup):
@@ -169,7 +178,8 @@ def check_worked(state: str, before: TrajectoryGroup, after: Any) -> None:
         changed = [name for name in KEPT if not isinstance(new, Trajectory) or getattr(new, name) != getattr(old, name)]
         if changed:
             raise EngineError(f"{who} changed {changed[0]} of trajectory {index}; it may change rewards only")
-        problem = reward_problem(new.reward) or steps_problem(new) or segment_problem(after.trajectories, index)
+        problem = reward_problem(new.reward) or judged_problem(new) or steps_problem(new)
+        problem = problem or segment_problem(after.trajectories, index)
         if problem:
             raise DataFailure(f"{who}, trajectory {index}: {problem}", group=before.group, row=before.prompt.row)
     problem = rewards_problem(after)

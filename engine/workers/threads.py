@@ -7,6 +7,7 @@ keep the process from ending. Coroutine functions run on the event loop instead;
 
 import asyncio
 import inspect
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from engine.errors import describe_error
-from engine.user_code import awaited
+from engine.protocols.user_code import awaited, end_if_forked
 from engine.workers.clock import VirtualLoop
 
 P = ParamSpec("P")
@@ -27,6 +28,7 @@ def contained(function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -
 
     Raises: its exception, or a `RuntimeError` that names it if a future cannot carry it.
     """
+    process = os.getpid()
     try:
         return function(*args, **kwargs)
     except BaseException as error:
@@ -34,6 +36,8 @@ def contained(function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -
             raise
         name = getattr(function, "__qualname__", type(function).__qualname__)
         raise RuntimeError(f"{name} raised {describe_error(error)}") from error
+    finally:
+        end_if_forked(process)
 
 
 class OneThread:
@@ -106,6 +110,21 @@ async def on_a_thread(function: Callable[P, Any], *args: P.args, **kwargs: P.kwa
         return await thread.call(function, *args, **kwargs)
     finally:
         thread.abandon()
+
+
+def from_any_thread(function: Callable[..., None]) -> Callable[..., None]:
+    """A function that user code may call on any thread. It runs on this event loop: at once if it is called
+    there, otherwise soon, and not at all once the loop is closed."""
+    loop, home = asyncio.get_running_loop(), threading.get_ident()
+
+    def call(*given: Any) -> None:
+        if threading.get_ident() == home:
+            function(*given)
+            return
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(function, *given)
+
+    return call
 
 
 def _nothing() -> None: ...

@@ -7,7 +7,6 @@ Must never run two calls at once, or report an incomplete checkpoint.
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from math import isfinite
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -45,6 +44,11 @@ LONGEST_NAME = 200
 """Maximum length of a metric's name, in characters."""
 MAX_WARNINGS = 100
 """Maximum number of metrics that get a warning."""
+RESERVED = ("step", SOURCES, "validation", "sets")
+"""Keys of the rows in `metrics.jsonl` by which readers tell what a row is about."""
+UPDATES = "optimizer_steps"
+"""The metric that counts the optimizer's updates of a step. The record has it."""
+MOST_UPDATES = 2**31 - 1
 
 
 class Figures:
@@ -53,30 +57,33 @@ class Figures:
     def __init__(self) -> None:
         self._warned: set[str] = set()
 
-    def read(self, metrics: Mapping[Any, Any]) -> dict[str, Figure]:
-        """The usable metrics, NaN and infinities included. Never raises. Call it on the trainer's thread, because
+    def read(self, step: StepId, metrics: Mapping[Any, Any]) -> dict[str, Figure]:
+        """The usable metrics of a step, NaN and infinities included. Never raises. Call it on the trainer's thread:
         reading a value may copy it from an accelerator."""
         try:
             items = list(metrics.items())
         except BaseException as error:  # a user's mapping may raise anything; the step is trained nevertheless
-            self._warn("metrics", f"metrics that cannot be read ({describe_error(error)})")
+            self._warn(step, "metrics", f"metrics that cannot be read ({describe_error(error)})")
             return {}
         figures: dict[str, Figure] = {}
         for name, value in items:
             problem, figure = _name_problem(name), figure_of(value)
             if problem:
-                self._warn(_shown(name), f"a metric named {_shown(name)}, {problem}")
+                self._warn(step, _shown(name), f"a metric named {_shown(name)}, {problem}")
             elif figure is None:
                 law = "which is not a real number that fits a float"
-                self._warn(name, f"the metric {name!r} as a {type(value).__name__}, {law}")
+                self._warn(step, name, f"the metric {name!r} as a {type(value).__name__}, {law}")
+            elif name == UPDATES and not 0 <= figure <= MOST_UPDATES:
+                self._warn(step, name, f"the metric {name!r} as {figure}, which must be from 0 to {MOST_UPDATES}")
             else:
                 figures[str(name)] = figure
         return figures
 
-    def _warn(self, key: str, what: str) -> None:
+    def _warn(self, step: StepId, key: str, what: str) -> None:
         if key not in self._warned and len(self._warned) < MAX_WARNINGS:
             self._warned.add(key)
-            log.warning("train() returned %s. It is skipped. This warning is not repeated for later steps.", what)
+            law = "It is skipped. This warning is not repeated for later steps."
+            log.warning("train() of step %d returned %s. %s", step, what, law)
 
 
 def figure_of(value: Any) -> Figure | None:
@@ -89,18 +96,12 @@ def figure_of(value: Any) -> Figure | None:
         return None
 
 
-def count_in(figures: Mapping[str, Any], name: str) -> int:
-    """The figure `name` as a count; 0 if it is missing or not a finite number."""
-    count = figures.get(name)
-    return int(count) if isinstance(count, int | float) and isfinite(count) else 0
-
-
 def _name_problem(name: Any) -> str:
     if not isinstance(name, str):
         return f"a {type(name).__name__}; a name must be a str"
     if not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
         return f"which must have 1 to {LONGEST_NAME} printable characters"
-    return ""
+    return "a name that the engine uses" if name in RESERVED else ""
 
 
 def _shown(name: Any) -> str:
@@ -194,7 +195,7 @@ class TrainerWorker(OrderQueue[Command]):
         samples: SampleKeeper | None = None,
         correct: Sequence[str] = (),
     ) -> None:
-        super().__init__("trainer", emit)
+        super().__init__("trainer", emit, broken)
         self.trainer = trainer
         self._trajectories = trajectories
         self._weights = weights
@@ -222,7 +223,7 @@ class TrainerWorker(OrderQueue[Command]):
             raise EngineError(f"train step {step} cannot be trained again: {reason_of(error)}") from error
         if reports:
             self._report(step, metrics)
-        return count_in(metrics, "optimizer_steps")
+        return int(metrics.get(UPDATES, 0))
 
     async def hand_over(self, steps: StepId) -> None:
         """Give scorers the current weights, those after `steps` train steps. Never raises. If it fails, a scorer that
@@ -269,11 +270,15 @@ class TrainerWorker(OrderQueue[Command]):
         try:
             return await super()._call(function, *arguments)
         except TrainerSpoiled as error:
-            self._spoiled = True
             name = getattr(function, "__name__", type(function).__name__)
             log.exception("%s() has spoiled the trainer", name)
-            self._broken(clean(f"{name}() failed and spoiled the trainer: {reason_of(error)}"))
+            self._spoil(f"{name}() failed and spoiled the trainer: {reason_of(error)}")
             raise
+
+    def _spoil(self, reason: str) -> None:
+        """Have this process replaced, instead of answering another order."""
+        self._spoiled = True
+        self._broken(clean(reason))
 
     async def _execute(self, command: Command) -> Event:
         if isinstance(command, ScoreBatch):
@@ -306,10 +311,14 @@ class TrainerWorker(OrderQueue[Command]):
         batch = Batch(step=step, groups=groups, staleness=list(staleness), scores=scores)
         responses: dict[str, Figure] = await self._call(response_figures, groups, self._correct)
         sources: dict[str, Any] = await self._call(source_figures, groups)
-        metrics: Mapping[Any, Any] | None = await self._call(self.trainer.train, batch)
+        metrics: object = await self._call(self.trainer.train, batch)
         if metrics is not None and not isinstance(metrics, Mapping):
-            raise EngineError(f"train() must return a dict of metrics, not {type(metrics).__name__}")
-        figures: dict[str, Figure] = await self._call(self._figures.read, metrics) if metrics is not None else {}
+            law = f"train() must return a dict of metrics or None, not {type(metrics).__name__}"
+            self._spoil(f"{law}; its weights may already contain train step {step}")
+            raise TrainerSpoiled(law)
+        figures: dict[str, Figure] = {}
+        if metrics is not None:
+            figures = await self._call(self._figures.read, step, metrics)
         if self._samples is not None:
             await self._samples.keep_step(batch, await self._rollout_figures())
         return {**responses, **figures, **({SOURCES: sources} if sources else {})}
@@ -333,8 +342,7 @@ class TrainerWorker(OrderQueue[Command]):
             return StepFailed(step=command.step, attempt=command.attempt, reason=reason_of(error))
         self._report(command.step, metrics)
         await self.hand_over(command.step + 1)
-        updates = count_in(metrics, "optimizer_steps")
-        return StepTrained(step=command.step, attempt=command.attempt, updates=updates)
+        return StepTrained(step=command.step, attempt=command.attempt, updates=int(metrics.get(UPDATES, 0)))
 
     async def _publish(self, command: PublishWeights) -> Event:
         try:
@@ -360,6 +368,6 @@ class TrainerWorker(OrderQueue[Command]):
             path = checkpoint_path(self._checkpoints, command.steps)
             try:
                 await self._call(remove_checkpoint, path)
-            except OSError as error:
+            except Exception as error:
                 log.warning("the checkpoint %s cannot be deleted and stays: %s", path, reason_of(error))
         return OrderDone(orders=(command.number,))

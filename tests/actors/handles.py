@@ -162,9 +162,9 @@ class Scene:
         self.scheduler = Scheduler(self.plan.limits)
         for number, event in enumerate(events):
             stamp(event, number, 0.0)
-            self.scheduler.handle(event)
+            self.scheduler.tick((event,))
         self.events: list[Event] = []
-        self._told = asyncio.Event()
+        self._delivery = asyncio.Event()
         self.stores = [Handle("trajectories"), Handle("weights"), Handle("gateway")]
         self.newest: Callable[[], Awaitable[int]] = lambda: asyncio.sleep(0, 0)
         self.stores[1].newest = SimpleNamespace(remote=lambda: self.newest())  # type: ignore[attr-defined]
@@ -191,13 +191,13 @@ class Scene:
 
     def _deliver(self, event: Event) -> None:
         self.events.append(event)
-        self._told.set()
+        self._delivery.set()
 
     async def hears(self, kind: type[Event], count: int = 1) -> None:
         """Until so many events of a kind have come."""
         while sum(isinstance(event, kind) for event in self.events) < count:
-            self._told.clear()
-            await self._told.wait()
+            self._delivery.clear()
+            await self._delivery.wait()
 
     async def begin(self, kind: str, index: int, incarnation: int) -> Handle:
         """Start a life, and let it come as far as it can."""

@@ -1,4 +1,4 @@
-"""An extension for tests: a state in which groups are judged, by a process that dies the first time it is told to."""
+"""An extension for tests: a state in which groups are judged, by a process that dies once on request."""
 
 import os
 import signal

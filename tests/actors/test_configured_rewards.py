@@ -9,7 +9,7 @@ from engine.config import parse_config
 from engine.errors import ConfigError
 from engine.plans.run_inputs import inputs_of, reward_of
 from engine.rollout.reward_parts import RewardParts
-from engine.rollout.scoring import Scorer
+from engine.rollout.scoring import Grader
 from engine.tasks.rewards import exact_match
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
@@ -35,7 +35,7 @@ def scored(parts: RewardParts) -> list[Trajectory]:
     """The responses "4" and "It is 4" to a prompt whose answer is 4."""
     group = TrajectoryGroup(group=0, prompt=Prompt(row=0, text="2+2?", fields={"answer": "4"}), trajectories=[])
     group.trajectories = [Trajectory(token_ids=[index], loss_mask=[1], finish_reason="stop") for index in range(2)]
-    asyncio.run(Scorer(Texts(), parts).score(group))
+    asyncio.run(Grader(Texts(), parts).score(group))
     return group.trajectories
 
 

@@ -70,7 +70,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
 
 
 @played
-async def test_orders_to_the_stores_are_done_when_their_calls_are_answered_and_told_of_together(scene: Scene) -> None:
+async def test_store_orders_are_reported_done_together_once_their_calls_are_answered(scene: Scene) -> None:
     made = Executor(scene)
     made.order(discard(3), discard(4), RetireWeights(version=1, number=5, cause=0))
     made.order(discard(6))

@@ -32,7 +32,7 @@ class Actor:
         return answer
 
 
-def test_lives_that_are_listed_take_the_new_epoch_and_one_that_is_starting_is_not_waited_for() -> None:
+def test_listed_lives_take_the_new_epoch_and_one_that_starts_is_not_waited_for() -> None:
     lives = [("rollout-0", 1), ("rollout-1", 2), ("trainer", 1), ("rollout-0", 2), ("weights", 1)]
     actors = {life: Actor(silent=life == ("rollout-1", 2)) for life in lives}
     listed = {("rollout-0", 1): True, ("rollout-1", 2): False, ("trainer", 1): True, ("rollout-9", 1): True}
@@ -52,7 +52,7 @@ def test_one_that_was_up_and_gives_no_sign_of_life_is_silent() -> None:
     assert set(silent) == {"rollout-0", "trainer"} and "no sign of life" in silent["trainer"]
 
 
-def test_what_is_ordered_again_is_in_the_newest_snapshot_and_no_frame_before_it_is_read(
+def test_orders_to_repeat_are_in_the_newest_snapshot_and_no_older_frame_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = Limits(train_batch_size=4, max_staleness_steps=1, max_concurrent_groups=8, max_steps=12)

@@ -1,13 +1,23 @@
 """Signs of life, without Ray: an actor that says that it cannot continue, one that dies, one that is silent."""
 
 import asyncio
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import RayError
+from ray_plans import plan
 
+from engine.actors.detached_actors import calls_file
 from engine.actors.failures import PATIENCE_S, ProcessEnd, Pulse, Sign
+from engine.actors.placement import ActorPlacement
+from engine.actors.ray_processes import RayProcess
+from engine.protocols.user_code import RunningCalls, calls_in
+from engine.states.process import REPLICA
 
 
 class Patient:
@@ -53,6 +63,36 @@ def test_an_actor_is_lost_after_its_last_sign_of_life_with_the_reason(beats: int
         return await Pulse(every_s=0.01, missed=3).lost(actor), actor.beats
 
     assert asyncio.run(story()) == (ended, -1)
+
+
+def test_a_process_that_a_reward_ended_is_lost_with_the_name_of_the_reward(tmp_path: Path) -> None:
+    script = (
+        "import asyncio, os, sys; from pathlib import Path; from types import SimpleNamespace; "
+        "from engine.rollout.scoring import Grader; "
+        "from engine.trajectory import Prompt, Trajectory, TrajectoryGroup; "
+        "from engine.protocols.user_code import CALLS; "
+        "CALLS.write_to(Path(sys.argv[1])); score = lambda prompt, trajectory: os._exit(3); "
+        "score.__module__, score.__qualname__ = 'my_rewards', 'score'; "
+        "group = TrajectoryGroup(group=0, prompt=Prompt(row=0, text=''), trajectories=[Trajectory(text='x')]); "
+        "texts = SimpleNamespace(decode=lambda ids, skip_special_tokens: ''); "
+        "asyncio.run(Grader(texts, score).score(group))"
+    )
+    file = calls_file(tmp_path, "rollout-0")
+    file.parent.mkdir()
+    assert subprocess.run([sys.executable, "-c", script, str(file)], check=False).returncode == 3
+
+    async def story() -> ProcessEnd:
+        run = replace(plan(tmp_path), run_dir=tmp_path)
+        actor = Patient(1, RayError("gone"))
+        return await RayProcess(REPLICA, 0, actor, Pulse(every_s=0.01, missed=3), run, 0, ActorPlacement({})).lost()
+
+    reason = asyncio.run(story()).reason
+    assert reason.startswith("RayError: gone; it was calling reward my_rewards.score; ") and "processes: 1" in reason
+    calls = RunningCalls()
+    calls.write_to(file)
+    with calls.of("a reward that returns"):
+        assert calls_in(file) == "a reward that returns"
+    assert asyncio.run(story()).reason == "RayError: gone", "nothing was running"
 
 
 def test_without_beats_none_is_asked_for() -> None:

@@ -43,7 +43,7 @@ def score(prompt, trajectory):
 
 @dataclass
 class Nodes:
-    """Ray nodes of this machine, the head first. `environment`: has the cluster's token."""
+    """Ray nodes of this machine, the head first. `environment`: its home has the cluster's token."""
 
     address: str
     processes: list[subprocess.Popen[str]]
@@ -58,9 +58,11 @@ class Nodes:
         psutil.wait_procs(below, timeout=60)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
+        joins = {} if "--head" in arguments else {"RAY_AUTH_MODE": "token"}
+        environment = self.environment | joins
         command = [*RAY, "start", "--block", "--num-cpus=1", "--object-store-memory=80000000", *arguments]
         process = subprocess.Popen(
-            [*command, "--node-ip-address=127.0.0.1", "--disable-usage-stats"], env=self.environment, text=True,
+            [*command, "--node-ip-address=127.0.0.1", "--disable-usage-stats"], env=environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=end_with_parent,
         )  # fmt: skip
         self.processes.append(process)
@@ -86,9 +88,12 @@ def wait_for(node: subprocess.Popen[str]) -> None:
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
     directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # the paths of Ray's sockets must be short
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64, "RAY_worker_niceness": "0"}
-    token |= {"RAY_health_check_period_ms": "1000"}  # of 3000: a killed node is noticed sooner
-    made = Nodes("", [], {**os.environ, **token, "PYTHONPATH": str(ROOT)})
+    Path(directory, ".ray").mkdir()
+    Path(directory, ".ray", "auth_token").write_text("a" * 64)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+    environment |= {"HOME": directory, "PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0"}
+    environment |= {"RAY_health_check_period_ms": "1000"}  # of 3000: a killed node is noticed sooner
+    made = Nodes("", [], environment)
     try:
         wait_for(made.start("--head", "--port=0", f"--temp-dir={directory}", "--include-dashboard=false"))
         made.address = Path(directory, "ray_current_cluster").read_text().strip()
@@ -115,6 +120,7 @@ def project(tmp_path: Path) -> Path:
     preset["reward"] = {"function": "my_reward:score", "timeout_s": 250.0}
     preset["scheduler"] |= {"train_batch_size": 4, "samples_per_prompt": 2, "max_concurrent_groups": 12}
     preset["rollout"] |= {"replicas": 3, "slots": 4, "max_tokens": 32, "gpus": 1.0}  # on the last two nodes
+    preset["trainer"] |= {"device": "cpu"}  # on the first node, which has no GPU
     del preset["validation"]
     (directory / "preset.yaml").write_text(yaml.safe_dump(preset))
     return directory

@@ -26,7 +26,7 @@ def generated(reward_mean: float) -> Event:
     ],
     ids=["cannot be packed", "cannot be sent"],
 )
-def test_an_event_that_cannot_leave_is_told_at_once_and_none_follows(
+def test_an_event_that_cannot_leave_is_reported_at_once_and_none_follows(
     event: Event, error: Exception | None, words: str
 ) -> None:
     sent: list[Any] = []

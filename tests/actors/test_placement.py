@@ -1,4 +1,4 @@
-"""Replicas of several GPUs, on a cluster that is told it has them: groups made, used, given back."""
+"""Replicas of several GPUs, on a cluster that is configured to have them: groups made, used, given back."""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
-from placed_runs import GPUS, carried_out, connect
+from placed_runs import GPUS, carried_out, connect, held_up, reserved_first, visible_gpus
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -38,3 +38,23 @@ def test_bundles_of_one_gpu_for_workers_that_ray_starts(cluster_of_gpus: Process
     assert [gpus for _, gpus in story.given.values()] == [0, 0], "the GPUs are for the workers"
     assert list(story.shapes.values()) == [("PACK", (1.0, 1.0))] * 2
     assert (story.states, story.free) == ({"REMOVED"}, GPUS)
+
+
+def test_an_actor_without_gpus_sees_none(cluster_of_gpus: ProcessPoolExecutor, tmp_path: Path) -> None:
+    seen = cluster_of_gpus.submit(visible_gpus, tmp_path).result()
+    assert seen == {"scheduler": "", "trainer": "", "replica": ",".join(map(str, range(GPUS)))}
+
+
+def test_a_start_says_that_the_trainer_waits_for_gpus(cluster_of_gpus: ProcessPoolExecutor, tmp_path: Path) -> None:
+    said, free = cluster_of_gpus.submit(held_up, tmp_path).result()
+    assert f"the trainer waits for 2 GPUs on one node: 1 of {GPUS} GPUs are free" in said
+    assert free == GPUS, "its group is freed at the end"
+
+
+def test_the_trainer_gets_its_node_before_replicas_are_spread(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as other:
+        outcome, places = other.submit(reserved_first, tmp_path).result()
+    assert outcome == "finished"
+    assert {process: gpus for process, (_, gpus) in places.items()} == {"trainer": 2, "replica-0": 1, "replica-1": 1}
+    nodes = {process: node for process, (node, _) in places.items()}
+    assert nodes["replica-0"] == nodes["replica-1"] != nodes["trainer"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.actors.detached_actors import prepare_process
-from engine.garbage_collection import collect_rarely, freeze_objects, rare_collection
+from engine.runtime.garbage_collection import collect_rarely, freeze_objects, rare_collection
 
 
 class Ring:
@@ -56,6 +56,18 @@ def test_a_loading_process_traverses_its_objects_rarely_and_afterwards_as_before
         assert 0 < len(looks) <= 9 and 2 not in looks
         raise OSError(f"only {len(loaded)} objects could be loaded")
     assert gc.get_threshold() == (700, 10, 10)
+
+
+def test_a_log_line_with_a_models_text_cannot_control_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger("engine")
+    for name, value in (("handlers", []), ("level", logger.level), ("propagate", True)):
+        monkeypatch.setattr(logger, name, value)
+    prepare_process("rollout", tmp_path)
+    logging.getLogger("engine.workers").warning("the answer was %s", "\x1b[2Jgone")
+    text = (tmp_path / "logs" / "rollout.log").read_text()
+    assert "\x1b" not in text and r"\x1b[2Jgone" in text
 
 
 def test_a_log_whose_directory_was_deleted_is_written_to_stderr(

@@ -1,4 +1,4 @@
-"""A real run that is told what to do while it continues."""
+"""A real run that gets commands while it continues."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -61,12 +61,12 @@ def test_a_run_is_scaled_set_drained_and_resumed_as_it_was_left(
         until(run, lambda status: list(status.replica_versions) == [0])
         run.drain("enough")
         assert run.wait().outcome == "stopped"
-    told = [
+    kinds = [
         type(event).__name__
         for event in events_of(tmp_path, RunResumed, SettingChanged, ReplicasWanted, DrainRequested)
     ]
     once = ["ReplicasWanted", "SettingChanged", "SettingChanged", "ReplicasWanted", "DrainRequested"]
-    assert told == [*once, "RunResumed", "SettingChanged", "ReplicasWanted", "DrainRequested"]
+    assert kinds == [*once, "RunResumed", "SettingChanged", "ReplicasWanted", "DrainRequested"]
     assert [event.replicas for event in events_of(tmp_path, ReplicasWanted)] == [3, 1, 1]
     limits = check_record(tmp_path).state.limits
     assert (limits.max_staleness_steps, limits.max_concurrent_groups, limits.max_drops) == (3, 16, 1)

@@ -25,7 +25,7 @@ from engine.actors.launch import RunHandle, start
 from engine.commands import TrainStep
 from engine.events import ProcessLost, RunInterrupted, RunResumed, SchedulerRecovered, StepFailed
 from engine.protocols import Batch
-from engine.record import Handled, read
+from engine.record import read
 from engine.record.files import RecordLock
 from engine.runtime.plan import Plan, Rollout
 from engine.runtime.prompt_sources import listed
@@ -63,9 +63,8 @@ def gated(run_dir: Path, first: int, **changes: Any) -> tuple[Gate, Plan]:
 def trained(run_dir: Path) -> Counter[int]:
     """How often each group was in a batch that was ordered, counting a batch once."""
     batches = {}
-    for frame in read(run_dir / "schedule").frames():
-        if isinstance(frame, Handled):
-            batches.update({c.step: c.groups for c in frame.commands if isinstance(c, TrainStep)})
+    for tick in read(run_dir / "schedule").ticks():
+        batches.update({c.step: c.groups for c in tick.commands if isinstance(c, TrainStep)})
     return Counter(group for batch in batches.values() for group in batch)
 
 
@@ -169,7 +168,7 @@ sys.stdin.read()
 """Two runs, in the cluster of the tests."""
 
 
-def test_processes_of_a_killed_launcher_end_by_themselves_or_when_their_run_is_resumed(tmp_path: Path) -> None:
+def test_processes_of_a_killed_launcher_end_on_their_own_or_when_the_run_is_resumed(tmp_path: Path) -> None:
     """In a cluster of others. They are given a second to find another launcher in one run, and an hour in the other."""
     address, here = ray.get_runtime_context().gcs_address, str(Path(__file__).parent)
     program = LAUNCHER.format(here=here, directory=str(tmp_path), address=address)

@@ -12,7 +12,7 @@ import yaml
 from ray_plans import SMALLEST, check_record
 
 from engine.events import RunResumed, StepTrained
-from engine.record import Handled, read
+from engine.record import read
 from engine.record.files import RecordLock
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
@@ -31,11 +31,11 @@ CONFIG = {
 def steps_of(run_dir: Path) -> list[int]:
     """The train steps in the surviving line of weights."""
     line: list[int] = []
-    for frame in read(run_dir / "schedule").frames():
-        if isinstance(frame, Handled) and isinstance(frame.event, StepTrained):
-            line.append(frame.event.step)
-        if isinstance(frame, Handled) and isinstance(frame.event, RunResumed):
-            line = [step for step in line if step < frame.event.steps]
+    for event in read(run_dir / "schedule").events():
+        if isinstance(event, StepTrained):
+            line.append(event.step)
+        if isinstance(event, RunResumed):
+            line = [step for step in line if step < event.steps]
     return line
 
 

@@ -80,7 +80,7 @@ def refereeing() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("refereeing")
-def test_a_trainer_trains_the_steps_since_its_checkpoint_again_and_added_states_go_on_when_their_processes_die(
+def test_a_dead_trainer_redoes_steps_since_its_checkpoint_and_added_states_continue(
     tmp_path: Path,
 ) -> None:
     deaths, redone = (1, 2, 3, 5, 9), [0, 0, 1, 0, 1, 2, 4, 8]

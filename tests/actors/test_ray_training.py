@@ -91,7 +91,7 @@ def test_a_training_run_keeps_every_law_and_leaves_metrics_and_checkpoints(made:
 def test_weights_sent_over_torch_distributed_are_the_trainers_own(made: Path) -> None:
     run_dir = made / "run-distributed"
     run_dir.mkdir()
-    rollout = {"transport": "distributed", "send_bucket_mb": 1, "transport_timeout_s": 30.0}
+    rollout = {"transport": "distributed", "bucket_mb": 1, "transport_timeout_s": 30.0}
     config = tree(made, **rollout)
     config["trainer"]["weight_decay"] = 0.5  # weights change in a step whose rewards are all equal, too
     planned = plan_of(parse_config(config), run_dir)

@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from frozen_engine import FrozenEngine
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ray_plans import check_record, events_of
+from transformers import Qwen2Config
 
 from engine.actors.launch import RunHandle, start
 from engine.commands import ResumeGroup, StartGroup
@@ -15,7 +19,8 @@ from engine.config.loading import parse_config
 from engine.events import GroupGenerated, PrefixStored, ProcessLost, SyncFailed, WeightsInstalled
 from engine.ids import GroupId
 from engine.plans.configured_plan import plan_of
-from engine.record import Handled, read
+from engine.record import read
+from engine.rollout.vllm.engine_args import all_engine_args
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(600)]
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -66,14 +71,14 @@ def test_groups_of_a_killed_vllm_process_go_on_elsewhere_from_stored_prefixes(tm
     lost, *others = events_of(run_dir, ProcessLost)
     until = min((other.id for other in others), default=math.inf)  # a slow machine may lose another one
     assert (lost.index, lost.incarnation) == (0, 1) and "vLLM" in lost.reason
+    assert "Initializing" in (run_dir / "logs/rollout-0.vllm.log").read_text(), "its processes wrote no log"
     stored = {e.group: e for e in events_of(run_dir, PrefixStored) if e.replica == 0 and e.id < lost.id}
     assert killed in stored
     orders = [
         command
-        for frame in read(run_dir / "schedule").frames()
-        if isinstance(frame, Handled) and lost.id <= frame.event.id < until
-        for command in frame.commands
-        if isinstance(command, StartGroup | ResumeGroup) and command.attempt > 1
+        for tick in read(run_dir / "schedule").ticks()
+        for command in tick.commands
+        if lost.id <= command.cause < until and isinstance(command, StartGroup | ResumeGroup) and command.attempt > 1
     ]
     again = {command.group: command for command in orders}
     resumed = {group: order for group, order in again.items() if isinstance(order, ResumeGroup) and group in stored}
@@ -97,3 +102,22 @@ def test_weights_reach_vllm_by_its_own_transfer(tmp_path: Path) -> None:
     check_record(run_dir)
     assert [failed.reason for failed in events_of(run_dir, SyncFailed)] == []
     assert {event.version for event in events_of(run_dir, WeightsInstalled)} >= set(range(1, STEPS))
+
+
+def test_several_workers_in_a_placement_group_do_not_wait_for_its_gpus_again(tmp_path: Path) -> None:
+    @ray.remote(num_cpus=0)
+    def chosen(choices: list[dict[str, Any]]) -> list[Any]:
+        from vllm import AsyncEngineArgs
+
+        made = (AsyncEngineArgs(**arguments).create_engine_config() for arguments in choices)
+        return [config.parallel_config.distributed_executor_backend for config in made]
+
+    Qwen2Config(architectures=["Qwen2ForCausalLM"], num_hidden_layers=1).save_pretrained(tmp_path)
+    ours = all_engine_args(str(tmp_path), 8, 0, {"tensor_parallel_size": 2, "dtype": "float32"})
+    alone = {name: value for name, value in ours.items() if name != "distributed_executor_backend"}
+    group = placement_group([{"CPU": 1}])
+    where = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+    try:
+        assert ray.get(chosen.options(scheduling_strategy=where).remote([ours, alone])) == ["mp", "ray"]
+    finally:
+        remove_placement_group(group)

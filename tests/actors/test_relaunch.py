@@ -1,6 +1,6 @@
 """When the launching process begins a run again from its record."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from engine.actors.launcher_watch import RayNode
 from engine.actors.scheduler_actor import RelaunchNeeded
 from engine.errors import ConfigError, RecordError, RunFailed, RunFinished, StorageFull
 from engine.events import RunInterrupted, StopRequested
+from engine.record.segment_log import Index, store_index
 from engine.runtime.plan import Plan
 from tests.core.test_recovery import busy
 
@@ -33,7 +34,7 @@ class Starts:
         monkeypatch.setattr(Launched, "of", self.start)
         monkeypatch.setattr(Launched, "end", lambda launched: None)
 
-    def start(self, begun: Plan, node: RayNode) -> Launched:
+    def start(self, begun: Plan, node: RayNode, show: Callable[[str], None]) -> Launched:
         assert begun.resume and begun.again
         self.tried.append(begun.interrupted)
         if self.ends:
@@ -41,8 +42,8 @@ class Starts:
         return Launched(actor=None, launch="again", metrics_url=None)
 
 
-def test_a_run_that_was_told_to_end_does_not_begin_again(tmp_path: Path) -> None:
-    """Also where its scheduler is gone for good before it could say that it was told."""
+def test_a_run_that_was_asked_to_end_does_not_restart(tmp_path: Path) -> None:
+    """Even if its scheduler is lost for good before it could report the request."""
     run = RunHandle(plan(tmp_path), Launched(actor=None, launch="", metrics_url=None), NO_RAY)
     run.end_requested = True
     assert not run._relaunch_run("the scheduler is gone", recorded=False)
@@ -71,6 +72,7 @@ def test_a_launch_whose_scheduler_decides_against_it_shows_how_the_run_ended(
     stopped.driver.deliver(StopRequested(reason="enough"))
     (tmp_path / "schedule").mkdir()
     (tmp_path / "schedule" / "00000000.seg").write_bytes(stopped.recorder.to_bytes())
+    store_index(tmp_path / "schedule", Index([None]))
     starts = Starts([RunFinished("RUN", str(tmp_path), "has ended")], monkeypatch, tmp_path)
     assert starts.run._relaunch_run("the scheduler is gone", recorded=False)
     assert starts.run.wait().reason == "enough"
@@ -96,17 +98,17 @@ def test_what_no_further_start_could_mend_is_raised_at_once(
     assert len(starts.tried) == len(starts.said) == 2
 
 
-def test_a_run_that_is_told_to_end_between_two_starts_is_started_no_further(
+def test_a_run_asked_to_end_between_two_starts_is_not_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starts = Starts([RelaunchNeeded(NO_MEMORY)], monkeypatch, tmp_path)
     begin = starts.start
 
-    def told(begun: Plan, node: RayNode) -> Launched:
+    def start_after_request(begun: Plan, node: RayNode, show: Callable[[str], None]) -> Launched:
         starts.run.end_requested = True
-        return begin(begun, node)
+        return begin(begun, node, show)
 
-    monkeypatch.setattr(Launched, "of", told)
+    monkeypatch.setattr(Launched, "of", start_after_request)
     with pytest.raises(RunFailed, match=NO_MEMORY):
         starts.run._relaunch_run("the trajectory store is lost", recorded=True)
     assert len(starts.tried) == len(starts.said) == 1

@@ -14,11 +14,12 @@ from test_run_recovery import SAVED, TRAINED, Scene
 
 from engine.errors import RecordError, RunDamaged
 from engine.metrics.transitions import Transitions
-from engine.record.log import Entry, closed_entry, store_index
+from engine.record.segment_log import Index, seal_of, store_index
 from engine.runtime.run_history import history_of
 from engine.storage.checkpoints import checkpoint_path, save_checkpoint
 from engine.storage.durable_trajectories import DurableStore
 from tests.core.test_recovery import until_trained, world
+from tests.killed_writers import leave_open
 
 
 @pytest.fixture
@@ -81,28 +82,29 @@ def test_in_memory_a_checkpoint_that_is_not_there_is_named_too(scene: Scene) -> 
     refused(scene, f"step-00000{SAVED} is missing")
 
 
-def test_an_older_checkpoint_that_is_not_there_is_told_and_not_needed(tmp_path: Path) -> None:
+def test_an_older_checkpoint_that_is_missing_is_reported_and_not_needed(tmp_path: Path) -> None:
     """Whoever needs room may remove it: nothing is lost by it."""
     made = world()
     until_trained(made, 5)
     assert made.trainer.saved == [2, 4]
     (tmp_path / "schedule").mkdir()
     (tmp_path / "schedule" / "00000000.seg").write_bytes(made.recorder.to_bytes())
+    store_index(tmp_path / "schedule", Index([None]))
     trainer = Mortal(tmp_path, ())
     for steps in (2, 4):
         trainer.steps = steps
         save_checkpoint(trainer, tmp_path / "checkpoints", steps)
     chosen = replace(plan(tmp_path), restore_trainer=restore_mortal, trajectories="memory")
-    for told in ("resumed from step-000004, after", "step-000002 was saved and is missing, but it is not needed"):
+    for sentence in ("resumed from step-000004, after", "step-000002 was saved and is missing, but it is not needed"):
         history = history_of(chosen, Transitions())
         history.lock.release()
-        assert told in str(history) and history.restore.steps == 4
+        assert sentence in str(history) and history.restore.steps == 4
         shutil.rmtree(checkpoint_path(tmp_path / "checkpoints", 2), ignore_errors=True)
 
 
 def test_newest_segments_of_the_record_that_are_missing_are_named(scene: Scene) -> None:
     schedule = scene.directory.parent / "schedule"
-    store_index(schedule, [closed_entry(schedule / "00000000.seg", 0), Entry(99)])
+    store_index(schedule, Index([seal_of(schedule / "00000000.seg"), None]))
     refused(scene, f"{schedule / '00000001.seg'} is missing, but index.json lists it")
     assert scene.history(force_from="step-000002").restore.steps == SAVED
 
@@ -135,7 +137,7 @@ def test_a_store_with_a_torn_end_is_not_cut_before_all_is_found(scene: Scene) ->
     store = DurableStore(scene.directory, fresh=False)
     store.put(lost, scene.state.groups[lost].attempt, b"x" * 400)
     store.close()
-    path = max(scene.directory.iterdir())
+    path = leave_open(scene.directory)
     path.write_bytes(path.read_bytes()[:-5])
     refused(scene, f"lacks group {lost}")
 
@@ -167,9 +169,25 @@ def test_to_begin_anew_everything_is_put_aside(scene: Scene) -> None:
             prefix = "checkpoints/" if name.startswith("checkpoints/") else ""
             moved = f"{prefix}.{first}-left-1" + (f"/{rest}" if rest else "")
             assert after[moved] == (inode, data), f"{name} is where nobody takes it for the run's"
-    told = str(history)
+    summary = str(history)
     for name in (".step-000001-left-1", ".step-000002-left-1", ".trajectories-left-1", ".metrics.jsonl-left-1"):
-        assert name in told
+        assert name in summary
+
+
+def test_a_resume_that_sets_data_aside_deletes_what_earlier_ones_set_aside(scene: Scene) -> None:
+    run_dir = scene.directory.parent
+    for path in (run_dir / ".samples-left-1", run_dir / ".trajectories-left-3", checkpoints(scene) / ".step-9-left-1"):
+        path.mkdir()
+        (path / "file").write_text("large")
+    (run_dir / ".metrics.jsonl-left-1").write_text("{}")
+
+    def left() -> set[str]:
+        return {path.name for path in (*run_dir.glob(".*-left-*"), *checkpoints(scene).glob(".*-left-*"))}
+
+    before = left()
+    assert scene.history().aside == () and left() == before, "nothing is set aside"
+    aside = {path.name for path in scene.history(force_from="step-000001").aside}
+    assert left() == aside and aside >= {".step-000002-left-1", ".trajectories-left-1"}
 
 
 def test_rows_of_steps_that_the_record_does_not_know_are_copied_aside(scene: Scene) -> None:

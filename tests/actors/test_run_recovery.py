@@ -12,6 +12,7 @@ from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished
 from engine.events import PrefixStored, RunInterrupted, StepTrained
 from engine.metrics.transitions import Transitions
 from engine.record import read, replay
+from engine.record.segment_log import Index, store_index
 from engine.runtime.local import response
 from engine.runtime.plan import Plan
 from engine.runtime.run_history import RunHistory, history_of
@@ -24,6 +25,7 @@ from engine.storage.group_codec import pack_group
 from engine.trajectory import Prompt, TrajectoryGroup
 from tests.core.custom_states import CHECKING, WEIGHING
 from tests.core.test_recovery import busy, world
+from tests.killed_writers import leave_open
 
 SAVED, TRAINED = 2, 3
 NOBODYS = 39
@@ -56,15 +58,16 @@ class Scene:
     def write_record(self) -> None:
         path = self.directory.parent / "schedule" / "00000000.seg"
         path.write_bytes(self.made.recorder.to_bytes())
+        store_index(path.parent, Index([None]))
 
     def keep_prefix(self, group: Group) -> None:
         """One is recorded as stored, with tokens of its replica's version."""
-        replica = self.state.fleet.replicas[group.replica]
-        told = PrefixStored(
+        replica = self.state.replicas[group.replica]
+        event = PrefixStored(
             group=group.id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, tokens=2,
             oldest_version=replica.version, newest_version=replica.version,
         )  # fmt: skip
-        self.made.driver.deliver(told)
+        self.made.driver.deliver(event)
         self.write_record()
 
     def fill(self, without: Collection[int] = (), attempt: Callable[[int], int] = lambda attempt: attempt) -> None:
@@ -137,7 +140,7 @@ def test_a_ready_group_that_is_not_there_as_it_was_is_missing(scene: Scene, how:
 
 
 @pytest.mark.parametrize("whose", ["trained", "formed"])
-def test_where_a_batch_is_not_whole_the_run_branches_only_when_it_is_told_to(scene: Scene, whose: str) -> None:
+def test_a_run_with_an_incomplete_batch_branches_only_with_force_from(scene: Scene, whose: str) -> None:
     lost = getattr(scene, whose)[0]
     scene.fill(without=[lost])
     before = {path.name: path.read_bytes() for path in scene.directory.iterdir()}
@@ -177,9 +180,7 @@ def test_a_formed_batch_of_another_attempt_is_not_the_one_that_was_recorded(scen
 
 
 @pytest.mark.parametrize("saved", [SAVED, TRAINED + 1])
-def test_a_step_that_is_trained_and_not_finished_is_trained_again_only_where_no_checkpoint_has_it(
-    scene: Scene, saved: int
-) -> None:
+def test_a_trained_unfinished_step_is_trained_again_only_if_no_checkpoint_has_it(scene: Scene, saved: int) -> None:
     (formed,) = scene.state.formed_steps
     scene.made.driver.deliver(StepTrained(step=formed.id, attempt=formed.attempt))
     scene.write_record()
@@ -193,23 +194,23 @@ def test_a_step_that_is_trained_and_not_finished_is_trained_again_only_where_no_
     assert [redo.step for redo in history.restore.redo] == list(range(saved, TRAINED + 1))
 
 
-def test_a_torn_end_is_told_and_what_it_held_is_missing(scene: Scene) -> None:
+def test_a_torn_end_is_reported_and_what_it_held_is_missing(scene: Scene) -> None:
     scene.fill(without=[scene.ready, NOBODYS])
     store = DurableStore(scene.directory, fresh=False)
     store.put(scene.ready, scene.state.groups[scene.ready].attempt, pack_group(group_of(scene.ready)))
     store.close()
-    path = max(scene.directory.iterdir())
+    path = leave_open(scene.directory)
     path.write_bytes(path.read_bytes()[:-5])
     history = scene.history()
     assert history.missing == (scene.ready,) and f"cut: {path}: torn after byte" in str(history)
 
 
-def test_a_damaged_store_is_refused_with_what_to_do_and_a_forced_checkpoint_does_without(scene: Scene) -> None:
+def test_a_damaged_store_is_refused_with_a_remedy_and_force_from_works_without_it(scene: Scene) -> None:
     scene.fill()
-    (path,) = scene.directory.iterdir()
+    (path,) = scene.directory.glob("*.seg")
     whole = path.read_bytes()
-    path.write_bytes(whole[:60] + bytes([whole[60] ^ 1]) + whole[61:])
-    with pytest.raises(RecordError, match=rf"{path}: at byte 20: .*--force-from step-000002"):
+    path.write_bytes(whole[:64] + bytes([whole[64] ^ 1]) + whole[65:])
+    with pytest.raises(RecordError, match=rf"{path}: at byte 24: .*--force-from step-000002"):
         scene.history()
     with pytest.raises(
         ConfigError, match=r"--force-from 'step-000003' .*use one of: step-000001, step-000002, initial"
@@ -241,6 +242,7 @@ def test_a_group_that_an_added_state_works_on_keeps_its_tokens(tmp_path: Path) -
     run_dir = tmp_path / "run"
     (run_dir / "schedule").mkdir(parents=True)
     (run_dir / "schedule" / "00000000.seg").write_bytes(made.recorder.to_bytes())
+    store_index(run_dir / "schedule", Index([None]))
     store = DurableStore(run_dir / "trajectories")
     store.put(group, made.scheduler.state.groups[group].attempt - 1, pack_group(group_of(group)))
     store.close()
@@ -262,7 +264,7 @@ def test_what_the_record_does_not_know_of_yet_is_let_go(scene: Scene) -> None:
     assert scene.held() == {*scene.trained, *scene.formed}
 
 
-def test_an_interruption_is_recorded_and_the_record_decides_whether_the_run_begins_again(scene: Scene) -> None:
+def test_an_interruption_is_recorded_and_the_record_decides_if_the_run_restarts(scene: Scene) -> None:
     def interrupted(number: int) -> RunHistory:
         return scene.history(again=True, interrupted=RunInterrupted(reason=f"launch {number} failed", launch=True))
 
@@ -275,8 +277,8 @@ def test_an_interruption_is_recorded_and_the_record_decides_whether_the_run_begi
     with pytest.raises(RunFinished, match="launch 5 failed; the run restarted 5 times without a train step"):
         interrupted(5)
     assert replay(read(scene.directory.parent / "schedule")).divergence is None
-    told = [event.reason for event in events_of(scene.directory.parent, RunInterrupted)]
-    assert told == [f"launch {number} failed" for number in range(6)]
+    reasons = [event.reason for event in events_of(scene.directory.parent, RunInterrupted)]
+    assert reasons == [f"launch {number} failed" for number in range(6)]
     assert scene.history().event(1).again is False, "a user may resume it"
 
 

@@ -77,13 +77,13 @@ class Watched(SchedulerWatch):
 
     def __init__(self, handle: Handle, process: int, run_dir: Path | None, pulse: Pulse = QUICK, **ray: int) -> None:
         self.said: list[str] = []
-        self.told = threading.Event()
+        self.reported = threading.Event()
         node = RayNode(own=False, run_dir=None, processes=ray or {RAYLET: os.getpid()})
         super().__init__(handle, process, pulse, node, run_dir, LAUNCH, self._tell)
 
     def _tell(self, line: str) -> None:
         self.said.append(line)
-        self.told.set()
+        self.reported.set()
 
     @contextmanager
     def checking(self) -> Iterator[None]:
@@ -95,14 +95,14 @@ class Watched(SchedulerWatch):
         checked.join()
 
 
-def test_a_silent_scheduler_is_killed_and_the_user_is_told_where_its_stacks_are(tmp_path: Path) -> None:
+def test_a_silent_scheduler_is_killed_and_the_user_sees_where_its_stacks_are(tmp_path: Path) -> None:
     file = stacks_file(tmp_path, "scheduler")
     with running(SLEEP) as process:
         os.kill(process.pid, signal.SIGSTOP)
         watch = Watched(Handle(), process.pid, tmp_path)
         with watch.checking():
             assert process.wait() == -signal.SIGKILL
-            assert watch.told.wait(60)
+            assert watch.reported.wait(60)
     (line,) = watch.said
     assert line.startswith(f"the scheduler (process {process.pid}) gave no sign of life for 0.03 s and was killed; ")
     assert str(file) in line and line == watch.killed
@@ -114,7 +114,7 @@ def test_a_scheduler_without_a_directory_is_killed_too() -> None:
         watch = Watched(Handle(), process.pid, None)
         with watch.checking():
             assert process.wait() == -signal.SIGKILL
-            assert watch.told.wait(60)
+            assert watch.reported.wait(60)
     (line,) = watch.said
     assert "and was killed; state S (sleeping)" in line
 
@@ -136,7 +136,7 @@ def test_a_scheduler_that_hangs_before_its_first_answer_is_known_by_what_it_wrot
         first.wait()
         with running(f"{announce}; {SLEEP}") as second, watch.checking():
             assert second.wait() == -signal.SIGKILL
-            assert watch.told.wait(60)
+            assert watch.reported.wait(60)
     (line,) = watch.said
     assert f"process {second.pid}" in line
 

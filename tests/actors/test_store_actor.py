@@ -23,6 +23,12 @@ def store(directory: Path, **policy: Any) -> TrajectoryStoreActor:
     return TrajectoryStoreActor(alone, None, directory, StorePolicy(**policy))
 
 
+def test_an_actor_made_outside_ray_starts_no_cluster(tmp_path: Path) -> None:
+    before = ray.is_initialized()
+    store(tmp_path / "trajectories")
+    assert ray.is_initialized() == before
+
+
 def test_a_disk_that_does_not_answer_keeps_no_sign_of_life_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -37,7 +43,7 @@ def test_a_disk_that_does_not_answer_keeps_no_sign_of_life_back(
     async def story() -> None:
         actor = store(tmp_path / "trajectories", fsync="always")
         monkeypatch.setattr(os, "fsync", hang)
-        put = asyncio.ensure_future(actor.put([(0, 1, b"first")]))
+        put = asyncio.ensure_future(actor.put([(0, 1, b"first", False)]))
         assert await asyncio.to_thread(hangs.wait, 60)
         got = asyncio.ensure_future(actor.get([0]))
         assert (await actor.beat()).pid == os.getpid() and not put.done() and not got.done()
@@ -53,7 +59,7 @@ def test_a_disk_that_does_not_answer_keeps_no_sign_of_life_back(
 def test_calls_are_carried_out_in_the_order_in_which_they_come(tmp_path: Path) -> None:
     async def story() -> None:
         actor = store(tmp_path / "trajectories")
-        puts = [actor.put([(group, attempt, b"%d" % attempt)]) for attempt in (1, 2, 3) for group in range(40)]
+        puts = [actor.put([(group, attempt, b"%d" % attempt, False)]) for attempt in (1, 2, 3) for group in range(40)]
         await asyncio.gather(*puts, actor.discard(list(range(20))))
         assert await actor.get(list(range(20, 40))) == [b"3"] * 20 and await actor.partial(0) is None
         await actor.close()

@@ -25,7 +25,7 @@ from engine.events import (
     RunStarted,
 )
 from engine.runtime.plan import Redo, Restore
-from engine.runtime.process_port import Order
+from engine.runtime.process_port import SentOrder
 from engine.runtime.stacks import register_stacks, stacks_file
 from engine.runtime.wire import unpack_orders
 from engine.states.process import GATEWAY, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
@@ -58,6 +58,39 @@ async def test_a_life_is_started_once_whoever_asks_and_how_often(tmp_path: Path,
     assert scene.events == [ProcessUp(kind=TRAINER, index=0, incarnation=3)]
     replica = scene.handle("rollout-0/3")
     assert (len(replica.opened_with), replica.joins, replica.watchers) == (1, 1, 1), "it says itself that it is up"
+
+
+@played
+async def test_a_trainer_without_room_says_that_it_waits(tmp_path: Path, cluster: RayOfHandles) -> None:
+    cluster.gpus, cluster.up_at_once = 1.0, False
+    scene = Scene(tmp_path, cluster, trainer_gpus=2.0, heartbeat_s=0.01, missed_beats=10_000)
+    await scene.begin(TRAINER, 0, 2)
+    (waits,) = scene.events
+    assert isinstance(waits, ProcessWaits) and (waits.kind, waits.incarnation) == (TRAINER, 2)
+    assert waits.reason == "it needs 2 GPUs on one node; the nodes have 1"
+    cluster.gpus = 2.0
+    await scene.hears(ProcessWaits, 2)
+    assert isinstance(scene.events[1], ProcessWaits) and scene.events[1].reason == "", "there is room now"
+    scene.handle("trainer/2").opens.set()
+    await scene.hears(ProcessUp)
+
+
+@pytest.mark.parametrize("part", [0.5, 1.0])
+@played
+async def test_the_trainer_loads_before_replicas_that_share_its_gpu(
+    tmp_path: Path, cluster: RayOfHandles, part: float
+) -> None:
+    cluster.up_at_once = False
+    scene = Scene(tmp_path, cluster, replicas=1, rollout_gpus=part, trainer_gpus=part)
+    opening = asyncio.ensure_future(scene.supervisor.open())
+    await settled()
+    replica, trainer = scene.handle("rollout-0/1"), scene.handle("trainer/1")
+    assert len(trainer.opened_with) == 1 and len(replica.opened_with) == (part == 1)
+    trainer.opens.set()
+    await settled()
+    assert len(replica.opened_with) == 1 and not opening.done()
+    replica.opens.set()
+    await opening
 
 
 @pytest.mark.parametrize("up", [True, False], ids=["up", "starting"])
@@ -198,8 +231,8 @@ async def test_orders_reach_the_life_that_they_are_for_and_no_other(tmp_path: Pa
     await scene.begin(REPLICA, 0, 2)
     for life in (1, 2, 3):
         order = StartGroup(group=life, attempt=1, replica=0, incarnation=life, cause=0)
-        scene.supervisor.order(REPLICA, 0, Order(order), life)
-    scene.supervisor.order(REPLICA, 1, Order(order), 1)
+        scene.supervisor.order(REPLICA, 0, SentOrder(order), life)
+    scene.supervisor.order(REPLICA, 1, SentOrder(order), 1)
     assert (scene.supervisor.flush(), scene.supervisor.flush()) == (1, 0)
     assert [order.group for order in scene.handle("rollout-0/2").orders] == [2]  # type: ignore[attr-defined]
 
@@ -214,7 +247,7 @@ async def test_orders_that_follow_from_a_report_are_its_answer(tmp_path: Path, c
 
     def order(group: int) -> Command:
         given = StartGroup(group=group, attempt=1, replica=0, incarnation=1, cause=0)
-        scene.supervisor.order(REPLICA, 0, Order(given), 1)
+        scene.supervisor.order(REPLICA, 0, SentOrder(given), 1)
         scene.supervisor.flush()
         return given
 
@@ -236,11 +269,11 @@ async def test_orders_of_a_trainer_and_of_a_scorer_that_are_not_up_reach_them_in
     train = TrainStep(step=0, attempt=1, groups=(9,), staleness=(0,), cause=0)
     save = SaveCheckpoint(steps=1, number=3, cause=0)
     score = ScoreBatch(step=0, attempt=1, task="values", groups=(9,), cause=0)
-    scene.supervisor.order(TRAINER, 0, Order(train))  # for a life that is over
+    scene.supervisor.order(TRAINER, 0, SentOrder(train))  # for a life that is over
     scene.start(TRAINER, 0, 2)
     scene.start(SCORER, 1, 2)
     for kind, index, order in ((TRAINER, 0, train), (SCORER, 1, score), (TRAINER, 0, save)):
-        scene.supervisor.order(kind, index, Order(order))
+        scene.supervisor.order(kind, index, SentOrder(order))
         await settled()
         scene.supervisor.flush()
     assert scene.handle("trainer/2").orders == [train, save]
@@ -267,7 +300,7 @@ async def test_weights_are_handed_over_by_the_trainer_that_there_is(
 
 @pytest.mark.parametrize("fails", ["before the run begins", "after it began", "never"])
 @played
-async def test_a_run_begins_when_enough_replicas_are_up_and_hears_of_a_late_one_after_it_began(
+async def test_a_run_begins_with_enough_replicas_and_hears_of_a_late_one_after_it_began(
     tmp_path: Path, cluster: RayOfHandles, fails: str
 ) -> None:
     cluster.gpus, cluster.up_at_once = 2.0, False
@@ -403,7 +436,7 @@ async def test_another_process_takes_over_what_the_state_lists_and_reports_what_
 
 @pytest.mark.parametrize("up", [True, False], ids=["up and not heard of", "not up"])
 @played
-async def test_a_starting_life_that_is_taken_over_is_given_orders_at_once_and_watched_once_it_is_up(
+async def test_a_starting_life_taken_over_gets_orders_at_once_and_is_watched_once_up(
     tmp_path: Path, cluster: RayOfHandles, up: bool
 ) -> None:
     cluster.up_at_once = up
@@ -411,7 +444,7 @@ async def test_a_starting_life_that_is_taken_over_is_given_orders_at_once_and_wa
     second = scene.handle("rollout-1/1")
     scene.take_over()
     order = StartGroup(group=1, attempt=1, replica=1, incarnation=1, cause=0)
-    scene.supervisor.order(REPLICA, 1, Order(order), 1)
+    scene.supervisor.order(REPLICA, 1, SentOrder(order), 1)
     assert scene.supervisor.flush() == 1 and second.orders == [order]
     await settled()
     assert (second.watchers, second.joins) == (int(up), int(up))
@@ -461,7 +494,7 @@ def with_checkpoints(scene: Scene) -> Scene:
 
 @pytest.mark.parametrize("damaged", [[], [NEWEST], [NEWEST, OLDER], [OLDER]], ids=str)
 @played
-async def test_checkpoints_that_no_trainer_can_begin_from_are_put_aside_and_told_of_before_the_loss(
+async def test_unusable_checkpoints_are_put_aside_and_reported_before_the_trainers_loss(
     tmp_path: Path, cluster: RayOfHandles, damaged: list[int]
 ) -> None:
     saved(tmp_path, *damaged)
@@ -470,11 +503,11 @@ async def test_checkpoints_that_no_trainer_can_begin_from_are_put_aside_and_told
     await scene.begin(TRAINER, 0, 1)
     scene.handle("trainer/1").die()
     await settled()
-    *told, lost = scene.events[1:]
+    *reports, lost = scene.events[1:]
     passed_over = damaged if NEWEST in damaged else []
-    assert [event.steps for event in told if isinstance(event, CheckpointDamaged)] == passed_over
-    assert len(told) == len(passed_over)
-    assert all("has changed since it was written" in event.reason for event in told)  # type: ignore[attr-defined]
+    assert [event.steps for event in reports if isinstance(event, CheckpointDamaged)] == passed_over
+    assert len(reports) == len(passed_over)
+    assert all("has changed since it was written" in event.reason for event in reports)  # type: ignore[attr-defined]
     assert isinstance(lost, ProcessLost) and (lost.published, lost.final) == (3, False)
     left = {steps for steps in (OLDER, NEWEST) if checkpoint_path(tmp_path / "checkpoints", steps).exists()}
     assert left == {OLDER, NEWEST} - {*passed_over}, "the next of that name is written anew"
@@ -482,7 +515,7 @@ async def test_checkpoints_that_no_trainer_can_begin_from_are_put_aside_and_told
 
 @played
 async def test_a_checkpoint_that_is_not_there_any_more_is_damaged_too(tmp_path: Path, cluster: RayOfHandles) -> None:
-    """As where the scheduler's process ended between putting it aside and telling of it."""
+    """As where the scheduler's process ended between putting it aside and reporting it."""
     scene = with_checkpoints(Scene(tmp_path, cluster, CHECKPOINTS, ["rollout-0/1"]))
     scene.take_over()
     await settled()
@@ -508,7 +541,7 @@ async def test_a_life_that_is_to_begin_later_is_brought_up_then_and_keeps_its_or
 
 
 @played
-async def test_a_lost_trainer_is_told_with_the_checkpoints_that_it_completed_and_did_not_report(
+async def test_the_loss_of_a_trainer_lists_completed_checkpoints_that_it_did_not_report(
     tmp_path: Path, cluster: RayOfHandles
 ) -> None:
     saved(tmp_path)
@@ -580,7 +613,7 @@ async def test_of_a_process_that_hangs_the_loss_names_its_stacks(
 
 
 @played
-async def test_of_a_trainer_that_is_stopped_as_it_hangs_stacks_and_publication_are_told(
+async def test_the_stacks_and_publication_of_a_trainer_stopped_as_hung_are_reported(
     tmp_path: Path, cluster: RayOfHandles
 ) -> None:
     scene = with_checkpoints(Scene(tmp_path, cluster))
@@ -602,7 +635,7 @@ async def test_of_a_trainer_that_is_stopped_as_it_hangs_stacks_and_publication_a
 
 
 @played
-async def test_a_trainer_that_is_started_while_its_loss_is_looked_into_keeps_its_checkpoint(
+async def test_a_trainer_started_while_its_loss_is_investigated_keeps_its_checkpoint(
     tmp_path: Path, cluster: RayOfHandles
 ) -> None:
     saved(tmp_path, NEWEST)
@@ -647,17 +680,17 @@ async def test_nothing_is_reported_put_aside_or_started_once_everything_is_taken
     scene.handle("trainer/1").die()
     await (asyncio.sleep(0) if when == "as it starts" else settled())
     scene.supervisor.stop_watching()
-    told = len(scene.events)
+    events_before = len(scene.events)
     found.set()
     scene.start(REPLICA, 0, 1)
     scene.stop(TRAINER, 0, 1)
     await settled()
-    assert len(scene.events) == told and [*cluster.handles] == ["trainer/1"]
+    assert len(scene.events) == events_before and [*cluster.handles] == ["trainer/1"]
     assert checkpoint_path(tmp_path / "checkpoints", NEWEST).exists()
 
 
 @played
-async def test_generators_that_are_up_may_close_and_nobody_waits_for_a_replica_without_a_node(
+async def test_running_generators_may_close_and_no_replica_without_a_node_is_waited_for(
     tmp_path: Path, cluster: RayOfHandles
 ) -> None:
     scene = Scene(tmp_path, cluster)
@@ -673,7 +706,7 @@ async def test_generators_that_are_up_may_close_and_nobody_waits_for_a_replica_w
 
 
 @played
-async def test_a_trainer_begins_where_it_is_told_to(tmp_path: Path, cluster: RayOfHandles) -> None:
+async def test_a_trainer_begins_where_its_start_order_says(tmp_path: Path, cluster: RayOfHandles) -> None:
     scene = Scene(tmp_path, cluster, restore_trainer=restore_mortal)
     ended = scene.scheduler.state.checkpoints
     ended.tracks = True

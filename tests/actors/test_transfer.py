@@ -2,9 +2,10 @@
 
 import multiprocessing
 import os
+import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transfer_ends import HALVES, HOST, LARGE, differences, receive_half, sample, send_half, take
+from transfer_ends import HALVES, HOST, LARGE, differences, large_offer, receive_half, sample, send_half, take
 
 from engine.errors import EngineError
 from engine.rollout.sent_weights import Offer
@@ -147,3 +148,29 @@ def test_an_offer_that_nobody_takes_is_withdrawn() -> None:
 def test_what_is_more_than_its_bytes_is_refused() -> None:
     with pytest.raises(EngineError, match="only dense tensors"):
         offered({"sparse": torch.eye(3).to_sparse()})
+
+
+def test_a_receiver_waits_for_a_neighbor_that_makes_progress() -> None:
+    listeners = [socket.create_server((HOST, 0)) for _ in range(2)]
+    first, second = (
+        replace(large_offer(listener.getsockname()[1], seconds), publication="common", bucket_bytes=LARGE // 4)
+        for listener, seconds in zip(listeners, (LONG_S, 6.0), strict=True)
+    )
+
+    def send(channel: transfer.Channel, quarters: int) -> None:
+        for _ in range(quarters):
+            channel.send([torch.ones(LARGE // 4, dtype=torch.uint8)])
+
+    with ThreadPoolExecutor(2) as threads:
+        neighbor = threads.submit(transfer.receive, first)
+        with transfer.joined(first, transfer.SENDER, listeners[0]) as sender:
+            assert (sender.heard(), sender.heard()) == (transfer.WAITS, transfer.WANTED)
+            send(sender, 1)
+            receiver = threads.submit(transfer.receive, second)
+            with transfer.joined(second, transfer.SENDER, listeners[1]) as other:
+                assert other.heard() == transfer.WAITS
+                send(sender, 1)
+                assert other.heard() == transfer.WAITS, "half of its limit has passed, but the neighbor makes progress"
+                send(sender, 2)
+                assert sender.heard() == other.heard() == transfer.DONE, "it has the neighbor's copy"
+            assert torch.equal(neighbor.result(LONG_S)["large"], receiver.result(LONG_S)["large"])

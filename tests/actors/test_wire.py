@@ -6,7 +6,7 @@ import pytest
 
 from engine.commands import COMMANDS, Command
 from engine.events import EVENTS, Event
-from engine.runtime.wire import InOrder, Order, pack_events, pack_orders, unpack_events, unpack_orders
+from engine.runtime.wire import InOrder, SentOrder, pack_events, pack_orders, unpack_events, unpack_orders
 from tests.core.test_orders import sample
 
 
@@ -19,7 +19,7 @@ def test_every_event_arrives_as_it_was(kind: type[Event]) -> None:
 
 @pytest.mark.parametrize("kind", COMMANDS.values())
 def test_every_order_arrives_as_it_was(kind: type[Command]) -> None:
-    order = Order(sample(kind))
+    order = SentOrder(sample(kind))
     assert unpack_orders(pack_orders([order])) == [order]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from engine.rollout.sent_weights import Offer
 from engine.rollout.torch import transfer
-from engine.shared_weights import Manifest
+from engine.training.shared_weights import Manifest
 
 HOST = "127.0.0.1"
 LARGE = 1 << 20
@@ -80,7 +80,8 @@ def send_half(parent: Connection, deadly: bool) -> None:
     offered = large_offer(listener.getsockname()[1], 60.0)
     parent.send(offered)
     with transfer.joined(offered, transfer.SENDER, listener) as channel:
-        channel.receive([torch.empty(1, dtype=torch.uint8)])
+        while channel.heard() != transfer.WANTED:
+            pass
         channel.send([torch.zeros(LARGE // HALVES, dtype=torch.uint8)])
         end(parent, deadly)
 
@@ -90,7 +91,7 @@ def receive_half(parent: Connection, deadly: bool) -> None:
     parent.send("up")
     offered: Any = replace(parent.recv(), timeout_s=60.0)
     with transfer.joined(offered, transfer.RECEIVER) as channel:
-        channel.send([torch.ones(1, dtype=torch.uint8)])
+        channel.say(transfer.WANTED)
         channel.receive([torch.empty(LARGE // HALVES, dtype=torch.uint8)])
         end(parent, deadly)
 

@@ -25,7 +25,7 @@ from engine.control.requests import (
     Look,
     Scale,
     Set,
-    Setting,
+    SettingRequest,
     after_resuming,
     check_replicas,
     decide,
@@ -42,7 +42,7 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.chdir(tmp_path)
-    rig = Rig(tmp_path / "runs" / "20260101-000000-told")
+    rig = Rig(tmp_path / "runs" / "20260101-000000-run")
     yield rig
     rig.close()
 
@@ -90,7 +90,7 @@ def test_an_address_that_is_taken_is_refused_by_its_field(rig: Rig) -> None:
 def test_the_token_lies_in_a_file_for_its_user_alone(rig: Rig) -> None:
     path = rig.run_dir / FILE
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert place_of(rig.run_dir, "told") == rig.place and len(rig.place.token) >= 43
+    assert place_of(rig.run_dir, "run") == rig.place and len(rig.place.token) >= 43
     assert rig.place.token not in repr(rig.place)
     assert {entry.name for entry in rig.run_dir.iterdir()} == {"schedule", FILE}, "and nowhere else"
     withdraw(rig.run_dir)
@@ -131,7 +131,7 @@ SPOILT = {
 def test_a_file_that_no_run_wrote_is_refused(rig: Rig, how: str) -> None:
     SPOILT[how](rig.run_dir / FILE)
     with pytest.raises(ConfigError, match=FILE):
-        tell(rig.run_dir, "told", Look())
+        tell(rig.run_dir, "run", Look())
     assert rig.events == []
 
 
@@ -218,7 +218,7 @@ def test_replicas_that_others_count_on_are_not_scaled() -> None:
 
 
 def test_each_operation_is_the_event_that_carries_it_out(rig: Rig) -> None:
-    told = [
+    bodies = [
         {"operation": "scale", "replicas": 4},
         {"operation": "drain", "reason": "spot", "replica": 1},
         {"operation": "set", "settings": [{"setting": "scheduler.max_drops", "value": "2"}]},
@@ -226,7 +226,7 @@ def test_each_operation_is_the_event_that_carries_it_out(rig: Rig) -> None:
         {"operation": "drain", "reason": "tonight"},
         {"operation": "stop", "reason": "now"},
     ]
-    for one in told:
+    for one in bodies:
         assert post(rig, one).json()["done"] == f"did {one['operation']}"
     assert rig.events == [
         ReplicasWanted(replicas=4),
@@ -241,11 +241,11 @@ def test_settings_are_checked_one_after_the_other(rig: Rig) -> None:
     """K = 16 holds once S is 3."""
     both = Set(
         settings=(
-            Setting(setting="scheduler.max_staleness_steps", value="3"),
-            Setting(setting="scheduler.max_concurrent_groups", value="16"),
+            SettingRequest(setting="scheduler.max_staleness_steps", value="3"),
+            SettingRequest(setting="scheduler.max_concurrent_groups", value="16"),
         )
     )
-    tell(rig.run_dir, "told", both)
+    tell(rig.run_dir, "run", both)
     assert [event.setting for event in rig.events if isinstance(event, SettingChanged)] == [
         "scheduler.max_staleness_steps",
         "scheduler.max_concurrent_groups",
@@ -253,16 +253,16 @@ def test_settings_are_checked_one_after_the_other(rig: Rig) -> None:
 
 
 def test_an_attempt_is_given_more_time_than_its_rewards(rig: Rig) -> None:
-    def told(seconds: str) -> Set:
-        return Set(settings=(Setting(setting="timeouts.group_s", value=seconds),))
+    def set_group_s(seconds: str) -> Set:
+        return Set(settings=(SettingRequest(setting="timeouts.group_s", value=seconds),))
 
     for seconds in ("null", "31"):
-        assert len(decide(told(seconds), rig.world.scheduler, 8, reward_timeout_s=30.0)) == 1
+        assert len(decide(set_group_s(seconds), rig.world.scheduler, 8, reward_timeout_s=30.0)) == 1
     with pytest.raises(
         ConfigError,
         match=r"timeouts\.group_s is 30\.0, but must be longer than reward\.timeout_s = 30; use more than 30",
     ):
-        decide(told("30"), rig.world.scheduler, 8, reward_timeout_s=30.0)
+        decide(set_group_s("30"), rig.world.scheduler, 8, reward_timeout_s=30.0)
 
 
 def test_a_replica_that_is_not_up_cannot_be_drained() -> None:
@@ -291,7 +291,7 @@ def test_what_is_sent_is_what_is_parsed() -> None:
         Drain(reason="x", replica=3),
         Scale(replicas=2),
         Look(),
-        Set(settings=(Setting(setting="a", value="b"),)),
+        Set(settings=(SettingRequest(setting="a", value="b"),)),
     ):
         assert parse(asked.model_dump_json().encode()) == asked
 
@@ -355,7 +355,7 @@ def test_what_cannot_be_is_refused_with_its_law(rig: Rig, capsys: Capture, case:
 
 def test_a_run_that_has_ended_is_said_to_have(rig: Rig, capsys: Capture) -> None:
     withdraw(rig.run_dir)
-    assert "is not running, or runs with control.enabled: false" in refused(capsys, "stop", str(rig.run_dir))
+    assert "has no event yet: it is starting, or its start was interrupted" in refused(capsys, "stop", str(rig.run_dir))
 
 
 def test_a_run_without_an_address_that_lives_is_not_to_be_resumed(rig: Rig, capsys: Capture) -> None:
@@ -365,7 +365,6 @@ def test_a_run_without_an_address_that_lives_is_not_to_be_resumed(rig: Rig, caps
         said = refused(capsys, command, str(rig.run_dir))
         assert "is still starting or ending, or runs with control.enabled: false" in said and "resume" not in said
     lock.release()
-    assert "engine resume" in refused(capsys, "stop", str(rig.run_dir))
 
 
 def test_a_run_that_was_killed_is_said_to_be_gone(tmp_path: Path, capsys: Capture) -> None:

@@ -13,8 +13,8 @@ import pytest
 from control_rig import Rig
 
 from engine.control.control_server import ControlServer
+from engine.control.http_listener import ConnectionBounds
 from engine.control.requests import Look
-from engine.http_listener import ConnectionBounds
 
 SECRET = "hunter2-and-more"
 PATIENCE_S = 30.0
@@ -23,7 +23,7 @@ PATIENCE_S = 30.0
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.chdir(tmp_path)
-    rig = Rig(tmp_path / "runs" / "20260101-000000-told")
+    rig = Rig(tmp_path / "runs" / "20260101-000000-run")
     yield rig
     rig.close()
 

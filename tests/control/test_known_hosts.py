@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from engine.http_listener import Hosts
+from engine.control.http_listener import Hosts
 
 LOOPBACK = [
     "localhost",

@@ -7,6 +7,7 @@ and against the judge's true books.
 from collections import deque
 from collections.abc import Callable
 from copy import copy
+from functools import partial
 from typing import Any
 
 from engine.commands import (
@@ -39,7 +40,7 @@ from engine.events import (
     TimerFired,
 )
 from engine.policies import PolicySet
-from engine.record.frames import Header
+from engine.record.frames import Header, Tick
 from engine.record.msgpack_values import pack, unpack
 from engine.record.reader import Record, read
 from engine.record.recorder import MemoryRecorder, Recorder
@@ -52,6 +53,7 @@ from engine.states.laws import check_all
 from engine.states.limits import Limits
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 from tests.core.agents import SimReplica, SimStore, SimTrainer, state_answer
+from tests.core.states import require_same_state
 
 AT_REST = "the test wants it to rest"
 
@@ -67,7 +69,12 @@ class Adversary:
         slots: int,
         snapshot_every: int = 0,
         samples: int = 1,
+        together: int = 1,
     ) -> None:
+        """`together`: so many events arrive at once, and are one tick unless some are ticks of their own."""
+        self.together = together
+        self.arriving: list[Event] = []
+        """Events that arrive with the next ones."""
         self.limits = limits
         self.prompts = prompts
         self.slots = slots
@@ -75,7 +82,7 @@ class Adversary:
         self.drawn = 0
         self.time = 0.0
         self.store = SimStore(lambda group: 1 + group * 7 % 5)
-        self.judge = Judge(limits, self.store)
+        self.judge = Judge(limits, policies, self.store)
         self.scheduler = Scheduler(limits, policies, observe=self.judge.changed)
         header = Header(run="adversary", limits=limits.to_plain(), policies=dict(policies.names))
         self.recorder: Any = self.new_record(header)
@@ -114,13 +121,17 @@ class Adversary:
     def now(self) -> float:
         return self.time
 
-    def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
-        self.judge.observe(event, commands)
+    def _observe(self, tick: Tick) -> None:
+        self.judge_tick(tick)
         check_all(self.scheduler.state)
+        assert self.scheduler.tick(()) == (), f"reacting again to {tick.events} orders more"
         if self.twin is not None:
-            assert self.twin.handle(event) == commands, f"a restored scheduler decides otherwise at {event}"
-            assert self.twin.state_hash == self.scheduler.state_hash
+            assert self.twin.tick(tick.events) == tick.commands, f"restored, it decides otherwise at {tick.events}"
+            require_same_state(self.twin, self.scheduler)
             check_all(self.twin.state)
+
+    def judge_tick(self, tick: Tick) -> None:
+        self.judge.observe(tick.events, tick.commands)
 
     def _post(self, source: int) -> Callable[[Event], None]:
         def post(event: Event) -> None:
@@ -135,7 +146,18 @@ class Adversary:
         self.time += 1.0
         self.past.append(copy(event))
         self.history.append(event)
-        self.driver.deliver(event)
+        self._arrive(event)
+
+    def _arrive(self, event: Event) -> None:
+        self.arriving.append(event)
+        if len(self.arriving) >= self.together or not self.driver.events_handled:
+            self.arrive()
+
+    def arrive(self) -> bool:
+        """Whatever is on its way arrives. False where that is nothing."""
+        events, self.arriving = self.arriving, []
+        self.driver.deliver(*events)
+        return bool(events)
 
     def execute(self, commands: list[Command]) -> None:
         for command in commands:
@@ -256,8 +278,10 @@ class Adversary:
 
     def kill_worker(self, kind: str, index: int = 0) -> None:
         """The trainer, a scorer, or the process of the added states dies, with what it was ordered."""
+        self.arrive()  # a resume on its way would make the news that of an earlier life
         process = self.scheduler.state.find_process(kind, index)
-        assert process is not None
+        if process is None or process.state != "up":
+            return
         self._end(kind, index)
         self.deliver(ProcessLost(kind=kind, index=index, incarnation=process.incarnation, reason="killed"))
 
@@ -295,9 +319,10 @@ class Adversary:
         self.judged.clear()
         self.probes.clear()
         self.done.clear()
+        self.arriving.clear()
         if kept:
             state = self.scheduler.state
-            stored = [g for g in state.groups.values() if g.state == "generated" or (g.kept and g.state == "aborted")]
+            stored = [g for g in state.groups.values() if g.state == "generated" or (g.kept and g.state != "batched")]
             gone = tuple(g.id for g in stored if missing(g.id))
             self.deliver(recovered.resume_without_loss(replicas=replicas, missing=gone))
         else:
@@ -316,7 +341,7 @@ class Adversary:
     def restore_twin(self) -> None:
         """From here on, a scheduler that was restored from a snapshot handles every event, too."""
         self.twin = restore([unpack(pack(part)) for part in snapshot(self.scheduler)])
-        assert self.twin.state_hash == self.scheduler.state_hash
+        require_same_state(self.twin, self.scheduler)
 
     def arrive_up(self, source: int) -> None:
         self.deliver(self.up[source].popleft())
@@ -330,7 +355,7 @@ class Adversary:
     def repeat(self, index: int) -> None:
         """An echo of something already delivered."""
         if self.past:
-            self.driver.deliver(copy(self.past[index % len(self.past)]))
+            self._arrive(copy(self.past[index % len(self.past)]))
 
     def draw(self, most: int = 1 << 30) -> None:
         """The source gives what was ordered, or `most` of it; for 0 the draw fails, unless that would end the run."""
@@ -360,10 +385,10 @@ class Adversary:
         lost[choice % len(lost)].pop(0)
 
     def say_done(self, first: int, count: int) -> None:
-        """Some of the orders that arrived are told of, from any of them on; the last comes first."""
+        """Some of the orders that arrived are reported done, from any of them on; the last comes first."""
         first %= len(self.done)
-        told, self.done[first : first + count] = self.done[first : first + count], []
-        self.deliver(OrderDone(orders=tuple(reversed(told))))
+        reported, self.done[first : first + count] = self.done[first : first + count], []
+        self.deliver(OrderDone(orders=tuple(reversed(reported))))
 
     def answer(self, index: int, waits_for: str = "") -> None:
         """A process answers a probe."""
@@ -416,6 +441,22 @@ class Adversary:
                 raise AssertionError(f"liveness: nothing can happen any more; {ledger.count}, drawn {ledger.drawn}")
         raise AssertionError(f"liveness: not ended after {patience} actions; {self.scheduler.state.ledger.count}")
 
+    def act_once(self, choice: int) -> bool:
+        """One of the things that can happen; False where that is nothing."""
+        may: list[Callable[[], object]] = [
+            *(partial(self.arrive_up, source) for source in self.sources()),
+            *(partial(self.arrive_down, id) for id in self.addressees()),
+            *(replica.sync for replica in self.syncing()),
+            *(partial(replica.finish, group) for replica, group in self.running() if not replica.frozen),
+            *(partial(replica.measure, chunk) for replica, chunk in self.measuring()),
+            *(worker.do for worker in self.working()),
+            *([self.draw] if self.draws else []),
+        ]
+        if not may:
+            return self.act()
+        may[choice % len(may)]()
+        return True
+
     def act(self) -> bool:
         """Everything that can happen now, once; False where that is nothing."""
         acted = False
@@ -451,6 +492,7 @@ class Adversary:
         if self.draws and self.driver.outcome is None:
             self.draw()
             acted = True
+        acted = acted or self.arrive()
         if not acted and self.starting:
             self.come_up(next(iter(self.starting)))
             acted = True

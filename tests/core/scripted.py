@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 from engine.commands import (
+    CancelTimer,
     Command,
     DrawPrompts,
     ProbeProcess,
@@ -25,6 +26,7 @@ from engine.events import (
     ProcessUp,
     PromptsDrawn,
     ReplicaPaused,
+    RunResumed,
     RunStarted,
     StepTrained,
     TimerFired,
@@ -35,9 +37,11 @@ from engine.events import (
 )
 from engine.policies import PolicySet
 from engine.scheduling.scheduler import Scheduler
+from engine.simulation.run_ledger import RunLedger
 from engine.states.laws import check_all
 from engine.states.limits import Limits
 from engine.states.timeouts import Timeouts
+from tests.core.states import require_same_state
 
 Kind = TypeVar("Kind", bound=Command)
 
@@ -59,13 +63,19 @@ class Scripted:
         **limits,
     ) -> None:  # type: ignore[no-untyped-def]
         limits = {"timeouts": Timeouts.every(None), **limits}
-        self.scheduler = Scheduler(Limits(**limits), PolicySet.from_names(policies or {}))
+        chosen = PolicySet.from_names(policies or {})
+        self.scheduler = Scheduler(Limits(**limits), chosen)
+        self.ledger = RunLedger(self.scheduler.limits, chosen.names)
         self.state = self.scheduler.state
         self.view = self.scheduler.view
+        self._counts_calls = bool(policies)
+        """A policy of a test may count how often it is asked."""
         self.prompts = prompts
         self.answers_draws, self.answers_probes = answers_draws, answers_probes
         self.events = 0
         self.clock = 0.0
+        self.timers: dict[int, float] = {}
+        """When each timer that was set, and neither fired nor was canceled, is due."""
         self.orders: list[Command] = []
         """Everything ordered so far, but for the first lives of the replicas."""
         self.twin: Scheduler | None = None
@@ -80,11 +90,23 @@ class Scripted:
         self.clock = self.clock + 1.0 if at is None else at
         stamp(event, self.events, self.clock)
         self.events += 1
-        new = list(self.scheduler.handle(event))
+        if isinstance(event, RunResumed):
+            self.timers.clear()
+        elif isinstance(event, TimerFired):
+            self.timers.pop(event.timer, None)
+        new = list(self.scheduler.tick((event,)))
+        self.ledger.observe((event,), new)
         check_all(self.state)
-        assert self.twin is None or [*self.twin.handle(event)] == new, f"restored, it decides otherwise: {event}"
+        assert self._counts_calls or self.scheduler.tick(()) == (), f"reacting again to {event} orders more"
+        if self.twin is not None:
+            assert [*self.twin.tick((event,))] == new, f"restored, it decides otherwise: {event}"
+            require_same_state(self.twin, self.scheduler)
         self.orders += new
-        for command in new:
+        for command in list(new):
+            if isinstance(command, SetTimer):
+                self.timers[command.timer] = self.clock + command.delay_s
+            if isinstance(command, CancelTimer):
+                self.timers.pop(command.timer, None)
             if isinstance(command, DrawPrompts) and self.answers_draws:
                 first = self.state.ledger.drawn
                 count = min(command.count, self.prompts - first)
@@ -111,7 +133,7 @@ class Scripted:
 
     def generated(self, id: int, spread: float = 1.0, trainable: int = 2, oldest: int | None = None) -> GroupGenerated:
         group = self.state.groups[id]
-        replica = self.state.fleet.replicas[group.replica]
+        replica = self.state.replicas[group.replica]
         first = group.oldest_version if group.oldest_version >= 0 else group.admitted_version
         return GroupGenerated(
             group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, tokens=10,
@@ -125,7 +147,7 @@ class Scripted:
     def fail(self, id: int, *, cause: str, reason: str = "no number") -> list[Command]:
         """An attempt of a running group comes to nothing."""
         group = self.state.groups[id]
-        replica = self.state.fleet.replicas[group.replica]
+        replica = self.state.replicas[group.replica]
         return self.tell(
             GroupFailed(
                 group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, cause=cause,
@@ -139,7 +161,7 @@ class Scripted:
     def end_trajectories(self, id: int, finished: int) -> list[Command]:
         """`finished` trajectories of a running group have ended."""
         group = self.state.groups[id]
-        replica = self.state.fleet.replicas[group.replica]
+        replica = self.state.replicas[group.replica]
         return self.tell(
             GroupProgressed(
                 group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, finished=finished
@@ -149,7 +171,7 @@ class Scripted:
     def _report(self, kind: type[GroupAborted | PrefixStored], groups: tuple[int, ...], tokens: int) -> None:
         for id in groups:
             group = self.state.groups[id]
-            replica = self.state.fleet.replicas[group.replica]
+            replica = self.state.replicas[group.replica]
             version = replica.version if tokens else -1
             self.tell(
                 kind(
@@ -170,7 +192,7 @@ class Scripted:
 
     def install(self, id: int = 0, pause: bool = True) -> None:
         """A replica takes the version ordered for it, step by step."""
-        replica = self.state.fleet.replicas[id]
+        replica = self.state.replicas[id]
         place = {"replica": id, "incarnation": replica.incarnation, "attempt": replica.sync_attempt}
         version = self.state.latest_version if replica.staging is None else replica.staging
         self.tell(WeightsStaged(**place, version=version))
@@ -182,6 +204,15 @@ class Scripted:
         """The timer set last goes off in its time, counted from now."""
         timer = self.ordered(SetTimer)[-1]
         return self.tell(TimerFired(timer=timer.timer), at=self.clock + timer.delay_s)
+
+    def wait(self, seconds: float) -> list[Command]:
+        """Nothing happens for so long but that timers fire when they are due. Returns what was ordered."""
+        until, new = self.clock + seconds, []
+        while self.timers and min(self.timers.values()) <= until:
+            timer = min(self.timers, key=self.timers.__getitem__)
+            new += self.tell(TimerFired(timer=timer), at=max(self.clock, self.timers[timer]))
+        self.clock = until
+        return new
 
     def running(self) -> list[int]:
         return [group.id for group in self.state.groups.values() if group.replica >= 0]

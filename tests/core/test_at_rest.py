@@ -33,7 +33,7 @@ def test_stragglers_are_not_dropped_while_a_run_drains() -> None:
     assert [group.state for group in run.state.groups.values() if group.attempt] == ["generated", *["aborted"] * 3]
 
 
-def test_a_batch_under_way_does_not_wait_for_weights_that_nobody_gets_while_a_run_drains() -> None:
+def test_in_a_drain_a_formed_batch_does_not_wait_for_weights_that_nobody_gets() -> None:
     pools = (Pool(tasks=("rollout", "ref_logprobs"), replicas=(0,)), Pool(tasks=("train",)))
     run = small(replicas=1, pools=pools, scoring_tasks=("ref_logprobs",), train_after_sync=True)
     run.finish(0, 1, 2, 3)
@@ -43,7 +43,7 @@ def test_a_batch_under_way_does_not_wait_for_weights_that_nobody_gets_while_a_ru
     run.publish()
     assert len(run.state.formed_steps) == 1
     run.tell(DrainRequested(reason="maintenance"))
-    if run.state.fleet.replicas[0].state == "yielding":
+    if run.state.replicas[0].state == "yielding":
         paused(run, 0)
     run.tell(BatchScored(step=1, attempt=1, task="ref_logprobs"))
     assert [order.step for order in run.ordered(TrainStep)] == [0, 1]
@@ -68,7 +68,7 @@ def test_a_replica_that_stays_after_all_is_waited_for_while_a_run_drains() -> No
     run.tell(ReplicasWanted(replicas=2))
     paused(run, 0)
     paused(run, 1)
-    assert [replica.state for replica in run.state.fleet.replicas.values()] == ["asleep", "yielding"]
+    assert [replica.state for replica in run.state.replicas.values()] == ["asleep", "yielding"]
     assert not run.ordered(FinishRun), "it is still to sleep"
     paused(run, 1)
     assert run.ordered(FinishRun)[-1].outcome == "stopped"
@@ -76,7 +76,7 @@ def test_a_replica_that_stays_after_all_is_waited_for_while_a_run_drains() -> No
 
 def test_a_group_that_is_being_parked_may_outlive_the_limit_on_its_attempt() -> None:
     run = small(timeouts=Timeouts(group_s=100.0))
-    run.fire()
+    run.wait(106.0)
     assert [order.group for order in run.ordered(ParkGroup)] == [0, 1, 2, 3]
     run.tell(SettingChanged(setting="timeouts.group_s", value="null"))
     run.abort(0)

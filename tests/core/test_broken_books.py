@@ -1,15 +1,15 @@
 """The laws that are checked after every event find each kind of broken book: a check that cannot fail is none."""
 
 from collections.abc import Callable
-from math import inf
 
 import pytest
 
 from engine.errors import InvariantViolated
 from engine.events import SettingChanged
-from engine.states.laws import check_all, check_batch, check_event
+from engine.states.laws import check_all, check_batch, check_tick
 from engine.states.ledger import PARKED, READY, RUNNING, WAITING
 from engine.states.limits import Pool
+from engine.states.orders import LIMIT
 from engine.states.state import State
 from engine.states.timeouts import Timeouts
 from tests.core.custom_states import CHECKING
@@ -52,12 +52,12 @@ def move_a_phase(state: State) -> None:
 
 
 def seat_twice(state: State) -> None:
-    first, second = state.fleet.replicas.values()
+    first, second = state.replicas.values()
     second.groups.update(first.groups)
 
 
 def take_a_seat(state: State) -> None:
-    state.fleet.replicas[0].groups.clear()
+    state.replicas[0].groups.clear()
 
 
 def move_a_deadline(state: State) -> None:
@@ -65,7 +65,7 @@ def move_a_deadline(state: State) -> None:
 
 
 def run_ahead(state: State) -> None:
-    state.fleet.replicas[0].version += 1
+    state.replicas[0].version += 1
 
 
 def forget_ready(state: State) -> None:
@@ -95,11 +95,11 @@ def test_a_broken_book_is_named_by_its_law(broken: Callable[[State], None], law:
         check_all(state)
 
 
-def test_a_clock_that_nobody_reads_is_found_while_the_run_lasts() -> None:
+def test_orders_with_a_limit_that_no_check_looks_at_are_found() -> None:
     run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=3, timeouts=Timeouts())
     check_all(run.state)
-    run.state.clocks.timer_at = inf
-    with pytest.raises(InvariantViolated, match=r"law 10: an order may be due at .* and the timer fires at inf"):
+    run.state.orders.withdraw("timer", LIMIT)
+    with pytest.raises(InvariantViolated, match="law 10: no check looks at orders with a time limit"):
         check_all(run.state)
 
 
@@ -143,11 +143,11 @@ def test_as_many_groups_as_allowed_may_run_and_no_more() -> None:
     count = state.limits.max_concurrent_groups - state.ledger.running
     state.ledger.count[RUNNING] += count
     state.ledger.drawn += count
-    check_event(state)
+    check_tick(state)
     state.ledger.count[RUNNING] += 1
     state.ledger.drawn += 1
     with pytest.raises(InvariantViolated, match="law 2"):
-        check_event(state)
+        check_tick(state)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.commands import DeleteCheckpoint, FinishRun, SaveCheckpoint
+from engine.commands import DeleteCheckpoint, FinishRun, SaveCheckpoint, TrainStep
 from engine.control.requests import after_resuming
 from engine.errors import ConfigError
 from engine.events import (
@@ -16,12 +16,13 @@ from engine.events import (
     RunResumed,
     SettingChanged,
 )
+from engine.metrics.waits import waits
 from engine.record.msgpack_values import pack, unpack
 from engine.record.snapshots import restore, snapshot
 from engine.states.checkpoints import Checkpoints
 from engine.states.limits import Limits
-from engine.states.waits import waits
 from tests.core.scripted import Scripted
+from tests.core.states import require_same_state, state_of
 from tests.core.test_recovery import until_trained, world
 
 
@@ -57,7 +58,8 @@ def resumed(run: Scripted, steps: int | None = None) -> None:
     if steps is None:
         run.tell(RunResumed(steps=run.state.steps_trained, replicas=1, consumed=(), released=(), kept=True))
         return
-    consumed = tuple(group for batch in run.state.checkpoints.batches(steps) for group in batch.groups)
+    again = (order for order in run.ordered(TrainStep) if steps <= order.step < run.state.steps_trained)
+    consumed = tuple(group for order in again for group in order.groups)
     run.tell(RunResumed(steps=steps, replicas=1, consumed=consumed, released=()))
 
 
@@ -88,13 +90,13 @@ def test_a_deletion_is_ordered_once_and_the_checkpoint_is_there_until_it_is_done
     save(run, 3, deletes=False)
     assert deleted(run) == [1, 2]
     assert run.state.checkpoints.steps == [1, 2, 3]
-    before = run.state.hash
+    before = state_of(run.scheduler)
     answer(run, *run.ordered(DeleteCheckpoint))
     assert run.state.checkpoints.steps == [3]
-    assert run.state.hash != before
+    assert state_of(run.scheduler) != before
 
 
-def test_a_checkpoint_is_told_as_saved_twice_and_counts_once() -> None:
+def test_a_checkpoint_reported_twice_as_saved_counts_once() -> None:
     run = run_of()
     save(run, 2)
     run.tell(CheckpointSaved(steps=2))  # an echo
@@ -109,11 +111,11 @@ def test_limits_that_keep_no_checkpoint_are_refused(field: str, value: int) -> N
         Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, **{field: value})
 
 
-def test_a_deletion_under_way_is_told_by_engine_waits() -> None:
+def test_engine_waits_names_a_deletion_in_progress() -> None:
     run = run_of(keep_checkpoints=1)
     save(run, 2, deletes=False)
     (wait,) = [wait for wait in waits(run.state) if wait.by == "the trainer"]
-    assert (wait.what, wait.ends) == ("deletes the checkpoint after 1 train step", "OrderDone or ProcessLost")
+    assert (wait.doing, wait.ends) == ("deleting the checkpoint after 1 train step", "OrderDone or ProcessLost")
 
 
 # the end of a run
@@ -131,7 +133,8 @@ def test_a_drain_ends_once_its_checkpoints_are_deleted() -> None:
     run = run_of(keep_checkpoints=1)
     save(run, 2, deletes=False)
     run.tell(DrainRequested(reason="maintenance"))
-    attempt = run.state.fleet.replicas[0].sync_attempt
+    run.abort(*run.running())
+    attempt = run.state.replicas[0].sync_attempt
     run.tell(ReplicaPaused(replica=0, incarnation=1, attempt=attempt))
     assert not run.ordered(FinishRun)
     answer(run, *run.ordered(DeleteCheckpoint))
@@ -209,14 +212,14 @@ def test_fewer_to_keep_are_deleted_at_once_and_more_from_then_on() -> None:
     assert run.state.checkpoints.steps == [3, 5, 6, 7]
 
 
-def test_a_resumed_run_keeps_as_many_as_it_is_told_to_from_now_on() -> None:
+def test_a_resumed_run_keeps_as_many_checkpoints_as_its_new_setting_says() -> None:
     run = run_of(keep_checkpoints=3)
     save(run, 3)
-    told = after_resuming(run.scheduler, [("trainer.keep_checkpoints", "1")], replicas=1)
-    assert told == (SettingChanged(setting="trainer.keep_checkpoints", value="1"),)
+    events = after_resuming(run.scheduler, [("trainer.keep_checkpoints", "1")], replicas=1)
+    assert events == (SettingChanged(setting="trainer.keep_checkpoints", value="1"),)
     resumed(run)
     assert deleted(run) == []
-    run.tell(told[0])
+    run.tell(events[0])
     assert deleted(run) == [1, 2]
 
 
@@ -262,7 +265,7 @@ def test_damage_to_a_checkpoint_that_nobody_knows_changes_nothing() -> None:
     assert run.state.checkpoints.steps == [1, 2] and run.state.stale_echoes == 0
 
 
-def test_the_last_checkpoint_is_written_again_where_it_is_damaged_before_the_run_ends() -> None:
+def test_the_last_checkpoint_is_written_again_if_it_is_damaged_before_the_run_ends() -> None:
     run = run_of(keep_checkpoints=1, max_steps=2)
     save(run, 2, deletes=False)
     run.tell(CheckpointDamaged(steps=2, reason="model: is missing"))
@@ -270,7 +273,7 @@ def test_the_last_checkpoint_is_written_again_where_it_is_damaged_before_the_run
     assert not run.ordered(FinishRun)
 
 
-def test_what_ended_is_known_from_the_checkpoint_that_is_left_although_newer_ones_were_damaged() -> None:
+def test_damage_to_newer_checkpoints_does_not_bring_back_what_was_forgotten() -> None:
     run = run_of(keep_checkpoints=3)
     save(run, 3)
     for steps in (3, 2):
@@ -289,7 +292,7 @@ def test_a_snapshot_knows_the_checkpoints_and_what_is_to_be_deleted() -> None:
     again = restore([unpack(pack(part)) for part in snapshot(run.scheduler)])
     assert again.state.checkpoints.steps == [1, 2, 3]
     assert [*again.state.orders.open("delete")] == [1, 2]
-    assert again.state_hash == run.scheduler.state_hash
+    require_same_state(again, run.scheduler)
 
 
 def test_what_is_on_the_disk_is_what_the_state_says_after_crashes() -> None:
@@ -335,5 +338,5 @@ def test_the_version_of_a_replica_that_lags_behind_stays_known() -> None:
         run.publish()
         for replica in (0, 1) if step == 0 else (0,):
             run.install(replica)
-    assert run.state.fleet.replicas[1].version == 1
+    assert run.state.replicas[1].version == 1
     assert 1 in run.state.steps_in and 3 not in run.state.steps_in

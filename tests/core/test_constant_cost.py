@@ -1,7 +1,8 @@
-"""An event costs the same however many replicas there are: no walk over the fleet, and no more starts than so many."""
+"""What a tick may cost: no visit to all replicas if only groups changed, and no more starts than `MOST_STARTS`."""
 
+import sys
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -12,38 +13,42 @@ from engine.events import (
     PromptsDrawn,
     ReplicasWanted,
     RunStarted,
-    SettingChanged,
     TimerFired,
     stamp,
 )
 from engine.policies import PolicySet
+from engine.runtime.driver import Tick
 from engine.scheduling.groups import MOST_DRAWN
 from engine.scheduling.issued_commands import MOST_STARTS
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler import GROUP_EVENTS, Scheduler
 from engine.simulation.world import Faults, Setting, World
 from engine.states.laws import check_all
 from engine.states.limits import Limits, Pool, ValidationLimits
+from engine.states.orders import FILL
 from engine.states.timeouts import Timeouts
 from tests.core.scripted import Scripted
 
 ROUGH = Faults(lose=0.1, duplicate=0.1, die=0.01, fail_group=0.03, fail_sync=0.1, fail_trainer=0.05)
 REPLICAS = 6
+MOST_WALKS = 12
 TAKES_TURNS = (
     Pool(tasks=("rollout",), replicas=(0, 1, 2)),
     Pool(tasks=("rollout", "train", "old_logprobs"), replicas=(3, 4, 5)),
 )
 
 
-class Unwalkable(dict[int, Any]):
-    """Replicas by id that may be looked up, and not walked over."""
+class Counted(dict[int, Any]):
+    """Replicas by id that count how often something visits all of them."""
 
-    def _refuse(self, *args: Any) -> NoReturn:
-        raise AssertionError("an event walks over every replica")
+    walks = 0
 
     def __iter__(self) -> Iterator[int]:
-        self._refuse()
+        self.walks += 1
+        return super().__iter__()
 
-    keys = values = items = _refuse  # type: ignore[assignment]
+    def values(self) -> Any:
+        self.walks += 1
+        return super().values()
 
 
 @pytest.mark.parametrize("sync", ["together", "rolling"])
@@ -57,36 +62,70 @@ class Unwalkable(dict[int, Any]):
     ],
     ids=["plain", "timed", "train after sync", "pools in turns"],
 )
-def test_no_event_walks_over_the_replicas(sync: str, more: dict[str, Any]) -> None:
+def test_a_tick_visits_all_replicas_only_if_something_but_a_group_changed(sync: str, more: dict[str, Any]) -> None:
+    """And then at most a constant number of times."""
     figures = Limits(
         train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12, max_steps=12, infrastructure_attempts=9,
         **more,
     )  # fmt: skip
     setting = Setting(limits=figures, replicas=REPLICAS, slots=2, prompts=100, seed=3, faults=ROUGH)
     world = World(setting, PolicySet.from_names({"sync": sync, "dispatch": "newest-weights"}), check=False)
+    state = world.scheduler.state
+    others: list[str] = []
+    """Changes of state of anything but a group in the present tick."""
+    quiet: list[int] = []
+    """The walks of each tick in which only groups changed."""
+    busy: list[int] = []
 
-    def forbid() -> None:
-        fleet = world.scheduler.state.fleet
-        fleet.replicas = Unwalkable(fleet.replicas)
+    def count(tick: Tick) -> None:
+        replicas: Any = state.replicas
+        about_groups = all(isinstance(event, GROUP_EVENTS) for event in tick.events)
+        is_quiet = about_groups and not others and state.ledger.running  # without one, it looks for any progress
+        (quiet if is_quiet else busy).append(replicas.walks)
+        replicas.walks = 0
+        others.clear()
 
-    world.after(0.01, forbid)  # the first event starts every replica
+    def begin() -> None:
+        state.replicas = Counted(state.replicas)
+        state.observe(lambda machine, record, source, trigger: others.append(machine) if machine != "group" else None)
+        world.driver.observe = count
+
+    world.after(0.01, begin)  # the first event starts every replica
     assert world.run().outcome == "finished"
+    first_comparison = "straggler_factor" in more  # lists the paces of all replicas, once in a run
+    assert len(quiet) > 100 and sum(quiet) <= first_comparison
+    assert 0 < max(busy) <= MOST_WALKS
 
 
-def test_a_validation_that_holds_every_replica_looks_for_no_other() -> None:
-    validation = ValidationLimits(rows=9, rows_per_slot=1, at_start=True, replicas=3)
-    limits = {"train_batch_size": 1, "max_staleness_steps": 0, "max_concurrent_groups": 1, "validation": validation}
-    run = Scripted(replicas=2, slots=2, **limits)
-    (served,) = run.state.validations.runs.values()
-    assert list(served.replicas) == [0, 1] and served.waiting
-    run.state.fleet.replicas = Unwalkable(run.state.fleet.replicas)
-    event = SettingChanged(setting="rollout.give_up_s", value="60")
+def count_calls(run: Scripted, event: Any) -> int:
+    """Calls of Python functions that the scheduler makes to handle an event."""
+    count = 0
+
+    def note(frame: Any, kind: str, argument: Any) -> None:
+        nonlocal count
+        count += kind == "call"
+
     stamp(event, run.events, run.clock)
-    run.scheduler.handle(event)
+    sys.setprofile(note)
+    try:
+        run.scheduler.tick((event,))
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_strict_order_behind_a_hanging_group_costs_the_same_however_many_are_ready() -> None:
+    costs = []
+    for ready in (10, 100):
+        figures = {"train_batch_size": 2, "max_staleness_steps": 60, "max_concurrent_groups": 120}
+        run = Scripted(slots=120, policies={"batching": "strict-order"}, **figures)
+        run.finish(*range(1, 1 + ready))
+        costs.append(count_calls(run, run.generated(1 + ready)))
+    assert costs[0] == costs[1]
 
 
 class Run:
-    """A scheduler that is told of events one after another."""
+    """A scheduler that gets events one after another."""
 
     def __init__(self, groups: int) -> None:
         limits = Limits(train_batch_size=groups, max_staleness_steps=0, max_concurrent_groups=groups)
@@ -102,7 +141,7 @@ class Run:
     def handle(self, event: Any) -> tuple[Any, ...]:
         stamp(event, self.events, float(self.events))
         self.events += 1
-        commands = self.scheduler.handle(event)
+        commands = self.scheduler.tick((event,))
         check_all(self.scheduler.state)
         return commands
 
@@ -126,7 +165,7 @@ def test_one_event_starts_so_many_groups_and_a_timer_that_fires_at_once_the_rest
     assert starts(answer) == MOST_STARTS
     answer = run.handle(TimerFired(timer=timer.timer))
     assert (starts(answer), timers(answer)) == (40, [])
-    assert run.scheduler.state.fill_timer is None
+    assert not run.scheduler.state.timer_is_set(FILL)
 
 
 def test_a_run_below_the_bound_needs_no_timer() -> None:

@@ -82,7 +82,7 @@ def test_a_state_works_on_as_many_groups_as_its_concurrency() -> None:
     assert [group for group, _ in orders(run)] == [0, 1, 2, 3]
 
 
-def test_only_groups_that_its_policy_lets_in_enter_a_state_and_states_follow_one_another(own: None) -> None:
+def test_only_groups_that_its_policy_admits_enter_a_state_and_states_form_a_sequence(own: None) -> None:
     odd = add("odd", lambda self, view, group: group.id % 2 == 1)
     rewarded = add("rewarded", lambda self, view, group: group.reward_mean > 0.6)
     run = checked(odd, rewarded)

@@ -122,11 +122,15 @@ class AnyOrder(RuleBasedStateMachine):
         slots=st.integers(1, 4),
         samples=st.integers(1, 4),
         replicas=st.integers(1, 3),
+        together=st.sampled_from([1, 1, 3]),
     )
     def begin(
-        self, limits: Limits, names: dict[str, str], prompts: int, slots: int, samples: int, replicas: int
-    ) -> None:
-        self.world = Adversary(limits, policies.PolicySet.from_names(names), prompts, slots, samples=samples)
+        self, limits: Limits, names: dict[str, str], prompts: int, slots: int, samples: int, replicas: int,
+        together: int,
+    ) -> None:  # fmt: skip
+        self.world = Adversary(
+            limits, policies.PolicySet.from_names(names), prompts, slots, samples=samples, together=together
+        )
         self.replicas = max(replicas, limits.validators().stop)
         for id in range(self.replicas):
             self.world.join(id)
@@ -248,10 +252,16 @@ class AnyOrder(RuleBasedStateMachine):
     def join_another(self) -> None:
         self.world.join(len(self.world.incarnations))
 
-    @rule(replicas=st.integers(1, 3), kept=st.booleans())
+    @rule(replicas=st.integers(1, 3), kept=st.booleans(), every=st.sampled_from([0, 0, 1, 2]), twin=st.booleans())
     @precondition(lambda self: getattr(self.world.driver.outcome, "outcome", "") != "finished")
-    def crash(self, replicas: int, kept: bool) -> None:
-        self.world.crash(max(replicas, self.world.limits.validators().stop), kept=kept)
+    def crash(self, replicas: int, kept: bool, every: int, twin: bool) -> None:
+        """`every`: the trajectories of each such group are lost; 0: none. `twin`: restore one of the resumed state."""
+        self.world.crash(
+            max(replicas, self.world.limits.validators().stop), kept=kept,
+            missing=lambda group: every > 0 and group % every == 0,
+        )  # fmt: skip
+        if twin and self.world.driver.outcome is None:
+            self.world.restore_twin()
 
     @rule()
     @precondition(lambda self: not self.world.scheduler.state.draining)

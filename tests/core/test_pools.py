@@ -28,7 +28,7 @@ from engine.events import (
     WeightsInstalled,
     WeightsStaged,
 )
-from engine.scheduling.pools import PoolScheduling
+from engine.scheduling import pools
 from engine.simulation.run_checks import Finding
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, Pool, ValidationLimits
@@ -47,18 +47,18 @@ def small(pools: tuple[Pool, ...], *, replicas: int = 1, slots: int = 100, **lim
 
 
 def place(run: Scripted, id: int = 0) -> dict[str, int]:
-    replica = run.state.fleet.replicas[id]
+    replica = run.state.replicas[id]
     return {"replica": id, "incarnation": replica.incarnation, "attempt": replica.sync_attempt}
 
 
 def sleep(run: Scripted, id: int = 0) -> list[Command]:
     """A replica that was sent to sleep parks what it runs and sleeps."""
-    run.abort(*run.state.fleet.replicas[id].groups)
+    run.abort(*run.state.replicas[id].groups)
     return run.tell(ReplicaPaused(**place(run, id)))
 
 
 def states(run: Scripted) -> list[str]:
-    return [replica.state for replica in run.state.fleet.replicas.values()]
+    return [replica.state for replica in run.state.replicas.values()]
 
 
 def score(run: Scripted, task: str) -> list[Command]:
@@ -186,9 +186,9 @@ def test_a_failed_task_redoes_the_batch_and_the_others_answer_is_an_echo() -> No
 
 def test_the_idle_trainer_lends_its_pool_to_a_replica() -> None:
     run = small(LENT, replicas=2, slots=2)
-    assert sorted(run.state.fleet.replicas[1].groups) and states(run) == ["ready", "ready"]
-    lent = list(run.state.fleet.replicas[1].groups)
-    mine = list(run.state.fleet.replicas[0].groups)
+    assert sorted(run.state.replicas[1].groups) and states(run) == ["ready", "ready"]
+    lent = list(run.state.replicas[1].groups)
+    mine = list(run.state.replicas[0].groups)
     run.finish(*mine)
     assert states(run) == ["ready", "yielding"]
     sleep(run, 1)
@@ -228,10 +228,10 @@ def test_a_failed_sleep_is_tried_again_and_a_spent_budget_loses_the_replica() ->
 def test_held_out_rows_under_way_are_measured_to_their_end_before_a_replica_sleeps() -> None:
     pools = (Pool(tasks=("rollout", "train"), replicas=(0,)), Pool(tasks=("rollout",), replicas=(1,)))
     run = small(pools, replicas=2, slots=2, validation=ValidationLimits(rows=9, rows_per_slot=1, at_start=True))
-    run.finish(*run.state.fleet.replicas[1].groups)
+    run.finish(*run.state.replicas[1].groups)
     assert states(run) == ["ready", "ready"] and not run.ordered(TrainStep)
     for chunk in (0, 1):
-        assert list(run.state.fleet.replicas[0].chunks) == [0, 1][chunk:], "none is begun"
+        assert list(run.state.replicas[0].chunks) == [0, 1][chunk:], "none is begun"
         run.tell(
             RowsMeasured(validation=0, chunk=chunk, attempt=1, replica=0, incarnation=1, version=0, measured=1, right=1,
                          reward=1.0)
@@ -243,7 +243,7 @@ def test_a_validation_that_fails_lets_its_replica_go_to_sleep() -> None:
     validation = ValidationLimits(rows=2, rows_per_slot=1, at_start=True)
     pools = (Pool(tasks=("rollout", "train"), replicas=(0, 1)),)
     run = small(pools, replicas=2, slots=2, validation=validation, infrastructure_attempts=1)
-    run.finish(*run.state.fleet.replicas[1].groups)
+    run.finish(*run.state.replicas[1].groups)
     assert states(run) == ["ready", "yielding"]
     sleep(run, 1)
     run.tell(RowsFailed(validation=0, chunk=0, attempt=1, replica=0, incarnation=1, reason="no luck"))
@@ -290,7 +290,7 @@ def test_training_does_not_wait_for_a_replica_that_a_validation_holds() -> None:
     run.finish(0, 1, 2, 3)
     run.train()
     run.publish()
-    assert [replica.held for replica in run.state.fleet.replicas.values()] == [0, -1], "by the first validation"
+    assert [replica.held for replica in run.state.replicas.values()] == [0, -1], "by the first validation"
     run.install(1)
     assert [order.step for order in run.ordered(TrainStep)] == [0, 1]
 
@@ -327,16 +327,16 @@ def test_validations_that_fail_do_not_hold_up_training() -> None:
 
 
 def nobody_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PoolScheduling, "_send_all_to_sleep", lambda self, lease: None)
-    monkeypatch.setattr("engine.states.census.OUT_OF_THE_WAY", ("asleep", "down", "ready"))
+    monkeypatch.setattr(pools, "_send_all_to_sleep", lambda core, lease: None)
+    monkeypatch.setattr("engine.scheduling.pools.OUT_OF_THE_WAY", ("asleep", "down", "ready"))
 
 
 def nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.states.census.OUT_OF_THE_WAY", ("asleep", "down", "yielding"))
+    monkeypatch.setattr("engine.scheduling.pools.OUT_OF_THE_WAY", ("asleep", "down", "yielding"))
 
 
 def nobody_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PoolScheduling, "_wake", lambda self, lease: None)
+    monkeypatch.setattr(pools, "_wake_replicas", lambda core, lease: None)
 
 
 @pytest.mark.parametrize("put_in", [nobody_sleeps, nobody_is_waited_for, nobody_wakes])
@@ -344,9 +344,9 @@ def test_wrong_variants_are_caught(put_in: Any, monkeypatch: pytest.MonkeyPatch)
     for world in worlds(5):
         world.run()
     put_in(monkeypatch)
+    monkeypatch.setattr("engine.simulation.world.check_all", lambda state: None)
     with pytest.raises(Finding, match=r"liveness|works in the pool"):
         for world in worlds(5):
-            world.check = False
             world.run()
 
 

@@ -29,18 +29,20 @@ from engine.events import (
     ReplicaPaused,
     ReplicasWanted,
     RunResumed,
+    SettingChanged,
     StateLeft,
     StopRequested,
 )
 from engine.ids import NO_VERSION
+from engine.metrics.waits import waits
 from engine.record.msgpack_values import pack, unpack
 from engine.record.snapshots import restore, snapshot
 from engine.states.limits import Pool
 from engine.states.process import KINDS, Process
-from engine.states.tree import declared, digest_of
-from engine.states.waits import waits
+from engine.states.tree import declared
 from tests.core.custom_states import CHECKING
 from tests.core.scripted import Scripted
+from tests.core.states import require_same_state, state_of
 from tests.core.test_departures import paused, small
 
 APART = (
@@ -241,7 +243,7 @@ def test_an_answer_fills_the_budget_of_its_own_scorer_alone() -> None:
     assert [process(run, "scorer", index).deaths for index in (0, 1)] == [1, 0]
 
 
-def test_the_process_of_the_added_states_starts_again_and_each_group_there_is_charged_once() -> None:
+def test_the_process_of_added_states_restarts_and_each_group_there_is_charged_once() -> None:
     run = small(
         worker_restarts=1, added_states=(replace(CHECKING, concurrency=2),), infrastructure_attempts=3,
     )  # fmt: skip
@@ -268,9 +270,9 @@ def test_the_process_of_the_added_states_starts_again_and_each_group_there_is_ch
 
 def test_a_life_that_nobody_ordered_takes_the_place_of_the_one_before() -> None:
     run = small(slots=2)
-    groups = list(run.state.fleet.replicas[1].groups)
+    groups = list(run.state.replicas[1].groups)
     run.tell(ProcessUp(kind="replica", index=1, incarnation=5, slots=100))
-    assert process(run, "replica", 1).incarnation == run.state.fleet.replicas[1].incarnation == 5
+    assert process(run, "replica", 1).incarnation == run.state.replicas[1].incarnation == 5
     assert [run.state.groups[id].infrastructure_failures for id in groups] == [1, 1]
     lose(run, "replica", 1)
     assert started(run, "replica") == [6], "no number is used twice"
@@ -280,27 +282,27 @@ def test_a_life_that_nobody_ordered_ends_the_order_to_start_an_older_one() -> No
     run = small()
     lose(run, "replica", 1)
     run.tell(ProcessUp(kind="replica", index=1, incarnation=7, slots=100))
-    assert not run.state.orders.open("start") and run.state.fleet.replicas[1].state == "ready"
+    assert not run.state.orders.open("start") and run.state.replicas[1].state == "ready"
     run.tell(ProcessUp(kind="replica", index=1, incarnation=2, slots=100))
     assert run.state.stale_echoes == 1 and process(run, "replica", 1).incarnation == 7
 
 
 @pytest.mark.parametrize("kind", ["replica", "trainer", "trajectory store"])
-def test_what_is_told_of_a_life_that_is_over_changes_nothing(kind: str) -> None:
+def test_events_about_a_life_that_has_ended_change_nothing(kind: str) -> None:
     run = small()
     if kind != "trajectory store":
         lose(run, kind)
         come_up(run, kind)
     life = process(run, kind).incarnation
-    told = run.state.stale_echoes
-    hashes = run.state.hash
+    echoes = run.state.stale_echoes
+    before = state_of(run.scheduler)
     for event in (
         ProcessLost(kind=kind, index=0, incarnation=life - 1, reason="late", final=True),
         ProcessUp(kind=kind, index=0, incarnation=life - 1, slots=100),
         ProcessUp(kind=kind, index=0, incarnation=life, slots=100),
     ):
         assert run.tell(event) == [] and process(run, kind).state == "up"
-    assert run.state.stale_echoes == told + 3 and run.state.hash != hashes, "stale echoes are counted"
+    assert run.state.stale_echoes == echoes + 3 and state_of(run.scheduler) != before, "stale echoes are counted"
     if kind != "trajectory store":
         lose(run, kind)
         charged = process(run, kind).deaths
@@ -349,10 +351,10 @@ def test_a_publication_is_charged_unless_it_has_reached_the_store(reached: bool)
     (start,) = run.ordered(StartProcess)
     assert (start.steps, start.version) == (1, 1)
     run.install()
-    assert run.state.fleet.replicas[0].version == 1
+    assert run.state.replicas[0].version == 1
 
 
-def test_a_checkpoint_whose_report_is_lost_with_the_trainer_counts_and_the_next_life_begins_there() -> None:
+def test_a_checkpoint_unreported_by_a_lost_trainer_counts_and_starts_the_next_life() -> None:
     run = trains(checkpoint_every=2, keeps_batches=True, keep_checkpoints=1)
     for _ in range(2):
         step(run)
@@ -368,7 +370,7 @@ def test_a_checkpoint_whose_report_is_lost_with_the_trainer_counts_and_the_next_
     )
     assert [order.steps for order in run.ordered(DeleteCheckpoint)] == [2], "it counts like any other"
     orders = [type(order) for order in run.orders]
-    assert orders.index(StartProcess) < orders.index(DeleteCheckpoint), "which the next life is told"
+    assert orders.index(StartProcess) < orders.index(DeleteCheckpoint), "the next life gets the order to delete"
 
 
 def test_a_checkpoint_that_was_not_complete_is_ordered_again() -> None:
@@ -381,7 +383,7 @@ def test_a_checkpoint_that_was_not_complete_is_ordered_again() -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_checkpoint_whose_report_is_lost_with_every_process_counts_where_the_run_resumes_from_it(there: bool) -> None:
+def test_a_checkpoint_unreported_as_all_processes_died_counts_if_resumed_from(there: bool) -> None:
     run = trains(checkpoint_every=2, keeps_batches=True)
     for _ in range(3):
         step(run)
@@ -391,7 +393,7 @@ def test_a_checkpoint_whose_report_is_lost_with_every_process_counts_where_the_r
     assert [order.steps for order in run.ordered(SaveCheckpoint)][1:] == ([] if there else [3])
 
 
-def test_a_publication_that_failed_is_ordered_again_from_weights_that_can_be_made_again() -> None:
+def test_a_failed_publication_is_ordered_again_from_weights_that_can_be_remade() -> None:
     run = trains(checkpoint_every=5, keeps_batches=True)
     run.finish(run.running()[0])
     run.train()
@@ -425,7 +427,8 @@ def test_a_checkpoint_lost_with_the_trainer_is_written_before_a_drain_ends() -> 
     step(run)
     run.tell(DrainRequested(reason="maintenance"))
     lose(run, "trainer")
-    for replica in run.state.fleet.replicas.values():
+    run.abort(*run.running())
+    for replica in run.state.replicas.values():
         if replica.state == "draining":
             run.tell(ReplicaPaused(replica=replica.id, incarnation=replica.incarnation, attempt=replica.sync_attempt))
     assert run.state.outcome is None, "the checkpoint is still to be written"
@@ -495,7 +498,7 @@ def test_from_nowhere_the_run_ends_and_says_what_is_lost() -> None:
     )
 
 
-def test_a_life_that_found_its_checkpoint_damaged_is_followed_by_one_that_begins_elsewhere() -> None:
+def test_after_a_life_found_its_checkpoint_damaged_the_next_begins_elsewhere() -> None:
     run = trains(checkpoint_every=1, keep_checkpoints=2, keeps_batches=True)
     for _ in range(2):
         step(run)
@@ -538,24 +541,24 @@ def test_a_lost_store_or_gateway_stops_the_run_to_begin_again(kind: str, final: 
 
 
 @pytest.mark.parametrize(
-    ("kind", "by", "what"),
-    [("replica", "replica 0", "restarts"), ("trainer", "the trainer", "restarts from the initial weights")],
+    ("kind", "by", "doing"),
+    [("replica", "replica 0", "restarting"), ("trainer", "the trainer", "restarting from the initial weights")],
 )
-def test_who_waits_for_room_is_told_until_it_is_up(kind: str, by: str, what: str) -> None:
+def test_a_process_that_waits_for_room_is_named_until_it_is_up(kind: str, by: str, doing: str) -> None:
     run = small(replicas=1)
     lose(run, kind)
-    told = {"kind": kind, "index": 0, "incarnation": 2}
-    before = run.state.hash
-    run.tell(ProcessWaits(**told, reason="1 GPU is needed, 0 are free"))
-    assert run.state.hash != before
+    life = {"kind": kind, "index": 0, "incarnation": 2}
+    before = state_of(run.scheduler)
+    run.tell(ProcessWaits(**life, reason="1 GPU is needed, 0 are free"))
+    assert state_of(run.scheduler) != before
     (wait,) = [wait for wait in waits(run.state) if wait.by == by]
-    assert wait.what == f"{what}, once the cluster has room: 1 GPU is needed, 0 are free"
-    run.tell(ProcessWaits(**told, reason=""))
-    assert [wait.what for wait in waits(run.state) if wait.by == by] == [what]
-    run.tell(ProcessWaits(**told, reason="again"))
+    assert (wait.doing, wait.detail) == (doing, "the cluster has no room for it: 1 GPU is needed, 0 are free")
+    run.tell(ProcessWaits(**life, reason=""))
+    assert [(wait.doing, wait.detail) for wait in waits(run.state) if wait.by == by] == [(doing, "")]
+    run.tell(ProcessWaits(**life, reason="again"))
     come_up(run, kind)
     assert process(run, kind).room == "" and run.state.stale_echoes == 0
-    run.tell(ProcessWaits(**told, reason="an echo"))
+    run.tell(ProcessWaits(**life, reason="an echo"))
     assert run.state.stale_echoes == 1 and process(run, kind).room == ""
 
 
@@ -568,7 +571,15 @@ def test_a_drain_that_takes_too_long_stops_the_run_as_it_is() -> None:
     run.fire()
     (end,) = run.ordered(FinishRun)
     assert (end.outcome, end.reason) == ("stopped", "the drain exceeded durability.drain_s = 30")
-    assert run.state.drain_timer is None
+
+
+def test_a_drain_keeps_the_limit_that_it_began_with() -> None:
+    run = small(drain_s=30.0)
+    run.tell(DrainRequested(reason="maintenance"))
+    run.tell(SettingChanged(setting="durability.drain_s", value="null"))
+    assert "it stops as it is once that exceeds 30 s" in {wait.detail for wait in waits(run.state)}
+    run.fire()
+    assert [end.reason for end in run.ordered(FinishRun)] == ["the drain exceeded durability.drain_s = 30"]
 
 
 def test_a_drain_that_ends_in_time_needs_its_timer_no_more() -> None:
@@ -578,7 +589,6 @@ def test_a_drain_that_ends_in_time_needs_its_timer_no_more() -> None:
         paused(run, id)
     assert run.ordered(FinishRun)[-1].reason == "maintenance" and not run.state.orders.open("timer")
     run.tell(RunResumed(steps=0, replicas=2, consumed=(), released=(), kept=True))
-    assert run.state.drain_timer is None
 
 
 def test_a_resume_numbers_the_next_lives_and_fills_every_budget() -> None:
@@ -623,7 +633,7 @@ def test_a_snapshot_holds_processes_that_start_and_stop() -> None:
         "scorer 0": "starting", "trajectory store": "up", "weights store": "up",
     }  # fmt: skip
     again = restore([unpack(pack(part)) for part in snapshot(run.scheduler)])
-    assert again.state_hash == run.state.hash == again.state.hashed.from_scratch()
+    require_same_state(again, run.scheduler)
     fields = list(declared(Process))
     restored = Scripted.__new__(Scripted)
     restored.state = again.state
@@ -633,29 +643,12 @@ def test_a_snapshot_holds_processes_that_start_and_stop() -> None:
         life = process(run, kind, index).incarnation
         event = ProcessLost(kind=kind, index=index, incarnation=life, reason="killed", final=kind == "replica")
         run.tell(event)
-        again.handle(event)
-        assert again.state_hash == run.state.hash == again.state.hashed.from_scratch(), "changes are noted there too"
+        again.tick((event,))
+        require_same_state(again, run.scheduler)
 
 
 def processes(run: Scripted) -> list[Process]:
-    return [*(replica.process for replica in run.state.fleet.replicas.values()), *run.state.processes.values()]
-
-
-def test_every_field_of_a_process_but_its_reason_is_in_the_hash() -> None:
-    changed = {
-        "state": "up",
-        "incarnation": 7,
-        "deaths": 2,
-        "trained": 3,
-        "wanted": False,
-        "excused": True,
-        "room": "a",
-    }
-    for field, value in changed.items():
-        fresh, other = Process("trainer"), Process("trainer")
-        setattr(other, field, value)
-        assert digest_of(fresh) != digest_of(other), field
-    assert {*declared(Process)} - {*changed} == {"index", "kind", "reason"}
+    return [*(replica.process for replica in run.state.replicas.values()), *run.state.processes.values()]
 
 
 def test_no_two_processes_have_one_name() -> None:

@@ -11,6 +11,7 @@ from engine.events import DrainRequested, ProcessLost, RunInterrupted, RunResume
 from engine.record.msgpack_values import pack, unpack
 from engine.record.snapshots import restore, snapshot
 from tests.core.scripted import Scripted
+from tests.core.states import state_of
 from tests.core.test_departures import joined, small
 
 LOST = "the weights store is lost: killed"
@@ -43,7 +44,7 @@ def resume(run: Scripted, *, again: bool = True, steps: int | None = None) -> No
     run.tell(RunResumed(steps=state.steps_trained if steps is None else steps, replicas=1, consumed=consumed,
                         released=(), kept=steps is None, again=again))  # fmt: skip
     run.publish()
-    joined(run, 0, state.fleet.replicas[0].process.incarnation)
+    joined(run, 0, state.replicas[0].process.incarnation)
     run.install()
 
 
@@ -84,9 +85,9 @@ def test_a_launch_that_fails_uses_up_the_same_budget() -> None:
 def test_a_scheduler_that_dies_while_it_takes_the_run_down_costs_nothing_more(lose: Any) -> None:
     run = trains(run_restarts=1)
     assert lose(run).again
-    hashed = run.state.hash
+    before = state_of(run.scheduler)
     assert interrupt(run) is None, "the record says already that the run begins again"
-    assert (run.state.restarts, run.state.hash) == (1, hashed)
+    assert (run.state.restarts, state_of(run.scheduler)) == (1, before)
     resume(run)
     assert run.state.outcome is None
 
@@ -136,8 +137,8 @@ def test_a_run_that_a_user_drains_does_not_begin_again(lose: Any) -> None:
 def test_a_run_that_a_user_has_stopped_stays_stopped() -> None:
     run = trains()
     run.tell(StopRequested(reason="enough"))
-    hashed = run.state.hash
-    assert interrupt(run) is None and run.state.hash == hashed
+    before = state_of(run.scheduler)
+    assert interrupt(run) is None and state_of(run.scheduler) == before
 
 
 def test_the_count_survives_a_snapshot() -> None:

@@ -341,7 +341,7 @@ def test_rolling_takes_one_replica_at_a_time() -> None:
     for id in (0, 1):
         run.install(id, pause=False)
     assert [c.replica for c in run.ordered(PauseReplica)] == [0]
-    replica = run.state.fleet.replicas[0]
+    replica = run.state.replicas[0]
     run.tell(ReplicaPaused(replica=0, incarnation=1, attempt=replica.sync_attempt))
     assert [c.replica for c in run.ordered(PauseReplica)] == [0]
 
@@ -356,7 +356,7 @@ def test_a_parked_group_waits_for_weights_as_new_as_its_tokens() -> None:
     newest = next(g for g in run.running() if run.state.groups[g].admitted_version == 1)
     run.abort(newest)
     order = [c for c in run.starts() if c.group == newest][-1]
-    assert run.state.fleet.replicas[order.replica].version == 1
+    assert run.state.replicas[order.replica].version == 1
 
 
 def test_a_failed_sync_goes_on_with_the_old_weights_and_is_tried_again() -> None:
@@ -365,7 +365,7 @@ def test_a_failed_sync_goes_on_with_the_old_weights_and_is_tried_again() -> None
     run.train()
     run.publish()
     run.install(pause=False)
-    replica = run.state.fleet.replicas[0]
+    replica = run.state.replicas[0]
     run.tell(SyncFailed(replica=0, incarnation=1, attempt=1, version=1, reason="timeout"))
     assert (replica.state, replica.version) == ("ready", 0)
     assert isinstance(run.ordered(ResumeReplica)[-1], ResumeReplica)

@@ -3,17 +3,20 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
 
 from engine.commands import (
     Command,
+    DiscardGroups,
     EnterState,
     FinishRun,
     ParkGroup,
     PauseReplica,
     ResumeGroup,
+    RetireWeights,
     ScoreBatch,
     SetTimer,
     StartProcess,
@@ -43,10 +46,13 @@ from engine.events import (
 )
 from engine.record.msgpack_values import pack, unpack
 from engine.record.snapshots import restore, snapshot
+from engine.scheduling.work_times import limit_of, time_taken
 from engine.states.limits import Limits, Pool, ValidationLimits
+from engine.states.orders import LIMIT
 from engine.states.timeouts import AUTO, KINDS, Timeouts
 from tests.core.custom_states import CHECKING
 from tests.core.scripted import Scripted
+from tests.core.states import require_same_state
 from tests.core.test_validation import Measured
 
 HOUR = 3600.0
@@ -63,12 +69,30 @@ def small(timeouts: Timeouts, **others: Any) -> Scripted:
 
 
 def wait(run: Scripted, until: float) -> list[Command]:
-    """Let time pass: the timer of the time limits fires when it is due. Returns what was ordered."""
+    """Let time pass: the limit check is made when it is due. Returns what was ordered."""
     ordered: list[Command] = []
-    while run.state.outcome is None and run.state.limit_timer is not None and run.state.clocks.timer_at <= until:
-        ordered += run.tell(TimerFired(timer=run.state.limit_timer), at=run.state.clocks.timer_at)
+    while run.state.outcome is None and (due := next_check(run)) <= until:
+        ordered += run.tell(TimerFired(timer=run.state.orders.find("timer", LIMIT).number), at=max(due, run.clock))  # type: ignore[union-attr]
     run.clock = until
     return ordered
+
+
+def next_check(run: Scripted) -> float:
+    """When the limit check is made next; infinity if none is set."""
+    timer: Any = run.state.orders.find("timer", LIMIT)
+    return inf if timer is None else timer.at + timer.command.delay_s
+
+
+def time_taken_by(run: Scripted, subject: str, id: Any) -> float:
+    order = run.state.orders.find(subject, id)
+    assert order is not None
+    return time_taken(run.state, order)
+
+
+def limit(run: Scripted, subject: str, id: Any) -> float:
+    order = run.state.orders.find(subject, id)
+    assert order is not None
+    return limit_of(run.state, order)
 
 
 def cut_or_stopped(commands: list[Command]) -> list[str]:
@@ -84,11 +108,11 @@ def done(run: Scripted, kind: type[Any]) -> None:
 # escalation
 
 
-def test_a_group_that_exceeds_its_limit_is_parked_and_its_next_attempt_has_twice_the_time() -> None:
+def test_an_overdue_group_is_parked_and_its_next_attempt_has_twice_the_time() -> None:
     run = small(every(None, group_s=100.0))
     given = run.state.orders.find("group", 0).at  # type: ignore[union-attr]
     assert not cut_or_stopped(wait(run, given + 99.0))
-    assert cut_or_stopped(wait(run, given + 100.0)) == ["ParkGroup"] * 4
+    assert cut_or_stopped(wait(run, given + 105.0)) == ["ParkGroup"] * 4
     run.abort(0)
     group = run.state.groups[0]
     assert (group.infrastructure_failures, run.ordered(ResumeGroup)[-1].group) == (1, 0)
@@ -96,7 +120,33 @@ def test_a_group_that_exceeds_its_limit_is_parked_and_its_next_attempt_has_twice
     run.abort(1, 2, 3)
     again = run.state.orders.find("group", 0).at  # type: ignore[union-attr]
     assert not cut_or_stopped(wait(run, again + 199.0))
-    assert cut_or_stopped(wait(run, again + 200.0)) == ["ParkGroup"]
+    assert cut_or_stopped(wait(run, again + 205.0))[:1] == ["ParkGroup"]
+
+
+@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize(
+    ("others_end", "charged"),
+    [(True, [(1, 0), (1, 1), None]), (False, [(1, 0), (2, 0), (3, 0)])],
+    ids=["while others end", "while all hang"],
+)
+def test_a_prompt_that_hangs_again_is_to_blame(others_end: bool, charged: list[Any], dies: bool) -> None:
+    """`charged`: for infrastructure and for data, after 100 s, 200 s and 400 s; a prompt has two attempts for data.
+    `dies`: the replica does not park its groups."""
+    run = small(every(None, group_s=100.0, cut_s=7.0))
+    seen = []
+    for life, limit_s in enumerate((100.0, 200.0, 400.0), start=1):
+        if others_end:
+            run.finish(life)
+        run.wait(limit_s + 8.0 * dies)
+        if dies:
+            lost(run)
+            run.tell(ProcessUp(kind="replica", index=0, incarnation=life + 1, slots=4))
+        else:
+            run.abort(*run.running())
+        group = run.view.group(0)
+        seen.append(None if group is None else (group.infrastructure_failures, group.data_failures))
+    assert seen == charged
+    assert run.view.phase_counts()["released"] == seen.count(None)
 
 
 def test_a_replica_that_does_not_cut_a_group_short_is_stopped() -> None:
@@ -105,15 +155,25 @@ def test_a_replica_that_does_not_cut_a_group_short_is_stopped() -> None:
     parked = run.state.orders.find("park", 0).at  # type: ignore[union-attr]
     assert cut_or_stopped(wait(run, parked + 6.0)) == []
     (stop,) = [one for one in wait(run, parked + 7.0) if isinstance(one, StopProcess)]
-    assert stop.reason == "replica 0 exceeded its time limit of 7 s (timeouts.cut_s) after 7 s: it parks group 0"
+    said = "replica 0 exceeded its time limit of 7 s (timeouts.cut_s) after 7 s in ParkGroup (group 0)"
+    assert stop.reason == f"{said}; limits are checked every 0.35 s"
     assert {group.infrastructure_failures for group in run.state.groups.values() if group.attempt} == {1}
 
 
-def test_a_group_that_already_moves_is_not_told_to_park_twice() -> None:
+def test_a_group_that_already_moves_is_not_ordered_to_park_twice() -> None:
     run = small(every(None, group_s=100.0))
     wait(run, 103.0)
     run.tell(SettingChanged(setting="timeouts.group_s", value="50"))
     assert not cut_or_stopped(wait(run, run.clock + 51.0)), "the cut has its own limit"
+
+
+def test_an_attempt_that_progresses_while_it_is_parked_exceeds_its_limit_once() -> None:
+    run = small(every(None, group_s=100.0, cut_s=9_000.0))
+    wait(run, run.clock + 105.0)
+    run.keep_prefix(0, tokens=3)
+    wait(run, run.clock + 225.0)
+    assert [order.group for order in run.ordered(ParkGroup)].count(0) == 1
+    assert run.state.groups[0].exceeded == 1
 
 
 def trains(run: Scripted) -> None:
@@ -140,20 +200,20 @@ def resumes(run: Scripted) -> None:
     run.install()
 
 
-TRAINS = r"the trainer exceeded its time limit of 50 s \(timeouts.train_s\) after 50 s: it trains step 0 on 2 groups"
+TRAINS = r"the trainer exceeded its time limit of 50 s \(timeouts.train_s\) after 50 s in TrainStep \(step 0\)"
 
 
 @pytest.mark.parametrize(
     ("kind", "prepare", "others", "ends", "says"),
     [
-        ("draw", lambda run: None, {"answers_draws": False}, "FinishRun", "the data source .* draws 6 prompts"),
-        ("score", trains, {"scoring_tasks": ("old_logprobs",)}, "StopProcess", "the trainer .* does old_logprobs"),
+        ("draw", lambda run: None, {"answers_draws": False}, "FinishRun", "the data source .* in DrawPrompts;"),
+        ("score", trains, {"scoring_tasks": ("old_logprobs",)}, "StopProcess", ".* in ScoreBatch .*old_logprobs"),
         ("train", trains, {}, "StopProcess", TRAINS),
-        ("publish", publishes, {}, "StopProcess", "the trainer .* publishes version 1"),
-        ("checkpoint", checkpoints, {"checkpoint_every": 1}, "StopProcess", "the trainer .* writes the checkpoint"),
-        ("sync", syncs, {}, "StopProcess", "replica 0 .* fetches version 1"),
-        ("resume", resumes, {}, "StopProcess", "replica 0 .* resumes sampling"),
-        ("store", publishes, {}, "StopProcess", "the trajectory store .* forgets 2 groups"),
+        ("publish", publishes, {}, "StopProcess", "the trainer .* in PublishWeights .*version 1"),
+        ("checkpoint", checkpoints, {"checkpoint_every": 1}, "StopProcess", "the trainer .* in SaveCheckpoint"),
+        ("sync", syncs, {}, "StopProcess", "replica 0 .* in StageWeights"),
+        ("resume", resumes, {}, "StopProcess", "replica 0 .* in ResumeReplica"),
+        ("store", publishes, {}, "StopProcess", "the trajectory store .* in DiscardGroups"),
     ],
 )  # fmt: skip
 def test_a_process_that_does_not_execute_its_order_is_stopped(
@@ -162,9 +222,9 @@ def test_a_process_that_does_not_execute_its_order_is_stopped(
     run = small(Timeouts(**{f"{kind}_s": 50.0}), **others)
     prepare(run)
     (order,) = [one for one in run.state.orders.all() if one.subject in (kind, "discard" if kind == "store" else kind)]
-    began = run.state.now - run.state.clocks.elapsed(order)
+    began = run.state.now - time_taken(run.state, order)
     assert not cut_or_stopped(wait(run, began + 49.0))
-    (last,) = [one for one in wait(run, began + 50.0) if type(one).__name__ == ends]
+    (last,) = [one for one in wait(run, began + 52.5) if type(one).__name__ == ends]
     assert re.match(says, last.reason), last.reason  # type: ignore[attr-defined]
     if isinstance(last, FinishRun):
         assert last.outcome == "stopped" and not last.again, "it can be resumed"
@@ -179,14 +239,14 @@ def test_the_pause_and_the_install_of_a_replica_have_a_limit_too() -> None:
     assert cut_or_stopped(wait(run, run.clock + 2.0)) == ["StopProcess"]
 
 
-def test_a_replica_that_does_not_start_is_stopped_and_one_that_does_not_stop_ends_the_run() -> None:
+def test_a_replica_hung_at_start_is_stopped_and_one_that_does_not_stop_ends_the_run() -> None:
     run = small(every(None, start_s=50.0))
     run.tell(ReplicasWanted(replicas=2))
     assert run.ordered(StartProcess)
-    assert cut_or_stopped(wait(run, run.clock + 51.0)) == ["StopProcess"]
+    assert cut_or_stopped(wait(run, run.clock + 53.0)) == ["StopProcess"]
     stop = run.ordered(StopProcess)[-1]
     assert (stop.kind, stop.index, stop.incarnation) == ("replica", 1, 1)
-    assert cut_or_stopped(wait(run, run.clock + 51.0)) == ["FinishRun"]
+    assert cut_or_stopped(wait(run, run.clock + 53.0)) == ["FinishRun"]
     end = run.ordered(FinishRun)[-1]
     assert (end.outcome, end.again) == ("stopped", True)
     assert end.reason.startswith("replica 1 exceeded its time limit of 50 s (timeouts.start_s)")
@@ -216,7 +276,7 @@ def up(run: Scripted) -> list[Command]:
     return run.tell(ProcessUp(kind=start.kind, index=start.index, incarnation=start.incarnation))
 
 
-def test_a_trainer_that_is_stopped_starts_again_and_its_orders_stand_still_until_it_is_up() -> None:
+def test_a_stopped_trainer_restarts_and_its_orders_stand_still_until_it_is_up() -> None:
     run = small(every(None, train_s=50.0))
     trains(run)
     (stop,) = [one for one in wait(run, run.clock + 60.0) if isinstance(one, StopProcess)]
@@ -232,6 +292,19 @@ def test_a_trainer_that_is_stopped_starts_again_and_its_orders_stand_still_until
     began = run.clock
     assert not cut_or_stopped(wait(run, began + 99.0)), "an order that was overdue has twice the time"
     assert cut_or_stopped(wait(run, began + 100.0)) == ["StopProcess"]
+
+
+@pytest.mark.parametrize(
+    "then", [SettingChanged(setting="timeouts.group_s", value="900"), SchedulerRecovered()], ids=["setting", "failover"]
+)
+def test_a_hang_is_charged_whatever_happens_before_its_process_has_ended(then: Any) -> None:
+    """Every order gets its full time then, but the trainer is being stopped for this one."""
+    run = small(every(None, train_s=100.0), checkpoint_every=1)
+    run.finish(0, 1)
+    assert "StopProcess" in cut_or_stopped(run.wait(120.0))
+    run.tell(replace(then))
+    lost(run)
+    assert run.state.steps[0].failures == 1
 
 
 def test_a_trainer_that_hangs_again_and_again_ends_the_run() -> None:
@@ -274,6 +347,17 @@ def test_a_start_that_waits_for_room_stands_still() -> None:
     assert cut_or_stopped(wait(run, run.clock + 2.0)) == ["StopProcess"]
 
 
+def test_a_start_that_gets_room_between_two_checks_has_its_full_time() -> None:
+    run = small(every(None, start_s=600.0, group_s=6000.0))
+    run.tell(ReplicasWanted(replicas=2))
+    waits = {"kind": "replica", "index": 1, "incarnation": 1}
+    run.tell(ProcessWaits(**waits, reason="no GPU is free"))
+    wait(run, next_check(run) + 29.0)
+    run.tell(ProcessWaits(**waits, reason=""))
+    assert time_taken_by(run, "start", ("replica", 1)) <= 1.0
+    assert not cut_or_stopped(wait(run, run.clock + 599.0))
+
+
 def test_the_delay_of_a_start_does_not_count() -> None:
     run = small(every(None, start_s=50.0), replica_restarts=9)
     run.tell(ReplicasWanted(replicas=2))
@@ -289,10 +373,10 @@ def test_a_start_that_waited_for_room_teaches_nothing_about_starts() -> None:
     run = small(every(None, start_s=AUTO))
     run.tell(ReplicasWanted(replicas=2))
     run.tell(ProcessWaits(kind="replica", index=1, incarnation=1, reason="no GPU is free"))
-    known = run.state.clocks.longest["start"]
+    known = run.state.limit_check.longest["start"]
     run.clock += 50_000.0
     run.tell(ProcessUp(kind="replica", index=1, incarnation=1, slots=4, version=0))
-    assert run.state.clocks.longest["start"] == known
+    assert run.state.limit_check.longest["start"] == known
 
 
 def test_a_trainer_may_train_the_steps_since_its_checkpoint_again_before_it_is_up() -> None:
@@ -319,7 +403,7 @@ def test_a_store_that_is_stopped_has_the_run_begin_again_from_its_record() -> No
     assert "the trajectory store exceeded its time limit of 50 s (timeouts.store_s)" in end.reason
 
 
-def test_work_of_an_added_state_that_takes_too_long_fails_and_its_late_answer_is_stale() -> None:
+def test_overdue_work_of_an_added_state_fails_and_its_late_answer_is_stale() -> None:
     run = small(every(None, stage_s=50.0), added_states=(TWO_AT_ONCE,))
     run.finish(0)
     first = run.ordered(EnterState)[-1]
@@ -424,7 +508,7 @@ def test_a_replica_that_dies_charges_each_of_its_groups() -> None:
     assert [run.state.groups[id].infrastructure_failures for id in range(4)] == [1, 1, 1, 1]
 
 
-def test_when_the_trainer_hangs_over_a_checkpoint_the_train_step_behind_it_is_not_charged() -> None:
+def test_a_trainer_hang_in_a_checkpoint_is_not_charged_to_the_train_step_behind_it() -> None:
     run = small(every(None, checkpoint_s=50.0), checkpoint_every=1, keeps_batches=True)
     checkpoints(run)
     run.finish(2, 3)
@@ -477,17 +561,7 @@ def test_max_s_bounds_orders_that_have_a_longer_limit_of_their_own() -> None:
     run = small(every(None, group_s=1000.0, max_s=250.0))
     began = run.state.orders.find("group", 0).at  # type: ignore[union-attr]
     assert not cut_or_stopped(wait(run, began + 249.0))
-    assert cut_or_stopped(wait(run, began + 250.0)) == ["ParkGroup"] * 4
-
-
-def test_orders_that_were_answered_do_not_pile_up() -> None:
-    run = small(every(None, group_s=1e6))
-    for _ in range(60):
-        run.finish(*run.running()[:2])
-        run.train()
-        run.publish()
-        run.install()
-    assert len(run.state.clocks._heap) <= 64 + 4 * len(run.state.clocks.looks)
+    assert cut_or_stopped(wait(run, began + 263.0)) == ["ParkGroup"] * 4
 
 
 def test_max_s_bounds_a_group_whatever_its_progress() -> None:
@@ -497,7 +571,7 @@ def test_max_s_bounds_a_group_whatever_its_progress() -> None:
         wait(run, run.clock + 70.0)
         run.keep_prefix(0, 1, 2, 3, tokens=tokens)
     assert not run.ordered(ParkGroup)
-    wait(run, began + 250.0)
+    wait(run, began + 255.0)
     assert [order.group for order in run.ordered(ParkGroup)].count(0) == 1
 
 
@@ -506,16 +580,16 @@ def test_auto_waits_six_floors_for_the_first_answer_and_learns_from_answers() ->
     began = run.clock
     assert not cut_or_stopped(wait(run, began + 500.0)), "a first compilation may be slow"
     run.finish(0)
-    took = run.state.clocks.longest["group"]
+    took = run.state.limit_check.longest["group"]
     assert 500.0 <= took <= 505.0
     order = run.state.orders.find("group", 1)
-    assert order is not None and run.state.clocks.limit(order) == pytest.approx(10 * took)
+    assert order is not None and limit_of(run.state, order) == pytest.approx(10 * took)
 
 
-def test_after_its_first_short_answer_a_process_has_the_floor_and_a_fresh_one_six_floors() -> None:
+def test_after_a_first_short_answer_a_process_has_one_floor_and_a_fresh_one_has_six() -> None:
     run = small(every(None, sync_s=AUTO, floor_s=100.0))
     resumes(run)
-    assert run.state.clocks.least["sync"] == 100.0
+    assert run.state.limit_check.least["sync"] == 100.0
     for replica, expected in ((0, 100.0), (1, 600.0)):
         if replica == 1:
             run.tell(ProcessUp(kind="replica", index=1, incarnation=1, slots=4, version=0))
@@ -524,7 +598,7 @@ def test_after_its_first_short_answer_a_process_has_the_floor_and_a_fresh_one_si
             run.train()
             run.publish()
         order = run.state.orders.find("sync", replica)
-        assert order is not None and run.state.clocks.limit(order) == expected
+        assert order is not None and limit_of(run.state, order) == expected
 
 
 def test_the_next_life_of_a_replica_is_fresh() -> None:
@@ -533,7 +607,7 @@ def test_the_next_life_of_a_replica_is_fresh() -> None:
     run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
     run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=0))
     order = run.state.orders.find("sync", 0)
-    assert order is not None and run.state.clocks.limit(order) == 600.0
+    assert order is not None and limit_of(run.state, order) == 600.0
 
 
 def test_failures_and_parked_groups_teach_nothing() -> None:
@@ -541,7 +615,7 @@ def test_failures_and_parked_groups_teach_nothing() -> None:
     wait(run, run.clock + 400.0)
     run.fail(0, cause="data")
     run.abort(1)
-    assert "group" not in run.state.clocks.longest
+    assert "group" not in run.state.limit_check.longest
 
 
 def test_the_floor_is_longer_for_slow_kinds_unless_it_is_lowered() -> None:
@@ -556,7 +630,7 @@ def test_the_floor_is_longer_for_slow_kinds_unless_it_is_lowered() -> None:
 def test_groups_on_a_replica_that_takes_new_weights_stand_still(state: str) -> None:
     run = small(every(None, group_s=100.0))
     syncs(run)
-    replica = run.state.fleet.replicas[0]
+    replica = run.state.replicas[0]
     place = {"replica": 0, "incarnation": 1, "attempt": replica.sync_attempt}
     wait(run, run.clock + 50.0)
     run.tell(WeightsStaged(**place, version=1))
@@ -575,7 +649,7 @@ def test_a_pause_that_waits_for_groups_begins_when_the_last_one_ends() -> None:
     run = small(every(None, sync_s=50.0, group_s=1000.0), sync_mode="wait")
     syncs(run)
     run.install(pause=False)
-    assert run.state.fleet.replicas[0].state == "pausing"
+    assert run.state.replicas[0].state == "pausing"
     assert not cut_or_stopped(wait(run, run.clock + 500.0))
     run.finish(*run.running())
     assert not cut_or_stopped(wait(run, run.clock + 45.0))
@@ -600,6 +674,16 @@ def test_an_order_of_the_trainer_is_timed_from_the_end_of_the_one_ahead() -> Non
     assert cut_or_stopped(wait(run, run.clock + 3.0)) == ["StopProcess"]
 
 
+def test_an_order_has_its_full_time_if_the_one_ahead_ends_just_before_a_check() -> None:
+    run = small(every(None, train_s=100.0, checkpoint_s=1000.0), checkpoint_every=1)
+    checkpoints(run)
+    run.finish(2, 3)
+    wait(run, next_check(run) + 0.5)
+    run.tell(CheckpointSaved(steps=1), at=next_check(run) - 0.1)
+    assert not cut_or_stopped(wait(run, run.clock + 99.0)), "the trainer has worked on the step for 99 s"
+    assert cut_or_stopped(wait(run, run.clock + 7.0)) == ["StopProcess"]
+
+
 def test_what_runs_on_a_sleeping_replica_has_no_limit() -> None:
     pools = (Pool(tasks=("rollout", "train"), replicas=(0,)),)
     run = small(every(100.0, train_s=None, publish_s=None, store_s=None, draw_s=None), pools=pools)
@@ -608,7 +692,7 @@ def test_what_runs_on_a_sleeping_replica_has_no_limit() -> None:
     assert pause.mode == "sleep"
     run.abort(*run.running())
     run.tell(ReplicaPaused(replica=0, incarnation=1, attempt=pause.attempt))
-    assert run.state.fleet.replicas[0].state == "asleep"
+    assert run.state.replicas[0].state == "asleep"
     assert not cut_or_stopped(wait(run, run.clock + 10_000.0))
 
 
@@ -630,43 +714,71 @@ def test_a_resume_keeps_what_was_learned_and_times_nothing_of_before() -> None:
     run = small(every(AUTO, floor_s=100.0))
     checkpoints(run)
     run.finish(2)
-    clocks = run.state.clocks
-    clocks.double(run.state.orders.find("group", 3))  # type: ignore[arg-type]
-    longest, doubled = dict(clocks.longest), dict(clocks.doubled)
+    run.state.groups[3].exceeded = 1
+    longest = dict(run.state.limit_check.longest)
     run.tell(RunResumed(steps=1, replicas=1, consumed=(), released=(), kept=True), at=1_000_000.0)
-    assert (clocks.longest, clocks.doubled) == (longest, doubled)
+    assert (run.state.limit_check.longest, run.state.groups[3].exceeded) == (longest, 1)
     assert {order.subject for order in run.state.orders.all()} == {"publish", "start", "timer"}
     run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=1))
     assert not cut_or_stopped(wait(run, run.clock + 590.0)), "every process is fresh"
 
 
+def test_the_limit_of_the_first_publication_after_a_resume_doubles_too() -> None:
+    """The version before it is retired by then, and the count must not be lost with it."""
+    run = small(every(None, publish_s=100.0), checkpoint_every=1)
+    checkpoints(run)
+    run.tell(CheckpointSaved(steps=1))
+    run.tell(RunResumed(steps=1, replicas=1, consumed=(), released=(), kept=True))
+    assert limit(run, "publish", 2) == 100.0
+    assert "StopProcess" in cut_or_stopped(run.wait(110.0))
+    lost(run)
+    assert limit(run, "publish", 2) == 200.0
+
+
+def test_a_trainer_that_hangs_after_a_resume_is_stopped() -> None:
+    """The run had ended because an earlier trainer hung over the deletion of a checkpoint."""
+    run = small(every(None, store_s=50.0), checkpoint_every=1, keep_checkpoints=1, trainer_restarts=0)
+    for saved in (1, 2):
+        run.finish(*run.running()[:2])
+        run.train()
+        run.publish()
+        run.install()
+        run.tell(CheckpointSaved(steps=saved))
+    run.tell(OrderDone(orders=tuple(one.number for one in (*run.ordered(DiscardGroups), *run.ordered(RetireWeights)))))
+    assert cut_or_stopped(run.wait(60.0)) == ["StopProcess"]
+    lost(run)
+    assert run.state.outcome is not None
+    run.tell(RunResumed(steps=2, replicas=1, consumed=(), released=(), kept=True))
+    (stop,) = [command for command in run.wait(200.0) if isinstance(command, StopProcess)]
+    assert stop.kind == "trainer" and "in DeleteCheckpoint (steps 1)" in stop.reason
+
+
 def test_history_is_in_the_snapshot() -> None:
     run = small(every(AUTO, floor_s=100.0))
     checkpoints(run)
-    wait(run, run.clock + 700.0)
-    assert run.state.clocks.doubled
+    wait(run, run.clock + 110.0)
+    assert any(order.overdue for order in run.state.orders.all()) and run.state.limit_check.clock > 100.0
     again = restore([unpack(pack(part)) for part in snapshot(run.scheduler)])
-    assert again.state_hash == run.scheduler.state_hash
-    for name in ("longest", "doubled", "looks", "least", "timer_at"):
-        assert getattr(again.state.clocks, name) == getattr(run.state.clocks, name)
+    require_same_state(again, run.scheduler)
+    for name in ("clock", "at", "interval", "cursor", "exceeded", "longest", "least"):
+        assert getattr(again.state.limit_check, name) == getattr(run.state.limit_check, name)
 
 
-def test_a_new_scheduler_process_and_one_that_stood_still_give_every_order_its_full_time() -> None:
+def test_a_scheduler_that_is_new_or_stood_still_gives_every_order_its_full_time() -> None:
     run = small(every(None, group_s=100.0))
     run.tell(SchedulerRecovered(), at=95.0)
-    assert not cut_or_stopped(wait(run, 190.0))
-    timer = run.state.limit_timer
+    assert not cut_or_stopped(wait(run, 175.0))
+    timer = run.state.orders.find("timer", LIMIT).number
     assert timer is not None
     assert not cut_or_stopped(run.tell(TimerFired(timer=timer), at=1000.0)), "its own process stood still"
-    assert not cut_or_stopped(wait(run, 1099.0))
-    assert cut_or_stopped(wait(run, 1100.0)) == ["ParkGroup"] * 4
+    assert 85.0 <= time_taken_by(run, "group", 0) <= 95.0, "of 825 s, no more than two intervals count"
 
 
-def test_one_timer_serves_all_orders_and_an_order_that_is_due_sooner_gets_it() -> None:
+def test_one_check_serves_all_orders_as_often_as_the_smallest_limit_needs() -> None:
     run = small(every(None, group_s=100.0, train_s=10.0))
     trains(run)
     assert [order.subject for order in run.state.orders.all()].count("timer") == 1
-    assert run.state.clocks.timer_at == run.ordered(SetTimer)[-1].delay_s + run.clock == run.clock + 10.0
+    assert next_check(run) == run.clock + 0.5, "a twentieth of the smallest limit"
     run.train()
     assert not cut_or_stopped(wait(run, run.clock + 50.0))
 
@@ -678,9 +790,9 @@ def test_limits_may_be_set_and_lifted_at_any_time() -> None:
     run.tell(SettingChanged(setting="timeouts.floor_s", value="10"))
     assert not cut_or_stopped(wait(run, run.clock + 59.0))
     run.tell(SettingChanged(setting="timeouts.train_s", value="off"))
-    assert run.state.limit_timer is None
+    assert not run.state.timer_is_set(LIMIT)
     run.tell(SettingChanged(setting="timeouts.train_s", value="30"))
-    assert cut_or_stopped(wait(run, run.clock + 30.0)) == ["StopProcess"]
+    assert cut_or_stopped(wait(run, run.clock + 31.5)) == ["StopProcess"]
 
 
 @pytest.mark.parametrize(

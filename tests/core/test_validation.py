@@ -32,8 +32,8 @@ from engine.events import (
     SyncFailed,
 )
 from engine.policies import PolicySet
-from engine.scheduling.validation import ValidationScheduling
-from engine.scheduling.weights import SyncScheduling
+from engine.scheduling import weights
+from engine.scheduling.core import Core
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, ValidationLimits, ValidationSet
 from engine.states.state import State
@@ -73,7 +73,7 @@ class Measured(Scripted):
         return [
             order
             for order in orders
-            if order.chunk in self.state.fleet.replicas[order.replica].chunks
+            if order.chunk in self.state.replicas[order.replica].chunks
             and runs[order.validation].chunks[order.chunk].attempt == order.attempt
         ]
 
@@ -101,12 +101,12 @@ class Measured(Scripted):
         raise AssertionError("more than a hundred chunks")
 
     def lose(self, id: int, final: bool = False) -> None:
-        incarnation = self.state.fleet.replicas[id].process.incarnation
+        incarnation = self.state.replicas[id].process.incarnation
         self.tell(ProcessLost(kind="replica", index=id, incarnation=incarnation, final=final, reason="unplugged"))
 
     def come_back(self, id: int) -> None:
         """The life that was ordered is up."""
-        incarnation = self.state.fleet.replicas[id].process.incarnation
+        incarnation = self.state.replicas[id].process.incarnation
         self.tell(ProcessUp(kind="replica", index=id, incarnation=incarnation, slots=100, version=0))
 
     def staged(self, id: int) -> list[int]:
@@ -199,12 +199,12 @@ def test_a_validation_that_is_superseded_before_it_begins_is_cancelled() -> None
     assert world.ended[0].reason == "superseded by version 3 before it started"
     world.measure_all()
     world.install(0)
-    assert world.state.fleet.replicas[0].version == 3
+    assert world.state.replicas[0].version == 3
     world.measure_all()
     assert world.ends() == [("cancelled", 2), ("reported", 1), ("reported", 3)]
 
 
-def test_a_validation_that_waited_gets_its_version_installed_though_a_newer_one_is_there() -> None:
+def test_a_validation_that_waited_gets_its_version_installed_despite_a_newer_one() -> None:
     world = Measured(replace(ON_THE_WAY, every=2), max_staleness_steps=5, max_concurrent_groups=6)
     for version in range(1, 6):
         world.next_version()
@@ -303,11 +303,11 @@ def test_a_version_that_only_a_lost_replica_had_is_installed_on_its_next_life() 
     world.come_back(0)
     assert world.staged(0)[-1] == 2
     assert 2 not in [order.version for order in world.ordered(RetireWeights)]
-    replica = world.state.fleet.replicas[0]
+    replica = world.state.replicas[0]
     assert replica.staging == 2
 
 
-def test_where_no_replica_can_have_the_version_the_validation_fails_and_the_run_does_not() -> None:
+def test_a_validation_whose_version_no_replica_can_have_fails_and_not_the_run() -> None:
     world = Measured(replace(ON_THE_WAY, every=2), max_staleness_steps=5, max_concurrent_groups=6)
     for version in (1, 2, 3):
         world.next_version()
@@ -369,14 +369,14 @@ def test_a_validation_of_which_no_row_could_be_measured_has_failed() -> None:
     assert (world.ends(), world.ended[0].reason) == ([("failed", 0)], "no row could be measured")
 
 
-def test_a_last_version_that_cannot_be_installed_fails_its_validation_and_not_the_run() -> None:
+def test_a_last_version_that_cannot_be_installed_fails_its_validation_not_the_run() -> None:
     limits = {"max_steps": 1, "infrastructure_attempts": 2}
     world = Measured(replace(ON_THE_WAY, every=0, at_end=True), replicas=1, **limits)
     world.next_version()
     for _ in range(20):
         if world.state.outcome is not None:
             break
-        replica = world.state.fleet.replicas[0]
+        replica = world.state.replicas[0]
         place = {"replica": 0, "incarnation": replica.incarnation, "attempt": replica.sync_attempt}
         if replica.process.state == "stopping":
             world.lose(0)
@@ -413,9 +413,7 @@ def resumed_at(steps: int, *, kept: bool) -> Measured:
 
 
 @pytest.mark.parametrize(("steps", "kept"), [(3, True), (2, False)])
-def test_a_validation_that_a_crash_cut_off_is_made_of_the_weights_that_the_run_goes_on_with(
-    steps: int, kept: bool
-) -> None:
+def test_a_validation_cut_off_by_a_crash_measures_the_weights_the_run_resumes_with(steps: int, kept: bool) -> None:
     world = resumed_at(steps, kept=kept)
     assert world.ends() == [("cancelled", 2)] and "the next version is measured instead" in world.ended[0].reason
     assert {order.version for order in world.out()} == {4}
@@ -444,15 +442,16 @@ def test_a_run_that_is_cut_off_twice_owes_its_validation_still() -> None:
     assert {order.version for order in world.out()} == {4}
 
 
-def test_a_version_that_is_published_while_a_run_drains_is_measured_once_it_is_resumed() -> None:
+def test_a_version_published_while_a_run_drains_is_measured_once_it_is_resumed() -> None:
     world = Measured(replace(ON_THE_WAY, every=2))
     world.next_version()
     world.finish(world.running()[0])
     world.tell(DrainRequested(reason="maintenance"))
     world.train()
     world.publish()
+    world.abort(*world.running())
     for id in (0, 1):
-        replica = world.state.fleet.replicas[id]
+        replica = world.state.replicas[id]
         world.tell(ReplicaPaused(replica=id, incarnation=replica.incarnation, attempt=replica.sync_attempt))
     assert world.ordered(FinishRun)[-1].outcome == "stopped" and world.ends() == [("cancelled", 2)]
     world.tell(RunResumed(steps=2, replicas=2, consumed=(), released=(), kept=True))
@@ -538,14 +537,15 @@ def worlds(count: int) -> list[World]:
 
 
 def versions_are_retired_under_their_validation(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = SyncScheduling._retire
+    honest = weights._retire_versions
 
-    def retire(self: SyncScheduling, latest: int) -> None:
-        runs, self.state.validations.runs = self.state.validations.runs, {}
-        honest(self, latest)
-        self.state.validations.runs = runs
+    def retire(core: Core, latest: int) -> None:
+        validations = core.state.validations
+        runs, validations.runs = validations.runs, {}
+        honest(core, latest)
+        validations.runs = runs
 
-    monkeypatch.setattr(SyncScheduling, "_retire", retire)
+    monkeypatch.setattr(weights, "_retire_versions", retire)
 
 
 def held_replicas_take_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -587,14 +587,11 @@ def repeated_answers_count(monkeypatch: pytest.MonkeyPatch) -> None:
 def groups_run_on_validators(monkeypatch: pytest.MonkeyPatch) -> None:
     from engine.states.replica import Replica
 
-    def count_taken(self: Replica) -> None:
-        self.taken = len(self.chunks)
-
-    monkeypatch.setattr(Replica, "count_taken", count_taken)
+    monkeypatch.setattr(Replica, "taken", property(lambda replica: len(replica.chunks)))
 
 
 def the_run_ends_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ValidationScheduling, "close", lambda self: None)
+    monkeypatch.setattr("engine.scheduling.ending.close_validations", lambda core: None)
 
 
 WRONG = [
@@ -667,9 +664,9 @@ def measure(world: Measured, right: int) -> None:
         order = world.out()[0]
         rows = tuple(range(order.first, order.first + order.count))
         rewards = tuple(float(0 < row <= right) for row in rows)
-        told = {"measured": len(rows), "right": int(sum(rewards)), "reward": sum(rewards)}
-        told["right_rows"] = tuple(row for row in rows if 0 < row <= right)
-        world.measured(order, rows=rows, rewards=rewards, answers=(5,) * len(rows), **told)
+        figures = {"measured": len(rows), "right": int(sum(rewards)), "reward": sum(rewards)}
+        figures["right_rows"] = tuple(row for row in rows if 0 < row <= right)
+        world.measured(order, rows=rows, rewards=rewards, answers=(5,) * len(rows), **figures)
 
 
 def save_and_measure(world: Measured, *shares: int) -> None:

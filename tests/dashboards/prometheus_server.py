@@ -113,14 +113,14 @@ class Prometheus:
         ]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=self.directory)
         assert process.stderr is not None
-        told, url = [], ""
+        lines, url = [], ""
         for line in process.stderr:
-            told.append(line)
+            lines.append(line)
             found = re.search(r'msg="Listening on" address=(\S+)', line)
             url = f"http://{found[1]}" if found else url
             if "Server is ready to receive web requests" in line:
                 break
-        assert url, "".join(told)
+        assert url, "".join(lines)
         # What it says further on must not fill the pipe.
         log = (self.directory / "prometheus.log").open("w")
         threading.Thread(target=shutil.copyfileobj, args=(process.stderr, log), daemon=True).start()

@@ -171,7 +171,7 @@ def test_a_query_for_what_does_not_exist_is_refused() -> None:
         of(names.SLOTS, state="bussy")
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert main([str(tmp_path / "file" / "boards")]) == 2
     said = capsys.readouterr().err

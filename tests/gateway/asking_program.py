@@ -8,7 +8,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
-text = json.loads(os.environ["STEP_ENGINE_PROMPT"])["text"]
+text = json.loads(Path(os.environ["STEP_ENGINE_PROMPT_FILE"]).read_text())["text"]
 try:
     Path("killed").symlink_to(text)  # the first of all, and what it was asked
     os.kill(os.getpid(), signal.SIGTERM)

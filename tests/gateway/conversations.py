@@ -30,20 +30,20 @@ def make_inputs(directory: Path, prompts: int) -> dict[str, Any]:
     return {"model": {"path": str(directory / "model")}, "data": {"path": str(directory / "rows.jsonl")}}
 
 
-def told(line: str) -> None:
+def write_line(line: str) -> None:
     """For the test to read: one line, in one write."""
-    with open("told.txt", "a") as file:
+    with open("agents.txt", "a") as file:
         file.write(line + "\n")
 
 
 async def converse(base_url: str, api_key: str, prompt: Prompt) -> None:
-    told(f"begun {prompt.row} {api_key}")
+    write_line(f"begun {prompt.row} {api_key}")
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         messages: list[Any] = [{"role": "user", "content": prompt.text}]
         for turn in range(TURNS):
             done = await client.chat.completions.create(model="model", messages=messages)
             messages += [done.choices[0].message.model_dump(), {"role": "user", "content": f"turn {turn}"}]
-    told(f"ended {prompt.row} {api_key}")
+    write_line(f"ended {prompt.row} {api_key}")
 
 
 async def deadly(base_url: str, api_key: str, prompt: Prompt) -> None:

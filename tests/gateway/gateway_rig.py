@@ -9,16 +9,16 @@ from openai import AsyncOpenAI
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from engine.control.http_listener import ConnectionBounds
 from engine.gateway.agents import Agents
 from engine.gateway.gateway_server import GatewayServer
-from engine.gateway.sessions import Bounds
-from engine.http_listener import ConnectionBounds
+from engine.gateway.sessions import SessionBounds
 from engine.protocols import Generated, GroupWork
 from engine.rollout.agents.agent_generator import AgentCall, AgentGenerator, GroupOutcome, OpenGroup
 from engine.rollout.agents.conversation import Chat
-from engine.rollout.agents.tool_calls import PARSERS
+from engine.rollout.agents.tool_calls import PARSERS, Parser
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
-from engine.rollout.scoring import Scorer
+from engine.rollout.scoring import Grader
 from engine.rollout.torch.torch_backend import TorchBackend
 from engine.trajectory import Prompt, Span, Trajectory
 
@@ -58,7 +58,7 @@ def model(seed: int = 0) -> Qwen2ForCausalLM:
 
 
 class FixedAnswers:
-    """A backend that says what it is told, word for word, under version 0."""
+    """A backend that gives the answers of a test, word for word, under version 0."""
 
     context = CONTEXT
 
@@ -128,26 +128,28 @@ class Rig:
         *backends: RolloutBackend,
         template: str | None = TEMPLATE,
         max_tokens: int = 12,
-        parser: str = "hermes",
+        parser: str | Parser = "hermes",
         timeout_s: float = 60.0,
         max_body_bytes: int = 1 << 20,
         reward: Any = length_of,
         bounds: ConnectionBounds | None = None,
+        forced_calls: str = "refuse",
     ) -> None:
         self.tokens = tokenizer(template)
         self.backends = backends or (TorchBackend(model(), rows=8),)
-        self.agents = Agents(Bounds(max_tokens=max_tokens, context=CONTEXT, timeout_s=timeout_s), self._launch)
+        limits = SessionBounds(max_tokens=max_tokens, context=CONTEXT, timeout_s=timeout_s, forced_calls=forced_calls)
+        self.agents = Agents(limits, self._launch)
         self.server = GatewayServer(
             self.agents,
             Chat(self.tokens, [1]),
             model="tiny",
-            parser=PARSERS[parser],
+            parser=PARSERS[parser] if isinstance(parser, str) else parser,
             max_body_bytes=max_body_bytes,
             bounds=bounds,
         )
         params = SamplingParams(max_tokens=max_tokens, stop_ids=(1,))
         self.generators = [
-            AgentGenerator(backend, Scorer(self.tokens, reward), params=params, seed=7) for backend in self.backends
+            AgentGenerator(backend, Grader(self.tokens, reward), params=params, seed=7) for backend in self.backends
         ]
         self.lines = [Line(self.agents, generator) for generator in self.generators]
         for generator, line in zip(self.generators, self.lines, strict=True):

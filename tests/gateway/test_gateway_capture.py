@@ -287,11 +287,11 @@ def test_a_streamed_completion_has_the_log_probs_of_the_whole_one() -> None:
 
 
 def test_log_probs_are_those_of_the_sampled_tokens() -> None:
-    told: list[float] = []
+    logprobs: list[float] = []
 
     async def curious(client: AsyncOpenAI, prompt: Prompt) -> None:
         done = await ask(client, [{"role": "user", "content": prompt.text}], logprobs=True)
-        told.extend(token.logprob for token in done.choices[0].logprobs.content)
+        logprobs.extend(token.logprob for token in done.choices[0].logprobs.content)
 
     (only,) = run(one_group(curious))
-    assert told == only.logprobs
+    assert logprobs == only.logprobs

@@ -301,3 +301,28 @@ def model_text(ids: list[int]) -> str:
 def test_a_reward_is_needed_from_somewhere() -> None:
     with pytest.raises(DataFailure, match="returned no reward"):
         run(one_group(hello, FixedAnswers("x<end>"), reward=None))
+
+
+def test_an_agent_that_works_between_its_calls_is_measured_on_the_replica() -> None:
+    began, leave = asyncio.Barrier(3), asyncio.Event()
+
+    async def slow(client: AsyncOpenAI, prompt: Prompt) -> float:
+        await hello(client, prompt)
+        await began.wait()
+        await leave.wait()
+        return 1.0
+
+    async def scene() -> None:
+        async with Rig(slow, FixedAnswers("1<end>", "2<end>")) as rig:
+            (generator,) = rig.generators
+            running = asyncio.ensure_future(rig.generate(samples=2))
+            await began.wait()
+            busy = generator.call_figures()[0]
+            assert (busy.function, busy.setting) == ("agent", "rollout.slots")
+            assert (busy.groups, busy.at_once, busy.calls) == (1, 2, 2), "each has worked until its first request"
+            leave.set()
+            await running
+            done = generator.call_figures()[0]
+            assert (done.groups, done.calls) == (0, 4) and done.seconds > 0
+
+    run(scene())

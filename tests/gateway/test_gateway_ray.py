@@ -71,12 +71,12 @@ def test_conversations_live_through_new_weights_and_the_loss_of_a_replica(
     resumed = {e.group for e in events_of(run_dir, GroupAborted) if e.tokens}
     assert resumed & {e.group for e in generated if e.oldest_version < e.newest_version}
     assert len(events_of(run_dir, WeightsInstalled)) > 1
-    lines = Counter(line.split()[0] for line in (tmp_path / "told.txt").read_text().splitlines())
+    lines = Counter(line.split()[0] for line in (tmp_path / "agents.txt").read_text().splitlines())
     assert lines["ended"] == PROMPTS * SAMPLES
     assert lines["begun"] - lines["ended"] <= SAMPLES, "hardly an agent was begun twice"
 
 
-def test_a_run_whose_gateway_dies_begins_again_and_where_it_dies_each_time_ends_and_says_so(
+def test_a_run_restarts_when_its_gateway_dies_and_says_so_if_it_ends_by_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 from engine.events import GroupFailed, GroupGenerated
 from engine.gateway.runners import CommandRunner
 from engine.protocols import Batch
-from engine.record import Handled, read, replay
+from engine.record import read, replay
 from engine.runtime.local import RunResult, SimpleTrainer, run_async
 from engine.states.limits import Limits
 from engine.trajectory import Prompt
@@ -50,7 +50,7 @@ def test_a_program_is_an_agent_and_one_that_dies_costs_its_group_an_attempt(
     result = asyncio.run(asyncio.wait_for(whole(), 120))
     assert (result.outcome, result.steps) == ("finished", 2)
     assert replay(read(result.record)).identical
-    events = [frame.event for frame in read(result.record).frames() if isinstance(frame, Handled)]
+    events = list(read(result.record).events())
     failed = [(event.cause, event.reason) for event in events if isinstance(event, GroupFailed)]
     assert sorted(cause for cause, _ in failed) == ["data", "infrastructure"]
     assert any("was killed by SIGTERM" in reason for _, reason in failed)

@@ -11,7 +11,7 @@ import pytest
 from gateway_rig import Rig
 from openai import AsyncOpenAI
 
-from engine.http_listener import ConnectionBounds
+from engine.control.http_listener import ConnectionBounds
 from engine.trajectory import Prompt
 
 SECRET = b"hunter2-and-more"

@@ -12,6 +12,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from engine.trajectory import Prompt, Trajectory
 
+PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+ADD = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 
@@ -39,26 +41,33 @@ def test_turns_are_kept_with_vllms_own_tokens_logprobs_and_versions(tmp_path: Pa
 
     first, second = model(0), model(1)
     first.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
     engine_args = {"dtype": "float32", "enforce_eager": True, "max_model_len": CONTEXT}
-    backend = VllmBackend(str(tmp_path), rows=4, engine_args=engine_args)
+    backend = VllmBackend(str(tmp_path), rows=4, engine_args=engine_args, structures=True)
 
     async def agent(client: AsyncOpenAI, prompt: Prompt) -> None:
         messages: list[Any] = [{"role": "user", "content": prompt.text}]
-        done = await client.chat.completions.create(model="model", messages=messages)
+        done = await client.chat.completions.create(model="model", messages=messages, max_tokens=12)
         messages.append(done.choices[0].message.model_dump(exclude_none=True))
         await backend.stage(1, second.state_dict())
         await backend.pause("keep")
         await backend.install(1)
         await backend.resume()
         messages.append({"role": "user", "content": "again"})
-        await client.chat.completions.create(model="model", messages=messages)
+        await client.chat.completions.create(model="model", messages=messages, max_tokens=12)
+        more: Any = {"tools": [ADD], "tool_choice": "required", "max_tokens": 200}
+        done = await client.chat.completions.create(model="model", messages=messages[:1], **more)
+        assert [call.function.name for call in done.choices[0].message.tool_calls or []][:1] == ["add"]
 
     async def scene() -> list[Trajectory]:
-        async with Rig(agent, backend) as rig:
+        async with Rig(agent, backend, max_tokens=200, forced_calls="constrain") as rig:
             return (await rig.generate()).group.trajectories
 
     trajectories = asyncio.run(asyncio.wait_for(scene(), 200))
-    (whole,) = trajectories
+    whole, forced = trajectories
+    assert tokenizer().decode(forced.token_ids).startswith('<tool_call>\n{"name": "add", "arguments": {')
+    likelier = zip(forced.logprobs, logprobs_of(second, forced), strict=True)
+    assert all(constrained > free - 1e-3 for constrained, free in likelier)
     assert [span.version for span in whole.spans] == [0, 1]
     turn = whole.spans[0].stop
     assert whole.loss_mask[0] == whole.loss_mask[-1] == 1 and 0 in whole.loss_mask

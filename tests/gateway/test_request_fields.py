@@ -11,7 +11,8 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
 
 from engine.gateway.openai_format import ChatRequest, CompletionRequest, RequestError, parse
-from engine.gateway.request_fields import CHAT, COMPLETIONS, refusal_of, table_rows
+from engine.gateway.request_fields import CHAT, COMPLETIONS, refusal_of
+from engine.rollout.agents.tool_calls import PARSERS, structure_of_calls
 from engine.rollout.torch.torch_backend import TorchBackend
 from engine.trajectory import Prompt
 
@@ -30,7 +31,7 @@ def test_the_table_has_every_field_of_openais_own_types() -> None:
 def test_every_field_that_a_request_reads_is_honored_in_the_table() -> None:
     for kind, rules in ((ChatRequest, CHAT), (CompletionRequest, COMPLETIONS)):
         for name in kind.model_fields:
-            assert rules[name].treatment == "honored" or name == "tool_choice", name
+            assert rules[name].treatment == "honored", name
 
 
 @pytest.mark.parametrize(
@@ -38,8 +39,7 @@ def test_every_field_that_a_request_reads_is_honored_in_the_table() -> None:
     [
         ("n", 2, "1"),
         ("n", True, "1"),
-        ("tool_choice", "required", "auto or none"),
-        ("tool_choice", NAMED, "auto or none"),
+        ("tool_choice", "any", "auto, none, required or a named function"),
         ("response_format", {"type": "json_object"}, '{"type": "text"}'),
         ("response_format", SCHEMA, '{"type": "text"}'),
         ("logit_bias", {"5": 100}, "{}"),
@@ -81,7 +81,8 @@ def test_values_without_an_effect_are_accepted(fields: dict[str, Any]) -> None:
 def test_the_documentation_has_the_table() -> None:
     text = (Path(__file__).parents[2] / "docs" / "AGENTS.md").read_text(encoding="utf-8")
     merged = {**CHAT, **COMPLETIONS, "logprobs": CHAT["logprobs"], "add_special_tokens": CHAT["add_special_tokens"]}
-    missing = [row for row in table_rows(merged) if row not in text]
+    rows = [f"| `{name}` | {rule.treatment} | {rule.allowed} | {rule.reason} |" for name, rule in merged.items()]
+    missing = [row for row in rows if row not in text]
     assert missing == []
 
 
@@ -110,6 +111,56 @@ def test_a_refused_request_leaves_no_trace_in_the_conversation() -> None:
     (only,) = run(one_group(asking, backend, max_tokens=40))
     assert len(backend.asked) == 1
     assert only.figures["turns"] == 1
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_forced_call_is_treated_as_auto_or_constrains_the_answer(choice: Any) -> None:
+    async def forcing(client: AsyncOpenAI, prompt: Prompt) -> float:
+        create: Any = client.chat.completions.create
+        done = await create(model="tiny", messages=HELLO, tools=[ADD], tool_choice=choice)
+        assert done.choices[0].message.content == "no call"
+        with pytest.raises(openai.BadRequestError, match="tools has no such function"):
+            await create(model="tiny", messages=HELLO, tool_choice=choice)
+        return 1.0
+
+    structures = []
+    for forced_calls in ("as_auto", "constrain"):
+        backend = FixedAnswers("no call<end>")
+        run(one_group(forcing, backend, max_tokens=40, forced_calls=forced_calls))
+        structures.append(backend.asked[0].params.structure)
+    assert structures[0] == "" and "add" in structures[1]
+
+
+def test_a_forced_call_that_cannot_be_honored_names_the_setting() -> None:
+    async def forcing(client: AsyncOpenAI, prompt: Prompt) -> float:
+        create: Any = client.chat.completions.create
+        with pytest.raises(openai.BadRequestError, match=r"agent\.tool_choice: as_auto treats it as auto"):
+            await create(model="tiny", messages=HELLO, tools=[ADD], tool_choice="required")
+        await create(model="tiny", messages=HELLO)
+        return 1.0
+
+    run(one_group(forcing, FixedAnswers("x<end>"), forced_calls="refuse"))
+    run(one_group(forcing, FixedAnswers("x<end>"), forced_calls="constrain", parser="glm"))
+
+
+@pytest.mark.parametrize(
+    ("parser", "begin", "end"),
+    [
+        ("hermes", '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),
+        ("json", '{"name": "NAME", "parameters": ', "}"),
+    ],
+)
+def test_only_calls_match_the_structure_of_a_forced_call(parser: str, begin: str, end: str) -> None:
+    xgrammar = pytest.importorskip("xgrammar", reason="vLLM brings it")
+    matches = pytest.importorskip("xgrammar.testing")._is_grammar_accept_string
+    numbers = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": name, "parameters": numbers}} for name in ("add", "sub")]
+    calls = {name: f'{begin.replace("NAME", name)}{{"a": 1}}{end}' for name in ("add", "sub", "own")}
+    for name, matching in (("", ["add", "sub"]), ("sub", ["sub"])):
+        grammar = xgrammar.Grammar.from_structural_tag(structure_of_calls(PARSERS[parser], tools, name))
+        assert [one for one, text in calls.items() if matches(grammar, text)] == matching
+        assert not matches(grammar, "no call") and not matches(grammar, calls["sub"].replace("1", '"x"'))
+        assert [call.name for call in PARSERS[parser](calls["sub"])[1]] == ["sub"]
 
 
 def test_top_logprobs_are_those_of_the_distribution_that_was_sampled() -> None:

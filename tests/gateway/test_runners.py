@@ -1,6 +1,8 @@
 """How agents are run: coroutines and programs, what their failures cost, and that nothing of them is left."""
 
 import asyncio
+import gc
+import json
 import os
 import re
 import sys
@@ -24,22 +26,55 @@ def command(program: str) -> CommandRunner:
     return CommandRunner([sys.executable, "-c", program])
 
 
-def run(runner: Any) -> Any:
+def run(runner: Any, prompt: Prompt = PROMPT) -> Any:
     async def bounded() -> Any:
-        return await asyncio.wait_for(runner.run("http://here/v1", "sk-1", PROMPT), 60)
+        return await asyncio.wait_for(runner.run("http://here/v1", "sk-1", prompt), 60)
 
     return asyncio.run(bounded())
 
 
-def test_a_program_is_told_where_the_model_is_and_what_is_asked(tmp_path: Path) -> None:
-    told = tmp_path / "told"
-    program = (
-        "import os, json; prompt = json.loads(os.environ['STEP_ENGINE_PROMPT']); "
-        f"open({str(told)!r}, 'w').write(' '.join([os.environ['OPENAI_BASE_URL'], os.environ['OPENAI_API_KEY'], "
-        "prompt['text'], prompt['fields']['answer'], str(prompt['row'])]))"
-    )
-    assert run(command(program)) is None
-    assert told.read_text() == "http://here/v1 sk-1 say it 4 3"
+SHOW = (
+    "import json, os, sys; path = os.environ.get('STEP_ENGINE_PROMPT_FILE', ''); "
+    "said = json.load(open(path)) if path else json.loads(os.environ['STEP_ENGINE_PROMPT']); "
+    "json.dump({'env': dict(os.environ), 'prompt': said, 'file': path}, open('shown', 'w'))"
+)
+"""Writes what a program can read of its environment and its prompt."""
+
+
+def shown(directory: Path, prompt: Prompt = PROMPT, **more: Any) -> dict[str, Any]:
+    runner = CommandRunner([sys.executable, "-c", SHOW], str(directory), **more)
+    assert run(runner, prompt) is None
+    said: dict[str, Any] = json.loads((directory / "shown").read_text())
+    return said
+
+
+def test_a_program_gets_the_model_the_prompt_and_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "kept-from-agents")
+    said = shown(tmp_path)
+    assert (said["env"]["OPENAI_BASE_URL"], said["env"]["OPENAI_API_KEY"]) == ("http://here/v1", "sk-1")
+    assert said["env"]["PATH"] == os.environ["PATH"]
+    assert "kept-from-agents" not in json.dumps(said)
+
+
+def test_a_program_gets_only_the_prompt_and_the_columns_of_agent_fields(tmp_path: Path) -> None:
+    row = {"answer": "gold", "messages": [{"role": "user", "content": "say it"}], "level": 3}
+    said = shown(tmp_path, Prompt(row=3, text="say it", fields=row), fields=["level"])
+    assert "gold" not in json.dumps(said)
+    assert said["prompt"] == {"row": 3, "text": "say it", "fields": {"messages": row["messages"], "level": 3}}
+
+
+def test_a_prompt_above_128_kib_reaches_a_program_in_a_private_file(tmp_path: Path) -> None:
+    said = shown(tmp_path, Prompt(row=3, text="x" * (1 << 20)))
+    assert len(said["prompt"]["text"]) == 1 << 20
+    assert not Path(said["file"]).exists(), "the file of an agent that has ended"
+
+
+def test_agent_env_adds_variables_with_a_value_or_from_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEARCH_API_KEY", "for the agent")
+    env = {"MODE": "fast", "SEARCH_API_KEY": None}
+    agent = configured(tmp_path, {"command": ["x"], "env": env, "fields": ["level"]}).agent
+    said = shown(tmp_path, environment=agent.environment(), fields=agent.fields)
+    assert (said["env"]["MODE"], said["env"]["SEARCH_API_KEY"]) == ("fast", "for the agent")
 
 
 def test_a_program_runs_in_the_given_directory(tmp_path: Path) -> None:
@@ -61,8 +96,21 @@ def test_a_program_that_is_killed_is_not() -> None:
 
 
 def test_a_program_that_cannot_be_started_is_named() -> None:
-    with pytest.raises(EngineError, match="no-such-program cannot be started"):
+    with pytest.raises(DataFailure, match="no-such-program cannot be started"):
         run(CommandRunner(["no-such-program"]))
+
+
+def test_a_programs_group_is_killed_while_its_number_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed, kill = [], os.killpg
+
+    def checked(leader: int, signal: int) -> None:
+        os.waitid(os.P_PID, leader, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises if it has been reaped
+        killed.append(leader)
+        kill(leader, signal)
+
+    monkeypatch.setattr(os, "killpg", checked)
+    assert run(command("pass")) is None
+    assert len(killed) == 1
 
 
 def test_a_cancelled_program_takes_its_children_along(tmp_path: Path) -> None:
@@ -136,6 +184,37 @@ def test_agents_that_wait_for_a_blocked_thread_get_another_and_its_stack_is_logg
     asyncio.run(bounded())
 
 
+def test_closing_ends_the_agents_that_run_and_those_that_have_not_begun(recwarn: pytest.WarningsRecorder) -> None:
+    leave, ended = threading.Event(), threading.Event()
+
+    async def scenario() -> None:
+        loop, entered = asyncio.get_running_loop(), asyncio.Event()
+
+        async def agent(base_url: str, key: str, prompt: Prompt) -> None:
+            try:
+                if key == "runs":
+                    loop.call_soon_threadsafe(entered.set)
+                    await asyncio.Event().wait()
+                leave.wait()
+            finally:
+                ended.set()
+
+        runner = FunctionRunner(agent)
+        running = asyncio.ensure_future(runner.run("", "runs", PROMPT))
+        await entered.wait()
+        entered.clear()
+        others = [asyncio.ensure_future(runner.run("", "blocks its thread", PROMPT)) for _ in range(2)]
+        await asyncio.sleep(0)
+        runner.close()
+        leave.set()
+        _, late = await asyncio.wait([running, *others], timeout=20)
+        assert not late and ended.is_set()
+
+    asyncio.run(scenario())
+    gc.collect()
+    assert not [str(warning.message) for warning in recwarn if warning.category is RuntimeWarning]  # never awaited
+
+
 def test_a_coroutine_that_raises_is_named() -> None:
     async def raising(base_url: str, key: str, prompt: Prompt) -> None:
         raise KeyError("tool")
@@ -151,6 +230,9 @@ def test_a_coroutine_that_raises_is_named() -> None:
         ({"function": "conversations:whole"}, "not a coroutine function; define it as async def whole"),
         ({"rollout": "conversations:converse"}, "cannot be called with client, prompt"),
         ({"rollout": "conversations:program", "command": ["x"]}, "agent.command is set too"),
+        ({"command": ["no-such-program"]}, "agent.command 'no-such-program' is no program on the PATH"),
+        ({"command": ["true"], "env": {"NOT_SET_HERE": None}}, "NOT_SET_HERE.*is not set in the environment"),
+        ({"rollout": "conversations:program", "fields": ["level"]}, "applies only to agent.command"),
     ],
 )
 def test_an_agent_that_cannot_run_is_refused_before_any_actor_starts(

@@ -12,7 +12,7 @@ from engine.events import GroupFailed, PromptsDrawn, RunStarted, stamp
 from engine.inspect import at_text, open_record, replay_text, state_at
 from engine.inspect.story import summarize, summary_lines
 from engine.policies import PolicySet
-from engine.record import Handled, Header, Record, Recorder, read, replay
+from engine.record import Header, Record, Recorder, Tick, read, replay
 from engine.scheduling.scheduler import Scheduler
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, Pool
@@ -32,34 +32,37 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     header = Header(run="r", limits=LIMITS.to_plain(), policies=dict(policies.names))
     recorder = Recorder(directory / "schedule", header)
     faults = Faults(die=0.02, fail_group=0.1, duplicate=0.05)
-    World(Setting(limits=LIMITS, seed=2, faults=faults), policies, recorder, check=False).run()
+    World(Setting(limits=LIMITS, seed=2, faults=faults, tick_size=1), policies, recorder, check=False).run()
     recorder.close()
     return directory
 
 
 @pytest.fixture(scope="module")
-def frames(run: Path) -> list[Handled]:
-    return [frame for frame in open_record(run).frames() if isinstance(frame, Handled)]
+def ticks(run: Path) -> list[Tick]:
+    """Each of one event."""
+    return list(open_record(run).ticks())
 
 
-def test_replay_text_says_identical(run: Path, frames: list[Handled]) -> None:
-    commands = sum(len(frame.commands) for frame in frames)
-    assert replay_text(run) == (f"identical: {len(frames)} events, {commands} commands", 0)
+def test_replay_text_says_identical(run: Path, ticks: list[Tick]) -> None:
+    commands = sum(len(tick.commands) for tick in ticks)
+    count = len(ticks)
+    assert replay_text(run) == (f"identical: {count} events in {count} ticks, {commands} commands", 0)
     assert replay_text(run / "schedule")[1] == 0
 
 
-def test_replay_text_of_another_schedule(tmp_path: Path, run: Path, frames: list[Handled]) -> None:
+def test_replay_text_of_another_schedule(tmp_path: Path, run: Path, ticks: list[Tick]) -> None:
     recorder = Recorder(tmp_path / "schedule", open_record(run).header)
-    for frame in frames[:30]:
-        recorder.write(frame.event, frame.commands, frame.state_hash ^ (frame.event.id == 25))
+    other = next(tick.number for tick in ticks if tick.number >= 25 and tick.commands)
+    for tick in ticks[: other + 5]:
+        recorder.write(tick.events, tick.commands[tick.number == other :])
     recorder.close()
     text, code = replay_text(tmp_path)
-    assert code == 1 and "diverged at event 25" in text
+    assert code == 1 and f"diverged at tick {other}" in text
     assert "#24" in at_text(tmp_path, 24)
-    for n in (25, 29):
-        with pytest.raises(EngineError, match=f"the state at event {n} is unknown: diverged at event 25"):
+    for n in (other, other + 4):
+        with pytest.raises(EngineError, match=f"the state at event {n} is unknown: diverged at tick {other}"):
             at_text(tmp_path, n)
-    assert "the story ends early: diverged at event 25" in at_text(tmp_path, 10, 0)
+    assert f"the story ends early: diverged at tick {other}" in at_text(tmp_path, 10, 0)
 
 
 def test_no_run(tmp_path: Path) -> None:
@@ -69,32 +72,31 @@ def test_no_run(tmp_path: Path) -> None:
         replay_text(tmp_path)
 
 
-def test_the_state_is_the_schedulers_own(run: Path, frames: list[Handled]) -> None:
-    for n in (0, 7, len(frames) // 2, len(frames) - 1):
+def test_the_state_is_the_schedulers_own(run: Path, ticks: list[Tick]) -> None:
+    for n in (0, 7, len(ticks) // 2, len(ticks) - 1):
         moment = state_at(open_record(run), n)
-        assert (moment.event, moment.commands) == (frames[n].event, frames[n].commands)
-        assert moment.summary["hash"] == frames[n].state_hash
+        assert (moment.events, moment.commands) == (ticks[n].events, ticks[n].commands)
         assert sum(moment.summary["prompts"]["phases"].values()) == moment.summary["prompts"]["drawn"]
     assert moment.summary["outcome"] == "finished: 6 train steps"
     assert moment.summary["steps"]["trained"] == 6
 
 
-def test_the_text_names_event_commands_and_state(run: Path, frames: list[Handled]) -> None:
-    n = next(f.event.id for f in frames if any(isinstance(c, TrainStep) for c in f.commands))
+def test_the_text_names_event_commands_and_state(run: Path, ticks: list[Tick]) -> None:
+    n = next(t.first for t in ticks if any(isinstance(c, TrainStep) for c in t.commands))
     text = at_text(run, n)
-    assert text.startswith(f"t={frames[n].event.at:.3f} s  #{n} GroupGenerated(group=")
+    assert text.startswith(f"t={ticks[n].at:.3f} s  #{n} GroupGenerated(group=")
     assert "step 0: collecting → scoring (form)" in text and "-> TrainStep(step=0, attempt=1" in text
-    for heading in ("prompts ", "places ", "steps ", "replica 0: ", "replica 1: ", "versions ", "state hash "):
+    for heading in ("prompts ", "places ", "steps ", "replica 0: ", "replica 1: ", "versions ", "stale echoes"):
         assert heading in text
     assert re.search(r"12 drawn|\d+ drawn = \d+ waiting \+ \d+ running", text)
 
 
 @pytest.mark.parametrize("n", [-1, 10_000])
-def test_an_event_out_of_range(run: Path, frames: list[Handled], n: int) -> None:
+def test_an_event_out_of_range(run: Path, ticks: list[Tick], n: int) -> None:
     with pytest.raises(ConfigError, match=r"--at (is|10000 does not exist).*; use ") as caught:
         at_text(run, n)
     if n > 0:
-        assert f"the record has {len(frames)} events; use a number from 0 to {len(frames) - 1}" in str(caught.value)
+        assert f"the record has {len(ticks)} events; use a number from 0 to {len(ticks) - 1}" in str(caught.value)
 
 
 @pytest.mark.parametrize("group", [-1, 10_000])
@@ -103,49 +105,47 @@ def test_a_group_out_of_range(run: Path, group: int) -> None:
         at_text(run, 3, group)
 
 
-def test_stories_hold_every_event_and_command_that_names_the_group(run: Path, frames: list[Handled]) -> None:
-    drawn = state_at(open_record(run), len(frames) - 1).summary["prompts"]["drawn"]
+def test_stories_hold_every_event_and_command_that_names_the_group(run: Path, ticks: list[Tick]) -> None:
+    drawn = state_at(open_record(run), len(ticks) - 1).summary["prompts"]["drawn"]
     for group in range(drawn):
         story = state_at(open_record(run), 20, group).story
         assert story is not None
-        told = {chapter.event.id for chapter in story.chapters}
-        named = {f.event.id for f in frames if getattr(f.event, "group", None) == group}
+        in_story = {event.id for chapter in story.chapters for event, _ in chapter.events}
+        named = {t.first for t in ticks if getattr(t.events[0], "group", None) == group}
         ordered = [
             command
-            for f in frames
-            for command in f.commands
+            for t in ticks
+            for command in t.commands
             if getattr(command, "group", None) == group or group in getattr(command, "groups", ())
         ]
-        assert named <= told
+        assert named <= in_story
         assert [command for chapter in story.chapters for command, _ in chapter.commands] == ordered
-        assert isinstance(story.chapters[0].event, PromptsDrawn)
+        assert isinstance(story.chapters[0].events[0][0], PromptsDrawn)
         changes = [change for chapter in story.chapters for change in chapter.changes]
         assert not changes or changes[0].startswith("queued → ")
         for before, after in itertools.pairwise(changes):
             assert before.split(" → ")[1].split(" (")[0] == after.split(" → ")[0]
 
 
-def test_answers_name_the_order_behind_them(run: Path, frames: list[Handled]) -> None:
-    fresh = [f for f in frames if isinstance(f.event, GroupFailed)]
-    assert fresh
-    group = fresh[0].event.group
-    moment = state_at(open_record(run), fresh[0].event.id, group)
+def test_answers_name_the_order_behind_them(run: Path, ticks: list[Tick]) -> None:
+    failed = next(t.events[0] for t in ticks if isinstance(t.events[0], GroupFailed))
+    group = failed.group
+    moment = state_at(open_record(run), failed.id, group)
     assert moment.story is not None
-    for chapter in moment.story.chapters:
-        if getattr(chapter.event, "group", None) == group and not chapter.stale:
-            assert chapter.answers is not None
-            cause, name = chapter.answers
-            orders = [c for c in frames[cause].commands if getattr(c, "group", None) == group]
+    for event, note in (noted for chapter in moment.story.chapters for noted in chapter.events):
+        if getattr(event, "group", None) == group and "stale echo" not in note:
+            name, cause = re.fullmatch(r"  <- (\w+) of #(\d+)", note).groups()
+            orders = [c for c in ticks[int(cause)].commands if getattr(c, "group", None) == group]
             assert [type(c).__name__ for c in orders] == [name]
-            assert orders[0].attempt == chapter.event.attempt
+            assert orders[0].attempt == event.attempt
     text = str(moment)
     assert f"story of group {group}" in text and "cause='infrastructure'" in text
-    assert "the replica has version" in text and f"---- event {moment.event.id} is here ----" in text
+    assert "the replica has version" in text and f"---- event {moment.event} is here ----" in text
 
 
-def test_the_story_of_a_consumed_group_tells_its_batch(run: Path, frames: list[Handled]) -> None:
-    ordered = next(c for f in frames for c in f.commands if isinstance(c, TrainStep) and c.step == 2)
-    lines = at_text(run, len(frames) - 1, ordered.groups[1]).splitlines()
+def test_the_story_of_a_consumed_group_tells_its_batch(run: Path, ticks: list[Tick]) -> None:
+    ordered = next(c for t in ticks for c in t.commands if isinstance(c, TrainStep) and c.step == 2)
+    lines = at_text(run, len(ticks) - 1, ordered.groups[1]).splitlines()
     batch = next(line for line in lines if "-> " in line and "TrainStep(" in line)
     assert batch.endswith(f"place 1 of 4, staleness {ordered.staleness[1]}")
     trained = next(i for i, line in enumerate(lines) if "StepTrained(step=2" in line)
@@ -153,13 +153,13 @@ def test_the_story_of_a_consumed_group_tells_its_batch(run: Path, frames: list[H
     assert lines[trained + 1].strip() == "batched → consumed (consume)"
 
 
-def test_a_stale_echo_is_told_as_one(run: Path, frames: list[Handled]) -> None:
+def test_a_stale_echo_is_shown_as_one(run: Path, ticks: list[Tick]) -> None:
     scheduler, echo = Scheduler(LIMITS), None
-    for frame in frames:
+    for tick in ticks:
         before = scheduler.state.stale_echoes
-        scheduler.handle(frame.event)
-        if scheduler.state.stale_echoes > before and hasattr(frame.event, "group"):
-            echo = frame.event
+        scheduler.tick(tick.events)
+        if scheduler.state.stale_echoes > before and hasattr(tick.events[0], "group"):
+            echo = tick.events[0]
             break
     assert echo is not None, "the setting has duplicates; another seed is needed"
     line = next(s for s in at_text(run, echo.id, echo.group).splitlines() if f"#{echo.id} " in s and "echo" in s)
@@ -172,14 +172,13 @@ def test_a_rejected_event_is_shown_with_the_state_before_it(tmp_path: Path) -> N
     started, drawn = RunStarted(), PromptsDrawn(first=0, count=4, exhausted=False)
     stamp(started, 0, 0.0)
     stamp(drawn, 1, 0.5)
-    recorder.write(started, scheduler.handle(started), scheduler.state_hash)
-    before = scheduler.state_hash
-    recorder.reject(drawn, "InvariantViolated: law 1")
+    recorder.write((started,), scheduler.tick((started,)))
+    recorder.reject((drawn,), "InvariantViolated: law 1")
     recorder.close()
     moment = state_at(read(tmp_path), 1)
-    assert moment.rejected == "InvariantViolated: law 1" and moment.summary["hash"] == before
+    assert moment.rejected == "InvariantViolated: law 1" and moment.summary["prompts"]["drawn"] == 0
     assert "rejected: InvariantViolated: law 1" in str(moment) and "state before event 1" in str(moment)
-    assert "skipped: event 1" in str(replay(read(tmp_path)))
+    assert "skipped: tick 1" in str(replay(read(tmp_path)))
     with pytest.raises(ConfigError, match="the record has 1 events"):
         state_at(read(tmp_path), 2)
 
@@ -187,7 +186,7 @@ def test_a_rejected_event_is_shown_with_the_state_before_it(tmp_path: Path) -> N
 def test_an_empty_record_has_no_event(tmp_path: Path) -> None:
     Recorder(tmp_path, Header(run="r", limits=LIMITS.to_plain())).close()
     record: Record = read(tmp_path)
-    assert str(replay(record)) == "identical: 0 events, 0 commands"
+    assert str(replay(record)) == "identical: 0 events in 0 ticks, 0 commands"
     with pytest.raises(ConfigError, match="the record has no event"):
         state_at(record, 0)
 
@@ -197,16 +196,12 @@ def test_long_answers_are_cut(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, Header(run="r", limits=limits.to_plain()))
     World(Setting(limits=limits, slots=192, replicas=1, prompts=64), None, recorder, check=False).run()
     recorder.close()
-    n = next(
-        f.event.id
-        for f in read(tmp_path).frames()
-        if isinstance(f, Handled) and sum(isinstance(c, StartGroup) for c in f.commands) > 40
-    )
+    n = next(t.first for t in read(tmp_path).ticks() if sum(isinstance(c, StartGroup) for c in t.commands) > 40)
     text = str(state_at(read(tmp_path), n))
     assert "… 64 commands in all" in text and len(text.splitlines()) < 120
 
 
-def test_the_story_of_a_group_tells_of_added_states(tmp_path: Path) -> None:
+def test_the_story_of_a_group_names_added_states(tmp_path: Path) -> None:
     limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, added_states=(CHECKING,))
     policies = PolicySet.from_names({})
     recorder = Recorder(tmp_path / "schedule", Header(run="r", limits=limits.to_plain(), policies=dict(policies.names)))

@@ -71,7 +71,10 @@ class TwoSources:
 
 
 def test_exactly_these_names_are_scraped_over_http(tmp_path: Path) -> None:
-    metrics = half_way().metrics
+    world = half_way()
+    metrics = world.metrics
+    figures = {"groups": 1, "queued": 0, "at_once": 4, "calls": 2, "seconds": 1.0, "running_s": 0.0, "setting": ""}
+    world.tell(fact.CallsMeasured(kind="replica", index=0, incarnation=1, function="reward slow", **figures))
     metrics.mixed = TwoSources()
     metrics.report(3, {SOURCES: {"math": {"groups": 2, "share": 1.0, "reward_mean": 0.5}}})
     server = MetricsServer(registry(metrics, everything(tmp_path)))
@@ -103,12 +106,19 @@ def test_the_number_of_series_stays_as_a_run_goes_on() -> None:
     assert series(world) == early
 
 
-def test_a_trainer_that_names_its_figures_anew_every_step_does_not_make_series_without_end() -> None:
+def test_a_trainer_that_renames_figures_every_step_does_not_create_endless_series() -> None:
     metrics = steady_world().metrics
     for step in range(1000):
         metrics.report(step, {f"loss_of_step_{step}": 1.0})
     (family,) = [f for f in registry(metrics).collect() if f.name == "engine_trainer_figure"]
     assert len(family.samples) == FIGURES_KEPT
+
+
+def test_figures_of_a_kind_of_tokens_end_with_the_step_that_has_none() -> None:
+    metrics = steady_world().metrics
+    metrics.report(0, {"loss": 1.0, "ratio_mean_fresh": 0.9, "token_share_stale_1": 0.5})
+    metrics.report(1, {"loss": 2.0, "ratio_mean_stale": 1.0})
+    assert metrics.figures == {"loss": 2.0, "ratio_mean_stale": 1.0}
 
 
 def test_exemplars_name_the_group() -> None:
@@ -193,7 +203,7 @@ def test_two_runs_in_one_process_do_not_share_a_registry() -> None:
     assert registry(two.metrics).get_sample_value("engine_train_steps_total") == 2
 
 
-def test_a_port_in_use_is_told() -> None:
+def test_a_port_in_use_is_refused() -> None:
     first = MetricsServer(registry(steady_world().metrics))
     try:
         with pytest.raises(ConfigError, match=rf"metrics.port {first.port} .*use 0 for any free port"):
@@ -206,7 +216,7 @@ def test_a_port_in_use_is_told() -> None:
 
 
 @pytest.mark.parametrize("host", ["300.1.1.1", "no host", "a..b", "203.0.113.7"])
-def test_a_host_that_is_none_of_this_machine_is_told_as_such(host: str) -> None:
+def test_a_host_that_is_not_of_this_machine_is_refused(host: str) -> None:
     for refuse in (lambda: MetricsServer(registry(steady_world().metrics), host=host), lambda: check_address(host, 0)):
         with pytest.raises(ConfigError, match=rf"metrics.host '{host}' .*use 127.0.0.1 for this machine alone"):
             refuse()
@@ -233,7 +243,7 @@ def test_every_name_on_the_page_exists() -> None:
     assert mentioned <= known, mentioned - known
 
 
-def test_the_number_of_series_stays_however_often_replicas_come_back_and_settings_change() -> None:
+def test_the_number_of_series_stays_as_replicas_return_and_settings_change() -> None:
     def series(world: SteadyWorld) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
         families = registry(world.metrics).collect()
         return {(s.name, tuple(sorted(s.labels.items()))) for family in families for s in family.samples}
@@ -241,8 +251,8 @@ def test_the_number_of_series_stays_however_often_replicas_come_back_and_setting
     def live(world: SteadyWorld, lives: range) -> None:
         for life in lives:
             world.after(0.0, world.process("replica", 1).die)
-            world.until(lambda state, life=life: state.fleet.replicas[1].process.incarnation == life + 1)
-            world.until(lambda state: state.fleet.replicas[1].process.state == "up")
+            world.until(lambda state, life=life: state.replicas[1].process.incarnation == life + 1)
+            world.until(lambda state: state.replicas[1].process.state == "up")
             setting, value = "scheduler.max_concurrent_groups", str(3 + life % 2)
             world.tell(fact.SettingChanged(setting=setting, value=value))
             after = world.scheduler.state.steps_trained + 2

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from engine.http_listener import ConnectionBounds
+from engine.control.http_listener import ConnectionBounds
 from engine.metrics.metrics_server import MetricsServer
 
 SECRET = b"hunter2-and-more"

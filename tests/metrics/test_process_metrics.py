@@ -10,9 +10,10 @@ from engine import events as fact
 from engine.cli.top import screen
 from engine.inspect.story import summarize, summary_lines
 from engine.metrics.export import registry
-from engine.metrics.status import plain_status, status_of
+from engine.metrics.status import plain_status, read_status, status_of
+from engine.metrics.waits import waits
 from engine.states.limits import AddedState, Limits
-from engine.states.waits import waits
+from tests.core.states import state_of
 
 LIMITS = Limits(
     train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=2, keeps_batches=True,
@@ -51,25 +52,25 @@ def test_a_replica_that_is_down_has_the_state_of_its_process() -> None:
     lose(world, "replica", 1)
     assert replicas(world) == {"ready": 1, "starting": 1}
     assert own.get_sample_value("engine_replica_state", {"replica": "1", "state": "starting"}) == 1
-    assert world.metrics.status().replica_states == {0: "ready", 1: "starting"}
-    assert world.metrics.status().replicas_lost == 1
+    assert read_status(world.metrics).replica_states == {0: "ready", 1: "starting"}
+    assert read_status(world.metrics).replicas_lost == 1
     lose(world, "replica", 1, final=True)
     assert replicas(world) == {"ready": 1, "gone": 1}
-    assert (world.metrics.status().replicas_lost, world.metrics.status().replicas_wanted) == (1, 2)
+    assert (read_status(world.metrics).replicas_lost, read_status(world.metrics).replicas_wanted) == (1, 2)
     assert own.get_sample_value("engine_process_deaths_total", {"kind": "replica"}) == 2
 
 
 def test_a_replica_that_starts_for_the_first_time_is_not_lost() -> None:
     world = SteadyWorld(LIMITS).until(lambda state: bool(state.started))
-    assert (world.metrics.status().replicas_lost, replicas(world)) == (0, {"starting": 2})
+    assert (read_status(world.metrics).replicas_lost, replicas(world)) == (0, {"starting": 2})
 
 
 def test_a_replica_that_was_let_go_is_neither_lost_nor_counted() -> None:
     world = steady_world(steps=None).until(lambda state: state.steps_trained == 2)
     world.tell(fact.ReplicasWanted(replicas=1))
-    world.until(lambda state: state.fleet.replicas[1].process.state == "gone")
+    world.until(lambda state: state.replicas[1].process.state == "gone")
     assert replicas(world).keys() & {"starting", "stopping", "gone"} == set() and sum(replicas(world).values()) == 1
-    status, own = world.metrics.status(), registry(world.metrics)
+    status, own = read_status(world.metrics), registry(world.metrics)
     assert (list(status.replica_states), status.replicas_lost, status.replicas_wanted) == ([0], 0, 1)
     assert own.get_sample_value("engine_processes", {"kind": "replica", "state": "gone"}) == 0
     assert own.get_sample_value("engine_process_deaths_total", {"kind": "replica"}) == 0
@@ -87,7 +88,7 @@ def test_top_shows_a_replica_that_starts() -> None:
     assert row.strip("│ ").split()[:2] == ["0", "starting"] and "v0" not in row
 
 
-def test_a_trainer_that_restarts_is_counted_and_told_with_what_it_trains_again() -> None:
+def test_a_restarting_trainer_is_counted_and_shown_with_the_steps_it_repeats() -> None:
     world = trained(3)
     world.tell(fact.CheckpointSaved(steps=2))
     lose(world, "trainer")
@@ -95,12 +96,14 @@ def test_a_trainer_that_restarts_is_counted_and_told_with_what_it_trains_again()
     assert own.get_sample_value("engine_processes", {"kind": "trainer", "state": "starting"}) == 1
     assert own.get_sample_value("engine_process_deaths_total", {"kind": "trainer"}) == 1
     assert own.get_sample_value("engine_retries_total", {"cause": "process_lost"}) == 1
-    text = "restarts from the checkpoint after 2 train steps and trains 1 step again"
-    assert f"the trainer: {text} for 0 s (until ProcessUp or ProcessLost)" in said(world)
-    status = world.metrics.status()
-    assert (status.trainer_now, status.last_failure) == (f"the trainer {text}", "trainer: killed")
+    text = "restarting from the checkpoint after 2 train steps and training 1 step again"
+    assert f"the trainer has been {text} for 0 s (until ProcessUp or ProcessLost)" in said(world)
+    status = read_status(world.metrics)
+    assert (status.trainer_now, status.last_failure) == (f"the trainer is {text}", "trainer: killed")
     world.tell(fact.ProcessWaits(kind="trainer", index=0, incarnation=2, reason="1 GPU"))
-    assert f"the trainer: {text}, once the cluster has room: 1 GPU for 0 s" in "\n".join(said(world))
+    assert f"the trainer has been {text} for 0 s: the cluster has no room for it: 1 GPU (until" in "\n".join(
+        said(world)
+    )
 
 
 def test_the_time_in_which_a_trainer_restarts_is_idle_by_its_own_name() -> None:
@@ -116,11 +119,11 @@ def test_the_time_in_which_a_trainer_restarts_is_idle_by_its_own_name() -> None:
 @pytest.mark.parametrize(
     ("kind", "index", "words"),
     [
-        ("replica", 1, "replica 1: restarts for 0 s"),
-        ("added states", 0, "the process of the added states: restarts for "),
+        ("replica", 1, "replica 1 has been restarting for 0 s"),
+        ("added states", 0, "the process of the added states has been restarting for "),
     ],
 )
-def test_processes_that_restart_are_told_by_readable_names(kind: str, index: int, words: str) -> None:
+def test_processes_that_restart_are_shown_by_readable_names(kind: str, index: int, words: str) -> None:
     world = trained(2)
     lose(world, kind, index)
     assert words in "\n".join(said(world))
@@ -140,7 +143,7 @@ def test_the_summary_of_a_state_tells_its_processes() -> None:
 def test_a_process_that_is_lost_after_the_run_has_ended_is_not_counted() -> None:
     world = trained(2)
     world.tell(fact.StopRequested(reason="enough"))
-    before = world.scheduler.state_hash
+    before = state_of(world.scheduler)
     lose(world, "gateway")
-    assert world.scheduler.state.find_process("gateway", 0) is None and world.scheduler.state_hash == before
+    assert world.scheduler.state.find_process("gateway", 0) is None and state_of(world.scheduler) == before
     assert sum(world.metrics.deaths.values()) == 0

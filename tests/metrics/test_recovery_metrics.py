@@ -9,37 +9,40 @@ from engine.metrics.counts import Histogram
 from engine.metrics.export import ExternalFigures, registry
 from engine.metrics.journal import ReplayedRows
 from engine.metrics.names import ROLLOUT_IDLE_CAUSES
+from engine.metrics.status import read_status
 from engine.metrics.transitions import Transitions
 from engine.record import Header, MemoryRecorder, read, recover
+from engine.record.frames import Tick
 from engine.simulation.world import Faults
 from engine.states.limits import Limits
 from engine.states.state import State
 from engine.states.timeouts import Timeouts
 
 
-def test_a_drain_idles_slots_and_trainer_by_its_name_and_is_told() -> None:
+def test_a_drain_is_reported_and_is_the_named_cause_of_idle_slots_and_trainer() -> None:
     """Until its replicas are paused, two slots sample and two idle, and so does the trainer."""
     limits = Limits(
         train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=2, checkpoint_every=100, sync_mode="abort"
     )
     world = SteadyWorld(limits).until(lambda state: state.steps_trained == 2)
-    world.until(lambda state: {(r.state, r.version) for r in state.fleet.replicas.values()} == {("ready", 2)})
+    world.until(lambda state: {(r.state, r.version) for r in state.replicas.values()} == {("ready", 2)})
     world.tell(fact.DrainRequested(reason="a user asked"))
-    status = world.metrics.status(world.time + 3.0)
+    status = read_status(world.metrics, world.time + 3.0)
     assert (status.draining, status.draining_s, status.silent_s) == ("a user asked", 3.0, 3.0)
-    assert status.rollout_now.startswith("the run is draining")
+    waits = "replica 0 has been parking its groups before it leaves for 0 s"
+    assert status.rollout_now.startswith(f"the run is draining: {waits}")
     assert world.metrics.progress.requests["drain"] == 1
     state, idle = world.scheduler.state, world.metrics.idle
     asked = world.time
     world.to_the_end()
-    assert world.metrics.status().outcome == "stopped" and world.time == asked + world.setting.sync_s
+    assert read_status(world.metrics).outcome == "stopped" and world.time == asked + world.setting.sync_s
     assert world.metrics.progress.checkpoint_steps == state.steps_trained == 2
     assert idle.rollout_idle_s["draining"] == pytest.approx(world.setting.sync_s * 2)
     assert idle.trainer_idle_s["draining"] == pytest.approx(world.setting.sync_s)
     assert sum(idle.rollout_idle_s.values()) + idle.rollout_busy_s == pytest.approx(world.time * 4)
 
 
-def test_replicas_that_are_wanted_and_settings_are_told_as_they_are_now() -> None:
+def test_wanted_replicas_and_settings_are_reported_as_they_are_now() -> None:
     world = steady_world(steps=None).until(lambda state: state.steps_trained == 2)
     own = registry(world.metrics)
     assert own.get_sample_value("engine_replicas_wanted") == 2
@@ -50,7 +53,7 @@ def test_replicas_that_are_wanted_and_settings_are_told_as_they_are_now() -> Non
     assert own.get_sample_value("engine_max_concurrent_groups") == 3
     for request in ("replicas_wanted", "setting"):
         assert own.get_sample_value("engine_requests_total", {"request": request}) == 1
-    assert world.metrics.status().settings == {"scheduler.max_concurrent_groups": "3"}
+    assert read_status(world.metrics).settings == {"scheduler.max_concurrent_groups": "3"}
 
 
 def test_the_age_of_the_newest_checkpoint_and_what_it_leaves_out() -> None:
@@ -72,7 +75,8 @@ def test_attempts_that_take_too_long_are_counted_as_parked() -> None:
     limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, timeouts=Timeouts(group_s=3.0))
     world = SteadyWorld(limits, lengths=lambda group: 99 if group == 2 else 1)
     world.until(lambda state: sum(world.metrics.progress.parked.values()) > 0)
-    assert world.time == 3.0 + 2 * world.setting.sync_s
+    limit_s, check_s = 3.0, 3.0 / 20
+    assert 0 <= world.time - limit_s - 2 * world.setting.sync_s <= check_s
     assert world.metrics.progress.parked == {"timeout": 1, "moved": 0}
 
 
@@ -94,12 +98,12 @@ def test_after_a_resume_groups_count_in_the_line_of_weights_that_goes_on(kept: b
     assert metrics.groups.by_final_state() == before
     event = recovered.resume_without_loss(replicas=2) if kept else recovered.resume_from_checkpoint(steps=2, replicas=2)
     fact.stamp(event, recovered.events, recovered.at)
-    metrics.observe(event, recovered.scheduler.handle(event))
+    metrics.observe(Tick(0, (event,), recovered.scheduler.tick((event,))))
     ended, state = metrics.groups.by_final_state(), recovered.scheduler.state
     assert ended["consumed"] == state.ledger.consumed == (10 if kept else 4)
     assert sum(ended.values()) - ended["consumed"] == state.ledger.released
     assert (ended["failed"] < before["failed"]) is not kept
-    assert metrics.status().groups_ended == ended
+    assert read_status(metrics).groups_ended == ended
     records = list(state.groups.values())
     assert metrics.groups.by_state() == {
         name: sum(group.state == name for group in records) for name in metrics.groups.by_state()
@@ -128,15 +132,15 @@ def test_recoveries_and_a_drain_outlive_the_process_that_saw_them(snapshot_every
     rows = ReplayedRows(transitions)
     recovered = recover(
         read(recorder), transitions.changed, books=transitions,
-        replayed=lambda frame, state: rows.watch(frame.event, frame.commands, state),
+        replayed=rows.watch,
     )  # fmt: skip
     assert (recovered.began_at is not None) == bool(snapshot_every)
     metrics = RunMetrics(recovered.scheduler, transitions)
     event = fact.SchedulerRecovered()
     fact.stamp(event, recovered.events, at)
-    metrics.observe(event, recovered.scheduler.handle(event))
+    metrics.observe(Tick(0, (event,), recovered.scheduler.tick((event,))))
     assert metrics.progress.recoveries == {"resumed": 0, "branched": 0, "scheduler": 11}
-    assert metrics.status(at).draining_s == 5.0
+    assert read_status(metrics, at).draining_s == 5.0
 
 
 def test_what_is_counted_many_at_once_is_what_one_by_one_would_give() -> None:
@@ -163,7 +167,7 @@ def test_idle_time_read_between_events_never_goes_back_and_adds_up() -> None:
             assert seconds >= last[cause] - 1e-12, cause
             last[cause] = seconds
         busy_s, since = busy_s + busy * (idle.at - since), idle.at
-        replicas = world.scheduler.state.fleet.replicas.values()
+        replicas = world.scheduler.state.replicas.values()
         busy = sum(replica.occupied for replica in replicas if replica.state != "installing")
         assert idle.rollout_busy_s == pytest.approx(busy_s)
         assert busy_s + sum(idle.rollout_idle_s.values()) == pytest.approx(idle.at * 9)
@@ -207,7 +211,7 @@ def test_groups_that_ended_before_a_snapshot_are_undone_in_number() -> None:
     assert metrics.groups.by_final_state() == world.metrics.groups.by_final_state()
     event = recovered.resume_from_checkpoint(steps=2, replicas=2)
     fact.stamp(event, recovered.events, recovered.at)
-    metrics.observe(event, recovered.scheduler.handle(event))
+    metrics.observe(Tick(0, (event,), recovered.scheduler.tick((event,))))
     ended, ledger = metrics.groups.by_final_state(), recovered.scheduler.state.ledger
     assert ended == {"consumed": ledger.consumed, "filtered": 0, "dropped": 0, "failed": ledger.released}
     assert 0 < ledger.released < world.metrics.groups.by_final_state()["failed"]
@@ -227,8 +231,8 @@ def test_a_run_that_goes_on_is_not_taken_for_one_that_stands_since_it_began(how:
         metrics.finish_replay()
         event = fact.SchedulerRecovered()
     fact.stamp(event, recovered.events, recovered.at + 2.0)
-    metrics.observe(event, recovered.scheduler.handle(event))
+    metrics.observe(Tick(0, (event,), recovered.scheduler.tick((event,))))
     own = registry(metrics, ExternalFigures(now=lambda: recovered.at + 5.0))
     assert own.get_sample_value("engine_step_age_seconds") == age_s
     assert own.get_sample_value("engine_checkpoint_age_seconds") == age_s
-    assert metrics.status(recovered.at + 5.0).checkpoint_age_s == age_s
+    assert read_status(metrics, recovered.at + 5.0).checkpoint_age_s == age_s

@@ -8,21 +8,26 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from steady_world import GROUP_TOKENS, SteadyWorld, steady_world
+from steady_world import FOREVER, GROUP_TOKENS, SteadyWorld, steady_world
 
 from engine import events as fact
 from engine.errors import PolicyError
 from engine.metrics.collector import RunMetrics
 from engine.metrics.export import registry
+from engine.metrics.idle import IdleTime
 from engine.metrics.journal import Journal, ReplayedRows, StepRows
 from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES
+from engine.metrics.status import read_status
 from engine.metrics.transitions import Transitions
 from engine.record import Header, MemoryRecorder, read, recover
+from engine.record.frames import Tick
 from engine.scheduling.scheduler import Scheduler
 from engine.simulation.simulated_models import row_reward
 from engine.simulation.world import Faults
-from engine.states.limits import Limits, Pool, ValidationLimits
+from engine.states.limits import AddedState, Limits, Pool, ValidationLimits
+from engine.states.timeouts import Timeouts
 from tests.core.custom_states import CHECKING
+from tests.core.scripted import Scripted
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -166,13 +171,93 @@ def test_more_slots_than_workers_idle_by_the_worker_bound() -> None:
     assert world.metrics.idle.rollout_idle_s["worker_bound"] > 0
 
 
-def test_a_deadline_that_binds_is_told_as_waiting_for_stragglers() -> None:
+def test_slots_whose_groups_wait_for_rewards_idle_for_these() -> None:
+    """Each group is generated in 1 s; its reward takes 9 s, and one is computed at a time."""
+    limits = Limits(
+        train_batch_size=4, max_staleness_steps=0, max_concurrent_groups=4, max_steps=2, timeouts=Timeouts.every(None),
+        added_states=(AddedState(name="rewarding", concurrency=1),),
+    )  # fmt: skip
+    world = SteadyWorld(limits, replicas=1, slots=4, state_s=9.0)
+    world.until(lambda state: state.stages.out == 1 and state.stages.waiting == 2)
+    status = read_status(world.metrics)
+    assert status.admission_limit == "reward" and "slots free: their groups wait for rewards" in status.rollout_now
+    assert status.calls_now == "3 groups wait for state rewarding"
+    world.to_the_end()
+    idle = world.metrics.idle
+    assert idle.rollout_idle_s["reward"] == pytest.approx(2 * 4 * 4 * 9.0)
+    slot_seconds = idle.rollout_busy_s + sum(idle.rollout_idle_s.values())
+    assert slot_seconds == pytest.approx(world.time * 4)
+
+
+def test_groups_that_hold_the_places_of_k_while_rewards_run_idle_for_these() -> None:
+    run = Scripted(samples=2, slots=4, train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=3)
+    idle = IdleTime(run.state)
+    assert run.running() == [0, 1, 2]
+    for group in (0, 1):
+        run.end_trajectories(group, 2)
+    idle.measure()
+    assert (idle.admission_limit, idle.busy, idle.split["free"]) == ("reward", 1, 3)
+    idle.at = 10.0
+    assert {cause: s for cause, s in idle.rollout_idle_s.items() if s} == {"reward": 20.0, "worker_bound": 10.0}
+
+
+def test_a_training_trainer_holds_the_bound_not_the_rewards() -> None:
+    run = Scripted(samples=2, slots=4, train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4)
+    run.finish(0, 1)
+    for group in (2, 3):
+        run.end_trajectories(group, 2)
+    idle = IdleTime(run.state)
+    idle.measure()
+    assert idle.trainer_task == "training" and idle.admission_limit == "staleness_bound"
+
+
+def test_slots_whose_groups_wait_for_agents_idle_for_these() -> None:
+    world = steady_world(lengths=lambda group: FOREVER).until(lambda state: state.ledger.running == 4)
+    idle, began = world.metrics.idle, world.time
+    calls = {"function": "agent mine", "at_once": 2, "setting": "rollout.slots", "queued": 0, "running_s": 0.0}
+
+    def report(groups: int) -> None:
+        life = {"kind": "replica", "index": 0, "incarnation": 1}
+        world.tell(fact.CallsMeasured(**life, **calls, groups=groups, calls=1, seconds=3.0))
+
+    report(2)
+    status = read_status(world.metrics)
+    assert status.calls_now.startswith("2 groups wait for agent mine: 3 s a call, 2 at once; raise ")
+    assert status.rollout_now == "every slot is busy: 4 groups generating, 2 in agents"
+    assert idle.split == {"busy": 4, "frozen": 0, "free": 0}
+    world.run_for(10.0)
+    report(0)
+    assert idle.rollout_idle_s["agent"] == pytest.approx(20.0) and world.time == began + 10.0
+    world.run_for(10.0)
+    assert idle.rollout_idle_s["agent"] == pytest.approx(20.0) and read_status(world.metrics).calls_now == ""
+    report(2)
+    world.tell(fact.ProcessLost(kind="replica", index=0, incarnation=1, reason="gone"))
+    assert idle.in_agents == 0, "its life has ended"
+
+
+def test_calls_of_the_users_functions_are_counted_and_change_nothing() -> None:
+    world = steady_world(lengths=lambda group: FOREVER).until(lambda state: state.ledger.running == 4)
+    before = world.metrics.changes
+    figures = {"kind": "replica", "index": 0, "incarnation": 1, "function": "reward slow", "at_once": 4}
+    for calls in (1, 3):
+        world.tell(
+            fact.CallsMeasured(**figures, groups=2, queued=1, setting="", calls=calls, seconds=6.0, running_s=0.0)
+        )
+    assert world.metrics.changes == before and world.metrics.calls == {"reward slow": (4, 12.0, "reward")}
+    assert read_status(world.metrics).slowest == {"reward": "reward slow, 3 s a call"}
+    read = registry(world.metrics).get_sample_value
+    labels = {"function": "reward slow"}
+    assert read("engine_function_calls_total", labels) == 4 and read("engine_function_waiting_groups", labels) == 2
+    assert read("engine_function_call_seconds_total", labels) == 12.0
+
+
+def test_a_deadline_that_binds_is_shown_as_waiting_for_stragglers() -> None:
     world = steady_world(batch=2, stale=1, workers=4, steps=8, lengths=lambda group: 20 if group == 1 else 1)
     seen: list[str] = []
 
     def straggling() -> None:
         if world.metrics.idle.trainer_cause == "waiting_for_stragglers" and world.metrics.idle.trainer_task is None:
-            seen.append(world.metrics.status().trainer_now)
+            seen.append(read_status(world.metrics).trainer_now)
 
     world.to_the_end(straggling)
     assert world.metrics.idle.trainer_idle_s["waiting_for_stragglers"] > 0
@@ -235,7 +320,7 @@ def test_the_status_of_a_finished_run() -> None:
     world = steady_world(steps=4, sync_s=0.125).to_the_end()  # version 3 is installed before step 3 is trained
     world.metrics.validated(0, 0.25)
     world.metrics.validated(4, 0.75)
-    status = world.metrics.status()
+    status = read_status(world.metrics)
     assert (status.outcome, status.step, status.max_steps, status.eta_s) == ("finished", 4, 4, 0.0)
     assert (status.accuracy_first, status.accuracy) == (0.25, 0.75)
     assert status.reward_first is not None and status.reward is not None and status.reward_first < status.reward
@@ -250,7 +335,7 @@ def test_the_status_of_a_finished_run() -> None:
 
 
 def test_the_status_before_anything_happened() -> None:
-    status = steady_world().metrics.status()
+    status = read_status(steady_world().metrics)
     assert status.step == 0 and status.reward is None and status.eta_s is None and status.tokens_per_s == 0.0
     assert status.trainer_now == "the run is starting"
     assert status.rollout_now == "no replica is up"
@@ -259,17 +344,22 @@ def test_the_status_before_anything_happened() -> None:
 def test_the_status_estimates_what_is_left_from_the_newest_steps() -> None:
     world = steady_world(steps=20).until(lambda state: state.latest_version == 10)
     finished = world.time
-    left = world.metrics.status(finished).eta_s
+    left = read_status(world.metrics, finished).eta_s
     assert left is not None
     world.run()
     assert left == pytest.approx(world.time - finished, rel=0.35)
-    assert world.metrics.status(world.time).tokens_per_s > 0
+    assert read_status(world.metrics, world.time).tokens_per_s > 0
 
 
 def test_sentences_say_what_happens_now() -> None:
     world = steady_world(steps=6, lengths=lambda group: 1 + group % 3)
     seen: set[str] = set()
-    world.to_the_end(lambda: seen.update((world.metrics.status().trainer_now, world.metrics.status().rollout_now)))
+
+    def look() -> None:
+        status = read_status(world.metrics)
+        seen.update((status.trainer_now, status.rollout_now))
+
+    world.to_the_end(look)
     assert any(text.startswith("training step 0 on 2 groups") for text in seen)
     assert any(text.startswith("publishing version 1, after step 0") for text in seen)
     assert any("waits for 2 groups; 0 of 2 ready" in text for text in seen)
@@ -295,7 +385,7 @@ def test_every_validation_is_a_line_with_the_version_it_measured(tmp_path: Path)
     assert [row["accuracy"] for row in lines] == accuracies
     assert all(row["rows"] == row["measured"] == 8 and row["reason"] == "" for row in lines)
     assert all(row["seconds"]["running"] >= world.setting.measure_s for row in lines)
-    status = world.metrics.status()
+    status = read_status(world.metrics)
     assert (status.accuracy_first, status.accuracy_last) == (accuracies[0], accuracies[-1])
     assert list(status.validations) == lines
     assert world.metrics.rows_measured == 32 and world.metrics.validation_s.count == 4
@@ -308,9 +398,9 @@ def test_slots_that_measure_are_busy_and_the_status_says_what_is_measured() -> N
     full: list[str] = []
 
     def look() -> None:
-        status = world.metrics.status()
+        status = read_status(world.metrics)
         seen.update((status.validation_now, status.trainer_now))
-        replicas = world.scheduler.state.fleet.replicas.values()
+        replicas = world.scheduler.state.replicas.values()
         taken = sum(r.slots - r.free_for_chunks for r in replicas if r.state == "ready")
         full.extend([status.validation_now] if taken > status.slots_busy else [])
 
@@ -337,7 +427,7 @@ def test_a_run_that_goes_on_knows_its_validations_and_writes_nothing_again(tmp_p
     metrics.close()
     assert rows_of(path) == before
     assert metrics.accuracies == world.metrics.accuracies
-    assert world.metrics.status().validations and not metrics.status().validations, "they were shown already"
+    assert read_status(world.metrics).validations and not read_status(metrics).validations, "they were shown already"
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -346,7 +436,7 @@ def test_the_first_line_of_a_run_that_goes_on_counts_from_there(kept: bool) -> N
     replayed = ReplayedRows(transitions)
     transitions.take(([("group", "generating", "aborted", 7)], [], [], None))  # what a snapshot says
     scheduler = Scheduler(Limits(train_batch_size=1, max_staleness_steps=0, max_concurrent_groups=1))
-    replayed.watch(fact.RunStarted(), (), scheduler.state)
+    replayed.watch(Tick(0, (fact.RunStarted(),), ()), scheduler.state)
     metrics = RunMetrics(scheduler, transitions, rows=replayed.rows if kept else None)
     transitions.take(([("group", "generating", "aborted", 8)], [], [], None))
     for state in ("scoring", "finished"):
@@ -359,7 +449,7 @@ def test_the_first_line_of_a_run_that_goes_on_counts_from_there(kept: bool) -> N
 # -- added states ------------------------------------------------------------------------------------------------------
 
 
-def test_groups_in_added_states_are_counted_and_their_failures_told() -> None:
+def test_groups_in_added_states_are_counted_and_their_failures_reported() -> None:
     limits = Limits(
         train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, max_steps=4, added_states=(CHECKING,)
     )
@@ -373,15 +463,15 @@ def test_groups_in_added_states_are_counted_and_their_failures_told() -> None:
 
     world.to_the_end(look)
     assert max(in_state) > 1 and set(live) == {0}
-    status = world.metrics.status()
+    status = read_status(world.metrics)
     assert status.failures["group_data"] > 0
     assert status.last_failure.endswith(", checking: fault")
 
 
-def test_decisions_of_a_policy_in_error_are_told() -> None:
+def test_decisions_of_a_policy_in_error_are_reported() -> None:
     world = steady_world()
     world.scheduler.decisions.note(PolicyError("the filter policy 'mine' raised ValueError: x"))
-    status = world.metrics.status()
+    status = read_status(world.metrics)
     assert status.failures == {"policy": 1}
     assert "'mine' raised ValueError" in status.last_failure
 

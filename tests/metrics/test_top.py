@@ -29,7 +29,8 @@ from engine.cli.top import screen
 from engine.metrics.address_files import FILE, announce, withdraw
 from engine.metrics.export import registry
 from engine.metrics.metrics_server import MetricsServer
-from engine.metrics.status import plain_status, status_of
+from engine.metrics.status import plain_status, read_status, status_of
+from engine.record.files import RecordLock
 from engine.states.limits import Limits
 
 COLUMNS, ROWS = 80, 30
@@ -157,7 +158,7 @@ def test_a_run_that_ends_ends_it(served: Served, terminal: Terminal) -> None:
     assert code == 0 and "the run has ended" in said and "engine replay" in said
 
 
-def test_a_run_that_is_killed_is_told(served: Served, open_terminal: Callable[..., Terminal]) -> None:
+def test_a_killed_run_is_reported_as_not_answering(served: Served, open_terminal: Callable[..., Terminal]) -> None:
     terminal = open_terminal(gone_s=1.0)
     terminal.until("admission")
     served.server.close()
@@ -232,7 +233,7 @@ def test_what_interrupts_or_changes_a_run_is_shown_while_it_lasts() -> None:
     world.tell(fact.SettingChanged(setting="scheduler.max_concurrent_groups", value="11"))
     world.tell(fact.ReplicasWanted(replicas=5))
     world.tell(fact.DrainRequested(reason="asked to"))
-    world.scheduler.state.fleet.replicas[1].slow = True
+    world.scheduler.state.replicas[1].slow = True
     after = shown()
     for text in (
         "changed   max_concurrent_groups = 11",
@@ -243,16 +244,16 @@ def test_what_interrupts_or_changes_a_run_is_shown_while_it_lasts() -> None:
         assert text in after, text
 
 
-def test_on_the_smallest_terminal_everything_that_is_told_leaves_room_for_replicas() -> None:
+def test_on_the_smallest_terminal_everything_shown_leaves_room_for_replicas() -> None:
     """24 rows, as a terminal has that nobody made larger."""
     limits = Limits(train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12, checkpoint_every=2)
     world = SteadyWorld(limits, replicas=3, slots=4, sync_s=0.125)
     world.until(lambda state: state.steps_trained == 6)
     status = status_of(plain_status(world.metrics, world.time + 12.0))
-    told = replace(
+    full = replace(
         status, failures={"group_data": 3}, last_failure="group 4: no number", validation_now="version 3: 2 of 4 rows"
     )
-    for shown in (status, told, replace(told, silence="nothing has changed for 300 s", settings={"a.b": "1"})):
+    for shown in (status, full, replace(full, silence="nothing has changed for 300 s", settings={"a.b": "1"})):
         console = Console(width=COLUMNS, record=True, file=io.StringIO())
         console.print(screen(shown, "Step Engine  runs/latest", height=24))
         lines = console.export_text().splitlines()
@@ -272,9 +273,9 @@ def test_a_run_without_a_checkpoint_says_so(served: Served) -> None:
 
 def test_a_slow_replica_and_missing_ones_are_marked() -> None:
     world = steady_world(steps=None, sync_s=0.0).until(lambda state: state.steps_trained == 2)
-    world.scheduler.state.fleet.replicas[1].slow = True
+    world.scheduler.state.replicas[1].slow = True
     world.tell(fact.ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
-    status = world.metrics.status()
+    status = read_status(world.metrics)
     assert (status.replicas_slow, status.replicas_wanted, status.replicas_lost) == ((1,), 2, 1)
     console = Console(width=COLUMNS, record=True, file=io.StringIO())
     console.print(screen(status_of(plain_status(world.metrics, world.time)), "Step Engine  runs/latest"))
@@ -284,7 +285,7 @@ def test_a_slow_replica_and_missing_ones_are_marked() -> None:
 
 def test_the_status_survives_the_way(served: Served) -> None:
     with served.lock:
-        direct = served.world.metrics.status(served.world.time)
+        direct = read_status(served.world.metrics, served.world.time)
     again = status_of(served.describe())
     assert (again.step, again.replica_versions, again.groups_live) == (
         direct.step,
@@ -326,7 +327,7 @@ def test_an_endpoint_that_is_gone(served: Served, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "expected"),
     [
         (b"SSH-2.0-OpenSSH_9.2\r\n", "is not from a run of this engine version"),
         (b"HTTP/1.0 404 Not Found\r\n\r\n", "is not from a run of this engine version: HTTP Error 404"),
@@ -338,7 +339,7 @@ def test_an_endpoint_that_is_gone(served: Served, capsys: pytest.CaptureFixture[
     ids=["no http", "not found", "broken", "half of it", "a list", "nothing"],
 )
 def test_another_program_has_the_port(
-    answer: bytes, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    answer: bytes, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Other(socketserver.BaseRequestHandler):
         def handle(self) -> None:
@@ -351,7 +352,7 @@ def test_another_program_has_the_port(
         announce([tmp_path / FILE], f"127.0.0.1:{other.server_address[1]}", "other")
         said = complaint(tmp_path, capsys)
         other.shutdown()
-    assert told in said
+    assert expected in said
 
 
 def test_an_address_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -376,3 +377,20 @@ def test_something_else_answers(served: Served, capsys: pytest.CaptureFixture[st
         assert "is not from a run of this engine version" in complaint(served.directory, capsys)
     finally:
         other.close()
+
+
+def test_the_state_of_a_running_run_is_reported_by_the_run(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    served.steps(3)
+    assert main(["status", str(served.directory)]) == 3
+    assert ": running, 3 steps trained: publishing version 3, after step 2\n" in capsys.readouterr().out
+    metrics = served.world.metrics
+    metrics.silence = (metrics.changes, "nothing has changed for 300 s: replica 1 has been generating group 41")
+    assert main(["status", str(served.directory)]) == 4
+    assert (
+        ": waiting, 3 steps trained: nothing has changed for 300 s: replica 1 has been generating group 41\n"
+        in capsys.readouterr().out
+    )
+    withdraw([served.directory / FILE])
+    lock = RecordLock(served.directory / "schedule")
+    assert main(["status", str(served.directory)]) == 3
+    lock.release()

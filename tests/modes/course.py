@@ -36,7 +36,8 @@ from engine.events import (
     WeightsPublished,
 )
 from engine.ids import GroupId, ReplicaId, StepId, Version
-from engine.record import Handled, read
+from engine.record import read
+from engine.record.frames import Tick
 from engine.record.recorder import MemoryRecorder
 
 Key = tuple[int, int, Version]
@@ -94,7 +95,7 @@ class Trained:
 class Course:
     """Everything below is in the order of the record, whose positions are its events' numbers."""
 
-    def __init__(self, frames: Iterable[tuple[Event, tuple[Command, ...]]]) -> None:
+    def __init__(self, ticks: Iterable[Tick]) -> None:
         self.begun: dict[GroupId, Begun] = {}
         self.generated: dict[GroupId, GroupGenerated] = {}
         self.ready_at: dict[GroupId, int] = {}
@@ -129,13 +130,18 @@ class Course:
         self._publishing: dict[Version, int] = {}
         self._scoring: dict[tuple[StepId, str], int] = {}
         self._training: StepId | None = None
-        for at, (event, commands) in enumerate(frames):
-            frees = isinstance(event, GroupGenerated | GroupProgressed) and self._is_newest(event)
-            self._happened(at, event)
-            for command in commands:
+        for tick in ticks:
+            free: list[GroupGenerated | GroupProgressed] = []
+            for event in tick.events:
+                at = event.id
+                if isinstance(event, GroupGenerated | GroupProgressed) and self._is_newest(event):
+                    free.append(event)
+                self._happened(at, event)
+            for command in tick.commands:
                 self._ordered(at, command)
-            if frees and event.replica not in self._paused:
-                self._look_at_slots(at, event)
+            for event in free:
+                if event.replica not in self._paused:
+                    self._look_at_slots(at, event)
 
     def _look_at_slots(self, at: int, event: GroupGenerated | GroupProgressed) -> None:
         replica = event.replica
@@ -272,5 +278,4 @@ class Course:
 
 def course_of(source: Path | MemoryRecorder) -> Course:
     """Of a run's directory, or of a record in memory."""
-    record = read(source / "schedule" if isinstance(source, Path) else source)
-    return Course((frame.event, frame.commands) for frame in record.frames() if isinstance(frame, Handled))
+    return Course(read(source / "schedule" if isinstance(source, Path) else source).ticks())

@@ -116,7 +116,7 @@ def takes_ready_first(course: Course) -> None:
 
 
 def kept_busy(course: Course, batch: int, staleness: int, most: int) -> None:
-    """Whenever trajectories end and the batch is not full, the same event fills their slot. Three bounds leave it
+    """Whenever trajectories end and the batch is not full, the same tick fills their slot. Three bounds leave it
     empty: `most` groups run; nothing is parked, and the weights have as many groups as the staleness bound allows; or
     the last step has all its groups."""
     looked_at = 0

@@ -22,9 +22,10 @@ TIMES = st.fixed_dictionaries(
         "train_s": st.sampled_from([0.5, 5.0, 20.0, 100.0]),
         "sync_s": st.sampled_from([0.1, 2.0, 30.0]),
         "mean_tokens": st.sampled_from([5.0, 20.0, 60.0]),
+        "tick_size": st.sampled_from([1, 64, 0]),
     }
 )
-"""Whatever is slow beside whatever is quick."""
+"""Whatever is slow beside whatever is quick, with one event, up to 64 or a random number in each tick."""
 
 FAULTS = Faults(lose=0.1, duplicate=0.1, die=0.01, fail_group=0.03, fail_data=0.03, fail_sync=0.1, fail_trainer=0.05)
 
@@ -32,7 +33,7 @@ FAULTS = Faults(lose=0.1, duplicate=0.1, die=0.01, fail_group=0.03, fail_data=0.
 def course_in_world(preset: str, times: dict[str, float], *overrides: str, faults: Faults | None = None) -> Course:
     """A preset in small, run to its end with every law checked: its limits, pools and policies as they are shipped."""
     config = configured(preset, CONFIGS, f"run.max_steps={STEPS}", *overrides)
-    limits = replace(config.limits(), validation=None, timeouts=Timeouts.every(None))
+    limits = replace(config.limits, validation=None, timeouts=Timeouts.every(None))
     recorder = MemoryRecorder(Header(run=preset, limits=limits.to_plain(), policies=config.policies().names))
     setting = Setting(
         limits=limits, replicas=config.rollout.replicas, slots=config.rollout.slots, prompts=BATCH * STEPS * 2,

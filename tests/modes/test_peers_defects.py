@@ -39,7 +39,7 @@ class Interrupted(Scripted):
         self.train()
         self.publish()
         self.install(pause=False)
-        replica = self.state.fleet.replicas[0]
+        replica = self.state.replicas[0]
         for group in [self.state.groups[id] for id in replica.groups]:
             oldest = replica.version if group.oldest_version < 0 else group.oldest_version
             self.tell(

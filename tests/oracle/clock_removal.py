@@ -6,12 +6,12 @@ All processes may end at the same time. The run then resumes from its record, wi
 from collections.abc import Callable
 from random import Random
 
-from engine.commands import Command
-from engine.events import DrainRequested, Event, SchedulerRecovered
+from engine.events import DrainRequested, SchedulerRecovered
 from engine.policies import PolicySet
+from engine.record.frames import Tick
 from tests.core.adversary import AT_REST, Adversary
 from tests.oracle.figures import any_limits, any_policies
-from tests.oracle.worlds import Told, request
+from tests.oracle.worlds import RunReport, request
 
 Move = Callable[[], None]
 
@@ -19,19 +19,19 @@ Move = Callable[[], None]
 class Seen(Adversary):
     """Reports every event with its commands. Events that a recovery replays are reported once."""
 
-    told: Told
+    report: RunReport
 
-    def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
-        self.told.observe(event, commands)
-        super()._observe(event, commands)
+    def _observe(self, tick: Tick) -> None:
+        self.report.observe(tick)
+        super()._observe(tick)
 
 
-def begin(random: Random, told: Told) -> tuple[Seen, int]:
+def begin(random: Random, report: RunReport) -> tuple[Seen, int]:
     """(a world, the minimum number of its replicas)."""
     limits, named = any_limits(random), any_policies(random)
     policies = PolicySet.from_names(named)
-    told.limits, told.policies = limits, dict(policies.names)
-    cls = type("ToldOne", (Seen,), {"told": told})  # the constructor already reports the first event
+    report.limits, report.policies = limits, dict(policies.names)
+    cls = type("Reporting", (Seen,), {"report": report})  # the constructor already reports the first event
     world: Seen = cls(limits, policies, random.randint(1, 60), random.randint(1, 4), random.choice([0, 7]))
     least = limits.validators().stop
     for id in range(max(least, random.randint(1, 3))):
@@ -46,10 +46,10 @@ def crash(world: Seen, random: Random, least: int) -> None:
     )  # fmt: skip
 
 
-def cut(number: int, told: Told) -> None:
+def cut(number: int, report: RunReport) -> None:
     """All possible events happen in turn. Sometimes all processes end, or the user drains the run."""
     random = Random(f"cut/{number}")
-    world, least = begin(random, told)
+    world, least = begin(random, report)
     for _ in range(random.randint(1, 4)):
         for _ in range(random.randint(0, 60)):
             if world.driver.outcome is not None or not world.act():
@@ -59,13 +59,13 @@ def cut(number: int, told: Told) -> None:
         elif world.driver.outcome is None or world.driver.outcome.outcome != "finished":
             crash(world, random, least)
     world.complete()
-    told.scheduler = world.scheduler
+    report.scheduler = world.scheduler
 
 
-def wild(number: int, told: Told) -> None:
+def wild(number: int, report: RunReport) -> None:
     """Random events in random order."""
     random = Random(f"wild/{number}")
-    world, least = begin(random, told)
+    world, least = begin(random, report)
     for _ in range(random.randint(30, 300)):
         if world.driver.outcome is not None:
             if world.driver.outcome.outcome == "finished":
@@ -73,7 +73,7 @@ def wild(number: int, told: Told) -> None:
             crash(world, random, least)
         random.choice(moves(world, random, least))()
     world.complete()
-    told.scheduler = world.scheduler
+    report.scheduler = world.scheduler
 
 
 def moves(world: Seen, random: Random, least: int) -> list[Move]:

@@ -6,67 +6,45 @@ The comparison matches classes and fields by name, and covers only fields that b
 intended differences. For each world it reports only the first difference, because the two runs diverge after it. It
 counts equal differences together.
 
-Intended, and not covered by a hook, because each changes what follows:
+Intended, and not covered by a hook:
 
-- Nobody stops a replica that is lost while it is not wanted: the scheduler orders no other life of it.
-- A replica that a resume orders counts as coming before it has joined, and its place is that of its number.
-- A notice that a replica will be taken away is over with the life that it was about.
-- A repeated loss is a stale echo, also of a replica that does not return.
-- Who joins without an order is wanted, however many replicas were wanted before.
+- The last checkpoint is tried again until its attempts are spent; one failure ended the run.
+- A prompt that hangs again and again has fewer attempts, charged as failures of its data.
 """
 
 import argparse
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
-from engine.commands import COMMANDS, Command, DeleteCheckpoint, DiscardGroups
-from engine.events import EVENTS, Event, OrderDone, stamp
+from engine.commands import COMMANDS
+from engine.events import EVENTS, Event, stamp
 from engine.policies import PolicySet
 from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import Limits
-from engine.states.process import REPLICA
 from tests.oracle import figures
 from tests.oracle.forms import STAMP, Plain, plain
-from tests.oracle.lives import Lives
 
 # -- intended differences ----------------------------------------------------------------------------------------------
 
-NUMBERED = (
-    "AbortGroup", "DeleteCheckpoint", "DiscardGroups", "DrawPrompts", "ResumeReplica", "RetireWeights", "StopMeasuring",
-)  # fmt: skip
-"""Commands that carry their number in the order book."""
-IGNORED: set[str] = {"StartProcess", "StartReplica"}
-"""Command classes to leave out of the comparison, old or new. In the old code, the shell decided which lost replicas
-another life followed."""
-IGNORED_FIELDS: set[tuple[str, str]] = {*((name, "number") for name in NUMBERED), ("StopProcess", "incarnation")}
-"""(Class, field) of commands whose values may differ. The class `*` means all classes. The numbers of the order book
-differ, because a `DeleteCheckpoint` takes one (see `handled`); `translate` gives the new number for an old one. An
-order to stop a life that has not joined named the life before."""
-RENAMED: dict[str, str] = {
-    "ReplicaJoined": "ProcessUp", "ReplicaLost": "ProcessLost", "StopReplica": "StopProcess",
-    **{f"{name}.replica": "index" for name in ("ReplicaJoined", "ReplicaLost", "StopReplica")},
-}  # fmt: skip
+IGNORED: set[str] = set()
+"""Command classes to leave out of the comparison, old or new."""
+IGNORED_FIELDS: set[tuple[str, str]] = {("SetTimer", "timer"), ("CancelTimer", "timer")}
+"""(Class, field) of commands whose values may differ. The class `*` means all classes. Timers had numbers of their own
+before they took those of their orders; `translate` gives the new number for an old one."""
+RENAMED: dict[str, str] = {}
 """Old to new names of classes, and of fields as `Class.field`, for events and commands."""
-
-
-ENDLESS = 1000
-"""Restarts of a process: the old shell replaced a lost replica as often as the world said."""
 
 
 def rebuild(limits: dict[str, Any], policies: dict[str, str]) -> Scheduler:
     """The scheduler of a recorded world. Importing `figures` has registered its custom policies and states."""
     assert figures.OWN
-    limits = dict(limits)
-    if "group_timeout_s" in limits:  # the time limit of groups, before every kind of orders had one
-        limits["timeouts"] = {"group_s": limits.pop("group_timeout_s")}
-    restarts = dict.fromkeys(("replica_restarts", "trainer_restarts", "worker_restarts"), ENDLESS)
-    return Scheduler(Limits.from_plain({**limits, **restarts}), PolicySet.from_names(policies))
+    return Scheduler(Limits.from_plain(limits), PolicySet.from_names(policies))
 
 
 def translate(name: str, said: dict[str, Any], paired: "Paired") -> list[Plain]:
@@ -75,19 +53,9 @@ def translate(name: str, said: dict[str, Any], paired: "Paired") -> list[Plain]:
 
         order = paired.new_of("StartGroup", "ResumeGroup", group=said["group"], attempt=said["attempt"])
     """
-    if name == "SettingChanged" and said["setting"] == "rollout.group_timeout_s":
-        return [(name, {**said, "setting": "timeouts.group_s"})]
-    if name == "PromptsDrawn":  # an old event has no order number: earlier draws show whether it is an echo
-        order = paired.open_draw(said["first"], said["count"])
-        return [(name, {**said, "number": -1 if order is None else order})]
-    if name == "OrderDone":
-        pairs = (paired.new_of(*NUMBERED, number=number) for number in said["orders"])
-        return [(name, {"orders": [-1 if order is None else order["number"] for order in pairs]})]
-    if name == "ProcessUp":
-        return [(name, {"kind": REPLICA, **said})]
-    if name == "ProcessLost":  # whoever was to be let go did not return, but another life could follow
-        let_go = paired.new_of("StopProcess", index=said["index"], incarnation=said["incarnation"], returns=False)
-        return [(name, {"kind": REPLICA, **said, "final": not said["returns"] and let_go is None})]
+    if name == "TimerFired":
+        timer = paired.new_of("SetTimer", timer=said["timer"])
+        return [(name, {"timer": -1 if timer is None else timer["timer"]})]
     return [(name, said)]
 
 
@@ -108,8 +76,6 @@ class Paired:
 
     def __init__(self) -> None:
         self._pairs: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = defaultdict(list)
-        self._drawn = 0
-        """Prompts drawn so far."""
 
     def add(self, old: list[Plain], new: list[Plain]) -> None:
         """Pair the commands of each class in order."""
@@ -119,14 +85,6 @@ class Paired:
         for name, was in old:
             if left[name]:
                 self._pairs[name].append((was, left[name].pop()))
-
-    def open_draw(self, first: int, count: int) -> int | None:
-        """The number of the newest draw order, if it ordered these prompts."""
-        if not self._pairs["DrawPrompts"] or first != self._drawn:
-            return None
-        self._drawn += count
-        number: int = self._pairs["DrawPrompts"][-1][1]["number"]
-        return number
 
     def new_of(self, *names: str, **said: Any) -> dict[str, Any] | None:
         """The fields of the new counterpart of the last old command of these classes with these field values."""
@@ -179,46 +137,21 @@ def kept(commands: list[Plain], only: set[str]) -> list[Plain]:
     return [(name, said) for name, said in normal if not only or name in only]
 
 
-def handled(scheduler: Scheduler, event: Event, deletes: bool) -> list[Command]:
-    """The commands that an event causes. `deletes`: the old code ordered deletions of checkpoints in this event.
-
-    Before there were such orders, the trainer deleted checkpoints by itself. Then the new orders are left out and
-    answered at once. The commands that follow count as caused by the event: one command discards the groups of both.
-    """
-    commands = [*scheduler.handle(event)]
-    if deletes:
-        return commands
-    deletions = [command for command in commands if isinstance(command, DeleteCheckpoint)]
-    if not deletions:
-        return commands
-    done = OrderDone(orders=tuple(command.number for command in deletions))
-    stamp(done, event.id, event.at)
-    commands = [command for command in (*commands, *scheduler.handle(done)) if command not in deletions]
-    discards = [command for command in commands if isinstance(command, DiscardGroups)]
-    if len(discards) > 1:
-        groups = tuple(group for command in discards for group in command.groups)
-        commands[commands.index(discards[-1])] = replace(discards[-1], groups=groups)
-        commands.remove(discards[0])
-    return commands
-
-
 def replay(world: dict[str, Any], only: set[str], any_order: bool) -> tuple[str, str]:
     """(kind of the first difference, details); both empty if there is none."""
     try:
         scheduler = rebuild(world["limits"], world["policies"])
     except Exception as error:
         return f"the scheduler cannot be built: {type(error).__name__}", str(error)
-    paired, lives = Paired(), Lives(scheduler)
+    paired = Paired()
     for index, (id, at, name, said, commands) in enumerate(world["frames"]):
         was = [renamed(*command) for command in commands]
-        old, deletes = kept(was, only), any(kind == "DeleteCheckpoint" for kind, _ in was)
+        old = kept(was, only)
         place = f"{world['name']}, event {index}: {name} {said}"
         got: list[Plain] = []
         try:
             for kind, fact in translate(*renamed(name, said), paired):
-                event = event_of(kind, lives.to_new(kind, fact), id, at)
-                commands = [plain(command) for command in handled(scheduler, event, deletes)]
-                got += [(kind, lives.to_old(order)) for kind, order in commands]
+                got += map(plain, scheduler.tick((event_of(kind, fact, id, at),)))
         except Exception as error:
             return f"{name}: {type(error).__name__}", f"{place}\n    raised   {error}\n    expected {old}"
         new = kept(got, only)
@@ -242,7 +175,7 @@ def main() -> int:
     asked.add_argument("--only", default="", metavar="CLASSES", help="compare these commands alone: TrainStep,...")
     asked.add_argument("--ignore", default="", metavar="FIELDS", help="fields of any command: reason,...")
     asked.add_argument("--any-order", action="store_true", help="an event's commands may come in another order")
-    asked.add_argument("--stories", type=int, default=1, help="how many differences of a kind are told")
+    asked.add_argument("--stories", type=int, default=1, help="how many differences of a kind are shown")
     said = asked.parse_args()
     IGNORED_FIELDS.update(("*", field) for field in said.ignore.split(","))
     only = set(filter(None, said.only.split(",")))

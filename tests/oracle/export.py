@@ -26,14 +26,18 @@ FAMILY = {**worlds.FAMILY, "cut": clock_removal.cut, "wild": clock_removal.wild}
 def play(family: str, number: int) -> tuple[dict[str, Any], str]:
     """Run a world with this code. Returns its record, and the error that the judge found, if any: such a world is
     recorded too."""
-    told, found = worlds.Told(), ""
+    report, found = worlds.RunReport(), ""
     try:
-        FAMILY[family](number, told)
+        FAMILY[family](number, report)
     except EngineError as error:
         found = str(error)[:200]
-    frames = [[e.id, e.at, *plain(e), [plain(command) for command in commands]] for e, commands in told.frames]
+    frames = [
+        [event.id, event.at, *plain(event), [plain(command) for command in tick.commands]]
+        for tick in report.ticks
+        for (event,) in [tick.events]  # worlds of the oracle have ticks of one event
+    ]
     name = f"{family}-{number:03}"
-    return {"name": name, "limits": told.limits.to_plain(), "policies": told.policies, "frames": frames}, found
+    return {"name": name, "limits": report.limits.to_plain(), "policies": report.policies, "frames": frames}, found
 
 
 def chosen(prefix: str) -> Iterator[tuple[str, int]]:

@@ -18,11 +18,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from engine.commands import Command
 from engine.config import load_config
 from engine.errors import ConfigError
 from engine.events import DrainRequested, Event, ReplicaLeaves, ReplicasWanted, SettingChanged, StopRequested
 from engine.policies import DEFAULTS, PolicySet
+from engine.record.frames import Tick
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.settings import check_setting
 from engine.simulation.simulated_models import Dice
@@ -47,7 +47,7 @@ FIGURES = (
 )  # fmt: skip
 
 
-class Told:
+class RunReport:
     """The report of one run: its initial limits and policies, then every event with its commands."""
 
     limits: Limits
@@ -55,10 +55,10 @@ class Told:
     scheduler: Scheduler
 
     def __init__(self) -> None:
-        self.frames: list[tuple[Event, tuple[Command, ...]]] = []
+        self.ticks: list[Tick] = []
 
-    def observe(self, event: Event, commands: tuple[Command, ...]) -> None:
-        self.frames.append((event, commands))
+    def observe(self, tick: Tick) -> None:
+        self.ticks.append(tick)
 
 
 def a_setting(random: Random, limits: Limits, **others: Any) -> Setting:
@@ -66,22 +66,24 @@ def a_setting(random: Random, limits: Limits, **others: Any) -> Setting:
     return Setting(
         limits=limits, replicas=2 if own is not None or limits.pools else random.randint(1, 3),
         slots=random.randint(1, 4), prompts=random.randint(6, 90), seed=random.randrange(2**31), max_tokens=200,
+        tick_size=1,
         train_s=random.choice([2.0, 20.0, 60.0]), sync_s=random.choice([0.2, 2.0, 10.0]), **others,
     )  # fmt: skip
 
 
 def in_world(
-    setting: Setting, named: dict[str, str], told: Told, asks: Sequence[Any] = (), dice: Dice | None = None
+    setting: Setting, named: dict[str, str], report: RunReport, asks: Sequence[Any] = (), dice: Dice | None = None
 ) -> None:
     """Run a simulated world. `asks`: pairs of a time and a function from the world to a user's event or None."""
 
     class Seen(World):
-        def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
-            told.observe(event, commands)
-            super()._observe(event, commands)
+        def _observe(self, tick: Tick) -> None:
+            report.observe(tick)
+            super()._observe(tick)
 
     world = Seen(setting, PolicySet.from_names(named), check=False, dice=dice)
-    told.limits, told.policies, told.scheduler = setting.limits, dict(world.scheduler.policies.names), world.scheduler
+    report.limits, report.policies = setting.limits, dict(world.scheduler.policies.names)
+    report.scheduler = world.scheduler
 
     def ask(make: Callable[[World], Event | None]) -> None:
         event = make(world) if world.driver.outcome is None else None
@@ -96,15 +98,15 @@ def in_world(
 # families
 
 
-def calm(number: int, told: Told) -> None:
+def calm(number: int, report: RunReport) -> None:
     random = Random(f"calm/{number}")
     limits = replace(any_limits(random), timeouts=Timeouts.every(None))
     named = any_policies(random, own=0.1)
     setting = a_setting(random, limits)
-    in_world(setting, named, told, dice=SteadyDice(setting))  # so the order of the draws does not matter
+    in_world(setting, named, report, dice=SteadyDice(setting))  # so the order of the draws does not matter
 
 
-def rough(number: int, told: Told) -> None:
+def rough(number: int, report: RunReport) -> None:
     random = Random(f"rough/{number}")
     limits, named = any_limits(random), any_policies(random, own=0.1)
     if number % 3 == 0:  # limits that take effect: short steps, rolling installs, deaths
@@ -116,7 +118,7 @@ def rough(number: int, told: Told) -> None:
     )  # fmt: skip
     if number % 20 == 1:  # all or nearly all groups fail
         setting = replace(setting, prompts=150, faults=Faults(fail_data=random.choice([1.0, 0.98])))
-    in_world(setting, named, told)
+    in_world(setting, named, report)
 
 
 SIZES = {
@@ -140,7 +142,7 @@ def variants() -> list[tuple[str, list[str]]]:
     return found
 
 
-def preset(number: int, told: Told) -> None:
+def preset(number: int, report: RunReport) -> None:
     random = Random(f"preset/{number}")
     every = variants()
     name, overrides = every[number % len(every)]
@@ -149,15 +151,15 @@ def preset(number: int, told: Told) -> None:
         f"trainer.checkpoint_every={random.choice([0, 2])}", "validation.prompts=6", "run.dir=nowhere",
     ]  # fmt: skip
     config = load_config(CONFIGS / f"{name}.yaml", [*small, *overrides])
-    limits = config.limits() if random.random() < 0.5 else replace(config.limits(), validation=None)
+    limits = config.limits if random.random() < 0.5 else replace(config.limits, validation=None)
     setting = Setting(
         limits=limits, replicas=config.rollout.replicas, slots=config.rollout.slots, prompts=8 * STEPS,
-        seed=random.randrange(2**31), latency_s=random.choice([0.0, 0.1, 2.0]), max_tokens=400,
+        seed=random.randrange(2**31), latency_s=random.choice([0.0, 0.1, 2.0]), max_tokens=400, tick_size=1,
         train_s=random.choice([0.5, 5.0, 20.0, 100.0]), sync_s=random.choice([0.1, 2.0, 30.0]),
         mean_tokens=random.choice([5.0, 20.0, 60.0]),
         faults=replace(ROUGH, stay_dead=0.0, fail_trainer=0.05) if number // len(every) % 2 else Faults(),
     )  # fmt: skip
-    in_world(setting, dict(config.policies().names), told)
+    in_world(setting, dict(config.policies().names), report)
 
 
 def request(random: Random, world: Any) -> Event | None:
@@ -186,7 +188,7 @@ def request(random: Random, world: Any) -> Event | None:
     return SettingChanged(setting=setting, value=value)
 
 
-def asked(number: int, told: Told) -> None:
+def asked(number: int, report: RunReport) -> None:
     random = Random(f"asked/{number}")
     limits, named = any_limits(random), any_policies(random, own=0.1)
     if number % 2:
@@ -198,10 +200,10 @@ def asked(number: int, told: Told) -> None:
     if last is not None:
         asks.append((random.uniform(20.0, 250.0), lambda world: last))
     faults = ROUGH if number % 4 == 0 else Faults()
-    in_world(a_setting(random, limits, faults=faults, prefix_every_tokens=10), named, told, asks)
+    in_world(a_setting(random, limits, faults=faults, prefix_every_tokens=10), named, report, asks)
 
 
-FAMILY: dict[str, Callable[[int, Told], None]] = {
+FAMILY: dict[str, Callable[[int, RunReport], None]] = {
     "calm": calm, "preset": preset, "rough": rough, "asked": asked,
 }  # fmt: skip
 

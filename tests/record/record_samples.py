@@ -1,6 +1,7 @@
 """What the tests of the record share: strategies for every event and command, a small recorded run, a scheduler's
 double."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -11,8 +12,7 @@ from engine.commands import COMMANDS, Command, DrawPrompts, StartGroup
 from engine.events import EVENTS, Event, PromptsDrawn, RunStarted, stamp
 from engine.policies import PolicySet
 from engine.record import Header, MemoryRecorder, Recorder
-from engine.record.log import Entry, load_index, store_index
-from engine.runtime.driver import Recorder as RecorderPort
+from engine.runtime.driver import RecordWriter as RecorderPort
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits
 
@@ -63,7 +63,7 @@ def answer(position: int) -> tuple[Command, ...]:
 
 def fill(recorder: RecorderPort, count: int) -> None:
     for position in range(count):
-        recorder.write(event(position), answer(position), 2**63 + position)
+        recorder.write((event(position),), answer(position))
     recorder.flush()
 
 
@@ -80,24 +80,22 @@ FAULTS = Faults(die=0.02, fail_group=0.05, fail_data=0.03, fail_sync=0.05, fail_
 
 def record_run(
     directory: Path | None = None, seed: int = 3, limits: Limits = LIMITS, faults: Faults = FAULTS,
-    snapshot_every: int = 0, **options: Any,
+    snapshot_every: int = 0, steps: int | None = None, **options: Any,
 ) -> MemoryRecorder | Recorder:  # fmt: skip
-    """A small simulated run, recorded in memory or into a directory; `options` are the recorder's."""
+    """A small simulated run, recorded in memory or into a directory; it breaks off after so many train steps. `options`
+    are the recorder's."""
     policies = PolicySet.from_names({})
     head = Header(run=f"seed-{seed}", limits=limits.to_plain(), policies=dict(policies.names), code="test")
     recorder = MemoryRecorder(head) if directory is None else Recorder(directory, head, **options)
     setting = Setting(limits=limits, replicas=2, slots=4, prompts=60, seed=seed, faults=faults)
-    World(setting, policies, recorder, check=False, snapshot_every=snapshot_every).run()
+    world = World(setting, policies, recorder, check=False, snapshot_every=snapshot_every)
+    if steps is None:
+        world.run()
+    else:
+        assert world.run_until(lambda state: state.steps_trained == steps)
+        world.close()
     recorder.close()
     return recorder
-
-
-def leave_open(directory: Path, *, listed: bool = True) -> None:
-    """Make a record that was closed look as if its writer had been killed: its last segment is not closed, or not even
-    `listed`."""
-    entries = load_index(directory)
-    assert entries is not None
-    store_index(directory, [*entries[:-1], *([Entry(entries[-1].first_event)] if listed else [])])
 
 
 class Echo:
@@ -106,14 +104,12 @@ class Echo:
     def __init__(self, wrong_at: int = -1, **wrong: Any) -> None:
         self.wrong_at = wrong_at
         self.wrong = wrong
-        self.state_hash = 0
 
-    def handle(self, event: Event) -> tuple[Command, ...]:
-        self.state_hash = 2**63 + event.id
+    def tick(self, events: Sequence[Event]) -> tuple[Command, ...]:
+        (event,) = events
         if event.id == self.wrong_at:
             if "raised" in self.wrong:
                 raise self.wrong["raised"]
-            self.state_hash = self.wrong.get("state_hash", self.state_hash)
             return self.wrong.get("commands", answer(event.id))
         if isinstance(event, RunStarted):
             return (DrawPrompts(first=0, count=1, cause=event.id),)

@@ -63,7 +63,7 @@ class Nothing:
         return None
 
 
-def test_a_run_whose_state_has_no_plain_form_says_once_that_it_goes_without_snapshots(
+def test_a_run_whose_state_has_no_plain_form_says_once_that_snapshots_are_off(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     scheduler = Scheduler(ALL)

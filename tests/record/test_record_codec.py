@@ -13,9 +13,9 @@ from record_samples import COMMAND_CLASSES, EVENT_CLASSES, commands, event, even
 
 from engine.commands import COMMANDS, Command, SetTimer, StartGroup, TrainStep
 from engine.errors import EngineError
-from engine.events import EVENTS, Event, GroupGenerated, RowsMeasured, RunStarted, StopRequested
+from engine.events import EVENTS, Event, GroupGenerated, RowsMeasured, RunStarted, StopRequested, stamp
 from engine.record import CodecError, decode_command, decode_event, encode_command, encode_event
-from engine.record.frames import decode_frame, decode_header, encode_handled, encode_rejected
+from engine.record.frames import decode_frame, decode_header, encode_rejected, encode_tick
 from engine.record.msgpack_values import CHECKED_FROM_BYTES, MAX_TEXT_BYTES
 
 GENERATED = GroupGenerated(
@@ -42,17 +42,29 @@ def test_every_command_comes_back(cls: type[Command], data: st.DataObject) -> No
     assert after == before and type(after) is cls
 
 
-@given(event=events, answer=st.lists(commands, max_size=5), state_hash=st.integers(0, 2**64 - 1))
-def test_frames_come_back(event: Event, answer: list[Command], state_hash: int) -> None:
-    answer = [replace(command, cause=event.id) for command in answer]
-    frame = decode_frame(encode_handled(event, answer, state_hash))
-    assert (frame.event, frame.commands, frame.state_hash) == (event, tuple(answer), state_hash)
+def of_one_tick(facts: list[Event], first: int, at: float) -> tuple[Event, ...]:
+    for place, fact in enumerate(facts):
+        stamp(fact, first + place, at)
+    return tuple(facts)
 
 
-@given(event=events, reason=st.text(max_size=60))
-def test_rejections_come_back(event: Event, reason: str) -> None:
-    frame = decode_frame(encode_rejected(event, reason))
-    assert (frame.event, frame.reason) == (event, reason)
+TICKS = st.builds(
+    of_one_tick, st.lists(events, min_size=1, max_size=4, unique_by=id), st.integers(0, 2**62),
+    st.floats(allow_nan=False, allow_infinity=False),
+)  # fmt: skip
+
+
+@given(facts=TICKS, answer=st.lists(st.tuples(commands, st.integers(0, 3)), max_size=5), number=st.integers(0, 2**62))
+def test_ticks_come_back(facts: tuple[Event, ...], answer: list[tuple[Command, int]], number: int) -> None:
+    orders = tuple(replace(command, cause=facts[place % len(facts)].id) for command, place in answer)
+    tick = decode_frame(encode_tick(number, facts, orders))
+    assert (tick.number, tick.events, tick.commands) == (number, facts, orders)
+
+
+@given(facts=TICKS, reason=st.text(max_size=60))
+def test_rejections_come_back(facts: tuple[Event, ...], reason: str) -> None:
+    frame = decode_frame(encode_rejected(3, facts, reason))
+    assert (frame.number, frame.events, frame.reason) == (3, facts, reason)
 
 
 def test_tags_are_the_tables_own() -> None:
@@ -88,7 +100,7 @@ def test_ints_where_floats_belong_and_plain_subclasses_are_taken() -> None:
         ({"group": None}, "GroupGenerated.group is a NoneType"),
         ({"group": 2**63}, "GroupGenerated.group does not fit into a signed 64-bit integer"),
         ({"group": 2**70}, "GroupGenerated.group does not fit into a signed 64-bit integer"),
-        ({"group": -(2**63) - 1}, "cannot be recorded"),
+        ({"group": -(2**63) - 1}, "does not fit into a signed 64-bit integer"),
         ({"reward_mean": nan}, "GroupGenerated.reward_mean is nan"),
         ({"reward_spread": inf}, "GroupGenerated.reward_spread is inf"),
         ({"reward_spread": True}, "GroupGenerated.reward_spread is a bool"),
@@ -111,7 +123,7 @@ def test_text_and_tuples_are_bounded_and_clean() -> None:
         with pytest.raises(CodecError, match=f"TrainStep.groups .*{said}"):
             encode_command(replace(TRAIN, groups=groups))
     with pytest.raises(CodecError, match=r"SetTimer.delay_s is inf"):
-        encode_command(SetTimer(timer=1, delay_s=inf, cause=0))
+        encode_command(SetTimer(timer=1, name="drain", delay_s=inf, cause=0))
 
 
 def test_a_class_of_no_table_is_refused() -> None:
@@ -121,11 +133,13 @@ def test_a_class_of_no_table_is_refused() -> None:
         encode_event(START)  # type: ignore[arg-type]
 
 
-def test_a_command_stands_under_its_cause() -> None:
-    with pytest.raises(CodecError, match="StartGroup has cause 9, but must have its event's id 4"):
-        encode_handled(event(4), (START,), 0)
-    with pytest.raises(CodecError, match="position of an event is -1"):
-        encode_handled(RunStarted(), (), 0)
+def test_a_command_names_an_event_of_its_tick_as_cause() -> None:
+    with pytest.raises(CodecError, match="StartGroup has cause 9, but must have an event of its tick as its cause"):
+        encode_tick(4, (event(4),), (START,))
+    with pytest.raises(CodecError, match="number of a tick or event is -1"):
+        encode_tick(0, (RunStarted(),), ())
+    with pytest.raises(CodecError, match="one time and consecutive ids, but one has id 6"):
+        encode_tick(0, (event(4), event(6)), ())
 
 
 def packed(*plain: object) -> bytes:
@@ -135,15 +149,16 @@ def packed(*plain: object) -> bytes:
 @pytest.mark.parametrize(
     ("id", "at", "said"),
     [
-        *((0, at, "the time of an event is") for at in (3, "3", None, nan, inf, -inf)),
-        *((id, 0.0, "the position of an event is") for id in (-1, 2**63, True, 1.0, "1", None)),
+        *((0, at, "the time of a tick is") for at in (3, "3", None, nan, inf, -inf)),
+        *((id, 0.0, "the number of a tick or event is") for id in (-1, 2**63, True, 1.0, "1", None)),
     ],
 )
 def test_a_frame_with_a_wrong_position_or_time_is_refused(id: object, at: object, said: str) -> None:
     drawn = [2, 0, 3, True, 0]
-    assert decode_frame(packed(1, 7, 0.5, drawn, [], 0)).event == decode_event(packed(*drawn), 7, 0.5)
-    with pytest.raises(CodecError, match=said):
-        decode_frame(packed(1, id, at, drawn, [], 0))
+    assert decode_frame(packed(1, 2, 7, 0.5, [drawn], [], True)).events == (decode_event(packed(*drawn), 7, 0.5),)
+    for place in ((id, 7), (2, id)):
+        with pytest.raises(CodecError, match=said):
+            decode_frame(packed(1, *place, at, [drawn], [], True))
 
 
 WRONG_EVENTS = {
@@ -197,8 +212,8 @@ def test_refusals_say_what_is_wrong() -> None:
 
 
 VALID = [
-    encode_handled(GENERATED, (START, TRAIN), 2**64 - 1),
-    encode_rejected(GENERATED, "InvariantViolated: law 1"),
+    encode_tick(7, (GENERATED,), (START, TRAIN)),
+    encode_rejected(7, (GENERATED,), "InvariantViolated: law 1"),
     encode_event(GENERATED),
     encode_command(START),
 ]
@@ -233,7 +248,7 @@ def test_mutated_bytes_never_crash(base: bytes, data: st.DataObject) -> None:
     survive(bytes(mutated))
 
 
-@pytest.mark.parametrize("base", VALID, ids=["handled", "rejected", "event", "command"])
+@pytest.mark.parametrize("base", VALID, ids=["tick", "rejected", "event", "command"])
 def test_every_truncation_is_refused(base: bytes) -> None:
     decode = {0: decode_frame, 1: decode_frame, 2: decode_event}.get(
         VALID.index(base), lambda data: decode_command(data, 9)
@@ -259,7 +274,7 @@ CLAIMS = {
 @pytest.mark.parametrize("size", [10, CHECKED_FROM_BYTES - 1, 100_000])
 def test_claimed_lengths_allocate_nothing(claim: bytes, size: int) -> None:
     nested = (claim * (size // len(claim) + 1))[:size]
-    padded = (b"\x96\x01" + claim + bytes(size))[:size]
+    padded = (b"\x97\x01" + claim + bytes(size))[:size]
     tracemalloc.start()
     try:
         for data in (nested, padded):
@@ -276,8 +291,8 @@ def test_claimed_lengths_allocate_nothing(claim: bytes, size: int) -> None:
 )
 def test_a_tuple_of_floats_holds_finite_floats_alone(rewards: tuple[float, ...], reason: str) -> None:
     place = dict.fromkeys(("validation", "chunk", "attempt", "replica", "incarnation", "version"), 0)
-    told = RowsMeasured(
+    measured = RowsMeasured(
         **place, measured=2, right=1, reward=1.0, rows=(0, 1), rewards=rewards, answers=(0, 0), right_rows=(0,)
     )
     with pytest.raises(CodecError, match=reason):
-        encode_event(told)
+        encode_event(measured)

@@ -12,22 +12,24 @@ from zlib import crc32
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from record_samples import answer, event, fill, header, leave_open
+from record_samples import answer, event, fill, header
 
 from engine.errors import EngineError, RecordError, RecordHeld
 from engine.record import (
     FORMAT_VERSION,
     CodecError,
-    Handled,
     MemoryRecorder,
     NullRecorder,
     RecordEnd,
     Recorder,
     Rejected,
+    Tick,
     read,
 )
-from engine.record.log import DEVELOPMENT_MAGIC, FRAME_BYTES, MAGIC, PREAMBLE_BYTES, Entry, frame, store_index
+from engine.record.frames import SCHEDULE
 from engine.record.msgpack_values import MAX_PAYLOAD_BYTES
+from engine.record.segment_log import FRAME_BYTES, PREAMBLE_BYTES, Index, frame, load_index, store_index
+from tests.killed_writers import leave_open
 
 COUNT = 9
 
@@ -51,7 +53,7 @@ def frame_offsets(data: bytes) -> list[int]:
 
 
 def positions(directory: Path) -> list[int]:
-    return [frame.event.id for frame in read(directory).frames()]
+    return [event.id for event in read(directory).events()]
 
 
 def expect(directory: Path, offset: int, said: str, file: str = "00000000.seg") -> None:
@@ -64,18 +66,18 @@ def expect(directory: Path, offset: int, said: str, file: str = "00000000.seg") 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "schedule", header(config={"a": [1, {"b": None}]}, code="1.2"))
     fill(recorder, COUNT)
-    recorder.reject(event(COUNT), "InvariantViolated: a law")
-    recorder.write(event(COUNT), answer(COUNT), 7)
+    recorder.reject((event(COUNT),), "InvariantViolated: a law")
+    recorder.write((event(COUNT),), answer(COUNT))
     recorder.close()
     record = read(tmp_path / "schedule")
     assert record.header == header(config={"a": [1, {"b": None}]}, code="1.2")
     for _ in range(2):
         frames = list(record.frames())
-        assert [(f.event, f.commands, f.state_hash) for f in frames[:COUNT] if isinstance(f, Handled)] == [
-            (event(n), answer(n), 2**63 + n) for n in range(COUNT)
+        assert [(tick.events, tick.commands) for tick in frames[:COUNT] if isinstance(tick, Tick)] == [
+            ((event(n),), answer(n)) for n in range(COUNT)
         ]
-        assert frames[COUNT] == Rejected(event(COUNT), "InvariantViolated: a law")
-        assert frames[COUNT + 1].event.id == COUNT
+        assert frames[COUNT] == Rejected(COUNT, (event(COUNT),), "InvariantViolated: a law")
+        assert frames[COUNT + 1].events[0].id == COUNT
     assert record.torn is None
 
 
@@ -84,46 +86,45 @@ def test_memory_keeps_the_same_bytes(tmp_path: Path) -> None:
     memory = MemoryRecorder(header())
     fill(memory, COUNT)
     assert memory.to_bytes() == path.read_bytes()
-    assert [frame.event for frame in read(memory).frames()] == [event(n) for n in range(COUNT)]
+    assert list(read(memory).events()) == [event(n) for n in range(COUNT)]
 
 
 def test_memory_may_keep_only_the_newest() -> None:
     memory = MemoryRecorder(header(), last=3)
     fill(memory, COUNT)
     assert len(memory.frames) == 3
-    with pytest.raises(RecordError, match="found event 6, but expected event 0"):
+    with pytest.raises(RecordError, match="found tick 6 from event 6, but expected tick 0 from"):
         list(read(memory).frames())
 
 
 def test_nothing_is_kept_of_nothing() -> None:
     recorder = NullRecorder()
-    assert not recorder.keeps
     fill(recorder, 3)
-    recorder.reject(event(3), "no")
+    recorder.reject((event(3),), "no")
     recorder.close()
 
 
 @pytest.mark.parametrize("fsync", [False, True])
 def test_frames_are_on_disk_after_a_flush(tmp_path: Path, fsync: bool) -> None:
     recorder = Recorder(tmp_path, header(), fsync=fsync)
-    recorder.write(event(0), answer(0), 1)
+    recorder.write((event(0),), answer(0))
     recorder.flush()
     assert positions(tmp_path) == [0]
-    recorder.write(event(1), answer(1), 1)
+    recorder.write((event(1),), answer(1))
     assert positions(tmp_path) == [0]
     recorder.close()
     recorder.close()
     assert positions(tmp_path) == [0, 1]
-    with pytest.raises(RecordError, match="the recorder is closed"):
-        recorder.write(event(2), (), 1)
+    with pytest.raises(RecordError, match="the schedule record is closed"):
+        recorder.write((event(2),), ())
 
 
 def test_positions_have_no_gap() -> None:
     recorder = MemoryRecorder(header())
     with pytest.raises(CodecError, match="id 1, but the next position in the record is 0"):
-        recorder.write(event(1), (), 0)
+        recorder.write((event(1),), ())
     with pytest.raises(CodecError, match="id 2, but the next position"):
-        recorder.reject(event(2), "no")
+        recorder.reject((event(2),), "no")
 
 
 def test_a_record_is_never_continued_or_overwritten(tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ def test_a_missing_or_swapped_segment_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"00000001.seg is missing"):
         read(tmp_path)
     second.write_bytes(third.read_bytes())
-    expect(tmp_path, 12, "this is segment 2 of a record, but segment 1 was expected", "00000001.seg")
+    expect(tmp_path, 12, "this is segment 2 of a schedule record, but segment 1 was expected", "00000001.seg")
     first.rename(tmp_path / "gone")
     with pytest.raises(RecordError, match=r"00000000.seg is missing"):
         read(tmp_path)
@@ -165,7 +166,7 @@ def test_segments_of_two_records_do_not_mix(tmp_path: Path) -> None:
     written(tmp_path / "a", 100, segment_bytes=1000)
     written(tmp_path / "b", 100, segment_bytes=900)
     (tmp_path / "a" / "00000001.seg").write_bytes((tmp_path / "b" / "00000001.seg").read_bytes())
-    with pytest.raises(RecordError, match=r"begins with event \d+, but event \d+ was expected"):
+    with pytest.raises(RecordError, match=r"found tick \d+ from event \d+, but expected tick \d+ from"):
         positions(tmp_path / "a")
 
 
@@ -183,7 +184,7 @@ def test_a_torn_end_is_cut_at_every_byte(tmp_path: Path) -> None:
     for length in range(last, len(whole)):
         path.write_bytes(whole[:length])
         record = read(tmp_path)
-        assert [frame.event.id for frame in record.frames()] == list(range(COUNT - 1))
+        assert [event.id for event in record.events()] == list(range(COUNT - 1))
         if length == last:
             assert record.torn is None
         else:
@@ -203,7 +204,7 @@ def test_a_torn_end_may_be_garbled_or_zeros(tmp_path: Path) -> None:
     ):
         path.write_bytes(damaged)
         record = read(tmp_path)
-        assert [frame.event.id for frame in record.frames()] == list(range(COUNT - 1))
+        assert [event.id for event in record.events()] == list(range(COUNT - 1))
         assert record.torn is not None and record.torn.offset == last
 
 
@@ -215,7 +216,7 @@ def test_a_torn_new_segment_is_cut(tmp_path: Path) -> None:
     for damaged in (b"", whole[:5], whole[: PREAMBLE_BYTES - 1], bytes(PREAMBLE_BYTES), bytes(4096)):
         path.write_bytes(damaged)
         record = read(tmp_path)
-        read_now = [frame.event.id for frame in record.frames()]
+        read_now = [event.id for event in record.events()]
         assert read_now == list(range(len(read_now))) and 0 < len(read_now) < 100
         assert record.torn is not None and record.torn.bytes == len(damaged)
 
@@ -228,7 +229,7 @@ def test_a_torn_middle_segment_is_refused(tmp_path: Path) -> None:
     expect(tmp_path, last, "but the file has fewer left, and segments follow")
     path.write_bytes(whole[: last + 2])
     expect(tmp_path, last, "the file ends within a frame, and segments follow")
-    store_index(tmp_path, [Entry(0)])  # as if the writer had been killed before it listed the next segment
+    store_index(tmp_path, Index([None]))  # as if the writer had been killed before it listed the next segment
     expect(tmp_path, last, "the file ends within a frame, and segments follow")
 
 
@@ -253,7 +254,7 @@ def test_every_flipped_bit_of_the_preamble_is_refused(tmp_path: Path) -> None:
         damaged = bytearray(whole)
         damaged[place] ^= 1
         path.write_bytes(damaged)
-        expect(tmp_path, 0, "not a segment" if place < len(MAGIC) else "first bytes are damaged")
+        expect(tmp_path, 0, "not a segment" if place < len(SCHEDULE.magic) else "first bytes are damaged")
 
 
 def test_a_cut_before_the_header_is_no_record(tmp_path: Path) -> None:
@@ -271,15 +272,16 @@ def test_a_cut_before_the_header_is_no_record(tmp_path: Path) -> None:
 def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
     path = written(tmp_path, 1)
     whole = path.read_bytes()
-    head = MAGIC + struct.pack("<IIIQ", FORMAT_VERSION + 1, 0, 0, 0)
+    head = SCHEDULE.magic + struct.pack("<III", FORMAT_VERSION + 1, 0, 0)
     path.write_bytes(head + struct.pack("<I", crc32(head)) + whole[PREAMBLE_BYTES:])
     expect(tmp_path, 8, f"format version is {FORMAT_VERSION + 1}, but at most {FORMAT_VERSION} is known")
 
 
-def test_a_development_format_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("magic", SCHEDULE.development_magics)
+def test_a_development_format_is_refused_by_name(tmp_path: Path, magic: bytes) -> None:
     path = written(tmp_path, 1)
     whole = path.read_bytes()
-    head = DEVELOPMENT_MAGIC + struct.pack("<IIIQ", 3, 0, 0, 0)
+    head = magic + struct.pack("<III", 3, 0, 0)
     path.write_bytes(head + struct.pack("<I", crc32(head)) + whole[PREAMBLE_BYTES:])
     expect(tmp_path, 0, "unreleased development format 3")
 
@@ -297,9 +299,6 @@ def rewrite_header(path: Path, change: Callable[[dict[str, object]], object]) ->
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda h: h.update(format=FORMAT_VERSION + 3), f"format version is {FORMAT_VERSION + 3}, but at most"),
-        (lambda h: h.update(format="1"), "must be an integer of at least 1"),
-        (lambda h: h.update(format=True), "must be an integer of at least 1"),
         (lambda h: h.update(flags=["x-ray"]), "unknown logic flag 'x-ray'"),
         (lambda h: h.update(flags=[3]), "must be strings"),
         (lambda h: h.update(policies={"filter": 3}), "must be strings"),
@@ -327,14 +326,14 @@ def test_a_whole_frame_with_wrong_contents_is_refused_at_its_offset(tmp_path: Pa
         path.write_bytes(whole[:second] + frame(payload))
         expect(tmp_path, second, ".")
     path.write_bytes(whole + whole[second:])
-    expect(tmp_path, len(whole), "found event 1, but expected event 3")
+    expect(tmp_path, len(whole), "found tick 1 from event 1, but expected tick 3 from")
 
 
 def test_oversized_lengths_are_refused_before_anything_is_allocated(tmp_path: Path) -> None:
     path = written(tmp_path, 3)
     whole = path.read_bytes()
     for length, said in ((MAX_PAYLOAD_BYTES + 1, "a frame claims 67108865 bytes"), (2**32 - 1, "4294967295 bytes")):
-        path.write_bytes(whole + struct.pack("<II", length, 0) + b"\x96\x01")
+        path.write_bytes(whole + struct.pack("<II", length, 0) + b"\x97\x01")
         tracemalloc.start()
         try:
             expect(tmp_path, len(whole), said)
@@ -345,7 +344,7 @@ def test_oversized_lengths_are_refused_before_anything_is_allocated(tmp_path: Pa
 
 def test_a_failed_write_ends_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(tmp_path, header())
-    recorder.write(event(0), (), 0)
+    recorder.write((event(0),), ())
 
     class Broken:
         def write(self, data: memoryview) -> int:
@@ -353,12 +352,12 @@ def test_a_failed_write_ends_the_record(tmp_path: Path, monkeypatch: pytest.Monk
 
         def close(self) -> None: ...
 
-    recorder._file.close()  # type: ignore[union-attr]
-    monkeypatch.setattr(recorder, "_file", Broken())
+    recorder.log._file.close()  # type: ignore[union-attr]
+    monkeypatch.setattr(recorder.log, "_file", Broken())
     with pytest.raises(RecordError, match="cannot be written: Input/output error"):
         recorder.flush()
-    with pytest.raises(RecordError, match="the recorder is closed"):
-        recorder.write(event(1), (), 0)
+    with pytest.raises(RecordError, match="cannot be written: Input/output error"):
+        recorder.write((event(1),), ())
     recorder.close()
 
 
@@ -389,12 +388,12 @@ def epochs(directory: Path) -> list[tuple[int, int]]:
 def test_every_recorder_has_an_epoch_of_its_own_which_all_its_segments_say(tmp_path: Path) -> None:
     with closing(Recorder(tmp_path, header(), segment_bytes=200)) as first:
         for position in range(9):
-            first.write(event(position), answer(position), position)
+            first.write((event(position),), answer(position))
             first.flush()
     assert first.epoch == 0 and len(epochs(tmp_path)) > 2
-    second = Recorder(tmp_path, RecordEnd(events=9))
+    second = Recorder(tmp_path, RecordEnd(ticks=9, events=9))
     second.close()
-    third = Recorder(tmp_path, RecordEnd(events=9))
+    third = Recorder(tmp_path, RecordEnd(ticks=9, events=9))
     third.close()
     begun = second.epoch
     assert third.epoch == begun + 1
@@ -405,7 +404,7 @@ def test_every_recorder_has_an_epoch_of_its_own_which_all_its_segments_say(tmp_p
 def test_a_segment_of_an_epoch_that_had_not_begun_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, 1)
     whole = path.read_bytes()
-    head = MAGIC + struct.pack("<IIIQ", FORMAT_VERSION, 0, 1, 0)
+    head = SCHEDULE.magic + struct.pack("<III", FORMAT_VERSION, 0, 1)
     path.write_bytes(head + struct.pack("<I", crc32(head)) + whole[PREAMBLE_BYTES:])
     expect(tmp_path, 16, "segment 0 has epoch 1, but must have at most 0")
 
@@ -419,16 +418,32 @@ def test_where_there_are_no_locks_nothing_is_written_behind_a_higher_epoch(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     old = Recorder(tmp_path, header(), segment_bytes=1 if full else 1 << 20)
-    old.write(event(0), answer(0), 0)
+    old.write((event(0),), answer(0))
     old.flush()
-    new = Recorder(tmp_path, RecordEnd(events=1))
+    new = Recorder(tmp_path, RecordEnd(ticks=1, events=1))
     assert new.epoch > old.epoch
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(RecordHeld, match=f"a scheduler of a higher epoch than {old.epoch} writes this record"):
-        old.write(event(1), answer(1), 1)
+    with pytest.raises(RecordHeld, match=f"a process of a higher epoch than {old.epoch} writes this schedule record"):
+        old.write((event(1),), answer(1))
         old.flush()
     old.close()
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    new.write(event(1), answer(1), 1)
+    new.write((event(1),), answer(1))
     new.close()
     assert positions(tmp_path) == [0, 1]
+
+
+def test_where_there_are_no_locks_an_old_writer_does_not_replace_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(handle: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    old = Recorder(tmp_path, header())
+    new = Recorder(tmp_path, RecordEnd(ticks=0, events=0))
+    with pytest.raises(RecordHeld, match="a process of a higher epoch than 0"):
+        old.close()
+    new.close()
+    index = load_index(tmp_path)
+    assert index is not None and len(index.seals) == 2

@@ -4,13 +4,14 @@ not."""
 from pathlib import Path
 
 import pytest
-from record_samples import FAULTS, LIMITS, Echo, answer, event, fill, header, leave_open, record_run
+from record_samples import FAULTS, LIMITS, Echo, answer, event, fill, header, record_run
 
 from engine.commands import StartGroup
 from engine.errors import InvariantViolated, RecordError
 from engine.record import MemoryRecorder, read, replay
 from engine.simulation.world import Faults
 from engine.states.limits import Limits
+from tests.killed_writers import leave_open
 
 COUNT = 9
 
@@ -25,12 +26,12 @@ def echoed() -> MemoryRecorder:
 def test_the_same_answers_are_identical(echoed: MemoryRecorder) -> None:
     report = replay(read(echoed), build=lambda _: Echo())
     assert report.identical and (report.events, report.commands) == (COUNT, 9)
-    assert str(report) == "identical: 9 events, 9 commands"
+    assert str(report) == "identical: 9 events in 9 ticks, 9 commands"
 
 
 def test_until_stops_after_its_event(echoed: MemoryRecorder) -> None:
     seen: list[int] = []
-    report = replay(read(echoed), until=4, build=lambda _: Echo(), watch=lambda frame: seen.append(frame.event.id))
+    report = replay(read(echoed), until=4, build=lambda _: Echo(), watch=lambda frame: seen.append(frame.first))
     assert report.events == 5 and seen == [0, 1, 2, 3, 4]
     assert replay(read(echoed), until=100, build=lambda _: Echo()).events == COUNT
 
@@ -43,16 +44,10 @@ def test_another_command_is_shown_with_both_sides(echoed: MemoryRecorder) -> Non
     report = replay(read(echoed), build=lambda _: Echo(5, commands=got))
     divergence = report.divergence
     assert divergence is not None and divergence.index == 5 and report.events == 5
-    assert divergence.event == event(5) and divergence.got == got and len(divergence.expected) == 2
+    assert divergence.tick.events == (event(5),) and divergence.got == got and len(divergence.tick.commands) == 2
     text = str(report)
-    assert "diverged at event 5, t=0.500 s" in text and "the first 1 commands are identical" in text
+    assert "diverged at tick 5, t=0.500 s" in text and "the first 1 commands are identical" in text
     assert "group=6, attempt=1, replica=0" in text and "group=6, attempt=1, replica=1" in text
-
-
-def test_another_state_is_shown_with_both_hashes(echoed: MemoryRecorder) -> None:
-    report = replay(read(echoed), build=lambda _: Echo(3, state_hash=10))
-    assert report.divergence is not None and report.divergence.index == 3
-    assert "expected: state hash 8000000000000003" in str(report) and "000000000000000a" in str(report)
 
 
 @pytest.mark.parametrize("error", [InvariantViolated("law 1: a group was lost"), KeyError(3)])
@@ -71,26 +66,26 @@ def test_a_command_under_a_wrong_cause_has_diverged(echoed: MemoryRecorder) -> N
 def test_other_bytes_of_the_same_answers_are_identical(echoed: MemoryRecorder) -> None:
     other = MemoryRecorder(header())
     other.frames.extend(echoed.frames)
-    kind_and_position = b"\x96\x01\x05"
-    assert other.frames[5].startswith(kind_and_position)
-    other.frames[5] = b"\x96\x01\xcc" + other.frames[5].removeprefix(b"\x96\x01")  # the position as a uint8
+    kind_and_number = b"\x97\x01\x05"
+    assert other.frames[5].startswith(kind_and_number)
+    other.frames[5] = b"\x97\x01\xcc" + other.frames[5].removeprefix(b"\x97\x01")  # the number as a uint8
     seen: list[int] = []
     report = replay(read(other), build=lambda _: Echo(), watch=lambda frame: seen.append(len(frame.commands)))
     assert report.identical and report.events == COUNT and seen == [len(answer(n)) for n in range(COUNT)]
 
 
-def test_rejected_events_are_skipped_and_told() -> None:
+def test_rejected_events_are_skipped_and_reported() -> None:
     recorder = MemoryRecorder(header())
     fill(recorder, 3)
-    recorder.reject(event(3), "InvariantViolated: law 2")
-    recorder.write(event(3), Echo().handle(event(3)), 2**63 + 3)
+    recorder.reject((event(3),), "InvariantViolated: law 2")
+    recorder.write((event(3),), Echo().tick((event(3),)))
     report = replay(read(recorder), build=lambda _: Echo())
     assert report.identical and report.events == 4
     assert [r.reason for r in report.rejected] == ["InvariantViolated: law 2"]
-    assert "skipped: event 3 was rejected during the run" in str(report)
+    assert "skipped: tick 3 was rejected at event 3" in str(report)
 
 
-def test_a_torn_end_is_told(tmp_path: Path) -> None:
+def test_a_torn_end_is_reported(tmp_path: Path) -> None:
     record_run(tmp_path)
     leave_open(tmp_path)
     path = tmp_path / "00000000.seg"
@@ -111,7 +106,7 @@ def test_a_torn_end_is_told(tmp_path: Path) -> None:
     ],
 )
 def test_a_header_that_builds_no_scheduler_is_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(RecordError, match="at byte 32: cannot build a scheduler from this header"):
+    with pytest.raises(RecordError, match="at byte 24: cannot build a scheduler from this header"):
         replay(read(MemoryRecorder(header(**changes))))
 
 
@@ -134,10 +129,11 @@ def test_a_run_on_disk_replays_identically(tmp_path: Path) -> None:
 
 
 def test_a_changed_record_diverges() -> None:
-    recorder = record_run()
-    kept = list(recorder.frames)
-    frame = bytearray(kept[20])
-    frame[-1] ^= 1
-    recorder.frames[20] = bytes(frame)
-    report = replay(read(recorder))
-    assert report.divergence is not None and report.divergence.index == 20
+    whole = record_run()
+    ticks = list(read(whole).ticks())
+    changed = next(tick.number for tick in ticks if tick.number >= 20 and tick.commands)
+    other = MemoryRecorder(read(whole).header)
+    for tick in ticks:
+        other.write(tick.events, tick.commands[tick.number == changed :])
+    report = replay(read(other))
+    assert report.divergence is not None and report.divergence.tick.number == changed

@@ -6,26 +6,27 @@ import sys
 from pathlib import Path
 
 import pytest
-from record_samples import answer, event, fill, header, leave_open
+from record_samples import answer, event, fill, header
 
 from engine.errors import RecordError
-from engine.record import Handled, RecordEnd, Recorder, read
-from engine.record.log import INDEX, PREAMBLE_BYTES
+from engine.record import RecordEnd, Recorder, read
+from engine.record.segment_log import INDEX, PREAMBLE_BYTES
+from tests.killed_writers import leave_open
 
 COUNT = 6
 
 
 def positions(directory: Path) -> list[int]:
-    return [frame.event.id for frame in read(directory).frames()]
+    return [event.id for event in read(directory).events()]
 
 
 def go_on(directory: Path) -> int:
     """Read to the end, then write three more events; how many were there."""
     record = read(directory)
     there = len(list(record.frames()))
-    recorder = Recorder(directory, RecordEnd(events=there, torn=record.torn))
+    recorder = Recorder(directory, RecordEnd(ticks=there, events=there, torn=record.torn))
     for n in range(there, there + 3):
-        recorder.write(event(n), answer(n), n)
+        recorder.write((event(n),), answer(n))
     recorder.close()
     return there
 
@@ -50,17 +51,17 @@ def test_a_record_goes_on_wherever_its_last_segment_was_cut(tmp_path: Path) -> N
         assert positions(directory) == list(range(there + 3))
         assert read(directory).header == header()
         record = read(directory)
-        frames = [frame for frame in record.frames() if isinstance(frame, Handled)]
-        assert record.torn is None and frames[-1].commands == answer(there + 2)
+        ticks = list(record.ticks())
+        assert record.torn is None and ticks[-1].commands == answer(there + 2)
         assert go_on(directory) == there + 3, "and again"
 
 
 def test_one_process_at_a_time_writes_a_record(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, header())
     with pytest.raises(RecordError, match="another process is writing this record"):
-        Recorder(tmp_path, RecordEnd(events=0))
+        Recorder(tmp_path, RecordEnd(ticks=0, events=0))
     recorder.close()
-    Recorder(tmp_path, RecordEnd(events=0)).close()
+    Recorder(tmp_path, RecordEnd(ticks=0, events=0)).close()
 
 
 def test_a_writer_that_was_killed_holds_nothing(tmp_path: Path) -> None:
@@ -77,12 +78,12 @@ def test_a_writer_that_was_killed_holds_nothing(tmp_path: Path) -> None:
 
 def test_a_record_that_is_not_there_cannot_go_on(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="has no schedule record"):
-        Recorder(tmp_path, RecordEnd(events=0))
+        Recorder(tmp_path, RecordEnd(ticks=0, events=0))
     with pytest.raises(RecordError, match="has no schedule record"):
-        Recorder(tmp_path, RecordEnd(events=0))
+        Recorder(tmp_path, RecordEnd(ticks=0, events=0))
 
 
-def test_what_a_killed_writer_left_is_brought_to_the_disk_before_another_segment_follows(
+def test_what_a_killed_writer_left_is_on_disk_before_another_segment_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a power cut could tear it then, and nothing may be torn but the last segment."""
@@ -99,5 +100,5 @@ def test_what_a_killed_writer_left_is_brought_to_the_disk_before_another_segment
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", watched)
-    Recorder(tmp_path, RecordEnd(events=3)).close()
+    Recorder(tmp_path, RecordEnd(ticks=3, events=3)).close()
     assert tmp_path / "00000000.seg" in synced

@@ -1,39 +1,39 @@
 """Snapshots: a scheduler put together from one is the scheduler it was made of, and a bad one is never gone on from."""
 
-from collections import deque
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from record_samples import FAULTS, LIMITS, answer, event, fill, header, leave_open, record_run
+from record_samples import FAULTS, LIMITS, record_run
 
-from engine.commands import Command, StageWeights
+from engine import policies
+from engine.commands import ResumeGroup, StageWeights, StartGroup
 from engine.errors import RecordError
-from engine.events import SettingChanged, TimerFired, WeightsStaged
-from engine.ids import GroupId
+from engine.events import CheckpointSaved, DrainRequested, ProcessUp, RunResumed, SettingChanged, WeightsStaged
+from engine.ids import GroupId, ReplicaId
 from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
-from engine.record import Handled, Header, MemoryRecorder, RecordEnd, Recorder, read, recover, replay
-from engine.record.frames import encode_snapshot
+from engine.record import Header, MemoryRecorder, Tick, msgpack_values, read, recover, replay
+from engine.record.frames import Snapshot, encode_snapshot
 from engine.record.msgpack_values import CodecError, pack, unpack
-from engine.record.reader import Snapshot
-from engine.record.snapshots import GROUPS_IN_A_PART, declarations, restore, snapshot
+from engine.record.snapshots import declarations, restore, snapshot
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.stragglers import PaceScheduling
 from engine.simulation.world import Faults, Setting, World
-from engine.states.clocks import Clocks
-from engine.states.fleet import Fleet
 from engine.states.group import Group
+from engine.states.laws import check_all
 from engine.states.limits import Limits
-from engine.states.orders import OrderBook
 from engine.states.tree import declared
-from engine.states.validation import Validation
+from engine.states.view import View
 from tests.core.scripted import Scripted
+from tests.core.states import require_same_state, state_of
 from tests.core.test_laws import any_policies, limits
 from tests.core.test_worlds import ROUGH
+from tests.killed_writers import leave_open
 
 EVERY = 25
 KINDS = ("Step", "Replica", "Process", "WeightsVersion", "Chunk", "Validation")
@@ -47,50 +47,6 @@ ALL_KINDS = Limits.from_plain({
     "added_states": [{"name": "rewarding", "concurrency": 2}],
     "validation": {"rows": 13, "rows_per_slot": 3, "every": 2},
 })  # fmt: skip
-
-
-def structure(thing: Any, seen: dict[int, int] | None = None) -> Any:
-    """Everything that can be reached from an object, as plain values, whatever its class declares; indexes whose order
-    or outdated entries depend on how they came about are left to `check_all`."""
-    seen = {} if seen is None else seen
-    if isinstance(thing, (type(None), bool, int, float, str, bytes)):
-        return thing
-    if isinstance(thing, (list, tuple, deque)):
-        return type(thing).__name__, [structure(entry, seen) for entry in thing]
-    if isinstance(thing, dict):
-        return [(structure(key, seen), structure(value, seen)) for key, value in thing.items()]
-    if not type(thing).__module__.startswith("engine.") or isinstance(thing, type):
-        return type(thing).__name__
-    if isinstance(thing, Command):
-        return repr(thing)
-    if id(thing) in seen:
-        return "seen", seen[id(thing)]
-    seen[id(thing)] = len(seen)
-    names = [name for cls in type(thing).__mro__ for name in getattr(cls, "__slots__", ())]
-    names += [name for name in getattr(type(thing), "__annotations__", ()) if hasattr(thing, name)]
-    fields = {name: getattr(thing, name) for name in (*names, *vars(thing))} if hasattr(thing, "__dict__") else {
-        name: getattr(thing, name) for name in names
-    }  # fmt: skip
-    for name in ("hashed", "census", "observe", "_triggers", "_commands", "_discards", "cause", "touched", "changed",
-                 "deadlines", "parked", "_note", "_note_run", "_waiting_failed"):  # fmt: skip
-        fields.pop(name, None)
-    if isinstance(thing, OrderBook):
-        fields = {name: fields[name] for name in ("by_number", "digest", "next_number")}
-    if isinstance(thing, Clocks):
-        fields = {name: fields[name] for name in ("looks", "owners", "longest", "doubled", "least", "timer_at")}
-    if isinstance(thing, Fleet):
-        for name in ("room", "seats_on_slow", "_idle", "_open", "_open_at", "idle_at", "slow"):
-            fields.pop(name)
-    if isinstance(thing, Validation):
-        fields["waiting"] = sorted(fields["waiting"])
-    if isinstance(thing, PaceScheduling):
-        fields = {}
-    return type(thing).__name__, [(name, structure(fields[name], seen)) for name in sorted(fields)]
-
-
-def over_the_wire(scheduler: Scheduler) -> list[Any]:
-    """A snapshot as the record gives it back."""
-    return [unpack(pack(part)) for part in snapshot(scheduler)]
 
 
 def a_world(seed: int, figures: Limits, names: dict[str, str], recorder: MemoryRecorder, rough: bool = True) -> World:
@@ -109,38 +65,60 @@ def test_from_any_point_on_it_decides_as_the_other_would_have(
 ) -> None:
     recorder = MemoryRecorder(Header(run="any", limits=limits.to_plain(), policies=PolicySet.from_names(names).names))
     a_world(seed, limits, names, recorder).run()
-    frames = [frame for frame in read(recorder).frames() if isinstance(frame, Handled)]
-    at = int(share * (len(frames) - 1))
+    ticks = list(read(recorder).ticks())
+    at = int(share * (len(ticks) - 1))
     first = Scheduler(limits, PolicySet.from_names(names))
-    for frame in frames[: at + 1]:
-        first.handle(frame.event)
-    again = restore(over_the_wire(first))
-    assert again.state_hash == again.state.hashed.from_scratch() == frames[at].state_hash
-    assert structure(again) == structure(first)
-    for frame in frames[at + 1 :]:
-        assert again.handle(frame.event) == frame.commands and again.state_hash == frame.state_hash
-        first.handle(frame.event)
-    assert structure(again) == structure(first)
+    for tick in ticks[: at + 1]:
+        first.tick(tick.events)
+    again = restore(state_of(first))
+    require_same_state(again, first)
+    for tick in ticks[at + 1 :]:
+        assert again.tick(tick.events) == tick.commands
+        first.tick(tick.events)
+        require_same_state(again, first)
 
 
-def test_a_clock_that_stands_still_is_looked_at_when_it_would_have_been() -> None:
-    """A group is timed from a change of its limit, stands still in a sync, runs on, and stands still in the next sync
-    when it is time to look at it."""
-    run = Scripted(train_batch_size=2, max_staleness_steps=2, max_concurrent_groups=6)
-    run.tell(SettingChanged(setting="timeouts.group_s", value="100"))
-    look_at = run.state.clocks.timer_at
-    for version, groups in ((1, (0, 1)), (2, (2, 3))):
-        run.finish(*groups)
-        run.train()
-        run.publish()
-        sync = run.ordered(StageWeights)[-1]
-        run.tell(WeightsStaged(replica=0, incarnation=1, attempt=sync.attempt, version=version))
-        assert run.state.fleet.replicas[0].state == "pausing"
-        if version == 1:
-            run.twin = restore(over_the_wire(run.scheduler))
-            run.install()
-    assert run.state.limit_timer is not None
-    run.tell(TimerFired(timer=run.state.limit_timer), at=look_at)
+def test_a_parked_group_whose_tokens_are_gone_resumes_in_its_new_place() -> None:
+    """It had the most tokens until a resume found its trajectories missing. There are slots for the two others."""
+    run = Scripted(train_batch_size=3, max_staleness_steps=0, max_concurrent_groups=3, policies={"resume": "longest"})
+    for group, tokens in ((0, 9), (1, 5), (2, 7)):
+        run.keep_prefix(group, tokens=tokens)
+    run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=(), kept=True, missing=(0,)))
+    run.twin = restore(state_of(run.scheduler))
+    ordered = run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=2))
+    assert [order.group for order in ordered if isinstance(order, StartGroup | ResumeGroup)] == [2, 1]
+
+
+@pytest.fixture
+def counting() -> Iterator[None]:
+    """A sync policy that pauses one replica at a time, and remembers how often it was asked."""
+
+    @policies.register("sync", "counting")
+    class Counting:
+        memory: dict[str, Any]
+
+        def pause(self, view: View, staged: Sequence[ReplicaId], busy: int) -> Sequence[ReplicaId]:
+            self.memory["asked"] = self.memory.get("asked", 0) + 1
+            return () if busy else staged[:1]
+
+    yield
+    policies.registry.forget([Counting])
+
+
+def test_it_asks_the_sync_policy_at_the_same_events(counting: None) -> None:
+    """Two replicas have staged new weights, and one of them installs these while the other generates."""
+    figures = {"train_batch_size": 1, "max_staleness_steps": 3, "max_concurrent_groups": 4}
+    run = Scripted(replicas=2, slots=2, policies={"sync": "counting"}, **figures)
+    run.finish(0)
+    run.train()
+    run.publish()
+    for sync in run.ordered(StageWeights):
+        run.tell(WeightsStaged(replica=sync.replica, incarnation=1, attempt=sync.attempt, version=1))
+    (going_on,) = [id for id, replica in run.state.replicas.items() if replica.state == "ready"]
+    group = next(iter(run.state.replicas[going_on].groups))
+    run.keep_prefix(group)
+    run.twin = restore(state_of(run.scheduler))
+    run.keep_prefix(group, tokens=8)
 
 
 def test_every_kind_of_record_is_in_a_snapshot_once() -> None:
@@ -151,14 +129,17 @@ def test_every_kind_of_record_is_in_a_snapshot_once() -> None:
 
     judged = world.driver.observe
 
-    def look(event: Any, commands: Any) -> None:
+    def look(tick: Tick) -> None:
         assert judged is not None
-        judged(event, commands)
-        parts = over_the_wire(world.scheduler)
-        again = restore(parts)
-        assert structure(again) == structure(world.scheduler)
+        judged(tick)
+        again = restore(state_of(world.scheduler))
+        require_same_state(again, world.scheduler)
         state = again.state
-        records = [*state.small_records(), *state.fleet.replicas.values(), *state.groups.values()]
+        records = [
+            *state.steps.values(), *state.pools.leases, *state.versions.values(), state.validations, state.checkpoints,
+            state.limit_check, *state.processes.values(), *state.validations.runs.values(), *state.replicas.values(),
+            *state.groups.values(),
+        ]  # fmt: skip
         seen.update(type(record).__name__ for record in records)
         seen.update("Chunk" for run in state.validations.runs.values() if run.chunks)
 
@@ -176,63 +157,25 @@ def test_a_value_that_does_not_fit_its_declaration_is_refused() -> None:
 
 
 def test_a_snapshot_of_other_declarations_is_refused() -> None:
-    parts = over_the_wire(Scheduler(LIMITS))
-    parts[0][0][0].append("added_later: <class 'int'>")
+    plain = state_of(Scheduler(LIMITS))
+    plain[0][0].append("added_later: <class 'int'>")
     with pytest.raises(CodecError, match="other fields"):
-        restore(parts)
+        restore(plain)
 
 
-def test_a_snapshot_of_many_groups_has_many_parts() -> None:
+def test_a_snapshot_that_is_too_large_for_a_frame_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(msgpack_values, "MAX_PAYLOAD_BYTES", 1000)
     scheduler = Scheduler(LIMITS)
-    scheduler.state.draw(0, 2 * GROUPS_IN_A_PART + 1)
-    parts = over_the_wire(scheduler)
-    assert [len(part) for part in parts[1:]] == [GROUPS_IN_A_PART, GROUPS_IN_A_PART, 1]
-    assert list(restore(parts).state.groups) == list(range(2 * GROUPS_IN_A_PART + 1))
+    with pytest.raises(CodecError, match="but at most 1000 are allowed"):
+        encode_snapshot(0, 0, snapshot(scheduler))
 
 
 # in a record
 
 
-def test_its_parts_lie_in_one_segment_and_one_that_is_cut_short_is_none(tmp_path: Path) -> None:
-    scheduler = Scheduler(LIMITS)
-    scheduler.state.draw(0, 2 * GROUPS_IN_A_PART + 1)
-    payloads = encode_snapshot(3, snapshot(scheduler))
-    for written in (payloads, payloads[:-1]):
-        recorder = Recorder(tmp_path / str(len(written)), header(), segment_bytes=200)
-        fill(recorder, 3)
-        recorder.snapshot(written)
-        for number in range(3, 6):
-            recorder.write(event(number), answer(number), 0)
-        recorder.close()
-        record = read(tmp_path / str(len(written)))
-        assert len(list(record.frames())) == 6
-        assert [place.position for place in record.snapshots()] == [3] * (written is payloads)
-    with pytest.raises(RecordError, match="an event interrupts a snapshot"):
-        broken = MemoryRecorder(header())
-        fill(broken, 3)
-        broken.snapshot(payloads[:-1])
-        broken.write(event(3), answer(3), 0)
-        list(read(broken).frames())
-
-
-def test_a_snapshot_begins_anew_behind_one_that_was_cut_short(tmp_path: Path) -> None:
-    scheduler = Scheduler(LIMITS)
-    scheduler.state.draw(0, 2 * GROUPS_IN_A_PART + 1)
-    payloads = encode_snapshot(3, snapshot(scheduler))
-    recorder = Recorder(tmp_path, header())
-    fill(recorder, 3)
-    recorder.snapshot(payloads[:-1])
-    recorder.close()
-    again = Recorder(tmp_path, RecordEnd(events=3))
-    again.snapshot(payloads)
-    again.close()
-    *events, whole = read(tmp_path).frames_and_snapshots()
-    assert isinstance(whole, Snapshot) and len(events) == 3
-    assert [part.payload for part in whole.parts] == payloads and whole.path == str(again.path)
-
-
 def recorded(directory: Path | None = None, **options: Any) -> Any:
-    return record_run(directory, seed=10, snapshot_every=EVERY, **options)  # its newest snapshot has open groups
+    """A run that broke off while groups were open."""
+    return record_run(directory, seed=10, snapshot_every=EVERY, steps=5, **options)
 
 
 def test_the_run_goes_on_from_the_newest_snapshot_and_a_replay_checks_each() -> None:
@@ -248,11 +191,12 @@ def test_the_run_goes_on_from_the_newest_snapshot_and_a_replay_checks_each() -> 
     plain = recover(read(without_snapshots(recorder)))
     assert recovered.began_at == places[0] and plain.began_at is None
     seen: list[int] = []
-    assert recover(record, replayed=lambda frame, _: seen.append(frame.event.id)).began_at == places[0]
+    recovered_again = recover(record, replayed=lambda tick, _: seen.extend(event.id for event in tick.events))
+    assert recovered_again.began_at == places[0]
     assert seen == list(range(places[0].position, recorder.next_event)), "nothing before the snapshot is read"
-    assert recovered.report.events < EVERY <= recovered.events == plain.events == recorder.next_event
+    assert recovered.report.events <= EVERY < recovered.events == plain.events == recorder.next_event
     assert recovered.at == plain.at
-    assert structure(recovered.scheduler) == structure(plain.scheduler)
+    require_same_state(recovered.scheduler, plain.scheduler)
     for steps in range(recovered.scheduler.state.steps_trained + 1):
         assert recovered.resume_from_checkpoint(steps=steps, replicas=2) == plain.resume_from_checkpoint(
             steps=steps, replicas=2
@@ -260,10 +204,29 @@ def test_the_run_goes_on_from_the_newest_snapshot_and_a_replay_checks_each() -> 
         assert recovered.batches(steps) == plain.batches(steps)
 
 
+def test_a_snapshot_follows_each_checkpoint_and_the_end() -> None:
+    recorder = record_run(seed=10, snapshot_every=1 << 40)
+    ticks = list(read(recorder).ticks())
+    saved = [tick.last + 1 for tick in ticks if any(isinstance(event, CheckpointSaved) for event in tick.events)]
+    assert len(saved) == 3
+    places = [place.position for place in read(recorder).snapshots()]
+    assert places[::-1] == sorted({*saved, recorder.next_event})
+
+
+def test_a_snapshot_follows_the_end_of_a_drain() -> None:
+    recorder = MemoryRecorder(Header(run="drained", limits=LIMITS.to_plain()))
+    setting = Setting(limits=LIMITS, replicas=2, slots=4, prompts=60, seed=3)
+    world = World(setting, None, recorder, check=False, snapshot_every=1 << 40)
+    assert world.run_until(lambda state: state.steps_trained == 3)
+    world.tell(DrainRequested(reason="a user asked"))
+    assert world.run().outcome == "stopped"
+    assert next(read(recorder).snapshots()).position == recorder.next_event
+
+
 def without_snapshots(recorder: MemoryRecorder) -> MemoryRecorder:
     record = read(recorder)
     bare = MemoryRecorder(record.header)
-    bare.frames.extend(frame.payload for frame in record.frames() if isinstance(frame, Handled))
+    bare.frames.extend(tick.payload for tick in record.ticks())
     return bare
 
 
@@ -273,67 +236,68 @@ def forged(recorder: MemoryRecorder, change: Callable[[list[Any]], None], newest
     other = MemoryRecorder(record.header)
     chosen = [place.position for place in record.snapshots()][:newest]
     for frame in record.frames_and_snapshots():
-        if isinstance(frame, Handled):
+        if isinstance(frame, Tick):
             other.frames.append(frame.payload)
-        elif hasattr(frame, "plain"):
-            parts = frame.plain
+        elif isinstance(frame, Snapshot):
             if frame.position in chosen:
-                change(parts)
-            other.frames.extend(encode_snapshot(frame.position, parts))
+                change(frame.plain)
+            other.frames.append(encode_snapshot(frame.ticks, frame.position, frame.plain))
     return other
 
 
-def change_hash(parts: list[Any]) -> None:
-    parts[0][3] ^= 1
+GROUPS = 4
+"""Where a snapshot has its groups."""
 
 
-def change_group(parts: list[Any]) -> None:
-    rows = [row for part in parts[1:] for row in part if type(row) is list]
+def change_group(plain: list[Any]) -> None:
+    rows = [row for row in plain[GROUPS] if type(row) is list]
     rows[0][2] += 1
 
 
-def lose_group(parts: list[Any]) -> None:
-    parts[-1].pop()
+def lose_group(plain: list[Any]) -> None:
+    plain[GROUPS].pop()
 
 
-def lose_everything(parts: list[Any]) -> None:
-    parts[0] = None
+def lose_everything(plain: list[Any]) -> None:
+    plain.clear()
 
 
-def change_fields(parts: list[Any]) -> None:
-    parts[0][0][3].append("later")
+def change_fields(plain: list[Any]) -> None:
+    plain[0][3].append("later")
 
 
-def change_type(parts: list[Any]) -> None:
-    parts[0][5][0] = "text"
+def change_type(plain: list[Any]) -> None:
+    plain[3][0] = "text"
 
 
-@pytest.mark.parametrize("change", [change_hash, change_group, lose_group, lose_everything, change_fields, change_type])
+@pytest.mark.parametrize("change", [lose_group, lose_everything, change_fields, change_type])
 def test_a_snapshot_that_does_not_fit_is_passed_over(change: Callable[[list[Any]], None]) -> None:
     recorder = recorded()
     places = list(read(recorder).snapshots())
     one, all_of_them = recover(read(forged(recorder, change))), recover(read(forged(recorder, change, len(places))))
     assert one.began_at is not None and one.began_at.position == places[1].position
     assert all_of_them.began_at is None and len(all_of_them.passed_over) == len(places)
-    told = str(one.passed_over[0])
-    assert "at byte" in told and "this engine cannot continue from this snapshot" in told
+    reason = str(one.passed_over[0])
+    assert "at byte" in reason and "this engine cannot continue from this snapshot" in reason
     straight = recover(read(recorder))
-    assert structure(one.scheduler) == structure(all_of_them.scheduler) == structure(straight.scheduler)
+    require_same_state(one.scheduler, straight.scheduler)
+    require_same_state(all_of_them.scheduler, straight.scheduler)
 
 
-@pytest.mark.parametrize("change", [change_hash, change_group, lose_group, change_type])
-def test_a_replay_tells_of_a_snapshot_of_another_state(change: Callable[[list[Any]], None]) -> None:
+@pytest.mark.parametrize("change", [change_group, lose_group, change_type])
+def test_a_replay_reports_a_snapshot_of_another_state(change: Callable[[list[Any]], None]) -> None:
     recorder = recorded()
     position = next(read(recorder).snapshots()).position
     report = replay(read(forged(recorder, change)))
-    assert report.divergence is not None and report.divergence.index == position - 1
-    assert "the state differs from the snapshot after it: (memory) at byte" in str(report)
+    assert report.divergence is not None and report.divergence.tick.last == position - 1
+    differs = r"the state differs from the snapshot after it: \(memory\) at byte \d+: .* recorded, "
+    assert re.search(differs, str(report))
 
 
 @given(st.integers(0, 2**31), st.data())
 def test_whatever_a_snapshot_says_it_fits_or_is_refused(seed: int, data: st.DataObject) -> None:
     scheduler = Scheduler(LIMITS)
-    parts = over_the_wire(scheduler) if seed % 2 else [unpack(pack(part)) for part in MIDWAY]
+    parts = state_of(scheduler) if seed % 2 else [unpack(pack(part)) for part in MIDWAY]
     at: Any = parts
     while isinstance(at, list) and at:
         place = data.draw(st.integers(0, len(at) - 1))
@@ -344,11 +308,8 @@ def test_whatever_a_snapshot_says_it_fits_or_is_refused(seed: int, data: st.Data
             ))  # fmt: skip
             break
         at = at[place]
-    try:
-        again = restore(parts)
-    except CodecError:
-        return
-    assert again.state_hash == again.state.hashed.from_scratch()
+    with suppress(CodecError):
+        check_all(restore(parts).state)
 
 
 def _midway() -> list[Any]:
@@ -364,13 +325,17 @@ def test_wherever_the_end_is_torn_the_rest_is_recovered(tmp_path: Path) -> None:
     leave_open(tmp_path / "whole")
     (last,) = (tmp_path / "whole").glob("*.seg")
     data = last.read_bytes()
-    straight = [frame.state_hash for frame in read(tmp_path / "whole").frames() if isinstance(frame, Handled)]
-    assert len(straight) == recorder.next_event
+    straight: list[list[Any]] = []
+    first = Scheduler(LIMITS)
+    for tick in read(tmp_path / "whole").ticks():
+        first.tick(tick.events)
+        straight.append(state_of(first))
+    assert len(straight) == recorder.next_tick
     began = set()
     for cut in range(len(data) // 2, len(data), 131):
         last.write_bytes(data[:cut])
         recovered = recover(read(tmp_path / "whole"))
-        assert recovered.scheduler.state_hash == straight[recovered.events - 1]
+        assert state_of(recovered.scheduler) == straight[recovered.ticks - 1]
         began.add(recovered.began_at.position if recovered.began_at else 0)
     assert len(began) > 1, "of a snapshot that is torn itself, the one before is used"
 
@@ -389,7 +354,7 @@ def test_a_flipped_bit_is_refused_by_place_or_is_the_torn_end(tmp_path: Path) ->
             recover(read(tmp_path))
     path.write_bytes(data[: place.behind - 1])
     recovered = recover(read(tmp_path))
-    assert recovered.torn is not None and recovered.torn.offset > place.offset
+    assert recovered.torn is not None and recovered.torn.offset == place.offset
     assert recovered.events == place.position and recovered.began_at != place
 
 
@@ -401,8 +366,7 @@ def test_what_observers_counted_goes_on(tmp_path: Path) -> None:
         Setting(limits=figures, replicas=2, slots=4, prompts=60, seed=3, faults=FAULTS), None, recorder, check=False,
         snapshot_every=EVERY,
     )  # fmt: skip
-    judged = world.judge.changed
-    world.scheduler.state.observe(lambda *change: [judged(*change), counted(*change)])  # type: ignore[func-returns-value]
+    world.scheduler.state.observe(counted)
     counted("version", world.scheduler.state.versions[0], "published", "live")
     world.driver.books = counted
     world.run()
@@ -427,11 +391,11 @@ def test_what_a_run_keeps_of_what_ended_does_not_grow() -> None:
     assert recover(read(recorder)).batches(0)[0].step == 0, "the record knows it all"
 
 
-def test_groups_that_nobody_began_are_told_by_their_ids() -> None:
+def test_groups_that_nobody_began_are_named_by_their_ids() -> None:
     scheduler = Scheduler(LIMITS)
     scheduler.state.draw(0, 2)
     scheduler.state.groups[1].attempt = 3
-    rows = over_the_wire(scheduler)[1]
+    rows = state_of(scheduler)[GROUPS]
     assert rows[0] == 0 and len(rows[1]) == len(declared(Group))
 
 
@@ -440,7 +404,13 @@ def test_a_group_with_one_field_of_a_wrong_type_is_refused() -> None:
     scheduler.state.draw(0, 1)
     scheduler.state.groups[0].attempt = 3
     for place in range(len(declared(Group))):
-        parts = over_the_wire(scheduler)
-        parts[1][0][place] = None
+        plain = state_of(scheduler)
+        plain[GROUPS][0][place] = None
         with pytest.raises(CodecError, match="a group's fields have wrong types"):
-            restore(parts)
+            restore(plain)
+
+
+def test_a_policy_that_was_changed_is_restored_in_its_place() -> None:
+    run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4)
+    run.tell(SettingChanged(setting="scheduler.policies.dispatch", value="newest-weights"))
+    require_same_state(restore([unpack(pack(part)) for part in snapshot(run.scheduler)]), run.scheduler)

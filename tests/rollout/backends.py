@@ -71,7 +71,7 @@ def build(family: str, seed: int = 0, **changes: int) -> PreTrainedModel:
 
 
 class HaltingBackend(TorchBackend):
-    """Can be told to stop sampling at a number of tokens until its next order, so that no test races with it."""
+    """Can be asked to stop sampling at a number of tokens until its next order, so that no test races with it."""
 
     halt_at = math.inf
 

@@ -1,4 +1,4 @@
-"""Real servers for the HTTP backend's tests: vLLM in a process of its own, and a small one that misbehaves as told."""
+"""Real servers for the HTTP backend's tests: vLLM in a process of its own, and a small one that misbehaves as asked."""
 
 import asyncio
 import contextlib
@@ -71,7 +71,7 @@ class VllmServer:
         command += [
             "--enable-scale-out",
             "--worker-extension-cls",
-            "engine.rollout.vllm.worker_extension.InstallWeights",
+            "engine.rollout.vllm.worker_extension.WeightsExtension",
         ]
         if lora_rank:
             command += ["--enable-lora", "--max-lora-rank", str(lora_rank)]

@@ -144,7 +144,7 @@ def test_a_tool_call_and_its_result_stay_in_the_segment(case: str, shown: str) -
     assert talk.inserted() == [between]
 
 
-def test_a_template_that_writes_results_inside_the_call_begins_a_segment_and_shows_them() -> None:
+def test_a_template_with_results_inside_the_call_begins_a_segment_and_shows_them() -> None:
     """That of Gemma 4 puts the results before the end of the answer that called, where nothing can be inserted."""
     talk = Talk("gemma4", "<turn|>", tools=[TOOL])
     talk.say("2+2?")

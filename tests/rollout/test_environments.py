@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 sys.path.append(str(Path(__file__).resolve().parent.parent / "gateway"))
 from gateway_rig import TEMPLATE, FixedAnswers, model, tokenizer
 
-from engine.environments import Environment, Step, ToolCall, Turn
+from engine.environments import Environment, StepResult, ToolCall, Turn
 from engine.environments.lookup import Lookup
 from engine.errors import DataFailure
 from engine.protocols import Generated, GroupWork
@@ -23,7 +23,7 @@ from engine.rollout.agents.conversation import Chat
 from engine.rollout.agents.environment_program import EnvironmentGenerator, EpisodeSettings
 from engine.rollout.agents.tool_calls import MARKS, hermes
 from engine.rollout.backend import RolloutBackend, SamplingParams
-from engine.rollout.scoring import Scorer
+from engine.rollout.scoring import Grader
 from engine.rollout.torch.torch_backend import TorchBackend
 from engine.tasks.lookup import LookupModel, rows, worked_turns
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
@@ -40,8 +40,8 @@ def generator(make: Any, backend: RolloutBackend, max_tokens: int = 90, **limits
     episodes = EpisodeSettings(
         name="tests:Made", make=make, parser=hermes, call_mark=MARKS["hermes"], scored=reward is not None, **limits
     )
-    scorer = Scorer(tokens, reward)
-    return EnvironmentGenerator(backend, Chat(tokens, [1]), scorer, episodes, params=params, seed=7, timeout_s=60)
+    grader = Grader(tokens, reward)
+    return EnvironmentGenerator(backend, Chat(tokens, [1]), grader, episodes, params=params, seed=7, timeout_s=60)
 
 
 def work(attempt: int = 1, samples: int = 1, prompt: Prompt | None = None, **more: Any) -> GroupWork:
@@ -99,11 +99,11 @@ class Adder(Environment):
     async def divide(self, a: float, b: float) -> float:
         return a / b
 
-    def step(self, turn: Turn) -> Step:
+    def step(self, turn: Turn) -> StepResult:
         self.threads.add(threading.get_ident())
         assert len(self.threads) == 1, "plain methods of an episode run on one thread"
         assert threading.current_thread() is not threading.main_thread()
-        return Step(reward=0.25) if turn.calls else Step(reward=float(turn.text == "3"), done=True)
+        return StepResult(reward=0.25) if turn.calls else StepResult(reward=float(turn.text == "3"), done=True)
 
 
 def test_tools_are_called_and_only_the_models_own_tokens_are_trained() -> None:
@@ -122,8 +122,10 @@ def test_a_template_that_refuses_results_without_their_call_gets_the_call() -> N
 
 def test_figures_count_turns_tool_calls_and_tokens_by_role() -> None:
     class Talking(Adder):
-        def step(self, turn: Turn) -> Step:
-            return Step(messages="go on" if not turn.calls else (), reward=1.0, done=turn.number == 3, figures={"x": 2})
+        def step(self, turn: Turn) -> StepResult:
+            return StepResult(
+                messages="go on" if not turn.calls else (), reward=1.0, done=turn.number == 3, figures={"x": 2}
+            )
 
     one = only(Talking, call("add", a=1), "hm<end>", "3<end>")
     trained = sum(one.loss_mask)
@@ -136,7 +138,7 @@ def test_figures_count_turns_tool_calls_and_tokens_by_role() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("said", "error"),
     [
         (call("sub", a=1), "there is no tool 'sub'; the tools are add, divide"),
         (call("ad", a=1), "there is no tool 'ad'; did you mean add?"),
@@ -148,13 +150,13 @@ def test_figures_count_turns_tool_calls_and_tokens_by_role() -> None:
         ("<tool_call>{<end>", "the tool call cannot be read"),
     ],
 )
-def test_a_tool_call_that_fails_is_told_to_the_model_and_counted(said: str, told: str) -> None:
+def test_a_tool_call_that_fails_is_reported_to_the_model_and_counted(said: str, error: str) -> None:
     one = only(Adder, said, "3<end>", max_tokens=300)
-    assert f"[tool]Error: {told}" in parts_of(one)[1][1]
+    assert f"[tool]Error: {error}" in parts_of(one)[1][1]
     assert (one.reward, one.figures["tool_errors"], one.figures["tool_calls"]) == (1.25, 1, 1)
 
 
-def test_a_tool_that_hangs_is_told_to_the_model_and_the_episode_continues() -> None:
+def test_a_tool_that_hangs_is_reported_to_the_model_and_the_episode_continues() -> None:
     released = threading.Event()
 
     class Hanging(Environment):
@@ -176,13 +178,13 @@ def test_calls_of_a_tool_that_is_only_a_schema_are_answered_by_the_environment()
     class Schema(Environment):
         tools = ({"type": "function", "function": {"name": "ask", "parameters": {"type": "object"}}},)
 
-        async def step(self, turn: Turn) -> Step:
+        async def step(self, turn: Turn) -> StepResult:
             if not turn.calls:
-                return Step(reward=1.0, done=True)
+                return StepResult(reward=1.0, done=True)
             (asked,) = turn.calls
             assert isinstance(asked, ToolCall)
             assert (asked.name, asked.arguments, asked.result) == ("ask", {"q": 1}, None)
-            return Step(messages=[asked.answer("42")])
+            return StepResult(messages=[asked.answer("42")])
 
     one = only(Schema, call("ask", q=1), "3<end>")
     assert parts_of(one)[1][1] == "[tool]42<end>[assistant]"
@@ -194,8 +196,8 @@ def test_calls_of_a_tool_that_is_only_a_schema_are_answered_by_the_environment()
 class Endless(Environment):
     """Never ends, and gives no reward."""
 
-    def step(self, turn: Turn) -> Step:
-        return Step(messages="more")
+    def step(self, turn: Turn) -> StepResult:
+        return StepResult(messages="more")
 
 
 @pytest.mark.parametrize(
@@ -222,7 +224,7 @@ def test_an_environment_that_never_ends_meets_a_limit(
         episodes = {("max_tokens" if name == "max_tokens" else name): value for name, value in limits.items()}
         tokens = tokenizer()
         made = EnvironmentGenerator(
-            Bounded(*said), Chat(tokens, [1]), Scorer(tokens, None),
+            Bounded(*said), Chat(tokens, [1]), Grader(tokens, None),
             EpisodeSettings(name="tests:Endless", make=Endless, parser=hermes, **episodes),
             params=SamplingParams(max_tokens=answer_tokens, stop_ids=(1,)), seed=7, timeout_s=60,
         )  # fmt: skip
@@ -248,15 +250,15 @@ def test_a_turn_may_have_a_reward_of_its_own() -> None:
     """It belongs to the last token of its answer, and counts in the reward of the episode."""
 
     class Graded(Adder):
-        def step(self, turn: Turn) -> Step:
-            return Step(turn_reward=0.25 if turn.number == 1 else None, reward=1.0, done=not turn.calls)
+        def step(self, turn: Turn) -> StepResult:
+            return StepResult(turn_reward=0.25 if turn.number == 1 else None, reward=1.0, done=not turn.calls)
 
     said = call("add", a=1, b=2)
     one = only(Graded, said, "3<end>")
     assert one.reward == 2.25
     assert one.step_rewards == [(one.loss_mask.index(0) - 1, 0.25)]
     with pytest.raises(DataFailure, match="step returned turn_reward inf, not a finite number"):
-        only(lambda: Faulty("step", Step(turn_reward=float("inf"), done=True)), "3<end>")
+        only(lambda: Faulty("step", StepResult(turn_reward=float("inf"), done=True)), "3<end>")
 
 
 def test_an_environment_is_always_closed_and_a_close_that_raises_loses_nothing() -> None:
@@ -295,7 +297,7 @@ class Faulty(Environment):
         return self._do("tools", ())
 
     def step(self, turn: Turn) -> Any:
-        return self._do("step", Step(done=True))
+        return self._do("step", StepResult(done=True))
 
 
 @pytest.mark.parametrize(
@@ -305,12 +307,16 @@ class Faulty(Environment):
         ("reset", [], "reset returned no message"),
         ("reset", [{"content": "x"}], "reset returned messages that cannot be used: message 1 .* 'role'"),
         ("step", SystemExit(3), "step raised RuntimeError: .*step raised SystemExit: 3"),
-        ("step", None, "step returned a NoneType, but must return a Step"),
-        ("step", Step(), r"step returned neither a message nor done after turn 1; return .* or Step\(done=True\)"),
-        ("step", Step(reward=float("nan"), done=True), "step returned reward nan, not a finite number"),
+        ("step", None, "step returned a NoneType, but must return a StepResult"),
         (
             "step",
-            Step(reward="x", done=True),
+            StepResult(),
+            r"step returned neither a message nor done after turn 1; return .* or StepResult\(done=True\)",
+        ),
+        ("step", StepResult(reward=float("nan"), done=True), "step returned reward nan, not a finite number"),
+        (
+            "step",
+            StepResult(reward="x", done=True),
             "step returned a reward or figures that are no numbers: could not convert",
         ),  # type: ignore[arg-type]
         ("tools", ["add"], "a tool is 'add', but must be a Python function, or a schema"),
@@ -337,8 +343,8 @@ class Noisy(Environment):
         self.seed = seed
         return f"{prompt.text} {seed % 1000}"
 
-    def step(self, turn: Turn) -> Step:
-        return Step(messages=f"{turn.number} {self.seed % 97}", reward=1.0, done=turn.number == 3)
+    def step(self, turn: Turn) -> StepResult:
+        return StepResult(messages=f"{turn.number} {self.seed % 97}", reward=1.0, done=turn.number == 3)
 
 
 class Stopping(TorchBackend):
@@ -363,7 +369,7 @@ ENDS = tuple(range(1, 30))
 def noisy(backend: RolloutBackend) -> EnvironmentGenerator:
     tokens = tokenizer()
     return EnvironmentGenerator(
-        backend, Chat(tokens, ENDS), Scorer(tokens, None),
+        backend, Chat(tokens, ENDS), Grader(tokens, None),
         EpisodeSettings(name="tests:Noisy", make=Noisy, parser=hermes),
         params=SamplingParams(max_tokens=60, stop_ids=ENDS), seed=7, timeout_s=60,
     )  # fmt: skip
@@ -427,3 +433,26 @@ def test_the_habits_of_the_warm_up_are_as_frequent_as_asked() -> None:
     right = sum("lookup" in answer for _, answer in answers)
     assert 0.9 < wrong / right < 1.1, "of the turns that should call, a quarter each"
     assert all(said.endswith("assistant\n") for said, _ in answers)
+
+
+def test_an_environment_that_works_is_measured_by_its_name() -> None:
+    began, leave = asyncio.Event(), asyncio.Event()
+
+    class Slow(Environment):
+        async def step(self, turn: Turn) -> StepResult:
+            began.set()
+            await leave.wait()
+            return StepResult(reward=1.0, done=True)
+
+    async def scene() -> None:
+        made = generator(Slow, FixedAnswers("3<end>"))
+        running = asyncio.ensure_future(made.generate(work()))
+        await began.wait()
+        busy = made.call_figures()[0]
+        assert (busy.function, busy.groups, busy.calls) == ("environment tests:Made", 1, 1), "reset has ended"
+        leave.set()
+        await running
+        assert made.call_figures()[0].calls == 2
+        await made.close()
+
+    run(scene())

@@ -18,7 +18,7 @@ from engine.errors import DataFailure, EngineError
 from engine.protocols import Generated, GroupWork
 from engine.rollout.backend import SamplingParams
 from engine.rollout.generator import ModelGenerator
-from engine.rollout.scoring import MAX_HANGING_CALLS, RewardCalls, Scorer, Waiting
+from engine.rollout.scoring import MAX_HANGING_CALLS, Grader, RewardCalls, Waiting
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
 LONG = 150
@@ -205,8 +205,8 @@ def test_trajectories_are_reported_as_they_end_and_kept_ones_at_the_start() -> N
     run(make(max_tokens=LONG + 10), scenario)
 
 
-def test_a_group_progresses_with_its_own_rewards_and_while_it_is_queued_with_those_ahead() -> None:
-    told: list[str] = []
+def test_a_group_progresses_with_its_own_rewards_and_in_a_queue_with_those_ahead() -> None:
+    progress: list[str] = []
     turns, entered = threading.Semaphore(0), threading.Semaphore(0)
 
     def slow(prompt: Prompt, trajectory: Trajectory) -> float:
@@ -214,27 +214,27 @@ def test_a_group_progresses_with_its_own_rewards_and_while_it_is_queued_with_tho
         turns.acquire()
         return 1.0
 
-    async def score(scorer: Scorer, name: str, samples: int) -> None:
+    async def score(grader: Grader, name: str, samples: int) -> None:
         trajectories = [Trajectory(prompt_ids=[1], token_ids=[2]) for _ in range(samples)]
         group = TrajectoryGroup(group=1, prompt=Prompt(row=0, text=name), trajectories=trajectories)
-        await scorer.score(group, lambda: told.append(name))
+        await grader.score(group, lambda: progress.append(name))
 
     async def scene() -> None:
-        scorer = Scorer(Letters(), slow, threads=2)
-        first = asyncio.create_task(score(scorer, "first", 2))
+        grader = Grader(Letters(), slow, threads=2)
+        first = asyncio.create_task(score(grader, "first", 2))
         await asyncio.to_thread(entered.acquire)
         await asyncio.to_thread(entered.acquire)
-        queued = asyncio.create_task(score(scorer, "queued", 1))
+        queued = asyncio.create_task(score(grader, "queued", 1))
         await asyncio.sleep(0)
-        assert told == ["first", "first"]
+        assert progress == ["first", "first"]
         turns.release()
         await asyncio.to_thread(entered.acquire)
-        assert sorted(told[2:]) == ["first", "queued"], "both threads are taken, now by one call of each"
-        waits = asyncio.create_task(score(scorer, "waits", 1))
+        assert sorted(progress[2:]) == ["first", "queued"], "both threads are taken, now by one call of each"
+        waits = asyncio.create_task(score(grader, "waits", 1))
         await asyncio.sleep(0)
         turns.release()
         await asyncio.wait([first, queued], return_when=asyncio.FIRST_COMPLETED)
-        assert "waits" in told[4:]
+        assert "waits" in progress[4:]
         turns.release(2)
         await asyncio.gather(first, queued, waits)
 

@@ -4,7 +4,7 @@ import asyncio
 
 from test_generator import Letters
 
-from engine.rollout.scoring import Scorer
+from engine.rollout.scoring import Grader
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
 
@@ -20,10 +20,10 @@ def test_texts_are_given_and_rewards_left_to_who_gives_them_later() -> None:
     group.trajectories[1].reward = 0.5  # brought by an agent
 
     async def scene() -> None:
-        await Scorer(Letters(), reward, later=True).score(group)
+        await Grader(Letters(), reward, later=True).score(group)
         assert [t.reward for t in group.trajectories] == [None, 0.5]
         assert [t.text for t in group.trajectories] == ["ab", "ab"] and calls == []
-        await Scorer(Letters(), reward).score(group)
+        await Grader(Letters(), reward).score(group)
         assert [t.reward for t in group.trajectories] == [1.0, 0.5] and calls == ["ab"]
 
     asyncio.run(scene())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.environments import Step, ToolCall, Turn
+from engine.environments import StepResult, ToolCall, Turn
 from engine.environments.openenv import OpenEnv
 from engine.errors import DataFailure
 from engine.trajectory import Prompt
@@ -149,7 +149,7 @@ def test_each_call_of_the_tool_is_an_action(url: str) -> None:
     assert "VALIDATION_ERROR" in wrong.messages[0]["content"]
     assert (wrong.reward, wrong.done, wrong.figures) == (None, False, {"tool_errors": 1})
     answer = {"role": "tool", "tool_call_id": "c0", "name": "guess", "content": "right"}
-    assert last == Step(messages=[answer], reward=1.0, done=True, figures={"tool_errors": 0})
+    assert last == StepResult(messages=[answer], reward=1.0, done=True, figures={"tool_errors": 0})
 
 
 def test_without_a_tool_the_whole_answer_is_the_action(url: str) -> None:

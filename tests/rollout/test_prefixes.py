@@ -52,7 +52,7 @@ def test_a_backend_reports_partial_results_every_few_tokens(kind: Kind) -> None:
     run_over(kind.make("qwen2"), scenario)
 
 
-def test_each_request_is_told_of_by_its_own_count_though_others_end_before_it(kind: Kind) -> None:
+def test_each_request_is_reported_by_its_own_count_though_others_end_before_it(kind: Kind) -> None:
     async def scenario(backend: RolloutBackend) -> None:
         lengths = [30, LONG, 50, LONG, 70, LONG - 7]
         partial: list[list[SampleResult]] = [[] for _ in lengths]
@@ -74,7 +74,7 @@ def test_each_request_is_told_of_by_its_own_count_though_others_end_before_it(ki
     run_over(kind.make("qwen2"), scenario)
 
 
-def test_nothing_is_told_unasked(kind: Kind) -> None:
+def test_nothing_is_reported_unasked(kind: Kind) -> None:
     async def scenario(backend: RolloutBackend) -> None:
         partial: list[SampleResult] = []
         await backend.sample(request(partial, report_every=0))
@@ -83,7 +83,7 @@ def test_nothing_is_told_unasked(kind: Kind) -> None:
     run_over(kind.make("qwen2"), scenario)
 
 
-def test_what_is_told_after_an_install_says_which_version_sampled_what(kind: Kind) -> None:
+def test_a_report_after_an_install_says_which_version_sampled_what(kind: Kind) -> None:
     async def scenario(backend: RolloutBackend) -> None:
         partial: list[SampleResult] = []
         before = backend.tokens_sampled()

@@ -16,7 +16,7 @@ from engine.protocols import Generated, GroupWork
 from engine.rollout.agents.conversation import Chat
 from engine.rollout.agents.program_generator import Program, ProgramGenerator, RolloutClient
 from engine.rollout.backend import RolloutBackend, SampleRequest, SamplingParams
-from engine.rollout.scoring import Scorer
+from engine.rollout.scoring import Grader
 from engine.rollout.torch.torch_backend import TorchBackend
 from engine.trajectory import Prompt, Trajectory
 
@@ -26,9 +26,9 @@ def generator(
 ) -> ProgramGenerator:
     tokens = tokenizer()
     params = SamplingParams(max_tokens=max_tokens, stop_ids=(1,))
-    scorer = Scorer(tokens, lambda prompt, trajectory: float(len(trajectory.token_ids)))
+    grader = Grader(tokens, lambda prompt, trajectory: float(len(trajectory.token_ids)))
     return ProgramGenerator(
-        backend, Chat(tokens, [1]), scorer, program, params=params, seed=7, timeout_s=timeout_s
+        backend, Chat(tokens, [1]), grader, program, params=params, seed=7, timeout_s=timeout_s
     )  # fmt: skip
 
 
@@ -75,6 +75,21 @@ def test_what_is_added_is_masked_and_a_returned_number_is_the_reward() -> None:
         assert tokenizer().decode(trajectory.prompt_ids) == "say it"
         assert runs_of(trajectory) == [(1, "1+2="), (0, " 3 "), (1, "done<end>")]
         assert trajectory.finish_reason == "stop"
+
+
+def test_an_answer_that_a_parser_cannot_read_leaves_no_trace() -> None:
+    def broken(text: str) -> Any:
+        raise ValueError(text)
+
+    async def catching(client: RolloutClient, prompt: Prompt) -> float:
+        client.add(prompt.text)
+        with pytest.raises(ValueError, match="x"):
+            await client.sample(parser=broken)
+        await client.sample()
+        return 1.0
+
+    group = run(generated(catching, FixedAnswers(*["x<end>"] * 4))).group
+    assert [runs_of(trajectory) for trajectory in group.trajectories] == [[(1, "x<end>")]] * 2
 
 
 def test_a_trajectory_of_the_rollouts_own_making_is_taken_as_it_is() -> None:
@@ -205,3 +220,32 @@ def test_what_a_rollout_does_wrong_is_named(fault: BaseException | None, story: 
 
     with pytest.raises(DataFailure, match=story):
         run(generated(wrong, FixedAnswers(), timeout_s=60 if fault is not None else 0.05))
+
+
+def test_a_rollout_that_works_is_measured_and_its_group_waits_for_it() -> None:
+    began, leave = asyncio.Barrier(3), asyncio.Event()
+
+    async def slow(client: RolloutClient, prompt: Prompt) -> float:
+        client.add(prompt.text)
+        await client.sample()
+        await began.wait()
+        await leave.wait()
+        return 1.0
+
+    async def scene() -> None:
+        changes: list[int] = []
+        made = generator(slow, FixedAnswers("1<end>", "2<end>"))
+        made.watch_calls(lambda: changes.append(1))
+        running = asyncio.ensure_future(made.generate(work()))
+        await began.wait()
+        busy, reward = made.call_figures()
+        assert (busy.function, busy.setting) == (f"rollout {slow.__module__}.{slow.__qualname__}", "rollout.slots")
+        assert (busy.groups, busy.at_once, busy.calls, busy.queued) == (1, 2, 2, 0), "each began once"
+        assert reward.groups == 0 and changes
+        leave.set()
+        await running
+        done = made.call_figures()[0]
+        assert (done.groups, done.calls, done.running_s) == (0, 4, 0.0) and done.seconds > 0
+        await made.close()
+
+    run(scene())

@@ -10,10 +10,10 @@ from test_generator import Letters
 
 from engine.errors import DataFailure
 from engine.rollout.reward_parts import RewardPart, RewardParts
-from engine.rollout.scoring import RewardCalls, Scorer, Waiting
+from engine.rollout.scoring import Grader, RewardCalls, Waiting
 from engine.tasks.reward_forms import bind
 from engine.tasks.rewards import boxed_answer, final_number, multiple_choice
-from engine.trajectory import NoAnswer, Prompt, StepReward, Trajectory, TrajectoryGroup
+from engine.trajectory import NoAnswer, Prompt, Scored, StepReward, Trajectory, TrajectoryGroup
 
 
 def responses(*texts: str) -> list[Trajectory]:
@@ -37,7 +37,7 @@ def part_of(function: Callable[..., Any], **settings: Any) -> RewardPart:
 
 
 def scored(group: TrajectoryGroup, *parts: RewardPart, **settings: Any) -> list[Trajectory]:
-    asyncio.run(Scorer(Letters(), RewardParts(parts), **settings).score(group))
+    asyncio.run(Grader(Letters(), RewardParts(parts), **settings).score(group))
     return group.trajectories
 
 
@@ -66,6 +66,16 @@ def test_a_failed_reward_says_which_responses_it_judged() -> None:
     with pytest.raises(DataFailure) as failed:
         scored(group, part_of(none, name="none"), part_of(none, name="other"))
     assert failed.value.judged is group, "engine samples --failed shows them"
+
+
+def test_figures_of_a_value_stand_beside_the_values() -> None:
+    def score(prompt: Prompt, trajectory: Trajectory) -> float:
+        return Scored(0.5, {"forged": 1.0})
+
+    (named,) = scored(group_of("a"), part_of(score, name="code"))
+    assert (named.reward, named.reward_parts) == (0.5, {"code": 0.5, "code_forged": 1.0})
+    (alone,) = scored(group_of("a"), part_of(score))
+    assert (alone.reward, alone.reward_parts) == (0.5, {"forged": 1.0})
 
 
 def test_a_response_without_an_answer_is_marked() -> None:
@@ -104,11 +114,11 @@ def test_requests_that_wait_share_a_call_of_whole_groups() -> None:
 
     async def scene() -> None:
         part = part_of(slow, batch_size=4, concurrency=1)
-        scorer = Scorer(Letters(), RewardParts((part,)))
+        grader = Grader(Letters(), RewardParts((part,)))
         groups = [group_of("a", "b", row=row) for row in range(4)]
-        tasks = [asyncio.create_task(scorer.score(groups[0]))]
+        tasks = [asyncio.create_task(grader.score(groups[0]))]
         await asyncio.to_thread(entered.acquire)
-        tasks += [asyncio.create_task(scorer.score(group)) for group in groups[1:]]
+        tasks += [asyncio.create_task(grader.score(group)) for group in groups[1:]]
         for _ in range(10):
             await asyncio.sleep(0)
         leave.release(3)
@@ -183,3 +193,28 @@ def test_a_timeout_error_of_a_coroutine_is_its_own() -> None:
 
     with pytest.raises(DataFailure, match="raised TimeoutError on prompt row 4: the server is slow"):
         scored(group_of("a"), part_of(late))
+
+
+def test_calls_are_measured_by_function_with_who_waits_for_them() -> None:
+    began, leave = threading.Event(), threading.Event()
+
+    def slow(prompt: Prompt, trajectory: Trajectory) -> float:
+        began.set()
+        leave.wait(60)
+        return 1.0
+
+    async def scene() -> None:
+        changes: list[int] = []
+        grader = Grader(Letters(), RewardParts((part_of(slow, name="slow", concurrency=1, setting="a.b"),)))
+        grader.watch_calls(lambda: changes.append(1))
+        running = [asyncio.ensure_future(grader.score(group_of("a", "b", row=row))) for row in range(2)]
+        await asyncio.to_thread(began.wait, 60)
+        (busy,) = grader.call_figures()
+        assert (busy.function, busy.at_once, busy.setting) == ("reward slow", 1, "a.b")
+        assert (busy.groups, busy.queued, busy.calls) == (2, 3, 0) and busy.running_s > 0 and len(changes) == 4
+        leave.set()
+        await asyncio.gather(*running)
+        (done,) = grader.call_figures()
+        assert (done.groups, done.queued, done.calls, done.running_s) == (0, 0, 4, 0.0) and done.seconds > 0
+
+    asyncio.run(scene())

@@ -10,7 +10,7 @@ from test_generator import Letters
 
 from engine.errors import DataFailure
 from engine.rollout.reward_parts import RewardPart, RewardParts
-from engine.rollout.scoring import Scorer
+from engine.rollout.scoring import Grader
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
 
@@ -39,7 +39,7 @@ def scored(*parts: RewardPart) -> TrajectoryGroup:
     group = TrajectoryGroup(group=0, prompt=Prompt(row=4, text="?"), trajectories=[])
     for ids, continues in (([0, 1], False), ([0], False), ([0, 1, 2], True)):
         group.trajectories.append(Trajectory(token_ids=ids, finish_reason="stop", continues=continues))
-    asyncio.run(Scorer(Letters(), RewardParts(parts)).score(group))
+    asyncio.run(Grader(Letters(), RewardParts(parts)).score(group))
     return group
 
 

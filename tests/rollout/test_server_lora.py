@@ -15,9 +15,9 @@ from gate import Counted
 from http_servers import KEY, NAME, Hiding, SmallServer, VllmServer, model, vllm_servers
 
 from engine.errors import ConfigError, EngineError
-from engine.lora import Lora, adapter_tensors, add_adapter
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
 from engine.rollout.openai.openai_backend import OpenAIBackend
+from engine.training.lora import Lora, adapter_tensors, add_adapter
 from engine.trajectory import Span
 
 pytest.importorskip("vllm", reason="vLLM is not installed")

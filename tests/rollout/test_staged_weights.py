@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import re
+import shutil
 from collections.abc import Coroutine
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,9 +21,9 @@ from engine.actors.transports import pack_tensors, unpack_tensors
 from engine.errors import EngineError
 from engine.rollout.vllm import weight_receiver
 from engine.rollout.vllm.mapped_weights import PLACES, MappedTensors, OpenMemory
-from engine.rollout.vllm.staged_weights import StagingArea
+from engine.rollout.vllm.staged_weights import PREFIX, StagingArea
 from engine.rollout.vllm.weight_receiver import Incoming
-from engine.shared_weights import NAME, PublishedTensors, copy_of, publication_of
+from engine.training.shared_weights import NAME, PublishedTensors, copy_of, publication_of
 
 
 def model_in(directory: Path, vocabulary: int) -> Qwen2ForCausalLM:
@@ -93,14 +94,18 @@ class Workers:
     """An engine with one worker, in a process of its own."""
 
     def __init__(self, link: Connection) -> None:
+        self.engine_core = self
         self.keeps = False
         self.loaded: dict[str, float] = {}
         self._link = link
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[str]:
+    async def call_utility_all_async(
+        self, utility: str, method: str, timeout: None, args: tuple[Any, ...], kwargs: None
+    ) -> list[list[str]]:
+        assert utility == "collective_rpc"
         self._link.send((self.keeps, method, args))
         wrong, self.loaded = await asyncio.to_thread(self._link.recv)
-        return [wrong]
+        return [[wrong]]
 
 
 def test_a_backend_whose_worker_cannot_use_the_memory_uses_files(
@@ -189,6 +194,18 @@ def test_backends_of_one_machine_stage_the_same_files(tmp_path: Path) -> None:
     other.close()
 
 
+def test_only_this_machines_directories_of_dead_owners_are_removed(tmp_path: Path) -> None:
+    model_in(tmp_path / "model", 16)
+    place = tmp_path / "place"
+    place.mkdir()
+    one = StagingArea(str(tmp_path / "model"), 1.0, place)
+    left = shutil.copytree(one.root, place / f"{one.root.name}x")  # its lock is free
+    elsewhere = shutil.copytree(one.root, place / f"{PREFIX}0123456789ab-x")  # its lock is free here
+    StagingArea(str(tmp_path / "model"), 1.0, place).close()
+    assert one.root.exists() and elsewhere.exists() and not left.exists()
+    one.close()
+
+
 FAILURES = {
     "described": "the disk is full",
     "closed": "was closed",
@@ -270,7 +287,7 @@ def test_a_staged_version_whose_directory_is_absent_can_be_dropped(tmp_path: Pat
     area.close()
 
 
-def test_files_that_cannot_be_written_are_told(tmp_path: Path) -> None:
+def test_files_that_cannot_be_written_are_reported(tmp_path: Path) -> None:
     weights = model_in(tmp_path / "model", 16).state_dict()
     (tmp_path / "place").mkdir()
     area = StagingArea(str(tmp_path / "model"), 1.0, tmp_path / "place")

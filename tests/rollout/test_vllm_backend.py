@@ -21,7 +21,7 @@ from test_generator import Letters, length_reward
 from engine.errors import DataFailure, EngineError
 from engine.events import GroupGenerated, ProcessLost, WeightsInstalled
 from engine.protocols import Batch
-from engine.record import Handled, read, replay
+from engine.record import read, replay
 from engine.record.replayer import build_scheduler
 from engine.rollout.backend import SampleRequest, SamplingParams
 from engine.rollout.generator import ModelGenerator
@@ -73,8 +73,7 @@ def run_on(backends: list[Any], trainer: Publisher, **options: Any) -> RunResult
 
 
 def events_of(result: RunResult, kind: type[Any]) -> list[Any]:
-    frames = [frame for frame in read(result.record).frames() if isinstance(frame, Handled)]
-    return [frame.event for frame in frames if isinstance(frame.event, kind)]
+    return [event for event in read(result.record).events() if isinstance(event, kind)]
 
 
 def assert_lawful(result: RunResult) -> None:

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from test_vllm_weights import PROMPT, assert_samples, greedy
 
 from engine.errors import EngineError
-from engine.lora import Lora, adapter_tensors, add_adapter
 from engine.rollout.backend import SampleResult
-from engine.shared_weights import PublishedTensors
+from engine.training.lora import Lora, adapter_tensors, add_adapter
 from engine.training.model_trainer import ModelTrainer
+from engine.training.shared_weights import PublishedTensors
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import Span
 
@@ -80,7 +80,7 @@ def digest_in_force(engine: Any) -> str:
     return digest(load_file(file))
 
 
-def test_each_version_is_the_trainers_adapter_and_frozen_requests_continue_with_the_new_one(
+def test_each_version_is_the_trainers_adapter_and_frozen_requests_continue_with_it(
     engine: Any, trainer: ModelTrainer
 ) -> None:
     async def scenario() -> None:

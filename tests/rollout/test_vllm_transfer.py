@@ -6,6 +6,7 @@ NCCL differs in the group and the bytes alone; what it would be given is built f
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,14 +19,14 @@ from test_vllm_weights import LONG, assert_samples, greedy
 
 from engine.actors.transports import KeptTensors, Senders
 from engine.errors import EngineError
-from engine.rollout.sent_weights import Answer, Call, Join, Send, Turn
+from engine.rollout.sent_weights import Join, Send, Turn, WeightsAnswer, WeightsCall
 from engine.rollout.torch import transfer
-from engine.runtime.plan import Wire
-from engine.shared_weights import Manifest
+from engine.runtime.plan import WeightsWire
+from engine.training.shared_weights import Manifest
 from engine.trajectory import Span
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-WIRE = Wire(backend="gloo", bucket_bytes=50_000, timeout_s=20.0, limit_s=60.0)
+WIRE = WeightsWire(backend="gloo", bucket_bytes=50_000, timeout_s=20.0, limit_s=60.0)
 READER = 0
 
 
@@ -34,7 +35,7 @@ class Holder:
     """The weights store as a replica sees it, in this process; may fail at a turn of its own choice."""
 
     kept: KeptTensors
-    wire: Wire = WIRE
+    wire: WeightsWire = WIRE
     senders: Senders = field(default_factory=Senders)
     calls: list[str] = field(default_factory=list)
     fails_after: str = ""
@@ -46,8 +47,8 @@ class Holder:
     def manifest(self) -> Manifest:
         return self.kept.manifest
 
-    async def exchange(self, turn: Turn) -> Call | None:
-        if isinstance(turn, Answer) and self.calls[-1] == self.fails_after:
+    async def exchange(self, turn: Turn) -> WeightsCall | None:
+        if isinstance(turn, WeightsAnswer) and self.calls[-1] == self.fails_after:
             raise EngineError("the store is gone")
         call = await self.senders.turn(READER, self.wire, turn, lambda version: self.kept)
         if call is None:
@@ -201,7 +202,7 @@ def test_at_its_end_an_engine_fails_who_waits(engine: Any) -> None:
     run(scenario())
 
 
-def test_an_engine_that_has_left_its_group_is_told_so() -> None:
+def test_an_engine_that_has_left_its_group_is_refused() -> None:
     async def scenario() -> None:
         senders = Senders()
         with pytest.raises(EngineError, match="is no longer in the process group"):
@@ -219,12 +220,12 @@ def test_a_group_that_does_not_come_about_is_given_up_in_time() -> None:
         call = await senders.turn(READER, wire, Join(group="one", workers=1), lambda version: None)  # type: ignore[arg-type,return-value]
         assert call is not None and call.name == "init_weight_transfer_engine"
         with pytest.raises(EngineError, match="could not be sent"):
-            await senders.turn(READER, wire, Answer(group="one", wrong="no"), lambda version: None)  # type: ignore[arg-type,return-value]
+            await senders.turn(READER, wire, WeightsAnswer(group="one", wrong="no"), lambda version: None)  # type: ignore[arg-type,return-value]
 
     run(scenario())
 
 
-def test_an_answer_that_comes_too_late_is_told_why_the_work_failed() -> None:
+def test_a_late_answer_is_refused_with_the_reason_why_the_work_failed() -> None:
     async def scenario() -> None:
         senders = Senders()
         wire = replace(WIRE, timeout_s=0.2, limit_s=0.2)
@@ -233,7 +234,7 @@ def test_an_answer_that_comes_too_late_is_told_why_the_work_failed() -> None:
         assert work is not None
         await asyncio.wait([work])
         with pytest.raises(EngineError, match="could not be sent"):
-            await senders.turn(READER, wire, Answer(group="one", wrong=""), lambda version: None)  # type: ignore[arg-type,return-value]
+            await senders.turn(READER, wire, WeightsAnswer(group="one", wrong=""), lambda version: None)  # type: ignore[arg-type,return-value]
 
     run(scenario())
 
@@ -270,3 +271,16 @@ def test_what_nccl_is_given_is_what_vllm_takes() -> None:
         dtype_names=[str(one.dtype).removeprefix("torch.") for one in meta],
         shapes=[list(one.shape) for one in meta],
     )
+
+
+def test_a_sender_whose_store_has_ended_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    wire = replace(WIRE, timeout_s=1.0, limit_s=1.0)
+
+    call = asyncio.run(Senders().turn(READER, wire, Join(group="left", workers=1), lambda version: None))  # type: ignore[arg-type,return-value]
+    assert call is not None and call.name == "init_weight_transfer_engine"
+    for thread in threading.enumerate():
+        if thread.name == "send-left":
+            thread.join()  # nobody answers the call
+    assert not errors

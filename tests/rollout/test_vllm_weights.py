@@ -13,7 +13,7 @@ from backends import WIDE, build, go_on, hold, run
 from engine.errors import EngineError
 from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams
 from engine.rollout.vllm.mapped_weights import PLACES
-from engine.shared_weights import copy_of, find
+from engine.training.shared_weights import copy_of, find
 from engine.trajectory import Span
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -39,7 +39,7 @@ def assert_samples(model: Any, result: SampleResult) -> None:
 def engine() -> Iterator[Any]:
     """A fresh one, with buckets so small that a version takes several files. Those of `test_backend_scenarios` install
     files, too: of a model whose embeddings are tied."""
-    backend = vllm_engines.start(build("qwen2-untied", **WIDE), receive_bucket_mb=0.05, kv="recompute")
+    backend = vllm_engines.start(build("qwen2-untied", **WIDE), bucket_mb=0.05, kv="recompute")
     yield backend
     run(backend.close())
 
@@ -52,12 +52,22 @@ def files_of(engine: Any, version: int) -> list[Path]:
     return sorted(engine.staging.glob(f"{version}-*/*.safetensors"))
 
 
-REASONS = {"damaged": "Error", "late": "exceeded its time limit", "absent": "no staged files in"}
+REASONS = {
+    "damaged": "Error",
+    "late": "exceeded its time limit",
+    "absent": "no staged files in",
+    "unread": "could not be compared",
+}
 
 
 @pytest.mark.parametrize("how", REASONS)
-def test_an_install_that_fails_on_its_way_leaves_the_old_weights(engine: Any, how: str) -> None:
+def test_an_install_that_fails_on_its_way_leaves_the_old_weights(
+    engine: Any, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, new = engine.version, engine.version + 1
+
+    async def unread(limit_s: float) -> str:
+        raise EngineError("no checksums")
 
     async def scenario() -> None:
         await engine.stage(new, model_of(engine, new).state_dict())
@@ -69,6 +79,9 @@ def test_an_install_that_fails_on_its_way_leaves_the_old_weights(engine: Any, ho
             files[3].write_bytes(intact[:64])
         elif how == "absent":  # as for a worker on another node
             directory.rename(directory.with_name("aside"))
+        elif how == "unread":
+            engine._compared = False
+            monkeypatch.setattr(engine._incoming, "differences", unread)
         else:
             engine.install_timeout_s = 1e-9
         kept = asyncio.create_task(engine.sample(greedy("kept")))
@@ -78,6 +91,7 @@ def test_an_install_that_fails_on_its_way_leaves_the_old_weights(engine: Any, ho
         with pytest.raises(EngineError, match=f"version {new} could not be installed: .*{REASONS[how]}"):
             await engine.install(new)
         engine.install_timeout_s = 60.0
+        monkeypatch.undo()
         await engine.resume()
         for result in (await kept, await engine.sample(greedy("after"))):
             assert result.spans == [Span(0, 40, old)]
@@ -131,7 +145,7 @@ def test_published_weights_are_installed_from_the_memory_they_lie_in(engine: Any
     run(scenario())
 
 
-def test_published_weights_whose_memory_a_worker_cannot_read_are_installed_from_files(engine: Any) -> None:
+def test_published_weights_in_memory_no_worker_can_read_are_installed_from_files(engine: Any) -> None:
     async def scenario() -> None:
         new = engine.version + 1
         memory, _ = copy_of(model_of(engine, new).state_dict())

@@ -9,9 +9,9 @@ import torch
 
 from engine.ids import StepId, Version
 from engine.rollout.torch.torch_backend import TorchBackend
-from engine.shared_weights import PublishedTensors
 from engine.training.model_trainer import ModelTrainer
 from engine.training.ranked_trainer import RankedTrainer
+from engine.training.shared_weights import PublishedTensors
 
 sys.path.append(str(Path(__file__).parent.parent))
 from reference_sync import digest

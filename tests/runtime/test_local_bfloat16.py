@@ -79,10 +79,12 @@ def test_replicas_sample_from_the_bfloat16_weights_that_masters_were_rounded_to(
     assert resumed.digests[0] == trained, "the resumed run begins with the weights that were trained before"
     published = dict(enumerate([*first.digests, *resumed.digests], start=1))
     assert len(set(published.values())) >= STEPS - 1
-    assert len(installed) >= len(told(run_dir)) and all(found == published[version] for version, found in installed)
-    assert {replica for replica, _ in told(run_dir)} == {0, 1}
+    assert len(installed) >= len(reported_installs(run_dir)) and all(
+        found == published[version] for version, found in installed
+    )
+    assert {replica for replica, _ in reported_installs(run_dir)} == {0, 1}
 
 
-def told(run_dir: Path) -> set[tuple[int, int]]:
+def reported_installs(run_dir: Path) -> set[tuple[int, int]]:
     """Replicas and the versions that they reported as installed."""
     return {(event.replica, event.version) for event in events_of(run_dir, WeightsInstalled) if event.version}

@@ -34,7 +34,7 @@ class Silences(logging.Handler):
             self.first.set()
 
 
-def test_a_silent_run_says_what_it_waits_for_and_a_drain_that_takes_too_long_becomes_a_stop(tmp_path: Path) -> None:
+def test_a_silent_run_says_what_it_waits_for_and_an_overlong_drain_becomes_a_stop(tmp_path: Path) -> None:
     silences, closed = Silences(), threading.Event()
     answers: list[dict[str, Any]] = []
 
@@ -64,10 +64,10 @@ def test_a_silent_run_says_what_it_waits_for_and_a_drain_that_takes_too_long_bec
         result = run_plan(replace(mine, limits=replace(mine.limits, drain_s=0.2)))
     finally:
         logging.getLogger("engine").removeHandler(silences)
-    assert "the run waits for the trainer: trains step 0 on 4 groups for " in silences.said[0]
-    assert re.search(r"replica [01]: generates groups \d+, \d+.*, the oldest for \d+ s", silences.said[0])
+    assert "the trainer has been training step 0 on 4 groups for " in silences.said[0]
+    assert re.search(r"replica [01] has been generating groups \d+, \d+.*, the oldest for \d+ s", silences.said[0])
     assert "for 0.2 s at most" in answers[1]["done"]
     for answer in answers:
-        assert answer["waits"][0].startswith("the trainer: trains step 0 on 4 groups")
+        assert answer["waits"][0].startswith("the trainer has been training step 0 on 4 groups")
     assert (result.outcome, result.reason) == ("stopped", "the drain exceeded durability.drain_s = 0.2")
     assert check_record(tmp_path).state.steps_trained == 0

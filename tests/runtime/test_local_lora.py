@@ -56,7 +56,7 @@ def test_the_adapter_at_each_replica_is_the_trainers_to_the_bit(
     published = dict(enumerate(trainer.digests, start=1))
     assert len(set(published.values())) == len(published) >= STEPS - 1
     assert all(found == published[version] for version, found in installed)
-    told = {(event.replica, event.version) for event in events_of(run_dir, WeightsInstalled) if event.version}
-    assert len(told) == len(installed) and {replica for replica, _ in told} == {0, 1}
+    reported = {(event.replica, event.version) for event in events_of(run_dir, WeightsInstalled) if event.version}
+    assert len(reported) == len(installed) and {replica for replica, _ in reported} == {0, 1}
     saved = load_file(run_dir / "checkpoints" / f"step-{STEPS:06}" / "adapter_model.safetensors")
     assert [digest(saved)] == trainer.saved and all("lora_" in name for name in saved)

@@ -37,7 +37,7 @@ def test_a_run_that_ends_is_not_missed(tmp_path: Path) -> None:
     assert list(endpoints.iterdir()) == [] and not (run_dir / FILE).exists()
 
 
-def test_a_run_goes_on_without_its_sinks_and_where_its_endpoint_cannot_be_written_down(
+def test_a_run_continues_without_its_sinks_or_an_announced_metrics_endpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")

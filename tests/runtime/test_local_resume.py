@@ -21,7 +21,7 @@ from engine.cli import main
 from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished
 from engine.events import ProcessLost, StepTrained
 from engine.protocols import Batch, GroupWork
-from engine.record import Handled, read, replay
+from engine.record import read, replay
 from engine.record.files import RecordLock
 from engine.runtime.local import RunResult, SimpleTrainer, response
 from engine.states.limits import Limits
@@ -47,8 +47,7 @@ def resumed(run_dir: Path, **others: Any) -> tuple[RunResult, Saving]:
 
 
 def trained_in(run_dir: Path) -> list[int]:
-    frames = [frame for frame in read(run_dir / "schedule").frames() if isinstance(frame, Handled)]
-    return [frame.event.step for frame in frames if isinstance(frame.event, StepTrained)]
+    return [event.step for event in read(run_dir / "schedule").events() if isinstance(event, StepTrained)]
 
 
 @pytest.mark.parametrize("step", [0, 2, 7], ids=["at once", "before a checkpoint", "behind one"])
@@ -74,7 +73,7 @@ def test_groups_whose_trajectories_were_in_memory_are_generated_again(tmp_path: 
     assert not (tmp_path / "trajectories").exists()
 
 
-def test_a_run_goes_back_to_an_older_checkpoint_where_it_is_told_to(tmp_path: Path) -> None:
+def test_a_run_goes_back_to_an_older_checkpoint_on_request(tmp_path: Path) -> None:
     killed_at(7, tmp_path)
     with pytest.raises(ConfigError, match=r"--force-from 'step-000004' .*use one of: step-000003, step-000006"):
         resumed(tmp_path, force_from="step-000004")
@@ -116,7 +115,7 @@ def test_a_finished_run_cannot_be_resumed_and_another_is_refused_by_name(tmp_pat
         engine.runtime.local.run(**{**options(tmp_path, Saving(), resume=True), "run_dir": None})
 
 
-def test_a_finished_run_trains_more_steps_when_it_is_told_to(tmp_path: Path) -> None:
+def test_a_finished_run_trains_more_steps_on_request(tmp_path: Path) -> None:
     def steps(most: int) -> dict[str, Any]:
         return {"limits": Limits(**{**FIGURES, "max_steps": most})}
 
@@ -150,7 +149,7 @@ class Forgetful(SimpleTrainer):
     def save(self, directory: str, step: int) -> None: ...
 
 
-def test_a_running_run_is_watched_told_to_drain_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_running_run_is_watched_drained_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[str] = []
 
     class Telling(Saving):
@@ -191,7 +190,7 @@ def test_a_full_disk_stops_the_run_and_more_room_lets_it_go_on(tmp_path: Path) -
 
 
 def events(run_dir: Path) -> list[Any]:
-    return [frame.event for frame in read(run_dir / "schedule").frames() if isinstance(frame, Handled)]
+    return list(read(run_dir / "schedule").events())
 
 
 def test_a_launch_that_fails_closes_what_was_loaded_and_says_why(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_reward_that_always_fails_ends_the_run_by_name(own_code: Path) -> None
     run_dir = own_code / "run"
     run_dir.mkdir()
     config = tree(own_code, {"name": "wrong", "function": "whole_run_rewards:wrong"}, max_failure_share=0.25)
-    said = "64 of the latest 64 attempts failed on their reward or their data, more than reward.max_failure_share"
+    said = "the first 1[1-9] attempts all failed on their prompt, agent or reward; last error: reward wrong"
     with pytest.raises(RunFailed, match=said):
         run_plan(plan_of(parse_config(config), run_dir))
     failed = events_of(run_dir, GroupFailed)

@@ -16,13 +16,13 @@ from engine.commands import StartProcess
 from engine.errors import ConfigError, DataFailure, RunFailed
 from engine.events import DrawFailed, GroupFailed, GroupGenerated, ProcessLost
 from engine.protocols import Batch, Generated, GroupWork
-from engine.record import Handled, read, replay
+from engine.record import read, replay
 from engine.runtime.local import RunResult, SimpleGenerator, SimpleTrainer, response
 from engine.runtime.prompt_sources import CountedPrompts
 from engine.scheduling import lifetimes
 from engine.states.limits import Limits
 from engine.states.timeouts import Timeouts
-from engine.trajectory import Prompt, Trajectory
+from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 
 sys.path.append(str(Path(__file__).parent.parent / "workers"))
 from token_generator import TokenGenerator
@@ -66,13 +66,11 @@ def limits(**changes: Any) -> Limits:
 
 
 def events_of(result: RunResult, kind: type[Any]) -> list[Any]:
-    frames = [frame for frame in read(result.record).frames() if isinstance(frame, Handled)]
-    return [frame.event for frame in frames if isinstance(frame.event, kind)]
+    return [event for event in read(result.record).events() if isinstance(event, kind)]
 
 
 def orders_of(result: RunResult, kind: type[Any]) -> list[Any]:
-    frames = [frame for frame in read(result.record).frames() if isinstance(frame, Handled)]
-    return [command for frame in frames for command in frame.commands if isinstance(command, kind)]
+    return [command for tick in read(result.record).ticks() for command in tick.commands if isinstance(command, kind)]
 
 
 def run(**options: Any) -> RunResult:
@@ -126,6 +124,49 @@ def test_prompts_in_memory_may_hold_any_object() -> None:
     trainer = Counting()
     run(trainer=trainer, prompts=[Prompt(row=n, text="", fields={"image": object()}) for n in range(8)])
     assert sorted(trainer.groups) == list(range(8))
+
+
+def test_what_a_generator_changes_after_it_has_returned_is_not_trained_on() -> None:
+    class Reusing(SimpleGenerator):
+        """Fills the same trajectories for every group."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = [response([], reward=0.0, version=0) for _ in range(2)]
+
+        async def generate(self, work: GroupWork) -> Generated:
+            for trajectory in self.kept:
+                trajectory.token_ids[:] = [work.group]
+                trajectory.logprobs[:], trajectory.loss_mask[:] = [0.0], [1]
+                trajectory.spans[:] = [Span(0, 1, self.version)]
+                trajectory.reward = float(work.group)
+            return Generated(group=TrajectoryGroup(group=work.group, prompt=work.prompt, trajectories=self.kept))
+
+    class Reading(Counting):
+        def train(self, batch: Batch) -> dict[str, float]:
+            for group in batch.groups:
+                assert [t.token_ids for t in group.trajectories] == [[group.group]] * 2
+                assert [t.reward for t in group.trajectories] == [float(group.group)] * 2
+            return super().train(batch)
+
+    assert run(generators=[Reusing()], trainer=Reading()).groups["consumed"] == 30
+
+
+def test_a_retry_gets_the_fields_of_its_prompt_as_they_were() -> None:
+    class Changing(Steady):
+        async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+            seen.append(json.dumps(dict(work.prompt.fields)))
+            work.prompt.fields["messages"].append("spoiled")
+            work.prompt.fields["answer"] = None  # type: ignore[index]
+            if work.attempt == 1 and not work.held_out:
+                raise ConnectionError("reset by peer")
+            return await super().sample(work, weights, version)
+
+    seen: list[str] = []
+    prompts = [Prompt(row=n, text="?", fields={"answer": "4", "messages": ["2 + 2"]}) for n in range(4)]
+    result = run(generators=[Changing()], prompts=prompts, held_out=prompts, limits=limits(max_steps=1))
+    assert result.steps == 1 and len(result.validations) == 2
+    assert len(seen) == 4 + 4 + 2 * 4 and set(seen) == {'{"answer": "4", "messages": ["2 + 2"]}'}
 
 
 class Hanging(Counting):
@@ -245,6 +286,17 @@ def test_a_run_whose_trainer_always_fails_says_so() -> None:
         run(trainer=Broken())
 
 
+def test_a_step_whose_metrics_have_a_wrong_type_is_not_trained_twice() -> None:
+    class Wrong(Counting):
+        def train(self, batch: Batch) -> Any:
+            return list(super().train(batch).items())
+
+    trainer = Wrong()
+    with pytest.raises(RunFailed, match=r"train\(\) must return a dict of metrics or None, not list"):
+        run(trainer=trainer)
+    assert trainer.steps == 1
+
+
 class Sometimes(CountedPrompts):
     """Of 30 prompts; each third answer is `odd`."""
 
@@ -289,7 +341,10 @@ def test_metrics_that_cannot_be_used_lose_no_step(tmp_path: Path) -> None:
         def train(self, batch: Batch) -> Any:
             return {**super().train(batch), "large": 10**400, 7: 0.5, "step": 99, "optimizer_steps": math.nan}
 
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs").chmod(0o755)
     result = run(trainer=Odd(), run_dir=tmp_path)
+    assert (tmp_path / "logs").stat().st_mode & 0o777 == 0o755, "it is the user's"
     assert result.groups["consumed"] == 30
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [row["step"] for row in result.metrics] == list(range(8))
@@ -448,22 +503,22 @@ def test_a_factory_that_raises_is_asked_again_after_the_ordered_delay(monkeypatc
 
 def test_the_next_life_of_a_replica_begins_when_the_one_before_is_closed() -> None:
     """It may need the memory that the generator before it holds."""
-    told: list[str] = []
+    calls: list[str] = []
 
     class Slow(Mortal):
         def __init__(self) -> None:
             super().__init__(0)
-            told.append("made")
+            calls.append("made")
 
         async def close(self) -> None:
-            told.append("closing")
+            calls.append("closing")
             for _ in range(8):
                 await asyncio.sleep(0)
-            told.append("closed")
+            calls.append("closed")
 
     with pytest.raises(RunFailed, match="its engine ended"):
         run(generators=lambda replica: Slow(), replacements=2)
-    assert told == ["made", "closing", "closed"] * 3
+    assert calls == ["made", "closing", "closed"] * 3
 
 
 @pytest.mark.parametrize("turns", range(16))

@@ -12,15 +12,15 @@ import pytest
 
 import engine.runtime.local
 from engine.commands import EnterState, StartGroup
-from engine.events import GroupGenerated, StateLeft
+from engine.events import GroupGenerated, ProcessLost, StateLeft
 from engine.protocols import Batch, GroupWork
-from engine.record import Handled, read
+from engine.record import read
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.runtime.prompt_sources import ChosenPrompts
 from engine.states.limits import Limits
 from engine.tasks.dataset import Dataset
 from engine.tasks.mixture import Mixture, Source
-from engine.tasks.source_files import Curriculum, PassRate, Stage
+from engine.tasks.source_files import Curriculum, CurriculumStage, PassRate
 from engine.trajectory import Trajectory
 
 STEPS, BATCH = 16, 4
@@ -68,7 +68,11 @@ def learning(directory: Path) -> ChosenPrompts:
         file = directory / f"{name}.jsonl"
         file.write_text("".join(json.dumps({"prompt": f"{name} {row}"}) + "\n" for row in range(rows)))
         sources.append(Source(name=name, data=Dataset.load(file), rest=PassRate(max=0.9, rest_passes=2)))
-    stages = (Stage(weights=(1.0, 0.0), until=0.3), Stage(weights=(1.0, 3.0), until=0.6), Stage(weights=(1.0, 1.0)))
+    stages = (
+        CurriculumStage(weights=(1.0, 0.0), until=0.3),
+        CurriculumStage(weights=(1.0, 3.0), until=0.6),
+        CurriculumStage(weights=(1.0, 1.0)),
+    )
     return ChosenPrompts(Mixture(sources, seed=3, curriculum=Curriculum(stages=stages, by_accuracy=True, window=8)))
 
 
@@ -104,9 +108,8 @@ def test_asynchronous_runs_keep_their_rows_and_the_record_tells_them(tmp_path: P
     resumed = trained(tmp_path, "run-copy", staleness=2, resume=True)
     for run, trainer in (("run", interrupted), ("run-copy", resumed)):
         again = learning(tmp_path)
-        for frame in read(tmp_path / run / "schedule").frames():
-            assert isinstance(frame, Handled)
-            again.watch(frame.event, frame.commands)
+        for tick in read(tmp_path / run / "schedule").ticks():
+            again.watch(tick.events, tick.commands)
         prompts = {group: again.prompt(group) for group in trainer.rows}
         assert {group: (prompt.source, prompt.row) for group, prompt in prompts.items()} == trainer.rows
 
@@ -119,13 +122,25 @@ def test_rewards_that_come_late_count_when_they_are_there(tmp_path: Path) -> Non
     figures = {"group": 0, "trainable": 2, "reward_mean": 1.0, "reward_spread": 0.0}
     made = GroupGenerated(**figures, attempt=1, replica=0, incarnation=1, tokens=4, oldest_version=0, newest_version=0)
     rewarding = EnterState(group=0, attempt=2, state="rewarding", cause=1)
-    prompts.watch(made, [StartGroup(**start, attempt=1)])
-    prompts.watch(made, [rewarding])
+    prompts.watch([made], [StartGroup(**start, attempt=1)])
+    prompts.watch([made], [rewarding])
     assert not prompts.chooser._pending, "its reward is not there yet"
-    prompts.watch(made, [])
+    prompts.watch([made], [])
     assert not prompts.chooser._pending, "an echo of an attempt that has ended"
-    prompts.watch(StateLeft(**figures, attempt=2, state="rewarding"), [])
+    prompts.watch([StateLeft(**figures, attempt=2, state="rewarding")], [])
     assert prompts.chooser._pending == {0}
+
+
+def test_a_late_reward_of_a_replica_that_is_lost_in_the_same_tick_does_not_count(tmp_path: Path) -> None:
+    sources = [Source(name="a", data=learning(tmp_path).chooser.sources[0].data, rest=PassRate(max=0.5))]
+    prompts = ChosenPrompts(Mixture(sources, seed=0))
+    prompts.watch([], [StartGroup(group=0, replica=0, incarnation=1, cause=0, attempt=1)])
+    late = GroupGenerated(
+        group=0, attempt=1, replica=0, incarnation=1, tokens=4, oldest_version=0, newest_version=0, trainable=2,
+        reward_mean=1.0, reward_spread=0.0,
+    )  # fmt: skip
+    prompts.watch([ProcessLost(kind="replica", index=0, incarnation=1, reason="ended"), late], [])
+    assert not prompts.chooser._pending
 
 
 def test_the_figures_of_a_run_tell_its_sources(tmp_path: Path) -> None:

@@ -68,11 +68,11 @@ def test_batches_are_scored_by_reference_and_old_policy_before_they_are_trained(
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     lines = [row for row in rows if "step" in row]
     assert len(lines) == STEPS
-    told = {
+    names = {
         "ess", "clip_share_dual", "behavior_kl_k1", "reference_kl_k3", "kl_reward_mean", "overlong_penalty_mean",
         "masked_share", "masked_share_token_ratio", "rejected_share_mean_k3", "advantage_std",
     }  # fmt: skip
-    assert all(isinstance(line[name], float) for line in lines for name in told)
+    assert all(isinstance(line[name], float) for line in lines for name in names)
     assert 0 <= lines[0]["reference_kl_k3"] < min(1e-3, lines[-1]["reference_kl_k3"])
     assert any("ratio_mean_stale_1" in line for line in lines)
 
@@ -145,7 +145,7 @@ def test_the_built_in_scorers_give_the_trainer_what_it_would_have_scored(tmp_pat
     }  # fmt: skip
     (tmp_path / "run").mkdir()
     planned = plan_of(parse_config(config), tmp_path / "run")
-    settings = parse_config(config).trainer_settings()
+    settings = parse_config(config).trainer_settings
     model = planned.make_scorer.args[0]  # type: ignore[union-attr]
     watched = replace(
         planned,

@@ -1,15 +1,20 @@
 """A session decides as the scheduler does, refuses facts that cannot be true, and continues after its program died."""
 
+import gc
 import random
 import shutil
-from collections.abc import Callable
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from session_loop import LIMITS, Loop, made, require_sound
 
 import engine
 from engine.cli import main
@@ -24,19 +29,15 @@ from engine.commands import (
     StartProcess,
     TrainStep,
 )
-from engine.errors import ConfigError, PolicyError, RecordHeld, RunFinished
+from engine.errors import ConfigError, PolicyError, RecordError, RecordHeld, RunDamaged, RunFinished
 from engine.events import (
     EVENTS,
     Event,
-    GroupAborted,
     GroupFailed,
-    GroupGenerated,
     OrderDone,
-    ProcessUp,
-    PromptsDrawn,
-    RunResumed,
+    PrefixStored,
+    ReplicasWanted,
     RunStarted,
-    SettingChanged,
     StepFailed,
     StepTrained,
     StopRequested,
@@ -46,88 +47,13 @@ from engine.events import (
 )
 from engine.policies import registry
 from engine.policies.registry import register
-from engine.record import replay
-from engine.record.log import SUFFIX
+from engine.record.segment_log import INDEX, SUFFIX, segment_name
 from engine.runtime.local import Session, answer
 from engine.scheduling.scheduler import Scheduler
-from engine.states.laws import check_all
-from engine.states.limits import Limits
+from engine.states.limits import ValidationLimits
 from engine.states.orders import RELATIONS
 from engine.states.timeouts import Timeouts
-
-LIMITS = Limits(
-    train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, max_steps=4, checkpoint_every=1,
-    sync_mode="wait",
-)  # fmt: skip
-TOKENS = {"tokens": 5, "trainable": 2, "reward_mean": 0.5, "reward_spread": 1.0}
-
-
-def kind_of_answer(order: Command, *, fails: bool) -> type[Event]:
-    """The first answer of the table says that an order was carried out, the last one that it was not."""
-    if isinstance(order, ParkGroup):
-        return GroupAborted
-    return RELATIONS[type(order)].answers[-1 if fails else 0]
-
-
-class Loop:
-    """A user's loop, which answers one open order at a time, on a clock of its own."""
-
-    def __init__(self, make: Callable[..., Session], **options: Any) -> None:
-        self.now = 0.0
-        self.session = make(clock=lambda: self.now, **options)
-        self.facts: list[Event] = []
-        self.orders: list[Command] = list(self.session.begin())
-
-    def tell(self, *facts: Event) -> tuple[Command, ...]:
-        self.now += 1.0
-        new = self.session.report(*facts)
-        self.facts += facts
-        self.orders += new
-        return new
-
-    def fact_for(self, order: Command, *, fails: bool = False) -> Event:
-        kind = kind_of_answer(order, fails=fails)
-        data: dict[str, Any] = {"reason": "chance"} if "reason" in {field.name for field in fields(kind)} else {}
-        if kind is ProcessUp and order.kind == "replica":
-            data = {"slots": 4, "samples": 2}
-        elif kind is PromptsDrawn:
-            data = {"count": order.count, "exhausted": False}
-        elif kind is GroupFailed:
-            data["cause"] = "data"
-        elif kind is GroupAborted:
-            data = {"tokens": 0, "oldest_version": -1, "newest_version": -1}
-        elif kind is GroupGenerated:
-            known = self.session.view.group(order.group)
-            newest = next(one.version for one in self.session.view.replicas() if one.id == order.replica)
-            oldest = known.oldest_version if known is not None and known.oldest_version >= 0 else newest
-            data = {"oldest_version": oldest, "newest_version": newest, **TOKENS}
-        return answer(order, kind, **data)
-
-    def first(self, kind: type[Command]) -> Any:
-        """The first open order of a kind; answers others until there is one."""
-        while True:
-            orders = self.session.open_orders
-            found = [order for order in orders if type(order) is kind]
-            if found:
-                return found[0]
-            self.tell(self.fact_for(orders[0]))
-
-    def finish(self) -> None:
-        for _ in range(500):
-            if self.session.outcome is not None:
-                return
-            self.tell(self.fact_for(self.session.open_orders[0]))
-        raise AssertionError(self.session.waits())
-
-
-def made(**options: Any) -> Loop:
-    return Loop(lambda **given: Session(LIMITS, **given), **options)
-
-
-def require_sound(session: Session) -> None:
-    check_all(session._scheduler.state)
-    report = replay(session.record)
-    assert report.identical and report.events == session.events, report
+from tests.core.states import require_same_state, state_of
 
 
 def test_a_loop_that_answers_every_order_reaches_the_end() -> None:
@@ -154,9 +80,9 @@ def test_it_decides_as_the_scheduler_does(choices: list[tuple[int, str]], seed: 
         fact = replace(fact)
         stamp(fact, events, loop.now)
         events += 1
-        wanted = twin.handle(fact)
+        wanted = twin.tick((fact,))
         assert orders == tuple(order for order in wanted if type(order).__name__ not in ("SetTimer", "CancelTimer"))
-        assert loop.session._scheduler.state_hash == twin.state_hash
+        require_same_state(loop.session._scheduler, twin)
 
     same(RunStarted(replicas=2), tuple(loop.orders))
     for index, how in choices:
@@ -201,12 +127,12 @@ def test_no_fact_breaks_it(before: int, facts: list[Event]) -> None:
         if loop.session.open_orders:
             loop.tell(loop.fact_for(loop.session.open_orders[-1]))
     for fact in facts:
-        seen = loop.session._scheduler.state_hash, loop.session.open_orders
+        seen = state_of(loop.session._scheduler), loop.session.open_orders
         try:
             loop.tell(fact)
         except engine.IllegalFact as error:
             assert type(fact).__name__ in str(error)
-            assert seen == (loop.session._scheduler.state_hash, loop.session.open_orders), "it changed something"
+            assert seen == (state_of(loop.session._scheduler), loop.session.open_orders), "it changed something"
     require_sound(loop.session)
 
 
@@ -252,7 +178,7 @@ def test_a_resume_begins_at_a_checkpoint_that_was_saved(tmp_path: Path, capsys: 
         Session.resume(tmp_path)
     loop.session.close()
     assert main(["waits", str(tmp_path)]) == 0
-    assert "the trainer: trains step 1 on 2 groups" in capsys.readouterr().out
+    assert "the trainer has been training step 1 on 2 groups" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"steps 3 is not .* reported as saved; use one of 0, 1"):
         Session.resume(tmp_path, steps=3)
     with Session.resume(tmp_path) as session:
@@ -267,63 +193,6 @@ def test_a_resume_begins_at_a_checkpoint_that_was_saved(tmp_path: Path, capsys: 
         Session.resume(tmp_path / "other")
 
 
-ILLEGAL: dict[str, tuple[Callable[[Loop], Any], str]] = {
-    "not a fact": (lambda loop: "done", "'done' is not a fact; report an object of a class in engine.events"),
-    "the session's own": (lambda loop: RunResumed(steps=0, replicas=1, consumed=(), released=()), "in begin()"),
-    "another type": (lambda loop: TimerFired(timer=1.0), "timer"),  # type: ignore[arg-type]
-    "never drawn": (lambda loop: replace(group(loop), group=99), "there is no group 99: only groups 0 to 5 were drawn"),
-    "another attempt": (lambda loop: replace(group(loop), attempt=7), "attempt 7 of group 0 was not ordered"),
-    "no such replica": (lambda loop: replace(group(loop), replica=3), "there is no replica 3"),
-    "another life": (lambda loop: replace(group(loop), incarnation=2), "incarnation 2 was not ordered"),
-    "weights it cannot have": (lambda loop: replace(group(loop), newest_version=1), "0 <= oldest_version <= newest"),
-    "no tokens": (lambda loop: replace(group(loop), tokens=0), "a group without tokens is GroupFailed"),
-    "a negative number": (lambda loop: replace(group(loop), trainable=-1), "trainable is -1, but must be at least 0"),
-    "no such cause": (
-        lambda loop: answer(loop.first(StartGroup), GroupFailed, cause="bug", reason=""),
-        "use infrastructure or data",
-    ),
-    "no batch": (lambda loop: StepTrained(step=2, attempt=1), "there is no step 2: no steps have a batch yet"),
-    "too many prompts": (
-        lambda loop: answer(loop.first(DrawPrompts), PromptsDrawn, count=7, exhausted=False),
-        "prompts 0 to 5 were ordered",
-    ),
-    "no prompt": (lambda loop: answer(loop.first(DrawPrompts), PromptsDrawn, count=0, exhausted=False), "at least one"),
-    "other weights": (lambda loop: answer(loop.first(StageWeights), WeightsStaged, version=0), "version 1 was ordered"),
-    "not what was ordered": (
-        lambda loop: OrderDone(orders=(loop.first(TrainStep) and number_of(loop, TrainStep),)),
-        "is TrainStep; answer it by StepTrained or StepFailed",
-    ),
-    "never ordered": (lambda loop: OrderDone(orders=(999,)), "there is no order 999"),
-    "no slots": (lambda loop: answer(loop.first(StartProcess), ProcessUp), "slots and samples must be at least 1"),
-    "a setting": (lambda loop: SettingChanged(setting="run.seed", value="1"), "run.seed '1' cannot be changed"),
-}
-
-
-def group(loop: Loop) -> GroupGenerated:
-    fact = loop.fact_for(loop.first(StartGroup))
-    assert isinstance(fact, GroupGenerated)
-    return fact
-
-
-def number_of(loop: Loop, kind: type[Command]) -> int:
-    orders = loop.session._scheduler.state.orders.all()
-    return next(order.number for order in orders if type(order.command) is kind)
-
-
-@pytest.mark.parametrize("case", ILLEGAL)
-def test_a_fact_that_cannot_be_true_is_refused(case: str) -> None:
-    make, message = ILLEGAL[case]
-    loop = made()
-    fact = make(loop)
-    events = loop.session.events
-    with pytest.raises(engine.IllegalFact) as caught:
-        loop.tell(fact)
-    assert message in str(caught.value)
-    assert loop.session.events == events
-    loop.finish()
-    require_sound(loop.session)
-
-
 def test_the_facts_before_a_refused_one_count() -> None:
     loop = made()
     up = loop.fact_for(loop.first(StartProcess))
@@ -333,9 +202,18 @@ def test_the_facts_before_a_refused_one_count() -> None:
     assert [type(order) for order in caught.value.orders] == [StartGroup] * 4
 
 
+def test_facts_of_one_report_are_one_tick() -> None:
+    loop = made()
+    loop.tell(loop.fact_for(loop.first(StartProcess)), loop.fact_for(loop.first(DrawPrompts)))
+    starts = [order for order in loop.session.open_orders if isinstance(order, StartGroup)]
+    loop.tell(*(loop.fact_for(order) for order in starts))
+    assert [len(tick.events) for tick in loop.session.record.ticks()] == [1, 2, len(starts)]
+    require_sound(loop.session)
+
+
 def test_late_facts_have_no_effect_and_are_recorded() -> None:
     loop = made()
-    fact = group(loop)
+    fact = loop.fact_for(loop.first(StartGroup))
     loop.tell(fact)
     events = loop.session.events
     assert loop.tell(fact) == ()
@@ -381,9 +259,13 @@ def test_timers_are_reported_when_they_are_due() -> None:
     with pytest.raises(engine.IllegalFact, match=r"it is due in .* s; ask next_due"):
         loop.session.report(due.fact)
     assert loop.session.report_due() == ()
-    loop.now += due.in_s
-    asked = loop.session.report_due()
-    assert [(type(one).__name__, one.group) for one in asked][:1] == [("ParkGroup", order.group)]
+    began = loop.session._scheduler.state.orders.find("group", order.group).at  # type: ignore[union-attr]
+    asked: tuple[Command, ...] = ()
+    while not any(isinstance(one, ParkGroup) for one in asked):
+        loop.now += loop.session.next_due().in_s  # type: ignore[union-attr]
+        asked = loop.session.report_due()
+    assert 60.0 <= loop.now - began <= 60.0 + 60.0 / 20, "the limit is checked every 3 s"
+    assert [one.group for one in asked if isinstance(one, ParkGroup)][:1] == [order.group]
     require_sound(loop.session)
 
 
@@ -414,9 +296,70 @@ def test_a_policy_that_raises_leaves_the_session_as_it_was(tmp_path: Path, monke
         loop.first(TrainStep)
     events = loop.session.events
     with pytest.raises(PolicyError, match="no idea"):
-        loop.tell(group(loop))
+        loop.tell(loop.fact_for(loop.first(StartGroup)))
     assert loop.session.events == events
     require_sound(loop.session)
+
+
+class BrokenAt:
+    """Raises when it judges group 1."""
+
+    def keep(self, view: Any, group: Any) -> bool:
+        if group.group == 1:
+            raise RuntimeError("no idea about group 1")
+        return True
+
+
+def test_the_error_of_a_policy_has_the_orders_of_the_facts_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._REGISTERED, "filter", {**registry._REGISTERED["filter"]})
+    register("filter", "session-broken")(BrokenAt)
+    loop = Loop(lambda **given: Session(LIMITS, policies={"filter": "session-broken"}, **given))
+    loop.first(StartGroup)
+    started = {order.group: order for order in loop.session.open_orders if isinstance(order, StartGroup)}
+    with pytest.raises(PolicyError, match="no idea") as raised:
+        loop.tell(*(loop.fact_for(started[group]) for group in (0, 2, 1)))
+    (trained,) = [order for order in raised.value.orders if isinstance(order, TrainStep)]
+    assert set(trained.groups) == {0, 2} and trained in loop.session.open_orders
+
+
+class BrokenOnce:
+    broken: ClassVar[bool] = False
+
+    def admit(self, view: Any, legal: int) -> int:
+        if BrokenOnce.broken:
+            BrokenOnce.broken = False
+            raise RuntimeError("broken today")
+        return legal
+
+
+def test_a_beginning_that_a_policy_prevented_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._REGISTERED, "admission", {**registry._REGISTERED["admission"]})
+    register("admission", "session-broken")(BrokenOnce)
+    loop = Loop(lambda **given: Session(LIMITS, policies={"admission": "session-broken"}, directory=tmp_path, **given))
+    loop.first(StartGroup)
+    loop.tell(StopRequested(reason="enough"))
+    loop.session.close()
+    session = Session.resume(tmp_path)
+    monkeypatch.setattr(BrokenOnce, "broken", True)
+    with pytest.raises(PolicyError, match="broken today"):
+        session.begin()
+    assert any(isinstance(order, StartProcess) for order in session.begin())
+    require_sound(session)
+
+
+def test_a_start_names_the_fact_that_made_room_for_it() -> None:
+    """Not another fact of the same tick about the same replica, and no stale echo."""
+    limits = replace(LIMITS, max_staleness_steps=3, max_concurrent_groups=6)  # six groups, and four slots
+    loop = Loop(lambda **given: Session(limits, **given), replicas=1)
+    loop.first(StartGroup)
+    started = [order for order in loop.session.open_orders if isinstance(order, StartGroup)]
+    ended, stored = (
+        loop.fact_for(started[0]),
+        answer(started[1], PrefixStored, tokens=1, oldest_version=0, newest_version=0, unfinished=1),
+    )
+    number = loop.session.events
+    starts = [order for order in loop.tell(stored, ended, ended) if isinstance(order, StartGroup)]
+    assert starts and {order.cause for order in starts} == {number + 1}
 
 
 def test_its_limits_may_come_from_a_configuration(tmp_path: Path) -> None:
@@ -438,3 +381,97 @@ def test_the_reference_names_every_order() -> None:
         row = next((row for row in rows if f"`{command.__name__}" in row.split("|")[1]), None)
         assert row is not None, f"{command.__name__} is not in the table"
         assert all(f"`{event.__name__}" in row for event in relation.answers), row
+
+
+def test_a_resume_refuses_a_record_without_its_index(tmp_path: Path) -> None:
+    """The index knows the end of a closed segment, so frames cut off at the end would else be lost unseen."""
+    loop = made(directory=tmp_path)
+    segment, ends = tmp_path / "schedule" / segment_name(0), []
+    while loop.session.outcome is None:
+        loop.tell(loop.fact_for(loop.session.open_orders[0]))
+        ends.append(segment.stat().st_size)
+    loop.session.close()
+    with segment.open("rb+") as file:
+        file.truncate(ends[len(ends) // 2])
+    with pytest.raises(RecordError, match="the segment ends here, but it was closed after"):
+        Session.resume(tmp_path)
+    (segment.parent / INDEX).unlink()
+    with pytest.raises(RunDamaged, match=r"index\.json is missing; restore it from a copy"):
+        Session.resume(tmp_path)
+
+
+def test_a_session_that_is_dropped_does_not_hold_its_record(tmp_path: Path) -> None:
+    session = Session(LIMITS, directory=tmp_path)
+    session.begin()
+    with pytest.raises(RecordHeld, match="another session of this process that is not closed"):
+        Session.resume(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # the file was not closed either
+        del session
+        gc.collect()
+    Session.resume(tmp_path).close()
+
+
+def test_a_second_thread_is_refused_by_name(tmp_path: Path) -> None:
+    loop = made(directory=tmp_path)
+    first = loop.fact_for(loop.session.open_orders[0])
+    uses: list[Callable[[], Any]] = [
+        lambda: loop.session.report(first), loop.session.begin, loop.session.report_due, loop.session.next_due,
+        loop.session.waits, loop.session.close, lambda: loop.session.open_orders, lambda: loop.session.record,
+        lambda: loop.session.view,
+    ]  # fmt: skip
+    here = threading.current_thread().name
+    with ThreadPoolExecutor(1, thread_name_prefix="trainer") as other:
+        for use in uses:
+            with pytest.raises(engine.IllegalFact, match=f"belongs to the thread '{here}', .*; this is 'trainer_0'"):
+                other.submit(use).result()
+    loop.finish()
+    require_sound(loop.session)
+
+
+def test_a_thread_may_use_the_session_of_one_that_has_ended() -> None:
+    session = Session(LIMITS)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(session.begin).result()
+        with pytest.raises(engine.IllegalFact, match="belongs to the thread"):
+            session.close()
+    session.report(StopRequested(reason="x"))
+    session.close()
+
+
+VALIDATED = replace(LIMITS, validation=ValidationLimits(rows=4, replicas=2, own_from=3))
+"""Replicas 3 and 4 do nothing but validate."""
+
+
+def started(orders: Iterable[Command]) -> list[int]:
+    return [order.index for order in orders if isinstance(order, StartProcess) and order.kind == "replica"]
+
+
+@pytest.mark.parametrize(("replicas", "expected"), [(None, [0, 1, 3, 4]), (1, [0, 3, 4]), (3, [0, 1, 2, 3, 4])])
+def test_a_resume_starts_the_replicas_wanted_last_and_the_validators(
+    tmp_path: Path, replicas: int | None, expected: list[int]
+) -> None:
+    with Session(VALIDATED, directory=tmp_path, replicas=3) as session:
+        assert started(session.begin()) == [0, 1, 2, 3, 4]
+        session.report(ReplicasWanted(replicas=2))
+    with Session.resume(tmp_path, replicas=replicas) as session:
+        assert started(session.begin()) == expected
+        require_sound(session)
+
+
+@pytest.mark.parametrize("replicas", [0, -1, 4097])
+def test_a_resume_needs_replicas_that_it_can_start(tmp_path: Path, replicas: int) -> None:
+    with Session(LIMITS, directory=tmp_path) as session:
+        session.begin()
+    with pytest.raises(ConfigError, match=f"replicas is {replicas}, but must be"):
+        Session.resume(tmp_path, replicas=replicas)
+
+
+def test_replicas_that_only_validate_come_after_those_that_generate(tmp_path: Path) -> None:
+    for replicas in (2, 4):
+        with pytest.raises(ConfigError, match=rf"validation.own_from is 3, but must be {replicas}"):
+            Session(VALIDATED, replicas=replicas)
+    with Session(VALIDATED, directory=tmp_path, replicas=3) as session:
+        session.begin()
+    with pytest.raises(ConfigError, match="replicas is 4, but must be at most 3"):
+        Session.resume(tmp_path, replicas=4)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from engine.commands import TrainStep
-from engine.record import Handled, read, replay
+from engine.record import read, replay
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -46,7 +46,7 @@ def stalest(directory: Path) -> int:
     """The largest staleness in a record that replays."""
     record = read(directory / "schedule")
     assert replay(record).identical
-    orders = [order for frame in record.frames() if type(frame) is Handled for order in frame.commands]
+    orders = [order for tick in record.ticks() for order in tick.commands]
     return max(max(order.staleness) for order in orders if isinstance(order, TrainStep))
 
 

@@ -107,3 +107,17 @@ def test_a_coroutine_waits_for_a_blocking_call_that_its_caller_gave_up() -> None
 
     asyncio.run(story())
     assert seen == ["blocking", "coroutine"]
+
+
+def test_timers_of_one_virtual_instant_fire_in_the_order_they_were_set() -> None:
+    async def story() -> list[int]:
+        loop, seen = asyncio.get_running_loop(), []
+        timers = [loop.call_at(when, seen.append, number) for number, when in enumerate((2.0, 1.0, 2.0, 1.0, 2.0, 1.5))]
+        timers[5].cancel()
+        await asyncio.sleep(1.0)
+        assert (loop.time(), seen) == (1.0, [1, 3])
+        await asyncio.sleep(1.0)
+        assert loop.time() == 2.0
+        return seen
+
+    assert play(story) == [1, 3, 0, 2, 4]

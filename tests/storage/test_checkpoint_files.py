@@ -2,11 +2,13 @@
 
 import errno
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.errors import EngineError
 from engine.storage.checkpoints import checkpoint_path, damaged_of, is_sound, list_checkpoints, save_checkpoint
 
 
@@ -47,6 +49,32 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
         save(tmp_path, "of the second", fails=True)
     assert (checkpoint_path(tmp_path, 4) / "weights").read_text() == "of the first life"
     assert [path.name for path in tmp_path.iterdir()] == ["step-000004"]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_checkpoint_with_a_fifo_is_refused_by_name(tmp_path: Path, linked: bool) -> None:
+    class Piping(Writer):
+        def save(self, directory: str, step: int) -> None:
+            os.mkfifo(tmp_path / "elsewhere" if linked else Path(directory, "pipe"))
+            if linked:
+                Path(directory, "pipe").symlink_to(tmp_path / "elsewhere")
+
+    with pytest.raises(EngineError, match=r"pipe is a FIFO, but must be a regular file"):
+        save_checkpoint(Piping("?"), tmp_path / "saved", 4)  # type: ignore[arg-type]
+    assert not list((tmp_path / "saved").iterdir())
+
+
+@pytest.mark.timeout(20)
+def test_a_fifo_beside_or_in_place_of_a_file_is_damage(tmp_path: Path) -> None:
+    path = checkpoint_path(tmp_path, 4)
+    for name in ("pipe", "weights", "SHA256SUMS"):
+        save(tmp_path, "sound")
+        (path / name).unlink(missing_ok=True)
+        os.mkfifo(path / name)
+        assert name in damaged_of([path])[path] and not is_sound(path)
+    os.mkfifo(other := checkpoint_path(tmp_path, 5))
+    assert list(damaged_of([other])) == [other]
 
 
 @pytest.mark.parametrize("what", [errno.EIO, errno.ESTALE, errno.EMFILE])

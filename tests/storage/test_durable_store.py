@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import struct
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,26 +13,37 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import RecordError, StorageFull
-from engine.storage.durable_trajectories import DurableStore, StorePolicy
-from engine.storage.segments import (
+from engine.errors import RecordError, RunDamaged, StorageFull
+from engine.record.segment_log import (
     FRAME_BYTES,
+    INDEX,
     PREAMBLE_BYTES,
+    Index,
+    Payload,
+    frame,
+    load_index,
+    preamble,
+    store_index,
+)
+from engine.storage.durable_trajectories import (
     PUT,
     SCORES,
+    TRAJECTORIES,
+    DurableStore,
+    StorePolicy,
+    entry_of,
     packed_entry,
-    preamble,
     put_store_aside,
-    read_entry,
 )
 from engine.storage.trajectories import TrajectoryStore
+from tests.killed_writers import leave_open
 
 SMALL = StorePolicy(segment_bytes=256, cache_bytes=0)
 TASKS = ("old_logprobs", "ref_logprobs")
-Told = tuple[dict[int, tuple[int, bytes]], dict[tuple[int, str], tuple[int, bytes]]]
+StoreContents = tuple[dict[int, tuple[int, bytes]], dict[tuple[int, str], tuple[int, bytes]]]
 
 
-def told(store: DurableStore) -> Told:
+def contents_of(store: DurableStore) -> StoreContents:
     """All that a store holds, read back from its segments."""
     groups = {group: (attempt, store.get([group])[0]) for group, attempt in store.attempts.items()}
     scores = {
@@ -43,10 +53,10 @@ def told(store: DurableStore) -> Told:
     return groups, scores
 
 
-def reopened(directory: Path, policy: StorePolicy = SMALL) -> Told:
+def reopened(directory: Path, policy: StorePolicy = SMALL) -> StoreContents:
     store = DurableStore(directory, policy, fresh=False)
     try:
-        return told(store)
+        return contents_of(store)
     finally:
         store.close()
 
@@ -57,6 +67,7 @@ operations = st.lists(
         st.tuples(st.just("put"), groups, st.integers(1, 3), st.binary(min_size=0, max_size=90)),
         st.tuples(st.just("put"), groups, st.integers(1, 3), st.binary(min_size=60, max_size=200)),
         st.tuples(st.just("replace"), groups, st.integers(1, 3), st.binary(max_size=60)),
+        st.tuples(st.just("extend"), groups, st.integers(1, 3), st.binary(min_size=1, max_size=90)),
         st.tuples(st.just("scores"), groups, st.integers(0, 2), st.sampled_from(TASKS), st.binary(max_size=40)),
         st.tuples(st.just("discard"), st.lists(groups, max_size=4), st.none() | st.integers(1, 3)),
     ),
@@ -66,7 +77,7 @@ operations = st.lists(
 
 def carry_out(store: Any, operation: tuple[Any, ...]) -> None:
     kind, *rest = operation
-    if kind in ("put", "replace"):
+    if kind in ("put", "replace", "extend"):
         group, attempt, data = rest
         getattr(store, kind)(group, attempt, data, len(data))
     elif kind == "scores":
@@ -82,7 +93,7 @@ class History:
     """What a store held after each operation, as a store in memory has it."""
 
     memory: TrajectoryStore[bytes] = field(default_factory=TrajectoryStore)
-    held: list[Told] = field(default_factory=lambda: [({}, {})])
+    held: list[StoreContents] = field(default_factory=lambda: [({}, {})])
 
     def after(self, operation: tuple[Any, ...]) -> None:
         carry_out(self.memory, operation)
@@ -118,22 +129,24 @@ def test_a_kill_at_any_byte_leaves_a_prefix_of_what_happened(operations: list[An
             stats = store.stats()
             assert stats.disk_bytes == sum(path.stat().st_size for path in segments)
             assert stats.disk_bytes <= 2 * stats.bytes + 2 * (SMALL.segment_bytes + 300), "space comes back"
-        assert told(store) == history.held[-1]
+        assert contents_of(store) == history.held[-1]
         store.close()
         assert reopened(directory) == history.held[-1], "what was acknowledged is there"
         for last in sorted(directory.glob("*.seg"))[-1:]:
             os.truncate(last, data.draw(st.integers(on_disk.get(last, 0), last.stat().st_size)))
+            leave_open(directory, listed=last.stat().st_size >= PREAMBLE_BYTES)
             assert reopened(directory) in history.held
 
 
 def test_scores_whose_group_was_written_again_behind_them_are_kept(tmp_path: Path) -> None:
     """As clearing away leaves it, one segment after the other."""
     path = tmp_path / "00000002.seg"
-    of_gone = packed_entry(SCORES, 1, [2, "old_logprobs"], b"of a group that is gone")
-    scores, group = packed_entry(SCORES, 0, [2, "old_logprobs"], b"s"), packed_entry(PUT, 0, 1, b"g")
-    path.write_bytes(preamble(2) + of_gone + scores + group)
+    of_gone = frame(packed_entry(SCORES, 1, [2, "old_logprobs"], b"of a group that is gone"))
+    scores, group = frame(packed_entry(SCORES, 0, [2, "old_logprobs"], b"s")), frame(packed_entry(PUT, 0, 1, b"g"))
+    path.write_bytes(preamble(TRAJECTORIES, 2, 0) + of_gone + scores + group)
+    store_index(tmp_path, Index([None], first=2))
     store = DurableStore(tmp_path, SMALL, fresh=False)
-    assert told(store) == ({0: (1, b"g")}, {(0, "old_logprobs"): (2, b"s")})
+    assert contents_of(store) == ({0: (1, b"g")}, {(0, "old_logprobs"): (2, b"s")})
     assert store.stats().bytes == len(scores) + len(group)
     store.discard([0])
     store.close()
@@ -152,8 +165,9 @@ def filled(directory: Path, *, groups: int = 3, policy: StorePolicy = SMALL) -> 
 
 def test_a_flipped_bit_is_refused_by_file_and_offset(tmp_path: Path) -> None:
     (path,) = filled(tmp_path)
+    leave_open(tmp_path)
     whole = path.read_bytes()
-    entry = len(packed_entry(1, 0, 1, bytes(50)))
+    entry = len(frame(packed_entry(1, 0, 1, bytes(50))))
     assert len(whole) == PREAMBLE_BYTES + 3 * entry
     for at in range(PREAMBLE_BYTES + 3 * entry):  # the last entry has all its bytes as well, so it is not torn
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
@@ -174,7 +188,7 @@ def test_one_flipped_while_the_store_is_open_is_refused_as_well(tmp_path: Path) 
     with path.open("r+b") as file:
         file.seek(PREAMBLE_BYTES + FRAME_BYTES + 20)
         file.write(b"y")
-    with pytest.raises(RecordError, match=rf"at byte {PREAMBLE_BYTES}: the entry is damaged"):
+    with pytest.raises(RecordError, match=rf"at byte {PREAMBLE_BYTES}: the frame is damaged"):
         store.get([4])
 
 
@@ -189,6 +203,20 @@ def test_the_newest_are_read_without_the_disk_and_the_others_from_it(tmp_path: P
     assert store.get([1, 2]) == [b"b" * 60, b"c" * 30]
     with pytest.raises(RecordError, match="cannot be read"):
         store.get([0])
+    with pytest.raises(RunDamaged, match="was deleted or moved during the run"):
+        store.close()
+    with pytest.raises(RunDamaged):
+        store.put(3, 1, b"d")
+    store.close()
+
+
+def test_the_cache_drops_what_was_discarded_and_what_is_too_large(tmp_path: Path) -> None:
+    store = DurableStore(tmp_path, StorePolicy(cache_bytes=100))
+    for group, data in enumerate((b"a" * 60, b"b" * 60, b"c" * 30)):
+        store.put(group, 1, data)
+    store.flush()
+    (path,) = tmp_path.glob("*.seg")
+    path.write_bytes(b"")
     store.discard([1])
     store.put(1, 2, b"d" * 60)
     store.put(3, 1, b"e" * 200)  # more than there is room for
@@ -198,8 +226,9 @@ def test_the_newest_are_read_without_the_disk_and_the_others_from_it(tmp_path: P
     assert store.get([2]) == [b"c" * 30], "what was discarded takes no room"
 
 
-def test_a_torn_end_is_cut_and_told_and_what_follows_it_is_read(tmp_path: Path) -> None:
+def test_a_torn_end_is_cut_and_reported_and_what_follows_it_is_read(tmp_path: Path) -> None:
     (path,) = filled(tmp_path)
+    leave_open(tmp_path)
     os.truncate(path, path.stat().st_size - 7)
     size = path.stat().st_size
     store = DurableStore(tmp_path, SMALL, fresh=False)
@@ -211,28 +240,25 @@ def test_a_torn_end_is_cut_and_told_and_what_follows_it_is_read(tmp_path: Path) 
 
 
 def test_what_is_no_entry_is_named_with_its_file_and_offset(tmp_path: Path) -> None:
-    path = tmp_path / "entries"
-    payload = msgpack.packb("no entry")
-    path.write_bytes(b"12345" + struct.pack("<II", len(payload), crc32(payload)) + payload)
-    with path.open("rb") as file, pytest.raises(RecordError, match="not an entry") as caught:
-        read_entry(file.fileno(), path, 5, FRAME_BYTES + len(payload))
-    assert (caught.value.details["path"], caught.value.details["offset"]) == (str(path), 5)
+    with pytest.raises(RecordError, match="not an entry") as caught:
+        entry_of(Payload(msgpack.packb("no entry"), "entries", 5))
+    assert (caught.value.details["path"], caught.value.details["offset"]) == ("entries", 5)
 
 
 def test_a_newer_format_another_file_and_a_missing_middle_are_refused(tmp_path: Path) -> None:
     (path,) = filled(tmp_path)
-    newer = bytearray(preamble(0)[:-4])
+    newer = bytearray(preamble(TRAJECTORIES, 0, 0)[:-4])
     newer[8] = 2
     whole = path.read_bytes()
     path.write_bytes(bytes(newer) + crc32(bytes(newer)).to_bytes(4, "little") + whole[PREAMBLE_BYTES:])
-    with pytest.raises(RecordError, match="format version 2; this engine reads up to 1"):
+    with pytest.raises(RecordError, match="format version is 2, but at most 1 is known"):
         DurableStore(tmp_path, fresh=False)
     path.write_bytes(b"GIF89a" + whole[6:])
     with pytest.raises(RecordError, match="not a segment of a trajectory store"):
         DurableStore(tmp_path, fresh=False)
     path.write_bytes(whole)
     path.rename(tmp_path / "00000003.seg")
-    with pytest.raises(RecordError, match="the file of segment 3 holds segment 0"):
+    with pytest.raises(RecordError, match=r"00000000\.seg is missing, but 00000003\.seg exists"):
         DurableStore(tmp_path, fresh=False)
 
 
@@ -252,7 +278,7 @@ def test_a_new_run_needs_an_empty_directory_and_one_process_writes_at_a_time(tmp
     assert put_store_aside(tmp_path) is None, "it holds nothing"
 
 
-def test_over_its_bound_a_store_clears_away_then_says_what_to_do_and_keeps_what_it_has(tmp_path: Path) -> None:
+def test_a_store_over_its_bound_cleans_up_then_says_what_to_do_and_keeps_its_data(tmp_path: Path) -> None:
     policy = StorePolicy(segment_bytes=256, max_bytes=1024)
     store = DurableStore(tmp_path, policy)
     for group in range(100):  # ten times what there is room for, most of it discarded
@@ -288,13 +314,14 @@ def test_what_makes_room_is_taken_at_the_bound_itself(tmp_path: Path) -> None:
     store.close()
 
 
-def test_what_a_killed_process_left_is_brought_to_the_disk_before_another_segment_follows(
+def test_what_a_killed_process_left_is_on_disk_before_another_segment_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a power cut could tear it then, and nothing may be torn but the last segment."""
     store = DurableStore(tmp_path)
     store.put(1, 1, b"a")
     store.close()
+    leave_open(tmp_path)
     synced: list[Path] = []
     fsync = os.fsync
 
@@ -305,7 +332,7 @@ def test_what_a_killed_process_left_is_brought_to_the_disk_before_another_segmen
     monkeypatch.setattr(os, "fsync", watched)
     store = DurableStore(tmp_path, fresh=False)
     store.put(2, 1, b"b")
-    assert synced == [tmp_path / "00000000.seg", tmp_path]
+    assert synced.index(tmp_path / "00000000.seg") < synced.index(tmp_path / "00000001.seg")
     store.close()
 
 
@@ -314,8 +341,37 @@ def test_tokens_that_look_like_entries_do_not_keep_a_torn_end_from_being_cut(tmp
     store.put(1, 1, b"a")
     store.put(2, 1, (404).to_bytes(4, "little") * 70_000)
     store.close()
-    (path,) = tmp_path.iterdir()
+    leave_open(tmp_path)
+    (path,) = tmp_path.glob("*.seg")
     path.write_bytes(path.read_bytes()[:-5])
     store = DurableStore(tmp_path, fresh=False)
     assert store.torn is not None and store.get([1]) == [b"a"] and set(store.attempts) == {1}
     store.close()
+
+
+def test_a_missing_segment_or_index_is_named_and_nothing_is_changed(tmp_path: Path) -> None:
+    paths = filled(tmp_path, groups=20)
+    assert len(paths) > 3
+    whole = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for lost, named in ((paths[1], paths[1].name), (paths[-1], paths[-1].name), (tmp_path / INDEX, INDEX)):
+        lost.unlink()
+        with pytest.raises(RecordError, match=rf"{named} is missing"):
+            DurableStore(tmp_path, fresh=False)
+        lost.write_bytes(whole[lost])
+    os.truncate(paths[-1], paths[-1].stat().st_size - 7)
+    with pytest.raises(RecordError, match="the segment was closed"):
+        DurableStore(tmp_path, fresh=False)
+    paths[-1].write_bytes(whole[paths[-1]])
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == whole and len(reopened(tmp_path)[0]) == 20
+
+
+def test_a_deletion_that_a_kill_interrupted_is_finished(tmp_path: Path) -> None:
+    first, *others = filled(tmp_path, groups=20)
+    index = load_index(tmp_path)
+    assert index is not None
+    store_index(tmp_path, Index(index.seals[1:], first=1))
+    store = DurableStore(tmp_path, SMALL, fresh=False)
+    assert 0 not in store.attempts and 19 in store.attempts and first.exists()
+    store.put(20, 1, b"x")
+    store.close()
+    assert not first.exists() and all(path.exists() for path in others)

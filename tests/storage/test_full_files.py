@@ -61,7 +61,7 @@ def test_a_record_says_so_and_goes_on_where_it_was(disk: SmallDisk) -> None:
     def write(number: int) -> None:
         event = StepFailed(step=0, attempt=1, reason="x" * 1000)
         object.__setattr__(event, "id", number)
-        recorder.write(event, (), 0)
+        recorder.write((event,), ())
         recorder.flush()
 
     taken, full = until_full(write)
@@ -69,7 +69,7 @@ def test_a_record_says_so_and_goes_on_where_it_was(disk: SmallDisk) -> None:
     disk.grow(128)
     record = read(directory)
     assert len(list(record.frames())) == taken
-    recorder = Recorder(directory, RecordEnd(events=taken, torn=record.torn))
+    recorder = Recorder(directory, RecordEnd(ticks=taken, events=taken, torn=record.torn))
     write(taken)
     recorder.close()
 

@@ -1,7 +1,9 @@
 """Trajectory groups as bytes: what goes in comes out, and what is no group is refused."""
 
+import dataclasses
 import datetime
 import pickle
+from collections.abc import Callable
 
 import msgpack
 import pytest
@@ -9,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import DataFailure, EngineError
-from engine.storage.group_codec import FIELD_DEPTH, pack_group, plain_prompt, unpack_group
+from engine.storage.group_codec import FIELD_DEPTH, pack_group, pack_growth, plain_prompt, unpack_group
+from engine.storage.prefixes import growth_of
 from engine.trajectory import Prompt, Span, StepReward, Trajectory, TrajectoryGroup
 
 texts = st.text(st.characters(), max_size=8)
@@ -56,6 +59,59 @@ def test_a_group_comes_back_as_it_was(
     prompt = Prompt(row=7, text="?", fields=fields, source=source)
     whole = TrajectoryGroup(group=group, prompt=prompt, trajectories=made)
     assert unpack_group(pack_group(whole)) == whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(made=st.lists(trajectories(), max_size=3), later=st.lists(trajectories(), max_size=3), data=st.data())
+def test_a_stored_group_followed_by_what_it_gained_is_the_whole_group(
+    made: list[Trajectory], later: list[Trajectory], data: st.DataObject
+) -> None:
+    prompt = Prompt(row=7, text="?")
+    stored = TrajectoryGroup(group=3, prompt=prompt, trajectories=made)
+    packed = pack_group(stored)
+    for _ in range(2):
+        group = TrajectoryGroup(group=3, prompt=prompt, trajectories=[one.copy() for one in stored.trajectories])
+        for place, other in enumerate(later):
+            change = data.draw(st.sampled_from(["grows", "stays", "is another"]))
+            if place == len(group.trajectories) or change == "is another":
+                group.trajectories[place : place + 1] = [other.copy()]
+            elif change == "grows":
+                group.trajectories[place].extend(other.token_ids, other.logprobs, other.spans)
+                group.trajectories[place].text += other.text
+        growth = growth_of(stored, group)
+        assert growth is not None and growth.group is group
+        packed, stored = packed + pack_growth(growth), group
+    assert unpack_group(packed) == stored
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda group: group.trajectories.pop(),
+        lambda group: setattr(group, "prompt", Prompt(row=7, text="another")),
+        lambda group: setattr(group.trajectories[0], "token_ids", STORED.trajectories[0].token_ids),
+    ],
+    ids=["a trajectory less", "another prompt", "shared lists"],
+)
+def test_a_group_that_lacks_what_is_stored_is_stored_whole(change: Callable[[TrajectoryGroup], object]) -> None:
+    group = TrajectoryGroup(group=3, prompt=STORED.prompt, trajectories=[one.copy() for one in STORED.trajectories])
+    change(group)
+    assert growth_of(STORED, group) is None
+
+
+@pytest.mark.parametrize("known", [[5, 6], [-1, 6], [5]])
+def test_a_growth_that_does_not_fit_is_refused(known: list[int]) -> None:
+    rest = msgpack.unpackb(pack_group(STORED))[3][0]
+    growth = msgpack.packb([1, 3, [[0, number, rest] for number in known]])
+    with pytest.raises(EngineError, match="known tokens are stored"):
+        unpack_group(pack_group(STORED) + growth)
+
+
+STORED = TrajectoryGroup(
+    group=3,
+    prompt=Prompt(row=7, text="?"),
+    trajectories=[Trajectory(token_ids=[1, 2], logprobs=[-1.0, -2.0], loss_mask=[1, 1], spans=[Span(0, 2, 1)])],
+)
 
 
 def test_a_group_without_parts_of_its_reward_is_readable() -> None:
@@ -126,3 +182,17 @@ def nested(depth: int) -> object:
 def test_a_prompt_that_is_not_plain_data_is_refused_by_its_row(value: object, problem: str) -> None:
     with pytest.raises(DataFailure, match=f"row 12: its field 'when' .*{problem}"):
         plain_prompt(Prompt(row=12, text="?", fields={"answer": 4, "when": value}))
+
+
+def test_a_copy_has_every_field_of_a_trajectory_and_lists_of_its_own() -> None:
+    whole = Trajectory(
+        prompt_ids=[1], token_ids=[2, 3], logprobs=[-1.0, -2.0], loss_mask=[1, 0], spans=[Span(0, 2, 4)], text="five",
+        finish_reason="stop", reward=1.0, reward_parts={"exact": 1.0}, step_rewards=[StepReward(1, 0.5)],
+        figures={"turns": 2.0}, unparsable=True, continues=True,
+    )  # fmt: skip
+    blank, copy = Trajectory(), whole.copy()
+    assert copy == whole
+    for one in dataclasses.fields(Trajectory):
+        value = getattr(whole, one.name)
+        assert value != getattr(blank, one.name), f"the test leaves {one.name} out"
+        assert not isinstance(value, list | dict) or getattr(copy, one.name) is not value

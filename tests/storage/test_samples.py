@@ -33,9 +33,11 @@ def of_chunk(validation: int, chunk: int, response: str = "7") -> SampleRow:
 
 def said(files: SampleFiles, kind: str = TRAIN, **only: Any) -> dict[int, str]:
     rows = list(files.rows(kind, **only))
-    told = {row["step"] if kind == TRAIN else 100 * row["validation"] + row["chunk"]: row["response"] for row in rows}
-    assert len(told) == len(rows), "no row is there twice"
-    return dict(sorted(told.items()))
+    responses = {
+        row["step"] if kind == TRAIN else 100 * row["validation"] + row["chunk"]: row["response"] for row in rows
+    }
+    assert len(responses) == len(rows), "no row is there twice"
+    return dict(sorted(responses.items()))
 
 
 def test_a_row_comes_back_as_it_was_written_and_a_repeated_step_replaces_its_own(tmp_path: Path) -> None:

@@ -79,14 +79,14 @@ def test_a_group_is_the_one_that_was_ordered(changes: dict[str, Any], law: str) 
 
 
 @pytest.mark.parametrize("kept", [-5, 0, 2, 6, 3.0, True, "4", [4]])
-def test_the_oldest_version_told_is_one_that_the_group_may_have(kept: Any) -> None:
+def test_the_oldest_version_reported_is_one_that_the_group_may_have(kept: Any) -> None:
     law = r"oldest_version=.*, which must be None or an int from 3 to 5"
     with pytest.raises(EngineError, match=law):
         check(first(), first(), kept=kept, admitted=3)
     check(first(), first(), kept=3, admitted=3)
 
 
-def test_the_scheduler_is_told_of_rollouts() -> None:
+def test_the_scheduler_gets_the_figures_of_rollouts() -> None:
     """Rewards 1 and 0: the mean is 1/2, though three of four trajectories have 1."""
     group = check(first(), segment(), segment(tokens=1, version=5), first(0.0))
     event = generated_event(group, 1, 0, 1)

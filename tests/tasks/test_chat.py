@@ -7,10 +7,10 @@ from chat_tokenizers import FAMILIES, chat_tokenizer, published, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.chat import ChatSettings, PromptRenderer, template_arguments, turn_end
 from engine.errors import DataFailure
 from engine.rollout.agents.conversation import Chat
 from engine.tasks import prompt_lengths
+from engine.tasks.chat import ChatSettings, PromptRenderer, template_arguments, turn_end
 from engine.trajectory import Prompt
 
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -1,14 +1,19 @@
 """The reward that runs code: what passes, how tests are written, and what a program may not do."""
 
 import json
-from pathlib import Path
+import os
+from time import monotonic
 from typing import Any
+from zlib import crc32
 
 import pytest
 
+from engine.config.reward import NamedReward, RewardSection
+from engine.config.reward_functions import reward_of_section
 from engine.errors import DataFailure
-from engine.tasks.code_rewards import CodeTest, code_tests, passes, python_tests
-from engine.trajectory import NoAnswer, Prompt, Trajectory
+from engine.tasks.code_grading import CodeLimits, CodeTest, Rooms, passes
+from engine.tasks.code_rewards import IMPOSSIBLE_EVERY, code_tests, python_tests
+from engine.trajectory import NoAnswer, Prompt, Scored, Trajectory
 
 ADD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 WRONG = ADD.replace("a + b", "a - b")
@@ -16,8 +21,7 @@ ECHO = "```\nprint(int(input()) * 2)\n```"
 
 
 def score(response: str, tests: Any, **arguments: Any) -> float:
-    prompt = Prompt(row=3, text="?", fields={"tests": tests})
-    return python_tests(prompt, Trajectory(text=response), **arguments)
+    return python_tests(prompt_with(tests), Trajectory(text=response), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +41,7 @@ def test_code_is_worth_something_if_its_tests_pass(response: str, tests: Any, va
     assert score(response, tests) == value
 
 
-def test_a_response_without_code_is_told_from_wrong_code() -> None:
+def test_a_response_without_code_is_distinguished_from_wrong_code() -> None:
     assert isinstance(score("no code", "assert True"), NoAnswer)
     assert not isinstance(score(WRONG, "assert add(1, 2) == 3"), NoAnswer)
 
@@ -69,6 +73,86 @@ def test_a_function_may_be_called_with_arguments(response: str, tests: Any, valu
     assert score(response, tests) == value
 
 
+def test_tests_that_need_classes_may_share_the_process() -> None:
+    stack = "class Stack(list):\n    def push(self, x): self.append(x)"
+    test = "s = Stack()\ns.push(1)\nassert s.pop() == 1"
+    assert score(stack, test) == 0.0
+    together = python_tests(prompt_with(test), Trajectory(text=stack), same_process=True)
+    assert isinstance(together, Scored) and (together, together.figures["same_process"]) == (1.0, 1.0)
+    half = score(stack + "\ndef one(): return 1", ["assert one() == 1", {"code": test, "same_process": True}])
+    assert isinstance(half, Scored) and (half, half.figures["same_process"]) == (1.0, 0.5)
+
+
+VALUES = """
+def values():
+    import collections, itertools
+    yield from [None, True, 1, -2.5, float("inf"), 2**200, "\\udcff", b"x", 1j, (1, [2]), {3}, frozenset([4])]
+    yield from [{"a": {5: (6,)}}, range(3), collections.Counter("aa"), collections.OrderedDict(a=1)]
+def fails(): raise KeyError("k")
+ANSWER = {"x": [1]}
+def add(a, *, b=(1,)): return [a, b]
+"""
+
+
+def test_plain_values_cross_between_code_and_its_tests() -> None:
+    same = """
+import collections, itertools
+wanted = [None, True, 1, -2.5, float("inf"), 2**200, "\\udcff", b"x", 1j, (1, [2]), {3}, frozenset([4])]
+wanted += [{"a": {5: (6,)}}, range(3), {"a": 2}, {"a": 1}]
+found = list(values())
+assert found == wanted and [type(one) for one in found] == [type(one) for one in wanted]
+assert add({1: 2}, b=(3,)) == [{1: 2}, (3,)] and ANSWER == {"x": [1]}
+try:
+    fails()
+except KeyError:
+    pass
+else:
+    assert False
+"""
+    assert score(VALUES, same) == 1.0
+
+
+def test_one_deadline_holds_for_all_tests_of_a_response() -> None:
+    """A hundred tests that hang for an hour each."""
+    tests = {"inputs": ["0", *["1"] * 99], "outputs": ["0"] * 100}
+    code = "n = int(input())\nwhile n: pass\nprint(n)"
+    arguments = {"share": True, "limit_s": 3600.0}
+    part = NamedReward(name="code", function="engine.tasks.code_rewards:python_tests", arguments=arguments)
+    reward = reward_of_section(RewardSection(functions=[part], timeout_s=2.5), None)
+    assert reward is not None
+    assert reward.parts[0].function(prompt_with(tests), Trajectory(text=code)) == 0.01
+
+
+def prompt_with(tests: Any) -> Prompt:
+    return Prompt(row=3, text="?", fields={"tests": tests})
+
+
+def with_checksum(code: str) -> str:
+    """The code with a comment that makes it one of the responses that get an impossible test."""
+    return next(f"{code}\n# {n}" for n in range(9999) if not crc32(f"{code}\n# {n}".encode()) % IMPOSSIBLE_EVERY)
+
+
+FORGED = "class E:\n def __eq__(self, other): return True\ndef add(a, b): return E()"
+
+
+@pytest.mark.parametrize(
+    ("code", "tests", "value"),
+    [
+        (FORGED, {"code": "assert add(1, 2) == 3", "same_process": True}, (0.0, 1.0)),
+        ("def add(a, b): return a + b", "assert add(1, 2) == 3", (1.0, 0.0)),
+        ("def add(a, b): return a + b", APPS, (1.0, 0.0)),
+        ("def add(a, b): return a + b", {"code": "assert add(1, 2)", "same_process": True}, (1.0, 0.0)),
+        ("print(int(input()) * 2)", {"inputs": ["4"], "outputs": ["8"]}, (1.0, 0.0)),
+    ],
+)
+def test_a_pass_of_an_impossible_test_is_a_forgery(
+    code: str, tests: Any, value: tuple[float, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    found = score(with_checksum(code), tests)
+    assert isinstance(found, Scored) and (found, found.figures["forged"]) == value
+    assert ("it forged its verdict" in caplog.text) == bool(value[1])
+
+
 def test_the_language_of_a_block_may_be_in_capitals() -> None:
     assert score(ADD.replace("```python", "```Python"), "assert add(1, 2) == 3") == 1.0
 
@@ -85,6 +169,7 @@ def test_a_share_of_the_tests_can_count() -> None:
         [4],
         {"inputs": ["1"], "outputs": []},
         {"input": "1"},
+        {"code": "assert add(1, 2) == 3", "names": "add"},
         APPS | {"fn_name": "a b"},
         LIVE | {"inputs": ["one"]},
         [{"input": "1", "output": "1", "testtype": "functional"}],
@@ -112,21 +197,41 @@ FORBIDDEN = {
 def test_a_program_cannot(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENGINE_SECRET", "of the run")
     test = CodeTest(code="assert True")
-    limits = {"limit_s": 0.5 if what == "run for ever" else 20.0, "memory_mb": 256, "processes": 0}
-    assert not passes(FORBIDDEN[what], test, **limits)
-    assert passes("pass", test, **limits | {"limit_s": 20.0})
+    with rooms(limit_s=0.5 if what == "run for ever" else 20.0) as opened:
+        assert not passes(opened, FORBIDDEN[what], test)
+        assert passes(opened, "pass", test)
+
+
+def rooms(processes: int = 0, memory_mb: int = 256, limit_s: float = 20.0) -> Rooms:
+    deadline = monotonic() + 60.0
+    return Rooms(CodeLimits(limit_s=limit_s, memory_mb=memory_mb, processes=processes, deadline=deadline))
 
 
 def test_output_has_an_end() -> None:
-    assert not passes("print('x' * (1 << 21))", CodeTest(stdout="x"), limit_s=20.0, memory_mb=256, processes=0)
-    assert passes("print(len(input()))", CodeTest("x" * 100_000, "100000"), limit_s=20.0, memory_mb=256, processes=0)
+    with rooms() as opened:
+        assert not passes(opened, "print('x' * (1 << 21))", CodeTest(stdout="x"))
+        assert passes(opened, "print(len(input()))", CodeTest("x" * 100_000, "100000"))
 
 
-def test_processes_may_be_allowed(tmp_path: Path) -> None:
+def test_processes_may_be_allowed() -> None:
     code = "import threading\nthread = threading.Thread(target=print)\nthread.start()\nthread.join()"
-    assert passes(code, CodeTest(code="pass"), limit_s=20.0, memory_mb=512, processes=8)
+    with rooms(processes=8, memory_mb=512) as opened:
+        assert passes(opened, code, CodeTest(code="pass"))
 
 
 def test_tests_are_read_in_order() -> None:
     prompt = Prompt(row=0, text="", fields={"tests": [{"input": ["1", "2"], "output": "3"}, "assert f()"]})
     assert code_tests(prompt, "tests") == [CodeTest("1\n2", "3"), CodeTest(code="assert f()")]
+
+
+def test_a_process_group_is_killed_while_its_number_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed, kill = [], os.killpg
+
+    def checked(leader: int, signal: int) -> None:
+        os.waitid(os.P_PID, leader, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises if it has been reaped
+        killed.append(leader)
+        kill(leader, signal)
+
+    monkeypatch.setattr(os, "killpg", checked)
+    assert score(ADD, "assert add(1, 2) == 3") == 1.0
+    assert len(killed) == 1

@@ -142,7 +142,7 @@ def test_columns_with_values_of_two_types_are_refused_with_both_lines(tmp_path: 
     assert len(Dataset.load(jsonl(tmp_path, *mixed))) == 2, "both are numbers; tools may be JSON"
 
 
-def test_columns_without_a_value_in_some_rows_are_told(tmp_path: Path) -> None:
+def test_columns_without_a_value_in_some_rows_are_reported(tmp_path: Path) -> None:
     first = jsonl(tmp_path, {"prompt": "a", "answer": "1", "id": 1}, {"prompt": "b", "answer": "", "id": 2})
     second = jsonl(tmp_path, {"prompt": "c", "id": 3}, "", {"prompt": "d", "answer": "4", "id": None}, name="b.jsonl")
     assert Dataset.load(jsonl(tmp_path, {"prompt": "a", "answer": "1"}, name="c.jsonl")).gaps == ()

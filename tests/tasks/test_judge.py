@@ -103,6 +103,8 @@ def test_a_busy_judge_is_asked_again() -> None:
         ([429], {"retries": 1}, r"the judge big at http://127.0.0.1:\d+/v1 answered with HTTP 429", 2),
         ([400], {"retries": 5}, r"answered with HTTP 400: 'refused Bearer \*\*\*'", 1),
         (["Fine."], {"retries": 0}, r"gave no score that matches .*: 'Fine\.'", 1),
+        (["Bearer top-secret? Fine."], {"retries": 0}, r"gave no score that matches .*: 'Bearer \*\*\*\? Fine\.'", 1),
+        ([" " * (17 << 20)], {"retries": 0}, r"cannot be reached or read: .*a reply of more than 16777216 bytes", 1),
     ],
 )
 def test_a_judge_without_a_score_is_named(
@@ -116,7 +118,9 @@ def test_a_judge_without_a_score_is_named(
 
 
 def test_a_judge_that_is_down_is_named() -> None:
-    with pytest.raises(DataFailure, match=r"the judge m at http://127.0.0.1:9 cannot be reached: ClientConnectorError"):
+    with pytest.raises(
+        DataFailure, match=r"the judge m at http://127.0.0.1:9 cannot be reached or read: ClientConnectorError"
+    ):
         asyncio.run(llm_judge(PROMPT, Trajectory(text=""), url="http://127.0.0.1:9", model="m", retries=0))
 
 

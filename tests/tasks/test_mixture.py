@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.errors import DataFailure
 from engine.tasks.dataset import Dataset
 from engine.tasks.mixture import Mixture, Source
-from engine.tasks.source_files import Curriculum, PassRate, Stage
+from engine.tasks.source_files import Curriculum, CurriculumStage, PassRate
 
 
 def source(directory: Path, name: str, rows: int, weight: float | None = None, rest: PassRate | None = None) -> Source:
@@ -60,7 +60,11 @@ def test_draws_are_a_function_of_seed_and_number(tmp_path: Path) -> None:
 
 
 def test_a_curriculum_by_step_changes_shares_after_so_many_steps(tmp_path: Path) -> None:
-    stages = (Stage(weights=(1.0, 0.0), until=2), Stage(weights=(1.0, 1.0), until=3), Stage(weights=(0.0, 1.0)))
+    stages = (
+        CurriculumStage(weights=(1.0, 0.0), until=2),
+        CurriculumStage(weights=(1.0, 1.0), until=3),
+        CurriculumStage(weights=(0.0, 1.0)),
+    )
     sources = [source(tmp_path, "easy", 4), source(tmp_path, "hard", 4)]
     mixture = Mixture(sources, seed=0, curriculum=Curriculum(stages=stages))
     with pytest.raises(DataFailure, match="no prompt was chosen for group 0"):
@@ -72,7 +76,7 @@ def test_a_curriculum_by_step_changes_shares_after_so_many_steps(tmp_path: Path)
 
 
 def by_accuracy(directory: Path, rest: PassRate | None = None) -> Mixture:
-    stages = (Stage(weights=(1.0, 0.0), until=0.75), Stage(weights=(0.0, 1.0)))
+    stages = (CurriculumStage(weights=(1.0, 0.0), until=0.75), CurriculumStage(weights=(0.0, 1.0)))
     sources = [source(directory, "easy", 4, rest=rest), source(directory, "hard", 4)]
     return Mixture(sources, seed=0, curriculum=Curriculum(stages=stages, by_accuracy=True, window=4))
 

@@ -82,10 +82,10 @@ def test_a_refused_run_leaves_no_directory(
 
 def test_dropped_prompts_are_never_drawn_and_a_resume_draws_the_same(model: str, tmp_path: Path) -> None:
     config = configured(model, tmp_path, [5, FITS + 1, 7, FITS + 2, 9], [FITS + 1, 6], overlong="drop")
-    told: list[str] = []
+    messages: list[str] = []
     drawn = []
     for _ in range(2):
-        plan = plan_of(config, tmp_path / "run", lambda share, text: told.append(text))
+        plan = plan_of(config, tmp_path / "run", lambda share, text: messages.append(text))
         assert plan.make_prompts is not None
         prompts = plan.make_prompts()
         assert prompts.draw(0, 99) == (3, True)
@@ -94,7 +94,8 @@ def test_dropped_prompts_are_never_drawn_and_a_resume_draws_the_same(model: str,
         assert plan.limits.validation is not None and plan.limits.validation.rows == 1
     assert drawn[0] == drawn[1] and sorted(drawn[0]) == [0, 2, 4]
     assert (
-        told[:2] == told[2:] and "data.overlong drop: 2 of 5 prompts of data.path have more than 63 tokens" in told[0]
+        messages[:2] == messages[2:]
+        and "data.overlong drop: 2 of 5 prompts of data.path have more than 63 tokens" in messages[0]
     )
     with pytest.raises(ConfigError, match=r"data\.overlong is 'drop': leaves no prompt: 1 of 1 prompts of data\.path"):
         plan_of(configured(model, tmp_path, [99], [5], overlong="drop"), tmp_path / "run")
@@ -102,9 +103,9 @@ def test_dropped_prompts_are_never_drawn_and_a_resume_draws_the_same(model: str,
 
 def test_cut_prompts_keep_their_end_and_are_sampled(model: str, tmp_path: Path) -> None:
     config = configured(model, tmp_path, [99, 5], [5], overlong="truncate_left")
-    told: list[str] = []
-    plan = plan_of(config, tmp_path / "run", lambda share, text: told.append(text))
-    assert "data.overlong truncate_left: 1 of 2" in told[0] and "keeps its last 63 tokens" in told[0]
+    messages: list[str] = []
+    plan = plan_of(config, tmp_path / "run", lambda share, text: messages.append(text))
+    assert "data.overlong truncate_left: 1 of 2" in messages[0] and "keeps its last 63 tokens" in messages[0]
     assert plan.make_prompts is not None and plan.make_rollout.func is make_rollout  # type: ignore[attr-defined]
     prompts = plan.make_prompts()
     long = next(prompt for prompt in map(prompts.prompt, range(2)) if prompt.row == 0)

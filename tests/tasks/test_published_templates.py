@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from chat_tokenizers import published_tokenizer, tokens
 
-from engine.chat import ChatSettings, PromptRenderer, turn_end
 from engine.rollout.agents.conversation import Chat
+from engine.tasks.chat import ChatSettings, PromptRenderer, turn_end
 from engine.trajectory import Prompt
 
 SYSTEM = {"role": "system", "content": "Be brief."}

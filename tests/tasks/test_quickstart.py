@@ -37,9 +37,9 @@ def test_the_tokenizer_is_loaded_by_transformers(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, quickstart.Prepared]:
     directory = tmp_path_factory.mktemp("quickstart")
-    told: list[tuple[float, str]] = []
-    prepared = prepare(directory, TINY, lambda done, text: told.append((done, text)))
-    assert [done for done, _ in told] == sorted(done for done, _ in told) and told[-1][0] == 1.0
+    progress: list[tuple[float, str]] = []
+    prepared = prepare(directory, TINY, lambda done, text: progress.append((done, text)))
+    assert [done for done, _ in progress] == sorted(done for done, _ in progress) and progress[-1][0] == 1.0
     return directory, prepared
 
 

@@ -5,21 +5,26 @@ import select
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 from typing import Any
 
 import pytest
 
 from engine.errors import DataFailure, RewardFailure
+from engine.tasks import reward_processes
 from engine.tasks.reward_processes import ProcessSettings, RewardProcesses
-from engine.trajectory import NoAnswer, Prompt, Span, Trajectory
+from engine.trajectory import NoAnswer, Prompt, Scored, Span, Trajectory
 
 CODE = """
 import asyncio, os, sys, threading, time
+from contextlib import suppress
 
-from engine.trajectory import NoAnswer
+from engine.errors import RewardFailure
+from engine.trajectory import NoAnswer, Scored
 
 def echo(prompt, trajectory, *, factor=1.0):
-    print("printed by the reward")
+    print("printed by the reward\\x1b]0;owned\\x07")
     same = trajectory.logprobs == [-0.5, -1.0] and trajectory.spans[0].version == 3 and trajectory.loss_mask == [1, 1]
     return factor * (prompt.fields["answer"] + len(trajectory.text)) if same else -1.0
 
@@ -57,7 +62,7 @@ def text(prompt, trajectory):
     return "good"
 
 def unread(prompts, trajectories):
-    return [NoAnswer(-0.5), 1.0]
+    return [NoAnswer(-0.5), 1.0, Scored(0.5, {"forged": 1.0})]
 
 def parent(prompt, trajectory):
     child = os.fork()
@@ -66,6 +71,24 @@ def parent(prompt, trajectory):
     with open(prompt.text, "w") as file:
         file.write(str(child))
     os._exit(7)
+
+def begin(prompt, trajectory):
+    with open(prompt.text, "w"):
+        hang(prompt, trajectory)
+
+def stop_reading(prompt, trajectory):
+    sys.setprofile(lambda frame, event, argument: frame.f_code.co_name == "read" and hang(None, None))
+    return 1.0
+
+def talk(prompt, trajectory):
+    raise RewardFailure("x" * (65 << 20))
+
+def claim(prompt, trajectory):
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and os.path.realpath(f"/proc/self/fd/{number}").rpartition("/")[2].startswith("pipe:"):
+            with suppress(OSError):
+                os.write(number, bytes([255] * 4))  # the reply, as the length of another
+    hang(prompt, trajectory)
 """
 PROMPT = Prompt(row=4, text="?", fields={"answer": 2})
 
@@ -73,12 +96,15 @@ PROMPT = Prompt(row=4, text="?", fields={"answer": 2})
 @pytest.fixture
 def pools(tmp_path: Path) -> Iterator[Any]:
     (tmp_path / "own_rewards.py").write_text(CODE)
+    begun = tmp_path / "begun"
+    os.mkfifo(begun)
+    (tmp_path / "slow_rewards.py").write_text(f"import threading; open({str(begun)!r}, 'w'); threading.Event().wait()")
     made: list[RewardProcesses] = []
 
     def make(name: str, timeout_s: float = 30.0, memory_mb: int | None = None, **arguments: Any) -> RewardProcesses:
         settings = ProcessSettings(
-            spec=f"own_rewards:{name}", directory=str(tmp_path), arguments=arguments, timeout_s=timeout_s,
-            memory_mb=memory_mb,
+            spec=name if ":" in name else f"own_rewards:{name}", directory=str(tmp_path), arguments=arguments,
+            timeout_s=timeout_s, memory_mb=memory_mb,
         )  # fmt: skip
         made.append(RewardProcesses(settings, 1))
         return made[-1]
@@ -100,6 +126,7 @@ def test_a_function_gets_the_response_and_its_arguments(pools: Any, capfd: pytes
     pool.close()
     said = capfd.readouterr()
     assert said.err.count("printed by the reward") == 3 and not said.out
+    assert "owned" in said.err and not set("\x1b\x07") & set(said.err)
     assert pool(PROMPT, response("")) == 4.0, "it starts again"
 
 
@@ -107,8 +134,9 @@ def test_other_forms_run_in_processes_too(pools: Any) -> None:
     assert pools("later")(PROMPT, response()) == 2.5
     assert pools("lengths")([PROMPT] * 2, [response("a"), response("abcd")]) == [1, 4]
     assert pools("trl")([PROMPT] * 2, [response(""), response("x")]) == [None, 2.0]
-    lost, found = pools("unread")([PROMPT] * 2, [response("a"), response("b")])
+    lost, found, odd = pools("unread")([PROMPT] * 3, [response("a"), response("b"), response("c")])
     assert (lost, type(lost), found, type(found)) == (-0.5, NoAnswer, 1.0, float)
+    assert (odd, type(odd), odd.figures) == (0.5, Scored, {"forged": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -135,6 +163,20 @@ def test_a_process_is_used_again_unless_it_failed(pools: Any) -> None:
     assert pool(PROMPT, response()) == pool(PROMPT, response()) != os.getpid()
 
 
+def test_a_process_that_does_not_read_its_call_exceeds_the_limit(pools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_processes, "GRACE_S", 0.1)
+    pool = pools("stop_reading", timeout_s=1.0)
+    assert pool(PROMPT, response()) == 1.0
+    with pytest.raises(RewardFailure, match="took longer than 1 s; its process was killed"):
+        pool(PROMPT, response("longer than a pipe holds" * 10_000))
+
+
+def test_a_reply_of_more_than_64_mib_is_refused_before_it_is_read(pools: Any) -> None:
+    for name, size in ("talk", 65), ("claim", 4095):
+        with pytest.raises(RewardFailure, match=f"its reply has {size} MiB, but may have at most 64 MiB; return"):
+            pools(name)(PROMPT, response())
+
+
 def test_what_a_process_started_ends_with_it(pools: Any, tmp_path: Path) -> None:
     file = tmp_path / "pid"
     with pytest.raises(RewardFailure, match="crashed: its process ended with exit code 7"):
@@ -155,3 +197,42 @@ def test_what_cannot_be_sent_or_used_is_named(pools: Any) -> None:
         RewardFailure, match="raised ConfigError: reward is 'own_rewards:lost': module 'own_rewards' has no"
     ):
         pools("lost")(PROMPT, response())
+
+
+def test_closing_during_a_call_closes_each_descriptor_once(
+    pools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[OSError] = []
+    close = os.close
+
+    def noted(descriptor: int) -> None:
+        try:
+            close(descriptor)
+        except OSError as error:
+            errors.append(error)
+            raise
+
+    monkeypatch.setattr(os, "close", noted)
+    pool = pools("begin")
+    for _ in range(4):
+        end_a_call(pool, tmp_path / "begun")
+    assert not errors
+
+
+def test_closing_ends_a_process_that_still_imports_its_function(pools: Any, tmp_path: Path) -> None:
+    end_a_call(pools("slow_rewards:lost"), tmp_path / "begun")
+
+
+def end_a_call(pool: RewardProcesses, begun: Path) -> None:
+    """Close `pool` once its process writes to `begun`, and wait until the call has failed."""
+    failures: Queue[str] = Queue()
+
+    def call() -> None:
+        with pytest.raises(RewardFailure) as caught:
+            pool(Prompt(row=0, text=str(begun)), response())
+        failures.put(str(caught.value))
+
+    Thread(target=call, daemon=True).start()
+    begun.open().close()
+    pool.close()
+    assert "killed by SIGKILL" in failures.get(timeout=20)

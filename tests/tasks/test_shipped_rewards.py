@@ -1,12 +1,13 @@
 """Built-in rewards with arguments: math-verify, regular expressions, JSON schemas; and what they refuse."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from engine.config.reward import NamedReward, RewardSection
 from engine.config.reward_functions import reward_of_section
-from engine.errors import ConfigError, DataFailure
+from engine.errors import ConfigError, DataFailure, RewardFailure
 from engine.tasks.format_rewards import json_schema, regular_expression
 from engine.tasks.math_rewards import math_verify
 from engine.trajectory import NoAnswer, Prompt, Trajectory
@@ -121,13 +122,33 @@ def test_arguments_are_checked_before_a_run(function: str, arguments: dict[str, 
     assert any(one in str(caught.value) for one in story.split("|"))
 
 
-def test_math_verify_has_a_process_of_its_own_unless_told_otherwise() -> None:
-    spec = "engine.tasks.math_rewards:math_verify"
+def test_a_judge_is_named_by_its_model_or_by_the_name_of_its_reward() -> None:
+    spec, asked = "engine.tasks.judge:llm_judge", {"url": "http://127.0.0.1:9/v1", "model": "big"}
+    named = RewardSection(functions=[NamedReward(name="quality", function=spec, arguments=asked)])
+    reward = reward_of_section(named, None)
+    assert reward is not None and reward.parts[0].title == "judge quality"
+    assert replace(reward.parts[0], name="").title == "judge big"
+
+
+@pytest.mark.parametrize("function", ["math_rewards:math_verify", "format_rewards:json_schema"])
+def test_a_reward_that_may_hang_has_its_own_process_unless_set_otherwise(function: str) -> None:
     for processes, limited in ((None, True), (0, False), (3, True)):
-        part = NamedReward(name="math", function=spec, processes=processes)
+        part = NamedReward(name="own", function=f"engine.tasks.{function}", processes=processes)
         parts = reward_of_section(RewardSection(functions=[part]), None)
         assert parts is not None and parts.parts[0].limits_itself == limited
         assert parts.parts[0].concurrency == (processes or (1 if limited else None))
+
+
+def test_a_schema_whose_pattern_backtracks_without_end_fails_one_call() -> None:
+    schema = {"type": "string", "pattern": "^(a|a)*$"}
+    part = NamedReward(
+        name="form", function="engine.tasks.format_rewards:json_schema", arguments={"schema": schema}, timeout_s=1.0
+    )
+    reward = reward_of_section(RewardSection(functions=[part]), None)
+    assert reward is not None
+    with pytest.raises(RewardFailure, match="took longer than 1 s; its process was killed"):
+        reward.parts[0].function(Prompt(row=3, text="?"), Trajectory(text='"' + "a" * 40 + 'b"'))
+    reward.close()
 
 
 @pytest.mark.parametrize(

@@ -125,3 +125,16 @@ def test_a_row_that_is_too_long_is_named(made: Prepared, tmp_path: Path) -> None
 def test_a_made_model_has_had_its_warm_start() -> None:
     with pytest.raises(ConfigError, match=r"model\.warm_start\.path"):
         parse_config({"model": {"make": "arithmetic", "warm_start": {"path": "answers.jsonl"}}})
+
+
+def test_the_launching_process_makes_no_trainer(
+    made: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would keep a CUDA context, and with it a part of a GPU, for the whole run."""
+
+    def refuse(*given: Any, **settings: Any) -> None:
+        raise AssertionError("a trainer in the launching process")
+
+    monkeypatch.setattr("engine.training.model_trainer.ModelTrainer.__init__", refuse)
+    config = configured(made, tmp_path, rows=ROWS[:5], start={"epochs": 1})
+    assert description(inputs_of(config).model)["steps"] == 1

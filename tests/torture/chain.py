@@ -1,8 +1,8 @@
 """A run over Ray whose weights are a chain of digests, and a death in the middle of it.
 
 Weights are the digest of those before and of every token of the step's groups; tokens are digests of the weights that
-they were sampled from. So at S = 0 the last weights can be told without any run, and one batch lost, changed or trained
-twice anywhere makes them others.
+they were sampled from. So at S = 0 the last weights can be computed without any run, and one batch lost, changed or
+trained twice anywhere makes them others.
 
     python -m tests.torture.chain DIRECTORY SEED MODE LIFE      # what `torture.py` starts, kills and starts again
 
@@ -199,8 +199,8 @@ def lay_trap(victim: str, dies_at: int, sprung: Path) -> None:
         if written[0] >= 0 and written[0] + held > dies_at:
             sprung.touch()
             if victim == TREE:
-                data = bytes(recorder._held)[: max(0, dies_at - written[0])]
-                os.write(recorder._open_file().fileno(), data)
+                data = b"".join(recorder.log._held)[: max(0, dies_at - written[0])]
+                os.write(recorder.log._require_open().fileno(), data)
                 kill_tree(mark)
             for pid in [pid for pid, said in marked(mark) if victim in said][:1]:
                 written[0] = -1 << 40

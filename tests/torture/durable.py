@@ -19,10 +19,10 @@ from typing import Any
 
 from engine.commands import Command
 from engine.errors import ConfigError
-from engine.events import Event
 from engine.policies import PolicySet
-from engine.record import Header, Record, RecordEnd, Recorder, Recovered, read, replay
+from engine.record import Header, Record, Recorder, Recovered, read, replay
 from engine.record.files import RecordLock
+from engine.record.frames import Tick
 from engine.states.laws import check_all
 from engine.states.limits import Limits
 from tests.core.adversary import Adversary
@@ -37,30 +37,35 @@ class Dying(Recorder):
 
     dies_at: float = float("inf")
 
-    def flush(self) -> None:
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.write_frames = self.log.flush
+        self.log.flush = self.flush_or_die  # type: ignore[method-assign]
+
+    def flush_or_die(self, *, sync: bool = False) -> None:
         written, held = self.progress
         if written + held <= self.dies_at:
-            super().flush()
+            self.write_frames(sync=sync)
             return
-        data = bytes(self._held)[: max(0, int(self.dies_at) - written)]
-        os.write(self._open_file().fileno(), data)
+        data = b"".join(self.log._held)[: max(0, int(self.dies_at) - written)]
+        os.write(self.log._require_open().fileno(), data)
         raise Killed
 
 
 class Durable(Adversary):
-    """The judge is told of an event once its frame is whole in the file, as all others are."""
+    """The judge gets an event once its frame is whole in the file, as all others are."""
 
     def __init__(self, directory: Path, *given: Any, **options: Any) -> None:
         self.directory = directory
         self.torn = 0
-        self.unjudged: list[tuple[Event, tuple[Command, ...]]] = []
+        self.unjudged: list[Tick] = []
         super().__init__(*given, **options)
 
     def new_record(self, header: Header) -> Recorder:
         return Dying(self.directory, header, segment_bytes=3000)
 
-    def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
-        self.unjudged.append((event, commands))
+    def _observe(self, tick: Tick) -> None:
+        self.unjudged.append(tick)
         check_all(self.scheduler.state)
 
     def execute(self, commands: Sequence[Command]) -> None:
@@ -68,15 +73,15 @@ class Durable(Adversary):
         super().execute(list(commands))
 
     def judge_up_to(self, events: int) -> None:
-        """The frames before event `events` are in the file; of the others nothing is known to anybody."""
-        told, self.unjudged = self.unjudged, []
-        for event, commands in told:
-            if event.id < events:
-                self.judge.observe(event, commands)
+        """The ticks before event `events` are in the file; of the others nothing is known to anybody."""
+        ticks, self.unjudged = self.unjudged, []
+        for tick in ticks:
+            if tick.first < events:
+                self.judge_tick(tick)
 
     def record(self) -> Record:
         assert isinstance(self.recorder, Recorder)
-        self.recorder._lock.release()
+        self.recorder.log._lock.release()
         return read(self.directory)
 
     def go_on(self, recovered: Recovered) -> None:
@@ -85,7 +90,7 @@ class Durable(Adversary):
         state = recovered.scheduler.state
         wanted = {*state.groups, *chain.from_iterable(state.checkpoints.stored_batches.values())}
         self.store.discard(tuple(id for id in range(state.ledger.drawn) if id not in wanted))
-        after = RecordEnd(events=recovered.events, torn=recovered.torn)
+        after = recovered.end
         self.recorder = Dying(self.directory, after, segment_bytes=3000, lock=RecordLock(self.directory))
         self.torn = recovered.torn.bytes if recovered.torn else 0
 

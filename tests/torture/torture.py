@@ -27,7 +27,7 @@ from pathlib import Path
 from engine.commands import TrainStep
 from engine.errors import RecordError, RecordNotBegun
 from engine.events import RunResumed, StepTrained
-from engine.record import Handled, read
+from engine.record import read
 from engine.record.replayer import build_scheduler, replay
 from engine.states.laws import check_all
 from engine.storage.checkpoints import list_checkpoints, verify_checkpoint
@@ -100,12 +100,12 @@ def _live(run_dir: Path, point: Point, mode: str, life: int, mark: str) -> str:
     """One life of the run: `finished`, or how it ended before that."""
     command = [sys.executable, "-m", "tests.torture.chain", str(run_dir)]
     environment = {**os.environ, MARK: mark, "PYTHONPATH": str(ROOT), "RAY_DEDUP_LOGS": "0"}
-    with tempfile.TemporaryFile("w+") as told:
+    with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [*command, str(point.seed), mode, str(life)],
             env=environment,
             stdout=subprocess.PIPE,
-            stderr=told,
+            stderr=errors,
             text=True,
         )
         try:
@@ -115,8 +115,8 @@ def _live(run_dir: Path, point: Point, mode: str, life: int, mark: str) -> str:
         finally:
             if process.poll() is None:
                 process.kill()
-        told.seek(0)
-        complaint = told.read()[-3000:]
+        errors.seek(0)
+        complaint = errors.read()[-3000:]
     _require_gone(mark)
     lines = [line for line in said.splitlines() if line.startswith("{")]
     if process.returncode == 0 and lines:
@@ -145,7 +145,7 @@ def _require_gone(mark: str) -> None:
 def _events(run_dir: Path) -> int:
     """Of its record; where it died before that began there is nothing to continue with, and another run begins."""
     try:
-        return sum(isinstance(frame, Handled) for frame in read(run_dir / "schedule").frames(answers=False))
+        return sum(1 for _ in read(run_dir / "schedule").events())
     except RecordError as error:
         begun = (run_dir / "schedule" / "00000000.seg").exists()
         if begun and not isinstance(error, RecordNotBegun):
@@ -184,14 +184,14 @@ def _line(run_dir: Path) -> tuple[list[tuple[int, tuple[int, ...]]], int]:
     line: list[tuple[int, tuple[int, ...]]] = []
     batches: dict[int, tuple[int, ...]] = {}
     lost = 0
-    for frame in read(run_dir / "schedule").frames():
-        if isinstance(frame, Handled):
-            if isinstance(frame.event, RunResumed):
-                lost += sum(step >= frame.event.steps for step, _ in line)
-                line = [entry for entry in line if entry[0] < frame.event.steps]
-            if isinstance(frame.event, StepTrained) and len(line) == frame.event.step:
-                line.append((frame.event.step, batches[frame.event.step]))
-            batches.update({c.step: c.groups for c in frame.commands if isinstance(c, TrainStep)})
+    for tick in read(run_dir / "schedule").ticks():
+        for event in tick.events:
+            if isinstance(event, RunResumed):
+                lost += sum(step >= event.steps for step, _ in line)
+                line = [entry for entry in line if entry[0] < event.steps]
+            if isinstance(event, StepTrained) and len(line) == event.step:
+                line.append((event.step, batches[event.step]))
+        batches.update({c.step: c.groups for c in tick.commands if isinstance(c, TrainStep)})
     return line, lost
 
 

@@ -49,6 +49,31 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+NO_NUMBER = 15
+"""The token that `flawed_path` computes nothing finite for, as if its activations overflowed."""
+
+
+@pytest.fixture(scope="session")
+def flawed_path(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same model with an input embedding of NaN: a trajectory with that token among its inputs, and no other, has
+    log-probs that are not finite."""
+    path = tmp_path_factory.mktemp("flawed-model")
+    config = LlamaConfig.from_pretrained(model_path, tie_word_embeddings=False)
+    torch.manual_seed(7)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[NO_NUMBER] = torch.nan
+    model.save_pretrained(path)
+    return str(path)
+
+
+def make_flawed_batch(step: int) -> Batch:
+    """Two groups of different rewards. The second trajectory of the first cannot be computed on `flawed_path`."""
+    responses = [[5, 6, 7], [8, NO_NUMBER, 9, 5], [6, 6, 8, 9, 10], [11]]
+    groups = [make_group(0, [1.0, 0.0, 0.5, 0.2], responses=responses)]
+    return make_batch(step, [*groups, make_group(1, [0.0, 1.0], responses=[[7, 8, 9], [10, 11]])])
+
+
 def make_group(
     number: int,
     rewards: Sequence[float],
@@ -88,6 +113,11 @@ def batch() -> Callable[[int, int], Batch]:
         return make_batch(step, groups)
 
     return make
+
+
+@pytest.fixture
+def flawed_batch() -> Callable[[int], Batch]:
+    return make_flawed_batch
 
 
 @pytest.fixture

@@ -43,6 +43,6 @@ if __name__ == "__main__":
     torch.optim.AdamW.step = failing("step", torch.optim.AdamW.step)  # type: ignore[method-assign]
     gradients.policy_loss = failing("loss", gradients.policy_loss)
     gradients.Policy._logprobs = failing("forward", gradients.Policy._logprobs)  # type: ignore[method-assign]
-    model_trainer.Snapshot = failing("snapshot", model_trainer.Snapshot)  # type: ignore[assignment, misc]
+    model_trainer.ModelSnapshot = failing("snapshot", model_trainer.ModelSnapshot)  # type: ignore[assignment, misc]
     model_trainer.ModelTrainer.offload = failing("offload", model_trainer.ModelTrainer.offload)  # type: ignore[method-assign]
     rank_process.main()

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.cli import main
 from engine.errors import ConfigError, TrainerSpoiled
-from engine.lora import Lora, adapter_tensors
 from engine.protocols import Batch
 from engine.storage.checkpoints import save_checkpoint
 from engine.training import model_checkpoint
+from engine.training.lora import Lora, adapter_tensors
 from engine.training.model_scorer import ModelScorer
 from engine.training.model_trainer import ModelTrainer
 from engine.training.trainer_settings import TrainerSettings
@@ -56,7 +56,7 @@ def test_only_the_adapter_is_trained_and_held_by_the_optimizer(model_path: str, 
     assert {id(parameter) for parameter in held} == {id(tensor) for tensor in own.values()}
     assert all(name in base and torch.equal(value, base[name]) for name, value in base_of(trainer).items())
     assert not any(torch.equal(own[name], before[name]) for name in own)
-    snapshot = model_checkpoint.Snapshot(trainer.model, trainer.optimizer)
+    snapshot = model_checkpoint.ModelSnapshot(trainer.model, trainer.optimizer)
     assert len(snapshot._live) == len(own) + len(list(trainer.model.buffers()))
 
 
@@ -120,7 +120,7 @@ def test_named_layers_alone_are_adapted(model_path: str) -> None:
     assert layers == {"q_proj", "v_proj"}
 
 
-def test_layers_that_the_model_lacks_are_told_those_it_has(model_path: str) -> None:
+def test_an_error_about_missing_layers_names_those_that_the_model_has(model_path: str) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.lora\.target_modules") as caught:
         adapted(model_path, lora=Lora(target_modules=("q_proj", "query_key_value")))
     said = str(caught.value)

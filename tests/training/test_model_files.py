@@ -14,10 +14,10 @@ from test_ranks import close_to, of_ranks
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config
 
 from engine.cli import main
-from engine.lora import Lora
 from engine.protocols import Batch
 from engine.storage.checkpoints import save_checkpoint
 from engine.training import model_files
+from engine.training.lora import Lora
 from engine.training.model_files import fill_model, load_model, matching, named_tensors, stored_tensors
 from engine.training.model_trainer import ModelTrainer
 from engine.training.ranks import ALONE, Ranks, Sharded

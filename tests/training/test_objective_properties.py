@@ -105,7 +105,7 @@ def test_a_masked_token_has_no_gradient_of_the_policy_nor_of_the_kl(terms: Token
 
 
 @given(st.lists(st.floats(-3.0, 3.0), min_size=1, max_size=6), st.integers(2, 4), st.randoms())
-def test_a_sequence_mask_heeds_neither_order_nor_neighbours_and_the_geometric_one_no_length(
+def test_a_sequence_mask_ignores_order_and_neighbors_and_the_geometric_one_length(
     ratios: list[float], times: int, random: Any
 ) -> None:
     shuffled = random.sample(ratios, len(ratios))

@@ -9,13 +9,13 @@ from token_terms import counted, evaluate, terms
 
 from engine.errors import ConfigError
 from engine.training.advantages import ADVANTAGES, overlong_share, set_advantages, shaped_reward, shaping_metrics
-from engine.training.batch import Sample, samples_of
+from engine.training.batch import CAUSES, Sample, pack, samples_of
 from engine.training.corrections import MAX_LOG_RATIO
 from engine.training.diagnostics import Diagnostics
 from engine.training.kl import estimate
 from engine.training.losses import TokenTerms, policy_loss, token_weights
 from engine.training.trainer_settings import KL_NAMES, LOSS_NAMES, MASK_NAMES, OLD_POLICY_NAMES, Mask, TrainerSettings
-from engine.trajectory import TrajectoryGroup
+from engine.trajectory import Span, TrajectoryGroup
 
 Make = Callable[..., TrajectoryGroup]
 
@@ -57,7 +57,7 @@ def test_reinforce_pp_with_baseline_centres_each_group_first(group: Make) -> Non
     assert [sample.advantage for sample in samples] == pytest.approx([0.5 / std, -0.5 / std, 1 / std, -1 / std], 1e-5)
 
 
-def test_equal_advantages_normalise_to_exact_zeros_and_a_bad_reward_stays_with_its_rollout(group: Make) -> None:
+def test_equal_advantages_normalize_to_exact_zeros_and_bad_rewards_do_not_spread(group: Make) -> None:
     settings = TrainerSettings(advantage="reinforce_pp")
     assert {s.advantage for s in shaped([group(0, [0.1, 0.1, 0.1])], settings)} == {0.0}
     # Rewards 1, NaN, 0 of 3, 5 and 7 tokens: over ten tokens the mean is 0.3, the squares 3 · 0.49 + 7 · 0.09 = 2.1.
@@ -105,6 +105,26 @@ def test_the_kl_of_a_whole_trajectory_is_taken_off_its_reward(group: Make, name:
     metrics = shaping_metrics([[first, second]], settings)
     assert metrics["kl_reward_mean"] == pytest.approx(each)
     assert (metrics["advantage_abs_max"], metrics["advantage_std"]) == pytest.approx((abs(half), abs(half)))
+
+
+@pytest.mark.parametrize("coef", [0.1, 0.01])
+def test_grpo_centers_the_kl_and_divides_only_the_outcome_by_its_spread(group: Make, coef: float) -> None:
+    # k1 = -1.5 a token, as above: the rewards of the KL are 4.5 β and 1.5 β, centered 1.5 β and -1.5 β.
+    responses = [[5, 6, 7], [8]]
+    settings = TrainerSettings(advantage="grpo", kl_reward_coef=coef)
+    equal = shaped([group(0, [1.0, 1.0], responses=responses)], settings)
+    assert [sample.advantage for sample in equal] == pytest.approx([1.5 * coef, -1.5 * coef])
+    # Outcomes 0 and 1: centered -0.5 and 0.5, std sqrt(0.5): -0.7071 and 0.7071, whatever the KL is.
+    other = shaped([group(0, [0.0, 1.0], responses=responses)], settings)
+    outcome = 0.5 / (math.sqrt(0.5) + 1e-6)
+    assert [sample.advantage for sample in other] == pytest.approx([1.5 * coef - outcome, outcome - 1.5 * coef])
+
+
+def test_rloo_takes_the_kl_off_with_the_mean_of_the_others(group: Make) -> None:
+    # Outcomes 1, 0, 0, less 1.5 · 0.1 · (-3, -1, -2): 1.45, 0.15, 0.3; the others' means 0.225, 0.875, 0.8.
+    settings = TrainerSettings(advantage="rloo", kl_reward_coef=0.1)
+    samples = shaped([group(0, [1.0, 0.0, 0.0], responses=[[5, 6, 7], [8], [9, 5]])], settings)
+    assert [sample.advantage for sample in samples] == pytest.approx([1.225, -0.725, -0.5])
 
 
 def test_overlong_responses_lose_reward_linearly(group: Make) -> None:
@@ -407,7 +427,7 @@ def test_log_probs_from_another_world_leave_gradients_finite(loss: str) -> None:
 # -- numerics ----------------------------------------------------------------------------------------------------------
 
 
-def far(log_ratios: list[float]) -> TokenTerms:
+def far(log_ratios: Sequence[float]) -> TokenTerms:
     """One trajectory whose log ρ are these, current = proximal."""
     given = terms([0.5] * len(log_ratios), [0.5] * len(log_ratios), [1.0] * len(log_ratios))
     return given._replace(behavior=given.current.detach() - torch.tensor(log_ratios, dtype=torch.float64))
@@ -447,13 +467,63 @@ def test_the_entropy_bonus_is_taken_off_the_loss() -> None:
     assert gradient.tolist() == pytest.approx([-0.1, -0.1])
 
 
-def test_the_greatest_gap_is_told_apart_for_fresh_tokens() -> None:
-    given = far([0.5, -3.0])._replace(staleness=torch.tensor([0, 2]))
+def gap_figures(log_ratios: Sequence[float], causes: Sequence[str], *, moved: bool = False) -> dict[str, float]:
+    """The metrics of gaps between log-probs."""
+    given = far(log_ratios)._replace(causes=torch.tensor([CAUSES.index(cause) for cause in causes]))
+    diagnostics = Diagnostics(TrainerSettings(), moved=moved)
+    result = policy_loss(given, TrainerSettings())
+    diagnostics.add(counted(given, torch.ones(len(causes))), result, result.losses.sum())
+    figures = diagnostics.metrics().items()
+    return {name: value for name, value in figures if name.startswith("logprob_gap_") or name.endswith(CAUSES)}
+
+
+def test_gaps_are_told_apart_by_their_cause() -> None:
+    # fresh: |0.5| and |-0.1|, mean 0.3, mean ratio (e^0.5 + e^-0.1) / 2; mixed: |-3|. No token is stale.
+    assert gap_figures([0.5, -0.1, -3.0], ["fresh", "fresh", "mixed"]) == pytest.approx(
+        {
+            "logprob_gap_max": 3.0,
+            "logprob_gap_max_fresh": 0.5,
+            "token_share_fresh": 2 / 3,
+            "ratio_mean_fresh": (math.exp(0.5) + math.exp(-0.1)) / 2,
+            "logprob_gap_mean_fresh": 0.3,
+            "token_share_mixed": 1 / 3,
+            "ratio_mean_mixed": math.exp(-3),
+            "logprob_gap_mean_mixed": 3.0,
+        }
+    )
+
+
+def test_gaps_after_an_optimizer_step_say_nothing_of_the_sampler() -> None:
+    found = gap_figures([0.5, -3.0], ["fresh", "mixed"], moved=True)
+    assert found["logprob_gap_max_fresh"] == 0.0
+    assert (found["token_share_moved"], found["logprob_gap_mean_moved"]) == (1.0, pytest.approx(1.75))
+
+
+def test_truncated_sampling_shows_as_a_mean_ratio_below_one() -> None:
+    # Behavior: one of two equally likely tokens, of a distribution (0.4, 0.4, 0.2) cut to 0.8. ρ = 0.4 / 0.5 = 0.8.
+    given = terms([0.4, 0.4], [0.5, 0.5], [1.0, -1.0])
     diagnostics = Diagnostics(TrainerSettings())
     result = policy_loss(given, TrainerSettings())
     diagnostics.add(counted(given, torch.ones(2)), result, result.losses.sum())
-    metrics = diagnostics.metrics()
-    assert (metrics["logprob_gap_max"], metrics["logprob_gap_max_fresh"]) == pytest.approx((3.0, 0.5))
+    assert diagnostics.metrics()["ratio_mean_fresh"] == pytest.approx(0.8)
+
+
+def test_tokens_after_new_weights_in_a_response_are_mixed(group: Make) -> None:
+    # Response tokens 0 to 4; version 1 sampled the last three. Token 3 is a tool's, so it is not trained.
+    made = group(0, [1.0, 0.0], responses=[[5, 6, 7, 8, 9], [5, 6]])
+    first = made.trajectories[0]
+    first.spans, first.loss_mask = [Span(0, 2, 0), Span(2, 5, 1)], [1, 1, 1, 0, 1]
+    samples = samples_of(made)
+
+    def causes(staleness: int) -> list[str]:
+        for sample in samples:
+            sample.staleness = staleness
+        [(micro, indices)] = pack(samples, 100)
+        assert indices == [0, 1]
+        return [CAUSES[cause] for cause in micro.causes]
+
+    assert causes(1) == ["stale", "stale", "mixed", "mixed", "stale", "stale"]
+    assert causes(0) == ["fresh"] * 6
 
 
 def test_the_baseline_and_the_denominators_count_rollouts_without_trained_tokens(group: Make) -> None:

@@ -23,13 +23,14 @@ from transformers import (
 )
 
 from engine.errors import ConfigError
-from engine.lora import Lora, add_adapter
 from engine.protocols import Batch
 from engine.training import gradients, layout
 from engine.training.advantages import set_advantages
 from engine.training.batch import Packing, Sample, pack, samples_of, units_of
+from engine.training.device import choose_attention
 from engine.training.gradients import Policy, accumulate_gradient, checkpoint_layers
 from engine.training.layout import Layout, Prefix, buckets_of, load_of, split
+from engine.training.lora import Lora, add_adapter
 from engine.training.model_scorer import load_reference
 from engine.training.model_trainer import ModelTrainer
 from engine.training.packed_attention import packed_attention
@@ -154,7 +155,7 @@ def test_scores_and_a_whole_step_are_those_of_padded_rows(
     for mine, expected in zip(other.policy.score(samples), plain.policy.score(samples), strict=True):
         assert torch.allclose(mine, expected, atol=1e-5)
     expected_metrics, metrics = (one.train(as_batch(0, uneven(group))) for one in (plain, other))
-    for metric in ("loss", "grad_norm", "entropy", "reference_kl_k3", "logprob_gap_max"):
+    for metric in ("loss", "grad_norm", "entropy_estimate", "reference_kl_k3", "logprob_gap_max"):
         assert metrics[metric] == pytest.approx(expected_metrics[metric], rel=1e-4, abs=1e-6), metric
     weights = other.weights()
     assert all(torch.allclose(weights[name], value, atol=1e-5) for name, value in plain.weights().items())
@@ -202,6 +203,18 @@ def test_attention_is_that_of_each_trajectory_alone(data: st.DataObject) -> None
     weights = torch.randn_like(packed)
     found, wanted = (torch.autograd.grad((one * weights).sum(), (query, key, value)) for one in (packed, expected))
     assert all(torch.allclose(mine, other, atol=1e-12) for mine, other in zip(found, wanted, strict=True))
+
+
+def test_cudas_attention_needs_no_plans() -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        choose_attention(CPU)
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        choose_attention(torch.device("cuda"))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 @pytest.mark.parametrize(("asked", "causal"), [({"softcap": 5.0}, True), ({"s_aux": torch.ones(2)}, True), ({}, False)])

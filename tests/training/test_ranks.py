@@ -72,8 +72,8 @@ def test_three_steps_equal_those_of_one_rank_and_resume_on_any_number(
             for name, value in expected[begins].items():
                 if not name.startswith("seconds_"):
                     assert metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
-            told = [rollout for own in trainer.rollout_figures() for rollout in own]
-            for mine, rollout in zip(told, chain.from_iterable(figures[begins]), strict=True):
+            gathered = [rollout for own in trainer.rollout_figures() for rollout in own]
+            for mine, rollout in zip(gathered, chain.from_iterable(figures[begins]), strict=True):
                 assert mine == pytest.approx(rollout, rel=1e-3, abs=1e-5), "every rank's share is known"
             trainer.save(str(tmp_path / f"step-{begins + 1}"), begins + 1)
             final = {name: value.clone() for name, value in trainer.weights().items()}
@@ -98,6 +98,20 @@ def test_a_rank_with_fewer_passes_or_none_joins_the_others(
         assert close_to(trainer.weights(), alone.weights())
 
 
+def test_ranks_leave_out_a_trajectory_that_one_of_them_cannot_compute(
+    flawed_path: str, flawed_batch: MakeBatch
+) -> None:
+    settings = {"policy_mini_batch_size": 0, "micro_batch_tokens": 12, "kl_loss_coef": 0.0}
+    with of_ranks(1, flawed_path, **settings) as alone, of_ranks(2, flawed_path, **settings) as trainer:
+        for step in range(2):
+            expected, metrics = alone.train(flawed_batch(step)), trainer.train(flawed_batch(step))
+            assert metrics["nonfinite_trajectories"] == expected["nonfinite_trajectories"] == 1
+            assert metrics["optimizer_steps"] == 1
+            assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+        found, weights = ({name: value.nan_to_num() for name, value in of.weights().items()} for of in (trainer, alone))
+        assert close_to(found, weights)
+
+
 def other_model(folder: Path) -> str:
     config = LlamaConfig(
         vocab_size=12, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
@@ -110,7 +124,7 @@ def alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
 
-def test_an_error_of_all_ranks_is_raised_and_one_that_is_killed_ends_the_others_and_the_trainer(
+def test_an_error_of_all_ranks_is_raised_and_a_killed_rank_ends_the_whole_trainer(
     model_path: str, batch: MakeBatch, tmp_path: Path
 ) -> None:
     with of_ranks(2, model_path) as trainer:
@@ -129,7 +143,7 @@ def test_an_error_of_all_ranks_is_raised_and_one_that_is_killed_ends_the_others_
             trainer.weights()
 
 
-def test_of_a_trainer_with_a_stopped_rank_every_rank_writes_its_stacks_and_ends_with_it(
+def test_with_a_stopped_rank_every_rank_writes_its_stacks_and_ends_with_its_trainer(
     model_path: str, batch: MakeBatch, tmp_path: Path
 ) -> None:
     file = stacks_file(tmp_path, "trainer")
@@ -140,7 +154,7 @@ def test_of_a_trainer_with_a_stopped_rank_every_rank_writes_its_stacks_and_ends_
         os.waitid(os.P_PID, pids[1], os.WSTOPPED | os.WNOWAIT)
         assert dump_stacks(os.getpid(), file) == f"its stacks are in {file}"
         own, first, second = re.split(f", started by process {os.getpid()},", file.read_text())
-        assert "in test_of_a_trainer_with_a_stopped_rank" in own and f"process {pids[0]}" in own
+        assert "in test_with_a_stopped_rank" in own and f"process {pids[0]}" in own
         assert "engine/training/rank_process.py" in first and f"process {pids[1]}" in first
         assert "T (stopped)" in second
         failures: list[Exception] = []
@@ -244,7 +258,7 @@ def of_failing_ranks(model_path: str, faults: Path) -> Iterator[Any]:
         trainer.close()
 
 
-def test_a_step_that_fails_in_one_rank_is_undone_in_all_unless_it_leaves_a_pass_half_way(
+def test_a_step_failing_in_one_rank_is_undone_in_all_unless_a_pass_is_left_half_way(
     model_path: str, batch: MakeBatch, group: Callable[..., Any], as_batch: Callable[..., Batch], tmp_path: Path
 ) -> None:
     with of_failing_ranks(model_path, tmp_path) as trainer, of_failing_ranks(model_path, tmp_path) as spared:

@@ -177,6 +177,7 @@ def test_diagnostics_by_hand() -> None:
     #   clip shares: one of four each.  ratio mean: 5 / 4 = 1.25.
     #   k3 = r - 1 - ln r: 2 - 1 - 0.6931472 = 0.3068528 twice, 0.5 - 1 + 0.6931472 = 0.1931472 twice; mean 0.25.
     #   ess of the raw ratios: (5)² / (4 · (4 + 4 + 0.25 + 0.25)) = 25 / 34 = 0.7352941.
+    #   entropy estimate: -ln 0.4 = 0.9162907 twice and -ln 0.1 = 2.3025851 twice, mean 1.6094379.
     #   k1 = -ln r: -0.6931472 twice and 0.6931472 twice, mean 0.  k2 = ln² r / 2 = 0.2402265 of each.
     diagnostics = Diagnostics(TrainerSettings())
     for half in (slice(0, 2), slice(2, 4)):
@@ -189,7 +190,7 @@ def test_diagnostics_by_hand() -> None:
             "clip_share_low": 0.25,
             "clip_share_high": 0.25,
             "approx_kl": 0.25,
-            "entropy": 1.5,
+            "entropy_estimate": 1.6094379,
             "ratio_mean": 1.25,
             "tis_truncated_share": 0.0,
             "ess": 25 / 34,
@@ -201,6 +202,9 @@ def test_diagnostics_by_hand() -> None:
             "behavior_kl_k3_stale_0": 0.25,
             "logprob_gap_max": 0.6931472,
             "logprob_gap_max_fresh": 0.6931472,
+            "token_share_fresh": 1.0,
+            "ratio_mean_fresh": 1.25,
+            "logprob_gap_mean_fresh": 0.6931472,
         },
         rel=1e-5,
         abs=1e-7,

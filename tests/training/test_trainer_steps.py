@@ -13,6 +13,7 @@ from engine.errors import ConfigError, TrainerSpoiled
 from engine.protocols import Batch
 from engine.training import gradients, model_trainer
 from engine.training.advantages import set_advantages
+from engine.training.gradients import entropy_of
 from engine.training.model_trainer import ModelTrainer
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import TrajectoryGroup
@@ -21,12 +22,13 @@ MakeBatch = Callable[..., Batch]
 Make = Callable[..., TrajectoryGroup]
 
 METRICS = {
-    "loss", "grad_norm", "lr", "clip_share_low", "clip_share_high", "approx_kl", "entropy", "ratio_mean",
+    "loss", "grad_norm", "lr", "clip_share_low", "clip_share_high", "approx_kl", "entropy_estimate", "ratio_mean",
     "tis_truncated_share", "ess", "reward_mean", "reward_std", "response_tokens", "zero_advantage_groups",
     "behavior_kl_k1", "behavior_kl_k2", "behavior_kl_k3", "token_share_stale_0", "ratio_mean_stale_0",
     "behavior_kl_k3_stale_0", "advantage_std", "advantage_abs_max",
     "segments", "optimizer_steps", "nonfinite_minibatches", "nonfinite_trajectories", "trained_token_share",
-    "logprob_gap_max", "logprob_gap_max_fresh", "seconds_train", "seconds_pack", "seconds_score",
+    "logprob_gap_max", "logprob_gap_max_fresh", "token_share_fresh", "ratio_mean_fresh", "logprob_gap_mean_fresh",
+    "seconds_train", "seconds_pack", "seconds_score",
     "seconds_snapshot", "seconds_forward_backward", "seconds_optimizer",
 }  # fmt: skip
 
@@ -63,6 +65,27 @@ def test_optimizer_steps_are_batch_over_minibatch(
     taken = count_steps(trainer, monkeypatch)
     metrics = trainer.train(batch(0))
     assert len(taken) == steps == trainer.optimizer_steps == metrics["optimizer_steps"]
+
+
+@pytest.mark.parametrize(("old_policy", "fresh"), [("behavior", 0.5), ("proximal", 1.0)])
+def test_gaps_are_fresh_until_an_optimizer_step_moves_the_weights(
+    model_path: str, batch: MakeBatch, old_policy: str, fresh: float
+) -> None:
+    settings = TrainerSettings(policy_mini_batch_size=2, old_policy=old_policy)
+    metrics = ModelTrainer(model_path, settings).train(batch(0))
+    assert metrics["token_share_fresh"] == pytest.approx(fresh)
+    assert metrics.get("token_share_moved", 0.0) == pytest.approx(1.0 - fresh)
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.1])
+def test_the_entropy_is_computed_only_for_its_loss_term(
+    model_path: str, batch: MakeBatch, monkeypatch: pytest.MonkeyPatch, coefficient: float
+) -> None:
+    computed: list[int] = []
+    monkeypatch.setattr(gradients, "entropy_of", lambda logprobs: computed.append(1) or entropy_of(logprobs))
+    metrics = ModelTrainer(model_path, TrainerSettings(entropy_coef=coefficient)).train(batch(0))
+    assert bool(computed) == ("entropy" in metrics) == bool(coefficient)
+    assert metrics["entropy_estimate"] > 0
 
 
 def test_the_warm_up_counts_optimizer_steps_not_train_steps(model_path: str, batch: MakeBatch) -> None:
@@ -191,6 +214,45 @@ def test_a_trajectory_that_is_not_finite_is_left_out_and_counted(model_path: str
     assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"packing": "off"}, {"packing": "on", "shared_prompts": "on"}, {"micro_batch_tokens": 4}, {"bf16": "on"},
+     {"policy_mini_batch_size": 1, "old_policy": "proximal"}],
+    ids=["padded", "packed", "a pass each", "bfloat16", "scored before"],
+)  # fmt: skip
+def test_a_forward_pass_that_is_not_finite_costs_its_trajectory_alone(
+    flawed_path: str, flawed_batch: MakeBatch, options: dict[str, Any]
+) -> None:
+    """The others are trained as if it had had no advantage: 0 times NaN must not reach the weights they share."""
+    settings = TrainerSettings(learning_rate=1e-2, **options)
+    trainer, reference = ModelTrainer(flawed_path, settings), ModelTrainer(flawed_path, settings)
+
+    def without(groups: Any, settings: TrainerSettings) -> None:
+        set_advantages(groups, settings)
+        groups[0][1].advantage = 0.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_trainer, "set_advantages", without)
+        expected = reference.train(flawed_batch(0))
+    metrics = trainer.train(flawed_batch(0))
+    assert (metrics["nonfinite_trajectories"], metrics["nonfinite_minibatches"]) == (1, 0)
+    assert metrics["optimizer_steps"] == expected["optimizer_steps"]
+    for name in ("loss", "grad_norm", "entropy_estimate", "trained_token_share"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-5), name
+    for name, value in reference.weights().items():
+        assert torch.allclose(trainer.weights()[name], value, atol=1e-6, equal_nan=True), name
+
+
+def test_a_minibatch_without_a_finite_trajectory_is_skipped(flawed_path: str, group: Make, as_batch: MakeBatch) -> None:
+    """Of a model whose weights are NaN, for example: no optimizer step must look as if it had learned something."""
+    trainer = ModelTrainer(flawed_path, TrainerSettings(learning_rate=1e-2))
+    before = trainer.weights()
+    metrics = trainer.train(as_batch(0, [group(0, [1.0, 0.0], prompt=[2, 15])]))
+    assert (metrics["nonfinite_trajectories"], metrics["nonfinite_minibatches"]) == (2, 1)
+    assert metrics["optimizer_steps"] == 0
+    assert all(value.equal(before[name]) for name, value in trainer.weights().items() if "embed" not in name)
+
+
 def test_a_gradient_that_is_not_finite_skips_its_minibatch(model_path: str, batch: MakeBatch) -> None:
     """The minibatch of groups 0 and 1 is spoiled, that of 2 and 3 is sound: as if only the latter had been there."""
     settings = TrainerSettings(policy_mini_batch_size=2, learning_rate=1e-2)
@@ -208,7 +270,7 @@ def test_a_gradient_that_is_not_finite_skips_its_minibatch(model_path: str, batc
     expected = reference.train(sound)
     assert (metrics["nonfinite_minibatches"], metrics["optimizer_steps"]) == (1, 1)
     assert same(trainer.weights(), reference.weights())
-    assert (metrics["loss"], metrics["entropy"]) == (expected["loss"], expected["entropy"])
+    assert (metrics["loss"], metrics["entropy_estimate"]) == (expected["loss"], expected["entropy_estimate"])
 
 
 @pytest.mark.parametrize("minibatch", [4, 2], ids=["one minibatch", "two minibatches"])
@@ -313,8 +375,8 @@ def test_bfloat16_autocast_trains_float32_weights(model_path: str, batch: MakeBa
     rounded, reference = trainer.train(batch(0)), exact.train(batch(0))
     assert all(value.dtype == torch.float32 for value in trainer.weights().values())
     assert rounded["nonfinite_minibatches"] == 0
-    assert rounded["entropy"] != reference["entropy"]
-    assert rounded["entropy"] == pytest.approx(reference["entropy"], rel=0.02)
+    assert rounded["entropy_estimate"] != reference["entropy_estimate"]
+    assert rounded["entropy_estimate"] == pytest.approx(reference["entropy_estimate"], rel=0.02)
 
 
 @pytest.mark.parametrize("loss", ["ppo_clip", "decoupled_ppo"])
@@ -353,7 +415,7 @@ def play(trainer: ModelTrainer, group: Make, number: int, target: int, draws: to
 
 
 def test_one_optimizer_step_is_undone_without_a_copy(model_path: str, batch: MakeBatch, monkeypatch: Any) -> None:
-    monkeypatch.setattr(model_trainer, "Snapshot", None)
+    monkeypatch.setattr(model_trainer, "ModelSnapshot", None)
     trainer, spared = (ModelTrainer(model_path, TrainerSettings(learning_rate=1e-2)) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *given: 1 / 0)
@@ -370,7 +432,7 @@ def test_one_rank_whose_loss_fails_makes_no_further_pass(
     trainer = ModelTrainer(model_path, TrainerSettings(micro_batch_tokens=12))
     passes: list[Any] = []
     compute = trainer.policy.logprobs
-    monkeypatch.setattr(trainer.policy, "logprobs", lambda micro: passes.append(micro) or compute(micro))
+    monkeypatch.setattr(trainer.policy, "logprobs", lambda micro, **_: passes.append(micro) or compute(micro))
     trainer.train(batch(0))
     assert len(passes) > 1
     passes.clear()
@@ -385,7 +447,7 @@ def test_a_copy_that_cannot_be_restored_spoils_the_trainer(
 ) -> None:
     trainer = ModelTrainer(model_path, TrainerSettings(policy_mini_batch_size=2))
     count_steps(trainer, monkeypatch, fail_at=2)
-    monkeypatch.setattr(model_trainer.Snapshot, "restore", lambda snapshot: 1 / 0)
+    monkeypatch.setattr(model_trainer.ModelSnapshot, "restore", lambda snapshot: 1 / 0)
     with pytest.raises(TrainerSpoiled, match="out of memory; the step cannot be undone: ZeroDivisionError"):
         trainer.train(batch(0))
 

@@ -7,7 +7,7 @@ from token_generator import TokenGenerator
 from engine.commands import PauseReplica, ResumeReplica
 from engine.events import StepTrained, SyncFailed
 from engine.protocols import Generated, GroupWork
-from engine.record import Handled, read
+from engine.record import read
 
 
 class Sleepy(TokenGenerator):
@@ -41,14 +41,13 @@ def check_asleep_at_each_step(record: Any, steps: int) -> None:
     """From the record: whoever was sent to sleep, and not resumed since, as each step was trained."""
     asleep: set[int] = set()
     trained = 0
-    for frame in read(record).frames():
-        if not isinstance(frame, Handled):
-            continue
-        assert not isinstance(frame.event, SyncFailed), frame.event.reason
-        if isinstance(frame.event, StepTrained):
-            assert asleep == {0, 1}, f"step {frame.event.step} was trained while somebody was awake"
-            trained += 1
-        for command in frame.commands:
+    for tick in read(record).ticks():
+        for event in tick.events:
+            assert not isinstance(event, SyncFailed), event.reason
+            if isinstance(event, StepTrained):
+                assert asleep == {0, 1}, f"step {event.step} was trained while somebody was awake"
+                trained += 1
+        for command in tick.commands:
             if isinstance(command, PauseReplica) and command.mode == "sleep":
                 asleep.add(command.replica)
             if isinstance(command, ResumeReplica):

@@ -51,7 +51,7 @@ def test_groups_that_are_ended_are_answered_together_and_so_is_one_that_is_over(
             on.worker.carry_out(AbortGroup(group=group, attempt=1, number=number, **WHO))
         assert on.done == []
         await on.settle()
-        assert sorted(number for told in on.done for number in told) == [11, 12, 13] and len(on.done) <= 2
+        assert sorted(number for orders in on.done for number in orders) == [11, 12, 13] and len(on.done) <= 2
         on.start(1, attempt=2)
         on.worker.carry_out(AbortGroup(group=1, attempt=1, number=12, **WHO))
         await on.settle()
@@ -60,7 +60,7 @@ def test_groups_that_are_ended_are_answered_together_and_so_is_one_that_is_over(
     play(scene)
 
 
-def test_a_replica_that_resumes_is_answered_after_what_was_ordered_before_and_so_is_a_repeat() -> None:
+def test_an_order_to_resume_is_answered_after_earlier_orders_and_so_is_a_repeat() -> None:
     async def scene() -> None:
         on = Stage(TokenGenerator(length=3))
         on.start(0)
@@ -73,7 +73,7 @@ def test_a_replica_that_resumes_is_answered_after_what_was_ordered_before_and_so
         assert on.done == [], "a group runs yet, so it is not even paused"
         on.generator.tick(3)
         await on.settle()
-        assert {number for told in on.done for number in told} == {5}
+        assert {number for orders in on.done for number in orders} == {5}
         on.worker.carry_out(resume)
         await on.settle()
         assert on.done[-1] == (5,) and len(on.done) >= 2
@@ -97,7 +97,7 @@ def test_one_that_cannot_resume_is_broken_and_does_not_answer() -> None:
     play(scene)
 
 
-def test_measuring_that_is_stopped_is_answered_and_a_repeat_stops_nothing_that_was_begun_since() -> None:
+def test_an_order_to_stop_measuring_is_answered_and_its_repeat_stops_nothing_newer() -> None:
     """A scheduler that takes over orders again what is open, oldest first: the stop, then the rows after it."""
 
     async def scene() -> None:

@@ -112,8 +112,8 @@ def test_what_is_the_replica_s_fault_fails_the_chunk() -> None:
         lost.worker.carry_out(measure())
         await on.until(2)
         await lost.until(1)
-        told = {event.chunk: event.reason for event in news(on, RowsFailed)}
-        reasons = [told[0], told[1], news(lost, RowsFailed)[0].reason]
+        by_chunk = {event.chunk: event.reason for event in news(on, RowsFailed)}
+        reasons = [by_chunk[0], by_chunk[1], news(lost, RowsFailed)[0].reason]
         assert ["out of memory" in reasons[0], "there are 6 held-out" in reasons[1], "no evaluator" in reasons[2]] == [
             True
         ] * 3
@@ -130,6 +130,19 @@ def test_a_response_without_a_finite_reward_is_not_measured(reward: Any) -> None
         await on.until(1)
         (event,) = news(on, RowsMeasured)
         assert (event.measured, event.right, event.reward) == (0, 0, 0.0)
+
+    play(scene)
+
+
+def test_a_response_with_a_malformed_part_of_its_reward_is_not_measured() -> None:
+    async def scene() -> None:
+        on = stage(Answering())
+        on.generator.parts = {0: {"right": math.nan}, 1: {"right": "high"}, 2: {"right": 1.0}}
+        on.generator.let.set()
+        on.worker.carry_out(measure())
+        await on.until(1)
+        (event,) = news(on, RowsMeasured)
+        assert event.rows == (2,)
 
     play(scene)
 
@@ -207,7 +220,7 @@ def test_rows_wait_for_the_weights_that_were_ordered_before_them() -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
-def test_what_is_stopped_reports_nothing_and_samples_nothing_once_the_replica_is_paused(mode: str) -> None:
+def test_stopped_measuring_reports_nothing_and_samples_nothing_in_a_paused_replica(mode: str) -> None:
     async def scene() -> None:
         on = stage(Answering())
         on.worker.carry_out(measure())

@@ -12,7 +12,7 @@ from engine.events import GroupAborted, GroupGenerated, ReplicaPaused, SyncFaile
 
 
 class Sleepy(TokenGenerator):
-    """Counts as asleep between `sleep` and `wake`; raises where it is told to."""
+    """Counts as asleep between `sleep` and `wake`; raises in the calls that `fails` names."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

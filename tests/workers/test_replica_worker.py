@@ -6,9 +6,12 @@ import logging
 import math
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from token_generator import TokenGenerator
 
@@ -42,6 +45,8 @@ from engine.ids import NO_VERSION
 from engine.protocols import Generated, GroupWork
 from engine.runtime.local import SimpleGenerator, response
 from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
+from engine.runtime.trajectory_service import PackedTrajectories, TrajectoryService
+from engine.storage.group_codec import pack_group, unpack_group
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 from engine.workers.group_reports import all_finite
 from engine.workers.measurement import HeldOut
@@ -166,7 +171,7 @@ def test_a_repeated_order_and_one_for_another_life_change_nothing() -> None:
     play(scene)
 
 
-def test_orders_about_weights_and_cuts_that_are_repeated_after_their_end_change_nothing() -> None:
+def test_repeated_orders_about_weights_and_cuts_change_nothing_after_their_end() -> None:
     """As a scheduler does that has been built again from its record."""
 
     async def scene() -> None:
@@ -195,7 +200,7 @@ def test_orders_about_weights_and_cuts_that_are_repeated_after_their_end_change_
     play(scene)
 
 
-def test_abort_reports_every_partial_before_the_pause_and_another_replica_goes_on_from_them() -> None:
+def test_abort_reports_all_partials_before_the_pause_and_another_replica_continues() -> None:
     async def scene() -> None:
         first, second = Stage(TokenGenerator(length=6)), Stage(TokenGenerator(length=6, free=True))
         second.worker._trajectories = first.trajectories
@@ -336,9 +341,9 @@ def test_ended_trajectories_are_reported_once_they_make_room_for_a_group() -> No
         third.finished(1)
         assert reported() == [(0, 2), (1, 1), (2, 1)]
         third.finished(4)
-        assert not reported()
+        assert reported() == [(2, 4)], "all of its own: it waits for its rewards"
         second.finished(2)
-        assert reported() == [(1, 2), (2, 4)]
+        assert reported() == [(1, 2)]
         stage.worker.carry_out(AbortGroup(group=2, attempt=1, number=1, **WHO))
         await stage.settle()
         third.finished(4)
@@ -347,11 +352,60 @@ def test_ended_trajectories_are_reported_once_they_make_room_for_a_group() -> No
         second.finished(3)
         assert not reported(), "6 of 8: as many groups as the 4 reported"
         first.finished(4)
+        assert reported() == [(0, 4), (1, 3)]
         second.finished(4)
-        assert reported() == [(0, 4), (1, 4)]
-        with pytest.raises(EngineError, match="5 trajectories of group 0 ended, but it has 4"):
-            first.finished(5)
+        assert reported() == [(1, 4)]
+        for odd in (5, -1, 2.0, "2", True, None):
+            with pytest.raises(
+                EngineError, match=r"finished\(.*\) of group 0: give a whole number from 0 to 4, how many"
+            ):
+                first.finished(odd)
         await stage.worker.close()
+
+    play(scene)
+
+
+def test_a_generator_may_report_from_any_thread_and_in_numbers_of_numpy() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=4), prefixes=2)
+        stage.start()
+        await stage.settle()
+        (work,) = stage.generator.works
+        await asyncio.to_thread(work.finished, numpy.int64(2))
+        (ended,) = await stage.until(1)
+        assert isinstance(ended, GroupProgressed) and type(ended.finished) is int and ended.finished == 2
+        prefix = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[response([1, 2], reward=0.0, version=0)])
+        assert work.save is not None
+        await asyncio.to_thread(work.save, prefix)
+        *_, stored = await stage.until(2)
+        assert isinstance(stored, PrefixStored) and stored.tokens == 2
+        await asyncio.to_thread(work.progress)
+        *_, progressed = await stage.until(3)
+        assert isinstance(progressed, GroupProgressed)
+        with pytest.raises(EngineError, match=r"finished\(3\) of group 0: "):
+            await asyncio.to_thread(work.finished, 3)
+        await stage.worker.close()
+
+    play(scene)
+
+
+def test_a_saved_prefix_writes_only_the_new_tokens(tmp_path: Path) -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=2000), prefixes=100)
+        service = TrajectoryService(tmp_path)
+        stage.worker._trajectories = PackedTrajectories(service, lambda process: nullcontext())
+        stage.start()
+        await stage.settle()
+        for saved in range(1, 20):
+            stage.generator.tick(100)
+            await stage.until(saved)
+        packed = await service.partial(0)
+        assert packed is not None
+        group = unpack_group(packed)
+        assert group.tokens == 2 * 1900
+        assert (await service.stats()).disk_bytes < 1.5 * len(pack_group(group))
+        await stage.worker.close()
+        await service.close()
 
     play(scene)
 
@@ -595,7 +649,7 @@ def test_a_late_abort_of_an_old_attempt_leaves_what_a_newer_one_left_elsewhere()
         await stage.trajectories.put(newer, attempt=2)
         stage.worker.carry_out(AbortGroup(group=0, attempt=1, number=0, **WHO))
         await stage.settle()
-        assert stage.trajectories.store.partial(0) is newer
+        assert stage.trajectories.store.partial(0) == newer
 
     play(scene)
 
@@ -618,7 +672,7 @@ def test_an_attempt_aborted_while_it_is_kept_leaves_what_a_newer_one_left_elsewh
         stage.start()
         await stage.settle()
         assert stage.worker.running == 0 and stage.events == []
-        assert stage.trajectories.store.partial(0) is newer
+        assert stage.trajectories.store.partial(0) == newer
 
     play(scene)
 
@@ -640,12 +694,12 @@ def test_a_new_attempt_waits_for_the_end_of_the_old_one_and_only_it_reports() ->
 
 def test_a_stale_put_never_replaces_what_a_later_attempt_left() -> None:
     trajectories = LocalTrajectories()
-    late, newer = (TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[]) for _ in range(2))
+    late, newer = (TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[good()] * count) for count in (1, 2))
 
     async def scene() -> None:
         await trajectories.put(newer, attempt=2)
         await trajectories.put(late, attempt=1)
-        assert trajectories.store.partial(0) is newer
+        assert trajectories.store.partial(0) == newer
         await trajectories.discard([0])
         assert trajectories.store.stats().bytes == 0
         with pytest.raises(EngineError, match=r"does not hold groups \[0\]"):
@@ -697,12 +751,24 @@ def good(**changes: Any) -> Trajectory:
         ([good(), good(spans=[Span(0, 1, 0)])], "infrastructure", "spans cover 1 of 2 tokens"),
         ([good(), good(spans=[Span(1, 2, 0)])], "infrastructure", "must start at 0, where the previous span ends"),
         ([good(), good(spans=[Span(0, 2, 5)])], "infrastructure", "have version 5, but it must be 0 to 0"),
-        ([good(), good(spans=[(0, 2)])], "infrastructure", "is not (start, stop, version)"),
+        ([good(), good(spans=[(0, 2, 0)])], "infrastructure", "span (0, 2, 0) is a tuple, not a Span"),
         ([good(), good(finish_reason="")], "infrastructure", "it has no finish_reason"),
         ([good(), good(reward=None)], "data", "prompt row 3): it has no reward"),
         ([good(), good(reward=math.nan)], "data", "its reward is nan, not a finite number"),
         ([good(), good(reward="high")], "data", "its reward is a str, not a number"),
         ([good(), good(reward=Pair())], "data", "its reward is a Pair, not a number"),
+        ([good(), good(reward_parts=None)], "infrastructure", "1 of group 0: reward_parts is a NoneType, not a dict"),
+        (
+            [good(), good(reward_parts={"a": "b"})],
+            "infrastructure",
+            "1 of group 0: reward_parts has 'a': 'b', which must",
+        ),
+        ([good(), good(reward_parts={"a": math.nan})], "infrastructure", "reward_parts has 'a': nan, which must be a"),
+        ([good(), good(reward_parts={1: 1.0})], "infrastructure", "reward_parts has 1: 1.0, which must be a name"),
+        ([good(), good(figures=[1.0])], "infrastructure", "1 of group 0: figures is a list, not a dict"),
+        ([good(), good(figures={"turns": None})], "infrastructure", "figures has 'turns': None, which must be a name"),
+        ([good(), good(unparsable=0.5)], "infrastructure", "1 of group 0: unparsable is a float, not a bool"),
+        ([good(), good(step_rewards=None)], "infrastructure", "step_rewards is a NoneType, not a list"),
         ([good(reward=1e308), good(reward=1e308)], "data", "too large to compute their mean and spread"),
         ([good(reward=-1e308), good(reward=1e308)], "data", "its rewards, from -1e+308 to 1e+308, are too large"),
         (RuntimeError("CUDA out of memory"), "infrastructure", "RuntimeError: CUDA out of memory"),

@@ -53,7 +53,7 @@ def test_figures_of_sources_are_of_the_groups_with_a_name() -> None:
     assert source_figures(groups) == {"code": {"groups": 1, "share": 1 / 3}, "math": math}
 
 
-def test_responses_without_texts_are_told_apart_by_their_tokens() -> None:
+def test_responses_without_texts_are_distinguished_by_their_tokens() -> None:
     figures = response_figures([group(said(), said(), said(tokens=3), said(tokens=0))])
     assert (figures["empty_share"], figures["repeated_share"]) == (1 / 4, 1 / 4)
 

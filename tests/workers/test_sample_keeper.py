@@ -149,11 +149,12 @@ def test_a_disk_that_takes_nothing_is_reported_once_and_the_run_goes_on(
         for step in range(3):
             assert isinstance(await bench.step(step), StepTrained)
         assert trainer.steps == 3
+        await bench.worker.close()
 
     with caplog.at_level(logging.WARNING):
         play(scene)
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert "samples of train step 0 cannot be written" in told and str(tmp_path / FOLDER) in told
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "samples of train step 0 cannot be written" in message and str(tmp_path / FOLDER) in message
 
 
 def test_a_disk_that_hangs_holds_a_step_up_for_a_while_only(
@@ -176,12 +177,13 @@ def test_a_disk_that_hangs_holds_a_step_up_for_a_while_only(
             await asyncio.wait([hung])
         (tmp_path / FOLDER / "step-000000.parquet").unlink(missing_ok=True)
         await bench.step(2)
+        await bench.worker.close()
 
     with caplog.at_level(logging.WARNING):
         play(scene)
     assert {row["step"] for row in kept(tmp_path)} == {2}
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert "samples of train step 0 cannot be written" in told and "has taken 0.01 s" in told
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "samples of train step 0 cannot be written" in message and "has taken 0.01 s" in message
 
 
 def test_a_run_without_samples_keeps_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,13 +73,16 @@ class Bench:
         self.events: list[Event] = []
         self.trajectories, self.weights = LocalTrajectories(), LocalWeights()
         self._news = asyncio.Event()
-        shared: dict[str, Any] = {"trajectories": self.trajectories, "weights": self.weights, "emit": self._emit}
+        self.broken: list[str] = []
+        shared: dict[str, Any] = {
+            "trajectories": self.trajectories, "weights": self.weights, "emit": self._emit,
+            "broken": self.broken.append,
+        }  # fmt: skip
         self.reader, self.learner = Reader(), Learner()
         self.scorer = ScorerWorker(scorer=self.reader, ask=self._ask, **shared)
         self.trainer = TrainerWorker(
             trainer=self.learner,
             report=lambda *_: None,
-            broken=lambda reason: None,
             scored_apart=["old_logprobs"],
             hands_over=True,
             **shared,
@@ -161,7 +164,7 @@ def test_weights_of_any_other_step_are_never_scored_under() -> None:
     play(scene)
 
 
-def test_weights_that_could_not_be_handed_over_are_handed_over_again_when_a_scorer_asks() -> None:
+def test_weights_that_could_not_be_handed_over_are_when_a_scorer_asks_again() -> None:
     async def scene(bench: Bench) -> None:
         await bench.score(0)
         bench.learner.fails_at = (1,)

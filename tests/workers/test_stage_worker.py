@@ -13,7 +13,7 @@ from engine.errors import DataFailure, EngineError
 from engine.events import Event, GroupGenerated, StateFailed, StateLeft
 from engine.protocols import Generated, GroupWork
 from engine.rollout.reward_parts import RewardPart, RewardParts
-from engine.rollout.scoring import MAX_HANGING_CALLS, RewardWork, Scorer
+from engine.rollout.scoring import MAX_HANGING_CALLS, Grader, RewardWork
 from engine.runtime.local import response
 from engine.runtime.local.local_processes import LocalTrajectories
 from engine.states.limits import REWARDING
@@ -148,6 +148,16 @@ async def no_number(group: TrajectoryGroup) -> Any:
     return group
 
 
+async def odd_part(group: TrajectoryGroup) -> Any:
+    (await praise(group)).trajectories[1].reward_parts = {"right": None}  # type: ignore[dict-item]
+    return group
+
+
+async def odd_text(group: TrajectoryGroup) -> Any:
+    (await praise(group)).trajectories[1].text = None  # type: ignore[assignment]
+    return group
+
+
 async def bad_row(group: TrajectoryGroup) -> Any:
     raise DataFailure("row 7 has no rubric")
 
@@ -170,6 +180,8 @@ async def cancelled(group: TrajectoryGroup) -> Any:
         (nothing, "infrastructure", "must return the group, not NoneType"),
         (no_rewards, "data", "trajectory 0: it has no reward"),
         (no_number, "data", "trajectory 2: its reward is nan"),
+        (odd_part, "data", "group 3, trajectory 1: reward_parts has 'right': None, which must be a name"),
+        (odd_text, "data", "group 3, trajectory 1: text is a NoneType, not a str"),
         (bad_row, "data", "row 7 has no rubric"),
         (broken, "infrastructure", "RuntimeError: the judge is away"),
         (cancelled, "infrastructure", "CancelledError: by its own client"),
@@ -217,8 +229,8 @@ def test_the_calls_of_a_reward_have_a_time_of_their_own_and_may_get_stuck(stuck:
         return 1.0
 
     def bench() -> Bench:
-        scorer = Scorer(Digits(), reward, threads=stuck, timeout_s=0.01)
-        return Bench(RewardWork(scorer), timeout_s=1e-9, state=REWARDING)
+        grader = Grader(Digits(), reward, threads=stuck, timeout_s=0.01)
+        return Bench(RewardWork(grader), timeout_s=1e-9, state=REWARDING)
 
     async def scene(bench: Bench) -> None:
         for number in range(10, 10 + stuck):
@@ -243,7 +255,7 @@ def test_the_processes_of_a_reward_end_with_the_worker() -> None:
 
     def bench() -> Bench:
         part = RewardPart(function=lambda *_: 1.0, close=lambda: closed.append("reward"))
-        return Bench(RewardWork(Scorer(Digits(), RewardParts((part,)))), state=REWARDING)
+        return Bench(RewardWork(Grader(Digits(), RewardParts((part,)))), state=REWARDING)
 
     async def scene(bench: Bench) -> None:
         await bench.worker.close()
@@ -326,8 +338,8 @@ def test_rewards_may_be_left_out_where_they_are_given_later_and_only_there() -> 
     group = TrajectoryGroup(group=1, prompt=PROMPT, trajectories=[response([5], reward=0.0, version=0)])
     group.trajectories[0].reward = None
     check_generated(work, Generated(group=group), INITIAL, rewarded=False)
-    told = generated_event(group, 1, 0, 1)
-    assert isinstance(told, GroupGenerated) and (told.trainable, told.reward_mean) == (1, 0.0)
+    event = generated_event(group, 1, 0, 1)
+    assert isinstance(event, GroupGenerated) and (event.trainable, event.reward_mean) == (1, 0.0)
     with pytest.raises(DataFailure, match="it has no reward"):
         check_generated(work, Generated(group=group), INITIAL)
     group.trajectories[0].reward = math.inf

@@ -3,11 +3,9 @@
 from typing import Any
 
 import pytest
-import torch
 
 from engine.protocols import Batch
 from engine.states.limits import Limits, Pool
-from engine.training.masters import Masters, move
 from engine.workers.trainer import with_offloading
 
 BATCH = Batch(step=0, groups=[], staleness=[])
@@ -94,16 +92,3 @@ def test_a_trainer_takes_turns_where_replicas_stand_in_its_pool() -> None:
     assert Limits(**figures, pools=(both,)).trains_in_turns  # type: ignore[arg-type]
     for pools in ((), (train,), (train, scored)):
         assert not Limits(**figures, pools=pools).trains_in_turns  # type: ignore[arg-type]
-
-
-def test_models_and_what_the_optimizer_remembers_of_them_move() -> None:
-    """To the device of shapes alone, which every machine has."""
-    model = torch.nn.Linear(2, 3)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    move([model], Masters(), optimizer, torch.device("meta"))
-    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    assert len(moments) == 4 and {moment.device.type for moment in moments} == {"meta"}

@@ -1,22 +1,41 @@
 """What would end a process, raised by a user's own code, costs one attempt like any other exception."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.commands import EnterState, InstallWeights, MeasureRows, PauseReplica, StageWeights, StartGroup, TrainStep
+from engine.commands import (
+    Command,
+    EnterState,
+    InstallWeights,
+    MeasureRows,
+    PauseReplica,
+    ScoreBatch,
+    StageWeights,
+    StartGroup,
+    TrainStep,
+)
 from engine.errors import DataFailure, EngineError, reason_of
 from engine.events import Event, GroupFailed, RowsFailed, StateFailed, StepFailed, SyncFailed
 from engine.gateway.runners import FunctionRunner
-from engine.protocols import Generated, GroupWork
+from engine.protocols import Batch, Generated, GroupWork
+from engine.protocols.user_code import awaited
+from engine.record.msgpack_values import CodecError
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
+from engine.runtime.plan import Plan, Rollout
+from engine.runtime.prompt_sources import listed
+from engine.runtime.worker import Peers, PlannedTrainer
+from engine.states.limits import Limits
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
-from engine.user_code import awaited
 from engine.workers.measurement import HeldOut
 from engine.workers.replica import ReplicaWorker
+from engine.workers.scorer import ScorerWorker
 from engine.workers.stage import StageWorker
 from engine.workers.trainer import TrainerWorker
 
@@ -58,15 +77,20 @@ class Stage:
     """Events of any worker, awaited one by one."""
 
     def __init__(self) -> None:
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.events: asyncio.Queue[Event | str] = asyncio.Queue()
+        """And the reasons of broken workers."""
         self.broken: list[str] = []
         self.trajectories, self.weights = LocalTrajectories(), LocalWeights()
 
     def replica(self, generator: Any, held_out: HeldOut | None = None) -> ReplicaWorker:
         return ReplicaWorker(
             replica=0, incarnation=1, generator=generator, samples=2, trajectories=self.trajectories,
-            weights=self.weights, emit=self.events.put_nowait, broken=self.broken.append, held_out=held_out,
+            weights=self.weights, emit=self.events.put_nowait, broken=self.break_it, held_out=held_out,
         )  # fmt: skip
+
+    def break_it(self, reason: str) -> None:
+        self.broken.append(reason)
+        self.events.put_nowait(reason)
 
     async def next(self) -> Any:
         return await asyncio.wait_for(self.events.get(), 60)
@@ -115,7 +139,7 @@ def test_a_generator_that_leaves_an_order_about_weights_fails_that_sync(call: st
 
 
 @exits
-def test_a_generator_that_leaves_while_it_is_watched_or_closed_breaks_only_its_replica(error: BaseException) -> None:
+def test_a_generator_that_exits_while_watched_or_closed_breaks_only_its_replica(error: BaseException) -> None:
     class Watched(Leaving):
         async def failed(self) -> str:
             raise self.error
@@ -157,13 +181,116 @@ def test_the_work_of_a_state_that_leaves_costs_one_attempt(error: BaseException)
         group = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[response([1], reward=0.0, version=0)])
         await stage.trajectories.put(group, attempt=1)
         worker = StageWorker(
-            works={"judging": leave}, trajectories=stage.trajectories, emit=stage.events.put_nowait, timeout_s=5.0
-        )
+            works={"judging": leave}, trajectories=stage.trajectories, emit=stage.events.put_nowait,
+            broken=stage.broken.append, timeout_s=5.0,
+        )  # fmt: skip
         worker.carry_out(EnterState(group=0, attempt=1, state="judging", cause=0))
         failed = await stage.next()
         assert isinstance(failed, StateFailed) and failed.cause == "infrastructure"
         assert type(error).__name__ in failed.reason
         await worker.close()
+
+    play(scene)
+
+
+def test_an_exception_outside_the_handling_of_an_order_breaks_its_worker() -> None:
+    """Whatever raises: here the worker's report."""
+
+    class Coming(SimpleTrainer):
+        def train(self, batch: Batch) -> dict[str, float]:
+            return {}
+
+        score = load = lambda self, *given: []  # type: ignore[assignment]
+
+    async def praise(group: TrajectoryGroup) -> TrajectoryGroup:
+        return group
+
+    def emit(event: Event) -> None:
+        raise CodecError("it does not fit")
+
+    async def scene() -> None:
+        stage = Stage()
+        group = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[response([1], reward=0.0, version=0)])
+        await stage.trajectories.put(group, attempt=1)
+        shared: dict[str, Any] = {"trajectories": stage.trajectories, "emit": emit, "broken": stage.break_it}
+        about: dict[str, Any] = {"weights": stage.weights, **shared}
+        workers: list[tuple[Any, Command]] = [
+            (
+                TrainerWorker(trainer=Coming(), report=lambda *figures: None, **about),
+                TrainStep(step=0, attempt=1, groups=(), staleness=(), cause=0),
+            ),
+            (
+                ScorerWorker(scorer=Coming(), ask=lambda steps: asyncio.sleep(0), **about),
+                ScoreBatch(step=0, attempt=1, task="ref_logprobs", groups=(), cause=0),
+            ),
+            (
+                StageWorker(works={"judging": praise}, **shared),
+                EnterState(group=0, attempt=1, state="judging", cause=0),
+            ),
+            (
+                ReplicaWorker(replica=0, incarnation=1, generator=SimpleGenerator(), samples=1, **about),
+                StageWeights(version=1, attempt=1, **WHO),
+            ),
+        ]
+        for worker, order in workers:
+            worker.carry_out(order)
+            assert await stage.next() == "a task of its worker failed: it does not fit"
+            await worker.close()
+
+    play(scene)
+
+
+def test_an_order_that_cannot_be_started_breaks_its_worker() -> None:
+    async def scene() -> None:
+        stage = Stage()
+        plan = Plan(
+            limits=Limits(train_batch_size=1, max_staleness_steps=0, max_concurrent_groups=1), samples=1,
+            make_rollout=lambda replica: Rollout(generator=SimpleGenerator()), make_trainer=SimpleTrainer,
+            make_prompts=lambda: listed(["?"]),
+        )  # fmt: skip
+        peers = Peers(
+            trajectories=stage.trajectories, weights=stage.weights, emit=stage.events.put_nowait,
+            report=lambda step, figures: None, broken=stage.break_it, ask_trainer=lambda steps: asyncio.sleep(0),
+        )  # fmt: skip
+        worker = PlannedTrainer(plan, 0, 1)
+        worker.carry_out(StageWeights(version=1, attempt=1, **WHO))
+        await worker.open(peers)
+        why = "its worker cannot start StageWeights: the trainer cannot execute StageWeights"
+        assert await stage.next() == why
+        worker.carry_out(PauseReplica(version=1, mode="keep", attempt=1, **WHO))
+        assert await stage.next() == why.replace("StageWeights", "PauseReplica")
+        await worker.close()
+
+    play(scene)
+
+
+def test_code_that_cancels_the_task_that_calls_it_breaks_its_worker() -> None:
+    async def cancel(*given: Any) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+
+    class Learner(SimpleTrainer):
+        train = cancel  # type: ignore[assignment]
+
+    class Sampler(SimpleGenerator):
+        stage = cancel  # type: ignore[assignment]
+
+    async def scene() -> None:
+        stage = Stage()
+        stage.weights.store.put(1, "w")
+        trainer = TrainerWorker(
+            trainer=Learner(), trajectories=stage.trajectories, weights=stage.weights, emit=stage.events.put_nowait,
+            report=lambda step, figures: None, broken=stage.break_it,
+        )  # fmt: skip
+        trainer.carry_out(TrainStep(step=0, attempt=1, groups=(), staleness=(), cause=0))
+        assert await stage.next() == "a task of its worker failed: CancelledError: canceled by other code"
+        await trainer.close()
+        replica = stage.replica(Sampler())
+        replica.carry_out(StageWeights(version=1, attempt=1, **WHO))
+        assert await stage.next() == "a task of its worker failed: CancelledError: canceled by other code"
+        await replica.close()
 
     play(scene)
 
@@ -205,6 +332,14 @@ def test_a_reward_object_that_leaves_while_it_is_read_costs_one_attempt() -> Non
     play(scene)
 
 
+@pytest.mark.parametrize("place", ["sample", "raise", "train"])
+def test_a_forked_child_that_returns_ends_and_the_run_goes_on(place: str) -> None:
+    program = Path(__file__).with_name("forking_run.py")
+    ended = subprocess.run([sys.executable, program, place], capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "parent finished 2\n"
+    assert "a process that user code forked came back to the engine and is ended" in ended.stderr
+
+
 def test_our_own_cancellation_is_no_failure() -> None:
     async def scene() -> None:
         began = asyncio.Event()
@@ -230,7 +365,7 @@ def test_our_own_cancellation_is_no_failure() -> None:
     play(scene)
 
 
-def test_an_exception_without_a_message_is_told_by_its_kind() -> None:
+def test_an_exception_without_a_message_is_named_by_its_kind() -> None:
     class Mute(DataFailure):
         def __init__(self) -> None:
             pass
@@ -240,7 +375,7 @@ def test_an_exception_without_a_message_is_told_by_its_kind() -> None:
     assert reason_of(EngineError("it broke")) == "it broke"
 
 
-def test_a_trainer_whose_error_has_no_message_fails_its_step_and_the_next_is_carried_out() -> None:
+def test_a_trainer_error_without_a_message_fails_its_step_and_the_next_one_runs() -> None:
     class Mute(Exception):
         def __str__(self) -> str:
             raise SystemExit("not even that")

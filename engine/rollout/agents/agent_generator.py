@@ -6,6 +6,7 @@ has ended, or after `pause` has returned.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -13,9 +14,10 @@ from typing import Protocol
 from engine.errors import EngineError
 from engine.ids import GroupId, Version
 from engine.protocols import Generated, GroupWork
+from engine.rollout.agents.agent_calls import AgentCalls, GroupCalls
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams, derive_seed
 from engine.rollout.generator import BackendGenerator
-from engine.rollout.scoring import Scorer
+from engine.rollout.scoring import Grader
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
 
@@ -34,8 +36,13 @@ class AgentCall:
     """Sample index, segment number and call number. With the group, they determine the call's random numbers."""
     top_logprobs: int = 0
     """Return the log-probs of this many likeliest tokens at each place."""
+    structure: str = ""
+    """See `SamplingParams.structure`."""
     ended: int = 0
     """Agents of the group that have ended."""
+    own_s: float | None = None
+    """Seconds that the agent worked since its last answer, or since its start; None: it has another call, or another
+    replica got the figure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +66,8 @@ class RolloutOutcome:
     trajectories: list[Trajectory]
     reward: float | None
     """The reward that the agent returned; None if it returned none."""
+    own_s: float | None = None
+    """Seconds that the agent worked from its last answer to its end; None if it has not ended."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,17 +101,22 @@ class OpenedGroup:
     running: dict[str, None] = field(default_factory=dict)
     """Ids of the requests that the backend is running."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
+    calls: GroupCalls | None = None
+    """Set while its agents run."""
 
 
 class AgentGenerator(BackendGenerator):
     """Samples for agents with `backend` and scores their trajectories.
 
     The sampling parameters are `params`, except that each call has its own `max_tokens`. `connect` must be called once,
-    before the first group.
+    before the first group. `name`: the agent's name in messages.
     """
 
-    def __init__(self, backend: RolloutBackend, scorer: Scorer, *, params: SamplingParams, seed: int) -> None:
-        super().__init__(backend, scorer)
+    def __init__(
+        self, backend: RolloutBackend, grader: Grader, *, params: SamplingParams, seed: int, name: str = "agent"
+    ) -> None:
+        self._agent_calls = AgentCalls(name)
+        super().__init__(backend, grader, self._agent_calls)
         self._params = params
         self._seed = seed
         self._gateway: Gateway | None = None
@@ -126,21 +140,23 @@ class AgentGenerator(BackendGenerator):
             raise EngineError(f"group {work.group} is already being generated", group=work.group)
         opened = self._opened[work.group] = OpenedGroup(work, cut="truncate" if work.truncate else "")
         try:
-            outcome = await self._gateway.open(
-                OpenGroup(
-                    group=work.group,
-                    attempt=work.attempt,
-                    prompt=work.prompt,
-                    samples=work.samples,
-                    version=self._version,
-                    truncate=work.truncate,
-                )
+            asked = OpenGroup(
+                group=work.group,
+                attempt=work.attempt,
+                prompt=work.prompt,
+                samples=work.samples,
+                version=self._version,
+                truncate=work.truncate,
             )
+            with self._agent_calls.group(work.samples) as opened.calls:
+                outcome = await self._gateway.open(asked)
             group = self._group_of(work, outcome)
             oldest = group.versions() if outcome.carried else None
             if not outcome.aborted:
+                for rollout in outcome.rollouts:
+                    self._count(rollout.own_s)
                 work.finished(work.samples)
-                await self._scorer.score(group, work.progress)
+                await self._grader.score(group, work.progress)
             return Generated(group=group, aborted=outcome.aborted, oldest_version=None if oldest is None else oldest[0])
         finally:
             opened.done.set()
@@ -150,6 +166,15 @@ class AgentGenerator(BackendGenerator):
         """Sample the answer to an agent's call. If its attempt has ended or was cut, there are no tokens and
         `finish_reason` is `abort`."""
         opened = self._opened.get(call.group)
+        self._count(call.own_s)
+        with opened.calls.sampling() if opened is not None and opened.calls is not None else contextlib.nullcontext():
+            return await self._sample(opened, call)
+
+    def _count(self, own_s: float | None) -> None:
+        if own_s is not None:
+            self._agent_calls.count(own_s)
+
+    async def _sample(self, opened: OpenedGroup | None, call: AgentCall) -> SampleResult:
         await self._unpaused.wait()
         if opened is None or opened.work.attempt != call.attempt or opened.cut or opened.done.is_set():
             return SampleResult(token_ids=[], logprobs=[], spans=[], finish_reason="abort")
@@ -160,6 +185,7 @@ class AgentGenerator(BackendGenerator):
             max_tokens=call.max_tokens,
             stop_ids=self._params.stop_ids,
             top_logprobs=call.top_logprobs,
+            structure=call.structure,
         )
         opened.running[call.id] = None
         try:

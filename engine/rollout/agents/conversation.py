@@ -8,15 +8,17 @@ never put a token into a trajectory at a position where the model was not condit
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
-from engine.chat import Message, Tool, content_of, has_template, parsed_arguments, plain_message, render
 from engine.errors import DataFailure
 from engine.ids import Version
 from engine.rollout.backend import SampleResult
+from engine.tasks.chat import Message, Tool, content_of, has_template, parsed_arguments, plain_message, render
 from engine.trajectory import RolloutResult, StepReward, Trajectory
 
 # -- the capture of a conversation -------------------------------------------------------------------------------------
@@ -37,6 +39,8 @@ class CallHistory:
     """What the history adds to a segment, after the end of its last answer; None if it does not continue it."""
     encode: Encode
     """Tokenizes a text. The second argument says whether the text begins a sequence."""
+    fewest_tokens: Callable[[str], int] = lambda text: 0
+    """A lower bound of the tokens of a text, found without tokenizing it."""
     messages: Sequence[Message] = ()
     """For a chat, its messages. Their number is the place that the answer will have."""
     tools: Sequence[Tool] = ()
@@ -44,7 +48,7 @@ class CallHistory:
 
 
 @dataclass(slots=True)
-class Turn:
+class PastAnswer:
     """One answer of the model that the history continues."""
 
     place: int
@@ -64,7 +68,7 @@ class Segment:
     hidden: str = ""
     """Text at the end of the last answer that was not shown, such as an end-of-turn token. A later history must repeat
     it."""
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[PastAnswer] = field(default_factory=list)
     messages: Sequence[Message] = ()
     """For a chat, the messages before the last answer."""
     tools: Sequence[Tool] = ()
@@ -75,6 +79,22 @@ class Segment:
     @property
     def ids(self) -> list[int]:
         return self.trajectory.prompt_ids + self.trajectory.token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """How a history continues a conversation. `find_continuation` creates it."""
+
+    segment: Segment | None
+    """None: it begins a new one."""
+    given_ids: list[int]
+    """Tokens that it adds to the segment; for a new one, the prompt."""
+    whole: History
+    """For a new segment, the whole history."""
+
+
+class HistoryTooLong(DataFailure):
+    """A history has more tokens than fit, by a lower bound: it was not tokenized."""
 
 
 @dataclass(slots=True, eq=False)
@@ -151,25 +171,21 @@ class Conversation:
         seen += [part.spans[-1].version for call in self.running for part in call.parts]
         return max(seen, default=None)
 
-    def begin(self, asked: CallHistory) -> Call:
-        """Start a call on the longest segment that the history continues, or on a new segment."""
-        best: tuple[Segment, History] | None = None
-        for segment in self.segments:
-            if segment.busy or segment.form != asked.form:
-                continue
-            if best is None or len(segment.ids) > len(best[0].ids):
-                found = asked.rest(segment)
-                best = (segment, found) if found is not None else best
-        if best is not None:
-            segment, rest = best
-            given = asked.encode(rest, False) if isinstance(rest, str) else rest
+    def open_segments(self, asked: CallHistory) -> list[Segment]:
+        """The segments that a history may continue. They do not change before the next `begin`."""
+        return [segment for segment in self.segments if not segment.busy and segment.form == asked.form]
+
+    def begin(self, asked: CallHistory, found: Continuation | None = None) -> Call:
+        """Start a call on the longest segment that the history continues, or on a new segment. `found`: the result of
+        `find_continuation` for `open_segments`; None: find it now."""
+        found = found or find_continuation(self.open_segments(asked), asked)
+        if found.segment is not None:
+            segment = found.segment
             added = asked.messages[segment.turns[-1].place + 1 :] if segment.turns else ()
-            call = Call(segment, asked, given, fresh=False, added=added)
+            call = Call(segment, asked, found.given_ids, fresh=False, added=added)
         else:
-            history = asked.whole()
-            given = asked.encode(history, True) if isinstance(history, str) else history
-            segment = Segment(self._begun, Trajectory(), asked.form, history)
-            call = Call(segment, asked, given, fresh=True)
+            segment = Segment(self._begun, Trajectory(), asked.form, found.whole)
+            call = Call(segment, asked, found.given_ids, fresh=True)
             self._begun += 1
             self.segments.append(segment)
         segment.busy = True
@@ -202,7 +218,7 @@ class Conversation:
         self._count(call)
         segment.hidden = hidden
         if segment.form == "chat":
-            segment.turns.append(Turn(len(call.asked.messages), key))
+            segment.turns.append(PastAnswer(len(call.asked.messages), key))
             segment.messages, segment.tools = call.asked.messages, call.asked.tools
         elif segment.form == "text":
             segment.known = str(call.asked.whole()) + shown
@@ -256,6 +272,28 @@ class Conversation:
         return found
 
 
+def find_continuation(segments: Sequence[Segment], asked: CallHistory, context: int | None = None) -> Continuation:
+    """The longest of these segments that a history continues, and the tokens that it adds. Renders and tokenizes, so
+    long histories take seconds; changes nothing, so another thread may call it.
+
+    Raises: `DataFailure` for a history that the template refuses; `HistoryTooLong` if it cannot fit `context` tokens.
+    """
+    best: tuple[Segment, History] | None = None
+    for one in segments:
+        if best is None or len(one.ids) > len(best[0].ids):
+            found = asked.rest(one)
+            best = (one, found) if found is not None else best
+    segment = None if best is None else best[0]
+    added = asked.whole() if best is None else best[1]
+    if not isinstance(added, str):
+        return Continuation(segment, added, added)
+    least = asked.fewest_tokens(added) + (0 if segment is None else len(segment.ids))
+    if context is not None and least >= context:
+        law = f"the conversation has at least {least} tokens, but the model's context is {context} tokens"
+        raise HistoryTooLong(law)
+    return Continuation(segment, asked.encode(added, segment is None), added)
+
+
 def _append(trajectory: Trajectory, call: Call) -> None:
     """Append the tokens of a call. Its given tokens get the version of the sampled tokens after them."""
     given = call.given_ids
@@ -280,13 +318,13 @@ def tokens_by_role(given_ids: Sequence[int], added: Sequence[Message]) -> dict[s
 # -- histories ---------------------------------------------------------------------------------------------------------
 
 
-def text(prompt: str, encode: Encode) -> CallHistory:
+def text(prompt: str, encode: Encode, fewest_tokens: Callable[[str], int] = lambda text: 0) -> CallHistory:
     """A history as plain text."""
 
     def rest(segment: Segment) -> str | None:
         return _after(prompt, str(segment.known) + segment.hidden) if prompt != segment.known else None
 
-    return CallHistory(form="text", whole=lambda: prompt, rest=rest, encode=encode)
+    return CallHistory(form="text", whole=lambda: prompt, rest=rest, encode=encode, fewest_tokens=fewest_tokens)
 
 
 def ids(prompt: Sequence[int], encode: Encode) -> CallHistory:
@@ -307,6 +345,7 @@ def chat(messages: Sequence[Message], tools: Sequence[Tool] | None, renderer: "C
         whole=lambda: renderer.template(given, offered),
         rest=lambda segment: _rest_of_chat(segment, given, offered, renderer),
         encode=renderer.encode_rendered,
+        fewest_tokens=renderer.fewest_tokens,
         messages=given,
         tools=offered,
     )
@@ -410,6 +449,12 @@ def key_of(message: Message) -> object:
 # -- templates ---------------------------------------------------------------------------------------------------------
 
 
+LETTER = re.compile("[!-~]")
+LETTERS = frozenset(map(chr, range(ord("!"), ord("~") + 1)))
+"""Characters that no tokenizer drops, as it may drop spaces and accents. If each of them is a token, none of them
+becomes part of a token for unknown text."""
+
+
 class Chat:
     """`tokenizer` is a Hugging Face one; `stop_ids` are the tokens that end an answer; `template_kwargs` go to its chat
     template."""
@@ -420,6 +465,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs
         self.stop_ids = frozenset(stop_ids)
+        tokenizer.encode("")  # drops a stored truncation: no other thread may tokenize meanwhile
 
     @property
     def has_template(self) -> bool:
@@ -436,6 +482,21 @@ class Chat:
     def encode_rendered(self, text: str, begins: bool) -> list[int]:
         """Ids of a text that `template` returned, which already contains its special tokens."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound of the tokens of a text; 0 if the tokenizer gives none. Counts the letters that no tokenizer
+        drops, in units of the token that has the most of them."""
+        return len(LETTER.findall(text)) // self._most_letters if self._most_letters else 0
+
+    @cached_property
+    def _most_letters(self) -> int:
+        """Maximum number of letters that a token stands for; 0 if it may be any number. A normalizer may write one
+        letter for two."""
+        fast: Any = getattr(self._tokenizer, "backend_tokenizer", None)
+        tokens = self._tokenizer.get_vocab()
+        if type(getattr(fast, "model", None)).__name__ not in ("BPE", "Unigram") or LETTERS - tokens.keys():
+            return 0
+        return (1 if fast.normalizer is None else 2) * max(len(LETTER.findall(token)) for token in tokens)
 
     def shown(self, token_ids: Sequence[int]) -> str:
         """The text of tokens without special tokens."""

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
-from engine.chat import Message, problem_of
 from engine.environments.calls import CallTimeout, EpisodeCalls, HangingCalls, Toolbox, ToolError
-from engine.environments.protocol import Environment, Step, ToolCall, Turn
+from engine.environments.protocol import Environment, StepResult, ToolCall, Turn
 from engine.errors import DataFailure, EngineError, message_of
 from engine.rollout.agents.conversation import Chat
 from engine.rollout.agents.program_generator import (
@@ -25,7 +24,8 @@ from engine.rollout.agents.program_generator import (
 )
 from engine.rollout.agents.tool_calls import ParsedCall, Parser
 from engine.rollout.backend import RolloutBackend, SamplingParams
-from engine.rollout.scoring import Scorer, first_failure
+from engine.rollout.scoring import Grader, first_failure
+from engine.tasks.chat import Message, problem_of
 from engine.trajectory import MAX_TURNS, Prompt, RolloutResult
 
 log = logging.getLogger(__name__)
@@ -148,12 +148,12 @@ class Episode:
         assert self._environment is not None
         turn = Turn(number=number, text=answer.text, calls=tuple(calls), messages=tuple(self._messages))
         step = await self._called("step", self._environment.step, turn)
-        if not isinstance(step, Step):
-            raise self._failure(f"step returned a {type(step).__name__}, but must return a Step")
+        if not isinstance(step, StepResult):
+            raise self._failure(f"step returned a {type(step).__name__}, but must return a StepResult")
         added = self._checked("step", step.messages)
         self._count(step)
         if not step.done and not results and not added:
-            law = "return a message that the model can answer, or Step(done=True)"
+            law = "return a message that the model can answer, or StepResult(done=True)"
             raise self._failure(f"step returned neither a message nor done after turn {number}; {law}")
         self._messages += added
         return step.done
@@ -166,7 +166,7 @@ class Episode:
         except ToolError as error:
             return replace(call, result=f"Error: {error}", failed=True)
 
-    def _count(self, step: Step) -> None:
+    def _count(self, step: StepResult) -> None:
         try:
             figures = {str(name): float(value) for name, value in step.figures.items()}
             reward = None if step.reward is None else float(step.reward)
@@ -226,7 +226,7 @@ class EnvironmentGenerator(ProgramGenerator):
         self,
         backend: RolloutBackend,
         chat: Chat,
-        scorer: Scorer,
+        grader: Grader,
         settings: EpisodeSettings,
         *,
         params: SamplingParams,
@@ -235,7 +235,8 @@ class EnvironmentGenerator(ProgramGenerator):
     ) -> None:
         self._hanging = HangingCalls()
         program = EpisodeProgram(settings, self._hanging)
-        super().__init__(backend, chat, scorer, program, params=params, seed=seed, timeout_s=timeout_s)
+        name = f"environment {settings.name}"
+        super().__init__(backend, chat, grader, program, params=params, seed=seed, timeout_s=timeout_s, name=name)
 
     async def failed(self) -> str:
         """As `ProgramGenerator.failed`, or too many calls of environments hang."""

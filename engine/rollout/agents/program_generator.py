@@ -7,22 +7,24 @@ replica; while its calls are the same as before, they are answered with the reco
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from engine.chat import Message
 from engine.errors import DataFailure, EngineError, message_of
 from engine.ids import GroupId
 from engine.protocols import Generated, GroupWork
+from engine.protocols.user_code import awaited
+from engine.rollout.agents.agent_calls import AgentCalls, GroupCalls
 from engine.rollout.agents.conversation import Call, CallHistory, Chat, Conversation, chat, ids, key_of, text
 from engine.rollout.agents.tool_calls import ParsedCall, Parser, calls_of, none
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams, derive_seed
 from engine.rollout.generator import BackendGenerator
 from engine.rollout.reward_parts import name_of
-from engine.rollout.scoring import Scorer
+from engine.rollout.scoring import Grader
+from engine.tasks.chat import Message
 from engine.trajectory import Prompt, RolloutReturn, Span, Trajectory, TrajectoryGroup, result_of
-from engine.user_code import awaited
 
 CLOSE_TIMEOUT_S = 5.0
 """Seconds that a cancelled rollout may take to end."""
@@ -69,13 +71,17 @@ class Sampled:
 class RolloutClient:
     """Samples for one rollout. Only one call at a time can continue the conversation."""
 
-    def __init__(self, program: "ProgramGenerator", running: "Running", index: int, recorded: list[Trajectory]) -> None:
+    def __init__(
+        self, program: "ProgramGenerator", running: "RunningProgram", index: int, recorded: list[Trajectory]
+    ) -> None:
         self._program = program
         self._running = running
         self._index = index
         self._recorded = dict(enumerate(recorded))
         self._history: list[int] = []
         self._calls = 0
+        self._own_since = asyncio.get_running_loop().time()
+        """Since when the rollout has not waited for the model."""
         self.conversation = Conversation()
 
     def add(self, given: str | Sequence[int]) -> None:
@@ -113,21 +119,23 @@ class RolloutClient:
         program = self._program
         call = self.conversation.begin(self._asked(history, tools))
         self._calls += 1
+        self.count_own_time()
         try:
             self._replay(call, max_tokens or program.params.max_tokens)
             await program.sample(self._running, self._index, self._calls, call, max_tokens)
+            self._own_since = asyncio.get_running_loop().time()
+            stopped = program.chat.find_stop(call.token_ids, stop) if stop else None
+            if stopped is not None:
+                tokens, shown = stopped
+                call.cut(tokens)
+                call.finish_reason, hidden = "stop", program.chat.shown(call.token_ids)[len(shown) :]
+            else:
+                shown, hidden = program.chat.answer(call.token_ids), program.chat.ending(call.token_ids)
+            left, calls = calls_of(parser, shown, tools)
         except BaseException:
             if not self._running.cut:  # after a cut, the sampled tokens are kept
                 self.conversation.drop(call)
             raise
-        stopped = program.chat.find_stop(call.token_ids, stop) if stop else None
-        if stopped is not None:
-            tokens, shown = stopped
-            call.cut(tokens)
-            call.finish_reason, hidden = "stop", program.chat.shown(call.token_ids)[len(shown) :]
-        else:
-            shown, hidden = program.chat.answer(call.token_ids), program.chat.ending(call.token_ids)
-        left, calls = calls_of(parser, shown, tools)
         answer = Sampled(
             text=left,
             token_ids=list(call.token_ids),
@@ -138,6 +146,10 @@ class RolloutClient:
         self.conversation.commit(call, shown=shown, hidden=hidden, key=key_of(answer.message))
         self._history = call.segment.ids
         return answer
+
+    def count_own_time(self) -> None:
+        """The rollout asks the model, or has ended: it has made a call in the sense of `agent_calls`."""
+        self._program.agent_calls.count(asyncio.get_running_loop().time() - self._own_since)
 
     def _asked(self, history: Any, tools: Sequence[Mapping[str, Any]]) -> CallHistory:
         program = self._program
@@ -181,7 +193,7 @@ class RolloutClient:
 
 
 @dataclass(slots=True, eq=False)
-class Running:
+class RunningProgram:
     """One running `generate` call."""
 
     work: GroupWork
@@ -190,6 +202,8 @@ class Running:
     requests: dict[str, None] = field(default_factory=dict)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     done: asyncio.Event = field(default_factory=asyncio.Event)
+    calls: GroupCalls | None = None
+    """Set while its rollouts run."""
 
 
 class ProgramGenerator(BackendGenerator):
@@ -202,20 +216,23 @@ class ProgramGenerator(BackendGenerator):
         self,
         backend: RolloutBackend,
         chat: Chat,
-        scorer: Scorer,
+        grader: Grader,
         program: Program,
         *,
         params: SamplingParams,
         seed: int,
         timeout_s: float,
+        name: str = "",
     ) -> None:
-        super().__init__(backend, scorer)
+        """`name`: the program's name in messages; empty: `rollout`, and its name in the source."""
+        self.agent_calls = AgentCalls(name or f"rollout {name_of(program)}")
+        super().__init__(backend, grader, self.agent_calls)
         self.chat = chat
         self.params = params
         self._program = program
         self.seed = seed
         self._timeout_s = timeout_s
-        self._groups: dict[GroupId, Running] = {}
+        self._groups: dict[GroupId, RunningProgram] = {}
         self._unpaused = asyncio.Event()
         self._unpaused.set()
 
@@ -227,21 +244,25 @@ class ProgramGenerator(BackendGenerator):
         """
         if work.group in self._groups:
             raise EngineError(f"group {work.group} is already being generated", group=work.group)
-        running = self._groups[work.group] = Running(work, cut="truncate" if work.truncate else "")
+        running = self._groups[work.group] = RunningProgram(work, cut="truncate" if work.truncate else "")
         try:
             group = await self._run_group(running)
             if running.cut == "abort" and not group.finished:
                 return Generated(group=group, aborted=True)
             for trajectory in group.trajectories:
                 trajectory.finish_reason = trajectory.finish_reason or "truncated"
-            await self._scorer.score(group, work.progress)
+            await self._grader.score(group, work.progress)
             return Generated(group=group)
         finally:
             running.done.set()
             del self._groups[work.group]
 
-    async def sample(self, running: Running, index: int, number: int, call: Call, limit: int | None) -> None:
+    async def sample(self, running: RunningProgram, index: int, number: int, call: Call, limit: int | None) -> None:
         """Sample the answer to a client's call. If the group is cut, it does not return: the rollout is cancelled."""
+        with running.calls.sampling() if running.calls is not None else contextlib.nullcontext():
+            await self._sample(running, index, number, call, limit)
+
+    async def _sample(self, running: RunningProgram, index: int, number: int, call: Call, limit: int | None) -> None:
         await self._unpaused.wait()
         work, most = running.work, min(limit or self.params.max_tokens, self.params.max_tokens)
         name = f"{work.group}.{index}.{work.attempt}.{number}"
@@ -308,7 +329,7 @@ class ProgramGenerator(BackendGenerator):
             running.was_cut.set()
         await self._backend.abort([name for running in chosen for name in running.requests])
 
-    async def _run_group(self, running: Running) -> TrajectoryGroup:
+    async def _run_group(self, running: RunningProgram) -> TrajectoryGroup:
         """Run every unfinished rollout of the group. After a cut, rollouts have the tokens sampled before it."""
         work = running.work
         kept = work.partial.rollouts if work.partial is not None else []
@@ -321,14 +342,15 @@ class ProgramGenerator(BackendGenerator):
             return group
         work.finished(sum(finished))
         clients = {n: RolloutClient(self, running, n, kept[n]) for n, done in enumerate(finished) if not done}
-        outcomes = await self._run_all(running, clients)
+        with self.agent_calls.group(len(clients)) as running.calls:
+            outcomes = await self._run_all(running, clients)
         for index, rollout in enumerate(kept):
             if index in clients:
                 rollout = _trajectories(clients[index], outcomes.get(index))
             group.trajectories += rollout
         return group
 
-    async def _run_all(self, running: Running, clients: dict[int, RolloutClient]) -> dict[int, Any]:
+    async def _run_all(self, running: RunningProgram, clients: dict[int, RolloutClient]) -> dict[int, Any]:
         """For each rollout that ended, a list with the value that it returned."""
         prompt, loop = running.work.prompt, asyncio.get_running_loop()
         tasks = {index: loop.create_task(_called(self._program, client, prompt)) for index, client in clients.items()}
@@ -370,7 +392,9 @@ class ProgramGenerator(BackendGenerator):
 
 
 async def _called(program: Program, client: RolloutClient, prompt: Prompt) -> Any:
-    return await awaited(program, client, prompt)
+    returned = await awaited(program, client, prompt)
+    client.count_own_time()
+    return returned
 
 
 def _trajectories(client: RolloutClient, returned: list[Any] | None) -> list[Trajectory]:

@@ -123,6 +123,41 @@ PARSERS: dict[str, Parser] = {
 MARKS: Mapping[str, str] = {"hermes": BEGIN, "qwen3_coder": BEGIN, "glm": BEGIN}
 """Text that begins a call, by parser. An answer in which it is left over has a call that does not parse."""
 
+# -- answers that must be calls ----------------------------------------------------------------------------------------
+
+
+def _hermes_tag(name: str, schema: Any) -> dict[str, Any]:
+    return _tag(f'{BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ', schema, f"}}\n{END}")
+
+
+def _json_tag(name: str, schema: Any) -> dict[str, Any]:
+    return _tag(f'{{"name": {json.dumps(name)}, "parameters": ', schema, "}")
+
+
+def _tag(begin: str, schema: Any, end: str) -> dict[str, Any]:
+    content = {"type": "json_schema", "json_schema": schema if isinstance(schema, Mapping) else {"type": "object"}}
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+TAGS: Mapping[Parser, tuple[Callable[[str, Any], dict[str, Any]], bool]] = {
+    hermes: (_hermes_tag, False),
+    whole_json: (_json_tag, True),
+}
+"""For each parser of a format in which calls can be forced: how a call is written, and whether it is always alone."""
+
+
+def structure_of_calls(parser: Parser, tools: Sequence[Mapping[str, Any]], name: str = "") -> str:
+    """A structural tag (https://github.com/mlc-ai/xgrammar) that only answers with calls of these tools match; empty if
+    the format has none. `name`: of the only function that may be called, once."""
+    make, single = TAGS.get(parser, (None, False))
+    if make is None:
+        return ""
+    functions = [_mapping(tool.get("function", tool)) for tool in tools]
+    tags = [make(str(one.get("name")), one.get("parameters")) for one in functions if name in ("", one.get("name"))]
+    form = {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True}
+    return json.dumps({"type": "structural_tag", "format": form | {"stop_after_first": single or bool(name)}})
+
+
 # -- the types of arguments --------------------------------------------------------------------------------------------
 
 _PYTHON = {"True": True, "False": False, "None": None}

@@ -23,7 +23,7 @@ class Unavailable(EngineError):
     """The server did not answer, or not completely. A retry may help."""
 
 
-class Refused(EngineError):
+class RefusedRequest(EngineError):
     """The server refused the request, and a retry would not help. `details["status"]` is the HTTP status."""
 
 
@@ -50,7 +50,7 @@ class Http:
         """The JSON answer; None if it has no body. `further_s`: seconds that are added to `timeout_s`.
         `reads`: whether the answer of a successful call is read; if not, it need not be JSON.
 
-        Raises: `Unavailable`, `Refused`.
+        Raises: `Unavailable`, `RefusedRequest`.
         """
         timeout = aiohttp.ClientTimeout(total=self._timeout_s + further_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
@@ -64,13 +64,13 @@ class Http:
         try:
             return json.loads(text) if reads and text.strip() else None
         except ValueError:
-            raise Refused(f"{self.url}{path} did not answer with JSON", status=200) from None
+            raise RefusedRequest(f"{self.url}{path} did not answer with JSON", status=200) from None
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a stream until its `[DONE]`. Closing the generator early closes the connection, which ends the
         request.
 
-        Raises: `Unavailable`, also if the stream ends early; `Refused`.
+        Raises: `Unavailable`, also if the stream ends early; `RefusedRequest`.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=self._timeout_s)
         done = False
@@ -119,7 +119,7 @@ class Http:
             raise self._complaint(path, response.status, (await _bounded(response)).decode(errors="replace"))
 
     def _complaint(self, path: str, status: int, said: str) -> EngineError:
-        kind = Unavailable if status >= 500 or status in (408, 425, 429) else Refused
+        kind = Unavailable if status >= 500 or status in (408, 425, 429) else RefusedRequest
         said = self._without_key(said)
         return kind(f"{self.url}{path} answered {status}: {_shown(said)}", status=status, said=said)
 

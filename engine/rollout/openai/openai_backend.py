@@ -17,7 +17,6 @@ from typing import Any
 
 from engine.errors import ConfigError, DataFailure, EngineError
 from engine.ids import Version
-from engine.lora import Lora
 from engine.rollout.backend import (
     RemoteEngine,
     SampleRequest,
@@ -28,16 +27,17 @@ from engine.rollout.backend import (
     refusal_of,
 )
 from engine.rollout.openai.completions import TokenRequest
-from engine.rollout.openai.http_client import Http, Refused, Unavailable
+from engine.rollout.openai.http_client import Http, RefusedRequest, Unavailable
 from engine.rollout.openai.server_probe import Abilities, abilities_of, check_training
 from engine.rollout.openai.weight_files import ServerAdapters, ServerWeights
+from engine.training.lora import Lora
 from engine.trajectory import Span
 
 # -- one trajectory ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
-class Running:
+class SentRequest:
     """One request, from its arrival to its result."""
 
     request: SampleRequest
@@ -93,7 +93,7 @@ class Running:
         return SampleResult(token_ids=self.token_ids, logprobs=self.logprobs, spans=self.spans, finish_reason=reason)
 
 
-def complaint_of(error: Refused, request: SampleRequest) -> EngineError:
+def complaint_of(error: RefusedRequest, request: SampleRequest) -> EngineError:
     """The error for the caller of `sample`: a `DataFailure` if the server says that the context is too small."""
     said = str(error.details.get("said", ""))
     if error.details.get("status") == 400 and "context" in said:
@@ -164,7 +164,7 @@ class OpenAIBackend(RemoteEngine):
         self._timeout_s = timeout_s
         self._recompute = kv == "recompute"
         self._vocabulary = vocabulary or UNBOUNDED
-        self._runs: dict[str, Running] = {}
+        self._runs: dict[str, SentRequest] = {}
         self._weights: ServerWeights | None = None
         options: dict[str, Any] = {"model": served_model_name, "key_field": key_field, "wait_s": wait_s}
         options["adapter"] = lora is not None
@@ -212,14 +212,14 @@ class OpenAIBackend(RemoteEngine):
             refusal = EngineError(f"request {request.id} is running already", request=request.id)
         if refusal is not None:
             raise refusal
-        run = self._runs[request.id] = Running(request)
+        run = self._runs[request.id] = SentRequest(request)
         try:
             return await self._sample_until_done(run, context)
         finally:
             del self._runs[request.id]
             run.ended.set()
 
-    async def _sample_until_done(self, run: Running, context: int) -> SampleResult:
+    async def _sample_until_done(self, run: SentRequest, context: int) -> SampleResult:
         failures = 0
         while True:
             over = over_already(run.rest(), context)
@@ -241,7 +241,7 @@ class OpenAIBackend(RemoteEngine):
                 failures = 1 if len(run.token_ids) > before else failures + 1
                 await self._after_failure(run, error, failures)
 
-    async def _stream(self, run: Running, context: int) -> str:
+    async def _stream(self, run: SentRequest, context: int) -> str:
         """Send one HTTP request and read its stream. Returns the finish reason; `abort` if the stream was cut here."""
         run.asked += 1
         run.fresh = True
@@ -256,7 +256,7 @@ class OpenAIBackend(RemoteEngine):
             return "abort"
         return run.reader.result()
 
-    async def _read(self, run: Running, context: int) -> str:
+    async def _read(self, run: SentRequest, context: int) -> str:
         wire, rest, first, began = self._can.wire, run.rest(), len(run.token_ids), self._version
         ask = TokenRequest(
             id=self._id_of(run),
@@ -283,7 +283,7 @@ class OpenAIBackend(RemoteEngine):
                     if not reason and self._version == began:  # after an install, the version of a token is unknown
                         run.report(first, began)
                     labels = piece.labels if piece.labels is not None else labels
-        except Refused as error:
+        except RefusedRequest as error:
             if isinstance(self._weights, ServerAdapters) and error.details.get("status") == 404:
                 # The server does not know the adapter: it may have started again.
                 raise Unavailable(error.message) from None
@@ -294,7 +294,7 @@ class OpenAIBackend(RemoteEngine):
             raise Unavailable(f"{self._http.url} ended a request with the finish reason {reason or 'None'}")
         return reason
 
-    def _holds(self, run: Running) -> bool:
+    def _holds(self, run: SentRequest) -> bool:
         return self._paused and not run.cut and not self._reason
 
     def _versions(self, labels: list[tuple[str, int, int]] | None) -> list[Span] | None:
@@ -302,7 +302,7 @@ class OpenAIBackend(RemoteEngine):
             return None
         return [Span(start, stop, self._weights.version_of(label)) for label, start, stop in labels]
 
-    async def _after_failure(self, run: Running, error: EngineError, failures: int) -> None:
+    async def _after_failure(self, run: SentRequest, error: EngineError, failures: int) -> None:
         """Wait before the next retry. Raises: `EngineError` if there were too many or the server is lost."""
         if run.cut or self._paused:
             return
@@ -331,7 +331,7 @@ class OpenAIBackend(RemoteEngine):
         self._check_open()
         await self._cut([self._runs[name] for name in ids if name in self._runs])
 
-    async def _cut(self, runs: Sequence[Running]) -> None:
+    async def _cut(self, runs: Sequence[SentRequest]) -> None:
         """End requests: through the server if it has the route, because it then returns the last tokens and their
         versions; else by disconnecting."""
         for run in runs:
@@ -471,7 +471,7 @@ class OpenAIBackend(RemoteEngine):
     def _label(self, version: Version) -> str:
         return f"step-engine:{version}" if self._weights is None else self._weights.label(version)
 
-    def _id_of(self, run: Running) -> str:
+    def _id_of(self, run: SentRequest) -> str:
         return f"{self._label(0)}:{run.request.id}:{run.asked}"
 
 

@@ -12,11 +12,11 @@ from typing import Any
 from engine.errors import ConfigError, EngineError
 from engine.rollout.backend import SamplingParams
 from engine.rollout.openai.completions import Completions, TokenRequest, TokensInOut, Wire
-from engine.rollout.openai.http_client import Http, Refused, Unavailable
+from engine.rollout.openai.http_client import Http, RefusedRequest, Unavailable
 
 PROBE_TEXT = "12 + 30 = 42. The quick brown fox,\n"
 DEV_MODE = "vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"
-EXTENSION = "engine.rollout.vllm.worker_extension.InstallWeights"
+EXTENSION = "engine.rollout.vllm.worker_extension.WeightsExtension"
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 ADAPTER_FIX = "start vLLM with --enable-lora, --max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
 UNIFORM = 1e-3
@@ -104,7 +104,7 @@ async def _until_up(http: Http, key_field: str, wait_s: float) -> list[dict[str,
     while True:
         try:
             answer = await http.call("GET", "/v1/models")
-        except Refused as error:
+        except RefusedRequest as error:
             if error.details["status"] in (401, 403):
                 law = f"{http.url} refuses the request without a valid key"
                 raise ConfigError(

@@ -11,10 +11,10 @@ from typing import Any
 
 from engine.errors import ConfigError, EngineError
 from engine.ids import Version
-from engine.lora import Lora
 from engine.rollout.openai.http_client import Http
 from engine.rollout.openai.server_probe import LOAD_ADAPTER
 from engine.rollout.vllm.staged_weights import StagingArea
+from engine.training.lora import Lora
 
 
 class ServerWeights:

@@ -130,7 +130,7 @@ _PREFILL_TOKENS = 4096  # padded tokens of one prefill call: bounds its memory, 
 
 
 @dataclass(slots=True)
-class Running:
+class SampledRow:
     """The state of a request that is not in the arrays."""
 
     request: SampleRequest
@@ -155,8 +155,8 @@ class BatchSampler:
         self.tokens_sampled = 0
         self._rows = rows
         rows = model.rows  # from here on, the rows of the cache, which may have more
-        self._waiting: deque[Running] = deque()
-        self._running: list[Running] = []
+        self._waiting: deque[SampledRow] = deque()
+        self._running: list[SampledRow] = []
         self._ids = np.zeros((rows, model.context), dtype=np.int64)
         self._logprobs = np.zeros((rows, model.context), dtype=np.float32)
         self._position = np.zeros(rows, dtype=np.int64)
@@ -195,7 +195,7 @@ class BatchSampler:
             finish(outcome)
         else:
             first = len(request.prompt_ids) + len(request.prefix_ids)
-            self._waiting.append(Running(request, finish, first=first, report=report))
+            self._waiting.append(SampledRow(request, finish, first=first, report=report))
 
     def abort(self, ids: Sequence[str] | None = None) -> None:
         """End these requests (None: all requests) with the tokens that they have."""
@@ -203,7 +203,7 @@ class BatchSampler:
         for row in reversed(range(len(self._running))):
             if chosen is None or self._running[row].request.id in chosen:
                 self._end(row, "abort")
-        remaining: deque[Running] = deque()
+        remaining: deque[SampledRow] = deque()
         for run in self._waiting:
             if chosen is None or run.request.id in chosen:
                 run.finish(nothing_new("abort"))

@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from engine.errors import ConfigError
-from engine.lora import Lora, adapter_tensors, add_adapter, drawn_adapter
+from engine.training.lora import Lora, adapter_tensors, add_adapter, drawn_adapter
 
 # -- keys and values ---------------------------------------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class CausalModel:
         lora: Lora | None = None,
     ) -> None:
         if isinstance(model, str):
-            model = AutoModelForCausalLM.from_pretrained(model)
+            model = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False)
         if lora is not None:
             add_adapter(model, lora)
         self.adapted = lora is not None

@@ -12,7 +12,7 @@ import torch
 
 from engine.errors import EngineError
 from engine.ids import Version
-from engine.shared_weights import PublishedTensors
+from engine.training.shared_weights import PublishedTensors
 
 
 @dataclass(frozen=True, slots=True)

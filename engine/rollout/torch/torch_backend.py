@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from engine.errors import ConfigError, EngineError
 from engine.ids import Version
-from engine.lora import Lora
 from engine.rollout.backend import SampleRequest, SampleResult, nothing_new
 from engine.rollout.torch.batch_sampler import BatchSampler, Report
 from engine.rollout.torch.causal_model import CausalModel
 from engine.rollout.torch.host_weights import StagedWeights, stage, swap_in
+from engine.training.lora import Lora
 
 log = logging.getLogger(__name__)
 

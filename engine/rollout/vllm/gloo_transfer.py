@@ -53,7 +53,7 @@ class GlooTrainerInitInfo(NCCLTrainerInitInfo):
     """Seconds that either side waits for the other at any point."""
 
 
-class Group:
+class GlooGroup:
     """One end of a group whose rank 0 sends. Every wait is bounded."""
 
     def __init__(self, host: str, port: int, rank: int, size: int, timeout_s: float) -> None:
@@ -75,14 +75,14 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
     """The worker's side."""
 
     init_info_cls = GlooInitInfo
-    model_update_group: Group | None
+    model_update_group: GlooGroup | None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank + init_info.rank_offset
         self.shutdown()
         self.packed_buffer_size_bytes = init_info.packed_buffer_size_bytes
-        self.model_update_group = Group(
+        self.model_update_group = GlooGroup(
             init_info.master_address, init_info.master_port, rank, init_info.world_size, init_info.timeout_s
         )
 
@@ -114,7 +114,7 @@ class GlooTrainerEngine(NCCLTrainerWeightTransferEngine):
     """The sender's side."""
 
     init_info_cls = GlooTrainerInitInfo
-    model_update_group: Group | None
+    model_update_group: GlooGroup | None
 
     @classmethod
     def trainer_init(cls, init_info: GlooTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
@@ -131,7 +131,7 @@ class GlooTrainerEngine(NCCLTrainerWeightTransferEngine):
         )
         with ThreadPoolExecutor(max_workers=1) as aside:  # during the call, the workers wait for this side
             asked = aside.submit(client.init_weight_transfer_engine, asdict(joining))
-            made.model_update_group = Group(*where, 0, init_info.world_size, init_info.timeout_s)
+            made.model_update_group = GlooGroup(*where, 0, init_info.world_size, init_info.timeout_s)
             asked.result()
         return made
 

@@ -19,17 +19,17 @@ from pathlib import Path
 
 import torch
 
-from engine.shared_weights import find_links, view_bytes
+from engine.training.shared_weights import find_links, view_bytes
 
 PLACES = "places.json"
-"""The file that says where in shared memory tensors lie: arguments of `Place`."""
+"""The file that says where in shared memory tensors lie: arguments of `TensorPlace`."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 UNUSABLE = "a worker cannot use the shared memory of the weights"
-"""How a worker's report begins if it could install the same tensors from files."""
+"""What a worker reports if it could install the same tensors from files."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """Where a tensor lies in shared memory."""
 
     name: str
@@ -52,7 +52,7 @@ class Place:
 class OpenMemory:
     """The shared memory of tensors, whoever allocated it, held for child processes: its contents stay until `close`."""
 
-    places: tuple[Place, ...]
+    places: tuple[TensorPlace, ...]
     tensors: dict[str, torch.Tensor]
     """Keep the memory allocated."""
     handles: contextlib.ExitStack
@@ -70,7 +70,7 @@ def open_memory(tensors: Mapping[str, torch.Tensor]) -> OpenMemory | None:
     """The shared memory that tensors lie in; None if one of them lies elsewhere, or the system does not show where."""
     mappings = _list_mappings()
     memories: dict[tuple[str, str], tuple[str, str]] = {}
-    places: list[Place] = []
+    places: list[TensorPlace] = []
     with contextlib.ExitStack() as handles:
         for name, tensor in tensors.items():
             mapping = _find_mapping(tensor, mappings)
@@ -84,7 +84,7 @@ def open_memory(tensors: Mapping[str, torch.Tensor]) -> OpenMemory | None:
                 memories[mapping.file] = f"/proc/{os.getpid()}/fd/{handle}", identify(handle)
             offset = mapping.offset + tensor.data_ptr() - mapping.first
             kind = str(tensor.dtype).removeprefix("torch.")
-            places.append(Place(name, *memories[mapping.file], offset, kind, tuple(tensor.shape)))
+            places.append(TensorPlace(name, *memories[mapping.file], offset, kind, tuple(tensor.shape)))
         return OpenMemory(tuple(places), dict(tensors), handles.pop_all())
 
 
@@ -92,7 +92,7 @@ class MappedTensors:
     """The tensors at places, by name, to be read once and not to be kept: after `OpenMemory.close`, the memory may get
     other contents."""
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, places: Sequence[TensorPlace]) -> None:
         self._places = places
         self._mappings: list[weakref.ref[mmap.mmap]] = []
 
@@ -103,7 +103,7 @@ class MappedTensors:
             places = json.loads((directory / PLACES).read_text())
         except FileNotFoundError:
             return None
-        return cls([Place(*place) for place in places])
+        return cls([TensorPlace(*place) for place in places])
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Maps the memory at once. Raises: `OSError` if it was closed, or this process cannot open it."""

@@ -25,9 +25,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.errors import EngineError
 from engine.ids import Version
-from engine.lora import Lora, adapter_tensors, add_adapter, write_adapter
 from engine.rollout.vllm.mapped_weights import OpenMemory, open_memory
-from engine.shared_weights import PublishedTensors, publication_of, turn
+from engine.training.lora import Lora, adapter_tensors, add_adapter, write_adapter
+from engine.training.shared_weights import PublishedTensors, publication_of, turn
 
 MEMORY = Path("/dev/shm")
 PREFIX = "step-engine-weights-"
@@ -45,7 +45,9 @@ class ModelTensors:
     def of(cls, model: str, lora: Lora | None = None) -> "ModelTensors":
         """Created without allocating memory for weights. Of the model's adapter alone, if it has one."""
         with torch.device("meta"):
-            whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+            whole = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(model, trust_remote_code=False), trust_remote_code=False
+            )
             if lora is not None:
                 add_adapter(whole, lora)
                 return cls({name: tensor.shape for name, tensor in adapter_tensors(whole).items()}, {})
@@ -116,7 +118,7 @@ class Staged:
 
 class StagingArea:
     """The staging directories of one backend, below `root`. Backends of one machine that stage the same publication
-    share its files. Directories of owners that died are removed by the next one.
+    share its files. Directories of owners that died are removed by the next one on the same machine.
 
     `maps`: the readers are processes of this machine and user, which can map memory. Then no files are written of
     published tensors that lie in shared memory: all backends of the machine use this one copy.
@@ -136,7 +138,8 @@ class StagingArea:
         _sweep(place)
         made = Path(tempfile.mkdtemp(prefix=".step-engine-", dir=place))
         self._lock = _locked(made)
-        self.root = made.rename(place / f"{PREFIX}{made.name.rpartition('-')[2]}")  # locked before it can be swept
+        name = f"{PREFIX}{_machine()}-{made.name.rpartition('-')[2]}"
+        self.root = made.rename(place / name)  # locked before it can be swept
         self._staged: dict[Version, Staged] = {}
         self._changes = threading.Lock()
         """Held to change `_staged` and `_closed`: `close` may be called while another thread writes."""
@@ -288,10 +291,18 @@ def _locked(root: Path) -> int | None:
 
 
 def _sweep(place: Path) -> None:
-    for root in place.glob(f"{PREFIX}*"):
+    for root in place.glob(f"{PREFIX}{_machine()}-*"):
         if root.stat().st_uid != os.getuid() or not (root / "owner").exists():
             continue
         lock = _locked(root)
         if lock is not None:
             shutil.rmtree(root, ignore_errors=True)
             os.close(lock)
+
+
+def _machine() -> str:
+    """Names the running kernel. On shared storage, the locks of another one may not be visible here."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").replace("-", "")[:12]
+    except OSError:
+        return os.uname().nodename

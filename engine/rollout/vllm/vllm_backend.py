@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 import os
+import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any
 
 from engine.errors import ConfigError, EngineError
 from engine.ids import Version
-from engine.lora import Lora
 from engine.rollout.backend import (
     RemoteEngine,
     SampleRequest,
@@ -28,8 +28,10 @@ from engine.rollout.backend import (
     refusal_of,
 )
 from engine.rollout.vllm.engine_args import all_engine_args, prepare_environment
+from engine.rollout.vllm.engine_log import EngineLog
 from engine.rollout.vllm.staged_weights import StagingArea
 from engine.rollout.vllm.weight_receiver import Incoming, IncomingAdapter
+from engine.training.lora import Lora
 from engine.trajectory import Span
 
 # -- sleep -------------------------------------------------------------------------------------------------------------
@@ -81,7 +83,7 @@ CONTROL_S = 120.0
 
 
 @dataclass(slots=True, eq=False)
-class Running:
+class RunningRequest:
     """One request, from its arrival to its result."""
 
     request: SampleRequest
@@ -117,7 +119,7 @@ class VllmBackend(SleepingEngine):
     after it. The prefix cache is separate for each version, so new requests never use keys and values of older weights.
 
     Published tensors that lie in shared memory are installed from there, unless a worker once could not do it; other
-    weights are staged in files of at most `receive_bucket_mb` MiB. An install may take `install_timeout_s`. After a
+    weights are staged in files of at most `bucket_mb` MiB. An install may take `install_timeout_s`. After a
     failed install, the version before it is loaded again; if that fails too, the backend has failed. With
     `weight_transfer` (`gloo` or `nccl`), `stage` also accepts `SentWeights`, which arrive during the install. With
     `lora`, each version consists of the tensors of an adapter.
@@ -125,7 +127,11 @@ class VllmBackend(SleepingEngine):
     Each request has a seed made of (seed, length of its prefix). A request is repeatable, but a resumed request draws
     other random numbers than an uninterrupted one, because the state of vLLM's generators cannot be set.
 
+    With `structures`, requests may have a structure; their log-probs are those of the constrained distribution.
+
     At temperature 0, the log-probs are those of the softmax at temperature 1, as vLLM defines it.
+
+    `log`: file for what vLLM's processes write to stderr; None: this process's stderr.
 
     Raises: `ConfigError` for invalid arguments, `EngineError` if vLLM does not start.
     """
@@ -139,22 +145,26 @@ class VllmBackend(SleepingEngine):
         threads: int = 1,
         seed: int = 0,
         engine_args: Mapping[str, Any] | None = None,
-        receive_bucket_mb: float = 128,
+        bucket_mb: float = 128,
         install_timeout_s: float = 300.0,
         weight_transfer: str | None = None,
         lora: Lora | None = None,
+        structures: bool = False,
+        log: Path | None = None,
     ) -> None:
         if kv not in ("keep", "recompute"):
             raise ConfigError("rollout.kv", kv, "must be keep or recompute")
         self._recompute = kv == "recompute"
         self.install_timeout_s = install_timeout_s
         rank = None if lora is None else lora.rank
-        arguments = all_engine_args(model, rows, seed, engine_args or {}, weight_transfer, rank)
-        prepare_environment(threads)
-        self._area = StagingArea(model, receive_bucket_mb, lora=lora, maps=True)
-        os.environ[OWNER] = f"{os.getpid()}:{self._area.root}"
+        arguments = all_engine_args(model, rows, seed, engine_args or {}, weight_transfer, rank, structures)
+        self._log = EngineLog(log)
+        prepare_environment(threads, logged=log is not None)
+        self._area = StagingArea(model, bucket_mb, lora=lora, maps=True)
         try:
-            self._engine: Any = _start(arguments)
+            with self._log.inherited():
+                os.environ[OWNER] = f"{os.getpid()}:{self._area.root}"
+                self._engine: Any = _start(arguments, self._log)
         except BaseException:
             self._area.close()
             raise
@@ -164,8 +174,11 @@ class VllmBackend(SleepingEngine):
         self._context: int = config.max_model_len
         self._vocabulary: int = config.get_vocab_size()
         super().__init__(sleep_mode=bool(arguments.get("enable_sleep_mode")))
-        self._runs: dict[str, Running] = {}
+        self._runs: dict[str, RunningRequest] = {}
         self._opening: asyncio.Task[None] | None = None
+        self._ending = threading.Lock()
+        self._compared = False
+        """Whether its engines were found to have the same weights after an install."""
 
     @property
     def context(self) -> int:
@@ -194,7 +207,7 @@ class VllmBackend(SleepingEngine):
         over = over_already(request, self._context)
         if over is not None:
             return over
-        run = self._runs[request.id] = Running(request)
+        run = self._runs[request.id] = RunningRequest(request)
         run.work = asyncio.ensure_future(self._run(run))
         try:
             return await run.work
@@ -206,7 +219,7 @@ class VllmBackend(SleepingEngine):
             del self._runs[request.id]
             run.ended.set()
 
-    async def _run(self, run: Running) -> SampleResult:
+    async def _run(self, run: RunningRequest) -> SampleResult:
         while self._paused and not run.cut:
             run.turn.clear()
             await run.turn.wait()
@@ -220,7 +233,7 @@ class VllmBackend(SleepingEngine):
         except Exception as error:
             raise self._refused(error) from error
 
-    async def _stream(self, run: Running) -> SampleResult:
+    async def _stream(self, run: RunningRequest) -> SampleResult:
         from vllm.inputs.engine import tokens_input
 
         request, tokens, logprobs = run.request, [], []
@@ -256,7 +269,7 @@ class VllmBackend(SleepingEngine):
         await self._open()
         await self._cut([self._runs[name] for name in ids if name in self._runs])
 
-    async def _cut(self, runs: Sequence[Running]) -> None:
+    async def _cut(self, runs: Sequence[RunningRequest]) -> None:
         for run in runs:
             run.cut = True
             run.turn.set()
@@ -297,6 +310,12 @@ class VllmBackend(SleepingEngine):
         await self._open()
         self._check_install(version, staged=self._incoming.holds(version))
         wrong = await self._incoming.swap(version, self.install_timeout_s)
+        if not wrong and not self._compared:
+            try:
+                wrong = await self.differences()
+            except EngineError as error:
+                wrong = f"the weights of its engines could not be compared: {error}"
+            self._compared = not wrong
         if wrong:
             undone = await self._incoming.swap(self._version, self.install_timeout_s + CONTROL_S)
             if undone:
@@ -308,6 +327,12 @@ class VllmBackend(SleepingEngine):
             if run.versions:
                 run.continue_under(version)
         self._incoming.keep_only(version)
+
+    async def differences(self) -> str:
+        """Which parameters differ between data-parallel engines; an empty text if none do. Called after the first
+        install; each call reads all weights. Raises: `EngineError`."""
+        await self._open()
+        return await self._incoming.differences(self.install_timeout_s)
 
     async def resume(self) -> None:
         await self._open()
@@ -344,10 +369,13 @@ class VllmBackend(SleepingEngine):
     async def _begin(self) -> None:
         loop = asyncio.get_running_loop()
         for sentinel in self._sentinels():
-            loop.add_reader(sentinel, self._fail, "vLLM's engine process died")
+            loop.add_reader(sentinel, self._died)
         await self._control(self._engine.get_supported_tasks())  # cached: from now on no send waits for it
         await self._control(self._engine.update_weight_version(str(self._version)))
         await self._incoming.open(self._version)
+
+    def _died(self) -> None:
+        self._fail(self._log.with_causes("vLLM's engine process died"))
 
     def _fail(self, reason: str) -> None:
         """Fail every waiting call, and shut the engine down."""
@@ -364,8 +392,9 @@ class VllmBackend(SleepingEngine):
                 run.work.cancel()
 
     def _shut_down(self) -> None:
-        self._engine.shutdown(timeout=CLOSE_TIMEOUT_S)
-        self._area.close()
+        with self._ending:  # `close` waits for the end that a failure began
+            self._engine.shutdown(timeout=CLOSE_TIMEOUT_S)
+            self._area.close()
 
     def _sentinels(self) -> list[int]:
         sentinels: list[int] = self._engine.engine_core.resources.engine_manager.sentinels()
@@ -377,7 +406,7 @@ class VllmBackend(SleepingEngine):
             for sentinel in self._sentinels():
                 loop.remove_reader(sentinel)
 
-    async def _all_ended(self, runs: Sequence[Running]) -> None:
+    async def _all_ended(self, runs: Sequence[RunningRequest]) -> None:
         for run in runs:
             await run.ended.wait()
         self._check_open()
@@ -404,7 +433,7 @@ class VllmBackend(SleepingEngine):
         process ends."""
         said = f"{type(error).__name__}: {error}"
         if self._engine is not None and self._engine.errored:
-            self._fail(f"vLLM's engine failed: {said}")
+            self._fail(self._log.with_causes(f"vLLM's engine failed: {said}"))
         return EngineError(self._reason or f"vLLM refused: {said}")
 
 
@@ -433,7 +462,7 @@ def _likeliest(request: SampleRequest, steps: Sequence[Mapping[int, Any]]) -> li
 
 def _sampling_params(request: SampleRequest, budget: int) -> Any:
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     params = request.params
     return SamplingParams(
@@ -444,12 +473,13 @@ def _sampling_params(request: SampleRequest, budget: int) -> Any:
         ignore_eos=True,  # the request's stop ids are the only ones
         logprobs=params.top_logprobs,  # besides that of the token sampled
         detokenize=False,
+        structured_outputs=StructuredOutputsParams(structural_tag=params.structure) if params.structure else None,
         seed=derive_seed(request.seed, len(request.prefix_ids)) >> 1,
         output_kind=RequestOutputKind.DELTA,
     )
 
 
-def _start(arguments: Mapping[str, Any]) -> Any:
+def _start(arguments: Mapping[str, Any], log: EngineLog) -> Any:
     try:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -460,4 +490,4 @@ def _start(arguments: Mapping[str, Any]) -> Any:
     except TypeError as error:
         raise ConfigError("rollout.engine_args", dict(arguments), f"vLLM does not accept them: {error}") from error
     except Exception as error:
-        raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}") from error
+        raise EngineError(log.with_causes(f"vLLM does not start: {type(error).__name__}: {error}")) from error

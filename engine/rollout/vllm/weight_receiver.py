@@ -15,10 +15,11 @@ import torch
 
 from engine.errors import EngineError
 from engine.ids import Version
-from engine.rollout.sent_weights import Answer, Call, Join, Send, SentWeights, Turn
+from engine.rollout.sent_weights import Join, Send, SentWeights, Turn, WeightsAnswer, WeightsCall
 from engine.rollout.vllm.mapped_weights import UNUSABLE
 from engine.rollout.vllm.staged_weights import ModelTensors, StagingArea
-from engine.shared_weights import Manifest
+from engine.rollout.vllm.weight_checks import differing
+from engine.training.shared_weights import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class Incoming:
             return await self._receive(weights, version, wanted, limit_s)
         until = time.monotonic() + limit_s
         wrong = await self._load(version, limit_s)
-        if not any(one.startswith(UNUSABLE) for one in wrong):
+        if not any(UNUSABLE in one for one in wrong):
             return "; ".join(wrong)
         if self._area.maps:
             log.warning("version %s and all later ones are staged as files: %s", version, "; ".join(wrong))
@@ -90,12 +91,35 @@ class Incoming:
             return "; ".join([*wrong, str(error)])
         return "; ".join(await self._load(version, max(0.0, until - time.monotonic())))
 
+    async def differences(self, limit_s: float) -> str:
+        """Compare the weights of data-parallel engines. Returns an empty text, or which parameters differ.
+
+        The workers of one engine have different parts of most tensors, and experts are spread over the workers of all
+        engines: these are not compared. Raises: `EngineError` if vLLM does not answer."""
+        config = self._engine.vllm_config
+        if config.parallel_config.data_parallel_size == 1 or config.model_config.is_moe:
+            return ""
+        found = differing(await self._control(self._engine.compute_weight_checksums(), limit_s + self._grace_s))
+        many = f"{len(found)} parameters differ" if len(found) > 1 else "1 parameter differs"
+        return f"{many} between its engines: {', '.join(found[:5])}" if found else ""
+
     async def _load(self, version: Version, limit_s: float) -> list[str]:
         """Have the workers load a version. Returns why they failed, if any did."""
         directory = self._area.directory(version)
-        arguments = (None if directory is None else str(directory), self._area.tensors.aliases, limit_s)
-        calls = self._engine.collective_rpc("install_staged_weights", args=arguments)
-        return [wrong for wrong in await self._control(calls, limit_s + self._grace_s) if wrong]
+        place = None if directory is None else str(directory)
+        return await self._attempt("load_staged", place, self._area.tensors.aliases, limit_s, limit_s=limit_s)
+
+    async def _attempt(self, method: str, *arguments: Any, limit_s: float) -> list[str]:
+        """Have all workers call a method of theirs. Returns why they failed, if any did.
+
+        vLLM's own calls return the answers of the first of several engines only (data parallelism). Raises:
+        `EngineError` if vLLM does not answer."""
+        given = ("attempt", None, (method, *arguments), None)
+        asked = self._engine.engine_core.call_utility_all_async("collective_rpc", *given)
+        answers = [wrong for engine in await self._control(asked, limit_s + self._grace_s) for wrong in engine]
+        if len(answers) == 1:
+            return [wrong for wrong in answers if wrong]
+        return [f"worker {number}: {wrong}" for number, wrong in enumerate(answers) if wrong]
 
     async def _receive(
         self, weights: SentWeights, version: Version, wanted: tuple[tuple[str, str], ...], limit_s: float
@@ -122,10 +146,10 @@ class Incoming:
         """Leave the group and drop partly received weights. Returns `wrong`, with the error if this fails."""
         self._group = None
         try:
-            await self._control(self._engine.collective_rpc("abandon_weight_update"))
+            failed = await self._attempt("abandon_weight_update", limit_s=0.0)
         except EngineError as error:
-            return f"{wrong}; the engine could not leave its group: {error}"
-        return wrong
+            failed = [str(error)]
+        return f"{wrong}; the engine could not leave its group: {'; '.join(failed)}" if failed else wrong
 
     async def _converse(self, weights: SentWeights, turn: Turn, limit_s: float) -> None:
         """Carry out the calls of the store's side until it is done. Raises: `EngineError`."""
@@ -137,24 +161,17 @@ class Incoming:
             while call is not None:
                 wrong = await self._carry_out(call, until - time.monotonic())
                 async with asyncio.timeout(max(0.0, until - time.monotonic())):
-                    call = await weights.exchange(Answer(group=group, wrong=wrong))
+                    call = await weights.exchange(WeightsAnswer(group=group, wrong=wrong))
         except TimeoutError:
             raise EngineError(f"the weights did not arrive within {limit_s:g} s") from None
 
-    async def _carry_out(self, call: Call, left_s: float) -> str:
+    async def _carry_out(self, call: WeightsCall, left_s: float) -> str:
         """Carry out one call. Returns an empty text, or why vLLM refused it."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-
-        requests: dict[str, Callable[[Any], Any]] = {
-            "init_weight_transfer_engine": lambda info: WeightTransferInitRequest(init_info=info),
-            "update_weights": lambda info: WeightTransferUpdateRequest(update_info=info),
-        }
-        made = [requests[call.name](call.argument)] if call.name in requests else []
+        arguments = [] if call.argument is None else [call.argument]
         try:
-            await self._control(getattr(self._engine, call.name)(*made), max(0.0, left_s) + self._grace_s)
+            return "; ".join(await self._attempt(call.name, *arguments, limit_s=max(0.0, left_s)))
         except EngineError as error:
             return str(error)
-        return ""
 
 
 class IncomingAdapter(Incoming):
@@ -168,22 +185,23 @@ class IncomingAdapter(Incoming):
             raise EngineError(f"vLLM cannot sample with an adapter: {wrong}")
 
     def adapter(self, version: Version) -> Any:
-        return self._adapter(version, replaces=False)
+        from vllm.lora.request import LoRARequest
+
+        directory = self._area.directory(version)
+        return LoRARequest(lora_name="policy", lora_int_id=ADAPTER, lora_path=str(directory))
+
+    async def differences(self, limit_s: float) -> str:
+        """An empty text: vLLM's checksums are of the model's own weights."""
+        return ""
 
     async def swap(self, version: Version, limit_s: float) -> str:
         """Install a staged version. Returns nothing, or why it failed; then vLLM may hold parts of both."""
         try:
-            call = self._engine.add_lora(self._adapter(version, replaces=True))
-            loaded = await self._control(call, limit_s + self._grace_s)
+            return "; ".join(
+                await self._attempt("load_adapter", ADAPTER, str(self._area.directory(version)), limit_s=limit_s)
+            )
         except EngineError as error:
             return str(error)
-        return "" if loaded else "a worker did not load it"
-
-    def _adapter(self, version: Version, *, replaces: bool) -> Any:
-        from vllm.lora.request import LoRARequest
-
-        directory = self._area.directory(version)
-        return LoRARequest(lora_name="policy", lora_int_id=ADAPTER, lora_path=str(directory), load_inplace=replaces)
 
 
 def wanted_names(model: ModelTensors, version: Version, manifest: Manifest) -> tuple[tuple[str, str], ...]:

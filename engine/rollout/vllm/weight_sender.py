@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTran
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from engine.rollout.gloo_groups import family_of
-from engine.rollout.sent_weights import Call
+from engine.rollout.sent_weights import WeightsCall
 from engine.rollout.vllm.gloo_transfer import GlooTrainerInitInfo, register
 
 register()
@@ -39,25 +39,25 @@ class EngineCalls:
     """vLLM's `VLLMWeightSyncClient`: passes the calls of vLLM's trainer side to the engine through `ask`, which returns
     when the engine is done and raises if it failed."""
 
-    ask: Callable[[Call], None]
+    ask: Callable[[WeightsCall], None]
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.ask(Call(name="init_weight_transfer_engine", argument=init_info))
+        self.ask(WeightsCall(name="init_weight_transfer_engine", argument=init_info))
 
     def start_weight_update(self) -> None:
-        self.ask(Call(name="start_weight_update"))
+        self.ask(WeightsCall(name="start_weight_update"))
 
     def update_weights(self, update_info: Any) -> None:
-        self.ask(Call(name="update_weights", argument=update_info))
+        self.ask(WeightsCall(name="update_weights", argument=update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.ask(Call(name="finish_weight_update"))
+        self.ask(WeightsCall(name="finish_weight_update"))
 
 
 class Sender:
     """A group of this process and all workers of one engine. Every call blocks."""
 
-    def __init__(self, ask: Callable[[Call], None], info: Any) -> None:
+    def __init__(self, ask: Callable[[WeightsCall], None], info: Any) -> None:
         """Raises: vLLM's exception if the group cannot be formed."""
         self._held = HeldVersion({})
         self._trainer = WeightTransferTrainerFactory.trainer_init(info, client=EngineCalls(ask), source=self._held)

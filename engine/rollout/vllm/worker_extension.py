@@ -10,19 +10,22 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from vllm.config import set_current_vllm_config
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from engine.errors import counted
 from engine.rollout.vllm.gloo_transfer import register
 from engine.rollout.vllm.mapped_weights import UNUSABLE, MappedTensors
+from engine.rollout.vllm.weight_checks import not_loaded
 
 OWNER = "STEP_ENGINE_VLLM_OWNER"
 """Environment variable with the owner's process id, a colon, and the directory to remove when the owner dies."""
@@ -30,42 +33,84 @@ OWNER = "STEP_ENGINE_VLLM_OWNER"
 register()
 
 
-class InstallWeights:
+class WeightsExtension:
     """Mixed into vLLM's worker class. `collective_rpc` calls its methods while generation is paused."""
 
     model_runner: Any
+    parallel_config: Any
     vllm_config: Any
     weight_transfer_engine: Any
     _weight_update_active: bool
 
+    def attempt(self, method: str, *arguments: Any) -> str:
+        """Call a method of this worker. Returns an empty text, or why it failed. An exception must not leave a worker:
+        vLLM then does not read the answers of the workers after it, and takes them for answers to its next call."""
+        try:
+            getattr(self, method)(*arguments)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
     def install_staged_weights(self, directory: str | None, aliases: Mapping[str, str], limit_s: float) -> str:
+        """`load_staged` for a server's client. Returns an empty text, or why it failed. Raises: `RuntimeError` instead
+        in an engine other than the first one, because a server returns only the answers of the first."""
+        parallel = self.parallel_config
+        if parallel.data_parallel_size > 1 and parallel.world_size > 1:  # an exception must not leave one of several
+            return "a server with several engines of several workers each cannot report failed installs"
+        wrong = self.attempt("load_staged", directory, aliases, limit_s)
+        if wrong and parallel.data_parallel_index:
+            raise RuntimeError(wrong)
+        return wrong
+
+    def load_staged(self, directory: str | None, aliases: Mapping[str, str], limit_s: float) -> None:
         """Install the tensors of a staged directory, or with None those that the model was first loaded from.
 
-        `aliases` maps tied names to the staged name. `limit_s`: maximum seconds. Returns an empty text, or why it
-        failed; the text begins with `UNUSABLE` if only memory is at fault, so that files would do. After a failure the
-        weights are undefined until another call installs a complete version.
+        `aliases` maps tied names to the staged name. `limit_s`: maximum seconds. After a failure the weights are
+        undefined until another call installs a complete version.
+
+        Raises: `MemoryUnusable` if only memory is at fault, so that files would do; else any exception.
         """
         until = time.monotonic() + limit_s
         mapped: MappedTensors | None = None
-        try:
-            with set_current_vllm_config(self.vllm_config):
-                self._forget_half_loaded()
-                if directory is None:
-                    source = self._first_weights()
-                elif (mapped := MappedTensors.of(Path(directory))) is None:
-                    source = staged_tensors(Path(directory))
-                else:
-                    try:
-                        source = iter(mapped)
-                    except OSError as error:
-                        return f"{UNUSABLE}: {error}"
-                self.model_runner.reload_weights(weights_iterator=in_time(with_aliases(source, aliases), until))
-            self.synchronize_device()  # type: ignore[attr-defined]
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
+        with set_current_vllm_config(self.vllm_config):
+            self._forget_half_loaded()
+            if directory is None:
+                source = self._first_weights()
+            elif (mapped := MappedTensors.of(Path(directory))) is None:
+                source = staged_tensors(Path(directory))
+            else:
+                try:
+                    source = iter(mapped)
+                except OSError as error:
+                    raise MemoryUnusable(f"{UNUSABLE}: {error}") from None
+            self._reload(in_time(with_aliases(source, aliases), until))
+        self.synchronize_device()  # type: ignore[attr-defined]
         if mapped is not None and mapped.in_use():
-            return f"{UNUSABLE}: vLLM keeps a loaded tensor in place, but the memory will get other contents"
-        return ""
+            said = "vLLM keeps a loaded tensor in place, but the memory will get other contents"
+            raise MemoryUnusable(f"{UNUSABLE}: {said}")
+
+    def load_adapter(self, number: int, directory: str) -> None:
+        """Load an adapter in place of the one with the same number. Raises: any exception of vLLM."""
+        request = LoRARequest(lora_name="policy", lora_int_id=number, lora_path=directory, load_inplace=True)
+        if not self.add_lora(request):  # type: ignore[attr-defined]
+            raise RuntimeError("vLLM did not load the adapter")
+
+    def _reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """The model runner's `reload_weights`, which only warns of parameters that were not loaded. Raises:
+        `RuntimeError` that names them."""
+        runner, config = self.model_runner, self.vllm_config.model_config
+        model = runner.get_model()
+        wrapped = ".base_layer." if self.vllm_config.lora_config else ""  # of a layer that adapters may change
+        parameters = {name.replace(wrapped, ".") if wrapped else name for name, _ in model.named_parameters()}
+        initialize_layerwise_reload(model)
+        loaded = model.load_weights(weights)
+        finalize_layerwise_reload(model, config)
+        runner.reset_lora_state()
+        runner.reset_encoder_cache()
+        runner.reset_mm_cache()
+        missing = not_loaded(parameters, loaded, quantized=config.quantization is not None)
+        if missing:
+            raise RuntimeError(f"{counted(len(missing), 'parameter')} got no new weights: {', '.join(missing[:5])}")
 
     def abandon_weight_update(self) -> None:
         """After a failed update by vLLM's weight transfer: leave the group and drop the partly received weights."""
@@ -92,6 +137,10 @@ class InstallWeights:
             self.vllm_config.model_config, self.model_runner.get_model()
         )
         return weights
+
+
+class MemoryUnusable(Exception):
+    """A worker cannot install from shared memory. Its text begins with `UNUSABLE`."""
 
 
 def staged_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -5,25 +5,35 @@ error says what is allowed. A fact that comes too late, about work that has ende
 it. This module must never change the state.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
-from engine.commands import Command
-from engine.control.requests import changes, check_replicas
+from engine.commands import Command, MeasureRows, PauseReplica
+from engine.control.requests import MOST_REPLICAS, changes, check_replicas
 from engine.errors import EngineError, suggestion
 from engine.events import (
     EVENTS,
+    BatchScored,
+    CheckpointDamaged,
+    CheckpointFailed,
+    CheckpointSaved,
+    DrawFailed,
     Event,
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    GroupProgressed,
     OrderDone,
     PrefixStored,
     ProcessLost,
+    ProcessProbed,
     ProcessUp,
     PromptsDrawn,
+    PublishFailed,
+    ReplicaPaused,
     ReplicasWanted,
+    RowsFailed,
     RowsMeasured,
     RunInterrupted,
     RunResumed,
@@ -32,8 +42,12 @@ from engine.events import (
     SettingChanged,
     StateFailed,
     StateLeft,
+    StepFailed,
+    StepTrained,
+    SyncFailed,
     TimerFired,
     WeightsInstalled,
+    WeightsPublished,
     WeightsStaged,
 )
 from engine.ids import NO_VERSION
@@ -41,7 +55,7 @@ from engine.record.codec import plain_event
 from engine.record.msgpack_values import CodecError
 from engine.scheduling.scheduler import Scheduler
 from engine.states.orders import RELATIONS, Order, Relation
-from engine.states.process import KINDS, REPLICA
+from engine.states.process import KINDS, REPLICA, TRAINER
 from engine.states.state import State
 
 
@@ -93,6 +107,12 @@ OWN = (RunStarted, RunResumed, RunInterrupted, SchedulerRecovered)
 """Facts that only the session reports."""
 MAY_BE_NONE = ("oldest_version", "newest_version", "published")
 """Versions that are `NO_VERSION` if there is none."""
+COUNTED = ("attempt", "incarnation")
+"""Fields whose numbers begin with 1."""
+SYNC = (WeightsStaged, ReplicaPaused, WeightsInstalled)
+"""The facts of a sync, in this order."""
+ABORTING = ("abort", "sleep")
+"""Modes of a pause that first stops the groups of its replica."""
 CAUSES = ("infrastructure", "data")
 
 
@@ -116,6 +136,8 @@ def _problems(fact: Any, scheduler: Scheduler, now: float) -> Iterator[str]:
     state = scheduler.state
     yield from _number_problems(fact)
     yield from _subject_problems(fact, state)
+    if state.outcome is None:
+        yield from _unordered_problems(fact, state)
     orders = [order for relation in _relations(type(fact)) for order in _about(fact, relation, state)]
     for order in orders:
         yield from _echo_problems(fact, order)
@@ -124,7 +146,7 @@ def _problems(fact: Any, scheduler: Scheduler, now: float) -> Iterator[str]:
     elif isinstance(fact, SettingChanged):
         changes([(fact.setting, fact.value)], state.limits, scheduler.policies)
     elif isinstance(fact, ReplicasWanted):
-        check_replicas(fact.replicas, state.limits, 4096)
+        check_replicas(fact.replicas, state.limits, MOST_REPLICAS)
     elif isinstance(fact, TimerFired):
         yield from _timer_problems(fact, state, now)
     elif orders and not _is_late(fact, orders[0].command):
@@ -134,7 +156,7 @@ def _problems(fact: Any, scheduler: Scheduler, now: float) -> Iterator[str]:
 def _number_problems(fact: Any) -> Iterator[str]:
     for field in fields(fact):
         value = getattr(fact, field.name)
-        least = NO_VERSION if field.name in MAY_BE_NONE else 0
+        least = NO_VERSION if field.name in MAY_BE_NONE else int(field.name in COUNTED)
         for number in value if isinstance(value, tuple) else [value]:
             if type(number) is int and number < least and field.name != "id":
                 yield f"{field.name} is {number}, but must be at least {least}"
@@ -157,10 +179,73 @@ def _subject_problems(fact: Any, state: State) -> Iterator[str]:
     if index is None:
         return
     process = state.find_process(kind, index) if kind in KINDS else None
-    if process is None:
+    if process is None or process.index != index:
         yield f"there is no {kind} {index}" if kind in KINDS else f"kind is {kind!r}; use one of {', '.join(KINDS)}"
     elif fact.incarnation > process.incarnation:
         yield f"incarnation {fact.incarnation} was not ordered; the newest is {process.incarnation}"
+
+
+def _unordered_problems(fact: Any, state: State) -> Iterator[str]:
+    """Whether no order so far can have caused the fact, although its subject exists."""
+    if isinstance(fact, WeightsPublished | PublishFailed):
+        to_come = fact.version > state.latest_version
+        if not fact.version or (to_come and state.orders.find("publish", fact.version) is None):
+            yield f"no publication of version {fact.version} was ordered; the newest version is {state.latest_version}"
+        yield from _exceeds("attempt", fact.attempt, state.publishing_attempt)
+    elif isinstance(fact, StepTrained | StepFailed | BatchScored):
+        if (step := state.steps.get(fact.step)) is not None:
+            yield from _exceeds("attempt", fact.attempt, step.attempt)
+            if isinstance(fact, StepTrained) and step.state == "scoring" and fact.attempt == step.attempt:
+                yield f"attempt {fact.attempt} to train step {step.id} was not ordered yet"
+        if isinstance(fact, BatchScored):
+            yield from _unknown("scoring task", fact.task, state.limits.scoring_tasks)
+    elif isinstance(fact, CheckpointSaved | CheckpointFailed):
+        if not fact.steps or not state.limits.checkpoint_every:
+            yield f"no checkpoint after {fact.steps} train steps was ordered"
+    elif isinstance(fact, CheckpointDamaged):
+        if fact.steps not in state.checkpoints.steps:
+            yield f"no checkpoint after {fact.steps} train steps was reported as saved"
+    elif isinstance(fact, RowsMeasured | RowsFailed):
+        yield from _lacks("validation", fact.validation, state.validations.created, "were begun")
+        if (run := state.validations.runs.get(fact.validation)) is not None:
+            yield from _lacks("chunk", fact.chunk, len(run.chunks), f"are in validation {run.id}")
+            yield from _exceeds("attempt", fact.attempt, run.chunks[fact.chunk].attempt)
+    elif isinstance(fact, StateLeft | StateFailed):
+        yield from _unknown("added state", fact.state, [*state.stages.by_name])
+    elif isinstance(fact, (*SYNC, SyncFailed)):
+        replica = state.replicas[fact.replica]
+        if fact.incarnation == replica.incarnation:
+            yield from _exceeds("attempt", fact.attempt, replica.sync_attempt)
+        yield from _exceeds("version", getattr(fact, "version", 0), state.latest_version)
+    elif isinstance(fact, PromptsDrawn | DrawFailed | ProcessProbed):
+        number = fact.order if isinstance(fact, ProcessProbed) else fact.number
+        yield from _lacks("order", number, state.orders.next_number, "were given")
+    elif isinstance(fact, ProcessLost):
+        yield from _loss_problems(fact, state)
+
+
+def _loss_problems(fact: ProcessLost, state: State) -> Iterator[str]:
+    """The problem of a `ProcessLost` with versions or checkpoints that its process cannot have left."""
+    if fact.kind != TRAINER:
+        if fact.published != NO_VERSION or fact.saved:
+            yield f"a {fact.kind} publishes no weights and saves no checkpoints; leave published and saved out"
+        return
+    newest = state.latest_version + state.publishing
+    if fact.published > newest:
+        yield f"published is {fact.published}, but the newest version that was ordered is {newest}"
+    for steps in fact.saved:
+        if not 0 < steps <= state.steps_trained or not state.limits.checkpoint_every:
+            yield f"saved has {steps}, but no checkpoint after {steps} train steps was ordered"
+
+
+def _exceeds(name: str, number: int, newest: int) -> Iterator[str]:
+    if number > newest:
+        yield f"{name} {number} was not ordered; the newest is {newest}"
+
+
+def _unknown(what: str, name: str, known: Sequence[str]) -> Iterator[str]:
+    if name not in known:
+        yield f"there is no {what} {name!r}; {f'use {_any(known)}' if known else f'the run has no {what}'}"
 
 
 def _lacks(what: str, number: int, count: int, how: str) -> Iterator[str]:
@@ -185,19 +270,23 @@ def _about(fact: Any, relation: Relation, state: State) -> Iterator[Order]:
 
 
 def _echo_problems(fact: Any, order: Order) -> Iterator[str]:
-    """A number above that of the open order was never given; a lower one is late."""
-    for name in ("attempt", "number"):
-        theirs, ours = getattr(fact, name, None), getattr(order.command, name, None)
+    """A number above that of the open order was never issued; a lower one, or one of an earlier life, is late. The same
+    attempt of a group or of rows was ordered on one life of one replica."""
+    command: Any = order.command
+    if "replica" in RELATIONS[type(command)].echo and fact.attempt == command.attempt:
+        for name in ("replica", "incarnation"):
+            if getattr(fact, name) != getattr(command, name):
+                yield f"{name} is {getattr(fact, name)}, but this attempt was ordered on {getattr(command, name)}"
+    late = getattr(fact, "incarnation", 0) < getattr(command, "incarnation", 0)
+    for name in () if late else ("attempt", "number"):
+        theirs, ours = getattr(fact, name, None), getattr(command, name, None)
         if theirs is not None and ours is not None and theirs > ours:
-            yield f"{name} is {theirs}, but {type(order.command).__name__} has {ours}"
+            yield f"{name} is {theirs}, but {type(command).__name__} has {ours}"
 
 
 def _is_late(fact: Any, command: Any) -> bool:
     """Whether a fact answers an order that ended before this one was given, and so has no effect."""
-    names = ["attempt", "number"]
-    if isinstance(fact, WeightsStaged | WeightsInstalled) and fact.version > 0:  # the first version is never ordered
-        names.append("version")
-    both = [name for name in names if hasattr(fact, name) and hasattr(command, name)]
+    both = [name for name in ("incarnation", "attempt", "number") if hasattr(fact, name) and hasattr(command, name)]
     return any(getattr(fact, name) < getattr(command, name) for name in both)
 
 
@@ -213,8 +302,8 @@ def _acknowledgment_problems(fact: OrderDone, state: State) -> Iterator[str]:
 
 
 def _timer_problems(fact: TimerFired, state: State, now: float) -> Iterator[str]:
-    yield from _lacks("timer", fact.timer, state.next_timer, "were set")
-    order = state.orders.find("timer", fact.timer)
+    yield from _lacks("timer", fact.timer, state.orders.next_number, "were set")
+    order = next((order for order in state.orders.open("timer").values() if order.number == fact.timer), None)
     if order is not None and (left := due_at(order) - now) > 0:
         yield f"it is due in {left:.3f} s; ask next_due() when to report a timer"
 
@@ -228,15 +317,19 @@ def _content_problems(fact: Any, order: Any, state: State) -> Iterator[str]:
             yield "count is 0, but the source is not exhausted; draw at least one prompt"
     elif isinstance(fact, GroupGenerated | GroupAborted | PrefixStored):
         yield from _version_problems(fact, state)
-    elif isinstance(fact, WeightsStaged | WeightsInstalled) and fact.version != order.version:
-        yield f"version {order.version} was ordered"
-    elif isinstance(fact, RowsMeasured):
-        if not fact.right <= fact.measured <= order.count:
-            yield f"must have right <= measured <= {order.count}, the number of rows"
-        if fact.rows and len(fact.right_rows) != fact.right:
-            yield f"has {len(fact.right_rows)} right_rows, but right is {fact.right}; name these rows"
-        if fact.version != order.version:
+    elif isinstance(fact, (*SYNC, SyncFailed)):
+        answers = RELATIONS[type(order)].answers
+        if type(fact) in SYNC and SYNC.index(type(fact)) > SYNC.index(answers[0]):
+            yield f"{type(order).__name__} comes first; answer it by {_named(answers)}"
+        aborts = isinstance(order, PauseReplica) and order.mode in ABORTING
+        if aborts and isinstance(fact, ReplicaPaused) and (groups := state.replicas[order.replica].groups):
+            yield f"groups {[*groups]} still run there; first report how each was aborted or ended"
+        if getattr(fact, "version", order.version) != order.version:
             yield f"version {order.version} was ordered"
+    elif isinstance(fact, RowsMeasured):
+        yield from _row_problems(fact, order, state)
+    elif isinstance(fact, GroupProgressed) and fact.finished > (samples := state.replicas[fact.replica].samples):
+        yield f"finished is {fact.finished}, but the group has {samples} trajectories"
     if isinstance(fact, GroupGenerated | StateLeft) and fact.reward_spread < 0:
         yield "reward_spread is negative, but is the largest minus the smallest reward"
     if isinstance(fact, ProcessUp) and fact.kind == REPLICA:
@@ -244,13 +337,41 @@ def _content_problems(fact: Any, order: Any, state: State) -> Iterator[str]:
             yield "slots and samples must be at least 1"
         if fact.version > state.latest_version:
             yield f"version is {fact.version}, but the newest is {state.latest_version}"
-    if isinstance(fact, ProcessLost) and fact.published > state.latest_version + 1:
-        yield f"published is {fact.published}, but the newest version is {state.latest_version}"
+
+
+def _row_problems(fact: RowsMeasured, order: MeasureRows, state: State) -> Iterator[str]:
+    """What is impossible in the measurement of an ordered chunk."""
+    if not fact.right <= fact.measured <= order.count:
+        yield f"must have right <= measured <= {order.count}, the number of rows"
+    if fact.version != order.version:
+        yield f"version {order.version} was ordered"
+    ordered = range(order.first, order.first + order.count)
+    for name in ("rows", "right_rows", "part_rows"):
+        rows = getattr(fact, name)
+        if (strange := next((row for row in rows if row not in ordered), None)) is not None:
+            yield f"{name} has row {strange}, but rows {ordered.start} to {ordered.stop - 1} were ordered"
+        if not {*fact.rows}.issuperset(rows):
+            yield f"{name} has rows that are not in rows"
+        values = rows if name != "part_rows" else tuple(zip(rows, fact.part_places, strict=False))
+        if len({*values}) < len(values):
+            yield f"{name} names a row twice{' with the same part' if name == 'part_rows' else ''}; name each once"
+    for names in (("rows", "rewards", "answers"), ("part_rows", "part_places", "part_values")):
+        if len({len(getattr(fact, name)) for name in names}) > 1:
+            yield f"{', '.join(names)} must have the same number of entries"
+    for name, number in (("rows", fact.measured), ("right_rows", fact.right)):
+        if fact.rows and len(getattr(fact, name)) != number:
+            field = "measured" if name == "rows" else "right"
+            yield f"has {len(getattr(fact, name))} {name}, but {field} is {number}; name these rows"
+    assert state.limits.validation is not None  # otherwise no rows are ordered
+    for row, place in zip(fact.part_rows, fact.part_places, strict=True):
+        parts = state.limits.validation.place(row).set.parts
+        if place >= len(parts):
+            yield f"part_places has {place}, but the set of row {row} has {len(parts)} reward parts"
 
 
 def _version_problems(fact: Any, state: State) -> Iterator[str]:
     oldest, newest = fact.oldest_version, fact.newest_version
-    known, replica = state.groups.get(fact.group), state.fleet.replicas.get(fact.replica)
+    known, replica = state.groups.get(fact.group), state.replicas.get(fact.replica)
     if (oldest == NO_VERSION or newest == NO_VERSION) and (fact.tokens or oldest != newest):
         yield "a group with tokens has an oldest and a newest version; use -1 for both if it has no token"
     elif isinstance(fact, GroupGenerated) and not fact.tokens:
@@ -269,7 +390,11 @@ def due_at(order: Order) -> float:
 
 
 def _named(kinds: Any) -> str:
-    return " or ".join(kind.__name__ for kind in kinds)
+    return _any([kind.__name__ for kind in kinds])
+
+
+def _any(names: Iterable[str]) -> str:
+    return " or ".join(names)
 
 
 def _name(kind: Any) -> str:

@@ -14,11 +14,12 @@ from engine.errors import EngineError
 from engine.events import Event
 from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
 from engine.runtime.plan import Plan, Restore
-from engine.runtime.process_port import Order, Process, ProcessEnd, Sign, Waits
+from engine.runtime.process_port import ProcessEnd, ProcessHandle, SentOrder, Sign, Waits
 from engine.runtime.trajectory_service import PackedTrajectories, TrajectoryService
 from engine.runtime.worker import WORKERS, Peers, PlannedReplica, PlannedTrainer, PlannedWorker
 from engine.states.process import REPLICA, TRAINER, TRAJECTORY_STORE, name_of
 from engine.storage.group_codec import plain_prompt
+from engine.storage.prefixes import Growth
 from engine.storage.trajectories import (
     ScoreRow,
     StoreStats,
@@ -37,16 +38,19 @@ from engine.workers.trainer import Report
 
 
 class LocalTrajectories:
-    """Stores groups unpacked and returns copies, so that a failed attempt cannot change the stored group."""
+    """Stores and returns copies of groups, so that nobody can change a stored one."""
 
     def __init__(self) -> None:
         self.store: TrajectoryStore[TrajectoryGroup] = TrajectoryStore()
 
     async def put(self, group: TrajectoryGroup, attempt: int) -> None:
-        self.store.put(group.group, attempt, group, size_of(group))
+        self.store.put(group.group, attempt, copy_group(group), size_of(group))
+
+    async def grow(self, growth: Growth, attempt: int) -> None:
+        await self.put(growth.group, attempt)
 
     async def replace(self, group: TrajectoryGroup, attempt: int) -> None:
-        self.store.replace(group.group, attempt, group, size_of(group))
+        self.store.replace(group.group, attempt, copy_group(group), size_of(group))
 
     async def partial(self, group: GroupId) -> TrajectoryGroup | None:
         kept = self.store.partial(group)
@@ -122,7 +126,7 @@ class LocalProcess:
         assert isinstance(self._worker, PlannedReplica)
         self._worker.join()
 
-    def send(self, orders: Sequence[Order]) -> None:
+    def send(self, orders: Sequence[SentOrder]) -> None:
         for command, prompt in orders:
             self._worker.carry_out(command, prompt)
 
@@ -177,7 +181,7 @@ class LocalStore:
 
     def join(self) -> None: ...
 
-    def send(self, orders: Sequence[Order]) -> None: ...
+    def send(self, orders: Sequence[SentOrder]) -> None: ...
 
     async def probe(self) -> Sign:
         return Sign(os.getpid())
@@ -233,13 +237,13 @@ class LocalProcesses:
         if isinstance(self._store, TrajectoryService):
             plain_prompt(prompt)
 
-    def services(self) -> Mapping[str, Process]:
+    def services(self) -> Mapping[str, ProcessHandle]:
         return {TRAJECTORY_STORE: LocalStore(self._store)}
 
     async def room(self) -> int:
         return len(self._plan.lives())
 
-    async def lacking(self, replicas: int) -> None:
+    async def lacking(self, kind: str, replicas: int) -> None:
         return None
 
     async def published(self) -> Version:

@@ -7,14 +7,15 @@ leave anything open, however the run ends.
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from engine.commands import FinishRun
-from engine.errors import ConfigError, EngineError, RunFailed
+from engine.errors import ConfigError, EngineError, RunFailed, describe_error
 from engine.events import StopRequested
 from engine.ids import ReplicaId, StepId
 from engine.metrics.listening_address import check_address
@@ -22,7 +23,8 @@ from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
 from engine.protocols import Generator, Restorable, Scorer, Trainer
 from engine.record import MemoryRecorder, NullRecorder, Recorder, read
-from engine.record.files import make_run_private
+from engine.record.files import make_run_directory, make_run_private
+from engine.runtime.local.arguments import GENERATOR, SCORER, check_arguments, has_methods, shown
 from engine.runtime.local.local_processes import LocalProcesses, LocalStores, LocalTrajectories, LocalWeights
 from engine.runtime.plan import Plan, Restore, Rollout
 from engine.runtime.prompt_sources import Prompts, as_prompts, listed
@@ -37,6 +39,7 @@ from engine.storage.samples import SamplePolicy, lacks_pyarrow
 from engine.trajectory import Prompt
 from engine.workers.stage import Work, unchanged
 from engine.workers.threads import contained
+from engine.workers.worker_tasks import end_tasks
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +80,7 @@ class RunResult:
 
 def run(**options: Any) -> RunResult:
     """`run_async` for a program without an event loop. Ctrl-C stops the run; it can be resumed."""
-    return asyncio.run(run_async(**options))
+    return asyncio.run(_to_the_end(run_async(**options)))
 
 
 async def run_async(
@@ -124,9 +127,8 @@ async def run_async(
 
     Raises: `ConfigError` for invalid arguments, `RunFailed` with the cause if the run fails, `EngineError` for defects.
     """
-    _require_counts(limits, samples, slots, run_dir, trajectories)
-    if run_dir is None and (resume or control_port is not None):
-        raise ConfigError("run_dir", None, "is required by resume and control_port", "set run_dir")
+    check_arguments(locals())
+    _require_together(trainer, limits, run_dir, needs_directory=resume or control_port is not None)
     keeps = run_dir is not None and trajectories == "disk" and limits.checkpoint_every > 0
     limits = _for_one_process(_with_held_out(limits, held_out, samples), replacements, keeps)
     given = _Arguments(generators, replicas + len(limits.validators()), trainer, make_scorer, works or {})
@@ -163,7 +165,23 @@ def run_plan(plan: Plan) -> RunResult:
         return await LocalRun(replace(plan, limits=replace(plan.limits, run_restarts=0)), lambda replica: True).to_end()
 
     plan.require_scorers()
-    return asyncio.run(to_end())
+    return asyncio.run(_to_the_end(to_end()))
+
+
+async def _to_the_end(work: Coroutine[Any, Any, RunResult]) -> RunResult:
+    """Await a run. Code of the user that never ends must not keep `asyncio.run` from returning: no task is left for it
+    to wait for, nor a thread of `asyncio.to_thread`."""
+    asyncio.get_running_loop().set_default_executor(_Threads())
+    try:
+        return await work
+    finally:
+        for task in await end_tasks(asyncio.all_tasks() - {asyncio.current_task()}, "the run"):
+            asyncio.tasks._unregister_task(task)
+
+
+class _Threads(ThreadPoolExecutor):
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=True)
 
 
 def _load(trainer: Trainer, restore: Restore) -> None:
@@ -181,7 +199,7 @@ class LocalRun:
             if port is not None:
                 check_address(plan.metrics_host, port)
         if plan.run_dir is not None:
-            make_run_private(plan.run_dir)
+            (make_run_private if plan.resume else make_run_directory)(plan.run_dir)
             _tell_missing_package(plan)
         self.transitions = Transitions()
         self.history = history_of(plan, self.transitions) if plan.resume else None
@@ -286,8 +304,6 @@ class _Arguments:
             replicas = len(generators)
         else:
             self._make = generators
-            if replicas < 1:
-                raise ConfigError("replicas", replicas, "must be at least 1", "use 1")
         self._replicas = replicas
         self.trainer = trainer
         self._make_scorer = make_scorer
@@ -295,7 +311,6 @@ class _Arguments:
 
     def plan(self, limits: Limits, **settings: Any) -> Plan:
         """Raises: `ConfigError`."""
-        _require_numbers(limits, self._replicas)
         made = Plan(
             limits=limits,
             make_rollout=self._rollout,
@@ -313,7 +328,13 @@ class _Arguments:
     def _rollout(self, replica: ReplicaId) -> Rollout:
         """Make the generator of a replica's next incarnation. Raises what the user's function raises."""
         if self._make is not None:
-            generator = contained(self._make, replica)
+            try:
+                generator = contained(self._make, replica)
+            except (AttributeError, TypeError) as error:
+                law = f"cannot make the generator of replica {replica}: {describe_error(error)}"
+                fix = "give a function that makes a generator from the number of its replica"
+                raise ConfigError("generators", shown(self._make), law, fix) from error
+            GENERATOR(f"generators({replica})", generator)
         elif replica in self._generators:
             generator = self._generators.pop(replica)
         else:
@@ -322,7 +343,9 @@ class _Arguments:
 
     def _scorer(self, tasks: Tasks) -> Scorer:
         assert self._make_scorer is not None
-        return contained(self._make_scorer, tasks)
+        scorer = contained(self._make_scorer, tasks)
+        SCORER(f"make_scorer({tasks})", scorer)
+        return scorer
 
     def can_make(self, replica: ReplicaId) -> bool:
         return self._make is not None or replica in self._generators
@@ -387,19 +410,13 @@ def _with_held_out(limits: Limits, held_out: Sequence[Prompt | str], samples: in
     return limits
 
 
-def _require_numbers(limits: Limits, generators: int) -> None:
-    own = limits.validators()
-    limits.require_replicas(generators - len(own))
-    if own and (own.start < 1 or own.stop != generators):
-        law = f"the last {len(own)} of {generators} generators validate"
-        raise ConfigError("limits.validation.own_from", own.start, law, f"use {generators - len(own)}")
-
-
-def _require_counts(limits: Limits, samples: int, slots: int, run_dir: str | Path | None, trajectories: str) -> None:
-    for name, value in (("samples", samples), ("slots", slots)):
-        if value < 1:
-            raise ConfigError(name, value, "must be at least 1", "use 1")
-    if trajectories not in ("disk", "memory"):
-        raise ConfigError("trajectories", trajectories, "must be disk or memory", "use disk")
+def _require_together(trainer: Trainer, limits: Limits, run_dir: Any, *, needs_directory: bool) -> None:
+    """Raises: `ConfigError` if the directory or a method of the trainer is missing that only some runs need."""
     if limits.checkpoint_every and run_dir is None:
         raise ConfigError("limits.checkpoint_every", limits.checkpoint_every, "checkpoints need a run_dir", "use 0")
+    if needs_directory and run_dir is None:
+        raise ConfigError("run_dir", None, "is required by resume and control_port", "set run_dir")
+    needed = ["save"] if limits.checkpoint_every else []
+    if {*limits.scoring_tasks} - {*limits.scored_apart}:
+        needed.append("score")
+    has_methods(Trainer, *needed, "train")("trainer", trainer)

@@ -1,39 +1,42 @@
-"""`Session`: the scheduler inside a user's own training loop. The loop reports facts, and gets orders back.
+"""`Session`: the scheduler inside a user's own training loop. The loop reports facts; the session returns orders.
 
     with Session(limits, directory="runs/mine") as session:
         orders = session.begin()
         orders = session.report(answer(orders[0], ProcessUp, slots=8, samples=4))
 
-Called by users; docs/SESSION.md is the reference. It never waits, starts no thread and reads no clock but the one that
-it is given. It writes the record of a run, so `engine replay` and `engine waits` read it. Call it from one thread at a
-time.
+Called by users; docs/SESSION.md is the reference. It never waits, starts no thread and reads only the clock
+that it receives. It writes the record of a run, so `engine replay` and `engine waits` can read it. It belongs to the
+thread that calls `begin` and refuses all others: two threads would corrupt its state and record.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from engine import __version__
 from engine.commands import CancelTimer, Command, FinishRun, SetTimer
 from engine.config import Config, load_config
-from engine.control.requests import changes
+from engine.control.requests import MOST_REPLICAS, changes, check_replicas
 from engine.errors import ConfigError, PolicyError, RecordNotBegun, RunFinished, reason_of
 from engine.events import Event, RunResumed, RunStarted, TimerFired
 from engine.ids import StepId
+from engine.metrics.waits import waits
 from engine.policies import PolicySet
 from engine.record import Header, MemoryRecorder, Record, Recorder, Recovered, read, recover
-from engine.record.files import RecordLock, make_run_private
-from engine.record.log import SUFFIX
-from engine.runtime.driver import Driver
+from engine.record.files import RecordLock, make_run_directory
+from engine.record.segment_log import has_segments
+from engine.runtime.driver import MOST_EVENTS, Driver
+from engine.runtime.local.arguments import check_arguments
 from engine.runtime.local.facts import IllegalFact, check_fact, due_at
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler import ALONE, Scheduler
 from engine.scheduling.settings import MAX_STEPS
 from engine.states.limits import Limits
 from engine.states.view import View
-from engine.states.waits import waits
+from engine.version import __version__
 
 SNAPSHOT_EVERY = 50_000
 Orders = tuple[Command, ...]
@@ -52,12 +55,18 @@ class _Clock:
 
     def __init__(self, clock: Callable[[], float], before: float = 0.0) -> None:
         self._clock = clock
-        self._zero = clock() - before
+        self._zero = self._read() - before
         self._newest = before
 
     def now(self) -> float:
-        self._newest = max(self._newest, self._clock() - self._zero)
+        self._newest = max(self._newest, self._read() - self._zero)
         return self._newest
+
+    def _read(self) -> float:
+        seconds = self._clock()
+        if type(seconds) is bool or not isinstance(seconds, int | float) or not isfinite(seconds):
+            raise ConfigError("clock()", seconds, "must be a finite number of seconds")
+        return seconds
 
 
 class _Orders:
@@ -72,6 +81,27 @@ class _Orders:
     def take(self) -> Orders:
         taken, self.orders = tuple(self.orders), []
         return taken
+
+
+class _OneThread:
+    """The thread that a session belongs to, until it ends."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: threading.Thread | None = None
+
+    def require(self, *, takes: bool = False) -> None:
+        """`takes`: the session belongs to this thread from now on. Raises: `IllegalFact` if it belongs to another."""
+        this = threading.current_thread()
+        if self._owner is this:
+            return
+        with self._lock:
+            owner = self._owner if self._owner is not None and self._owner.is_alive() else None
+            if owner is not None and owner is not this:
+                law = f"the session belongs to the thread {owner.name!r}, which called begin()"
+                raise IllegalFact(f"{law}; this is {this.name!r}: hand facts and orders over, for example in a queue")
+            if takes or self._owner is not None:
+                self._owner = this
 
 
 class Session:
@@ -96,8 +126,9 @@ class Session:
 
         Raises: `ConfigError` for settings or a directory that cannot be used, `RecordError` if it cannot be written.
         """
+        _check(directory=directory, replicas=replicas, policies=policies, clock=clock, snapshot_every=snapshot_every)
         config = load_config(settings) if isinstance(settings, str | Path) else settings
-        limits: Any = config.limits() if isinstance(config, Config) else config
+        limits: Any = config.limits if isinstance(config, Config) else config
         if replicas is None:
             replicas = config.rollout.replicas if isinstance(config, Config) else 1
         if policies is None:
@@ -105,23 +136,23 @@ class Session:
         if not isinstance(limits, Limits):
             law = "must be engine.Limits, a configuration or the path of its file"
             raise ConfigError("settings", type(limits).__name__, law, "for example Limits(train_batch_size=8, ...)")
-        if replicas < 1:
-            raise ConfigError("replicas", replicas, "must be at least 1", "use 1")
+        check_arguments({"limits": limits})
         limits = _for_one_process(limits)
         limits.require_replicas(replicas)
         chosen = PolicySet.from_names(policies)
         self.directory = None if directory is None else Path(directory)
         run = "session" if self.directory is None else self.directory.resolve().name
         header = Header(run=run, limits=limits.to_plain(), policies=dict(chosen.names), code=__version__)
+        ticks = _Clock(clock)
         self._recorder: Recorder | MemoryRecorder
         if self.directory is None:
             self._recorder = MemoryRecorder(header)
         else:
             _require_no_record(self.directory)
-            make_run_private(self.directory)
+            make_run_directory(self.directory)
             self._recorder = Recorder(self.directory / "schedule", header)
         first = RunStarted(replicas=replicas + len(limits.validators()))
-        self._prepare(Scheduler(limits, chosen), first, (), clock, 0.0, 0, snapshot_every)
+        self._prepare(Scheduler(limits, chosen), first, (), ticks, 0, snapshot_every)
 
     @classmethod
     def resume(
@@ -142,6 +173,8 @@ class Session:
         Raises: `ConfigError` for arguments that cannot be used, `RunFinished`, `RecordError` for a damaged record,
         `RecordHeld` if another process writes it.
         """
+        _check(steps=steps, replicas=replicas, max_steps=max_steps, clock=clock, snapshot_every=snapshot_every)
+        check_arguments({"directory": directory})
         schedule = Path(directory) / "schedule"
         if not schedule.is_dir():
             law = "has no schedule/ directory, so there is nothing to resume"
@@ -160,16 +193,19 @@ class Session:
                     law, fix = f"has finished ({state.outcome.reason})", "to train more steps, give a larger max_steps"
                     raise RunFinished("directory", str(directory), law, fix)
             begin_at = _steps_of(recovered, steps)
-            wanted = sum(replica.process.wanted for replica in state.fleet.rollouts()) or 1
+            wanted = sum(replica.process.wanted for replica in state.rollouts) or 1
+            if replicas is not None and replicas != wanted:
+                check_replicas(replicas, state.limits, MOST_REPLICAS)
             count = (wanted if replicas is None else replicas) + len(state.limits.validators())
             resumed = recovered.resume_from_checkpoint(steps=begin_at, replicas=count)
+            ticks = _Clock(clock, recovered.at)
             made = cls.__new__(cls)
             made.directory = Path(directory)
             made._recorder = Recorder(schedule, recovered.end, lock=lock)
         except BaseException:
             lock.release()
             raise
-        made._prepare(recovered.scheduler, resumed, settings, clock, recovered.at, recovered.events, snapshot_every)
+        made._prepare(recovered.scheduler, resumed, settings, ticks, recovered.events, snapshot_every)
         return made
 
     def _prepare(
@@ -177,15 +213,15 @@ class Session:
         scheduler: Scheduler,
         first: RunStarted | RunResumed,
         settings: Sequence[Event],
-        clock: Callable[[], float],
-        at: float,
+        clock: _Clock,
         events: int,
         snapshot_every: int,
     ) -> None:
+        self._thread = _OneThread()
         self._first: tuple[Event, ...] = (first, *settings)
         self._begun = False
         self._closed = False
-        self._clock = _Clock(clock, at)
+        self._clock = clock
         self._snapshot_every = snapshot_every
         self._collected = _Orders()
         self.steps: StepId = first.steps if isinstance(first, RunResumed) else 0
@@ -200,24 +236,53 @@ class Session:
 
     def begin(self) -> Orders:
         """Begin the run, or continue the resumed one. Returns the first orders. Call it once, when the trainer has its
-        weights."""
+        weights. The session then belongs to the calling thread."""
+        self._thread.require(takes=True)
         if self._begun:
             raise IllegalFact("the session has begun already; call begin() once")
         self._require_open()
+        orders = self._deliver(*self._first)
         self._begun = True
-        return self._deliver(*self._first)
+        return orders
 
     def report(self, *facts: Event) -> Orders:
-        """Report facts in the order in which they happened. Returns the orders that follow, without those to set and
-        cancel timers (`next_due`). A fact about work that has ended is recorded and has no effect.
+        """Report facts in the order in which they happened; the scheduler decides about up to 64 of them together.
+        Returns the orders that follow, without those to set and cancel timers (`next_due`). A fact about work that has
+        ended is recorded and has no effect.
 
         Raises: `IllegalFact` for the first fact that cannot be true. The facts before it count; it changes nothing, and
-        the session can continue; `error.orders` are the orders of the facts before it. `PolicyError` if a policy
-        raised or decided something illegal.
+        the session can continue; `error.orders` are the orders of the facts before it. `PolicyError`, in the same way,
+        if a policy raised or decided something illegal.
         """
+        self._thread.require()
         self._require_open()
         if not self._begun:
             raise IllegalFact("the session has not begun; call begin() first")
+        orders: Orders = ()
+        for first in range(0, len(facts), MOST_EVENTS):
+            together = facts[first : first + MOST_EVENTS]
+            try:
+                answered = self._report_together(together)
+                orders += self._report_in_turn(together) if answered is None else answered
+            except (IllegalFact, PolicyError) as error:
+                error.details["orders"] = (*orders, *error.orders)
+                raise
+        return orders
+
+    def _report_together(self, facts: Sequence[Event]) -> Orders | None:
+        """The orders that follow from facts in one tick. None, and nothing has changed, if one of them may be refused:
+        those before it must count."""
+        if len(facts) < 2 or any(type(fact) in ALONE for fact in facts):
+            return None
+        try:
+            for fact in facts:
+                check_fact(fact, self._scheduler, self._clock.now())
+            return self._deliver(*facts)
+        except (ConfigError, IllegalFact, PolicyError):
+            return None
+
+    def _report_in_turn(self, facts: Sequence[Event]) -> Orders:
+        """The orders that follow from facts in ticks of one."""
         orders: Orders = ()
         for fact in facts:
             try:
@@ -226,15 +291,19 @@ class Session:
             except (ConfigError, IllegalFact) as error:
                 story = str(error) if isinstance(error, IllegalFact) else f"{fact}: {error}"
                 raise IllegalFact(story, orders=orders) from error.__cause__
+            except PolicyError as error:
+                error.details["orders"] = orders
+                raise
         return orders
 
     def next_due(self) -> Due | None:
         """When to report the next timer. None: no timer is set. Report the facts that are known before timers."""
+        self._thread.require()
         open_timers = self._scheduler.state.orders.open("timer").values()
         first = min(open_timers, key=due_at, default=None)
         if first is None:
             return None
-        return Due(max(0.0, due_at(first) - self._clock.now()), TimerFired(timer=first.id))
+        return Due(max(0.0, due_at(first) - self._clock.now()), TimerFired(timer=first.number))
 
     def report_due(self) -> Orders:
         """Report every timer that is due."""
@@ -246,16 +315,19 @@ class Session:
     @property
     def open_orders(self) -> Orders:
         """All orders without an answer, oldest first, without timers."""
+        self._thread.require()
         return _without_timers(order.command for order in self._scheduler.state.orders.all())
 
     def waits(self) -> list[str]:
         """What the run waits for, in words: what blocks the next train step comes first."""
+        self._thread.require()
         now = self._clock.now()
         return [wait.sentence(now) for wait in waits(self._scheduler.state)]
 
     @property
     def view(self) -> View:
         """The state, read-only: steps, versions, groups, replicas."""
+        self._thread.require()
         return self._scheduler.view
 
     @property
@@ -276,6 +348,7 @@ class Session:
     @property
     def record(self) -> Record:
         """The record so far, for `engine.record.replay`."""
+        self._thread.require()
         self._recorder.flush()
         if isinstance(self._recorder, MemoryRecorder):
             return read(self._recorder)
@@ -283,6 +356,7 @@ class Session:
 
     def close(self) -> None:
         """Close the record. A run without an outcome can be resumed."""
+        self._thread.require()
         self._closed = True
         self._recorder.close()
 
@@ -295,24 +369,29 @@ class Session:
         self.close()
 
     def _deliver(self, *events: Event) -> Orders:
-        """Handle events. If the scheduler cannot handle one, it is recorded as rejected, and the state is recovered
-        from the record, as it was before it."""
-        for event in events:
-            try:
-                self._driver.deliver(replace(event))  # a copy, because the driver stamps it
-            except Exception as error:
-                if self._driver.failure is not error:
-                    raise  # the record could not be written
-                recovered = recover(self.record)
-                self._connect(recovered.scheduler, recovered.events)
-                if isinstance(error, PolicyError):
-                    raise
-                raise IllegalFact(f"{event}: the scheduler cannot handle it: {reason_of(error)}") from error
+        """Handle events as one tick, apart from those that are ticks of their own. If the scheduler cannot handle a
+        tick, it is recorded as rejected, and the state is recovered from the record, as it was before it."""
+        try:
+            self._driver.deliver(*map(replace, events))  # copies, because the driver stamps them
+        except Exception as error:
+            if not self._driver.rejected:
+                raise  # the record could not be written
+            recovered = recover(self.record)
+            self._connect(recovered.scheduler, recovered.events)
+            if isinstance(error, PolicyError):
+                raise
+            raise IllegalFact(f"{events[-1]}: the scheduler cannot handle it: {reason_of(error)}") from error
         return _without_timers(self._collected.take())
 
     def _require_open(self) -> None:
         if self._closed:
             raise IllegalFact("the session is closed; continue the run with engine.Session.resume(directory)")
+
+
+def _check(*, clock: Any, snapshot_every: Any, **optional: Any) -> None:
+    """Check arguments; `optional` ones may be None. Raises: `ConfigError`."""
+    given = {name: value for name, value in optional.items() if value is not None}
+    check_arguments({**given, "clock": clock, "snapshot_every": snapshot_every})
 
 
 def _without_timers(commands: Iterable[Command]) -> Orders:
@@ -325,8 +404,7 @@ def _for_one_process(limits: Limits) -> Limits:
 
 
 def _require_no_record(directory: Path) -> None:
-    schedule = directory / "schedule"
-    if schedule.is_dir() and any(path.suffix == SUFFIX for path in schedule.iterdir()):
+    if has_segments(directory / "schedule"):
         law = "already has a record"
         fix = "continue it with engine.Session.resume(directory), or use another directory"
         raise ConfigError("directory", str(directory), law, fix)

@@ -9,8 +9,8 @@ from typing import Any
 
 from engine.ids import GroupId, StepId, Version
 from engine.protocols import Batch, Generated, GroupWork
+from engine.protocols.user_code import awaited
 from engine.trajectory import Span, Trajectory, TrajectoryGroup
-from engine.user_code import awaited
 
 
 def response(

@@ -1,0 +1,99 @@
+"""`engine status RUN`: the state of a run in one line, and as an exit code for scripts.
+
+Also called by the commands that cannot reach a run, to say why. Reads the run's directory and asks its metrics
+endpoint. Must not write.
+"""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import ConfigError, RecordError, RecordHeld, RecordNotBegun, visible
+from engine.storage.run_directory import RunDirectory, open_run
+
+FINISHED, FAILED, RUNNING, WAITING, ENDED, NOT_BEGUN = 0, 1, 3, 4, 5, 6
+"""Exit codes. 2 is bad input, such as a directory without a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """`text`: a predicate of the run, beginning with a word for its state."""
+
+    code: int
+    text: str
+
+    @property
+    def is_running(self) -> bool:
+        return self.code in (RUNNING, WAITING)
+
+
+def status(arguments: argparse.Namespace) -> int:
+    """`engine status RUN`. Raises: `ConfigError` if there is no run, `RecordError` if its record is damaged."""
+    directory = open_run(arguments.directory)
+    state = state_of(directory)
+    print(f"{directory.shown}: {visible(state.text)}")
+    return state.code
+
+
+def state_of(directory: RunDirectory) -> RunState:
+    """Raises: `RecordError` if the record is damaged."""
+    from engine.record.files import RecordLock
+
+    answer = _answer(directory)
+    if answer is not None:
+        return answer
+    try:
+        RecordLock(directory.schedule).release()
+    except RecordHeld:
+        return RunState(RUNNING, "running, but it does not answer: it starts, ends, or its machine is another one")
+    return _recorded(directory.schedule)
+
+
+def _answer(directory: RunDirectory) -> RunState | None:
+    """The state that a running run reports; None if no run answers."""
+    from engine.cli.top import ask
+    from engine.metrics.address_files import address_of
+
+    try:
+        now = ask(address_of(directory.path, directory.shown), directory.shown)
+    except ConfigError:
+        return None
+    if now.outcome is not None:
+        return None
+    steps = f"{now.step} steps trained" if now.max_steps is None else f"{now.step} of {now.max_steps} steps trained"
+    if now.silence:
+        return RunState(WAITING, f"waiting, {steps}: {now.silence}")
+    return RunState(RUNNING, f"{'draining' if now.draining else 'running'}, {steps}: {now.trainer_now}")
+
+
+def _recorded(schedule: Path) -> RunState:
+    """The state of a run that no process is running."""
+    from engine.record import read, recover
+
+    try:
+        state = recover(read(schedule)).scheduler.state
+    except RecordNotBegun:
+        return RunState(NOT_BEGUN, "has no event yet: it is starting, or its start was interrupted")
+    except RecordError as error:
+        if isinstance(error.__cause__, ConfigError):  # it names a policy that is not registered in this process
+            return _undecided(schedule)
+        raise
+    trained = f"after {state.steps_trained} train steps"
+    if state.outcome is None:
+        return RunState(ENDED, f"interrupted {trained}: its processes were killed; it can be resumed")
+    if state.outcome.outcome == "finished":
+        return RunState(FINISHED, f"finished: {state.outcome.reason}")
+    if state.outcome.outcome == "failed":
+        return RunState(FAILED, f"failed {trained}: {state.outcome.reason}; it can be resumed")
+    word = "drained" if state.draining and not state.ledger.running else "stopped"
+    return RunState(ENDED, f"{word} {trained}: {state.outcome.reason}; it can be resumed")
+
+
+def _undecided(schedule: Path) -> RunState:
+    from engine.record import read
+
+    end = read(schedule).outcome()
+    codes = {"finished": FINISHED, "failed": FAILED}
+    if end is None:
+        return RunState(ENDED, "interrupted: its processes were killed; it can be resumed")
+    return RunState(codes.get(end.outcome, ENDED), f"{end.outcome}: {end.reason}")

@@ -1,0 +1,358 @@
+"""Divides GPUs among the processes of a run. Pure: the GPUs of each node come in, numbers of GPUs come out.
+
+`check.py` asks it about this machine, and `actors.placement` about the cluster. docs/TRANSPORTS.md has its rules.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import floor, log2
+
+from engine.config.hardware import gpus_of_their_own
+from engine.config.rollout import RolloutSection
+from engine.config.schema import Config
+from engine.errors import ConfigError, counted
+from engine.rollout.vllm.engine_args import workers_of
+from engine.states.limits import Limits, Pool
+
+ROUNDING = 1 + 1e-5
+"""Tolerance for rounded shares: three shares of 0.333333 GPUs count as one GPU."""
+
+
+def gpus_text(gpus: float) -> str:
+    """`1 GPU`, `0.5 GPUs`."""
+    return f"{gpus:g} GPU{'s' * (gpus != 1)}"
+
+
+# -- what a run needs, and what it gets --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuNeeds:
+    """The processes of a run, and the GPUs that each asks for; 0: a computed part."""
+
+    limits: Limits
+    replicas: int
+    """Including those that only validate."""
+    replica_gpus: float = 0.0
+    spread: bool = False
+    """The GPUs of a replica may be on several nodes."""
+    samples_on_gpus: bool = True
+    """Whether replicas use GPUs."""
+    trainer_gpus: float = 0.0
+    ranks: int = 1
+    trains_on_gpus: bool = True
+    """Whether the trainer and the scorers use GPUs."""
+    store_gpus: float = 0.0
+    shares: Sequence[float] = ()
+    """Of `limits.pools`; empty: all processes get equal parts."""
+
+    @property
+    def trainer_reserves(self) -> float:
+        """GPUs that the trainer needs on one node; 0: a computed part."""
+        return self.trainer_gpus or (float(self.ranks) if self.ranks > 1 and self.trains_on_gpus else 0.0)
+
+    @property
+    def scorers(self) -> int:
+        return len(self.limits.scorers()) if self.trains_on_gpus else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuDivision:
+    """GPUs of each process of a kind. Below 1, it is a part of one GPU."""
+
+    replica: float = 0.0
+    trainer: float = 0.0
+    scorer: float = 0.0
+    notes: tuple[str, ...] = ()
+    """GPUs that stay idle."""
+
+
+def needs_of(config: Config, vllm_for_cpu: bool) -> GpuNeeds:
+    """What a configuration asks for. `vllm_for_cpu`: vLLM is installed for CPUs."""
+    rollout, trainer, limits = config.rollout, config.trainer, config.limits
+    on_cpu = trainer.device == "cpu"
+    return GpuNeeds(
+        limits=limits,
+        replicas=rollout.replicas + len(limits.validators()),
+        replica_gpus=replica_gpus(rollout, vllm_for_cpu),
+        spread=rollout.engine_args.get("distributed_executor_backend") == "ray",
+        samples_on_gpus=samples_on_gpus(rollout, vllm_for_cpu),
+        trainer_gpus=float(trainer.ranks * trainer.gpus_per_rank),
+        ranks=1 if on_cpu else trainer.ranks,
+        trains_on_gpus=not on_cpu,
+        store_gpus=float(rollout.transport != "object_store" and rollout.transport_backend == "nccl"),
+        shares=tuple(pool.share or 0.0 for pool in config.pools),
+    )
+
+
+def replica_gpus(rollout: RolloutSection, vllm_for_cpu: bool) -> float:
+    """GPUs that Ray reserves for a replica; 0: a computed part."""
+    workers = workers_of(rollout.engine_args) if rollout.backend == "vllm" and not vllm_for_cpu else 1
+    return rollout.gpus or (workers if workers > 1 else 0.0)
+
+
+def samples_on_gpus(rollout: RolloutSection, vllm_for_cpu: bool) -> bool:
+    """Whether replicas use GPUs. Those of servers only send requests."""
+    on_gpus = {"torch": rollout.device != "cpu", "vllm": not vllm_for_cpu, "openai": False}
+    return rollout.gpus > 0 or on_gpus[rollout.backend]
+
+
+# -- the GPUs of the nodes ---------------------------------------------------------------------------------------------
+
+
+class FreeGpus:
+    """What is left of each GPU, by node."""
+
+    def __init__(self, nodes: Iterable[float]) -> None:
+        self.nodes = [[1.0] * int(gpus) for gpus in nodes]
+
+    @property
+    def whole(self) -> int:
+        return sum(left == 1.0 for node in self.nodes for left in node)
+
+    def room(self, each: float) -> int:
+        """The number of processes that fit, each on one node; below 1, each on one GPU."""
+        return sum(_room(node, each) for node in self.nodes)
+
+    def place(self, processes: int, each: float) -> int:
+        """Place processes while there is room. Returns the number of those that do not fit."""
+        for node in self.nodes:
+            while processes and _room(node, each):
+                processes -= 1
+                _take(node, each)
+        return processes
+
+    def place_one(self, gpus: float, replica: float) -> None:
+        """Place a process, if it fits, on the node where it costs the fewest replicas of `replica` GPUs."""
+        fitting = [node for node in self.nodes if _room(node, gpus)]
+        if fitting:
+            _take(min(fitting, key=lambda node: _room(node, replica) - _room(_after(node, gpus), replica)), gpus)
+
+    def merge(self) -> None:
+        """Treat all nodes as one, for replicas whose GPUs may be on several."""
+        self.nodes = [[left for node in self.nodes for left in node]]
+
+
+def _room(node: Sequence[float], each: float) -> int:
+    if each >= 1:
+        return int(sum(left == 1.0 for left in node) // each)
+    return sum(int(left * ROUNDING / each) for left in node)
+
+
+def _take(node: list[float], each: float) -> None:
+    if each < 1:
+        index = min((index for index, left in enumerate(node) if left * ROUNDING >= each), key=node.__getitem__)
+        node[index] = max(0.0, node[index] - each)
+        return
+    for _ in range(int(each)):
+        node[node.index(1.0)] = 0.0
+
+
+def _after(node: Sequence[float], each: float) -> list[float]:
+    rest = list(node)
+    _take(rest, each)
+    return rest
+
+
+def part_of(gpus: float, processes: int) -> float:
+    """GPUs of each process: 1, 1/2, 1/4, …, or 0 if there are no GPUs. Other parts would not fill whole GPUs: with 2/3
+    each, two GPUs have room for one process each, and a third process would never start."""
+    return 2.0 ** min(0, floor(log2(gpus / processes * ROUNDING))) if gpus > 0 else 0.0
+
+
+# -- the division ------------------------------------------------------------------------------------------------------
+
+
+def divide_gpus(needs: GpuNeeds, nodes: Sequence[float]) -> GpuDivision:
+    """The GPUs of each process. `nodes`: the number of GPUs of each node.
+
+    Trainer and store are placed first, then replicas that ask for a number of GPUs. The others get equal parts of the
+    rest, or of their pool's share.
+    Raises: `ConfigError` for processes that can never be placed, or would have no GPU.
+    """
+    gpus, trainer = sum(nodes), needs.trainer_reserves
+    _require_store(needs, gpus)
+    if not gpus and needs.replica_gpus <= 1:
+        return GpuDivision(replica=needs.replica_gpus, trainer=needs.trainer_gpus)
+    if trainer > max(nodes, default=0.0) and gpus:
+        law = f"its ranks need {gpus_text(trainer)} on one node; the largest node has {max(nodes):g}"
+        raise ConfigError("trainer.ranks", needs.ranks, law, f"use at most {max(nodes) * needs.ranks // trainer:g}")
+    free = _after_reserved(needs, nodes)
+    if any(needs.shares):
+        division = _by_pool(needs, gpus - needs.store_gpus)
+    else:
+        part = _equal_part(needs, free)
+        division = GpuDivision(
+            replica=needs.replica_gpus or (part if needs.samples_on_gpus else 0.0),
+            trainer=trainer or (part if needs.trains_on_gpus else 0.0),
+            scorer=part if needs.scorers else 0.0,
+        )
+    settled = replace(needs, replica_gpus=division.replica, trainer_gpus=division.trainer)
+    free = _after_reserved(settled, nodes)
+    if division.scorer and free.place(needs.scorers, division.scorer):
+        law = (
+            f"no room for {counted(needs.scorers, 'scorer')} of {gpus_text(division.scorer)} beside the other processes"
+        )
+        raise ConfigError("pools", [list(tasks) for tasks in needs.limits.scorers()], law, "use fewer replicas")
+    return replace(division, notes=(*division.notes, *_idle(settled, division, free, gpus)))
+
+
+def room_for_replicas(needs: GpuNeeds, nodes: Sequence[float]) -> int:
+    """The number of replicas of `needs.replica_gpus` that fit beside the trainer and the store."""
+    free = FreeGpus(nodes)
+    _place_trainer_and_store(needs, free)
+    return free.room(needs.replica_gpus)
+
+
+def shortfall(needs: GpuNeeds, replicas: int, nodes: Sequence[float]) -> str:
+    """Why this number of replicas does not fit; an empty string if it does."""
+    each = needs.replica_gpus
+    room = room_for_replicas(needs, nodes) if each else replicas
+    if room >= replicas:
+        return ""
+    have = ", ".join(f"{gpus:g}" for gpus in nodes) or "none"
+    taken = f", of which the trainer needs {needs.trainer_gpus:g}" if needs.trainer_gpus else ""
+    where = "" if needs.spread else " on one node"
+    return (
+        f"each needs {gpus_text(each)}{where}, {replicas * each:g} in total; "
+        f"the nodes have {have}{taken}: room for {room} of {replicas}"
+    )
+
+
+def _require_store(needs: GpuNeeds, gpus: float) -> None:
+    """Raises: `ConfigError` if processes that need separate GPUs would share them."""
+    wanted, who = gpus_of_their_own(needs.replicas, max(1, int(needs.replica_gpus)), len(needs.limits.scorers()))
+    if needs.store_gpus and gpus < wanted:
+        raise ConfigError("rollout.transport_backend", "nccl", f"{who}; there are {gpus:g}", "use gloo")
+
+
+def _place_trainer_and_store(needs: GpuNeeds, free: FreeGpus) -> None:
+    if needs.trainer_reserves:
+        free.place_one(needs.trainer_reserves, needs.replica_gpus or 1.0)
+    if needs.store_gpus:
+        free.place_one(needs.store_gpus, needs.replica_gpus or 1.0)
+    if needs.spread:
+        free.merge()
+
+
+def _after_reserved(needs: GpuNeeds, nodes: Sequence[float]) -> FreeGpus:
+    """What is left beside the trainer, the store, and replicas that ask for a number of GPUs. Raises: `ConfigError` if
+    these do not fit."""
+    free = FreeGpus(nodes)
+    _place_trainer_and_store(needs, free)
+    if needs.replica_gpus and free.place(needs.replicas, needs.replica_gpus):
+        if needs.ranks > 1 and needs.trainer_reserves:
+            left = sum(nodes) - needs.store_gpus - needs.trainer_reserves
+            law = f"its ranks leave {gpus_text(left)} for {needs.replicas} replicas of {gpus_text(needs.replica_gpus)}"
+            raise ConfigError("trainer.ranks", needs.ranks, law, "use fewer ranks, or fewer replicas")
+        room = room_for_replicas(needs, nodes)
+        fix = f"use {room}" if room else "use fewer GPUs for a replica (tensor_parallel_size, rollout.gpus)"
+        raise ConfigError("rollout.replicas", needs.replicas, shortfall(needs, needs.replicas, nodes), fix)
+    return free
+
+
+def _equal_part(needs: GpuNeeds, free: FreeGpus) -> float:
+    """The part of each process that asks for no number of GPUs; 0 if there is none. Raises: `ConfigError` if nothing is
+    left for them."""
+    replicas = needs.replicas if needs.samples_on_gpus and not needs.replica_gpus else 0
+    trainers = int(needs.trains_on_gpus and not needs.trainer_reserves)
+    processes = replicas + trainers + needs.scorers
+    left = max((left for node in free.nodes for left in node), default=0.0)
+    if not processes:
+        return 0.0
+    if not left and needs.trainer_reserves:
+        raise _ranks_use_all(needs)
+    if not left:
+        law = "the replicas use all GPUs, so the trainer has none"
+        fix = "use fewer, fewer GPUs for a replica (tensor_parallel_size, rollout.gpus), or trainer.device: cpu"
+        raise ConfigError("rollout.replicas", needs.replicas, law, fix)
+    part = part_of(left, 1)
+    while free.room(part) < processes:
+        part /= 2
+    return part
+
+
+def _ranks_use_all(needs: GpuNeeds) -> ConfigError:
+    shared = any(pool.shared for pool in needs.limits.pools)
+    law = f"its ranks reserve {gpus_text(needs.trainer_reserves)}, and none is left for the other processes"
+    if shared:
+        law += "; the replicas of their pool cannot share the GPUs that ranks reserve"
+    if needs.ranks == 1:
+        return ConfigError("trainer.gpus_per_rank", int(needs.trainer_reserves), law, "use 0: a part of a GPU")
+    fix = "use 1, or give rollout a pool of its own and use fewer ranks" if shared else "use fewer"
+    return ConfigError("trainer.ranks", needs.ranks, law, fix)
+
+
+def _by_pool(needs: GpuNeeds, gpus: float) -> GpuDivision:
+    """Divide the share of each pool among its processes. All processes of a kind get the smallest part of that kind.
+    Raises: `ConfigError` if a share is too small."""
+    parts: dict[str, list[float]] = {"replica": [], "trainer": [], "scorer": []}
+    notes: list[str] = []
+    for number, (pool, share) in enumerate(zip(needs.limits.pools, needs.shares, strict=False)):
+        given, fixed = gpus * share, dict(_fixed_in(needs, pool))
+        divided = dict(_divided_in(needs, pool))
+        rest = given - sum(fixed.values())
+        if rest * ROUNDING < -1e-3 or (divided and rest < 1e-3):
+            raise _small_share(number, share, gpus, fixed, divided)
+        part = part_of(rest, sum(divided.values())) if divided else 0.0
+        for kind in divided:
+            parts[kind].append(part)
+        idle = int((rest - part * sum(divided.values())) * ROUNDING)
+        if idle:
+            notes.append(
+                f"pool {number} has {gpus_text(given)} by its share, and leaves {idle} of them idle: {_use(pool)}"
+            )
+    return GpuDivision(
+        replica=needs.replica_gpus or min(parts["replica"], default=0.0),
+        trainer=needs.trainer_reserves or min(parts["trainer"], default=0.0),
+        scorer=min(parts["scorer"], default=0.0),
+        notes=tuple(notes),
+    )
+
+
+def _fixed_in(needs: GpuNeeds, pool: Pool) -> Iterator[tuple[str, float]]:
+    """GPUs of a pool's processes that ask for a number, by kind."""
+    if pool.replicas and needs.replica_gpus:
+        yield "replica", len(pool.replicas) * needs.replica_gpus
+    if "train" in pool.tasks and needs.trainer_reserves:
+        yield "trainer", needs.trainer_reserves
+
+
+def _divided_in(needs: GpuNeeds, pool: Pool) -> Iterator[tuple[str, int]]:
+    """Processes of a pool that ask for no number of GPUs, by kind."""
+    if pool.replicas and needs.samples_on_gpus and not needs.replica_gpus:
+        yield "replica", len(pool.replicas)
+    if "train" in pool.tasks and needs.trains_on_gpus and not needs.trainer_reserves:
+        yield "trainer", 1
+    scores = any(task in pool.tasks for task in needs.limits.scoring_tasks)
+    if needs.trains_on_gpus and "train" not in pool.tasks and scores:
+        yield "scorer", 1
+
+
+def _small_share(
+    number: int, share: float, gpus: float, fixed: dict[str, float], divided: dict[str, int]
+) -> ConfigError:
+    words = {"replica": "its replicas", "trainer": "the trainer's ranks", "scorer": "its scorer"}
+    need = " and ".join(f"{words[kind]} need {count:g}" for kind, count in fixed.items())
+    law = f"is {gpus * share:g} of {gpus_text(gpus)}, but {need}"
+    if divided:
+        law += f", which leaves none for {' and '.join(words[kind] for kind in divided)}"
+    return ConfigError(f"pools.{number}.share", share, law, "raise it, or use fewer GPUs for a process")
+
+
+def _use(pool: Pool) -> str:
+    """How a pool can use its idle GPUs."""
+    ways = ["raise its replicas, or tensor_parallel_size"] if pool.replicas else []
+    ways += ["raise trainer.ranks"] if "train" in pool.tasks else []
+    return ", or ".join(ways) or "a scorer uses one GPU, so lower the share"
+
+
+def _idle(needs: GpuNeeds, division: GpuDivision, free: FreeGpus, gpus: float) -> Iterator[str]:
+    """A note on GPUs that no process uses, unless the notes on pools say it."""
+    if not free.whole or division.notes:
+        return
+    sampling = needs.replicas - len(needs.limits.validators())
+    more = sampling + free.room(division.replica) if division.replica else 0
+    ways = [f"raise rollout.replicas to at most {more}"] if more > sampling else []
+    ways += ["raise trainer.ranks"] if division.trainer else []
+    yield f"{free.whole} of {gpus_text(gpus)} stay idle: {', or '.join(ways) or 'set trainer.device: auto'}"

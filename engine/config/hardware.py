@@ -1,0 +1,74 @@
+"""Memory and GPUs of this machine. `config.inputs` checks a configuration against them; `actors` stay within them."""
+
+import os
+import subprocess
+from functools import cache
+from pathlib import Path
+
+SHARE = 0.3
+"""Share of memory that Ray's object store gets by default."""
+CGROUPS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+SHARED = Path("/dev/shm")
+NVIDIA_SMI_S = 20.0
+"""Seconds that `nvidia-smi` may take."""
+
+
+def object_store_limit() -> int:
+    """Maximum size of an object store in bytes: `SHARE` of memory, but no more than 95 % of free shared memory."""
+    share = int(SHARE * memory_bytes())
+    try:
+        free = os.statvfs(SHARED)
+    except OSError:
+        return share
+    return min(share, int(0.95 * free.f_bavail * free.f_frsize))
+
+
+def gpu_count(devices: Path = Path("/dev")) -> int | None:
+    """Number of NVIDIA GPUs; None if the machine may have GPUs that this cannot count (AMD, or under WSL)."""
+    if any((devices / name).exists() for name in ("kfd", "dxg")):
+        return None
+    return sum(path.name.removeprefix("nvidia").isdigit() for path in devices.glob("nvidia*"))
+
+
+@cache
+def gpu_memory_gb() -> float:
+    """Memory of the smallest NVIDIA GPU that this process may use, in GB; 0 if it cannot be read."""
+    command = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0.0
+    return smallest_memory_gb(listed, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def smallest_memory_gb(listed: str, visible: str | None) -> float:
+    """Memory of the smallest visible GPU, in GB; 0 if there is none. `listed`: a line for each GPU, with number, UUID
+    and MiB. `visible`: the numbers or UUIDs that CUDA sees; None: all."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in listed.splitlines() if line.count(",") == 2]
+    names = None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
+    seen = [
+        float(memory) * (1 << 20) / 1e9
+        for number, uuid, memory in rows
+        if memory.isdigit() and (names is None or any(name == number or uuid.startswith(name) for name in names))
+    ]
+    return min(seen, default=0.0)
+
+
+def gpus_of_their_own(replicas: int, each: int, scorers: int) -> tuple[int, str]:
+    """The number of GPUs that a run needs to send weights from GPU to GPU, and a text that says which processes need
+    them. Processes must not share a GPU. `each`: GPUs of one replica."""
+    needed = replicas * each + 1 + scorers + 1
+    whose = f"{replicas} replicas of {each} GPUs" if each > 1 else "each replica"
+    scoring = {0: "", 1: "the scorer, "}.get(scorers, f"{scorers} scorers, ")
+    return needed, f"{whose}, {scoring}the trainer and the weights store need separate GPUs, {needed} in all"
+
+
+def memory_bytes() -> int:
+    """Memory of this machine, or of the container that this process runs in."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in CGROUPS:
+        try:
+            limits.append(int(file.read_text()))
+        except (OSError, ValueError):
+            continue  # no file, or "max": no limit
+    return min(limits)

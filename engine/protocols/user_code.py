@@ -1,0 +1,124 @@
+"""Awaits a user's coroutine and turns anything it raises into an exception that fails one attempt.
+
+Called by the workers that run generators and added states, by the runners of a user's programs, and by rewards.
+`workers.threads.contained` does the same for blocking calls. It must never turn the engine's own cancellation into a
+failure.
+"""
+
+import asyncio
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any, ParamSpec, TypeVar
+
+from engine.errors import describe_error
+
+FORKED = b"a process that user code forked came back to the engine and is ended; end it with os._exit in that code\n"
+EXIT_FORKED = 70
+
+P = ParamSpec("P")
+Value = TypeVar("Value")
+
+
+async def awaited(function: Callable[P, Awaitable[Value]], *args: P.args, **kwargs: P.kwargs) -> Value:
+    """`await function(...)`. `asyncio.CancelledError` propagates if this task was cancelled.
+
+    Raises: any `Exception` of the function, unchanged. `RuntimeError` with the names of the function and the exception
+    if it raises `SystemExit`, `KeyboardInterrupt`, `GeneratorExit` or, without a cancellation, `CancelledError`: these
+    would end the process or the event loop, or silently end this task.
+    """
+    process = os.getpid()
+    try:
+        return await function(*args, **kwargs)
+    except Exception:
+        raise
+    except BaseException as error:
+        if _is_ours(error):
+            raise
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        raise RuntimeError(f"{name} raised {describe_error(error)}") from error
+    finally:
+        end_if_forked(process)
+
+
+def end_if_forked(process: int) -> None:
+    """End this process if it is not the given one, but a child that user code forked from it. If such a child came back
+    to the engine, it would run it a second time, on the same files, without its threads."""
+    if os.getpid() != process:
+        os.write(2, FORKED)
+        os._exit(EXIT_FORKED)
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether the engine caused the exception: this task was cancelled, or the event loop closes the coroutine."""
+    try:
+        task: asyncio.Task[Any] | None = asyncio.current_task()
+    except RuntimeError:
+        return True
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
+def stack_of(thread: Thread) -> str:
+    """The stack of a thread, as in a traceback, for the log when user code does not return."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "it has ended" if frame is None else "".join(traceback.format_stack(frame)).rstrip()
+
+
+class RunningCalls:
+    """The user's functions that this process is calling, in a file that is left if one of them ends the process."""
+
+    SIZE = 1000
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._file = -1
+        self._lock = Lock()
+
+    def write_to(self, file: Path) -> None:
+        """Note the calls in this file from now on."""
+        with suppress(OSError):
+            self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Context manager around a call of a function."""
+        self._change(self._names.append, name)
+        try:
+            yield
+        finally:
+            self._change(self._names.remove, name)
+
+    def _change(self, change: Callable[[str], None], name: str) -> None:
+        with self._lock:
+            before = {*self._names}
+            change(name)
+            if self._file >= 0 and {*self._names} != before:
+                text = ", ".join(dict.fromkeys(self._names)).encode()[: self.SIZE]
+                with suppress(OSError):
+                    os.pwrite(self._file, text.ljust(self.SIZE), 0)
+
+
+CALLS = RunningCalls()
+
+
+def calls_in(file: Path) -> str:
+    """The functions that a process was calling when it ended; empty if there were none or the file cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")[: RunningCalls.SIZE].strip()
+    except OSError:
+        return ""
+
+
+def calls_of(task: asyncio.Task[Any]) -> str:
+    """The coroutines of a suspended task, outermost first."""
+    calls: list[str] = []
+    coroutine: Any = task.get_coro()
+    while inspect.iscoroutine(coroutine):
+        calls.append(coroutine.__qualname__)
+        coroutine = coroutine.cr_await
+    return " → ".join(calls)

@@ -1,0 +1,20 @@
+"""What every handler and reaction works on: the state of a run, the commands of this tick, and the policies."""
+
+from dataclasses import dataclass
+
+from engine.ids import NO_VERSION, Version
+from engine.scheduling.decisions import Decisions
+from engine.scheduling.issued_commands import Orders
+from engine.states.state import State
+
+
+@dataclass(eq=False, slots=True)
+class Core:
+    """One scheduler. Handlers and reactions are functions over it; no other code changes the state."""
+
+    state: State
+    orders: Orders
+    decisions: Decisions
+    searched: tuple[int, Version] = (0, NO_VERSION)
+    """`FreeSlots.seats_on_slow` and the newest idle version when a search for groups to move last found all of them: it
+    need not be repeated before one of these changes."""

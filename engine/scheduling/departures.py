@@ -1,0 +1,131 @@
+"""Replicas that leave, and the way to rest: drains one replica, or all of a run that is to stop.
+
+A drain parks what runs on a replica, so that it costs no attempt.
+"""
+
+from typing import Any
+
+from engine.commands import PauseReplica, ResumeReplica, StopMeasuring
+from engine.events import DrainRequested, ReplicaLeaves, ReplicasWanted
+from engine.scheduling.core import Core
+from engine.scheduling.groups import lose_replica
+from engine.scheduling.lifetimes import REASON_LENGTH, launch_replicas, stop_process
+from engine.scheduling.pools import send_to_sleep
+from engine.scheduling.weights import note_none_left
+from engine.states.orders import DRAIN
+from engine.states.replica import AT_REST, Replica
+
+# requests
+
+
+def on_drain_requested(core: Core, event: DrainRequested) -> None:
+    state = core.state
+    if core.state.draining:
+        return
+    core.state.draining = event.reason[:REASON_LENGTH] or "a drain was requested"
+    if state.limits.drain_s is not None:
+        core.orders.set_timer(DRAIN, state.limits.drain_s)
+
+
+def on_drain_timer(core: Core) -> None:
+    """The drain has exceeded its time limit: stop the run without waiting for the rest."""
+    timer: Any = core.state.orders.matched[core.orders.cause][0].command
+    core.orders.end_run("stopped", f"the drain exceeded durability.drain_s = {timer.delay_s:g}")
+
+
+def on_replica_leaves(core: Core, event: ReplicaLeaves) -> None:
+    replica = core.state.replicas[event.replica]
+    if not replica.process.excused:
+        replica.process.excused, replica.process.reason = True, event.reason
+        core.state.free.update(replica)
+
+
+def on_replicas_wanted(core: Core, event: ReplicasWanted) -> None:
+    """Replicas with the highest ids leave, or missing ones are started."""
+    for replica in core.state.rollouts:
+        _set_wanted(core, replica, replica.id < event.replicas, f"{event.replicas} replicas are wanted")
+    launch_replicas(core, event.replicas)
+    core.state.none_left = ""
+
+
+def _set_wanted(core: Core, replica: Replica, wanted: bool, reason: str) -> None:
+    process = replica.process
+    process.wanted = wanted
+    if not process.excused:
+        process.reason = "" if wanted else reason
+    if wanted and process.state == "gone":
+        process.deaths = 0
+    core.state.free.update(replica)
+
+
+# orders
+
+
+def drain_replicas(core: Core) -> None:
+    """Drain replicas that must leave, and stop those that have drained."""
+    draining = bool(core.state.draining)
+    for replica in core.state.replicas.values():
+        if replica.process.leaves:
+            _let_leave(core, replica)
+            continue
+        stays = replica.state == "drained" and (not draining or core.state.pools.of_replica(replica.id) is not None)
+        if stays:  # it was to leave
+            core.state.fire_replica(replica, "keep")
+            core.orders.add(ResumeReplica(**replica.address(core.orders.cause), number=core.orders.number))
+        if draining:
+            _bring_to_rest(core, replica)
+
+
+def _let_leave(core: Core, replica: Replica) -> None:
+    """Drain a replica that leaves, or stop it once it has drained."""
+    process = replica.process
+    if process.state == "up" and replica.state not in ("drained", "asleep"):
+        _bring_to_rest(core, replica, alone=True)
+    elif process.state == "up":
+        _stop_replica(core, replica)
+    elif process.state == "starting" and not process.wanted:
+        _stop_replica(core, replica)  # it is not up yet
+
+
+def _stop_replica(core: Core, replica: Replica) -> None:
+    """Stop a replica on which nothing runs."""
+    reason = replica.process.reason
+    if replica.state != "down":
+        lose_replica(core, replica, reason)
+    if replica.process.state != "stopping":
+        replica.process.excused = True
+    stop_process(core, replica.process, reason)
+    note_none_left(core, replica, reason)
+
+
+def _bring_to_rest(core: Core, replica: Replica, *, alone: bool = False) -> None:
+    """Park what runs on a ready replica. Does nothing during a sync: it is called again after that."""
+    state = core.state
+    if replica.state != "ready":
+        return
+    run = state.validations.runs.get(replica.held)
+    if run is not None:
+        if replica.chunks:
+            core.orders.add(
+                StopMeasuring(validation=run.id, replica=replica.id, incarnation=replica.incarnation,
+                              number=core.orders.number, cause=core.orders.cause)
+            )  # fmt: skip
+        state.validations.release(run, replica)
+    if not alone and state.pools.of_replica(replica.id) is not None:
+        send_to_sleep(core, replica)  # the batch in training needs the hardware that it frees
+        return
+    replica.staging = replica.staged = None
+    replica.sync_attempt += 1
+    state.fire_replica(replica, "drain")
+    order = replica.address(core.orders.cause)
+    core.orders.add(PauseReplica(**order, version=replica.version, mode="abort"))
+
+
+def is_at_rest(core: Core) -> bool:
+    """Nothing runs anywhere, and no batch is being trained."""
+    state = core.state
+    return (
+        not state.formed_steps
+        and not state.publishing
+        and all(replica.state in AT_REST for replica in state.replicas.values())
+    )

@@ -1,0 +1,204 @@
+"""How a run ends: finished, stopped at rest, or failed with a named cause.
+
+A run that has all its steps ends with a last publication, a last checkpoint and a last validation, in this order. A run
+that can make no progress ends with the cause (law 7).
+"""
+
+from engine.errors import PolicyError, are, counted
+from engine.scheduling.core import Core
+from engine.scheduling.departures import is_at_rest
+from engine.scheduling.groups import drop_group
+from engine.scheduling.reactions import assign_replicas_and_weights, start_work
+from engine.scheduling.steps import is_unsaved, no_step_left, order_checkpoint, order_publication
+from engine.scheduling.validation import cancel_validations, close_validations, send_rows
+from engine.states.orders import DEADLINE, FILL, GIVE_UP
+from engine.states.replica import Replica
+from engine.states.state import State
+
+
+def close_run(core: Core) -> None:
+    """The run is over: a resume works on what was running again."""
+    outcome = core.state.outcome
+    cancel_validations(core, f"the run ended: {outcome.reason if outcome is not None else ''}")
+    core.state.stages.put_back()
+
+
+def _come_to_rest(core: Core) -> None:
+    """End a run that was asked to, resumably, once nothing is running; with a checkpoint of where it is."""
+    state = core.state
+    if not is_at_rest(core):
+        return
+    if is_unsaved(core):
+        order_checkpoint(core)
+    if not state.checkpoint_pending and not state.deletion_pending:
+        core.orders.end_run("stopped", state.draining)
+
+
+def finish_or_require_progress(core: Core) -> None:
+    """End the run once no step can follow: publish steps that no version contains, save a last checkpoint, and
+    drop the remaining groups."""
+    state = core.state
+    if state.draining:
+        _come_to_rest(core)
+        return
+    if not state.started or len(state.steps) > 1 or state.publishing:
+        return
+    if not no_step_left(core):
+        _require_progress(core)
+        return
+    if state.steps_trained > state.steps_in[state.latest_version]:
+        order_publication(core)
+        return
+    if is_unsaved(core):  # also if an earlier attempt failed
+        order_checkpoint(core)
+    untrainable = _why_untrainable(core)
+    if core.state.limits.validation is not None and not state.validations.closing and not untrainable:
+        close_validations(core)
+        state.changed = True
+        assign_replicas_and_weights(core)
+        send_rows(core)
+    if state.checkpoint_pending or state.deletion_pending or state.validations.runs:
+        return
+    for group in list(state.groups.values()):
+        drop_group(core, group)
+    state.waiting.clear()
+    if untrainable:
+        core.orders.end_run("failed", untrainable)
+    else:
+        reason = f"{state.steps_trained} train steps"
+        core.orders.end_run("finished", reason)
+
+
+def end_without_progress(core: Core) -> None:
+    """Fail a run that would only use up prompts (law 7)."""
+    state, limits = core.state, core.state.limits
+    failed, filtered = state.failed_in_a_row, state.filtered_in_a_row
+    if failed >= limits.failures_in_a_row:
+        reason = f"{failed} prompt groups in a row have failed; last error: {state.last_failure}"
+        core.orders.end_run("failed", reason)
+    elif state.misjudged == state.judged and limits.are_hopeless(state.judged):
+        reason = (
+            f"the first {state.judged} attempts all failed on their prompt, agent or reward; last error: "
+            f"{state.last_failure}"
+        )
+        core.orders.end_run("failed", reason)
+    elif state.misjudged > _most_misjudged(core):
+        reason = (
+            f"{state.misjudged} of the latest {state.judged} attempts failed on their prompt, agent or reward, "
+            f"more than reward.max_failure_share = {limits.max_failure_share:g}: training without them would bias "
+            f"the data; last error: {state.last_failure}"
+        )
+        core.orders.end_run("failed", reason)
+    elif filtered >= limits.filtered_in_a_row:
+        reason = (
+            f"{_filter_name(core)} dropped {filtered} prompt groups in a row; set a filter that keeps some, or raise "
+            "scheduler.max_filtered_in_a_row"
+        )
+        core.orders.end_run("failed", reason)
+
+
+def _most_misjudged(core: Core) -> float:
+    """Attempts that may have failed among the latest. Before there is a window of them, all may."""
+    share, judged = core.state.limits.max_failure_share, core.state.judged
+    return judged if share is None or judged < core.state.limits.failure_window else share * judged
+
+
+def _why_untrainable(core: Core) -> str:
+    """Why a run that drew prompts ends without a train step; empty if it had a step or drew no prompt."""
+    state = core.state
+    drawn, filtered = state.ledger.drawn, state.filtered_in_a_row
+    if state.steps_trained or not drawn:
+        return ""
+    causes = []
+    if filtered:
+        causes.append(
+            f"{_filter_name(core)} dropped {f'all {drawn}' if filtered == drawn else f'{filtered} of {drawn}'}"
+        )
+    if state.last_failure and filtered < drawn:
+        causes.append(f"the last failure: {state.last_failure}")
+    return "; ".join(["no group could be trained on", *(causes or [f"all {drawn} were filtered or dropped"])])
+
+
+def _filter_name(core: Core) -> str:
+    return f"the filter {core.decisions.policies.names['filter']!r}"
+
+
+def _require_progress(core: Core) -> None:
+    """Law 7: something is in progress whose end will be an event, or the run ends here with a named cause."""
+    stuck = _nothing_moves(core)
+    if stuck is None:
+        return
+    if core.decisions.policies.on_error == "builtin":
+        core.decisions.note(stuck)
+        core.decisions.rescuing = True
+        start_work(core)
+        core.decisions.rescuing = False
+        stuck = None if core.state.training_step is not None else _nothing_moves(core)
+    if stuck is not None:
+        raise stuck
+
+
+def _nothing_moves(core: Core) -> PolicyError | None:
+    """The error of policies that start nothing, where nothing is running; or the end of the run."""
+    state = core.state
+    if state.ledger.running or state.asked or state.checkpoint_pending or state.validations.out or state.stages.out:
+        return None
+    if state.timer_is_set(GIVE_UP) or state.timer_is_set(FILL):
+        return None
+    if state.orders.open("stop rows"):
+        return None  # rows that were cut short are measured again
+    if core.state.none_left:
+        core.orders.end_run("failed", core.state.none_left)
+        return None
+    rollouts = state.rollouts
+    if any(map(_will_report, rollouts)) or all(replica.state == "down" for replica in rollouts):
+        return None
+    if state.timer_is_set(DEADLINE):
+        return None
+    seen = core.decisions.describe_view()
+    return PolicyError(
+        f"nothing is running and the policies start nothing: {why_stuck(state)}; they saw {seen}",
+        policies=str(dict(core.decisions.policies.names)),
+    )
+
+
+def _will_report(replica: Replica) -> bool:
+    """Whether a replica will cause an event: it joins, returns or is in a sync."""
+    return replica.coming or replica.state not in ("ready", "down") or replica.staging is not None
+
+
+def why_stuck(state: State) -> str:
+    """Who waits for what in a stuck run, where nothing in flight can end a wait."""
+    step, size, ready = state.steps_batched, state.limits.train_batch_size, state.ledger.ready
+    needed = max(0, size - ready)
+    sentences = [f"step {step} waits for {counted(needed, 'group')}, {ready} of {size} {_are(ready)} ready"]
+    if ready >= size:
+        taken = f"{size} of {counted(ready, 'group')} that {_are(ready)} ready"
+        sentences = [f"step {step} waits for the batching policy to take {taken}"]
+    if step in state.steps and (needs := state.deadlines.needs(step, size)):
+        due = sum(count for _, count in needs)
+        sentences[0] += f", and {due} that {_are(due)} due by step {needs[-1][0]} {_are(due)} not"
+    free = sum(replica.free_slots for replica in _open_to_groups(state))
+    if state.waiting:
+        room = f"{state.capacity} may be and {are(free, 'slot')} free"
+        sentences.append(f"{_waiting(len(state.waiting))} to be started, where {room}")
+    if parked := [group for group in state.groups.values() if group.state == "aborted"]:
+        oldest = min(group.resumes_from for group in parked)
+        newest = max((replica.version for replica in _open_to_groups(state)), default=None)
+        free_version = "none has a free slot" if newest is None else f"the newest with a free slot has {newest}"
+        sentences.append(f"{_waiting(len(parked))} for a replica with version {oldest} or newer, {free_version}")
+    if not state.waiting and not parked:
+        sentences.append("no group waits to be started" + (", the prompts are used up" if state.exhausted else ""))
+    return "; ".join(sentences)
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def _waiting(groups: int) -> str:
+    return f"{counted(groups, 'group')} {'waits' if groups == 1 else 'wait'}"
+
+
+def _open_to_groups(state: State) -> list[Replica]:
+    return [replica for replica in state.replicas.values() if replica.state == "ready" and replica.free_slots > 0]

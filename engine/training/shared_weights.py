@@ -1,0 +1,253 @@
+"""Shares one copy of each publication among the processes of a machine, and makes them take turns to create it.
+
+A trainer writes its publications into shared memory. `rollout.torch.transfer` finds there the copy of another process
+of the machine, or receives a publication into it; `rollout.vllm.staged_weights` shares files, with the same turns. The
+kernel counts the holders of memory: it is free when the last process has dropped it or has died, however it died. If
+the system has no such memory, each process has its own. Must never show a publication that is not complete. torch is
+imported late, because code that only forwards descriptions does not need it.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NAME = "step-engine-weights-"
+ALIGNMENT = 64
+"""Alignment of tensors in bytes, the same as torch's."""
+SHARES = hasattr(os, "memfd_create")
+COMPLETE = getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SHRINK", 0)
+"""The seals of complete memory."""
+TURN_S = 60.0
+"""Seconds to wait for another process that makes the same copy, without a sign of progress. After that, this process
+makes its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The tensors of a publication, each once and in this order, and the names of each tensor. Tied names share one."""
+
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    """(type, shape)"""
+    names: tuple[tuple[str, int], ...]
+    """(name, index into `tensors`)"""
+
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        import torch
+
+        return [getattr(torch, kind).itemsize * prod(shape) for kind, shape in self.tensors]
+
+
+class PublishedTensors(dict[str, "Tensor"]):
+    """The tensors of one publication by name, in memory that others may read, so it must never be changed."""
+
+    def __init__(self, tensors: Mapping[str, "Tensor"], publication: str) -> None:
+        """`publication`: unique to these tensors; equal names mean equal bytes."""
+        super().__init__(tensors)
+        self.publication = publication
+
+
+def publication_of(weights: Any) -> str:
+    """The name of the publication of the weights; a new name if they are not `PublishedTensors`."""
+    return weights.publication if isinstance(weights, PublishedTensors) else secrets.token_hex(8)
+
+
+class Memory:
+    """Shared memory for the tensors of a manifest, to be filled and then shown to other processes."""
+
+    def __init__(self, manifest: Manifest, publication: str = "") -> None:
+        """Raises: `OSError` if there is too little."""
+        self._manifest = manifest
+        self._publication = publication or secrets.token_hex(8)
+        self.handle = -1
+        if not SHARES:
+            self.tensors = _views(bytearray(_size(manifest)), manifest)
+            return
+        self.handle = os.memfd_create(NAME + self._publication, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(self.handle, 0, _size(manifest))
+            self.tensors = tensors_in(self.handle, manifest, mmap.ACCESS_WRITE)
+        except BaseException:
+            self.close()
+            raise
+
+    def complete(self) -> PublishedTensors:
+        """Let other processes find the memory, until this process drops the tensors."""
+        if SHARES:
+            fcntl.fcntl(self.handle, fcntl.F_ADD_SEALS, COMPLETE)
+        return _named(self.tensors, self._manifest, self._publication)
+
+    def close(self) -> None:
+        """Drop the memory; the tensors stay as long as a process uses them."""
+        if SHARES:
+            os.close(self.handle)
+
+
+def copy_of(weights: "Mapping[str, Tensor]") -> tuple[Memory, Manifest]:
+    """Memory with a copy of weights, for processes that get its handle. Tied weights are stored once. The caller must
+    close it."""
+    places: dict[Any, int] = {}
+    keys = {name: (value.data_ptr(), value.shape, value.dtype) for name, value in weights.items()}
+    names = tuple((name, places.setdefault(key, len(places))) for name, key in keys.items())
+    kinds = tuple((str(kind).removeprefix("torch."), tuple(shape)) for _, shape, kind in places)
+    manifest = Manifest(tensors=kinds, names=names)
+    memory = Memory(manifest)
+    for name, place in names:
+        memory.tensors[place].copy_(weights[name])
+    return memory, manifest
+
+
+def find(manifest: Manifest, publication: str) -> PublishedTensors | None:
+    """The tensors of a publication, if a process of this machine has them; this process then holds them, too."""
+    if not SHARES:
+        return None
+    wanted = f"/memfd:{NAME}{publication} (deleted)"
+    for link in find_links(wanted):
+        try:
+            handle = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue  # dropped meanwhile, or this process may not read it
+        try:
+            if os.readlink(f"/proc/self/fd/{handle}") == wanted and fcntl.fcntl(handle, fcntl.F_GET_SEALS) == COMPLETE:
+                return _named(tensors_in(handle, manifest, mmap.ACCESS_READ), manifest, publication)
+        finally:
+            os.close(handle)
+    return None
+
+
+@contextlib.contextmanager
+def turn(
+    publication: str, limit_s: float = TURN_S, waits: Callable[[], None] = lambda: None
+) -> Iterator[Callable[[], None]]:
+    """Make other processes wait while this one looks for a copy of a publication, and makes one if there is none.
+    Yields a function to call after each step: the others wait on if one was made within `limit_s`. `waits` is called
+    before this process waits, and again after each `limit_s`."""
+    path = Path(tempfile.gettempdir()) / f"{NAME}{os.getuid()}-{publication}.lock"
+    handle = _locked(path, limit_s, waits)
+    try:
+        yield (lambda: None) if handle is None else (lambda: os.utime(handle))
+    finally:
+        if handle is not None:
+            path.unlink(missing_ok=True)
+            os.close(handle)
+
+
+def _locked(path: Path, limit_s: float, waits: Callable[[], None]) -> int | None:
+    """The lock of the file at `path`; None if another process holds it and made no step for `limit_s`. If a process
+    dies, the kernel gives its lock to the next one."""
+    taken: list[int] = []
+    deciding, done = threading.Lock(), threading.Event()
+    wanted = True
+
+    def take() -> None:
+        while wanted:
+            handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            with deciding:
+                if wanted and _is_at(handle, path):
+                    taken.append(handle)
+                    break
+            os.close(handle)  # its last holder has removed the file, or the lock came too late
+        done.set()
+
+    threading.Thread(target=take, name="weights-turn", daemon=True).start()
+    try:
+        while True:
+            step = _last_step(path)
+            waits()
+            if done.wait(limit_s) or _last_step(path) == step:
+                break
+    finally:
+        with deciding:
+            wanted = False
+    return taken[0] if taken else None
+
+
+def _last_step(path: Path) -> tuple[int, int] | None:
+    """Differs after each step of the process that holds the lock, and for each such process."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return path.stat().st_ino == os.fstat(handle).st_ino
+    except FileNotFoundError:
+        return False
+
+
+def find_links(name: str) -> Iterator[str]:
+    """Paths in `/proc` of the open files with a name, of all processes of this machine that this one may see."""
+    for process in os.listdir("/proc"):
+        if not process.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            for handle in os.listdir(f"/proc/{process}/fd"):
+                link = f"/proc/{process}/fd/{handle}"
+                with contextlib.suppress(OSError):
+                    if os.readlink(link) == name:
+                        yield link
+
+
+def tensors_in(handle: int, manifest: Manifest, access: int = mmap.ACCESS_WRITE) -> "list[Tensor]":
+    """Views of the memory of a manifest. As long as one of them exists, the memory stays open in this process, where
+    others find it."""
+    return _views(mmap.mmap(handle, _size(manifest), access=access), manifest)
+
+
+def weights_in(handle: int, manifest: Manifest) -> "dict[str, Tensor]":
+    """The tensors in the memory of a manifest, by name; read-only."""
+    tensors = tensors_in(handle, manifest, mmap.ACCESS_READ)
+    return {name: tensors[place] for name, place in manifest.names}
+
+
+def view_bytes(memory: Any) -> "Tensor":
+    """A tensor over a buffer, which may be read-only."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _views(memory: Any, manifest: Manifest) -> "list[Tensor]":
+    import torch
+
+    whole = view_bytes(memory)
+    tensors = []
+    places = zip(manifest.tensors, _offsets(manifest), manifest.sizes(), strict=False)
+    for (kind, shape), offset, size in places:
+        tensors.append(whole[offset : offset + size].view(getattr(torch, kind)).view(shape))
+    return tensors
+
+
+def _named(tensors: "Sequence[Tensor]", manifest: Manifest, publication: str) -> PublishedTensors:
+    return PublishedTensors({name: tensors[index] for name, index in manifest.names}, publication)
+
+
+def _offsets(manifest: Manifest) -> list[int]:
+    """The offset at which each tensor begins, and at which the last one ends."""
+    offsets = [0]
+    for size in manifest.sizes():
+        offsets.append(offsets[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+    return offsets
+
+
+def _size(manifest: Manifest) -> int:
+    return max(1, _offsets(manifest)[-1])

@@ -1,0 +1,79 @@
+"""Reports how long the calls of the user's functions take, and how many groups wait for them, while groups wait.
+
+The workers of replicas and of added states use it. It must never report while nothing is called, nor more often than
+once in `LONGEST_S`, except at the beginning of a wait.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from engine.events import CallsMeasured
+from engine.ids import Incarnation
+from engine.protocols import CallFigures, MeasuresCalls
+
+FIRST_S, LONGEST_S = 1.0, 10.0
+"""Seconds from the first change until the first report. The intervals between later ones double up to the longest."""
+
+
+class CallReports:
+    """Reports the figures of those of `sources` that implement `protocols.MeasuresCalls`. Functions with one name count
+    as one."""
+
+    def __init__(
+        self, kind: str, index: int, incarnation: Incarnation, sources: Sequence[object],
+        emit: Callable[[CallsMeasured], None],
+    ) -> None:  # fmt: skip
+        self._who: dict[str, Any] = {"kind": kind, "index": index, "incarnation": incarnation}
+        self._sources = [source for source in sources if isinstance(source, MeasuresCalls)]
+        self._emit = emit
+        self._reported: dict[str, CallFigures] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._interval_s = FIRST_S
+        for source in self._sources:
+            source.watch_calls(self._changed)
+
+    def close(self) -> None:
+        """Report nothing any more."""
+        self._sources.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _changed(self) -> None:
+        if self._timer is None and self._sources:
+            self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._report)
+
+    def _report(self) -> None:
+        self._timer, reported = None, False
+        for figures in self._figures().values():
+            before = self._reported.get(figures.function)
+            calls, seconds = figures.calls, figures.seconds
+            if before is not None:
+                calls, seconds = calls - before.calls, seconds - before.seconds
+            if not (calls or figures.groups or (before is not None and before.groups)):
+                continue
+            reported = True
+            self._reported[figures.function] = figures
+            self._emit(
+                CallsMeasured(
+                    **self._who, function=figures.function, groups=figures.groups, queued=figures.queued,
+                    at_once=figures.at_once, setting=figures.setting, calls=calls, seconds=seconds,
+                    running_s=figures.running_s,
+                )
+            )  # fmt: skip
+        self._interval_s = min(2 * self._interval_s, LONGEST_S) if reported else FIRST_S
+        if reported:
+            self._changed()
+
+    def _figures(self) -> dict[str, CallFigures]:
+        found: dict[str, CallFigures] = {}
+        for source in self._sources:
+            for new in source.call_figures():
+                old = found.get(new.function)
+                found[new.function] = new if old is None else replace(
+                    new, groups=old.groups + new.groups, queued=old.queued + new.queued,
+                    at_once=max(old.at_once, new.at_once), calls=old.calls + new.calls,
+                    seconds=old.seconds + new.seconds, running_s=max(old.running_s, new.running_s),
+                )  # fmt: skip
+        return found

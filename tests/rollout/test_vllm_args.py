@@ -1,0 +1,71 @@
+"""The engine arguments of a vLLM replica that the run computes: the memory of a shared GPU, the size of a batch."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config.loading import parse_config
+from engine.ids import ReplicaId
+from engine.plans.rollouts import vllm_args
+from engine.plans.run_inputs import Inputs
+from engine.rollout.vllm.engine_args import all_engine_args, memory_args
+from engine.runtime.plan import Plan, Rollout
+from engine.states.limits import Limits
+
+
+@pytest.mark.parametrize(("gpu_part", "expected"), [(0.5, 0.46), (0.25, 0.23)])
+def test_replicas_that_share_a_gpu_divide_its_memory(gpu_part: float, expected: float) -> None:
+    for given in ({}, {"enable_sleep_mode": True}):  # what else sleeps there, and when, is not known
+        assert memory_args(gpu_part, given) == {"gpu_memory_utilization": expected}
+
+
+@pytest.mark.parametrize("gpu_part", [0.0, 1.0, 4.0])
+def test_a_replica_with_whole_gpus_or_none_has_vllms_default(gpu_part: float) -> None:
+    assert memory_args(gpu_part, {}) == {}
+
+
+def test_memory_that_the_user_has_set_stays(tmp_path: Path) -> None:
+    for given in ({"gpu_memory_utilization": 0.8}, {"kv_cache_memory_bytes": 1 << 30}):
+        assert memory_args(0.5, given) == {}
+    shares = replace(Inputs("model", (), None, None, "prompt"), gpu_part=0.5)
+    rollout = {"backend": "vllm", "engine_args": {"max_model_len": 64}}
+    config = parse_config({"run": {"dir": str(tmp_path)}, "model": {"make": "arithmetic"}, "rollout": rollout})
+    assert vllm_args(config, shares) == {"gpu_memory_utilization": 0.46, "max_model_len": 64}
+    assert vllm_args(config, replace(shares, gpu_part=1.0)) == {"max_model_len": 64}
+
+
+def test_a_forward_pass_takes_all_rows_and_long_prompts() -> None:
+    def tokens(rows: int, **given: Any) -> Any:
+        return all_engine_args("model", rows, 0, given).get("max_num_batched_tokens")
+
+    assert (tokens(64), tokens(20_000), tokens(64, max_num_seqs=9000)) == (8192, 20_000, 9000)
+    assert (tokens(8, max_model_len=256), tokens(8, max_model_len=4096)) == (8 * 256, 8192)
+    assert tokens(64, max_num_batched_tokens=4096) == 4096, "the user's"
+    assert tokens(64, enable_chunked_prefill=False) is None, "vLLM derives it from its context"
+
+
+def test_a_rollout_gets_its_part_of_a_shared_gpu() -> None:
+    shared: list[tuple[ReplicaId, float]] = []
+    whole: list[ReplicaId] = []
+
+    def sharing(replica: ReplicaId, gpu_part: float) -> Rollout:
+        shared.append((replica, gpu_part))
+        return Rollout(generator=None)  # type: ignore[arg-type]
+
+    def alone(replica: ReplicaId) -> Rollout:
+        whole.append(replica)
+        return Rollout(generator=None)  # type: ignore[arg-type]
+
+    limits = Limits(train_batch_size=1, max_staleness_steps=1, max_concurrent_groups=2)
+    unused: Any = None
+    plan = Plan(
+        limits=limits, samples=1, make_rollout=alone, make_sharing_rollout=sharing, make_trainer=unused,
+        make_prompts=unused, rollout_gpus=0.5, trainer_gpus=0.25,
+    )  # fmt: skip
+    plan.rollout_maker(3)
+    for gpus in (0.0, 1.0, 2.0):
+        replace(plan, rollout_gpus=gpus).rollout_maker(4)
+    replace(plan, make_sharing_rollout=None).rollout_maker(5)
+    assert (shared, whole) == ([(3, 0.5)], [4, 4, 4, 5])

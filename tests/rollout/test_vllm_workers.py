@@ -1,0 +1,156 @@
+"""One vLLM engine with several workers: tensor parallelism, and data parallelism (two engine processes).
+
+Each kind starts once for all tests. The second one takes long, so `make torture` runs it.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm_engines
+from backends import WIDE, build, run
+from test_vllm_weights import assert_samples, greedy
+
+from engine.errors import EngineError
+from engine.rollout.vllm import vllm_backend
+from engine.rollout.vllm.engine_args import all_engine_args
+from engine.rollout.vllm.weight_checks import differing, not_loaded
+
+pytestmark = pytest.mark.timeout(600)
+pytest.importorskip("vllm", reason="vLLM is not installed")
+KINDS: dict[str, dict[str, Any]] = {"tensor": {"tensor_parallel_size": 2}, "data": {"data_parallel_size": 2}}
+
+
+@pytest.fixture(scope="module", params=["tensor", pytest.param("data", marks=pytest.mark.long)])
+def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_backend, "all_engine_args", faulty_arguments)
+        backend = vllm_engines.start(model_of(0), engine_args=vllm_engines.ENGINE_ARGS | KINDS[request.param])
+    backend.kind = request.param
+    yield backend
+    run(backend.close())
+
+
+def faulty_arguments(*given: Any) -> dict[str, Any]:
+    return all_engine_args(*given) | {"worker_extension_cls": "faulty_worker.FaultyExtension"}
+
+
+def set_fault(engine: Any, what: str) -> None:
+    """Of the next install: see `faulty_worker.FaultyExtension`."""
+    (Path(engine._engine.model_config.model) / "fault").write_text(what)
+
+
+def model_of(version: int) -> Any:
+    return build("qwen2", version, **WIDE)
+
+
+async def assert_sampled(engine: Any, version: int) -> None:
+    """Every worker samples with the weights of a version: data parallelism gives requests to its engines in turn."""
+    for result in await asyncio.gather(*(engine.sample(greedy(f"{index}")) for index in range(4))):
+        assert_samples(model_of(version), result)
+
+
+async def install(engine: Any, version: int, weights: Any) -> None:
+    await engine.stage(version, weights)
+    await engine.pause("abort")
+    try:
+        await engine.install(version)
+    finally:
+        await engine.resume()
+
+
+def test_an_install_reaches_every_worker(engine: Any) -> None:
+    async def scenario() -> None:
+        new = engine.version + 1
+        await assert_sampled(engine, engine.version)
+        await install(engine, new, model_of(new).state_dict())
+        await assert_sampled(engine, new)
+
+    run(scenario())
+
+
+FAULTS = {
+    "fail": "worker 1: RuntimeError: the device is gone",
+    "skip model.norm.weight": "worker 1: RuntimeError: 1 parameter got no new weights: model.norm.weight",
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_an_install_that_fails_in_the_second_worker_leaves_the_old_weights(engine: Any, what: str) -> None:
+    async def scenario() -> None:
+        old, new = engine.version, engine.version + 1
+        set_fault(engine, what)
+        with pytest.raises(EngineError, match=f"version {new} could not be installed: {FAULTS[what]}$"):
+            await install(engine, new, model_of(new).state_dict())
+        await assert_sampled(engine, old)
+
+    run(scenario())
+
+
+def test_the_first_install_fails_if_engines_have_different_weights(engine: Any) -> None:
+    async def scenario() -> None:
+        new = engine.version + 1
+        engine._compared = False
+        if engine.kind == "data":
+            set_fault(engine, "change model.norm.weight")
+            with pytest.raises(EngineError, match=r"1 parameter differs between its engines: .*:model\.norm\.weight$"):
+                await install(engine, new, model_of(new).state_dict())
+        await install(engine, new, model_of(new).state_dict())
+        assert engine._compared and await engine.differences() == ""
+
+    run(scenario())
+
+
+def test_a_server_learns_of_a_failure_in_its_second_worker(engine: Any) -> None:
+    """vLLM's server returns the answers of its first engine only."""
+
+    async def scenario() -> None:
+        new = engine.version + 1
+        await engine.stage(new, model_of(new).state_dict())
+        await engine.pause("abort")
+        set_fault(engine, "fail")
+        given = (str(engine._area.directory(new)), engine._area.tensors.aliases, 60.0)
+        asked = engine._engine.collective_rpc("install_staged_weights", args=given)
+        if engine.kind == "data":
+            with pytest.raises(Exception, match="the device is gone"):
+                await asked
+        else:
+            assert await asked == ["", "RuntimeError: the device is gone"]
+        await engine.install(new)
+        await engine.resume()
+
+    run(scenario())
+
+
+def test_equal_places_in_different_engines_are_compared() -> None:
+    first = {"dp0:pp0:pcp0:tp0:norm": "a", "dp0:pp0:pcp0:tp0:head": "b"}
+    second = {"dp0:pp0:pcp0:tp1:norm": "a", "dp0:pp0:pcp0:tp1:head": "c"}
+    copies = [{name.replace("dp0", "dp1"): checksum for name, checksum in one.items()} for one in (first, second)]
+    assert differing([first, second, *copies]) == []
+    copies[1]["dp1:pp0:pcp0:tp1:head"] = "d"
+    assert differing([first, second, *copies]) == ["pp0:pcp0:tp1:head"]
+
+
+def test_parameters_without_new_weights_are_named_by_vllms_names() -> None:
+    fused = {"layers.0.qkv_proj.weight", "layers.0.qkv_proj.bias", "norm.weight"}
+    assert not_loaded(fused, {*fused, "lm_head.weight"}, quantized=False) == []
+    assert not_loaded(fused, {"layers.0.qkv_proj.weight"}, quantized=False) == [
+        "layers.0.qkv_proj.bias", "norm.weight",
+    ]  # fmt: skip
+    scaled = {*fused, "layers.0.qkv_proj.weight_scale"}
+    assert not_loaded(scaled, fused, quantized=False) == ["layers.0.qkv_proj.weight_scale"]
+    assert not_loaded(scaled, fused, quantized=True) == []
+    assert not_loaded(scaled, {"norm.weight"}, quantized=True) == sorted(scaled - {"norm.weight"})
+    assert not_loaded(fused, None, quantized=False) == [], "the model does not say what it loaded"
+
+
+def test_several_workers_are_processes_of_the_replica_unless_the_user_chooses_otherwise() -> None:
+    def chosen(engine_args: dict[str, Any]) -> Any:
+        return all_engine_args("model", 8, 0, engine_args).get("distributed_executor_backend")
+
+    assert [chosen({size: 2}) for size in ("tensor_parallel_size", "pipeline_parallel_size")] == ["mp", "mp"]
+    assert chosen({"data_parallel_size": 2}) == "mp"
+    assert chosen({}) is None
+    assert chosen({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}) == "ray"

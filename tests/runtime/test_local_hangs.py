@@ -1,0 +1,190 @@
+"""Runs in one process whose user code never ends: the run ends all the same, and says what it was."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+import engine.runtime.local
+from engine.errors import RunFailed
+from engine.protocols import Batch, Generated, GroupWork
+from engine.runtime.local import RunResult, SimpleGenerator, SimpleTrainer, local_processes, response
+from engine.states.limits import REWARDING, AddedState, Limits
+from engine.states.timeouts import Timeouts
+from engine.trajectory import Trajectory, TrajectoryGroup
+from engine.workers import worker_tasks
+
+
+class Steady(SimpleGenerator):
+    async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+        return [response([1, 2], reward=float(i % 2), version=version) for i in range(work.samples)]
+
+
+class Learner(SimpleTrainer):
+    def train(self, batch: Batch) -> Any:
+        return {}
+
+    def weights(self) -> Any:
+        return {}
+
+
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_tasks, "END_S", 0.05)
+    monkeypatch.setattr(local_processes, "CLOSE_S", 0.2)
+    monkeypatch.setattr(local_processes.LocalProcesses, "goodbye_s", 0.2)
+
+
+@pytest.fixture
+def freed() -> Iterator[threading.Event]:
+    """Set at the end of a test, for the threads that it leaves behind."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+async def ignore_cancellation() -> Any:
+    while True:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            continue
+
+
+LIMITS: dict[str, Any] = {
+    "train_batch_size": 2, "max_staleness_steps": 1, "max_concurrent_groups": 4, "max_steps": 2,
+    "timeouts": Timeouts.every(None, group_s=0.2, train_s=0.2, stage_s=0.2, cut_s=0.2),
+}  # fmt: skip
+
+
+def run(limits: dict[str, Any] | None = None, **options: Any) -> RunResult:
+    """`engine.runtime.local.run`, on a thread: if it hangs, only the test fails."""
+    defaults: dict[str, Any] = {
+        "generators": lambda replica: Steady(), "trainer": Learner(), "samples": 2, "replacements": 1,
+        "prompts": [f"question {n}" for n in range(8)], "limits": Limits(**{**LIMITS, **(limits or {})}),
+    }  # fmt: skip
+    outcome: list[RunResult | BaseException] = []
+
+    def work() -> None:
+        try:
+            outcome.append(engine.runtime.local.run(**{**defaults, **options}))
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert outcome, "the run hangs"
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
+
+
+class Deaf(Steady):
+    """Never answers for its second group."""
+
+    async def generate(self, work: GroupWork) -> Generated:
+        return await ignore_cancellation() if work.group == 1 else await super().generate(work)  # type: ignore[no-any-return]
+
+
+def test_a_generator_that_ignores_cancellation_ends_the_run_with_the_cause(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(RunFailed, match=r"replica 0 exceeded its time limit .* in ParkGroup \(group 1\)"),
+    ):
+        run(generators=lambda replica: Deaf())
+    story = "a task of replica 0 ignores its cancellation and is left behind: ReplicaWorker._run → "
+    assert story in caplog.text and " → Deaf.generate → ignore_cancellation → " in caplog.text
+
+
+def test_a_group_in_a_thread_that_never_ends_does_not_keep_a_run_from_ending(freed: threading.Event) -> None:
+    class Threaded(Steady):
+        async def generate(self, work: GroupWork) -> Generated:
+            if work.group == 1:
+                await asyncio.to_thread(freed.wait)
+            return await super().generate(work)
+
+    with pytest.raises(RunFailed, match=r"replica 0 exceeded its time limit .* in ParkGroup \(group 1\)"):
+        run(generators=lambda replica: Threaded())
+
+
+def test_a_trainer_that_ignores_cancellation_ends_the_run_with_the_cause() -> None:
+    class Remote(Learner):
+        async def train(self, batch: Batch) -> Any:
+            await ignore_cancellation()
+
+    with pytest.raises(RunFailed, match=r"the trainer exceeded its time limit of 0\.2 s \(timeouts\.train_s\)"):
+        run(trainer=Remote())
+
+
+def test_a_generator_whose_close_ignores_cancellation_does_not_block_a_runs_end() -> None:
+    class Closing(Steady):
+        async def close(self) -> None:
+            await ignore_cancellation()
+
+    assert run(generators=lambda replica: Closing()).steps == 2
+
+
+def test_a_generator_is_closed_although_one_of_its_groups_ignores_cancellation() -> None:
+    class Closing(Deaf):
+        async def close(self) -> None:
+            closed.append(self.version)
+
+    closed: list[int] = []
+    with pytest.raises(RunFailed):
+        run(generators=lambda replica: Closing())
+    assert len(closed) == 2, "and so is its successor"
+
+
+def test_a_trainer_whose_close_hangs_does_not_keep_a_run_from_ending(freed: threading.Event) -> None:
+    class Closing(Learner):
+        def close(self) -> None:
+            freed.wait()
+
+    assert run(trainer=Closing()).steps == 2
+
+
+REWARDED = {"added_states": (AddedState(name=REWARDING, concurrency=2),)}
+
+
+def test_the_work_of_a_state_whose_close_hangs_does_not_keep_a_run_from_ending(freed: threading.Event) -> None:
+    class Work:
+        async def __call__(self, group: TrajectoryGroup) -> TrajectoryGroup:
+            return group
+
+        def close(self) -> None:
+            freed.wait()
+
+    assert run(REWARDED, works={REWARDING: Work()}).steps == 2
+
+
+def test_the_work_of_a_state_that_never_returns_ends_the_run_with_the_cause() -> None:
+    async def work(group: TrajectoryGroup) -> TrajectoryGroup:
+        return await ignore_cancellation()  # type: ignore[no-any-return]
+
+    with pytest.raises(RunFailed, match=r"the state rewarding exceeded its time limit .* in EnterState \(group \d\)"):
+        run(REWARDED, works={REWARDING: work}, state_timeout_s=0.1)
+
+
+def test_a_run_whose_generator_reports_on_its_own_threads_ends() -> None:
+    class Threaded(Steady):
+        async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+            await asyncio.to_thread(work.finished, work.samples)
+            return await super().sample(work, weights, version)
+
+    assert run(generators=lambda replica: Threaded()).steps == 2
+
+
+def test_a_trainer_that_cancels_its_own_task_ends_the_run_with_the_cause() -> None:
+    class Cancelling(Learner):
+        async def train(self, batch: Batch) -> Any:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            await asyncio.sleep(0)
+
+    with pytest.raises(RunFailed, match=r"the trainer is lost: a task of its worker failed: CancelledError"):
+        run({"timeouts": Timeouts.every(None)}, trainer=Cancelling())

@@ -1,0 +1,83 @@
+"""When calls of the user's functions are reported, on a virtual clock."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from engine.events import CallsMeasured
+from engine.protocols import CallFigures
+from engine.workers.call_reports import CallReports
+from engine.workers.clock import VirtualLoop
+
+NONE = CallFigures(
+    function="reward slow", at_once=4, setting="reward.concurrency", groups=0, queued=0, calls=0, seconds=0.0,
+    running_s=0.0,
+)  # fmt: skip
+
+
+class Reward:
+    """A source of figures that the test changes."""
+
+    def __init__(self) -> None:
+        self.figures = NONE
+        self._changed: Callable[[], None] = lambda: None
+
+    def call_figures(self) -> Sequence[CallFigures]:
+        return [self.figures]
+
+    def watch_calls(self, changed: Callable[[], None]) -> None:
+        self._changed = changed
+
+    def set(self, **figures: float) -> None:
+        self.figures = replace(self.figures, **figures)  # type: ignore[arg-type]
+        self._changed()
+
+
+def reported(scene: Callable[[Reward, Reward, CallReports], asyncio.Future[None] | object]) -> list[tuple[float, ...]]:
+    """(time, groups, queued, calls, seconds) of the reports in a minute. `scene` begins at 0 s."""
+    loop, found = VirtualLoop(), list[tuple[float, ...]]()
+
+    def emit(event: CallsMeasured) -> None:
+        found.append((loop.time(), event.groups, event.queued, event.calls, event.seconds))
+
+    async def play() -> None:
+        one, other = Reward(), Reward()
+        scene(one, other, CallReports("replica", 0, 1, [one, object(), other], emit))
+        await asyncio.sleep(60.0)
+
+    try:
+        loop.run_until_complete(play())
+    finally:
+        loop.close()
+    return found
+
+
+def test_a_wait_is_reported_after_a_second_then_more_and_more_rarely() -> None:
+    rows = reported(lambda reward, other, reports: reward.set(groups=2, queued=3))
+    assert [at for at, *_ in rows] == [1.0, 3.0, 7.0, 15.0, 25.0, 35.0, 45.0, 55.0]
+
+
+def test_the_end_of_a_wait_is_reported_and_then_nothing() -> None:
+    def scene(reward: Reward, other: Reward, reports: CallReports) -> None:
+        reward.set(groups=2, queued=3)
+        asyncio.get_running_loop().call_later(2.0, lambda: reward.set(groups=0, queued=0, calls=5, seconds=10.0))
+
+    assert reported(scene) == [(1.0, 2, 3, 0, 0.0), (3.0, 0, 0, 5, 10.0)]
+
+
+def test_sources_with_one_function_are_reported_as_one_with_what_is_new() -> None:
+    def scene(reward: Reward, other: Reward, reports: CallReports) -> None:
+        reward.set(groups=2, calls=1, seconds=2.0)
+        other.set(groups=1, queued=1, calls=3, seconds=1.0)
+        asyncio.get_running_loop().call_later(2.0, lambda: reward.set(groups=0, calls=2, seconds=5.0))
+
+    assert reported(scene)[:2] == [(1.0, 3, 1, 4, 3.0), (3.0, 1, 1, 1, 3.0)]
+
+
+def test_nothing_is_reported_without_calls_or_after_the_end() -> None:
+    def scene(reward: Reward, other: Reward, reports: CallReports) -> None:
+        reward.set(groups=2)
+        reports.close()
+        reward.set(groups=1)
+
+    assert reported(lambda reward, other, reports: reward.set()) == reported(scene) == []
