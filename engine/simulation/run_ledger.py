@@ -27,6 +27,14 @@ class Finding(EngineError):
     """A simulated run broke a law or deadlocked. The message starts with the class of the finding."""
 
 
+def _turn(command: c.Command) -> int:
+    """When a command of a tick is judged: cut groups and stops cost attempts, and discards free places, before any
+    other command of the tick."""
+    if isinstance(command, c.ParkGroup | c.StopProcess):
+        return 0
+    return 1 if isinstance(command, c.DiscardGroups) else 2
+
+
 class RunLedger:
     """Checks each command against the laws, then looks for commands that a tick should have given."""
 
@@ -44,8 +52,7 @@ class RunLedger:
             if isinstance(event, e.RunResumed) and not event.kept:
                 self.repeats_what_is_lost(event)
             self.books.learn(event)
-        first = (c.StopProcess, c.DiscardGroups)  # stops cost attempts, and discards free places, in the same tick
-        for command in sorted(commands, key=lambda one: first.index(type(one)) if type(one) in first else len(first)):
+        for command in sorted(commands, key=_turn):
             for law in LAWS.get(type(command), ()):
                 law(self, command)
             self.books.enter(command)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.errors import EngineError, TrainerSpoiled
@@ -52,6 +52,18 @@ class ReactsTwice(World):
         assert self.scheduler.tick(()) == (), f"reacting again to {tick.events} orders more"
 
 
+CUT_WHILE_STOPPED = Limits(
+    train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, infrastructure_attempts=1, data_attempts=1,
+    timeouts=Timeouts.every(4.0, group_s="auto", start_s=60.0, floor_s=0.01, cut_s=0.01),
+    validation=ValidationLimits(rows=1, rows_per_slot=1, at_start=False, at_end=False, replicas=1, own_from=2),
+)  # fmt: skip
+"""In one check, groups exceed their limit, and their replica is stopped for groups that it did not cut before."""
+
+
+@example(
+    limits=CUT_WHILE_STOPPED, names={}, seed=1, replicas=1, slots=3, prompts=9, spread=1.0, rough=False, prefixes=0,
+    tick_size=1,
+)  # fmt: skip
 @given(
     limits=limits(), names=any_policies(), seed=st.integers(0, 2**31), replicas=st.integers(1, 4),
     slots=st.integers(1, 4), prompts=st.integers(1, 60), spread=st.sampled_from([1.0, 0.5]), rough=st.booleans(),
