@@ -1,14 +1,15 @@
 """Groups per second of the scheduler alone, with recording on, and bytes per live group.
 
     python benchmarks/scheduler.py [--live 1000 10000 100000 1000000]
-    python benchmarks/scheduler.py --replicas 10,100,1000,4000
+    python benchmarks/scheduler.py --replicas 10,100,1000,4000 [--k 16000]
     python benchmarks/scheduler.py --no-time-limits
 
 Uses one core and no executor: events are made from the returned commands, so the measured time is that of driver,
 scheduler, machines, ledger, laws and record. Groups pass through their whole life, batch after batch, while `--live`
 groups have started and are not consumed. `--replicas` instead compares fleets with these numbers of replicas, each with
 16 slots: a batch is a quarter of the slots, and every replica takes new weights after every step, so that a group costs
-the same number of events in every fleet. `--no-time-limits` gives no order a time limit.
+the same number of events in every fleet. With `--k`, every fleet has so many slots in all, so that a large one takes
+more syncs for each group. `--no-time-limits` gives no order a time limit.
 """
 
 import argparse
@@ -218,17 +219,16 @@ class Figures(NamedTuple):
 
 
 def measure_fleet(
-    replicas: int, groups: int, directory: Path, timeouts: Timeouts, straggler_factor: float | None = None
+    replicas: int, slots: int, groups: int, directory: Path, timeouts: Timeouts, straggler_factor: float | None = None
 ) -> Figures:
     """Measure a fleet with all slots busy, and a weight sync after every batch. All times are CPU times, so that other
     load on the cores does not change the ratios."""
-    slots = replicas * SLOTS
     batch = slots // (STALENESS + 1)
     limits = Limits(
         train_batch_size=batch, max_staleness_steps=STALENESS, max_concurrent_groups=slots,
         straggler_factor=straggler_factor, timeouts=timeouts,
     )  # fmt: skip
-    scheduler, echo = Scheduler(limits), Echo(SLOTS)
+    scheduler, echo = Scheduler(limits), Echo(-(-slots // replicas))
     header = Header(run="benchmark", limits=limits.to_plain(), policies=dict(scheduler.policies.names))
     recorder = Recorder(directory, header)
     driver = Timed(scheduler, Steady(), recorder, echo)
@@ -248,21 +248,23 @@ def measure_fleet(
     return Figures(timed / elapsed, 1e6 * driver.sync_s / driver.syncs, 1e3 * first_s, 1e3 * driver.longest_s)
 
 
-def compare_fleets(fleets: list[int], groups: int, runs: int, timeouts: Timeouts) -> None:
-    """Print a row of medians for each fleet. Ratios are relative to the first fleet in the same turn."""
+def compare_fleets(fleets: dict[int, int], groups: int, runs: int, timeouts: Timeouts) -> None:
+    """Print a row of medians for each fleet, given with its slots. Ratios are relative to the first fleet in the same
+    turn."""
     kinds = (None, 2.0)
     found: dict[tuple[int, float | None], list[Figures]] = {(n, kind): [] for n in fleets for kind in kinds}
     for _ in range(runs):
         for n, kind in found:
             with tempfile.TemporaryDirectory() as directory:
-                found[n, kind].append(measure_fleet(n, groups, Path(directory) / "schedule", timeouts, kind))
+                found[n, kind].append(measure_fleet(n, fleets[n], groups, Path(directory) / "schedule", timeouts, kind))
     print(
         "replicas      K      B | groups/s  ratio  us/sync event  longest ms (filling) |  stragglers: groups/s  ratio"
     )
-    for n in fleets:
-        row = f"{n:>8} {n * SLOTS:>6} {n * SLOTS // (STALENESS + 1):>6} |"
+    smallest = next(iter(fleets))
+    for n, slots in fleets.items():
+        row = f"{n:>8} {slots:>6} {slots // (STALENESS + 1):>6} |"
         for kind in kinds:
-            own, first = found[n, kind], found[fleets[0], kind]
+            own, first = found[n, kind], found[smallest, kind]
             rate, sync, filling, longest = (statistics.median(column) for column in zip(*own, strict=True))
             ratio = statistics.median(a.groups_per_s / b.groups_per_s for a, b in zip(own, first, strict=True))
             if kind is None:
@@ -280,11 +282,13 @@ def main() -> None:
     parser.add_argument(
         "--replicas", help="compare fleets with these numbers of replicas, for example 10,100,1000,4000"
     )
+    parser.add_argument("--k", type=int, help="slots of every fleet, with --replicas; default: 16 per replica")
     parser.add_argument("--no-time-limits", action="store_true", help="give no order a time limit")
     args = parser.parse_args()
     timeouts = Timeouts.every(None) if args.no_time_limits else Timeouts()
     if args.replicas:
-        compare_fleets([int(n) for n in args.replicas.split(",")], args.groups, args.runs, timeouts)
+        fleets = {int(n): args.k or int(n) * SLOTS for n in args.replicas.split(",")}
+        compare_fleets(fleets, args.groups, args.runs, timeouts)
         return
     base = None
     print("live groups   groups/s   events/s  us/group  cost ratio  bytes/group")

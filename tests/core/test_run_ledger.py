@@ -223,6 +223,9 @@ FORGERIES: dict[str, tuple[str, Forge, str]] = {
         "rough", with_another(PauseReplica, lambda order: replace(order, mode="wait")), "cut short for no reason"
     ),
     "a batch leaks": ("rough", without(DiscardGroups, lambda order: len(order.groups) > 1), "never discarded"),
+    "a group that was given up leaks": (
+        "rough", without(DiscardGroups, lambda order: len(order.groups) == 1), "must end"
+    ),
     "a kept batch leaks": ("kept", without(DiscardGroups, lambda order: len(order.groups) > 1), "never discarded"),
     "a kept batch is discarded early": (
         "kept", then(StepTrained, lambda event: DiscardGroups(groups=batches_of("kept")[0], number=0, cause=0)),
