@@ -28,9 +28,9 @@ class Finding(EngineError):
 
 
 def _turn(command: c.Command) -> int:
-    """When a command of a tick is judged: cut groups and stops cost attempts, and discards free places, before any
-    other command of the tick."""
-    if isinstance(command, c.ParkGroup | c.StopProcess):
+    """When a command of a tick is judged: groups cut short and stops cost attempts, and discards free places, before
+    any other command of the tick."""
+    if isinstance(command, c.StopProcess) or (isinstance(command, c.ParkGroup) and command.reason):
         return 0
     return 1 if isinstance(command, c.DiscardGroups) else 2
 
