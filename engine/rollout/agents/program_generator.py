@@ -124,13 +124,7 @@ class RolloutClient:
             self._replay(call, max_tokens or program.params.max_tokens)
             await program.sample(self._running, self._index, self._calls, call, max_tokens)
             self._own_since = asyncio.get_running_loop().time()
-            stopped = program.chat.find_stop(call.token_ids, stop) if stop else None
-            if stopped is not None:
-                tokens, shown = stopped
-                call.cut(tokens)
-                call.finish_reason, hidden = "stop", program.chat.shown(call.token_ids)[len(shown) :]
-            else:
-                shown, hidden = program.chat.answer(call.token_ids), program.chat.ending(call.token_ids)
+            shown, hidden = program.chat.end(call, stop)
             left, calls = calls_of(parser, shown, tools)
         except BaseException:
             if not self._running.cut:  # after a cut, the sampled tokens are kept
