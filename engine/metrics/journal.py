@@ -101,6 +101,17 @@ def keep_rows(
     return kept
 
 
+def validation_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of validations in the metrics of a run, which may still be writing its last line."""
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # a line that is being written
+        if isinstance(row, dict) and "validation" in row:
+            yield row
+
+
 def cut_rows(
     path: Path,
     steps: int,
