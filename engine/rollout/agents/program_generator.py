@@ -9,7 +9,7 @@ replica; while its calls are the same as before, they are answered with the reco
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from engine.errors import DataFailure, EngineError, message_of
@@ -260,12 +260,7 @@ class ProgramGenerator(BackendGenerator):
         await self._unpaused.wait()
         work, most = running.work, min(limit or self.params.max_tokens, self.params.max_tokens)
         name = f"{work.group}.{index}.{work.attempt}.{number}"
-        params = SamplingParams(
-            temperature=self.params.temperature,
-            top_p=self.params.top_p,
-            max_tokens=most,
-            stop_ids=self.params.stop_ids,
-        )
+        params = replace(self.params, max_tokens=most)
         seed = derive_seed(self.seed, work.group, index, call.segment.number, call.segment.calls)
         if not running.cut:
             running.requests[name] = None
