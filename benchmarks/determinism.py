@@ -27,7 +27,7 @@ from engine.rollout.torch.torch_backend import TorchBackend
 from engine.runtime.prompt_sources import CountedPrompts
 from engine.tasks.dataset import Dataset, PromptSource
 from engine.tasks.quickstart import Prepared, prepare
-from engine.tasks.rewards import load_reward
+from engine.tasks.rewards import find
 from engine.training.model_trainer import ModelTrainer
 
 CONTEXT = 176
@@ -92,7 +92,7 @@ def run(config: Config, made: Prepared, replicas: int) -> Seen:
     samples, slots = config.scheduler.samples_per_prompt, config.scheduler.train_batch_size // replicas
     source = PromptSource(Dataset.load(made.training_path, prompt_field="prompt"), seed=config.run.seed)
     assert made.reward is not None
-    reward = load_reward(made.reward)
+    reward = find(made.reward, None, "reward.function")
 
     def generator(replica: int) -> ModelGenerator:
         r = config.rollout

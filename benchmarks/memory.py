@@ -116,7 +116,10 @@ def replica(link: Any, path: str) -> None:
 
 
 async def stage_two(link: Any, path: str) -> None:
-    backend = TorchBackend(path, dtype="bfloat16", rows=1, context=64)
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    backend = TorchBackend(model, rows=1, context=64)
     link.send(pss())
     for version in (1, 2):
         await backend.stage(version, transfer.receive(link.recv()))

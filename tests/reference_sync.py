@@ -62,7 +62,7 @@ def run_reference(task: Task, most_steps: int | None = None) -> Outcome:
     trained: Any = AutoModelForCausalLM.from_pretrained(task.model_path, dtype=torch.float32).eval()
     s = task.settings
     sampled = CausalModel(
-        task.model_path, rows=task.samples, context=task.context, device="cpu", dtype=None, fixed_shapes=True,
+        task.model_path, rows=task.samples, context=task.context, device="cpu", fixed_shapes=True,
         lora=s.lora,
     )  # fmt: skip
     if s.lora is not None:

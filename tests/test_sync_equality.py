@@ -28,7 +28,7 @@ from engine.rollout.generator import ModelGenerator
 from engine.rollout.torch.torch_backend import TorchBackend
 from engine.runtime.prompt_sources import CountedPrompts
 from engine.tasks.quickstart import Prepared, Quickstart, prepare
-from engine.tasks.rewards import load_reward
+from engine.tasks.rewards import find
 from engine.trajectory import TrajectoryGroup
 
 BATCH, SAMPLES, MAX_TOKENS, SEED, PROMPTS, EPOCHS = 4, 6, 60, 11, 9, 2
@@ -98,7 +98,7 @@ class Pieces:
         inputs = plan.make_prompts.args[1]  # type: ignore[attr-defined]
         self.config, self.plan, self.model = config, plan, inputs.model
         self.tokenizer = AutoTokenizer.from_pretrained(inputs.model)
-        self.reward = load_reward(inputs.reward)
+        self.reward = find(inputs.reward, None, "reward.function")
         self.stop_ids = stop_ids_of(self.tokenizer, inputs.model, [])
         self.prompts = make_prompts(config, inputs)
 

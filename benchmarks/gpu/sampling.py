@@ -42,7 +42,8 @@ def agreement(bench: Bench) -> Iterator[Figures]:
 async def sample(bench: Bench, path: str) -> tuple[Figures, list[Sample], list[Tensor]]:
     """Sample responses in bfloat16. Returns figures, the samples, and their log-probs."""
     rows, tokens = bench.sized(16, 2), bench.sized(128, 4)
-    backend = TorchBackend(path, device=bench.device.type, dtype="bfloat16", rows=rows, context=1024)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    backend = TorchBackend(model, device=bench.device.type, rows=rows, context=1024)
     prompts = [one.input_ids[:32].tolist() for one in samples_in(bench.batch(0, rows, 1, 32, 64))]
     results: list[Any] = []
 

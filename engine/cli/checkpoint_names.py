@@ -4,15 +4,12 @@ Called by `engine run --from`, `engine export` and `engine evaluate`. Reads the 
 checkpoints, also while the run is running.
 """
 
-import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engine.errors import ConfigError, counted
-from engine.metrics.journal import value_in
+from engine.metrics.journal import validation_rows, value_in
 from engine.states.checkpoints import best_of
 from engine.storage.checkpoints import checkpoint_path, list_checkpoints, verify_checkpoint
 from engine.storage.run_directory import RunDirectory, open_run
@@ -63,7 +60,7 @@ def best_step(directory: RunDirectory, field: str = "RUN") -> int:
     """
     metric, mode = _asked(directory, field)
     ratings = {}
-    for row in _validations(directory.metrics):
+    for row in validation_rows(directory.metrics):
         value = value_in(row, metric)
         if row.get("outcome") == "reported" and value is not None:
             ratings[int(row["steps"])] = value
@@ -83,13 +80,3 @@ def _asked(directory: RunDirectory, field: str) -> tuple[str, str]:
         law = "keeps no best checkpoint: trainer.keep_best is not set"
         raise ConfigError(field, directory.shown, law, "name a checkpoint by its steps: RUN@step-N")
     return str(best["metric"]), str(best.get("mode", "max"))
-
-
-def _validations(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # a line that is being written
-        if isinstance(row, dict) and "validation" in row:
-            yield row

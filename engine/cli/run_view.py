@@ -5,9 +5,10 @@ Used by the CLI. It draws `Status` snapshots from any source. Everything fits in
 
 import math
 import sys
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import IO, Any, Protocol, Self
+from contextlib import AbstractContextManager
+from typing import IO, Any, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -29,16 +30,25 @@ PLAIN_SHARE = 0.25
 """Minimum progress, as a share from 0 to 1, between two plain lines during the preparation."""
 
 
-class RunView(Protocol):
+class RunView(AbstractContextManager["RunView"]):
     """Shows a run. A context manager; call `show` for each snapshot."""
 
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    _told: tuple[str, ...] = ()
+
+    @abstractmethod
     def show(self, status: Status) -> None: ...
+
+    @abstractmethod
     def note(self, text: str) -> None:
         """Print a line that stays on the screen."""
+
+    def note_news(self, status: Status) -> None:
+        """Print the sentences of a status that the snapshot before it did not have."""
+        now = (status.silence, status.learned_nothing)
+        for text in now:
+            if text and text not in self._told:
+                self.note(text)
+        self._told = now
 
 
 def view_for(console: Console, *, title: str, plain: bool = False) -> RunView:
@@ -61,9 +71,7 @@ class PreparationView:
             self._spinner.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._spinner is not None:
             self._spinner.stop()
 
@@ -79,61 +87,38 @@ class PreparationView:
             self.console.print(Text(text), soft_wrap=True)
 
 
-class _News:
-    """The sentences of a status that the snapshot before it did not have."""
-
-    def __init__(self) -> None:
-        self._before: tuple[str, ...] = ()
-
-    def of(self, status: Status) -> list[str]:
-        now = (status.silence, status.learned_nothing)
-        new = [text for text in now if text and text not in self._before]
-        self._before = now
-        return new
-
-
-class LiveView:
+class LiveView(RunView):
     """Redraws one panel in place."""
 
     def __init__(self, console: Console, title: str) -> None:
         self.console = console
         self.title = title
         self._live = Live(console=console, auto_refresh=False, redirect_stderr=False, redirect_stdout=False)
-        self._news = _News()
 
     def __enter__(self) -> Self:
         self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._live.stop()
 
     def show(self, status: Status) -> None:
-        for text in self._news.of(status):
-            self.note(text)
+        self.note_news(status)
         self._live.update(panel(status, self.title), refresh=True)
 
     def note(self, text: str) -> None:
         self.console.print(Text(text), soft_wrap=True)
 
 
-class PlainView:
+class PlainView(RunView):
     """Prints each train step once, in order, as one line of `key=value` fields, which is easy to search."""
 
     def __init__(self, stream: IO[str] | None = None) -> None:
         self.stream = stream if stream is not None else sys.stdout
         self._shown = self._validation_shown = -1
-        self._news = _News()
         self._failed = False
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stream.flush()
 
     def show(self, status: Status) -> None:
@@ -150,8 +135,7 @@ class PlainView:
             self.note(
                 f"a prompt, agent or reward failed; groups without attempts left are not trained: {status.last_failure}"
             )
-        for text in self._news.of(status):
-            self.note(text)
+        self.note_news(status)
 
     def note(self, text: str) -> None:
         self.stream.write(text + "\n")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, suggestion, visible
-from engine.metrics.journal import plain
+from engine.metrics.journal import plain, validation_rows
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -125,7 +125,8 @@ class Shelf:
         from engine.storage.samples import FAILED, FOLDER, TRAIN, VALIDATION, SampleFiles
 
         files, kind = SampleFiles(run_dir / FOLDER), FAILED if failed else VALIDATION if validation else TRAIN
-        steps = _steps_of_validations(run_dir / "metrics.jsonl") if validation else {}
+        rows = validation_rows(run_dir / "metrics.jsonl") if validation else ()
+        steps = {row["validation"]: row["steps"] for row in rows if "steps" in row}
         return Shelf(files, kind, _read(lambda: files.numbers(kind)), steps)
 
     def step_of(self, number: int) -> int | None:
@@ -178,18 +179,6 @@ def _read(read: Callable[[], Any]) -> Any:
         except FileNotFoundError:
             continue
     return read()
-
-
-def _steps_of_validations(path: Path) -> dict[int, int]:
-    steps: dict[int, int] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # a line that is being written
-        if isinstance(row, dict) and "validation" in row and "steps" in row:
-            steps[row["validation"]] = row["steps"]
-    return steps
 
 
 def ranges(numbers: Sequence[int]) -> str:

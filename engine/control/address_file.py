@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,10 +46,8 @@ def announce(run_dir: Path, place: ControlPlace) -> None:
 
 def withdraw(run_dir: Path) -> None:
     """Remove the file of a run that has ended. A file that cannot be removed stays: its token is no longer valid."""
-    try:
+    with suppress(OSError):
         (run_dir / FILE).unlink(missing_ok=True)
-    except OSError:
-        return
 
 
 def place_of(run_dir: Path, shown: str) -> ControlPlace:

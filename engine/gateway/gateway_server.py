@@ -160,7 +160,7 @@ class GatewayServer:
         self, call: Call, said: ChatRequest | CompletionRequest, tools: Sequence[Mapping[str, Any]] | None
     ) -> tuple[ChatAnswer, str, str]:
         """The answer to a call, the text of its tokens, and the hidden text behind it. Runs in another thread."""
-        shown, hidden = self._ending(call, said.stops)
+        shown, hidden = self._chat.end(call, said.stops)
         try:
             left, calls = calls_of(self._parser if tools else none, shown, tools or ())
         except Exception as error:
@@ -194,16 +194,6 @@ class GatewayServer:
             law = f"the model {said.model!r:.80} does not exist; this run serves {self._model!r}"
             known = "" if self._model == ANY_MODEL else f", also under the name {ANY_MODEL!r}"
             raise RequestError(404, law + known, code="model_not_found", param="model")
-
-    def _ending(self, call: Call, stops: list[str]) -> tuple[str, str]:
-        """The text of an answer, cut at a stop string of the agent, and the hidden text behind it."""
-        stopped = self._chat.find_stop(call.token_ids, stops) if stops else None
-        if stopped is None:
-            return self._chat.answer(call.token_ids), self._chat.ending(call.token_ids)
-        tokens, shown = stopped
-        call.cut(tokens)
-        call.finish_reason = "stop"
-        return shown, self._chat.shown(call.token_ids)[len(shown) :]
 
     async def _send(
         self, request: web.BaseRequest, said: AgentRequest, body: dict[str, Any], events: Iterator[bytes]

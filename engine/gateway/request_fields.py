@@ -4,6 +4,7 @@
 the gateway cannot honor, must never be ignored: the request is refused with the field and the values that it may have.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,14 +27,6 @@ class Rule:
     """Why other values are refused, or a remark."""
 
 
-def _one_of(*values: Any) -> Callable[[Any], bool]:
-    return lambda value: any(value == one and type(value) is not bool for one in values)
-
-
-def _is(wanted: bool) -> Callable[[Any], bool]:
-    return lambda value: value is wanted
-
-
 def named_function(value: Any) -> str:
     """The function that a `tool_choice` names; empty if it names none."""
     function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
@@ -41,8 +34,21 @@ def named_function(value: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _empty(value: Any) -> bool:
-    return value in ({}, [], "")
+def _only(*values: Any, reason: str) -> Rule:
+    """A field that may have only these values. An empty one of them (`null`, `[]`, `{}`) stands for all empty ones."""
+    allowed = " or ".join(one if isinstance(one, str) else json.dumps(one) for one in values)
+    return Rule(
+        treatment="refused",
+        allowed=allowed,
+        accepts=lambda value: any(_is_same(value, one) for one in values),
+        reason=reason,
+    )
+
+
+def _is_same(value: Any, allowed: Any) -> bool:
+    if allowed in (None, [], {}):
+        return value in ([], {}, "")
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
 DISTRIBUTION = "the trainer needs the log-probs of one distribution, that of the run"
@@ -52,9 +58,21 @@ ONE = "a rollout has one answer to each call"
 OLD = "use tools and tool_choice"
 LENGTH = "an answer ends where the model ends it, at `stop`, or at its limit"
 SHOWN = "the answer is the text without its special tokens"
+NO_PROMPT_LOGPROBS = "the prompt has no log-probs"
+TEMPLATE_SETTING = "use data.chat_template_kwargs of the run"
+NEW_MESSAGE = "the model begins a new message"
+TEXT_ONLY = "answers are text"
 
 HONORED = Rule(treatment="honored")
 NO_EFFECT = Rule(treatment="no effect")
+GRAMMARS = (
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag", "regex",
+    "ebnf", "json_schema",
+)  # fmt: skip
+"""Fields that force an answer into a form."""
+WITHOUT_EFFECT = (
+    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
+)  # fmt: skip
 
 BOTH: Mapping[str, Rule] = {
     "model": Rule(treatment="honored", allowed="the name in GET /v1/models, or `model`", reason="else HTTP 404"),
@@ -62,49 +80,33 @@ BOTH: Mapping[str, Rule] = {
     "stop": HONORED,
     "stream": Rule(treatment="honored", reason="the finished answer, in a few events"),
     "stream_options": Rule(treatment="honored", reason="`include_usage`"),
-    "n": Rule(
-        treatment="refused", allowed="1", accepts=_one_of(1), reason=ONE
-    ),
+    "n": _only(1, reason=ONE),
     "temperature": Rule(treatment="the run's", reason=RUN_SETTING),
     "top_p": Rule(treatment="the run's", reason=RUN_SETTING),
     "seed": Rule(treatment="the run's", reason="the engine derives a seed for each call"),
-    "logit_bias": Rule(treatment="refused", allowed="{}", accepts=_empty, reason=DISTRIBUTION),
-    "frequency_penalty": Rule(treatment="refused", allowed="0", accepts=_one_of(0), reason=DISTRIBUTION),
-    "presence_penalty": Rule(treatment="refused", allowed="0", accepts=_one_of(0), reason=DISTRIBUTION),
-    "top_k": Rule(treatment="refused", allowed="-1 or 0", accepts=_one_of(-1, 0), reason=DISTRIBUTION),
-    "min_p": Rule(treatment="refused", allowed="0", accepts=_one_of(0), reason=DISTRIBUTION),
-    "repetition_penalty": Rule(treatment="refused", allowed="1", accepts=_one_of(1), reason=DISTRIBUTION),
-    "structured_outputs": Rule(treatment="refused", allowed="null", accepts=_empty, reason=GRAMMAR),
-    "guided_json": Rule(treatment="refused", allowed="null", accepts=_empty, reason=GRAMMAR),
-    "guided_regex": Rule(treatment="refused", allowed="null", accepts=_empty, reason=GRAMMAR),
-    "guided_choice": Rule(treatment="refused", allowed="null", accepts=_empty, reason=GRAMMAR),
-    "guided_grammar": Rule(treatment="refused", allowed="null", accepts=_empty, reason=GRAMMAR),
-    "structural_tag": Rule(treatment="refused", allowed="null", accepts=_empty, reason=GRAMMAR),
-    "regex": Rule(treatment="refused", allowed="null", accepts=_empty, reason=GRAMMAR),
-    "ebnf": Rule(treatment="refused", allowed="null", accepts=_empty, reason=GRAMMAR),
-    "json_schema": Rule(treatment="refused", allowed="null", accepts=_empty, reason=GRAMMAR),
-    "allowed_token_ids": Rule(treatment="refused", allowed="null", accepts=_empty, reason=DISTRIBUTION),
-    "bad_words": Rule(treatment="refused", allowed="[]", accepts=_empty, reason=DISTRIBUTION),
-    "logits_processors": Rule(treatment="refused", allowed="[]", accepts=_empty, reason=DISTRIBUTION),
-    "use_beam_search": Rule(treatment="refused", allowed="false", accepts=_is(False), reason=DISTRIBUTION),
-    "thinking_token_budget": Rule(treatment="refused", allowed="null", accepts=_empty, reason=DISTRIBUTION),
-    "min_tokens": Rule(treatment="refused", allowed="0", accepts=_one_of(0), reason=LENGTH),
-    "ignore_eos": Rule(treatment="refused", allowed="false", accepts=_is(False), reason=LENGTH),
-    "stop_token_ids": Rule(treatment="refused", allowed="[]", accepts=_empty, reason="use stop"),
-    "repetition_detection": Rule(treatment="refused", allowed="null", accepts=_empty, reason=LENGTH),
-    "include_stop_str_in_output": Rule(
-        treatment="refused", allowed="false", accepts=_is(False), reason="an answer is without what ended it"
-    ),
-    "skip_special_tokens": Rule(treatment="refused", allowed="true", accepts=_is(True), reason=SHOWN),
-    "truncate_prompt_tokens": Rule(
-        treatment="refused", allowed="null", accepts=_empty, reason="a conversation that is too long gets HTTP 400"
-    ),
-    "prompt_logprobs": Rule(treatment="refused", allowed="null", accepts=_empty, reason="the prompt has no log-probs"),
-    "return_token_ids": Rule(
-        treatment="refused", allowed="false", accepts=_is(False), reason="the engine captures the ids by itself"
-    ),
+    "logit_bias": _only({}, reason=DISTRIBUTION),
+    "frequency_penalty": _only(0, reason=DISTRIBUTION),
+    "presence_penalty": _only(0, reason=DISTRIBUTION),
+    "top_k": _only(-1, 0, reason=DISTRIBUTION),
+    "min_p": _only(0, reason=DISTRIBUTION),
+    "repetition_penalty": _only(1, reason=DISTRIBUTION),
+    **dict.fromkeys(GRAMMARS, _only(None, reason=GRAMMAR)),
+    "allowed_token_ids": _only(None, reason=DISTRIBUTION),
+    "bad_words": _only([], reason=DISTRIBUTION),
+    "logits_processors": _only([], reason=DISTRIBUTION),
+    "use_beam_search": _only(False, reason=DISTRIBUTION),
+    "thinking_token_budget": _only(None, reason=DISTRIBUTION),
+    "min_tokens": _only(0, reason=LENGTH),
+    "ignore_eos": _only(False, reason=LENGTH),
+    "stop_token_ids": _only([], reason="use stop"),
+    "repetition_detection": _only(None, reason=LENGTH),
+    "include_stop_str_in_output": _only(False, reason="an answer is without what ended it"),
+    "skip_special_tokens": _only(True, reason=SHOWN),
+    "truncate_prompt_tokens": _only(None, reason="a conversation that is too long gets HTTP 400"),
+    "prompt_logprobs": _only(None, reason=NO_PROMPT_LOGPROBS),
+    "return_token_ids": _only(False, reason="the engine captures the ids by itself"),
     "user": NO_EFFECT,
-}  # fmt: skip
+}
 """Fields of both endpoints: OpenAI's, and those that servers such as vLLM and SGLang add."""
 
 CHAT: Mapping[str, Rule] = {
@@ -119,9 +121,7 @@ CHAT: Mapping[str, Rule] = {
         reason="required and a named function: honored with backend vllm, or treated as auto "
         "([agent.tool_choice](#forced-tool-calls))",
     ),
-    "parallel_tool_calls": Rule(
-        treatment="refused", allowed="true", accepts=_is(True), reason="the number of calls cannot be limited"
-    ),
+    "parallel_tool_calls": _only(True, reason="the number of calls cannot be limited"),
     "response_format": Rule(
         treatment="refused",
         allowed='{"type": "text"}',
@@ -130,63 +130,38 @@ CHAT: Mapping[str, Rule] = {
     ),
     "logprobs": HONORED,
     "top_logprobs": Rule(treatment="honored", allowed="0 to 20, with `logprobs`", reason="not with backend openai"),
-    "functions": Rule(treatment="refused", allowed="[]", accepts=_empty, reason=OLD),
-    "function_call": Rule(treatment="refused", allowed="none", accepts=_one_of("none"), reason=OLD),
-    "reasoning_effort": Rule(
-        treatment="refused", allowed="null", accepts=_empty, reason="use data.chat_template_kwargs of the run"
-    ),
-    "chat_template_kwargs": Rule(
-        treatment="refused", allowed="{}", accepts=_empty, reason="use data.chat_template_kwargs of the run"
-    ),
-    "chat_template": Rule(
-        treatment="refused", allowed="null", accepts=_empty, reason="the template of the run's model renders all chats"
-    ),
-    "continue_final_message": Rule(
-        treatment="refused", allowed="false", accepts=_is(False), reason="the model begins a new message"
-    ),
-    "add_generation_prompt": Rule(
-        treatment="refused", allowed="true", accepts=_is(True), reason="the model begins a new message"
-    ),
-    "add_special_tokens": Rule(
-        treatment="refused", allowed="false", accepts=_is(False), reason="the chat template writes them"
-    ),
-    "documents": Rule(treatment="refused", allowed="[]", accepts=_empty, reason="put them into a message"),
-    "echo": Rule(treatment="refused", allowed="false", accepts=_is(False), reason="the prompt has no log-probs"),
-    "include_reasoning": Rule(
-        treatment="refused", allowed="true", accepts=_is(True), reason="the answer is the model's whole text"
-    ),
-    "verbosity": Rule(treatment="refused", allowed="medium", accepts=_one_of("medium"), reason="no model reads it"),
-    "modalities": Rule(
-        treatment="refused", allowed='["text"]', accepts=_one_of(["text"]), reason="answers are text"
-    ),
-    "audio": Rule(treatment="refused", allowed="null", accepts=_empty, reason="answers are text"),
-    "web_search_options": Rule(
-        treatment="refused", allowed="null", accepts=_empty, reason="the engine has no search; offer a tool"
-    ),
+    "functions": _only([], reason=OLD),
+    "function_call": _only("none", reason=OLD),
+    "reasoning_effort": _only(None, reason=TEMPLATE_SETTING),
+    "chat_template_kwargs": _only({}, reason=TEMPLATE_SETTING),
+    "chat_template": _only(None, reason="the template of the run's model renders all chats"),
+    "continue_final_message": _only(False, reason=NEW_MESSAGE),
+    "add_generation_prompt": _only(True, reason=NEW_MESSAGE),
+    "add_special_tokens": _only(False, reason="the chat template writes them"),
+    "documents": _only([], reason="put them into a message"),
+    "echo": _only(False, reason=NO_PROMPT_LOGPROBS),
+    "include_reasoning": _only(True, reason="the answer is the model's whole text"),
+    "verbosity": _only("medium", reason="no model reads it"),
+    "modalities": _only(["text"], reason=TEXT_ONLY),
+    "audio": _only(None, reason=TEXT_ONLY),
+    "web_search_options": _only(None, reason="the engine has no search; offer a tool"),
     "metadata": NO_EFFECT,
     "prediction": NO_EFFECT,
-    "moderation": Rule(treatment="refused", allowed="null", accepts=_empty, reason="answers are not moderated"),
-    "prompt_cache_key": NO_EFFECT,
-    "prompt_cache_options": NO_EFFECT,
-    "prompt_cache_retention": NO_EFFECT,
-    "safety_identifier": NO_EFFECT,
-    "service_tier": NO_EFFECT,
-    "store": NO_EFFECT,
-}  # fmt: skip
+    "moderation": _only(None, reason="answers are not moderated"),
+    **dict.fromkeys(WITHOUT_EFFECT, NO_EFFECT),
+}
 """Fields of `/v1/chat/completions`."""
 
 COMPLETIONS: Mapping[str, Rule] = {
     "prompt": Rule(treatment="honored", reason="one text, or token ids"),
     **BOTH,
     "logprobs": Rule(treatment="honored", allowed="0 to 20", reason="the likeliest tokens: not with backend openai"),
-    "echo": Rule(treatment="refused", allowed="false", accepts=_is(False), reason="the prompt has no log-probs"),
-    "add_special_tokens": Rule(
-        treatment="refused", allowed="true", accepts=_is(True), reason="give token ids for a prompt without them"
-    ),
+    "echo": _only(False, reason=NO_PROMPT_LOGPROBS),
+    "add_special_tokens": _only(True, reason="give token ids for a prompt without them"),
     "response_format": CHAT["response_format"],
-    "prompt_embeds": Rule(treatment="refused", allowed="null", accepts=_empty, reason="a prompt is text or token ids"),
-    "suffix": Rule(treatment="refused", allowed="null", accepts=_empty, reason="the model continues a text"),
-    "best_of": Rule(treatment="refused", allowed="1", accepts=_one_of(1), reason=ONE),
+    "prompt_embeds": _only(None, reason="a prompt is text or token ids"),
+    "suffix": _only(None, reason="the model continues a text"),
+    "best_of": _only(1, reason=ONE),
 }
 """Fields of `/v1/completions`."""
 

@@ -80,10 +80,8 @@ def _run_and_host(text: bytes) -> tuple[str, str] | None:
 def withdraw(places: Sequence[Path]) -> None:
     """Delete the file of a run that ended. A file that cannot be deleted stays."""
     for place in places:
-        try:
+        with suppress(OSError):
             place.unlink(missing_ok=True)
-        except OSError:
-            continue
 
 
 def address_of(directory: Path, shown: str) -> str:

@@ -17,13 +17,14 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from engine.commands import TrainStep
 from engine.errors import FULL, StorageFull
-from engine.events import Event, RunResumed
+from engine.events import RunResumed
 from engine.ids import GroupId, StepId
 from engine.metrics.intervals import Estimate
+from engine.metrics.transitions import Transitions
 from engine.record.files import open_private, private_opener
 from engine.record.frames import Tick
 from engine.states.group import Group
@@ -98,6 +99,17 @@ def keep_rows(
         os.fsync(file.fileno())
     temporary.replace(path)
     return kept
+
+
+def validation_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of validations in the metrics of a run, which may still be writing its last line."""
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # a line that is being written
+        if isinstance(row, dict) and "validation" in row:
+            yield row
 
 
 def cut_rows(
@@ -312,20 +324,10 @@ class StepRows:
         self._emit(row)
 
 
-class StepTransitions(Protocol):
-    """The part of `collector.Transitions` that rows need."""
-
-    steps: list[tuple[StepId, str]]
-
-    def note_event(self, event: Event) -> None: ...
-
-    def group_counts(self) -> dict[str, int]: ...
-
-
 class ReplayedRows:
     """Rebuilds rows of the steps that are open at the end of a record, so that a resumed run can write them."""
 
-    def __init__(self, transitions: StepTransitions) -> None:
+    def __init__(self, transitions: Transitions) -> None:
         self.rows = StepRows(lambda row: None)
         self.transitions = transitions
         self._begun = False

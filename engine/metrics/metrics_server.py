@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry
+from prometheus_client.aiohttp import make_aiohttp_handler
 
 from engine.control.http_listener import ConnectionBounds, Hosts, Listener, Refused
 from engine.metrics.listening_address import listen
@@ -40,7 +41,7 @@ class MetricsServer:
     ) -> None:
         """`hosts`: additional host names under which requests are accepted. Raises: ConfigError if it cannot listen
         there."""
-        self._metrics: Any = make_wsgi_app(registry)
+        self._scrape: Any = make_aiohttp_handler(registry)
         self._describe = describe
         sock = listen(host, port)
         self.host = host
@@ -76,25 +77,8 @@ class MetricsServer:
         if request.path == "/status" and self._describe is not None:
             body = json.dumps(self._describe(), allow_nan=False).encode()
             return web.Response(body=body, content_type="application/json")
-        return self._scrape(request)
-
-    def _scrape(self, request: web.BaseRequest) -> web.Response:
-        """The answer of the WSGI application of Prometheus' client library."""
-        sent: list[tuple[int, list[tuple[str, str]]]] = []
-
-        def start_response(status: str, headers: list[tuple[str, str]]) -> None:
-            sent.append((int(status.split()[0]), headers))
-
-        environ = {
-            "REQUEST_METHOD": request.method,
-            "PATH_INFO": request.path,
-            "QUERY_STRING": request.query_string,
-            "HTTP_ACCEPT": request.headers.get("Accept", ""),
-            "HTTP_ACCEPT_ENCODING": request.headers.get("Accept-Encoding", ""),
-        }
-        body = b"".join(self._metrics(environ, start_response))
-        status, headers = sent[0]
-        return web.Response(body=body, status=status, headers=headers)
+        scraped: web.Response = await self._scrape(request)
+        return scraped
 
 
 def _refusal(status: int, reason: str) -> web.StreamResponse:

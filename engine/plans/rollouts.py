@@ -133,43 +133,29 @@ def generator_maker(config: Config, most_prompt_tokens: int | None = None, local
     responses, whose prompts have at most `most_prompt_tokens`."""
     agent, seed, timeout_s = config.agent, config.run.seed, config.reward.timeout_s
 
-    def on_gateway(
-        backend: RolloutBackend, tokenizer: Any, reward: RewardParts | None, params: SamplingParams, later: bool = False
+    def make(
+        backend: RolloutBackend, tokenizer: Any, reward: RewardParts | None, params: SamplingParams, later: bool
     ) -> Generator:
+        if not config.several_turns:
+            assert reward is not None  # the configuration was checked
+            return ModelGenerator(
+                backend, tokenizer, reward, params=params, seed=seed, reward_timeout_s=timeout_s, rewards_later=later,
+                renderer=renderer_of(config, tokenizer, most_prompt_tokens),
+            )  # fmt: skip
         grader = Grader(tokenizer, reward, timeout_s=timeout_s, later=later)
-        name = agent.function.replace(":", ".") if agent.function is not None else (agent.command or [""])[0]
-        return AgentGenerator(backend, grader, params=params, seed=seed, name=f"agent {name}")
-
-    def program(
-        backend: RolloutBackend, tokenizer: Any, reward: RewardParts | None, params: SamplingParams, later: bool = False
-    ) -> Generator:
-        rollout = _agent_rollout(config, local)
-        grader = Grader(tokenizer, reward, timeout_s=timeout_s, later=later)
+        if agent.on_gateway:
+            name = agent.function.replace(":", ".") if agent.function is not None else (agent.command or [""])[0]
+            return AgentGenerator(backend, grader, params=params, seed=seed, name=f"agent {name}")
         chat = Chat(tokenizer, params.stop_ids, config.data.chat_settings().template_kwargs)
+        if config.environment.class_name is not None:
+            settings = settings_of(config, scored=reward is not None or later, local=local)
+            return EnvironmentGenerator(
+                backend, chat, grader, settings, params=params, seed=seed, timeout_s=config.environment.timeout_s
+            )
+        rollout = _agent_rollout(config, local)
         return ProgramGenerator(backend, chat, grader, rollout, params=params, seed=seed, timeout_s=agent.timeout_s)
 
-    def environment(
-        backend: RolloutBackend, tokenizer: Any, reward: RewardParts | None, params: SamplingParams, later: bool = False
-    ) -> Generator:
-        grader = Grader(tokenizer, reward, timeout_s=timeout_s, later=later)
-        chat = Chat(tokenizer, params.stop_ids, config.data.chat_settings().template_kwargs)
-        settings = settings_of(config, scored=reward is not None or later, local=local)
-        return EnvironmentGenerator(
-            backend, chat, grader, settings, params=params, seed=seed, timeout_s=config.environment.timeout_s
-        )
-
-    def single(
-        backend: RolloutBackend, tokenizer: Any, reward: RewardParts | None, params: SamplingParams, later: bool = False
-    ) -> Generator:
-        assert reward is not None  # the configuration was checked
-        return ModelGenerator(
-            backend, tokenizer, reward, params=params, seed=seed, reward_timeout_s=timeout_s, rewards_later=later,
-            renderer=renderer_of(config, tokenizer, most_prompt_tokens),
-        )  # fmt: skip
-
-    if config.environment.class_name is not None:
-        return environment
-    return on_gateway if agent.on_gateway else program if agent.rollout is not None else single
+    return make
 
 
 def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from engine.errors import ConfigError, DataFailure, EngineError
+from engine.errors import DataFailure, EngineError
 from engine.ids import Version
 from engine.trajectory import Span
 
@@ -39,9 +39,6 @@ def derive_seed(*parts: int) -> int:
 
 
 # -- engines in another process ----------------------------------------------------------------------------------------
-
-
-PAUSE_MODES = ("keep", "abort", "wait")
 
 
 class RemoteEngine:
@@ -80,10 +77,6 @@ class RemoteEngine:
     def _check_open(self) -> None:
         if self._reason:
             raise EngineError(self._reason)
-
-    def _check_mode(self, mode: str) -> None:
-        if mode not in PAUSE_MODES:
-            raise ConfigError("rollout.sync_mode", mode, f"must be one of {', '.join(PAUSE_MODES)}")
 
     def _check_install(self, version: Version, staged: bool) -> None:
         if not staged:
@@ -155,7 +148,7 @@ class RolloutBackend(Protocol):
         """Sample until the response ends or is aborted. A stop id is part of the response.
 
         Raises: `DataFailure` if the prompt does not fit into the model's context or has unknown token ids.
-        `ConfigError` for invalid sampling parameters. `EngineError` if the backend has ended.
+        `EngineError` if the backend has ended.
         """
 
     async def abort(self, ids: Sequence[str]) -> None:
@@ -188,11 +181,6 @@ def nothing_new(finish_reason: str) -> SampleResult:
 
 def refusal_of(request: SampleRequest, *, context: int, vocabulary: int) -> Exception | None:
     """The error for a request that a model with `context` tokens and `vocabulary` ids cannot sample; None if it can."""
-    params = request.params
-    if not 0.0 <= params.temperature < float("inf"):
-        return ConfigError("rollout.temperature", params.temperature, "must be 0 (greedy) or more")
-    if not 0.0 < params.top_p <= 1.0:
-        return ConfigError("rollout.top_p", params.top_p, "must be above 0 and at most 1", "use 1 to keep every token")
     prompt = len(request.prompt_ids)
     if prompt == 0:
         return DataFailure("the prompt has no tokens", request=request.id)

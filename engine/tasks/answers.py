@@ -73,7 +73,7 @@ def answer_of(name: str, reward: Any, directory: str | None, *, config_field: st
     if name != AUTO:
         found = rewards.find(name, directory, config_field)
         rewards.check_signature(found, name, config_field)
-        if rewards._is_async(found):
+        if rewards.is_async(found):
             raise ConfigError(config_field, name, "is a coroutine function", "define it with def")
         answer: Answer = found
         return answer

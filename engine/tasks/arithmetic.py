@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
-from engine.errors import ConfigError
 from engine.trajectory import Prompt, Trajectory
 
 ALPHABET = "0123456789-="
@@ -80,28 +79,13 @@ class Question(NamedTuple):
 class Division:
     """A family of questions. The number of steps is log-normal: p99 / median = exp(2.33 * spread), 5.7 by default.
 
-    Raises `ConfigError` if a divisor could exceed one digit or a dividend three digits.
+    A divisor must have one digit and a dividend at most three: the section `model.arithmetic` has these bounds.
     """
 
     largest_divisor: int = 9
     median_steps: float = 4.0
     spread: float = 0.75
     most_steps: int = 24
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.largest_divisor <= 9:
-            law = "must be from 2 to 9"
-            raise ConfigError("model.arithmetic.largest_divisor", self.largest_divisor, law, "for example 9")
-        most = 1000 // self.largest_divisor - 1
-        if not 1 <= self.most_steps <= most:
-            law = f"must be from 1 to {most}: a dividend has at most three digits"
-            raise ConfigError("model.arithmetic.most_steps", self.most_steps, law, f"for example {most}")
-        if self.median_steps < 1:
-            raise ConfigError(
-                "model.arithmetic.median_steps", self.median_steps, "must be at least 1", "for example 4.0"
-            )
-        if self.spread < 0:
-            raise ConfigError("model.arithmetic.spread", self.spread, "must not be negative", "for example 0.75")
 
     @property
     def most_tokens(self) -> int:

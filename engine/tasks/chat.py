@@ -233,7 +233,6 @@ class PromptRenderer:
         self._max_tokens = most_tokens
         self.templated = self._settings.mode != "never" and has_template(tokenizer)
         """Whether texts become user messages, and messages can be rendered."""
-        self._frame: tuple[str, ...] | None = None
         self._frames: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def text(self, prompt: Prompt) -> str:
@@ -250,23 +249,14 @@ class PromptRenderer:
         return render(self._tokenizer, chat, prompt.fields.get("tools"), self._settings.template_kwargs)
 
     def quick_text(self, prompt: Prompt) -> str:
-        """The same result as `text`, but fast for many prompts: the template is rendered once, because it writes the
-        same text around every plain prompt.
+        """The same result as `text`, but fast for many prompts: a template writes the same text around the plain texts
+        of all chats with the same roles, so it is rendered once for these roles.
 
         A text that starts or ends with white space, or has a character that templates look for, is rendered by itself.
         """
-        fields = prompt.fields
-        if not self.templated or fields.get("tools") or not is_plain(prompt.text):
+        if not self.templated or prompt.fields.get("tools"):
             return self.text(prompt)
-        if fields.get("messages"):
-            return self._quick_chat(prompt, fields["messages"])
-        if self._frame is None:
-            self._frame = self._frame_of_texts()
-        return self.text(prompt) if not self._frame else prompt.text.join(self._frame)
-
-    def _quick_chat(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Render a chat of plain texts. A template writes the same text around the messages of all chats with the same
-        roles."""
+        messages = prompt.fields.get("messages") or [{"role": "user", "content": prompt.text}]
         contents = [message.get("content") for message in messages]
         if any(len(message) != 2 for message in messages):
             return self.text(prompt)
@@ -275,13 +265,13 @@ class PromptRenderer:
         roles = tuple(str(message.get("role")) for message in messages)
         frame = self._frames.get(roles)
         if frame is None and len(self._frames) < MOST_FRAMES:
-            frame = self._frames[roles] = self._frame_of_chats(roles)
+            frame = self._frames[roles] = self._frame_of(roles)
         if not frame:
             return self.text(prompt)
         pieces = [piece for pair in zip(frame, contents, strict=False) for piece in pair]
         return "".join([*map(str, pieces), frame[-1]])
 
-    def _frame_of_chats(self, roles: Sequence[str]) -> tuple[str, ...]:
+    def _frame_of(self, roles: Sequence[str]) -> tuple[str, ...]:
         """The texts that a template writes before, between and after plain texts with these roles; empty if they are
         not the same for all texts."""
         found = []
@@ -298,14 +288,6 @@ class PromptRenderer:
                 if not there or text in rest:
                     return ()
             found.append((*pieces, rest))
-        return found[0] if len(set(found)) == 1 else ()
-
-    def _frame_of_texts(self) -> tuple[str, ...]:
-        """The text that a template writes before and after a plain text; empty if it differs between texts."""
-        found = []
-        for probe in PROBES:
-            before, text, after = self.text(Prompt(row=0, text=probe)).partition(probe)
-            found.append((before, after) if text and probe not in after else ())
         return found[0] if len(set(found)) == 1 else ()
 
     def ids(self, prompt: Prompt) -> list[int]:

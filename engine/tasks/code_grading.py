@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from time import monotonic, time
-from types import TracebackType
 from typing import Any
 
 from engine.errors import RewardFailure
@@ -117,7 +116,7 @@ class Rooms:
     def __enter__(self) -> "Rooms":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

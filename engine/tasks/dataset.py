@@ -335,10 +335,6 @@ class PromptSource:
     """
 
     def __init__(self, dataset: Dataset, *, seed: int, epochs: int | None = None, shuffle: bool = True) -> None:
-        if not 0 <= seed < 2**64:
-            raise ConfigError("run.seed", seed, "must be a whole number from 0 to 2**64 - 1", "for example 0")
-        if epochs is not None and epochs < 1:
-            raise ConfigError("run.epochs", epochs, "must be at least 1", "use 1, or null for no limit")
         self.dataset = dataset
         self.seed = seed
         self.epochs = epochs

@@ -4,14 +4,12 @@ Called where trajectories finish (rollout) and by validation. A reward is a func
 `async`; nothing here keeps state, reads the network or runs code taken from a response.
 """
 
-import asyncio
 import importlib
 import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import update_wrapper
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -19,38 +17,14 @@ from engine.errors import ConfigError, DataFailure, suggestion
 from engine.tasks.extraction import choices_of, last_boxed, last_choice, last_number
 from engine.trajectory import NoAnswer, Prompt, Trajectory
 
-Reward: TypeAlias = Callable[[Prompt, Trajectory], float]
-"""With several functions, each may also return None if it does not apply to this response."""
 Local: TypeAlias = Mapping[str, Any]
 """Functions and classes of the program that other processes cannot import, by the field that names them. They travel
 with the plan of the run, pickled by value."""
 NO_LOCAL: Local = {}
 
 
-def load_reward(spec: str, directory: str | None = None, *, config_field: str = "reward.function") -> Reward:
-    """Import a reward, "module:function", from the Python path, then from `directory` (None: the working directory)."""
-    found = find(spec, directory, config_field)
-    check_signature(found, spec, config_field)
-    return as_reward(found)
-
-
-def as_reward(function: Any) -> Reward:
-    """The function that calls a reward. An `async` reward runs on an event loop."""
-    reward: Reward = _awaited(function) if _is_async(function) else function
-    return reward
-
-
-def _is_async(function: Any) -> bool:
+def is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def _awaited(function: Callable[[Prompt, Trajectory], Coroutine[Any, Any, float]]) -> Reward:
-    """A plain function that runs the coroutine to its end, on a new event loop in the thread of the call."""
-
-    def run(prompt: Prompt, trajectory: Trajectory) -> float:
-        return asyncio.run(function(prompt, trajectory))
-
-    return update_wrapper(run, function)
 
 
 def column_of(prompt: Prompt, column: str) -> Any:

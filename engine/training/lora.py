@@ -32,7 +32,7 @@ _PREFIX = "base_model.model."
 class Lora:
     """A low-rank adapter (arXiv 2106.09685): W x becomes W x + alpha / rank · B A x, and only A and B are trained.
 
-    Raises `ConfigError` for a value that cannot work.
+    Raises `ConfigError` for `target_modules` that cannot be meant; the section `trainer.lora` bounds the numbers.
     """
 
     rank: int = 16
@@ -46,13 +46,6 @@ class Lora:
     """Only 0: with dropout, the trainer's log-probs would differ from the sampler's on the same weights."""
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigError(f"{FIELD}.rank", self.rank, "must be at least 1", "for example 16; 8 to 64 are usual")
-        if self.alpha <= 0:
-            raise ConfigError(f"{FIELD}.alpha", self.alpha, "must be above 0", f"for example {2 * self.rank}")
-        if self.dropout:
-            law = "must be 0: with dropout, log-probs differ from the sampler's on the same weights"
-            raise ConfigError(f"{FIELD}.dropout", self.dropout, law, "use 0, or remove it")
         if not self.target_modules:
             law = "names no layer"
             raise ConfigError(f"{FIELD}.target_modules", [], law, f"use {ALL_LINEAR}, or a list such as [q_proj]")

@@ -80,3 +80,7 @@ class Masters:
             master.grad = gradient.to(master.device, torch.float32)
         else:
             master.grad.add_(gradient.to(master.device))
+
+
+UNSPLIT = Masters()
+"""The masters of a model whose parameters are their own."""

@@ -45,7 +45,7 @@ from engine.training.lora import (
     merged_model,
     write_adapter,
 )
-from engine.training.masters import Masters
+from engine.training.masters import UNSPLIT, Masters
 from engine.training.model_files import (
     FILE_BYTES,
     divide_into_files,
@@ -62,11 +62,9 @@ from engine.training.ranks import ALONE, Ranks, Whole, own_part
 class ModelSnapshot:
     """Copies in host memory of everything that a train step changes; of several ranks, each has its own part."""
 
-    def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, masters: Masters | None = None
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, masters: Masters = UNSPLIT) -> None:
         self._optimizer = optimizer
-        self._masters = masters or Masters()
+        self._masters = masters
         self._live = [*self._masters.trained(model), *model.buffers()]
         self._kept = [_copy(tensor) for tensor in self._live]
         self._moments = {
@@ -141,7 +139,7 @@ def write_checkpoint(
     optimizer: torch.optim.Optimizer,
     model_path: str,
     ranks: Ranks = ALONE,
-    masters: Masters | None = None,
+    masters: Masters = UNSPLIT,
     *,
     config_dtype: torch.dtype,
     direct: bool = True,
@@ -166,7 +164,6 @@ def write_checkpoint(
             directory.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
-    masters = masters or Masters()
     own = {name: masters.of(value) for name, value in trained_tensors(model).items()}
     if direct and not has_adapter(model):
         write_model(unfinished, model, own, ranks)
@@ -240,11 +237,10 @@ def read_checkpoint(
     model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     ranks: Ranks = ALONE,
-    masters: Masters | None = None,
+    masters: Masters = UNSPLIT,
 ) -> TrainerState:
     """Put a checkpoint into a model and its optimizer. Names and shapes are compared before anything is changed; then
     weights are read one by one, by each rank its own part."""
-    masters = masters or Masters()
     state = read_state(directory)
     own = trained_tensors(model)
     weights = _stored_weights(directory, model)
@@ -308,11 +304,10 @@ def trained_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def load_weights(
-    own: Mapping[str, Tensor], weights: Mapping[str, Whole], ranks: Ranks = ALONE, masters: Masters | None = None
+    own: Mapping[str, Tensor], weights: Mapping[str, Whole], ranks: Ranks = ALONE, masters: Masters = UNSPLIT
 ) -> None:
     """Fill a model's own `trained_tensors` with whole weights. Raises: `ConfigError` if a name or a shape differs."""
     _check_weights("weights", weights, own)
-    masters = masters or Masters()
     for value, name in {value: name for name, value in own.items()}.items():  # tied ones once
         ranks.fill(masters.of(value).detach(), weights[name])
     masters.round()
@@ -342,10 +337,9 @@ def _check_weights(directory: Path | str, weights: Mapping[str, Whole], own: Map
 
 
 def optimizer_tensors(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, masters: Masters | None = None
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, masters: Masters = UNSPLIT
 ) -> dict[str, Tensor]:
     """The optimizer's own tensors, named `<kind>/<parameter>`; none before the first optimizer step."""
-    masters = masters or Masters()
     return {
         f"{kind}/{name}": value.detach()
         for name, parameter in model.named_parameters()

@@ -1,7 +1,8 @@
 """The settings of a trainer: every choice of the train step in one frozen record, checked when it is made.
 
-The configuration layer maps its `trainer`, `scheduler` and `rollout` sections onto `TrainerSettings`; a user who embeds
-`ModelTrainer` makes one directly. It must stay free of torch, so that a configuration is checked without loading it.
+The sections `trainer`, `scheduler` and `rollout` of a configuration become `TrainerSettings`. The sections bound
+each number by itself; here is checked what the choices mean together. It must stay free of torch, so that a
+configuration is checked without loading it.
 
 **The default formulas for asynchronous training** are `loss="ppo_clip"` with the behavior log-probs as the old
 policy and `correction="none"`: one ratio, current / behavior, carries the whole off-policy correction, each token is
@@ -30,9 +31,6 @@ MASK_NAMES = (
 )  # fmt: skip
 AGGREGATION_NAMES = ("token_mean", "sequence_mean", "constant")
 LR_SCHEDULE_NAMES = ("constant", "linear", "cosine")
-PACKING_NAMES = ("auto", "on", "off")
-BF16_NAMES = ("auto", "on", "off")
-PUBLISH_NAMES = ("auto", "float32", "bfloat16", "float16")
 
 GSPO_WIDEST_CLIP = 0.1
 """GSPO's ratio is a geometric mean over a sequence: bounds of tokens, 0.2 and more, never bind (the paper: 3e-4)."""
@@ -79,7 +77,7 @@ class Mask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """All choices of the train step. Raises `ConfigError` for a value that cannot work."""
+    """All choices of the train step. Raises `ConfigError` for unknown names, and for values that contradict others."""
 
     learning_rate: float = 1e-6
     """AdamW's peak learning rate."""
@@ -199,7 +197,7 @@ class TrainerSettings:
 
     def __post_init__(self) -> None:
         self._check_names()
-        self._check_ranges()
+        self._check_step()
         for field, holds, law, value in self._objective_laws():
             self._require(field, holds, law, value)
 
@@ -274,38 +272,19 @@ class TrainerSettings:
             "kl_reward": KL_NAMES,
             "aggregation": AGGREGATION_NAMES,
             "lr_schedule": LR_SCHEDULE_NAMES,
-            "packing": PACKING_NAMES,
-            "shared_prompts": PACKING_NAMES,
-            "bf16": BF16_NAMES,
-            "publish_dtype": PUBLISH_NAMES,
         }
         for field, names in choices.items():
             value = getattr(self, field)
             if value not in names:
                 raise ConfigError(f"trainer.{field}", value, "is not allowed", f"use one of {', '.join(names)}")
 
-    def _check_ranges(self) -> None:
-        self._require("learning_rate", self.learning_rate > 0, "must be above 0", "1e-6")
+    def _check_step(self) -> None:
         self._require("betas", all(0 <= beta < 1 for beta in self.betas), "must each be in [0, 1)", "(0.9, 0.999)")
-        self._require("adam_eps", self.adam_eps > 0, "must be above 0", "1e-8")
-        self._require("weight_decay", self.weight_decay >= 0, "must not be negative", "0")
-        self._require("max_grad_norm", self.max_grad_norm >= 0, "must not be negative", "1.0, or 0 for no clipping")
-        self._require("clip_low", 0 < self.clip_low <= 1, "must be above 0 and at most 1", "0.2")
-        self._require("clip_high", self.clip_high > 0, "must be above 0", "0.28")
-        self._require("correction_cap", self.correction_cap > 0, "must be above 0", "2.0")
-        self._require(
-            "temperature", self.temperature > 0, "must be above 0: greedy samples have no log-probs to train on", "1.0"
-        )
-        self._require("ranks", self.ranks >= 1, "must be at least 1", "1")
         law = "is one device, but each of several ranks needs its own"
         self._require("device", self.ranks == 1 or ":" not in self.device, law, "cuda, or auto")
         law = "has no effect with one rank without bfloat16 weights"
         fits = not self.cpu_offload or self.ranks > 1 or self.bf16 != "off"
         self._require("cpu_offload", fits, law, "trainer.bf16: on, or trainer.ranks: 2")
-        self._require("epochs_per_batch", self.epochs_per_batch >= 1, "must be at least 1", "1")
-        self._require("micro_batch_tokens", self.micro_batch_tokens >= 1, "must be at least 1", "16384")
-        for field in ("policy_mini_batch_size", "lr_warmup_steps", "lr_total_steps", "threads", "aggregation_tokens"):
-            self._require(field, getattr(self, field) >= 0, "must not be negative", "0")
         law = "needs packed rows, but trainer.packing is off"
         fits = self.shared_prompts != "on" or self.packing != "off"
         self._require("shared_prompts", fits, law, "auto, or trainer.packing: auto")
@@ -323,8 +302,6 @@ class TrainerSettings:
         yield "clip_dual", not self.clip_dual or self.clip_dual > 1, law, "3.0"
         law = "cispo bounds its weights by clip_high; it has no ratio that clip_dual could bound"
         yield "clip_dual", not self.clip_dual or self.loss != "cispo", law, "0"
-        for field in ("kl_loss_coef", "kl_reward_coef", "overlong_penalty", "entropy_coef"):
-            yield field, getattr(self, field) >= 0, "must not be negative", "0"
         for field in ("clip_low", "clip_high") if self.loss == "gspo" else ():
             law = f"must be at most {GSPO_WIDEST_CLIP:g} with gspo, which clips a geometric mean over the sequence"
             yield field, getattr(self, field) <= GSPO_WIDEST_CLIP, law, "3e-4"
@@ -341,8 +318,6 @@ class TrainerSettings:
             yield field, not getattr(self, field), "changes rewards, which distillation does not read", "0"
         law = "no KL term uses the reference model"
         yield "reference_path", self.reference_path is None or self.needs_reference, law, "trainer.kl_loss_coef: 0.001"
-        for field in ("overlong_cache_tokens", "overlong_max_tokens"):
-            yield field, getattr(self, field) >= 0, "must not be negative", "0"
         law = f"must be less than trainer.overlong_max_tokens = {self.overlong_max_tokens}"
         fits = not self.overlong_cache_tokens or self.overlong_cache_tokens < self.overlong_max_tokens
         yield "overlong_cache_tokens", fits, law, f"{max(0, self.overlong_max_tokens // 4)}"

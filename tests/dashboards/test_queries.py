@@ -1,6 +1,7 @@
 """A real Prometheus scrapes a run in one process: every query of every board, and every alert, with nothing wrong."""
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from engine.config.loading import parse_config
 from engine.control.client import tell
 from engine.control.requests import Stop
 from engine.metrics.address_files import FOLDER
-from engine.metrics.document import IDLE_SHARE
+from engine.metrics.document import PAGE
 from engine.plans.configured_plan import plan_of
 from engine.runtime.local import run_plan
 from engine.tasks.quickstart import Quickstart, prepare
@@ -83,7 +84,8 @@ def test_every_query_of_every_panel_has_data_and_no_alert_fires(tmp_path: Path) 
         for _, _, asked in queries:
             prometheus.query(asked)  # vLLM's too are taken, though nobody exports them here
         assert prometheus.value(f'engine_disk_free_bytes{{run="{RUN}"}}') > 0
-        assert 0 <= prometheus.value(IDLE_SHARE) <= 1, "the example of docs/METRICS.md"
+        example = re.search(r"(?:^    .*\n)+", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+        assert example is not None and 0 <= prometheus.value(example[0]) <= 1, "the example of docs/METRICS.md"
 
         alerts = {rule["alert"]: rule for rule in yaml.safe_load(ALERTS.read_text("utf-8"))["groups"][0]["rules"]}
         for rule in alerts.values():

@@ -12,15 +12,13 @@ from steady_world import GROUP_TOKENS, SteadyWorld, steady_world
 
 from engine import events as fact
 from engine.errors import ConfigError
-from engine.metrics.document import markdown
+from engine.metrics.document import PAGE, TABLE, up_to_date
 from engine.metrics.export import ExternalFigures, registry
 from engine.metrics.listening_address import check_address
 from engine.metrics.metrics_server import MetricsServer
 from engine.metrics.names import FIGURES_KEPT, METRICS
 from engine.states.limits import ValidationLimits
 from engine.trajectory import SOURCES
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def scrape(server: MetricsServer) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
@@ -233,13 +231,14 @@ def test_an_address_is_checked_and_left_free() -> None:
 
 
 def test_the_page_is_up_to_date() -> None:
-    written = (ROOT / "docs" / "METRICS.md").read_text(encoding="utf-8")
-    assert written == markdown(), "run: python -m engine.metrics.document > docs/METRICS.md"
+    written = PAGE.read_text(encoding="utf-8")
+    assert TABLE.search(written), "the page has no table"
+    assert written == up_to_date(written), "run: python -m engine.metrics.document"
 
 
 def test_every_name_on_the_page_exists() -> None:
     known = {metric.name for metric in METRICS}
-    mentioned = set(re.findall(r"\bengine_[a-z_]+", markdown()))
+    mentioned = set(re.findall(r"\bengine_[a-z_]+", PAGE.read_text(encoding="utf-8")))
     assert mentioned <= known, mentioned - known
 
 

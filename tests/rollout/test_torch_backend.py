@@ -132,14 +132,14 @@ def test_deterministic_mode_is_the_same_to_the_bit() -> None:
     assert (resumed.token_ids, resumed.logprobs) == (alone.token_ids[25:], alone.logprobs[25:])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", [*FAMILIES, "odd widths"])
 @torch.inference_mode()
-def test_permuted_rows_of_a_decode_batch_get_the_same_bits(family: str, dtype: str) -> None:
+def test_permuted_rows_of_a_decode_batch_get_the_same_bits(family: str, dtype: torch.dtype) -> None:
     """At fixed shapes: also in the second call of a cache, and after rows that left their keys behind."""
     odd = dict(hidden_size=100, num_attention_heads=5, num_key_value_heads=5, intermediate_size=77, vocab_size=53)
     built = build("qwen2", **odd) if family == "odd widths" else build(family)
-    model = CausalModel(built, rows=40, context=None, device="cpu", dtype=dtype, fixed_shapes=True)
+    model = CausalModel(built.to(dtype), rows=40, context=None, device="cpu", fixed_shapes=True)
     drawn = torch.Generator().manual_seed(2)
     ids = torch.randint(model.vocabulary, (FIXED_ROWS, 20), generator=drawn)
     starts = torch.randint(8, (FIXED_ROWS,), generator=drawn)  # rows are at positions of their own
@@ -332,24 +332,10 @@ def test_sampling_goes_on_while_weights_are_staged() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"kv": "drop"},
-        {"rows": 0},
-        {"threads": 0},
         {"context": CONTEXT + 1},
         {"context": 1},
-        {"dtype": "int3"},
-        {"threads": 2, "deterministic": True},
-        {"device": "cuda:0", "deterministic": True},
     ],
 )
 def test_options_that_cannot_hold_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         TorchBackend(build("qwen2"), **options)
-
-
-@pytest.mark.parametrize(
-    "params", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.5}]
-)
-def test_sampling_parameters_that_cannot_hold_are_refused(params: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(params))):
-        sample_all(TorchBackend(build("qwen2")), [ask(0, SamplingParams(**params))])

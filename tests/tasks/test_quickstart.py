@@ -11,7 +11,7 @@ from engine.tasks import quickstart
 from engine.tasks.arithmetic import ALPHABET, reward
 from engine.tasks.dataset import Dataset
 from engine.tasks.quickstart import Quickstart, prepare
-from engine.tasks.rewards import load_reward
+from engine.tasks.rewards import find
 from engine.tasks.tokenizer import END, PAD, save_character_tokenizer
 
 TINY = Quickstart(seed=1, layers=1, hidden_size=16, heads=2, train_prompts=40, validation_prompts=10, warmup_steps=6)
@@ -61,7 +61,7 @@ def test_made_data_fit_the_model_and_the_reward(made: tuple[Path, quickstart.Pre
     training, held_out = Dataset.load(prepared.training_path), Dataset.load(prepared.validation_path)
     assert (len(training), len(held_out)) == (40, 10)
     assert set(training.prompt(0).text) <= set(ALPHABET) and "answer" in training.prompt(0).fields
-    assert load_reward(prepared.reward) is reward
+    assert find(prepared.reward, None, "reward.function") is reward
     assert prepared.most_tokens == 142 and not prepared.reused
 
 

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError, DataFailure
-from engine.tasks.rewards import Reward, boxed_answer, exact_match, final_number, load_reward, multiple_choice
+from engine.rollout.reward_parts import RewardPart
+from engine.rollout.scoring import Reward, call_part
+from engine.tasks.reward_forms import bind
+from engine.tasks.rewards import boxed_answer, exact_match, final_number, find, multiple_choice
 from engine.trajectory import Prompt, Trajectory
 
 
@@ -50,17 +53,22 @@ def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         sys.modules.pop(name, None)
 
 
+def load(spec: str) -> Reward:
+    """A reward as a configuration names it."""
+    reward: Reward = bind(find(spec, None, "reward.function"), {}, spec, "reward.function").call
+    return reward
+
+
 def test_rewards_in_the_working_directory_are_found(working_directory: Path) -> None:
-    assert load_reward("my_rewards:good")(prompt(), said("")) == 1.0
-    assert load_reward("my_rewards:extra")(prompt(), said("")) == 0.5
-    assert load_reward("my_rewards:judge")(prompt(), said("")) == 2.0
-    assert load_reward("engine.tasks.rewards:exact_match") is exact_match
+    assert load("my_rewards:good")(prompt(), said("")) == 1.0
+    assert load("my_rewards:extra")(prompt(), said("")) == 0.5
+    assert load("my_rewards:judge")(prompt(), said("")) == 2.0
+    assert load("engine.tasks.rewards:exact_match") is exact_match
 
 
 def test_coroutine_functions_run_to_their_end(working_directory: Path) -> None:
-    later = load_reward("my_rewards:later")
-    assert later(prompt(), said("")) == 1.0 and later.__qualname__ == "later"
-    assert load_reward("my_rewards:asks")(prompt(), said("")) == 3.0
+    for spec, value in {"my_rewards:later": 1.0, "my_rewards:asks": 3.0}.items():
+        assert call_part(RewardPart(function=load(spec)), [prompt()], [said("")], None) == [value]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +89,7 @@ def test_coroutine_functions_run_to_their_end(working_directory: Path) -> None:
 )
 def test_what_is_wrong_with_a_name_is_said(working_directory: Path, spec: str, fault: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_reward(spec)
+        load(spec)
     assert fault in str(caught.value) and caught.value.details["field"] == "reward.function"
 
 

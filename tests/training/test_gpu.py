@@ -137,7 +137,7 @@ def test_published_weights_are_those_on_the_gpu(model_path: str, batch: MakeBatc
 
 def test_the_samplers_logprobs_are_those_of_the_trainer(model_path: str) -> None:
     async def sample() -> tuple[list[int], list[float]]:
-        backend = TorchBackend(model_path, device=GPU, dtype="float32", rows=2)
+        backend = TorchBackend(model_path, device=GPU, rows=2)
         request = SampleRequest(id="a", prompt_ids=[2, 3, 4], params=SamplingParams(max_tokens=40), seed=1)
         result = await backend.sample(request)
         await backend.pause("keep")

@@ -127,20 +127,10 @@ def test_an_error_about_missing_layers_names_those_that_the_model_has(model_path
     assert "no linear layer named query_key_value" in said and ", ".join(EVERY) in said and "lm_head" not in said
 
 
-@pytest.mark.parametrize(
-    ("field", "given"),
-    [
-        ("rank", {"rank": 0}),
-        ("rank", {"rank": -8}),
-        ("alpha", {"alpha": 0.0}),
-        ("dropout", {"dropout": 0.1}),
-        ("target_modules", {"target_modules": ()}),
-        ("target_modules", {"target_modules": ("all-linear", "q_proj")}),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(field: str, given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"trainer\.lora\.{field}"):
-        Lora(**given)
+@pytest.mark.parametrize("names", [(), ("all-linear", "q_proj")])
+def test_layers_that_cannot_be_meant_are_refused(names: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.target_modules"):
+        Lora(target_modules=names)
 
 
 # -- the reference -----------------------------------------------------------------------------------------------------

@@ -380,7 +380,6 @@ def test_without_it_k2_has_it_on_policy_and_k3_that_of_the_reverse_kl() -> None:
         ("correction", {"correction": "sequence_tis"}),
         ("old_policy", {"old_policy": "reference"}),
         ("kl_loss", {"kl_loss": "k1", "kl_loss_coef": 0.1}),
-        ("kl_loss_coef", {"kl_loss_coef": -0.1}),
         ("kl_reward", {"kl_reward": "k4"}),
         ("reference_path", {"reference_path": "somewhere"}),
         ("overlong_cache_tokens", {"overlong_cache_tokens": 8, "overlong_max_tokens": 8}),

@@ -229,9 +229,7 @@ def test_learning_rate_schedule_by_hand() -> None:
     [
         ("advantage", {"advantage": "gae"}),
         ("loss", {"loss": "ppo"}),
-        ("temperature", {"temperature": 0.0}),
-        ("clip_low", {"clip_low": 1.5}),
-        ("epochs_per_batch", {"epochs_per_batch": 0}),
+        ("betas", {"betas": (0.9, 1.0)}),
         ("aggregation_tokens", {"aggregation": "constant"}),
         ("lr_total_steps", {"lr_schedule": "linear", "lr_warmup_steps": 5, "lr_total_steps": 5}),
     ],

@@ -8,7 +8,7 @@ has ended, or after `pause` has returned.
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from engine.errors import EngineError
@@ -179,13 +179,8 @@ class AgentGenerator(BackendGenerator):
         if opened is None or opened.work.attempt != call.attempt or opened.cut or opened.done.is_set():
             return SampleResult(token_ids=[], logprobs=[], spans=[], finish_reason="abort")
         opened.work.finished(call.ended)
-        params = SamplingParams(
-            temperature=self._params.temperature,
-            top_p=self._params.top_p,
-            max_tokens=call.max_tokens,
-            stop_ids=self._params.stop_ids,
-            top_logprobs=call.top_logprobs,
-            structure=call.structure,
+        params = replace(
+            self._params, max_tokens=call.max_tokens, top_logprobs=call.top_logprobs, structure=call.structure
         )
         opened.running[call.id] = None
         try:

@@ -515,6 +515,17 @@ class Chat:
         ended = bool(token_ids) and token_ids[-1] in self.stop_ids
         return self.shown(token_ids[:-1] if ended else token_ids)
 
+    def end(self, call: Call, stops: Sequence[str]) -> tuple[str, str]:
+        """The text of an answer and the hidden text behind it. The first of some stop strings ends the answer: the
+        tokens behind it are dropped."""
+        stopped = self.find_stop(call.token_ids, stops) if stops else None
+        if stopped is None:
+            return self.answer(call.token_ids), self.ending(call.token_ids)
+        tokens, shown = stopped
+        call.cut(tokens)
+        call.finish_reason = "stop"
+        return shown, self.shown(call.token_ids)[len(shown) :]
+
     def find_stop(self, token_ids: Sequence[int], stops: Sequence[str]) -> tuple[int, str] | None:
         """Find the first of some stop strings in an answer: the number of tokens up to the end of that string, and the
         text before it. None if the answer has none of them."""

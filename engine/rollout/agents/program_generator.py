@@ -9,7 +9,7 @@ replica; while its calls are the same as before, they are answered with the reco
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from engine.errors import DataFailure, EngineError, message_of
@@ -124,13 +124,7 @@ class RolloutClient:
             self._replay(call, max_tokens or program.params.max_tokens)
             await program.sample(self._running, self._index, self._calls, call, max_tokens)
             self._own_since = asyncio.get_running_loop().time()
-            stopped = program.chat.find_stop(call.token_ids, stop) if stop else None
-            if stopped is not None:
-                tokens, shown = stopped
-                call.cut(tokens)
-                call.finish_reason, hidden = "stop", program.chat.shown(call.token_ids)[len(shown) :]
-            else:
-                shown, hidden = program.chat.answer(call.token_ids), program.chat.ending(call.token_ids)
+            shown, hidden = program.chat.end(call, stop)
             left, calls = calls_of(parser, shown, tools)
         except BaseException:
             if not self._running.cut:  # after a cut, the sampled tokens are kept
@@ -266,12 +260,7 @@ class ProgramGenerator(BackendGenerator):
         await self._unpaused.wait()
         work, most = running.work, min(limit or self.params.max_tokens, self.params.max_tokens)
         name = f"{work.group}.{index}.{work.attempt}.{number}"
-        params = SamplingParams(
-            temperature=self.params.temperature,
-            top_p=self.params.top_p,
-            max_tokens=most,
-            stop_ids=self.params.stop_ids,
-        )
+        params = replace(self.params, max_tokens=most)
         seed = derive_seed(self.seed, work.group, index, call.segment.number, call.segment.calls)
         if not running.cut:
             running.requests[name] = None

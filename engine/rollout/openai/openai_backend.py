@@ -355,7 +355,6 @@ class OpenAIBackend(RemoteEngine):
     async def pause(self, mode: str) -> None:
         """See `protocols.Generator`. Raises: `EngineError` if the server cannot pause requests (`keep`), or if `resume`
         was called before `wait` ended."""
-        self._check_mode(mode)
         self._check_open()
         if mode == "keep" and not self._can.pauses and any(run.reader for run in self._runs.values()):
             raise EngineError(f"{self._http.url} cannot pause requests")

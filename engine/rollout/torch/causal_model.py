@@ -217,7 +217,6 @@ class CausalModel:
         rows: int,
         context: int | None,
         device: str,
-        dtype: str | None,
         fixed_shapes: bool,
         lora: Lora | None = None,
     ) -> None:
@@ -227,7 +226,7 @@ class CausalModel:
             add_adapter(model, lora)
         self.adapted = lora is not None
         self.device = torch.device(device)
-        self.model: Any = model.to(self.device, type_named(dtype) or model.dtype).eval().requires_grad_(False)
+        self.model: Any = model.to(self.device).eval().requires_grad_(False)
         self.context = context_of(model, context)
         self._call = _accepted_options(model)
         use_grouped_attention(model)
@@ -338,14 +337,6 @@ class CausalModel:
             logits.append(self.decode(ids[:, place], columns, self.context))
         self.cache.clear()
         return torch.stack(logits, dim=1)
-
-
-def type_named(dtype: str | None) -> torch.dtype | None:
-    """The torch type named `float32`, `bfloat16` or `float16`; None for None."""
-    types = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype is not None and dtype not in types:
-        raise ConfigError("rollout.dtype", dtype, f"must be one of {', '.join(types)}")
-    return types[dtype] if dtype is not None else None
 
 
 def context_of(model: PreTrainedModel, wanted: int | None) -> int:

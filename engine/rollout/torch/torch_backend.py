@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from engine.errors import ConfigError, EngineError
+from engine.errors import EngineError
 from engine.ids import Version
 from engine.rollout.backend import SampleRequest, SampleResult, nothing_new
 from engine.rollout.torch.batch_sampler import BatchSampler, Report
@@ -24,8 +24,6 @@ from engine.rollout.torch.host_weights import StagedWeights, stage, swap_in
 from engine.training.lora import Lora
 
 log = logging.getLogger(__name__)
-
-PAUSE_MODES = ("keep", "abort", "wait")
 
 
 class Reply:
@@ -77,7 +75,6 @@ class TorchBackend:
         model: str | PreTrainedModel,
         *,
         device: str = "cpu",
-        dtype: str | None = None,
         rows: int = 64,
         context: int | None = None,
         kv: str = "keep",
@@ -86,20 +83,10 @@ class TorchBackend:
         version: Version = 0,
         lora: Lora | None = None,
     ) -> None:
-        if kv not in ("keep", "recompute"):
-            raise ConfigError("rollout.kv", kv, "must be keep or recompute")
-        if rows < 1:
-            raise ConfigError("rollout.rows", rows, "must be at least 1", "for example 64")
-        if threads < 1:
-            raise ConfigError("rollout.threads", threads, "must be at least 1", "use 1")
-        if deterministic and threads != 1:
-            raise ConfigError("rollout.threads", threads, "must be 1 if rollout.deterministic is true", "use 1")
-        if deterministic and torch.device(device).type != "cpu":
-            raise ConfigError("rollout.device", device, "must be cpu if rollout.deterministic is true", "use cpu")
         self._threads = threads
         self._recompute = kv == "recompute"
         self._model = CausalModel(
-            model, rows=rows, context=context, device=device, dtype=dtype, fixed_shapes=deterministic, lora=lora
+            model, rows=rows, context=context, device=device, fixed_shapes=deterministic, lora=lora
         )
         self._sampler = BatchSampler(self._model, rows=rows, version=version, deterministic=deterministic)
         self._staged: StagedWeights | None = None
@@ -135,8 +122,6 @@ class TorchBackend:
         await self._ask(lambda reply: self._abort(wanted, reply))
 
     async def pause(self, mode: str) -> None:
-        if mode not in PAUSE_MODES:
-            raise ConfigError("rollout.sync_mode", mode, f"must be one of {', '.join(PAUSE_MODES)}")
         await self._ask(lambda reply: self._pause(mode, reply))
 
     async def stage(self, version: Version, weights: Any) -> None:

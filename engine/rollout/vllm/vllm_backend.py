@@ -152,8 +152,6 @@ class VllmBackend(SleepingEngine):
         structures: bool = False,
         log: Path | None = None,
     ) -> None:
-        if kv not in ("keep", "recompute"):
-            raise ConfigError("rollout.kv", kv, "must be keep or recompute")
         self._recompute = kv == "recompute"
         self.install_timeout_s = install_timeout_s
         rank = None if lora is None else lora.rank
@@ -281,7 +279,6 @@ class VllmBackend(SleepingEngine):
 
     async def pause(self, mode: str) -> None:
         """See `protocols.Generator`. Raises: `EngineError` if `resume` was called before `wait` ended."""
-        self._check_mode(mode)
         await self._open()
         self._paused = True
         if mode == "wait" and self._frozen:
