@@ -14,7 +14,16 @@ import torch
 from engine.rollout.torch import transfer
 from engine.rollout.torch.host_weights import stage
 from engine.rollout.vllm.mapped_weights import MappedTensors
-from engine.training.shared_weights import LINK, Manifest, Memory, PublishedTensors, ReusedMemory, find, publication_in, turn
+from engine.training.shared_weights import (
+    LINK,
+    Manifest,
+    Memory,
+    PublishedTensors,
+    ReusedMemory,
+    find,
+    publication_in,
+    turn,
+)
 
 SPAWN = multiprocessing.get_context("spawn")
 WIDE = 4 << 20

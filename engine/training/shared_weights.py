@@ -86,14 +86,14 @@ class Memory:
         self.handle = -1
         self.close: Callable[[], object] = lambda: None
         """Drop the memory; the tensors stay as long as a process uses them."""
-        self._whole: bytearray | _Mapping = bytearray(0 if SHARES else size)
+        self._whole: bytearray | _Pages = bytearray(0 if SHARES else size)
         if SHARES:
             self.handle = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             self.close = weakref.finalize(self, os.close, self.handle)
             fcntl.flock(self.handle, fcntl.LOCK_EX)
             os.posix_fallocate(self.handle, 0, size)
             fcntl.fcntl(self.handle, fcntl.F_ADD_SEALS, FIXED_SIZE)
-            self._whole = _Mapping(self.handle, size)
+            self._whole = _Pages(self.handle, size)
         self.begin(manifest, publication)
 
     def begin(self, manifest: Manifest, publication: str = "") -> bool:
@@ -126,7 +126,7 @@ class Memory:
 
     def pin(self) -> None:
         """Register the memory with CUDA until it is unmapped: a GPU then copies at the full speed of its link."""
-        if not isinstance(self._whole, _Mapping):
+        if not isinstance(self._whole, _Pages):
             return
         import torch
 
@@ -140,7 +140,7 @@ class Memory:
             torch.zeros(1, device="cuda")
 
 
-class _Mapping(mmap.mmap):
+class _Pages(mmap.mmap):
     unpin: Callable[[], object] | None = None
     """Must be called before the memory is unmapped."""
 
