@@ -48,6 +48,7 @@ PARTS = {
     "gradients": Part("training.gradients", 90),
     "speed-0.6b": Part("training.speed_of_the_small_model", 90),
     "speed-4b": Part("training.speed_of_the_large_model", 150),
+    "publication": Part("training.publication", 90),
     "tests": Part("machine.tests", 120, needs_gpu=True),
     "agreement": Part("sampling.agreement", 90),
     "offload": Part("training.offload", 90),

@@ -27,12 +27,14 @@ gpu_smoke = loaded()
 
 def test_the_program_measures_and_names_what_it_skips(tmp_path: Path) -> None:
     out = tmp_path / "lines.jsonl"
-    asked = ["--device", "cpu", "--parts", "facts,offload,attention", "--out", str(out)]
+    asked = ["--device", "cpu", "--parts", "facts,publication,offload,attention", "--out", str(out)]
     done = subprocess.run([sys.executable, str(PROGRAM), *asked], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert out.read_text() == done.stdout
-    facts, offload, attention = map(json.loads, done.stdout.splitlines())
+    facts, publication, offload, attention = map(json.loads, done.stdout.splitlines())
     assert facts["part"] == "facts" and facts["device"] == "cpu" and facts["torch"]
+    assert publication["publish"]["equal"] is True and len(publication["publish"]["gb_per_s"]) == 4
+    assert publication["publish"]["bytes"] > 0 and publication["bare copy"]["gb_per_s"]
     assert offload["again"]["equal"] is True and offload["trains_afterwards"] is True
     assert attention == {"part": "attention", "skipped": "no GPU"}
 

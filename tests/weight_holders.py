@@ -14,7 +14,16 @@ import torch
 from engine.rollout.torch import transfer
 from engine.rollout.torch.host_weights import stage
 from engine.rollout.vllm.mapped_weights import MappedTensors
-from engine.training.shared_weights import NAME, Manifest, Memory, turn
+from engine.training.shared_weights import (
+    LINK,
+    Manifest,
+    Memory,
+    PublishedTensors,
+    ReusedMemory,
+    find,
+    publication_in,
+    turn,
+)
 
 SPAWN = multiprocessing.get_context("spawn")
 WIDE = 4 << 20
@@ -43,9 +52,13 @@ def manifest() -> Manifest:
 def inodes(pid: int, publication: str = "") -> set[int]:
     """Of the publications that a process holds."""
     folder = f"/proc/{pid}/fd"
-    wanted = f"/memfd:{NAME}{publication}"
-    links = [f"{folder}/{handle}" for handle in os.listdir(folder)]
-    return {os.stat(link).st_ino for link in links if os.path.islink(link) and os.readlink(link).startswith(wanted)}
+    found: set[int] = set()
+    for link in [f"{folder}/{handle}" for handle in os.listdir(folder)]:
+        if os.path.islink(link) and os.readlink(link) == LINK:
+            with open(link, "rb") as file:
+                if publication in ("", publication_in(file.fileno())):
+                    found.add(os.stat(link).st_ino)
+    return found
 
 
 def own_memory(pid: int) -> int:
@@ -121,6 +134,42 @@ def vllm_worker(link: Connection) -> None:
         worker.model_runner.keeps, method, arguments = link.recv()
         wrong = getattr(worker, method)(*arguments)
         link.send((wrong, {name: digest(tensor) for name, tensor in worker.model_runner.loaded.items()}))
+
+
+def fill(reused: ReusedMemory, value: float) -> PublishedTensors:
+    """Publish tensors that have one value everywhere."""
+    memory = reused.take(manifest())
+    for tensor in memory.tensors:
+        tensor.fill_(value)
+    return memory.complete()
+
+
+def values(weights: PublishedTensors | None) -> set[float]:
+    """All that is in published tensors."""
+    return {value for tensor in ({} if weights is None else weights).values() for value in tensor.unique().tolist()}
+
+
+def reader(link: Connection) -> None:
+    """Holds each publication that it is asked for, until it is asked for the next one. Says what it reads, again
+    after each empty name."""
+    held = None
+    while True:
+        publication = link.recv()
+        if publication:
+            held = None
+            held = find(manifest(), publication)
+        link.send(values(held))
+
+
+def fill_again(link: Connection) -> None:
+    """Publish, and then stop in the middle of the next publication into the same memory."""
+    reused = ReusedMemory(pins=False)
+    link.send(fill(reused, 1.0).publication)
+    link.recv()
+    memory = reused.take(manifest())
+    memory.tensors[0][: WIDE // 2] = 2.0
+    link.send("half")
+    link.recv()
 
 
 def hold(link: Connection, publication: str, complete: bool) -> None:

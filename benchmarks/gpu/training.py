@@ -131,10 +131,41 @@ def speed(
     bench.forget_peak()
     for step in steps:
         yield {f"step, {step}": measured_step(bench, name, trainer, batches[step])}
-    published: list[Mapping[str, Tensor]] = []
-    seconds = bench.seconds(lambda: published.append(trainer.weights()))
-    size = sum({value.data_ptr(): value.nbytes for value in published[0].values()}.values()) / GB
-    yield {"publish": {"seconds": seconds, "gb": size, "gb_per_s": size / seconds}}
+    yield from publications(bench, trainer)
+
+
+def publication(bench: Bench) -> Iterator[Figures]:
+    """Publications, beside a copy of as many bytes from the device into pinned memory."""
+    trainer, figures = loaded(bench, "0.6b", {})
+    yield figures
+    size = 0
+    for more in publications(bench, trainer):
+        yield more
+        size = more["publish"]["bytes"]
+    source = torch.ones(size, dtype=torch.uint8, device=bench.device)
+    copy = torch.ones(size, dtype=torch.uint8, pin_memory=bench.gpu)
+    seconds = [bench.seconds(copy.copy_, source) for _ in range(3)]
+    yield {"bare copy": {"seconds": seconds, "gb_per_s": [size / GB / one for one in seconds]}}
+
+
+def publications(bench: Bench, trainer: ModelTrainer) -> Iterator[Figures]:
+    """Four publications as the engine makes them: replicas hold each until the next one is there, so that the first two
+    get new memory and the others that of the one before the last."""
+    seconds: list[float] = []
+    held: Mapping[str, Tensor] = {}
+    for _ in range(4):
+        made: list[Mapping[str, Tensor]] = []
+        seconds.append(bench.seconds(lambda made=made: made.append(trainer.weights())))
+        [held] = made
+    size = sum({value.data_ptr(): value.nbytes for value in held.values()}.values())
+    own = trainer.model.state_dict()
+    yield {
+        "publish": {
+            "bytes": size, "seconds": seconds, "gb_per_s": [size / GB / one for one in seconds],
+            "pinned": bench.gpu and all(value.is_pinned() for value in held.values()),
+            "equal": all(torch.equal(value, own[name].cpu().to(value.dtype)) for name, value in held.items()),
+        },
+    }  # fmt: skip
 
 
 def long_row(bench: Bench) -> Iterator[Figures]:

@@ -41,7 +41,7 @@ from engine.training.model_checkpoint import (
 from engine.training.model_files import config_dtype, load_model
 from engine.training.model_scorer import Reference, given_scores, load_reference, score_old, score_taught, tokens_of
 from engine.training.ranks import ALONE, Move, Ranks
-from engine.training.shared_weights import Manifest, Memory, PublishedTensors
+from engine.training.shared_weights import Manifest, PublishedTensors, ReusedMemory
 from engine.training.trainer_settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -126,6 +126,7 @@ class ModelTrainer:
         self._proximal: Scores | None = None
         self._reference: Scores | None = None
         self._notes = RolloutNotes([])
+        self._memory = ReusedMemory(pins=device.type == "cuda")
 
     def score(self, batch: Batch, task: str) -> None:
         """Keep the batch's log-probs for `train`: under the present weights (`old_logprobs`), or under the reference
@@ -250,17 +251,19 @@ class ModelTrainer:
 
     def weights(self) -> PublishedTensors:
         """The weights by their `state_dict` name, or only the adapter's by their names in peft's files: copies in host
-        memory that other processes may map, in the type that is published.
+        memory that other processes may map, in the type that is published. They do not change while a process holds
+        them. Collective; only the first rank gets them.
 
         Tied weights appear under each of their names, as in `state_dict`, and share one copy.
         """
-        memory = Memory(self.manifest())
-        try:
-            for copy, whole in zip(memory.tensors, self.published(), strict=True):
-                copy.copy_(whole)
-            return memory.complete()
-        finally:
-            memory.close()
+        memory = None
+        with self.ranks.together():
+            if self.ranks.index == 0:
+                memory = self._memory.take(self.manifest())
+        for index, whole in enumerate(self.published()):
+            if memory is not None:
+                memory.tensors[index].copy_(whole)
+        return PublishedTensors({}, "") if memory is None else memory.complete()
 
     def published(self) -> Iterator[Tensor]:
         """Each tensor of `manifest`, whole and in the type that is published, one after another. Collective."""

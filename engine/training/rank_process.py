@@ -54,32 +54,17 @@ class Rank:
         from engine.training.model_trainer import ModelTrainer
         from engine.training.ranks import ALONE
 
-        self._link, self._index = link, job.index
+        self._link = link
         ranks = ALONE if job.count == 1 else join_ranks(job)
         self.trainer = ModelTrainer(job.model_path, job.settings, scored_apart=job.scored_apart, ranks=ranks)
         self.manifest = self.trainer.manifest()
 
     def call(self, name: str, arguments: tuple[Any, ...]) -> Any:
-        if name == "write_weights":
-            return self._write_weights()
+        if name == "weights":
+            return self.trainer.weights().publication
         if name == "start_from":
             return self._start_from(*arguments)
         return getattr(self.trainer, name)(*arguments)
-
-    def _write_weights(self) -> None:
-        """Write the published weights into the memory that the parent sends, one at a time. Only the first rank."""
-        from engine.training.shared_weights import tensors_in
-
-        copies = None
-        if self._index == 0:
-            memory = recv_handle(self._link)
-            try:
-                copies = tensors_in(memory, self.manifest)
-            finally:
-                os.close(memory)
-        for index, whole in enumerate(self.trainer.published()):
-            if copies is not None:
-                copies[index].copy_(whole)
 
     def _start_from(self, manifest: Any, optimizer_steps: int) -> None:
         """Begin with the weights in the memory that the parent sends to each rank."""

@@ -20,10 +20,10 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import send_handle
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from engine.errors import ConfigError, TrainerSpoiled, reason_of
+from engine.errors import ConfigError, EngineError, TrainerSpoiled, reason_of
 from engine.ids import StepId
 from engine.protocols import Batch, RolloutFigures
-from engine.training.shared_weights import SHARES, Manifest, Memory, PublishedTensors, copy_of
+from engine.training.shared_weights import SHARES, Manifest, PublishedTensors, copy_of, find
 from engine.training.trainer_settings import TrainerSettings
 
 if TYPE_CHECKING:
@@ -96,14 +96,12 @@ class RankedTrainer:
         return figures
 
     def weights(self) -> PublishedTensors:
-        """As `ModelTrainer.weights`. The first rank gathers parameter by parameter and writes into memory that it
-        shares with this process, so that one whole copy exists on this machine."""
-        memory = Memory(self._manifest)
-        try:
-            self._call("write_weights", memory=memory.handle)
-            return memory.complete()
-        finally:
-            memory.close()
+        """As `ModelTrainer.weights`. The first rank gathers parameter by parameter and writes into its memory, where
+        this process finds the publication, so that one whole copy exists on this machine."""
+        found = find(self._manifest, self._call("weights"))
+        if found is None:
+            raise EngineError(f"this process may not read /proc/{self.pids[0]}/fd, the memory of the first rank")
+        return found
 
     def save(self, directory: str, step: StepId) -> None:
         self._call("save", directory, step)
@@ -116,7 +114,7 @@ class RankedTrainer:
         """As `ModelTrainer.start_from`. The ranks read one copy, in memory that this process shares with them."""
         memory, manifest = copy_of(weights)
         try:
-            self._call("start_from", manifest, optimizer_steps, memory=memory.handle, readers=len(self._links))
+            self._call("start_from", manifest, optimizer_steps, memory=memory.handle)
         finally:
             memory.close()
 
@@ -176,17 +174,17 @@ class RankedTrainer:
         self._processes.append(process)
         return ours
 
-    def _call(self, name: str, *arguments: Any, memory: int | None = None, readers: int = 1) -> Any:
-        """The first rank's result of a call in every rank. `memory`: a file that the first `readers` ranks get."""
-        return self._answer_to([(name, arguments)] * len(self._links), memory, readers)
+    def _call(self, name: str, *arguments: Any, memory: int | None = None) -> Any:
+        """The first rank's result of a call in every rank. `memory`: a file that the ranks get."""
+        return self._answer_to([(name, arguments)] * len(self._links), memory)
 
-    def _answer_to(self, messages: Sequence[Any], memory: int | None = None, readers: int = 1) -> Any:
+    def _answer_to(self, messages: Sequence[Any], memory: int | None = None) -> Any:
         if self._lost:
             raise TrainerSpoiled(self._lost)
         for rank, (link, message) in enumerate(zip(self._links, messages, strict=True)):
             try:
                 link.send(message)
-                if memory is not None and rank < readers:
+                if memory is not None:
                     send_handle(link, memory, self._processes[rank].pid)
             except OSError:
                 self._lose(rank)

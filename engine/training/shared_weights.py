@@ -2,21 +2,28 @@
 
 A trainer writes its publications into shared memory. `rollout.torch.transfer` finds there the copy of another process
 of the machine, or receives a publication into it; `rollout.vllm.staged_weights` shares files, with the same turns. The
-kernel counts the holders of memory: it is free when the last process has dropped it or has died, however it died. If
-the system has no such memory, each process has its own. Must never show a publication that is not complete. torch is
-imported late, because code that only forwards descriptions does not need it.
+kernel counts the holders of memory: it is free when the last process has dropped it or has died, however it died. A
+trainer keeps such memory for its next publication. If the system has no shared memory, each process has its own. Must
+never show a publication that is not complete, nor change one that a process holds. torch is imported late, because code
+that only forwards descriptions does not need it.
+
+Memory begins with the name of the publication that it holds, and its file has a lock. The process that fills it has the
+lock for itself; each process that reads it shares the lock, as long as it has the memory open or mapped.
 """
 
 import contextlib
 import fcntl
+import logging
 import mmap
 import os
 import secrets
 import tempfile
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,12 +31,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-NAME = "step-engine-weights-"
+log = logging.getLogger(__name__)
+
+NAME = "step-engine-weights"
+LINK = f"/memfd:{NAME} (deleted)"
+"""What `/proc` shows in place of a path."""
 ALIGNMENT = 64
 """Alignment of tensors in bytes, the same as torch's."""
+HEAD = ALIGNMENT
+"""Bytes before the tensors: the name of the publication, once it is complete."""
 SHARES = hasattr(os, "memfd_create")
-COMPLETE = getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SHRINK", 0)
-"""The seals of complete memory."""
+FIXED_SIZE = getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SHRINK", 0)
 TURN_S = 60.0
 """Seconds to wait for another process that makes the same copy, without a sign of progress. After that, this process
 makes its own."""
@@ -70,30 +82,97 @@ class Memory:
 
     def __init__(self, manifest: Manifest, publication: str = "") -> None:
         """Raises: `OSError` if there is too little."""
+        size = _size(manifest)
+        self.handle = -1
+        self.close: Callable[[], object] = lambda: None
+        """Drop the memory; the tensors stay as long as a process uses them."""
+        self._whole: bytearray | _Pages = bytearray(0 if SHARES else size)
+        if SHARES:
+            self.handle = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self.close = weakref.finalize(self, os.close, self.handle)
+            fcntl.flock(self.handle, fcntl.LOCK_EX)
+            os.posix_fallocate(self.handle, 0, size)
+            fcntl.fcntl(self.handle, fcntl.F_ADD_SEALS, FIXED_SIZE)
+            self._whole = _Pages(self.handle, size)
+        self.begin(manifest, publication)
+
+    def begin(self, manifest: Manifest, publication: str = "") -> bool:
+        """Prepare new or unused memory for a publication. Returns whether it has the right size."""
+        if len(self._whole) != _size(manifest):
+            return False
+        view = memoryview(self._whole)
+        self._holders = weakref.ref(view)  # each tensor, and what is made of it, refers to the view
         self._manifest = manifest
         self._publication = publication or secrets.token_hex(8)
-        self.handle = -1
-        if not SHARES:
-            self.tensors = _views(bytearray(_size(manifest)), manifest)
-            return
-        self.handle = os.memfd_create(NAME + self._publication, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.posix_fallocate(self.handle, 0, _size(manifest))
-            self.tensors = tensors_in(self.handle, manifest, mmap.ACCESS_WRITE)
-        except BaseException:
-            self.close()
-            raise
+        self.tensors = _views(view, manifest)
+        return True
 
     def complete(self) -> PublishedTensors:
-        """Let other processes find the memory, until this process drops the tensors."""
+        """Let other processes find the memory. It stays as it is while a process holds the tensors."""
+        tensors, self.tensors = self.tensors, []
         if SHARES:
-            fcntl.fcntl(self.handle, fcntl.F_ADD_SEALS, COMPLETE)
-        return _named(self.tensors, self._manifest, self._publication)
+            os.pwrite(self.handle, _head(self._publication), 0)
+            fcntl.flock(self.handle, fcntl.LOCK_UN)
+        return _named(tensors, self._manifest, self._publication)
 
-    def close(self) -> None:
-        """Drop the memory; the tensors stay as long as a process uses them."""
+    def reclaim(self) -> bool:
+        """Whether no process holds the tensors. If so, none finds them from now on."""
+        self.tensors = []
+        if self._holders() is not None or (SHARES and not _lock(self.handle, fcntl.LOCK_EX)):
+            return False
         if SHARES:
-            os.close(self.handle)
+            os.pwrite(self.handle, _head(""), 0)  # a process may have it open, and gets the lock if this one dies
+        return True
+
+    def pin(self) -> None:
+        """Register the memory with CUDA until it is unmapped: a GPU then copies at the full speed of its link."""
+        if not isinstance(self._whole, _Pages):
+            return
+        import torch
+
+        runtime, address = torch.cuda.cudart(), view_bytes(self._whole).data_ptr()
+        code = int(runtime.cudaHostRegister(address, len(self._whole), 0))
+        if code == 0:
+            self._whole.unpin = partial(runtime.cudaHostUnregister, address)
+            return
+        log.warning("CUDA cannot pin memory for weights (error %d), so publications are copied slowly", code)
+        with contextlib.suppress(RuntimeError):  # CUDA's next call would raise the error
+            torch.zeros(1, device="cuda")
+
+
+class _Pages(mmap.mmap):
+    unpin: Callable[[], object] | None = None
+    """Must be called before the memory is unmapped."""
+
+    def __del__(self) -> None:
+        if self.unpin is not None:
+            self.unpin()
+
+
+class ReusedMemory:
+    """Memory for one publication of a trainer after another. What no process holds any more gets the next one: the
+    system takes longer to provide new memory than a copy into it takes."""
+
+    def __init__(self, *, pins: bool) -> None:
+        """`pins`: the weights come from a GPU."""
+        self._pins = pins
+        self._memories: list[Memory] = []
+
+    def take(self, manifest: Manifest) -> Memory:
+        """Memory for a publication. All other memory that no process holds is freed. Raises: `OSError`."""
+        unused = [memory for memory in self._memories if memory.reclaim()]
+        self._memories = [memory for memory in self._memories if memory not in unused]
+        while unused and not unused[-1].begin(manifest):
+            unused.pop()
+        memory = unused[-1] if unused else self._make(manifest)
+        self._memories.append(memory)
+        return memory
+
+    def _make(self, manifest: Manifest) -> Memory:
+        memory = Memory(manifest)
+        if self._pins:
+            memory.pin()
+        return memory
 
 
 def copy_of(weights: "Mapping[str, Tensor]") -> tuple[Memory, Manifest]:
@@ -112,20 +191,44 @@ def copy_of(weights: "Mapping[str, Tensor]") -> tuple[Memory, Manifest]:
 
 def find(manifest: Manifest, publication: str) -> PublishedTensors | None:
     """The tensors of a publication, if a process of this machine has them; this process then holds them, too."""
-    if not SHARES:
-        return None
-    wanted = f"/memfd:{NAME}{publication} (deleted)"
-    for link in find_links(wanted):
+    for link in find_links(LINK) if SHARES else ():
         try:
             handle = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             continue  # dropped meanwhile, or this process may not read it
         try:
-            if os.readlink(f"/proc/self/fd/{handle}") == wanted and fcntl.fcntl(handle, fcntl.F_GET_SEALS) == COMPLETE:
+            if publication_in(handle) == publication and hold(handle) and publication_in(handle) == publication:
                 return _named(tensors_in(handle, manifest, mmap.ACCESS_READ), manifest, publication)
         finally:
             os.close(handle)
     return None
+
+
+def publication_in(handle: int) -> str:
+    """The name of the publication in an open file; empty if it holds none, or is not the memory of a publication."""
+    if os.readlink(f"/proc/self/fd/{handle}") != LINK:
+        return ""
+    return os.pread(handle, HEAD, 0).rstrip(b"\0").decode(errors="replace")
+
+
+def hold(handle: int) -> bool:
+    """Keep the contents of an open file of shared memory as they are while the file, or a mapping made with it, is
+    open. Returns False if a process fills it."""
+    return _lock(handle, fcntl.LOCK_SH)
+
+
+def _lock(handle: int, kind: int) -> bool:
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _head(publication: str) -> bytes:
+    head = publication.encode().ljust(HEAD, b"\0")
+    assert len(head) == HEAD, publication
+    return head
 
 
 @contextlib.contextmanager
@@ -135,7 +238,7 @@ def turn(
     """Make other processes wait while this one looks for a copy of a publication, and makes one if there is none.
     Yields a function to call after each step: the others wait on if one was made within `limit_s`. `waits` is called
     before this process waits, and again after each `limit_s`."""
-    path = Path(tempfile.gettempdir()) / f"{NAME}{os.getuid()}-{publication}.lock"
+    path = Path(tempfile.gettempdir()) / f"{NAME}-{os.getuid()}-{publication}.lock"
     handle = _locked(path, limit_s, waits)
     try:
         yield (lambda: None) if handle is None else (lambda: os.utime(handle))
@@ -243,11 +346,11 @@ def _named(tensors: "Sequence[Tensor]", manifest: Manifest, publication: str) ->
 
 def _offsets(manifest: Manifest) -> list[int]:
     """The offset at which each tensor begins, and at which the last one ends."""
-    offsets = [0]
+    offsets = [HEAD]
     for size in manifest.sizes():
         offsets.append(offsets[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
     return offsets
 
 
 def _size(manifest: Manifest) -> int:
-    return max(1, _offsets(manifest)[-1])
+    return _offsets(manifest)[-1]

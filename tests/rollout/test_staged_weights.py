@@ -23,7 +23,7 @@ from engine.rollout.vllm import weight_receiver
 from engine.rollout.vllm.mapped_weights import PLACES, MappedTensors, OpenMemory
 from engine.rollout.vllm.staged_weights import PREFIX, StagingArea
 from engine.rollout.vllm.weight_receiver import Incoming
-from engine.training.shared_weights import NAME, PublishedTensors, copy_of, publication_of
+from engine.training.shared_weights import NAME, Memory, PublishedTensors, ReusedMemory, copy_of, publication_of
 
 
 def model_in(directory: Path, vocabulary: int) -> Qwen2ForCausalLM:
@@ -214,22 +214,36 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("other", ["file", "machine"])
+@pytest.mark.parametrize("other", ["file", "machine", "version", "next version"])
 def test_memory_that_is_not_the_staged_one_is_not_read(tmp_path: Path, other: str) -> None:
-    weights = taken(model_in(tmp_path / "model", 16).state_dict(), "memory")
+    tensors, reused = model_in(tmp_path / "model", 16).state_dict(), ReusedMemory(pins=False)
+    _, manifest = copy_of(tensors)
+    memory = reused.take(manifest)
+    weights = memory.complete()
     (tmp_path / "place").mkdir()
     area = StagingArea(str(tmp_path / "model"), 1.0, tmp_path / "place", maps=True)
     area.write(1, weights)
     directory = area.directory(1)
     assert directory is not None
     staged = MappedTensors.of(directory)
-    assert staged is not None and dict(staged).keys() == area.tensors.shapes.keys()
+    assert staged is not None
+    read = dict(staged)
+    assert read.keys() == area.tensors.shapes.keys()
     opened: set[int] = set()
-    if other == "file":
-        (number,) = {int(place[1].rpartition("/")[2]) for place in json.loads((directory / PLACES).read_text())}
+    (number,) = {int(place[1].rpartition("/")[2]) for place in json.loads((directory / PLACES).read_text())}
+    if other != "machine":
+        assert not memory.reclaim(), "it is staged"
         area.keep_only()
-        copy, _ = copy_of(weights)
-        opened = {copy.handle, os.dup2(copy.handle, number)}  # the number is given out again
+        del weights
+        assert not memory.reclaim(), "a worker reads it"
+        read.clear()
+        if other == "file":
+            memory = Memory(manifest)
+        else:
+            assert reused.take(manifest) is memory
+        opened = {os.dup2(memory.handle, number)} - {memory.handle}  # the number is given out again
+        if other != "next version":
+            memory.complete()
     else:
         (boot,) = set(re.findall(r"\w{8}(?:-\w{4}){3}-\w{12}", (directory / PLACES).read_text()))
         (directory / PLACES).write_text((directory / PLACES).read_text().replace(boot, boot[::-1]))

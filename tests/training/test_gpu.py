@@ -128,11 +128,16 @@ def test_a_checkpoint_of_a_gpu_resumes_with_the_same_bits(
 
 def test_published_weights_are_those_on_the_gpu(model_path: str, batch: MakeBatch) -> None:
     trainer = trainer_of(model_path, bf16="on", publish_dtype="float32")
-    trainer.train(batch(0))
-    published, masters = trainer.weights(), trainer.policy.masters
-    for name, value in trainer.model.named_parameters():
-        assert published[name].device.type == "cpu"
-        assert torch.equal(published[name], masters.of(value).cpu())
+    masters, pointers = trainer.policy.masters, set()
+    for step in (1, 2, 3):
+        trainer.train(batch(step))
+        published = trainer.weights()
+        for name, value in trainer.model.named_parameters():
+            assert published[name].device.type == "cpu" and published[name].is_pinned()
+            assert torch.equal(published[name], masters.of(value).cpu())
+        pointers.add(published[name].data_ptr())
+        del published
+    assert len(pointers) == 1, "the memory is used again"
 
 
 def test_the_samplers_logprobs_are_those_of_the_trainer(model_path: str) -> None:

@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from weight_holders import inodes
 
 from engine.errors import ConfigError, TrainerSpoiled
 from engine.plans.trainers import make_trainer
@@ -232,8 +233,13 @@ def test_gathered_weights_may_be_bfloat16(model_path: str, batch: MakeBatch) -> 
     options = {"bf16": "on", "fp32_head": True, "activation_checkpointing": True, "learning_rate": 1e-6}
     with of_ranks(1, model_path, **options) as alone, of_ranks(2, model_path, **options) as trainer:
         before = {name: value.clone() for name, value in trainer.weights().items()}
+        memory = inodes(trainer.pids[0])
         expected, metrics = alone.train(batch(0)), trainer.train(batch(0))
-        after = trainer.weights()
+        held = [trainer.weights() for _ in range(2)]
+        after = held.pop()
+        assert memory < inodes(trainer.pids[0]) and len(inodes(trainer.pids[0])) == 2, "both are in use"
+        assert inodes(trainer.pids[1]) == set()
+    assert all(torch.equal(value, held[0][name]) for name, value in after.items()), "the ranks have died"
     assert metrics["reference_kl_k3"] == pytest.approx(expected["reference_kl_k3"], abs=1e-2)
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
     moved = [(after[name] - before[name]).abs().max() for name in before]

@@ -6,12 +6,23 @@ import threading
 
 import pytest
 import torch
-from weight_holders import WIDE, hold, inodes, manifest, process, replica
+from weight_holders import WIDE, fill, fill_again, hold, inodes, manifest, process, reader, replica, values
 
 from engine.actors.transports import DistributedTransport
 from engine.rollout.torch import transfer
 from engine.runtime.plan import DistributedSettings
-from engine.training.shared_weights import Memory, PublishedTensors, find, publication_of, turn
+from engine.training.shared_weights import (
+    LINK,
+    Manifest,
+    Memory,
+    PublishedTensors,
+    ReusedMemory,
+    find,
+    find_links,
+    publication_in,
+    publication_of,
+    turn,
+)
 
 
 def published(publication: str = "") -> PublishedTensors:
@@ -83,3 +94,83 @@ def test_a_turn_is_not_waited_for_beyond_its_limit() -> None:
         link.send("on")
         with turn(publication):  # the one given up leaves no lock behind
             pass
+
+
+def test_a_version_nobody_holds_any_more_gives_its_memory_to_the_next_one() -> None:
+    reused = ReusedMemory(pins=False)
+    before = inodes(os.getpid())
+    first = fill(reused, 1.0)
+    (memory,) = inodes(os.getpid()) - before
+    arrays = [first["wide"][5:9].numpy()]
+    del first
+    fill(reused, 2.0)
+    assert inodes(os.getpid()) > before | {memory} and set(arrays[0].tolist()) == {1.0}, "an array is a holder"
+    arrays.clear()
+    third = fill(reused, 3.0)
+    assert len(inodes(os.getpid()) - before) == 1, "one version in use: memory that is not needed is freed"
+    (memory,) = inodes(os.getpid(), third.publication)
+    del third
+    fourth = fill(reused, 4.0)
+    assert inodes(os.getpid(), fourth.publication) == inodes(os.getpid()) - before == {memory}
+    assert values(fourth) == values(find(manifest(), fourth.publication)) == {4.0}
+
+
+@pytest.mark.parametrize("ends", ["killed", "released"])
+def test_a_version_that_another_process_holds_does_not_change(ends: str) -> None:
+    reused = ReusedMemory(pins=False)
+    first = fill(reused, 1.0)
+    memory = inodes(os.getpid(), first.publication)
+    with process(reader) as (holder, link):
+        link.send(first.publication)
+        assert link.recv() == {1.0}
+        del first
+        for value in (2.0, 3.0):
+            version = fill(reused, value)
+            assert not inodes(os.getpid(), version.publication) & memory
+            publication = version.publication
+            del version
+            link.send("")
+            assert link.recv() == {1.0}
+        if ends == "killed":
+            holder.kill()
+            holder.join()
+        else:
+            link.send(publication)
+            assert link.recv() == {3.0}
+        last = fill(reused, 4.0)
+        kept = inodes(os.getpid(), last.publication)
+        assert values(last) == {4.0} and (ends == "killed" or kept == memory)
+        if ends == "released":
+            link.send("")
+            assert link.recv() == {3.0}
+
+
+def test_memory_of_another_size_is_freed() -> None:
+    reused = ReusedMemory(pins=False)
+    before = inodes(os.getpid())
+    large = fill(reused, 1.0)
+    small = Manifest(tensors=(("float32", (8,)),), names=(("small", 0),))
+    for value in (2.0, 3.0):
+        memory = reused.take(small)
+        memory.tensors[0].fill_(value)
+        assert values(memory.complete()) == {value} and values(large) == {1.0}
+    assert len(inodes(os.getpid()) - before) == 2
+    del large
+    reused.take(small)
+    assert len(inodes(os.getpid()) - before) == 1
+    del reused, memory
+    assert inodes(os.getpid()) == before, "nothing outlives its trainer"
+
+
+def test_a_trainer_killed_while_it_fills_memory_again_leaves_no_version() -> None:
+    with process(fill_again) as (trainer, link):
+        publication = link.recv()
+        (opened, *_) = [os.open(path, os.O_RDONLY) for path in find_links(LINK) if f"/{trainer.pid}/" in path]
+        assert publication_in(opened) == publication, "opened, but not held"
+        link.send("on")
+        assert link.recv() == "half" and find(manifest(), publication) is None
+        trainer.kill()
+        trainer.join()
+    assert os.pread(opened, 4, 64) != bytes(4), "the memory is still there"
+    assert publication_in(opened) == "" and find(manifest(), publication) is None
+    os.close(opened)

@@ -1,6 +1,7 @@
 """`ModelTrainer` as the engine uses it: steps, minibatches, failures, published weights, and whether it learns."""
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from weight_holders import inodes
 
 from engine.errors import ConfigError, TrainerSpoiled
 from engine.protocols import Batch
@@ -306,7 +308,13 @@ def test_published_weights_are_a_copy_by_state_dict_name(model_path: str, batch:
     assert all(value.numpy().dtype == "float32" for value in published.values())
     trainer.train(batch(0))
     assert same(published, kept)
-    assert not same(published, trainer.weights())
+    memory = inodes(os.getpid(), trainer.weights().publication)
+    for step in (1, 2):  # into the same memory, beside the first version, which is held
+        trainer.train(batch(step))
+        latest = trainer.weights()
+        assert inodes(os.getpid(), latest.publication) == memory and same(published, kept)
+        assert not same(published, latest) and same(latest, trainer.model.state_dict())
+        del latest
     other = ModelTrainer(model_path, TrainerSettings())
     other.model.load_state_dict(trainer.weights())
     assert same(other.weights(), trainer.weights())

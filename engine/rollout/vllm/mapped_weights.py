@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from engine.training.shared_weights import find_links, view_bytes
+from engine.training.shared_weights import find_links, hold, publication_in, view_bytes
 
 PLACES = "places.json"
 """The file that says where in shared memory tensors lie: arguments of `TensorPlace`."""
@@ -128,7 +128,7 @@ class MappedTensors:
         size = max(place.end for place in inside) - first
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if identify(handle) != inside[0].identity:
+            if not hold(handle) or identify(handle) != inside[0].identity:
                 raise OSError(
                     f"{path} is not the memory that was staged: its replica has closed it, or is on another machine"
                 )
@@ -152,11 +152,12 @@ class _Mapping:
 
 
 def identify(handle: int) -> str:
-    """Identifies an open file among those of all machines: the boot of the machine, the device and the inode."""
+    """Identifies the contents of an open file among those of all machines: the boot of the machine, the device, the
+    inode, and the publication in memory that is reused."""
     boot = ""
     with contextlib.suppress(FileNotFoundError):
         boot = BOOT.read_text().strip()
-    return f"{boot} {_name_inode(handle)}"
+    return f"{boot} {_name_inode(handle)} {publication_in(handle)}"
 
 
 def _name_inode(handle: int) -> str:
@@ -189,7 +190,7 @@ def _open_file(name: str, inode: str) -> int | None:
     for link in find_links(name):
         with contextlib.suppress(OSError):
             handle = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
-            if _name_inode(handle) == inode:
+            if _name_inode(handle) == inode and hold(handle):
                 return handle
             os.close(handle)
     return None
