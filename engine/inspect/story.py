@@ -99,7 +99,7 @@ def summarize(state: State) -> dict[str, Any]:
         "replicas": [
             {
                 "replica": r.id, "state": r.condition, "incarnation": r.process.incarnation, "version": r.version,
-                "staging": r.staging, "staged": r.staged, "slots": r.slots, "occupied": r.occupied,
+                "next": r.next_version, "staging": state.is_staging(r), "slots": r.slots, "occupied": r.occupied,
                 "groups": list(r.groups), "chunks": len(r.chunks), "validator": r.validator,
                 "waits": r.process.room,
             }
@@ -150,7 +150,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         lines.append("processes " + "; ".join(_process(p) for p in summary["processes"]))
     lines.append("replicas" if summary["replicas"] else "replicas  none has joined")
     for r in summary["replicas"]:
-        coming = "".join(f", {word} {r[word]}" for word in ("staging", "staged") if r[word] is not None)
+        coming = "" if r["next"] is None else f", {'staging' if r['staging'] else 'staged'} {r['next']}"
         lines.append(
             f"  replica {r['replica']}: {r['state']}, incarnation {r['incarnation']}, version {r['version']}{coming}; "
             f"{r['occupied']} of {r['slots']} slots: {few(r['groups'])}{_validating(r)}{_room(r)}"

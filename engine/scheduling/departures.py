@@ -114,7 +114,7 @@ def _bring_to_rest(core: Core, replica: Replica, *, alone: bool = False) -> None
     if not alone and state.pools.of_replica(replica.id) is not None:
         send_to_sleep(core, replica)  # the batch in training needs the hardware that it frees
         return
-    replica.staging = replica.staged = None
+    replica.next_version = None
     replica.sync_attempt += 1
     state.fire_replica(replica, "drain")
     order = replica.address(core.orders.cause)

@@ -150,8 +150,8 @@ def _nothing_moves(core: Core) -> PolicyError | None:
     if core.state.none_left:
         core.orders.end_run("failed", core.state.none_left)
         return None
-    rollouts = state.rollouts
-    if any(map(_will_report, rollouts)) or all(replica.state == "down" for replica in rollouts):
+    lost = all(replica.state == "down" for replica in state.rollouts)
+    if lost or any(_will_report(state, replica) for replica in state.rollouts):
         return None
     if state.timer_is_set(DEADLINE):
         return None
@@ -162,9 +162,9 @@ def _nothing_moves(core: Core) -> PolicyError | None:
     )
 
 
-def _will_report(replica: Replica) -> bool:
+def _will_report(state: State, replica: Replica) -> bool:
     """Whether a replica will cause an event: it joins, returns or is in a sync."""
-    return replica.coming or replica.state not in ("ready", "down") or replica.staging is not None
+    return replica.coming or replica.state not in ("ready", "down") or state.is_staging(replica)
 
 
 def why_stuck(state: State) -> str:

@@ -231,7 +231,7 @@ def lose_replica(core: Core, replica: Replica, reason: str, *, hung: bool = Fals
     lost = state.orders.fail(replica.id)
     began = {order.id: order.at for order in lost if order.subject == "group"}
     overdue = {order.id for order in lost if isinstance(order.command, ParkGroup) and order.command.reason}
-    replica.staged = replica.staging = None
+    replica.next_version = None
     replica.failed_groups = 0
     state.fire_replica(replica, "lose")
     state.paces.compare([replica])

@@ -156,7 +156,7 @@ def _send_all_to_sleep(core: Core, lease: PoolLease) -> None:
 
 def send_to_sleep(core: Core, replica: Replica) -> None:
     """Park what runs there. Weights being staged are staged again during the sleep, under a new attempt."""
-    replica.staging = replica.staged = None
+    replica.next_version = None
     replica.sync_attempt += 1
     core.state.fire_replica(replica, "yield")
     core.orders.add(PauseReplica(**replica.address(core.orders.cause), version=replica.version, mode="sleep"))
@@ -171,6 +171,6 @@ def _wake_replicas(core: Core, lease: PoolLease) -> None:
         if replica.version >= target:
             core.state.fire_replica(replica, "wake")
             core.orders.add(ResumeReplica(**replica.address(core.orders.cause), number=core.orders.number))
-        elif replica.staged == target:
+        elif replica.next_version == target and not core.state.is_staging(replica):
             core.state.fire_replica(replica, "install")
             core.orders.add(InstallWeights(**replica.address(core.orders.cause), version=target))

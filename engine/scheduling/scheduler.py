@@ -153,7 +153,7 @@ HANDLERS: Mapping[type[Event], Callable[[Core, Any], None]] = {
     ProcessProbed: time_limits.on_probed,
     ProcessWaits: processes.on_waits,
     CallsMeasured: processes.on_calls_measured,
-    WeightsStaged: weights.on_weights_staged,
+    WeightsStaged: lambda core, event: None,  # `sync_weights` pauses the replica
     ReplicaPaused: weights.on_replica_paused,
     WeightsInstalled: weights.on_weights_installed,
     SyncFailed: weights.on_sync_failed,

@@ -149,9 +149,10 @@ def check_free_slots(state: State) -> None:
 
 
 IN_SYNC = {
-    "pausing": PauseReplica, "yielding": PauseReplica, "draining": PauseReplica, "installing": InstallWeights,
+    "pausing": (PauseReplica,), "yielding": (PauseReplica,), "draining": (PauseReplica,),
+    "installing": (InstallWeights,),
 }  # fmt: skip
-"""States of a replica, and the order that it is in one of them for."""
+"""States of a replica, and the order that it is in one of them for. In the others it may have one to stage weights."""
 
 
 def check_orders(state: State) -> None:
@@ -189,9 +190,9 @@ def check_orders(state: State) -> None:
         require(not lost, "law 10: a replica that is lost has an order", order=order.number, replica=order.owner)
     for replica in replicas.values():
         sync = orders.find("sync", replica.id)
-        kind = IN_SYNC.get(replica.state, StageWeights if replica.staging is not None else None)
         ordered = None if sync is None else type(sync.command)
-        require(ordered is kind, "law 10: a replica and its order disagree", replica=replica.id, state=replica.state)
+        fits = ordered in IN_SYNC.get(replica.state, (None, StageWeights))
+        require(fits, "law 10: a replica and its order disagree", replica=replica.id, state=replica.state)
 
 
 def check_processes(state: State) -> None:
@@ -288,6 +289,6 @@ def check_validations(state: State) -> None:
         require(set(replica.chunks) == set(out.get(replica.id, ())), "a chunk has no seat, or a seat no chunk",
                 replica=replica.id)  # fmt: skip
         if replica.state == "ready" and replica.held < 0 and not replica.validator and state.outcome is None:
-            on_its_way = replica.staging is not None or replica.staged == state.latest_version
+            on_its_way = replica.next_version == state.latest_version or state.is_staging(replica)
             newest = replica.version == state.latest_version or state.latest_version not in state.versions
             require(newest or on_its_way, "an install is delayed without a validation", replica=replica.id)

@@ -70,10 +70,8 @@ class Replica:
     finished: int = 0
     """Trajectories that have ended, of the groups that run here. Each `samples` of them free a slot."""
     version: Version = 0
-    staging: Version | None = None
-    """Being brought to host memory."""
-    staged: Version | None = None
-    """In host memory, not yet installed."""
+    next_version: Version | None = None
+    """The version that it is to install: in host memory, or being brought there while a `StageWeights` is open."""
     sync_attempt: int = 0
     """Syncs begun on this incarnation; its sync orders and their answers carry it."""
     sync_failures: int = 0
@@ -130,7 +128,7 @@ class Replica:
     @property
     def heading(self) -> Version:
         """The newest version it has or is about to have."""
-        return max(self.version, self.staging or 0, self.staged or 0)
+        return max(self.version, self.next_version or 0)
 
     def address(self, cause: EventId) -> dict[str, int]:
         """What every order of a sync carries."""

@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from operator import attrgetter
 from typing import Any
 
-from engine.commands import FinishRun
+from engine.commands import FinishRun, StageWeights
 from engine.ids import NO_VERSION, GroupId, ReplicaId, StepId, Version
 from engine.states.checkpoints import Checkpoints
 from engine.states.group import Group, group_table
@@ -527,6 +527,11 @@ class State:
         self.paces.use(limits.straggler_factor)
         self.loosest = max(self.loosest, limits.max_staleness_steps)
         self.over = max(0, self.ledger.running - limits.max_concurrent_groups)
+
+    def is_staging(self, replica: Replica) -> bool:
+        """Whether weights are being brought to its host memory."""
+        order = self.orders.find("sync", replica.id)
+        return order is not None and isinstance(order.command, StageWeights)
 
     def timer_is_set(self, name: str) -> bool:
         return self.orders.find("timer", name) is not None

@@ -304,7 +304,7 @@ def test_a_version_that_only_a_lost_replica_had_is_installed_on_its_next_life() 
     assert world.staged(0)[-1] == 2
     assert 2 not in [order.version for order in world.ordered(RetireWeights)]
     replica = world.state.replicas[0]
-    assert replica.staging == 2
+    assert world.state.is_staging(replica) and replica.next_version == 2
 
 
 def test_a_validation_whose_version_no_replica_can_have_fails_and_not_the_run() -> None:
