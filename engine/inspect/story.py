@@ -100,7 +100,7 @@ def summarize(state: State) -> dict[str, Any]:
             {
                 "replica": r.id, "state": r.condition, "incarnation": r.process.incarnation, "version": r.version,
                 "next": r.next_version, "staging": state.is_staging(r), "slots": r.slots, "occupied": r.occupied,
-                "groups": list(r.groups), "chunks": len(r.chunks), "validator": r.validator,
+                "groups": list(r.groups), "chunks": state.free.measuring(r), "validator": r.validator,
                 "waits": r.process.room,
             }
             for r in state.replicas.values()

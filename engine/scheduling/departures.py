@@ -105,7 +105,7 @@ def _bring_to_rest(core: Core, replica: Replica, *, alone: bool = False) -> None
         return
     run = state.validations.runs.get(replica.held)
     if run is not None:
-        if replica.chunks:
+        if state.free.measuring(replica):
             core.orders.add(
                 StopMeasuring(validation=run.id, replica=replica.id, incarnation=replica.incarnation,
                               number=core.orders.number, cause=core.orders.cause)

@@ -228,6 +228,7 @@ def lose_replica(core: Core, replica: Replica, reason: str, *, hung: bool = Fals
     hung = hung or any(
         one.overdue and KINDS_OF_SUBJECTS[one.subject] not in CUT_SHORT for one in state.orders.owned(replica.id)
     )
+    state.validations.lose(replica, failed=not hung)
     lost = state.orders.fail(replica.id)
     began = {order.id: order.at for order in lost if order.subject == "group"}
     overdue = {order.id for order in lost if isinstance(order.command, ParkGroup) and order.command.reason}
@@ -235,7 +236,6 @@ def lose_replica(core: Core, replica: Replica, reason: str, *, hung: bool = Fals
     replica.failed_groups = 0
     state.fire_replica(replica, "lose")
     state.paces.compare([replica])
-    state.validations.lose(replica, failed=not hung)
     for id in list(replica.groups):
         group = state.groups[id]
         state.unseat(group)
@@ -421,7 +421,10 @@ def _dispatch(core: Core, group: Group, oldest: Version) -> Replica | None:
     def unlawful(id: ReplicaId | None) -> str:
         replica = None if id is None else state.replicas.get(id)
         if id is None or (
-            replica is not None and replica.state == "ready" and replica.free_slots > 0 and replica.version >= oldest
+            replica is not None
+            and replica.state == "ready"
+            and state.free.for_groups(replica) > 0
+            and replica.version >= oldest
         ):
             return ""
         return f"it must choose a ready replica with a free slot and version {oldest} or newer, or None"

@@ -26,7 +26,7 @@ class Stage:
     @property
     def working(self) -> int:
         """The number of groups whose work is ordered."""
-        return self._orders.held(self.owner)
+        return len(self._orders.of(self.owner, "stage"))
 
 
 class Stages:
@@ -66,7 +66,7 @@ class Stages:
     def put_back(self) -> None:
         """Queue all ordered work again, before the groups that already wait. Call it before the book is cleared."""
         for stage in self.by_name.values():
-            worked_on = [order.id for order in self._orders.owned(stage.owner)]
+            worked_on = [*self._orders.of(stage.owner, "stage")]
             for group in worked_on:
                 self._orders.withdraw("stage", group)
             stage.waiting = {**dict.fromkeys(worked_on), **stage.waiting}

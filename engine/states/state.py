@@ -136,7 +136,7 @@ class State:
         """The process that executes the orders of an owner with another name."""
         self.settings, self.loosest = {}, limits.max_staleness_steps
         self.replicas = {}
-        self.free = FreeSlots(self.replicas)
+        self.free = FreeSlots(self.replicas, self.orders)
         self.paces = Paces(self.replicas, limits.straggler_factor, self._mark_slow)
         self.checkpoints = Checkpoints(bool(limits.checkpoint_every), limits.keeps_batches)
         self.validations = Validations(self.replicas, self.free, self.orders, self._validation_machine)

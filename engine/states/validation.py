@@ -128,8 +128,9 @@ class Validation:
             self._waiting_failed[chunk.failures] += 1
 
     def take(self) -> Chunk:
-        """The first chunk that waits does not any more."""
+        """The first chunk that waits begins another attempt."""
         chunk = self.chunks[heappop(self.waiting)]
+        chunk.attempt += 1
         if chunk.failures:
             self._waiting_failed[chunk.failures] -= 1
             if not self._waiting_failed[chunk.failures]:
@@ -219,11 +220,8 @@ class Validations:
 
     def release(self, run: Validation, replica: Replica, *, failed: bool = False) -> None:
         """Let a replica go; chunks that it has go back. `failed`: each has lost an attempt."""
-        for index in list(replica.chunks):
-            chunk = run.chunks[index]
-            chunk.failures += failed
-            self._unseat(run, chunk, replica)
-            run.put_back(chunk)
+        for _, index in list(self._orders.of(replica.id, "rows")):
+            self.put_back(run, run.chunks[index], replica, failed=failed)
         del run.replicas[replica.id]
         replica.held = -1
 
@@ -232,14 +230,6 @@ class Validations:
         run = self.runs.get(replica.held)
         if run is not None:
             self.release(run, replica, failed=failed)
-
-    def send(self, run: Validation, replica: Replica) -> Chunk:
-        """Give the next chunk that waits a slot."""
-        chunk = run.take()
-        chunk.attempt += 1
-        replica.chunks[chunk.index] = None
-        self._free.update(replica)
-        return chunk
 
     def put_back(self, run: Validation, chunk: Chunk, replica: Replica, *, failed: bool = True) -> None:
         """The chunk, measured on a replica, waits again. `failed`: it has lost an attempt."""
@@ -260,6 +250,5 @@ class Validations:
         run.reward += event.reward
 
     def _unseat(self, run: Validation, chunk: Chunk, replica: Replica) -> None:
-        del replica.chunks[chunk.index]
         self._orders.withdraw("rows", (run.id, chunk.index))
         self._free.update(replica)

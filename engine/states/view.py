@@ -84,7 +84,7 @@ def view_replica(state: State, replica: Replica) -> ReplicaView:
         replica.version,
         None if state.is_staging(replica) else replica.next_version,
         replica.slots,
-        replica.slots - replica.free_for_chunks,
+        replica.slots - state.free.for_chunks(replica),
     )
 
 

@@ -73,7 +73,7 @@ class Measured(Scripted):
         return [
             order
             for order in orders
-            if order.chunk in self.state.replicas[order.replica].chunks
+            if (order.validation, order.chunk) in self.state.orders.of(order.replica, "rows")
             and runs[order.validation].chunks[order.chunk].attempt == order.attempt
         ]
 
@@ -585,9 +585,9 @@ def repeated_answers_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def groups_run_on_validators(monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.states.replica import Replica
+    from engine.states.replica import FreeSlots
 
-    monkeypatch.setattr(Replica, "taken", property(lambda replica: len(replica.chunks)))
+    monkeypatch.setattr(FreeSlots, "taken", FreeSlots.measuring)
 
 
 def the_run_ends_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
