@@ -109,7 +109,10 @@ def summarize(state: State) -> dict[str, Any]:
             {"process": p.id, "state": p.state, "incarnation": p.incarnation, "deaths": p.deaths, "waits": p.room}
             for p in state.processes.values()
         ],
-        "versions": [{"version": v.id, "state": v.state, "steps": v.steps} for v in state.versions.values()],
+        "versions": [
+            {"version": id, "state": version.state, "steps": state.steps_in[id]}
+            for id, version in state.versions.items()
+        ],
         "validations": [
             {
                 "validation": v.id, "state": v.state, "version": v.version, "rows": v.rows, "measured": v.measured,

@@ -103,7 +103,7 @@ def _bring_to_rest(core: Core, replica: Replica, *, alone: bool = False) -> None
     state = core.state
     if replica.state != "ready":
         return
-    run = state.validations.runs.get(replica.held)
+    run = state.validations.holding(replica)
     if run is not None:
         if state.free.measuring(replica):
             core.orders.add(

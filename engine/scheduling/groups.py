@@ -158,7 +158,6 @@ def on_group_aborted(core: Core, event: GroupAborted) -> None:
     group = core.state.groups[event.group]
     if event.tokens:
         _note_tokens(core, group, event.tokens, event.oldest_version, event.newest_version)
-        group.kept = True
         group.unfinished = event.unfinished
     unasked = core.state.replicas[event.replica].state == "ready"
     parks = [order.command for order in core.state.orders.matched[event.id] if isinstance(order.command, ParkGroup)]
@@ -180,7 +179,7 @@ def on_prefix_stored(core: Core, event: PrefixStored) -> None:
         return
     group = core.state.groups[event.group]
     _note_tokens(core, group, event.tokens, event.oldest_version, event.newest_version)
-    core.state.update(group, kept=True, unfinished=event.unfinished)
+    core.state.update(group, unfinished=event.unfinished)
 
 
 def on_group_progressed(core: Core, event: GroupProgressed) -> None:

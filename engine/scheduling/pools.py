@@ -107,7 +107,7 @@ def _synced(core: Core) -> bool:
     return not state.limits.train_after_sync or all(
         replica.version == state.latest_version
         for replica in state.rollouts
-        if replica.held < 0 and replica.state not in out
+        if state.validations.holding(replica) is None and replica.state not in out
     )
 
 

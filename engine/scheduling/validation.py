@@ -192,7 +192,7 @@ def _take_replicas(core: Core, run: Validation, limits: ValidationLimits) -> Non
         return
     present = [r for r in core.state.replicas.values() if r.validator == limits.own and r.present]
     most = len(present) if limits.own or core.state.validations.closing else limits.replicas
-    fit = [r for r in present if r.held < 0 and r.heading <= run.version]
+    fit = [r for r in present if r.id not in run.replicas and r.heading <= run.version]
     fit.sort(key=lambda r: (r.version != run.version, r.heading != run.version, r.id))
     for replica in fit[: max(0, most - len(run.replicas))]:
         core.state.validations.hold(run, replica)

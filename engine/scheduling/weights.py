@@ -31,7 +31,6 @@ def join_replica(core: Core, replica: Replica, event: ProcessUp) -> None:
     )  # fmt: skip
     if not replica.validator:
         _forget_none_left(core)
-    replica.incarnation = event.incarnation
     replica.slots, replica.samples = event.slots, event.samples
     replica.version = event.version
     replica.sync_attempt = replica.sync_failures = 0
@@ -95,7 +94,7 @@ def _give_up_on_version(core: Core, replica: Replica, event: SyncFailed) -> None
     replica can install ends the run."""
     state = core.state
     reason = f"version {event.version} could not be installed; last error: {event.reason}"
-    run = state.validations.runs.get(replica.held)
+    run = state.validations.holding(replica)
     if run is not None:
         run.refused += 1
     stop_replica(core, replica, reason)

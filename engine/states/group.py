@@ -69,8 +69,6 @@ class Group:
     tokens: int = 0
     unfinished: int = 0
     """Trajectories of what is stored that have not ended; 0 while nothing is stored."""
-    kept: bool = False
-    """An earlier attempt left finished trajectories or prefixes in the trajectory store."""
     finished: int = 0
     """Trajectories that have ended in the running attempt, as far as its replica has reported; 0 while it is not
     running."""
@@ -100,9 +98,13 @@ class Group:
 
     def forget_tokens(self) -> None:
         """What earlier attempts left is gone: the next one begins with the prompt."""
-        self.kept = False
         self.tokens = self.unfinished = 0
         self.oldest_version = self.newest_version = NO_VERSION
+
+    @property
+    def kept(self) -> bool:
+        """Whether an attempt left finished trajectories or prefixes in the trajectory store."""
+        return self.tokens > 0
 
     @property
     def begun(self) -> bool:

@@ -168,8 +168,9 @@ def check_orders(state: State) -> None:
     require(orders.open("group").keys() == running, "law 10: a running group was not ordered, or another was")
     for cut in ("truncate", "park"):
         require(orders.open(cut).keys() <= running, "law 10: a group that does not run is to be cut short", cut=cut)
-    strays = [of for (of, _), order in orders.open("rows").items() if replicas[int(order.owner)].held != of]
-    require(not strays, "law 10: rows are measured where their validation holds no replica", validations=strays)
+    held = {(run.id, replica) for run in state.validations.runs.values() for replica in run.replicas}
+    measuring = {(validation, order.owner) for (validation, _), order in orders.open("rows").items()}
+    require(measuring <= held, "law 10: rows are measured on a replica that is not held", replicas=measuring - held)
     training = [step.id for step in state.formed_steps if step.state == "training"]
     require(list(orders.open("train")) == training, "law 10: a step is trained unordered, or is not", steps=training)
     require(all(step in state.steps for step, _ in orders.open("score")), "law 10: a step that is over is scored")
@@ -206,10 +207,6 @@ def check_processes(state: State) -> None:
         require(
             (replica.state != "down") <= (process.state == "up"), "a replica works and its process is not up",
             replica=replica.id, state=replica.state, process=process.state,
-        )  # fmt: skip
-        require(
-            process.state != "up" or replica.incarnation == process.incarnation, "a replica is of an older life",
-            replica=replica.id,
         )  # fmt: skip
 
 
@@ -258,7 +255,6 @@ def check_pools(state: State) -> None:
 def check_validations(state: State) -> None:
     """A version is kept while a validation waits for it, each row counts once, and no other replica is delayed."""
     books, replicas = state.validations, state.replicas
-    held: dict[int, int] = {}
     for run in books.runs.values():
         require(
             run.version in state.versions, "a version is retired while a validation of it waits", version=run.version
@@ -278,13 +274,11 @@ def check_validations(state: State) -> None:
             require(replica.version == run.version, "rows are measured under another version", chunk=index)
         require(run.left == sum(not c.done for c in run.chunks), "a validation's books differ", validation=run.id)
         for id in run.replicas:
-            require(id not in held, "two validations hold a replica", replica=id)
             require(replicas[id].state != "down", "a validation holds a replica that is down", replica=id)
             require(replicas[id].heading <= run.version, "a held replica leaves its version", replica=id)
-            held[id] = run.id
     for replica in replicas.values():
-        require(replica.held == held.get(replica.id, -1), "a replica and a validation disagree", replica=replica.id)
-        if replica.state == "ready" and replica.held < 0 and not replica.validator and state.outcome is None:
+        installs = replica.state == "ready" and not replica.validator and state.outcome is None
+        if installs and books.holding(replica) is None:
             on_its_way = replica.next_version == state.latest_version or state.is_staging(replica)
             newest = replica.version == state.latest_version or state.latest_version not in state.versions
             require(newest or on_its_way, "an install is delayed without a validation", replica=replica.id)

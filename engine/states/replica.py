@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from operator import itemgetter
 from typing import NamedTuple
 
-from engine.ids import NO_VERSION, EventId, GroupId, Incarnation, ReplicaId, ValidationId, Version
+from engine.ids import NO_VERSION, EventId, GroupId, Incarnation, ReplicaId, Version
 from engine.states.machine import Table, transitions
 from engine.states.orders import OrderBook
 from engine.states.process import REPLICA as REPLICA_KIND
@@ -63,8 +63,6 @@ class Replica:
     process: Process = field(default_factory=lambda: Process(REPLICA_KIND))
     """Its lifetimes."""
     state: str = REPLICA.initial
-    incarnation: Incarnation = 0
-    """The life that joined last."""
     slots: int = 0
     samples: int = 1
     """Trajectories that a slot holds: those of one group."""
@@ -90,8 +88,11 @@ class Replica:
     """It is slower than the others by more than may be."""
     groups: dict[GroupId, None] = field(default_factory=dict)
     """Running here, in the order they started; a dict for its order."""
-    held: ValidationId = -1
-    """The validation that keeps it at its version; -1: none."""
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """Its newest life, which may not be up yet."""
+        return self.process.incarnation
 
     @property
     def condition(self) -> str:
@@ -238,7 +239,7 @@ class FreeSlots:
 
     def measuring(self, replica: Replica) -> int:
         """Slots in which it measures a chunk of a validation."""
-        return 0 if replica.held < 0 else len(self._orders.of(replica.id, "rows"))
+        return len(self._orders.of(replica.id, "rows"))
 
     def taken(self, replica: Replica) -> int:
         """Slots that groups cannot have: all of a validator, and those that a validation has."""

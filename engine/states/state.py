@@ -410,7 +410,7 @@ class State:
 
     def publish(self, version: Version) -> None:
         """A version holds the steps trained so far, and is the newest."""
-        self.versions[version] = WeightsVersion(version, self.steps_trained)
+        self.versions[version] = WeightsVersion(version)
         self.steps_in[version] = self.steps_trained
         self.latest_version = version
 
@@ -473,7 +473,7 @@ class State:
     def target_of(self, replica: Replica) -> Version:
         """What a replica works towards: the newest version; where a validation holds it, that one's; a validator that
         none holds stays as it is."""
-        run = self.validations.runs.get(replica.held)
+        run = self.validations.holding(replica)
         if run is not None:
             return run.version
         return replica.version if replica.validator else self.latest_version

@@ -290,7 +290,7 @@ def test_training_does_not_wait_for_a_replica_that_a_validation_holds() -> None:
     run.finish(0, 1, 2, 3)
     run.train()
     run.publish()
-    assert [replica.held for replica in run.state.replicas.values()] == [0, -1], "by the first validation"
+    assert [*run.state.validations.runs[0].replicas] == [0], "by the first validation"
     run.install(1)
     assert [order.step for order in run.ordered(TrainStep)] == [0, 1]
 

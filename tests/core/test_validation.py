@@ -557,7 +557,7 @@ def replicas_are_held_beyond_the_validation(monkeypatch: pytest.MonkeyPatch) -> 
 
     def release(self: Validations, run: Validation, replica: Any, *, failed: bool = False) -> None:
         honest(self, run, replica, failed=failed)
-        replica.held = run.id
+        run.replicas[replica.id] = None
 
     monkeypatch.setattr(Validations, "release", release)
 
@@ -566,7 +566,7 @@ def rows_of_a_lost_replica_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
     honest = Validations.lose
 
     def lose(self: Validations, replica: Any, *, failed: bool) -> None:
-        run = self.runs.get(replica.held)
+        run = self.holding(replica)
         waiting = list(run.waiting) if run is not None else []
         honest(self, replica, failed=failed)
         if run is not None:
