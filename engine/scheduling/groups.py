@@ -59,12 +59,12 @@ def put_back_in_stage(core: Core, name: str, group: Group) -> None:
 def order_stage_work(core: Core) -> None:
     """Order the work of every state while it may have more in progress."""
     state = core.state
-    if not state.stages.waiting or not state.started or state.outcome is not None or state.draining:
+    if not state.started or state.outcome is not None or state.draining:
         return
     for stage in state.stages.by_name.values():
         while stage.waiting and stage.working < stage.concurrency:
             group = state.groups[state.stages.next(stage)]
-            state.update(group, attempt=group.attempt + 1)
+            group.attempt += 1
             core.orders.add(
                 EnterState(group=group.id, attempt=group.attempt, state=stage.name, cause=core.orders.cause)
             )
@@ -116,7 +116,7 @@ def on_state_left(core: Core, event: StateLeft) -> None:
     state = core.state
     note_process_progress(state.process(ADDED_STATES, 0))
     group = state.groups[event.group]
-    state.update(group, reward_mean=event.reward_mean)
+    group.reward_mean = event.reward_mean
     if enter_added_state(core, group, state.stages.by_name[event.state].number):
         return
     outcome = GroupGenerated(
@@ -179,7 +179,7 @@ def on_prefix_stored(core: Core, event: PrefixStored) -> None:
         return
     group = core.state.groups[event.group]
     _note_tokens(core, group, event.tokens, event.oldest_version, event.newest_version)
-    core.state.update(group, unfinished=event.unfinished)
+    group.unfinished = event.unfinished
 
 
 def on_group_progressed(core: Core, event: GroupProgressed) -> None:

@@ -197,7 +197,7 @@ def _truncate(core: Core, stragglers: Sequence[Group]) -> None:
     for group in stragglers:
         if group.state in state.stages.by_name:
             continue  # it is generated already: there is nothing to truncate
-        state.update(group, truncate=True)
+        group.truncate = True
         if group.replica >= 0:
             replica = state.replicas[group.replica]
             core.orders.add(

@@ -87,12 +87,10 @@ class Group:
     """A faster replica took it over once; it stays there."""
     failed_on: ReplicaId = -1
     """The replica its last attempt failed on; another one is preferred for the next."""
-    ready_number: int = 0
-    """Its place in the order in which groups became ready."""
     resume_key: tuple[float, ...] = ()
     """Where it is parked: what the resume policy orders it by; empty for its deadline alone."""
-    entered: int = 0
-    """Where it is in an added state: the number of its entry, by which its turn comes."""
+    turn: int = 0
+    """Where it is ready or in an added state: the number of its entry, by which its turn comes."""
     ready_at: float = 0.0
     reward_mean: float = 0.0
 

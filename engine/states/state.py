@@ -74,10 +74,8 @@ class State:
     """Train steps in the checkpoint that was ordered last."""
     checkpoint_failures: int = 0
     """How often that checkpoint failed."""
-    next_ready: int = 0
-    """Groups that became ready so far."""
-    next_entered: int = 1
-    """Entries into added states, counted from 1."""
+    next_turn: int = 0
+    """How often a group became ready or entered an added state so far."""
     stale_echoes: int = 0
     generated_at: float = 0.0
     """When a group was last generated."""
@@ -169,23 +167,22 @@ class State:
         """Running groups whose trajectories have all ended: what they lack is their rewards. A dict for its order."""
         self.deadlines = Deadlines(self.limits.surplus)
         self.stages.clear()
-        ready, entered = [], []
+        entered = []
         for group in self.groups.values():
             phase = self._phases[group.state]
             self.deadlines.move(group.id, group.deadline, Phase.WAITING, phase)
-            if phase is Phase.READY:
-                ready.append(group)
-            elif phase is Phase.WAITING:
+            if phase is Phase.WAITING:
                 self.waiting.append(group.id)
             elif group.state == "aborted":
                 self._park(group, group.resume_key or (group.deadline,))
             elif group.replica >= 0 and group.finished == self.replicas[group.replica].samples:
                 self.unrewarded[group.id] = None
-            elif phase is Phase.PARKED:
+            elif phase in (Phase.PARKED, Phase.READY):
                 entered.append(group)
-        self.ready.update((group.id, None) for group in sorted(ready, key=attrgetter("ready_number")))
-        for group in sorted(entered, key=attrgetter("entered")):
-            if self.orders.find("stage", group.id) is None:
+        for group in sorted(entered, key=attrgetter("turn")):
+            if group.state == "generated":
+                self.ready[group.id] = None
+            elif self.orders.find("stage", group.id) is None:
                 self.stages.enter(group.state, group.id)
 
     def _build_machines(self, observe: Observer | None, limits: Limits) -> None:
@@ -245,7 +242,7 @@ class State:
             enter(group, key)
 
     def _leave_parked(self, group: Group, before: str) -> None:
-        group.resume_key, group.entered = (), 0
+        group.resume_key = ()
         if before == "aborted":
             self._forget_parked(group)
         else:
@@ -262,8 +259,7 @@ class State:
 
     def _enter_ready(self, group: Group, key: Key) -> None:
         self.ready[group.id] = None
-        group.ready_number = self.next_ready
-        self.next_ready += 1
+        self._take_turn(group)
 
     def _end(self, group: Group, key: Key) -> None:
         """It was trained on, or released."""
@@ -286,13 +282,12 @@ class State:
     def enter_stage(self, group: Group) -> None:
         """A group waits for the work of the added state it is in, behind those that wait already."""
         self.stages.enter(group.state, group.id)
-        self.update(group, entered=self.next_entered)
-        self.next_entered += 1
+        self._take_turn(group)
 
-    def update(self, group: Group, **fields: Any) -> None:
-        """Set fields of a group, apart from a change of its state."""
-        for name, value in fields.items():
-            setattr(group, name, value)
+    def _take_turn(self, group: Group) -> None:
+        """It is behind the groups that wait in its state already."""
+        group.turn = self.next_turn
+        self.next_turn += 1
 
     def surplus_checkpoints(self) -> list[StepId]:
         """The checkpoints to delete, oldest first."""
@@ -371,7 +366,7 @@ class State:
         others in their place."""
         replica = self.replicas[group.replica]
         replica.finished += finished - group.finished
-        self.update(group, finished=finished)
+        group.finished = finished
         if finished == replica.samples:
             self.unrewarded[group.id] = None
         self.free.update(replica)
