@@ -165,7 +165,7 @@ class FreeSlots:
     """
 
     def __init__(self, replicas: dict[ReplicaId, Replica], orders: OrderBook) -> None:
-        self._orders = orders
+        self._orders, self._rows = orders, orders.open("rows")
         self.rebuild(replicas)
 
     def rebuild(self, replicas: dict[ReplicaId, Replica]) -> None:
@@ -239,7 +239,7 @@ class FreeSlots:
 
     def measuring(self, replica: Replica) -> int:
         """Slots in which it measures a chunk of a validation."""
-        return len(self._orders.of(replica.id, "rows"))
+        return len(self._orders.of(replica.id, "rows")) if self._rows else 0
 
     def taken(self, replica: Replica) -> int:
         """Slots that groups cannot have: all of a validator, and those that a validation has."""
