@@ -105,11 +105,6 @@ class Group:
         return self.tokens > 0
 
     @property
-    def begun(self) -> bool:
-        """Whether it was ever started; until then there is nothing of it to know but its id."""
-        return self.attempt > 0 or self.state != "queued"
-
-    @property
     def resumes_from(self) -> Version:
         """The oldest weights version it may continue under (law 3)."""
         return self.admitted_version if self.admitted_version > self.newest_version else self.newest_version
