@@ -99,8 +99,8 @@ def summarize(state: State) -> dict[str, Any]:
         "replicas": [
             {
                 "replica": r.id, "state": r.condition, "incarnation": r.process.incarnation, "version": r.version,
-                "staging": r.staging, "staged": r.staged, "slots": r.slots, "occupied": r.occupied,
-                "groups": list(r.groups), "chunks": len(r.chunks), "validator": r.validator,
+                "next": r.next_version, "staging": state.is_staging(r), "slots": r.slots, "occupied": r.occupied,
+                "groups": list(r.groups), "chunks": state.free.measuring(r), "validator": r.validator,
                 "waits": r.process.room,
             }
             for r in state.replicas.values()
@@ -109,7 +109,10 @@ def summarize(state: State) -> dict[str, Any]:
             {"process": p.id, "state": p.state, "incarnation": p.incarnation, "deaths": p.deaths, "waits": p.room}
             for p in state.processes.values()
         ],
-        "versions": [{"version": v.id, "state": v.state, "steps": v.steps} for v in state.versions.values()],
+        "versions": [
+            {"version": id, "state": version.state, "steps": state.steps_in[id]}
+            for id, version in state.versions.items()
+        ],
         "validations": [
             {
                 "validation": v.id, "state": v.state, "version": v.version, "rows": v.rows, "measured": v.measured,
@@ -150,7 +153,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         lines.append("processes " + "; ".join(_process(p) for p in summary["processes"]))
     lines.append("replicas" if summary["replicas"] else "replicas  none has joined")
     for r in summary["replicas"]:
-        coming = "".join(f", {word} {r[word]}" for word in ("staging", "staged") if r[word] is not None)
+        coming = "" if r["next"] is None else f", {'staging' if r['staging'] else 'staged'} {r['next']}"
         lines.append(
             f"  replica {r['replica']}: {r['state']}, incarnation {r['incarnation']}, version {r['version']}{coming}; "
             f"{r['occupied']} of {r['slots']} slots: {few(r['groups'])}{_validating(r)}{_room(r)}"

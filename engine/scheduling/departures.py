@@ -103,9 +103,9 @@ def _bring_to_rest(core: Core, replica: Replica, *, alone: bool = False) -> None
     state = core.state
     if replica.state != "ready":
         return
-    run = state.validations.runs.get(replica.held)
+    run = state.validations.holding(replica)
     if run is not None:
-        if replica.chunks:
+        if state.free.measuring(replica):
             core.orders.add(
                 StopMeasuring(validation=run.id, replica=replica.id, incarnation=replica.incarnation,
                               number=core.orders.number, cause=core.orders.cause)
@@ -114,7 +114,7 @@ def _bring_to_rest(core: Core, replica: Replica, *, alone: bool = False) -> None
     if not alone and state.pools.of_replica(replica.id) is not None:
         send_to_sleep(core, replica)  # the batch in training needs the hardware that it frees
         return
-    replica.staging = replica.staged = None
+    replica.next_version = None
     replica.sync_attempt += 1
     state.fire_replica(replica, "drain")
     order = replica.address(core.orders.cause)

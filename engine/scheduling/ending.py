@@ -150,8 +150,8 @@ def _nothing_moves(core: Core) -> PolicyError | None:
     if core.state.none_left:
         core.orders.end_run("failed", core.state.none_left)
         return None
-    rollouts = state.rollouts
-    if any(map(_will_report, rollouts)) or all(replica.state == "down" for replica in rollouts):
+    lost = all(replica.state == "down" for replica in state.rollouts)
+    if lost or any(_will_report(state, replica) for replica in state.rollouts):
         return None
     if state.timer_is_set(DEADLINE):
         return None
@@ -162,9 +162,9 @@ def _nothing_moves(core: Core) -> PolicyError | None:
     )
 
 
-def _will_report(replica: Replica) -> bool:
+def _will_report(state: State, replica: Replica) -> bool:
     """Whether a replica will cause an event: it joins, returns or is in a sync."""
-    return replica.coming or replica.state not in ("ready", "down") or replica.staging is not None
+    return replica.coming or replica.state not in ("ready", "down") or state.is_staging(replica)
 
 
 def why_stuck(state: State) -> str:
@@ -178,7 +178,7 @@ def why_stuck(state: State) -> str:
     if step in state.steps and (needs := state.deadlines.needs(step, size)):
         due = sum(count for _, count in needs)
         sentences[0] += f", and {due} that {_are(due)} due by step {needs[-1][0]} {_are(due)} not"
-    free = sum(replica.free_slots for replica in _open_to_groups(state))
+    free = sum(state.free.for_groups(replica) for replica in _open_to_groups(state))
     if state.waiting:
         room = f"{state.capacity} may be and {are(free, 'slot')} free"
         sentences.append(f"{_waiting(len(state.waiting))} to be started, where {room}")
@@ -201,4 +201,5 @@ def _waiting(groups: int) -> str:
 
 
 def _open_to_groups(state: State) -> list[Replica]:
-    return [replica for replica in state.replicas.values() if replica.state == "ready" and replica.free_slots > 0]
+    free = state.free
+    return [replica for replica in state.replicas.values() if replica.state == "ready" and free.for_groups(replica) > 0]

@@ -59,12 +59,12 @@ def put_back_in_stage(core: Core, name: str, group: Group) -> None:
 def order_stage_work(core: Core) -> None:
     """Order the work of every state while it may have more in progress."""
     state = core.state
-    if not state.stages.waiting or not state.started or state.outcome is not None or state.draining:
+    if not state.started or state.outcome is not None or state.draining:
         return
     for stage in state.stages.by_name.values():
         while stage.waiting and stage.working < stage.concurrency:
             group = state.groups[state.stages.next(stage)]
-            state.update(group, attempt=group.attempt + 1)
+            group.attempt += 1
             core.orders.add(
                 EnterState(group=group.id, attempt=group.attempt, state=stage.name, cause=core.orders.cause)
             )
@@ -116,7 +116,7 @@ def on_state_left(core: Core, event: StateLeft) -> None:
     state = core.state
     note_process_progress(state.process(ADDED_STATES, 0))
     group = state.groups[event.group]
-    state.update(group, reward_mean=event.reward_mean)
+    group.reward_mean = event.reward_mean
     if enter_added_state(core, group, state.stages.by_name[event.state].number):
         return
     outcome = GroupGenerated(
@@ -158,7 +158,6 @@ def on_group_aborted(core: Core, event: GroupAborted) -> None:
     group = core.state.groups[event.group]
     if event.tokens:
         _note_tokens(core, group, event.tokens, event.oldest_version, event.newest_version)
-        group.kept = True
         group.unfinished = event.unfinished
     unasked = core.state.replicas[event.replica].state == "ready"
     parks = [order.command for order in core.state.orders.matched[event.id] if isinstance(order.command, ParkGroup)]
@@ -180,7 +179,7 @@ def on_prefix_stored(core: Core, event: PrefixStored) -> None:
         return
     group = core.state.groups[event.group]
     _note_tokens(core, group, event.tokens, event.oldest_version, event.newest_version)
-    core.state.update(group, kept=True, unfinished=event.unfinished)
+    group.unfinished = event.unfinished
 
 
 def on_group_progressed(core: Core, event: GroupProgressed) -> None:
@@ -228,14 +227,14 @@ def lose_replica(core: Core, replica: Replica, reason: str, *, hung: bool = Fals
     hung = hung or any(
         one.overdue and KINDS_OF_SUBJECTS[one.subject] not in CUT_SHORT for one in state.orders.owned(replica.id)
     )
+    state.validations.lose(replica, failed=not hung)
     lost = state.orders.fail(replica.id)
     began = {order.id: order.at for order in lost if order.subject == "group"}
     overdue = {order.id for order in lost if isinstance(order.command, ParkGroup) and order.command.reason}
-    replica.staged = replica.staging = None
+    replica.next_version = None
     replica.failed_groups = 0
     state.fire_replica(replica, "lose")
     state.paces.compare([replica])
-    state.validations.lose(replica, failed=not hung)
     for id in list(replica.groups):
         group = state.groups[id]
         state.unseat(group)
@@ -421,7 +420,10 @@ def _dispatch(core: Core, group: Group, oldest: Version) -> Replica | None:
     def unlawful(id: ReplicaId | None) -> str:
         replica = None if id is None else state.replicas.get(id)
         if id is None or (
-            replica is not None and replica.state == "ready" and replica.free_slots > 0 and replica.version >= oldest
+            replica is not None
+            and replica.state == "ready"
+            and state.free.for_groups(replica) > 0
+            and replica.version >= oldest
         ):
             return ""
         return f"it must choose a ready replica with a free slot and version {oldest} or newer, or None"

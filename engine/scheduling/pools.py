@@ -107,7 +107,7 @@ def _synced(core: Core) -> bool:
     return not state.limits.train_after_sync or all(
         replica.version == state.latest_version
         for replica in state.rollouts
-        if replica.held < 0 and replica.state not in out
+        if state.validations.holding(replica) is None and replica.state not in out
     )
 
 
@@ -150,13 +150,13 @@ def _order_task(core: Core, step: Step, task: str, lease: PoolLease) -> None:
 def _send_all_to_sleep(core: Core, lease: PoolLease) -> None:
     """All that can be; held-out rows are measured to their end first, and an install in progress is finished."""
     for replica in _replicas_of(core, lease):
-        if replica.state == "ready" and not replica.chunks:
+        if replica.state == "ready" and not core.state.free.measuring(replica):
             send_to_sleep(core, replica)
 
 
 def send_to_sleep(core: Core, replica: Replica) -> None:
     """Park what runs there. Weights being staged are staged again during the sleep, under a new attempt."""
-    replica.staging = replica.staged = None
+    replica.next_version = None
     replica.sync_attempt += 1
     core.state.fire_replica(replica, "yield")
     core.orders.add(PauseReplica(**replica.address(core.orders.cause), version=replica.version, mode="sleep"))
@@ -171,6 +171,6 @@ def _wake_replicas(core: Core, lease: PoolLease) -> None:
         if replica.version >= target:
             core.state.fire_replica(replica, "wake")
             core.orders.add(ResumeReplica(**replica.address(core.orders.cause), number=core.orders.number))
-        elif replica.staged == target:
+        elif replica.next_version == target and not core.state.is_staging(replica):
             core.state.fire_replica(replica, "install")
             core.orders.add(InstallWeights(**replica.address(core.orders.cause), version=target))

@@ -83,7 +83,7 @@ def _lose_replicas(core: Core, event: RunResumed) -> None:
             state.unseat(group)
             if event.kept:
                 park_group(core, group)
-        replica.staged = replica.staging = None
+        replica.next_version = None
         replica.failed_groups = 0
         if replica.state != "down":
             state.fire_replica(replica, "lose")

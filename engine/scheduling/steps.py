@@ -15,10 +15,7 @@ from engine.events import (
     CheckpointFailed,
     CheckpointSaved,
     OrderDone,
-    PublishFailed,
-    StepFailed,
     StepTrained,
-    WeightsPublished,
 )
 from engine.ids import GroupId, StepId, Version
 from engine.policies.built_in import DECISIONS
@@ -197,7 +194,7 @@ def _truncate(core: Core, stragglers: Sequence[Group]) -> None:
     for group in stragglers:
         if group.state in state.stages.by_name:
             continue  # it is generated already: there is nothing to truncate
-        state.update(group, truncate=True)
+        group.truncate = True
         if group.replica >= 0:
             replica = state.replicas[group.replica]
             core.orders.add(
@@ -219,10 +216,6 @@ def on_batch_scored(core: Core, event: BatchScored) -> None:
     step = core.state.steps[event.step]
     step.done = (*step.done, core.state.limits.scoring_tasks.index(event.task))
     release_pools(core, step.id, event.task)
-
-
-def on_step_failed(core: Core, event: StepFailed) -> None:
-    fail_step(core, event.step, event.reason)
 
 
 def fail_step(core: Core, id: StepId, reason: str, *, charged: bool = True) -> None:
@@ -301,10 +294,6 @@ def order_publication(core: Core) -> None:
     )  # fmt: skip
 
 
-def on_weights_published(core: Core, event: WeightsPublished) -> None:
-    take_published(core, event.version)
-
-
 def take_published(core: Core, published: Version) -> None:
     """A version is in the weights store."""
     state = core.state
@@ -315,10 +304,6 @@ def take_published(core: Core, published: Version) -> None:
     if step is not None and step.state == "publishing":
         state.fire_step(step, "published")
         _finish_step(core, step)
-
-
-def on_publish_failed(core: Core, event: PublishFailed) -> None:
-    fail_publication(core, event.version, event.reason)
 
 
 def fail_publication(core: Core, version: Version, reason: str) -> None:

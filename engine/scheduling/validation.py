@@ -64,7 +64,7 @@ def cut_rows(core: Core, order: Order, reason: str) -> None:
         StopMeasuring(validation=run.id, replica=replica.id, incarnation=replica.incarnation,
                       number=core.orders.number, cause=core.orders.cause)
     )  # fmt: skip
-    for index in list(replica.chunks):
+    for _, index in list(core.state.orders.of(replica.id, "rows")):
         core.state.validations.put_back(run, run.chunks[index], replica, failed=index == late.chunk)
     run.reason = reason[:REASON_LENGTH]
 
@@ -112,18 +112,20 @@ def send_rows(core: Core) -> None:
     run = core.state.validations.served
     if run is None:
         return
+    free = core.state.free
     for id in run.replicas if run.waiting else ():
         replica = core.state.replicas[id]
-        if replica.free_for_chunks <= 0 or replica.state != "ready" or replica.version != run.version:
+        if free.for_chunks(replica) <= 0 or replica.state != "ready" or replica.version != run.version:
             continue
         pool = core.state.pools.of_replica(id)
         if (pool is not None and pool.wanted) or _is_stopping(core, run, replica):
             continue
-        while run.waiting and replica.free_for_chunks > 0:
+        while run.waiting and free.for_chunks(replica) > 0:
             if run.state == "queued":
                 run.started_at = core.state.now
                 core.state.validations.fire(run, "start")
-            _order_rows(core, run, core.state.validations.send(run, replica), replica)
+            _order_rows(core, run, run.take(), replica)
+            free.update(replica)
 
 
 def close_validations(core: Core) -> None:
@@ -190,7 +192,7 @@ def _take_replicas(core: Core, run: Validation, limits: ValidationLimits) -> Non
         return
     present = [r for r in core.state.replicas.values() if r.validator == limits.own and r.present]
     most = len(present) if limits.own or core.state.validations.closing else limits.replicas
-    fit = [r for r in present if r.held < 0 and r.heading <= run.version]
+    fit = [r for r in present if r.id not in run.replicas and r.heading <= run.version]
     fit.sort(key=lambda r: (r.version != run.version, r.heading != run.version, r.id))
     for replica in fit[: max(0, most - len(run.replicas))]:
         core.state.validations.hold(run, replica)
@@ -249,7 +251,7 @@ def _end_validation(core: Core, run: Validation, trigger: str, reason: str) -> N
         _rate_checkpoint(core, run)
     for id in run.replicas:
         replica = core.state.replicas[id]
-        if replica.chunks:
+        if core.state.free.measuring(replica):
             core.orders.add(
                 StopMeasuring(validation=run.id, replica=id, incarnation=replica.incarnation,
                               number=core.orders.number, cause=core.orders.cause)

@@ -5,7 +5,7 @@ continue. Any failure on the way puts it back to generating with its old weights
 """
 
 from engine.commands import InstallWeights, PauseReplica, ResumeReplica, RetireWeights, StageWeights
-from engine.events import ProcessUp, ReplicaPaused, SyncFailed, WeightsInstalled, WeightsStaged
+from engine.events import ProcessUp, ReplicaPaused, SyncFailed, WeightsInstalled
 from engine.ids import ReplicaId, Version
 from engine.scheduling.core import Core
 from engine.scheduling.groups import stop_replica
@@ -31,7 +31,6 @@ def join_replica(core: Core, replica: Replica, event: ProcessUp) -> None:
     )  # fmt: skip
     if not replica.validator:
         _forget_none_left(core)
-    replica.incarnation = event.incarnation
     replica.slots, replica.samples = event.slots, event.samples
     replica.version = event.version
     replica.sync_attempt = replica.sync_failures = 0
@@ -57,11 +56,6 @@ def _forget_none_left(core: Core) -> None:
 # one replica's way to a version
 
 
-def on_weights_staged(core: Core, event: WeightsStaged) -> None:
-    replica = core.state.replicas[event.replica]
-    replica.staged, replica.staging = replica.staging, None
-
-
 def on_replica_paused(core: Core, event: ReplicaPaused) -> None:
     replica = core.state.replicas[event.replica]
     if replica.state == "draining":
@@ -70,15 +64,15 @@ def on_replica_paused(core: Core, event: ReplicaPaused) -> None:
     if replica.state == "yielding":
         core.state.fire_replica(replica, "sleep")
         return
-    assert replica.staged is not None  # a pause for new weights needs staged weights
+    assert replica.next_version is not None  # a pause for new weights needs staged weights
     core.state.fire_replica(replica, "install")
-    core.orders.add(InstallWeights(**replica.address(core.orders.cause), version=replica.staged))
+    core.orders.add(InstallWeights(**replica.address(core.orders.cause), version=replica.next_version))
 
 
 def on_weights_installed(core: Core, event: WeightsInstalled) -> None:
     replica = core.state.replicas[event.replica]
-    assert replica.staged is not None  # the order was to install the staged weights
-    replica.version, replica.staged = replica.staged, None
+    assert replica.next_version is not None  # the order was to install the staged weights
+    replica.version, replica.next_version = replica.next_version, None
     replica.sync_failures = 0
     core.state.fire_replica(replica, "installed")
     core.orders.add(ResumeReplica(**replica.address(core.orders.cause), number=core.orders.number))
@@ -86,7 +80,7 @@ def on_weights_installed(core: Core, event: WeightsInstalled) -> None:
 
 def on_sync_failed(core: Core, event: SyncFailed) -> None:
     replica = core.state.replicas[event.replica]
-    replica.staging = replica.staged = None
+    replica.next_version = None
     replica.sync_failures += 1
     if replica.sync_failures >= core.state.limits.infrastructure_attempts:
         _give_up_on_version(core, replica, event)
@@ -100,7 +94,7 @@ def _give_up_on_version(core: Core, replica: Replica, event: SyncFailed) -> None
     replica can install ends the run."""
     state = core.state
     reason = f"version {event.version} could not be installed; last error: {event.reason}"
-    run = state.validations.runs.get(replica.held)
+    run = state.validations.holding(replica)
     if run is not None:
         run.refused += 1
     stop_replica(core, replica, reason)
@@ -132,11 +126,11 @@ def sync_weights(core: Core) -> None:
     staged = []
     for replica in behind:
         target = state.target_of(replica)
-        if replica.version == target:
-            continue  # a validation keeps it at its version
-        if replica.staged != target and replica.staging is None:
+        if replica.version == target or state.is_staging(replica):
+            continue  # a validation keeps it at its version, or it has an order
+        if replica.next_version != target:
             _stage_version(core, replica, target)
-        elif replica.staged == target and replica.state == "ready":
+        elif replica.state == "ready":
             staged.append(replica)
     if staged:
         _pause_staged(core, staged)
@@ -153,8 +147,7 @@ def _stage_version(core: Core, replica: Replica, version: Version) -> None:
     state = core.state
     if state.versions[version].state == "published":
         state.fire_version(state.versions[version], "transfer")
-    replica.staged = None
-    replica.staging = version
+    replica.next_version = version
     replica.sync_attempt += 1
     core.orders.add(StageWeights(**replica.address(core.orders.cause), version=version))
 
@@ -185,16 +178,16 @@ def _pause_staged(core: Core, staged: list[Replica]) -> None:
 
 
 def _pause_replica(core: Core, replica: Replica) -> None:
-    assert replica.staged is not None  # only replicas with staged weights are paused
+    assert replica.next_version is not None  # only replicas with staged weights are paused
     core.state.fire_replica(replica, "pause")
     mode = core.state.limits.sync_mode
-    core.orders.add(PauseReplica(**replica.address(core.orders.cause), version=replica.staged, mode=mode))
+    core.orders.add(PauseReplica(**replica.address(core.orders.cause), version=replica.next_version, mode=mode))
 
 
 def _retire_versions(core: Core, latest: Version) -> None:
     state = core.state
     needed = {run.version for run in state.validations.runs.values()}
-    needed.update(version for r in state.replicas.values() for version in (r.staging, r.staged) if version)
+    needed.update(replica.next_version for replica in state.replicas.values() if replica.next_version)
     for id in list(state.versions):
         if id < latest and id not in needed:
             state.fire_version(state.versions[id], "retire")

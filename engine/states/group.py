@@ -69,8 +69,6 @@ class Group:
     tokens: int = 0
     unfinished: int = 0
     """Trajectories of what is stored that have not ended; 0 while nothing is stored."""
-    kept: bool = False
-    """An earlier attempt left finished trajectories or prefixes in the trajectory store."""
     finished: int = 0
     """Trajectories that have ended in the running attempt, as far as its replica has reported; 0 while it is not
     running."""
@@ -89,25 +87,22 @@ class Group:
     """A faster replica took it over once; it stays there."""
     failed_on: ReplicaId = -1
     """The replica its last attempt failed on; another one is preferred for the next."""
-    ready_number: int = 0
-    """Its place in the order in which groups became ready."""
     resume_key: tuple[float, ...] = ()
     """Where it is parked: what the resume policy orders it by; empty for its deadline alone."""
-    entered: int = 0
-    """Where it is in an added state: the number of its entry, by which its turn comes."""
+    turn: int = 0
+    """Where it is ready or in an added state: the number of its entry, by which its turn comes."""
     ready_at: float = 0.0
     reward_mean: float = 0.0
 
     def forget_tokens(self) -> None:
         """What earlier attempts left is gone: the next one begins with the prompt."""
-        self.kept = False
         self.tokens = self.unfinished = 0
         self.oldest_version = self.newest_version = NO_VERSION
 
     @property
-    def begun(self) -> bool:
-        """Whether it was ever started; until then there is nothing of it to know but its id."""
-        return self.attempt > 0 or self.state != "queued"
+    def kept(self) -> bool:
+        """Whether an attempt left finished trajectories or prefixes in the trajectory store."""
+        return self.tokens > 0
 
     @property
     def resumes_from(self) -> Version:

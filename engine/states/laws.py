@@ -119,8 +119,8 @@ def _check_seats(state: State) -> dict[GroupId, ReplicaId]:
     seats: dict[GroupId, ReplicaId] = {}
     unrewarded = 0
     for replica in state.replicas.values():
-        require(replica.free_for_chunks >= 0, "law 2: a replica runs more than it has slots",
-                replica=replica.id, running=len(replica.groups), chunks=len(replica.chunks),
+        require(state.free.for_chunks(replica) >= 0, "law 2: a replica runs more than it has slots",
+                replica=replica.id, running=len(replica.groups), chunks=state.free.measuring(replica),
                 slots=replica.slots)  # fmt: skip
         require(not (replica.validator and replica.groups), "law 2: groups run on a validator", replica=replica.id)
         require(
@@ -144,14 +144,15 @@ def _check_seats(state: State) -> dict[GroupId, ReplicaId]:
 
 def check_free_slots(state: State) -> None:
     """The index of free slots has what a walk over the replicas finds."""
-    kept, found = state.free.figures(), FreeSlots(state.replicas).figures()
+    kept, found = state.free.figures(), FreeSlots(state.replicas, state.orders).figures()
     require(kept == found, "law 3: the index of free slots and the replicas differ", kept=kept, found=found)
 
 
 IN_SYNC = {
-    "pausing": PauseReplica, "yielding": PauseReplica, "draining": PauseReplica, "installing": InstallWeights,
+    "pausing": (PauseReplica,), "yielding": (PauseReplica,), "draining": (PauseReplica,),
+    "installing": (InstallWeights,),
 }  # fmt: skip
-"""States of a replica, and the order that it is in one of them for."""
+"""States of a replica, and the order that it is in one of them for. In the others it may have one to stage weights."""
 
 
 def check_orders(state: State) -> None:
@@ -167,8 +168,9 @@ def check_orders(state: State) -> None:
     require(orders.open("group").keys() == running, "law 10: a running group was not ordered, or another was")
     for cut in ("truncate", "park"):
         require(orders.open(cut).keys() <= running, "law 10: a group that does not run is to be cut short", cut=cut)
-    rows = {(r.held, chunk) for r in replicas.values() for chunk in r.chunks}
-    require(orders.open("rows").keys() == rows, "law 10: rows are measured that were not ordered, or are not")
+    held = {(run.id, replica) for run in state.validations.runs.values() for replica in run.replicas}
+    measuring = {(validation, order.owner) for (validation, _), order in orders.open("rows").items()}
+    require(measuring <= held, "law 10: rows are measured on a replica that is not held", replicas=measuring - held)
     training = [step.id for step in state.formed_steps if step.state == "training"]
     require(list(orders.open("train")) == training, "law 10: a step is trained unordered, or is not", steps=training)
     require(all(step in state.steps for step, _ in orders.open("score")), "law 10: a step that is over is scored")
@@ -189,9 +191,9 @@ def check_orders(state: State) -> None:
         require(not lost, "law 10: a replica that is lost has an order", order=order.number, replica=order.owner)
     for replica in replicas.values():
         sync = orders.find("sync", replica.id)
-        kind = IN_SYNC.get(replica.state, StageWeights if replica.staging is not None else None)
         ordered = None if sync is None else type(sync.command)
-        require(ordered is kind, "law 10: a replica and its order disagree", replica=replica.id, state=replica.state)
+        fits = ordered in IN_SYNC.get(replica.state, (None, StageWeights))
+        require(fits, "law 10: a replica and its order disagree", replica=replica.id, state=replica.state)
 
 
 def check_processes(state: State) -> None:
@@ -206,10 +208,6 @@ def check_processes(state: State) -> None:
             (replica.state != "down") <= (process.state == "up"), "a replica works and its process is not up",
             replica=replica.id, state=replica.state, process=process.state,
         )  # fmt: skip
-        require(
-            process.state != "up" or replica.incarnation == process.incarnation, "a replica is of an older life",
-            replica=replica.id,
-        )  # fmt: skip
 
 
 def check_stages(state: State) -> None:
@@ -217,11 +215,10 @@ def check_stages(state: State) -> None:
     stages = state.stages
     for name, stage in stages.by_name.items():
         there = {group.id for group in state.groups.values() if group.state == name}
-        ordered = {order.id for order in state.orders.owned(stage_owner(name))}
+        ordered = state.orders.of(stage_owner(name), "stage").keys()
         require(not stage.waiting.keys() & ordered, "law 1: a group is in a state twice", state=name)
         require(there == {*stage.waiting, *ordered}, "law 1: a group is lost in an added state", state=name)
         require(stage.working <= stage.concurrency, "law 2: a state works on more than it may", state=name)
-    require(stages.waiting == sum(len(s.waiting) for s in stages.by_name.values()), "law 7: a group waits unseen")
 
 
 def check_pools(state: State) -> None:
@@ -246,7 +243,7 @@ def check_pools(state: State) -> None:
         require(busy, "a pool is leased to a task that is not in progress", pool=lease.id, task=lease.task)
         for id in lease.replicas if lease.shared else ():
             replica = replicas.get(id)
-            idle = replica is None or not (replica.groups or replica.chunks)
+            idle = replica is None or not (replica.groups or state.free.measuring(replica))
             require(idle, "tasks of one pool run at once", pool=lease.id, task=lease.task, replica=id)
     for replica in replicas.values():
         if replica.state in ("yielding", "asleep"):
@@ -257,8 +254,6 @@ def check_pools(state: State) -> None:
 def check_validations(state: State) -> None:
     """A version is kept while a validation waits for it, each row counts once, and no other replica is delayed."""
     books, replicas = state.validations, state.replicas
-    held: dict[int, int] = {}
-    out: dict[int, dict[int, None]] = {}
     for run in books.runs.values():
         require(
             run.version in state.versions, "a version is retired while a validation of it waits", version=run.version
@@ -276,18 +271,13 @@ def check_validations(state: State) -> None:
             require(places == 1, "a chunk of a validation is lost or in two places", chunk=chunk.index)
         for index, replica in measured.items():
             require(replica.version == run.version, "rows are measured under another version", chunk=index)
-            out.setdefault(replica.id, {})[index] = None
         require(run.left == sum(not c.done for c in run.chunks), "a validation's books differ", validation=run.id)
         for id in run.replicas:
-            require(id not in held, "two validations hold a replica", replica=id)
             require(replicas[id].state != "down", "a validation holds a replica that is down", replica=id)
             require(replicas[id].heading <= run.version, "a held replica leaves its version", replica=id)
-            held[id] = run.id
     for replica in replicas.values():
-        require(replica.held == held.get(replica.id, -1), "a replica and a validation disagree", replica=replica.id)
-        require(set(replica.chunks) == set(out.get(replica.id, ())), "a chunk has no seat, or a seat no chunk",
-                replica=replica.id)  # fmt: skip
-        if replica.state == "ready" and replica.held < 0 and not replica.validator and state.outcome is None:
-            on_its_way = replica.staging is not None or replica.staged == state.latest_version
+        installs = replica.state == "ready" and not replica.validator and state.outcome is None
+        if installs and books.holding(replica) is None:
+            on_its_way = replica.next_version == state.latest_version or state.is_staging(replica)
             newest = replica.version == state.latest_version or state.latest_version not in state.versions
             require(newest or on_its_way, "an install is delayed without a validation", replica=replica.id)

@@ -8,6 +8,7 @@ shows what a run waits for, what to reissue after the scheduler's process died, 
 No other field may encode "this is in flight".
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -251,8 +252,11 @@ class Order:
         self.overdue = False
 
 
+_number = attrgetter("number")
+
+
 class OrderBook:
-    """The open orders of a run, indexed by subject and by owner, oldest first."""
+    """The open orders of a run, indexed by subject, and by owner and subject, oldest first."""
 
     next_number: int = 0
     """The number of the next order. Numbers are never reused."""
@@ -263,7 +267,7 @@ class OrderBook:
         self._apart = scored_apart
         self._by_subject: dict[str, dict[Any, Order]] = {relation.subject: {} for relation in RELATIONS.values()}
         self.by_number = {}
-        self._owned: dict[Owner, dict[int, Order]] = {}
+        self._owned: dict[Owner, dict[str, dict[Any, Order]]] = defaultdict(lambda: defaultdict(dict))
         self.matched: dict[EventId, tuple[Order, ...]] = {}
         """By fact of the newest tick: the orders that it answered or reported on, which caused it. A stale echo has no
         entry."""
@@ -283,11 +287,15 @@ class OrderBook:
 
     def owned(self, owner: Owner) -> list[Order]:
         """The open orders of a process, oldest first."""
-        return list(self._owned[owner].values()) if owner in self._owned else []
+        return sorted([order for orders in self._owned[owner].values() for order in orders.values()], key=_number)
+
+    def of(self, owner: Owner, subject: str) -> dict[Any, Order]:
+        """The open orders of a process and a subject, by id. Callers must not change the dict."""
+        return self._owned[owner][subject]
 
     def first(self, owner: Owner) -> Order | None:
         """The oldest open order of a process."""
-        return next(iter(self._owned.get(owner, {}).values()), None)
+        return next(iter(self.owned(owner)), None)
 
     def numbered(self, number: int) -> Order:
         """The open order with that number."""
@@ -295,10 +303,6 @@ class OrderBook:
 
     def is_open(self, number: int) -> bool:
         return number in self.by_number
-
-    def held(self, owner: Owner) -> int:
-        """The number of open orders of a process."""
-        return len(self._owned.get(owner, ()))
 
     def all(self) -> list[Order]:
         """Every open order, oldest first."""
@@ -338,10 +342,7 @@ class OrderBook:
         self.next_number = number + 1
         owner: Owner = own(self, command)
         order = orders[id] = self.by_number[number] = Order(number, subject, id, owner, command, at)
-        owned = self._owned.get(owner)
-        if owned is None:
-            owned = self._owned[owner] = {}
-        owned[number] = order
+        self._owned[owner][subject][id] = order
         return order
 
     def rebuild(self) -> None:
@@ -371,7 +372,7 @@ class OrderBook:
 
     def clear(self) -> None:
         """End every order: the run is over, or a resume starts new processes."""
-        for orders in (*self._by_subject.values(), *self._owned.values(), self.by_number):
+        for orders in (*self._by_subject.values(), self._owned, self.by_number):
             orders.clear()
 
     # events
@@ -404,8 +405,8 @@ class OrderBook:
             self.clear()
 
     def _close(self, order: Order) -> None:
-        number = order.number
-        del self.by_number[number], self._owned[order.owner][number], self._by_subject[order.subject][order.id]
+        subject, id = order.subject, order.id
+        del self.by_number[order.number], self._owned[order.owner][subject][id], self._by_subject[subject][id]
 
 
 class _Rule:

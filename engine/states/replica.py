@@ -9,8 +9,9 @@ from heapq import heappop, heappush
 from operator import itemgetter
 from typing import NamedTuple
 
-from engine.ids import NO_VERSION, EventId, GroupId, Incarnation, ReplicaId, ValidationId, Version
+from engine.ids import NO_VERSION, EventId, GroupId, Incarnation, ReplicaId, Version
 from engine.states.machine import Table, transitions
+from engine.states.orders import OrderBook
 from engine.states.process import REPLICA as REPLICA_KIND
 from engine.states.process import Process
 
@@ -62,18 +63,14 @@ class Replica:
     process: Process = field(default_factory=lambda: Process(REPLICA_KIND))
     """Its lifetimes."""
     state: str = REPLICA.initial
-    incarnation: Incarnation = 0
-    """The life that joined last."""
     slots: int = 0
     samples: int = 1
     """Trajectories that a slot holds: those of one group."""
     finished: int = 0
     """Trajectories that have ended, of the groups that run here. Each `samples` of them free a slot."""
     version: Version = 0
-    staging: Version | None = None
-    """Being brought to host memory."""
-    staged: Version | None = None
-    """In host memory, not yet installed."""
+    next_version: Version | None = None
+    """The version that it is to install: in host memory, or being brought there while a `StageWeights` is open."""
     sync_attempt: int = 0
     """Syncs begun on this incarnation; its sync orders and their answers carry it."""
     sync_failures: int = 0
@@ -91,10 +88,11 @@ class Replica:
     """It is slower than the others by more than may be."""
     groups: dict[GroupId, None] = field(default_factory=dict)
     """Running here, in the order they started; a dict for its order."""
-    held: ValidationId = -1
-    """The validation that keeps it at its version; -1: none."""
-    chunks: dict[int, None] = field(default_factory=dict)
-    """Of that validation, being measured here, each in a slot; a dict for its order."""
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """Its newest life, which may not be up yet."""
+        return self.process.incarnation
 
     @property
     def condition(self) -> str:
@@ -113,24 +111,9 @@ class Replica:
         return len(self.groups) - self.finished // self.samples
 
     @property
-    def taken(self) -> int:
-        """Slots that groups cannot have: all of a validator, and those that a validation has."""
-        return self.slots if self.validator else len(self.chunks)
-
-    @property
-    def free_slots(self) -> int:
-        """For groups."""
-        return self.slots - self.taken - self.occupied
-
-    @property
-    def free_for_chunks(self) -> int:
-        """Slots that neither a group nor a chunk of a validation needs."""
-        return self.slots - self.occupied - len(self.chunks)
-
-    @property
     def heading(self) -> Version:
         """The newest version it has or is about to have."""
-        return max(self.version, self.staging or 0, self.staged or 0)
+        return max(self.version, self.next_version or 0)
 
     def address(self, cause: EventId) -> dict[str, int]:
         """What every order of a sync carries."""
@@ -145,12 +128,6 @@ class Replica:
     def coming(self) -> bool:
         """It is down, and its next life is on its way."""
         return self.state == "down" and self.process.coming
-
-
-def load_of(replica: Replica) -> float:
-    """Share of its slots that a validation has or the trajectories of its groups need."""
-    samples = replica.samples
-    return ((len(replica.groups) + replica.taken) * samples - replica.finished) / (replica.slots * samples)
 
 
 class _SameVersion:
@@ -182,11 +159,13 @@ NOTHING = Contribution()
 class FreeSlots:
     """The replicas that can take a group, by version and load, and the sums of their slots.
 
-    Everything here follows from the replicas. `update` must be called after every change of a replica's state, version,
-    slots, groups or chunks, of its being slow, and of its leaving. A change costs O(log replicas).
+    Everything here follows from the replicas and the open orders to measure rows. `update` must be called after every
+    change of a replica's state, version, slots, groups or these orders, of its being slow, and of its leaving. A change
+    costs O(log replicas).
     """
 
-    def __init__(self, replicas: dict[ReplicaId, Replica]) -> None:
+    def __init__(self, replicas: dict[ReplicaId, Replica], orders: OrderBook) -> None:
+        self._orders, self._rows = orders, orders.open("rows")
         self.rebuild(replicas)
 
     def rebuild(self, replicas: dict[ReplicaId, Replica]) -> None:
@@ -208,16 +187,16 @@ class FreeSlots:
     def update(self, replica: Replica) -> None:
         """A replica has changed."""
         id, version = replica.id, replica.version
-        free = replica.free_slots if replica.state == "ready" else 0
+        free = self.for_groups(replica) if replica.state == "ready" else 0
         before = self._known.get(id, NOTHING)
         if free > 0:
             if before.open_at != version:
                 self._close(id, before.open_at)
                 self._at.setdefault(version, _SameVersion()).replicas[id] = None
             at = self._at[version]
-            heappush(at.heap, (load_of(replica), id))
+            heappush(at.heap, (self._load(replica), id))
             if len(at.heap) > 64 + 8 * len(at.replicas):
-                at.heap = sorted((load_of(self._replicas[one]), one) for one in at.replicas)
+                at.heap = sorted((self._load(self._replicas[one]), one) for one in at.replicas)
         else:
             self._close(id, before.open_at)
         leaves = replica.process.leaves
@@ -251,7 +230,28 @@ class FreeSlots:
         if not at.replicas:
             del self._at[version]
 
+    def _load(self, replica: Replica) -> float:
+        """Share of its slots that a validation has or the trajectories of its groups need."""
+        samples = replica.samples
+        return ((len(replica.groups) + self.taken(replica)) * samples - replica.finished) / (replica.slots * samples)
+
     # reading
+
+    def measuring(self, replica: Replica) -> int:
+        """Slots in which it measures a chunk of a validation."""
+        return len(self._orders.of(replica.id, "rows")) if self._rows else 0
+
+    def taken(self, replica: Replica) -> int:
+        """Slots that groups cannot have: all of a validator, and those that a validation has."""
+        return replica.slots if replica.validator else self.measuring(replica)
+
+    def for_groups(self, replica: Replica) -> int:
+        """Slots that are free for groups."""
+        return replica.slots - self.taken(replica) - replica.occupied
+
+    def for_chunks(self, replica: Replica) -> int:
+        """Slots that neither a group nor a chunk of a validation needs."""
+        return replica.slots - self.measuring(replica) - replica.occupied
 
     @property
     def newest_version(self) -> Version:
@@ -276,7 +276,7 @@ class FreeSlots:
         heap, avoided = at.heap, None
         while heap:
             load, id = heap[0]
-            if id not in at.replicas or load_of(self._replicas[id]) != load:
+            if id not in at.replicas or self._load(self._replicas[id]) != load:
                 heappop(heap)
             elif id == avoid:
                 avoided = heappop(heap)

@@ -26,7 +26,7 @@ class Stage:
     @property
     def working(self) -> int:
         """The number of groups whose work is ordered."""
-        return self._orders.held(self.owner)
+        return len(self._orders.of(self.owner, "stage"))
 
 
 class Stages:
@@ -34,9 +34,12 @@ class Stages:
 
     def __init__(self, added: tuple[AddedState, ...], orders: OrderBook) -> None:
         self.by_name = {state.name: Stage(number, state, orders) for number, state in enumerate(added)}
-        self.waiting = 0
-        """Number of groups in all states whose work is not ordered. The scheduler checks it in every tick."""
         self._orders = orders
+
+    @property
+    def waiting(self) -> int:
+        """The number of groups whose work is not ordered."""
+        return sum(len(stage.waiting) for stage in self.by_name.values())
 
     @property
     def out(self) -> int:
@@ -45,14 +48,12 @@ class Stages:
 
     def enter(self, name: str, group: GroupId) -> None:
         self.by_name[name].waiting[group] = None
-        self.waiting += 1
 
     def leave(self, name: str, group: GroupId) -> None:
         """Remove a group from a state, and withdraw its work if that is ordered."""
         waiting = self.by_name[name].waiting
         if group in waiting:
             del waiting[group]
-            self.waiting -= 1
         else:
             self._orders.withdraw("stage", group)
 
@@ -60,19 +61,16 @@ class Stages:
         """Remove and return the group that has waited longest. The caller must order its work now."""
         group = next(iter(stage.waiting))
         del stage.waiting[group]
-        self.waiting -= 1
         return group
 
     def put_back(self) -> None:
         """Queue all ordered work again, before the groups that already wait. Call it before the book is cleared."""
         for stage in self.by_name.values():
-            worked_on = [order.id for order in self._orders.owned(stage.owner)]
+            worked_on = [*self._orders.of(stage.owner, "stage")]
             for group in worked_on:
                 self._orders.withdraw("stage", group)
             stage.waiting = {**dict.fromkeys(worked_on), **stage.waiting}
-            self.waiting += len(worked_on)
 
     def clear(self) -> None:
         for stage in self.by_name.values():
             stage.waiting.clear()
-        self.waiting = 0

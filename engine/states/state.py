@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from operator import attrgetter
 from typing import Any
 
-from engine.commands import FinishRun
+from engine.commands import FinishRun, StageWeights
 from engine.ids import NO_VERSION, GroupId, ReplicaId, StepId, Version
 from engine.states.checkpoints import Checkpoints
 from engine.states.group import Group, group_table
@@ -74,10 +74,8 @@ class State:
     """Train steps in the checkpoint that was ordered last."""
     checkpoint_failures: int = 0
     """How often that checkpoint failed."""
-    next_ready: int = 0
-    """Groups that became ready so far."""
-    next_entered: int = 1
-    """Entries into added states, counted from 1."""
+    next_turn: int = 0
+    """How often a group became ready or entered an added state so far."""
     stale_echoes: int = 0
     generated_at: float = 0.0
     """When a group was last generated."""
@@ -136,7 +134,7 @@ class State:
         """The process that executes the orders of an owner with another name."""
         self.settings, self.loosest = {}, limits.max_staleness_steps
         self.replicas = {}
-        self.free = FreeSlots(self.replicas)
+        self.free = FreeSlots(self.replicas, self.orders)
         self.paces = Paces(self.replicas, limits.straggler_factor, self._mark_slow)
         self.checkpoints = Checkpoints(bool(limits.checkpoint_every), limits.keeps_batches)
         self.validations = Validations(self.replicas, self.free, self.orders, self._validation_machine)
@@ -169,23 +167,22 @@ class State:
         """Running groups whose trajectories have all ended: what they lack is their rewards. A dict for its order."""
         self.deadlines = Deadlines(self.limits.surplus)
         self.stages.clear()
-        ready, entered = [], []
+        entered = []
         for group in self.groups.values():
             phase = self._phases[group.state]
             self.deadlines.move(group.id, group.deadline, Phase.WAITING, phase)
-            if phase is Phase.READY:
-                ready.append(group)
-            elif phase is Phase.WAITING:
+            if phase is Phase.WAITING:
                 self.waiting.append(group.id)
             elif group.state == "aborted":
                 self._park(group, group.resume_key or (group.deadline,))
             elif group.replica >= 0 and group.finished == self.replicas[group.replica].samples:
                 self.unrewarded[group.id] = None
-            elif phase is Phase.PARKED:
+            elif phase in (Phase.PARKED, Phase.READY):
                 entered.append(group)
-        self.ready.update((group.id, None) for group in sorted(ready, key=attrgetter("ready_number")))
-        for group in sorted(entered, key=attrgetter("entered")):
-            if self.orders.find("stage", group.id) is None:
+        for group in sorted(entered, key=attrgetter("turn")):
+            if group.state == "generated":
+                self.ready[group.id] = None
+            elif self.orders.find("stage", group.id) is None:
                 self.stages.enter(group.state, group.id)
 
     def _build_machines(self, observe: Observer | None, limits: Limits) -> None:
@@ -245,7 +242,7 @@ class State:
             enter(group, key)
 
     def _leave_parked(self, group: Group, before: str) -> None:
-        group.resume_key, group.entered = (), 0
+        group.resume_key = ()
         if before == "aborted":
             self._forget_parked(group)
         else:
@@ -262,8 +259,7 @@ class State:
 
     def _enter_ready(self, group: Group, key: Key) -> None:
         self.ready[group.id] = None
-        group.ready_number = self.next_ready
-        self.next_ready += 1
+        self._take_turn(group)
 
     def _end(self, group: Group, key: Key) -> None:
         """It was trained on, or released."""
@@ -286,13 +282,12 @@ class State:
     def enter_stage(self, group: Group) -> None:
         """A group waits for the work of the added state it is in, behind those that wait already."""
         self.stages.enter(group.state, group.id)
-        self.update(group, entered=self.next_entered)
-        self.next_entered += 1
+        self._take_turn(group)
 
-    def update(self, group: Group, **fields: Any) -> None:
-        """Set fields of a group, apart from a change of its state."""
-        for name, value in fields.items():
-            setattr(group, name, value)
+    def _take_turn(self, group: Group) -> None:
+        """It is behind the groups that wait in its state already."""
+        group.turn = self.next_turn
+        self.next_turn += 1
 
     def surplus_checkpoints(self) -> list[StepId]:
         """The checkpoints to delete, oldest first."""
@@ -371,7 +366,7 @@ class State:
         others in their place."""
         replica = self.replicas[group.replica]
         replica.finished += finished - group.finished
-        self.update(group, finished=finished)
+        group.finished = finished
         if finished == replica.samples:
             self.unrewarded[group.id] = None
         self.free.update(replica)
@@ -410,7 +405,7 @@ class State:
 
     def publish(self, version: Version) -> None:
         """A version holds the steps trained so far, and is the newest."""
-        self.versions[version] = WeightsVersion(version, self.steps_trained)
+        self.versions[version] = WeightsVersion(version)
         self.steps_in[version] = self.steps_trained
         self.latest_version = version
 
@@ -473,7 +468,7 @@ class State:
     def target_of(self, replica: Replica) -> Version:
         """What a replica works towards: the newest version; where a validation holds it, that one's; a validator that
         none holds stays as it is."""
-        run = self.validations.runs.get(replica.held)
+        run = self.validations.holding(replica)
         if run is not None:
             return run.version
         return replica.version if replica.validator else self.latest_version
@@ -527,6 +522,11 @@ class State:
         self.paces.use(limits.straggler_factor)
         self.loosest = max(self.loosest, limits.max_staleness_steps)
         self.over = max(0, self.ledger.running - limits.max_concurrent_groups)
+
+    def is_staging(self, replica: Replica) -> bool:
+        """Whether weights are being brought to its host memory."""
+        order = self.orders.find("sync", replica.id)
+        return order is not None and isinstance(order.command, StageWeights)
 
     def timer_is_set(self, name: str) -> bool:
         return self.orders.find("timer", name) is not None

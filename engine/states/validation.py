@@ -75,10 +75,8 @@ class Validation:
     queued_at: float
     state: str = VALIDATION.initial
     chunks: list[Chunk] = field(default_factory=list)
-    replicas: dict[ReplicaId, int] = field(default_factory=dict)
-    """Held at its version, in the order they were taken, each with its number in it."""
-    held: int = 0
-    """Replicas that were ever taken."""
+    replicas: dict[ReplicaId, None] = field(default_factory=dict)
+    """Held at its version, in the order they were taken."""
     refused: int = 0
     """Lives of replicas given up because they could not be brought to its version."""
     measured: int = 0
@@ -128,8 +126,9 @@ class Validation:
             self._waiting_failed[chunk.failures] += 1
 
     def take(self) -> Chunk:
-        """The first chunk that waits does not any more."""
+        """The first chunk that waits begins another attempt."""
         chunk = self.chunks[heappop(self.waiting)]
+        chunk.attempt += 1
         if chunk.failures:
             self._waiting_failed[chunk.failures] -= 1
             if not self._waiting_failed[chunk.failures]:
@@ -196,6 +195,11 @@ class Validations:
         """The run whose turn it is."""
         return next(iter(self.runs.values()), None)
 
+    def holding(self, replica: Replica) -> Validation | None:
+        """The run that keeps a replica at its version."""
+        run = self.served
+        return run if run is not None and replica.id in run.replicas else None
+
     def queue(self, version: Version, steps: StepId, rows: int, size: int, at: float) -> Validation:
         run = self.runs[self.created] = Validation(self.created, version, steps, rows, at)
         run.split(size)
@@ -213,33 +217,19 @@ class Validations:
 
     def hold(self, run: Validation, replica: Replica) -> None:
         """Keep a replica at the run's version until the run ends."""
-        run.replicas[replica.id] = run.held
-        run.held += 1
-        replica.held = run.id
+        run.replicas[replica.id] = None
 
     def release(self, run: Validation, replica: Replica, *, failed: bool = False) -> None:
         """Let a replica go; chunks that it has go back. `failed`: each has lost an attempt."""
-        for index in list(replica.chunks):
-            chunk = run.chunks[index]
-            chunk.failures += failed
-            self._unseat(run, chunk, replica)
-            run.put_back(chunk)
+        for _, index in list(self._orders.of(replica.id, "rows")):
+            self.put_back(run, run.chunks[index], replica, failed=failed)
         del run.replicas[replica.id]
-        replica.held = -1
 
     def lose(self, replica: Replica, *, failed: bool) -> None:
         """A replica is gone. `failed`: its chunks have lost an attempt."""
-        run = self.runs.get(replica.held)
+        run = self.holding(replica)
         if run is not None:
             self.release(run, replica, failed=failed)
-
-    def send(self, run: Validation, replica: Replica) -> Chunk:
-        """Give the next chunk that waits a slot."""
-        chunk = run.take()
-        chunk.attempt += 1
-        replica.chunks[chunk.index] = None
-        self._free.update(replica)
-        return chunk
 
     def put_back(self, run: Validation, chunk: Chunk, replica: Replica, *, failed: bool = True) -> None:
         """The chunk, measured on a replica, waits again. `failed`: it has lost an attempt."""
@@ -260,6 +250,5 @@ class Validations:
         run.reward += event.reward
 
     def _unseat(self, run: Validation, chunk: Chunk, replica: Replica) -> None:
-        del replica.chunks[chunk.index]
         self._orders.withdraw("rows", (run.id, chunk.index))
         self._free.update(replica)

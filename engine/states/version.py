@@ -20,10 +20,9 @@ VERSION = Table(
 
 @dataclass(eq=False)
 class WeightsVersion:
-    """One publication and the train steps it contains."""
+    """One publication; `State.steps_in` has its train steps."""
 
     id: Version
-    steps: int
     state: str = VERSION.initial
     refused: int = 0
     """Replicas lost because they could not be brought to it."""

@@ -76,15 +76,15 @@ def view_group(group: Group) -> GroupView:
     )  # fmt: skip
 
 
-def view_replica(replica: Replica) -> ReplicaView:
+def view_replica(state: State, replica: Replica) -> ReplicaView:
     return ReplicaView(
         replica.id,
         replica.state,
         replica.incarnation,
         replica.version,
-        replica.staged,
+        None if state.is_staging(replica) else replica.next_version,
         replica.slots,
-        replica.slots - replica.free_for_chunks,
+        replica.slots - state.free.for_chunks(replica),
     )
 
 
@@ -216,7 +216,7 @@ class View:
 
     def replicas(self) -> list[ReplicaView]:
         """Every replica ever seen that groups run on, in the order they joined."""
-        return [view_replica(replica) for replica in self._state.rollouts]
+        return [view_replica(self._state, replica) for replica in self._state.rollouts]
 
     def validations(self) -> list[ValidationView]:
         """Validations that have not ended, in the order they were queued: the first is served."""

@@ -194,7 +194,7 @@ class Scripted:
         """A replica takes the version ordered for it, step by step."""
         replica = self.state.replicas[id]
         place = {"replica": id, "incarnation": replica.incarnation, "attempt": replica.sync_attempt}
-        version = self.state.latest_version if replica.staging is None else replica.staging
+        version = self.state.latest_version if replica.next_version is None else replica.next_version
         self.tell(WeightsStaged(**place, version=version))
         if pause:
             self.tell(ReplicaPaused(**place))

@@ -145,7 +145,7 @@ def test_an_answer_closes_its_order_once(kind: type[Command], event: type[Event]
     (order,) = book.all()
     assert (order.command, order.at, book.find(order.subject, order.id)) == (command, 3.0, order)
     assert book.match(answer(command, event, 0)) and orders_matched(book) == [order]
-    assert len(book) == 0 == book.held(order.owner) and book.owned(order.owner) == []
+    assert len(book) == 0 and not book.of(order.owner, order.subject) and book.owned(order.owner) == []
     book.matched = {}
     assert book.match(answer(command, event, 0)) == (event in UNSOLICITED) and orders_matched(book) == []
 

@@ -231,7 +231,7 @@ def test_held_out_rows_under_way_are_measured_to_their_end_before_a_replica_slee
     run.finish(*run.state.replicas[1].groups)
     assert states(run) == ["ready", "ready"] and not run.ordered(TrainStep)
     for chunk in (0, 1):
-        assert list(run.state.replicas[0].chunks) == [0, 1][chunk:], "none is begun"
+        assert [index for _, index in run.state.orders.open("rows")] == [0, 1][chunk:], "none is begun"
         run.tell(
             RowsMeasured(validation=0, chunk=chunk, attempt=1, replica=0, incarnation=1, version=0, measured=1, right=1,
                          reward=1.0)
@@ -290,7 +290,7 @@ def test_training_does_not_wait_for_a_replica_that_a_validation_holds() -> None:
     run.finish(0, 1, 2, 3)
     run.train()
     run.publish()
-    assert [replica.held for replica in run.state.replicas.values()] == [0, -1], "by the first validation"
+    assert [*run.state.validations.runs[0].replicas] == [0], "by the first validation"
     run.install(1)
     assert [order.step for order in run.ordered(TrainStep)] == [0, 1]
 

@@ -73,7 +73,7 @@ class Measured(Scripted):
         return [
             order
             for order in orders
-            if order.chunk in self.state.replicas[order.replica].chunks
+            if (order.validation, order.chunk) in self.state.orders.of(order.replica, "rows")
             and runs[order.validation].chunks[order.chunk].attempt == order.attempt
         ]
 
@@ -304,7 +304,7 @@ def test_a_version_that_only_a_lost_replica_had_is_installed_on_its_next_life() 
     assert world.staged(0)[-1] == 2
     assert 2 not in [order.version for order in world.ordered(RetireWeights)]
     replica = world.state.replicas[0]
-    assert replica.staging == 2
+    assert world.state.is_staging(replica) and replica.next_version == 2
 
 
 def test_a_validation_whose_version_no_replica_can_have_fails_and_not_the_run() -> None:
@@ -557,7 +557,7 @@ def replicas_are_held_beyond_the_validation(monkeypatch: pytest.MonkeyPatch) -> 
 
     def release(self: Validations, run: Validation, replica: Any, *, failed: bool = False) -> None:
         honest(self, run, replica, failed=failed)
-        replica.held = run.id
+        run.replicas[replica.id] = None
 
     monkeypatch.setattr(Validations, "release", release)
 
@@ -566,7 +566,7 @@ def rows_of_a_lost_replica_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
     honest = Validations.lose
 
     def lose(self: Validations, replica: Any, *, failed: bool) -> None:
-        run = self.runs.get(replica.held)
+        run = self.holding(replica)
         waiting = list(run.waiting) if run is not None else []
         honest(self, replica, failed=failed)
         if run is not None:
@@ -585,9 +585,9 @@ def repeated_answers_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def groups_run_on_validators(monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.states.replica import Replica
+    from engine.states.replica import FreeSlots
 
-    monkeypatch.setattr(Replica, "taken", property(lambda replica: len(replica.chunks)))
+    monkeypatch.setattr(FreeSlots, "taken", FreeSlots.measuring)
 
 
 def the_run_ends_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

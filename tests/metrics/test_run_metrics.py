@@ -400,8 +400,8 @@ def test_slots_that_measure_are_busy_and_the_status_says_what_is_measured() -> N
     def look() -> None:
         status = read_status(world.metrics)
         seen.update((status.validation_now, status.trainer_now))
-        replicas = world.scheduler.state.replicas.values()
-        taken = sum(r.slots - r.free_for_chunks for r in replicas if r.state == "ready")
+        replicas, free = world.scheduler.state.replicas.values(), world.scheduler.state.free
+        taken = sum(r.slots - free.for_chunks(r) for r in replicas if r.state == "ready")
         full.extend([status.validation_now] if taken > status.slots_busy else [])
 
     world.to_the_end(look)
