@@ -44,6 +44,8 @@ class StartGroup(Command):
     incarnation: Incarnation
     admitted_version: Version = 0
     """Oldest weights version that its tokens may come from."""
+    number: int = -1
+    """Its number in the order book; `OrderProgressed` repeats it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,8 @@ class ResumeGroup(Command):
     truncate: bool
     admitted_version: Version = 0
     """As in `StartGroup`."""
+    number: int = -1
+    """Its number in the order book; `OrderProgressed` repeats it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +185,8 @@ class ScoreBatch(Command):
     attempt: int
     task: str
     groups: tuple[GroupId, ...]
+    number: int = -1
+    """Its number in the order book; `OrderProgressed` repeats it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +198,8 @@ class TrainStep(Command):
     attempt: int
     groups: tuple[GroupId, ...]
     staleness: tuple[int, ...]
+    number: int = -1
+    """Its number in the order book; `OrderProgressed` repeats it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +212,8 @@ class PublishWeights(Command):
     version: Version
     attempt: int
     steps: int
+    number: int = -1
+    """Its number in the order book; `OrderProgressed` repeats it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +223,7 @@ class SaveCheckpoint(Command):
     tag: ClassVar[int] = 16
     steps: int
     number: int
-    """Its number in the order book. A new attempt has a new number."""
+    """Its number in the order book; `OrderProgressed` repeats it. A new attempt has a new number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,6 +283,8 @@ class MeasureRows(Command):
     version: Version
     first: int
     count: int
+    number: int = -1
+    """Its number in the order book; `OrderProgressed` repeats it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,6 +341,8 @@ class StartProcess(Command):
     """Trainer only: later steps, which it retrains from their recorded batches before it is up."""
     delay_s: float = 0.0
     """Seconds to wait first, because the previous start failed."""
+    number: int = -1
+    """Its number in the order book; `OrderProgressed` repeats it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

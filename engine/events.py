@@ -277,17 +277,14 @@ class PrefixStored(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupProgressed(Event):
-    """A running group has made progress since the last report: it sampled tokens that are not in the store yet, some of
-    its trajectories ended, an agent took a turn, or rewards arrived. The clock of its time limit restarts."""
+class OrderProgressed(Event):
+    """A process has made progress on an open order since the last report. The order has its full time limit again."""
 
-    tag: ClassVar[int] = 52
-    group: GroupId
-    attempt: int
-    replica: ReplicaId
-    incarnation: Incarnation
+    tag: ClassVar[int] = 54
+    order: int
+    """The `number` of the order, which no other order has: a report of an earlier attempt or life changes nothing."""
     finished: int = 0
-    """Trajectories of the group that have ended: the replica may generate others in their place."""
+    """Of a group: its trajectories that have ended. The replica may generate others in their place."""
 
 
 NO_ANSWER = 0
@@ -526,6 +523,6 @@ EVENTS: dict[int, type[Event]] = {
         PublishFailed, CheckpointSaved, CheckpointFailed, TimerFired, StopRequested, PrefixStored, RunResumed,
         RowsMeasured, RowsFailed, StateLeft, StateFailed, SchedulerRecovered, DrainRequested, ReplicaLeaves,
         ReplicasWanted, SettingChanged, OrderDone, DrawFailed, CheckpointDamaged, ProcessWaits,
-        RunInterrupted, ProcessProbed, GroupProgressed, CallsMeasured,
+        RunInterrupted, ProcessProbed, CallsMeasured, OrderProgressed,
     )
 }  # fmt: skip

@@ -14,6 +14,7 @@ from engine.errors import counted
 from engine.events import (
     BatchScored,
     Event,
+    OrderProgressed,
     ProcessLost,
     PromptsDrawn,
     ReplicaPaused,
@@ -230,7 +231,7 @@ class Story:
         """Add the next tick. `state`: the state after it. `changes`: state changes of this group."""
         commands = tuple((c, self._note(c, state)) for c in tick.commands if self._named_by(c))
         causes = {command.cause for command, _ in commands}
-        events = [e for e in tick.events if e.id in causes or self._named_in(e) or self._touched_by(e)]
+        events = [e for e in tick.events if e.id in causes or self._named_in(e, state) or self._touched_by(e)]
         if changes and not events:
             events = [tick.events[-1]]
         if events:
@@ -251,9 +252,12 @@ class Story:
         if not marked:
             yield f"  ---- event {mark} is here ----"
 
-    def _named_in(self, event: Event) -> bool:
+    def _named_in(self, event: Event, state: State) -> bool:
         if isinstance(event, PromptsDrawn):
             return event.first <= self.group < event.first + event.count
+        if isinstance(event, OrderProgressed):
+            matched = state.orders.matched.get(event.id, ())
+            return any(getattr(order.command, "group", None) == self.group for order in matched)
         return bool(getattr(event, "group", None) == self.group)
 
     def _touched_by(self, event: Event) -> bool:

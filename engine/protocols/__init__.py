@@ -213,6 +213,16 @@ class Restorable(Protocol):
         """Restore the state that `save` wrote into this directory. Called before any other method."""
 
 
+@runtime_checkable
+class ReportsProgress(Protocol):
+    """A trainer or a scorer that says when it has progressed within a call, so that a long call is not taken for a hung
+    one: each report restarts the time limit of the order."""
+
+    def watch_progress(self, progressed: Callable[[], None]) -> None:
+        """Call `progressed` from now on whenever a call has progressed, on any thread and as often as you like: after
+        a micro-batch, a tensor, a file. Called once, before `load` and every other method."""
+
+
 class RolloutFigures(NamedTuple):
     """Figures of one rollout in the batch that was trained last; None: unknown."""
 

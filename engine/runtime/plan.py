@@ -64,6 +64,8 @@ class Restore:
     """The weights of `version`, once they are loaded."""
     redo: tuple[Redo, ...] = ()
     """Later steps to retrain before the trainer takes orders."""
+    order: int = -1
+    """The number of the order that starts the trainer; -1: the launch starts it, without an order."""
 
     @property
     def reaches(self) -> int:

@@ -297,6 +297,7 @@ class Supervisor:
             checkpoint=path,
             version=command.version,
             redo=redo,
+            order=command.number,
         )
 
     async def _report_wait(self, life: Life, opening: "asyncio.Future[None]") -> None:

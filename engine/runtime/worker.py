@@ -10,20 +10,22 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from engine.commands import Command, DiscardGroups
+from engine.commands import Command, DiscardGroups, StartProcess
 from engine.errors import ConfigError, EngineError, reason_of
 from engine.events import Event
 from engine.ids import NO_VERSION, Incarnation, StepId
 from engine.policies.custom_states import work_of
-from engine.protocols import Closable, Trainer
+from engine.protocols import Closable, ReportsProgress, Trainer
 from engine.runtime.plan import Plan, Restore, Rollout
 from engine.states.limits import REWARDING, ValidationLimits
+from engine.states.orders import RELATIONS
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 from engine.storage.trajectories import Trajectories
 from engine.storage.weights import Weights
 from engine.trajectory import Prompt
 from engine.workers.measurement import HeldOut
 from engine.workers.order_queue import OrderQueue
+from engine.workers.progress_reports import SerialProgress
 from engine.workers.replica import ReplicaWorker
 from engine.workers.sample_keeper import HeldOutRow, SampleKeeper, keeper_of
 from engine.workers.scorer import ScorerWorker
@@ -84,6 +86,10 @@ class PlannedWorker:
 
     async def _open(self, peers: Peers, restore: Restore | None) -> None:
         raise NotImplementedError
+
+    def _progress_every_s(self, order: type[Command]) -> float:
+        """The interval of reports of progress on such orders."""
+        return self.plan.limits.timeouts.progress_every_s(RELATIONS[order].limit)
 
     @property
     def threads(self) -> int | None:
@@ -155,7 +161,7 @@ class PlannedReplica(PlannedWorker):
             prefix_every_tokens=plan.prefix_every_tokens,
             held_out=self._held_out(rollout, keeper),
             rewarded=plan.rewarded,
-            progress_every_s=plan.limits.timeouts.progress_every_s,
+            progress_every_s=self._progress_every_s,
             keeper=keeper,
         )
 
@@ -220,10 +226,13 @@ class PlannedTrainer(PlannedQueue):
 
     async def _open(self, peers: Peers, restore: Restore | None) -> None:
         plan = self.plan
+        progress = SerialProgress(self._progress_every_s, peers.emit)
+        progress.begin(StartProcess, -1 if restore is None else restore.order)
         if restore is not None and restore.version != NO_VERSION:
             restore = replace(restore, weights=await peers.weights.get(restore.version))
+            progress.note()
         worker = TrainerWorker(
-            trainer=await on_a_thread(self._make, restore),
+            trainer=await on_a_thread(self._make, restore, progress.note),
             trajectories=peers.trajectories,
             weights=peers.weights,
             emit=peers.emit,
@@ -235,15 +244,21 @@ class PlannedTrainer(PlannedQueue):
             hands_over=plan.hands_over,
             samples=keeper_of(plan.run_dir, plan.sample_policy),
             correct=plan.correct,
+            progress=progress,
         )
+        progress.note()
         for redo in () if restore is None else restore.redo:
             await worker.redo(redo.step, redo.groups, redo.staleness, reports=redo.reports)
+            progress.note()
         if restore is not None and restore.reaches:
             await worker.hand_over(restore.reaches)
+        progress.end()
         self._worker = worker
 
-    def _make(self, restore: Restore | None) -> Trainer:
+    def _make(self, restore: Restore | None, progressed: Callable[[], None]) -> Trainer:
         self._made = trainer = self.plan.make_trainer()
+        if isinstance(trainer, ReportsProgress):
+            trainer.watch_progress(progressed)
         if restore is not None and restore.steps:
             if self.plan.restore_trainer is None:
                 raise EngineError("the trainer cannot be restored from a checkpoint: Plan.restore_trainer is not set")
@@ -278,13 +293,18 @@ class PlannedScorer(PlannedQueue):
     async def _open(self, peers: Peers, restore: Restore | None) -> None:
         make, tasks = self.plan.make_scorer, self.plan.limits.scorers()[self.index]
         assert make is not None  # `Plan.require_scorers` has checked it
+        progress = SerialProgress(self._progress_every_s, peers.emit)
+        scorer = await on_a_thread(make, tasks)
+        if isinstance(scorer, ReportsProgress):
+            scorer.watch_progress(progress.note)
         self._worker = ScorerWorker(
-            scorer=await on_a_thread(make, tasks),
+            scorer=scorer,
             trajectories=peers.trajectories,
             weights=peers.weights,
             emit=peers.emit,
             broken=peers.broken,
             ask=peers.ask_trainer,
+            progress=progress,
         )
 
 

@@ -13,7 +13,7 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
-    GroupProgressed,
+    OrderProgressed,
     PrefixStored,
     PromptsDrawn,
     StateFailed,
@@ -182,16 +182,19 @@ def on_prefix_stored(core: Core, event: PrefixStored) -> None:
     group.unfinished = event.unfinished
 
 
-def on_group_progressed(core: Core, event: GroupProgressed) -> None:
+def on_order_progressed(core: Core, event: OrderProgressed) -> None:
     """Its order has its full time again (`work_times.note_matched`). Trajectories that ended make room for others."""
-    group = core.state.groups[event.group]
-    replica = core.state.replicas[event.replica]
+    ordered: Any = core.state.orders.matched[event.id][0].command
+    if not event.finished or not isinstance(ordered, StartGroup | ResumeGroup):
+        return
+    group, replica = core.state.groups[ordered.group], core.state.replicas[ordered.replica]
     require(
         event.finished <= replica.samples, "law 2: more trajectories ended than the group has",
         group=group.id, finished=event.finished, samples=replica.samples,
     )  # fmt: skip
     if event.finished > group.finished:
         core.state.free_trajectories(group, event.finished)
+        core.orders.note_room(replica.id)
 
 
 def on_group_failed(core: Core, event: GroupFailed) -> None:
@@ -361,6 +364,7 @@ def _resume_groups(core: Core, most: int) -> int:
             "replica": replica.id,
             "incarnation": replica.incarnation,
             "admitted_version": group.admitted_version,
+            "number": core.orders.number,
             "cause": core.orders.cause_on(replica.id),
         }
         if group.kept:
@@ -399,7 +403,8 @@ def _admit_groups(core: Core, most: int) -> None:
         state.seat(group, replica)
         core.orders.add(
             StartGroup(group=group.id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation,
-                       admitted_version=group.admitted_version, cause=core.orders.cause_on(replica.id))
+                       admitted_version=group.admitted_version, number=core.orders.number,
+                       cause=core.orders.cause_on(replica.id))
         )  # fmt: skip
 
 

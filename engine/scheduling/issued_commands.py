@@ -9,7 +9,6 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
-    GroupProgressed,
     ProcessUp,
     RowsFailed,
     RowsMeasured,
@@ -25,7 +24,7 @@ from engine.states.state import State
 MOST_STARTS = 256
 """Maximum number of groups, and of replicas, that one tick starts. A timer that fires at once starts the rest."""
 
-MAKES_ROOM = (GroupGenerated, GroupProgressed, GroupAborted, GroupFailed, RowsMeasured, RowsFailed, WeightsInstalled)
+MAKES_ROOM = (GroupGenerated, GroupAborted, GroupFailed, RowsMeasured, RowsFailed, WeightsInstalled)
 """Facts of a replica after which it may have room for groups."""
 
 
@@ -61,9 +60,13 @@ class Orders:
         if group is not None:
             self._of_group[group] = event.id
         if type(event) in MAKES_ROOM:
-            self._of_replica.setdefault(event.replica, []).insert(0, event.id)  # type: ignore[attr-defined]
+            self.note_room(event.replica)  # type: ignore[attr-defined]
         elif type(event) is ProcessUp and event.kind == REPLICA:
-            self._of_replica.setdefault(event.index, []).insert(0, event.id)
+            self.note_room(event.index)
+
+    def note_room(self, replica: ReplicaId) -> None:
+        """The fact being handled makes room on a replica."""
+        self._of_replica.setdefault(replica, []).insert(0, self.cause)
 
     # causes of reactions
 

@@ -49,7 +49,7 @@ def start_process(core: Core, process: Process, **beginning: Any) -> None:
     process.excused, process.room = False, ""
     core.orders.add(
         StartProcess(kind=process.kind, index=process.index, incarnation=process.incarnation, delay_s=delay_s,
-                     cause=core.orders.cause, **beginning)
+                     number=core.orders.number, cause=core.orders.cause, **beginning)
     )  # fmt: skip
 
 

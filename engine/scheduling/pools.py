@@ -137,7 +137,7 @@ def _order_task(core: Core, step: Step, task: str, lease: PoolLease) -> None:
     state = core.state
     state.lease(lease, task, step.id)
     order: dict[str, Any] = {
-        "step": step.id, "attempt": step.attempt, "groups": step.groups,
+        "step": step.id, "attempt": step.attempt, "groups": step.groups, "number": core.orders.number,
         "cause": core.orders.cause_among(step.groups),
     }  # fmt: skip
     if task == TRAIN:

@@ -25,8 +25,8 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
-    GroupProgressed,
     OrderDone,
+    OrderProgressed,
     PrefixStored,
     ProcessLost,
     ProcessProbed,
@@ -74,7 +74,7 @@ from engine.states.view import View
 ALONE = (RunStarted, RunResumed, RunInterrupted, SchedulerRecovered, SettingChanged, StopRequested)
 """Facts that are ticks of their own."""
 GROUP_EVENTS = (
-    GroupGenerated, PromptsDrawn, GroupAborted, GroupFailed, PrefixStored, GroupProgressed, StateLeft, StateFailed,
+    GroupGenerated, PromptsDrawn, GroupAborted, GroupFailed, PrefixStored, OrderProgressed, StateLeft, StateFailed,
     OrderDone, CallsMeasured,
 )  # fmt: skip
 """Facts that do not themselves change steps, replicas or versions. Nearly all events are of these kinds."""
@@ -145,7 +145,6 @@ HANDLERS: Mapping[type[Event], Callable[[Core, Any], None]] = {
     GroupAborted: groups.on_group_aborted,
     GroupFailed: groups.on_group_failed,
     PrefixStored: groups.on_prefix_stored,
-    GroupProgressed: groups.on_group_progressed,
     StateLeft: groups.on_state_left,
     StateFailed: groups.on_state_failed,
     ProcessUp: processes.on_up,
@@ -173,6 +172,7 @@ HANDLERS: Mapping[type[Event], Callable[[Core, Any], None]] = {
     SettingChanged: _on_setting_changed,
     SchedulerRecovered: time_limits.on_recovered,
     OrderDone: steps.on_order_done,
+    OrderProgressed: groups.on_order_progressed,
     RowsMeasured: _on_rows_measured,
     RowsFailed: validation.on_rows_failed,
 }

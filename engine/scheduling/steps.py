@@ -288,9 +288,8 @@ def order_publication(core: Core) -> None:
     state = core.state
     state.publishing_attempt += 1
     core.orders.add(
-        PublishWeights(version=state.latest_version + 1, attempt=state.publishing_attempt,
-        steps=state.steps_trained,
-                       cause=core.orders.cause)
+        PublishWeights(version=state.latest_version + 1, attempt=state.publishing_attempt, steps=state.steps_trained,
+                       number=core.orders.number, cause=core.orders.cause)
     )  # fmt: skip
 
 

@@ -234,10 +234,9 @@ def restart_probed_orders(core: Core, answered: tuple[Order, ...]) -> None:
 
 
 def _overdue(core: Core, probe: Any) -> Order | None:
-    """The overdue order of a probe, if it is still open and has a limit."""
-    orders = core.state.orders
-    order = orders.numbered(probe.order) if orders.is_open(probe.order) else None
-    return order if order is not None and is_limited(core.state, order) else None
+    """The overdue order of a probe, if it is still open, has a limit and has not progressed since."""
+    order = core.state.orders.by_number.get(probe.order)
+    return order if order is not None and order.overdue and is_limited(core.state, order) else None
 
 
 def _has_limited_work(core: Core, process: Process) -> bool:

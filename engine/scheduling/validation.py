@@ -240,7 +240,7 @@ def _order_rows(core: Core, run: Validation, chunk: Chunk, replica: Replica) -> 
     core.orders.add(
         MeasureRows(validation=run.id, chunk=chunk.index, attempt=chunk.attempt, replica=replica.id,
                     incarnation=replica.incarnation, version=run.version, first=chunk.first, count=chunk.count,
-                    cause=core.orders.cause)
+                    number=core.orders.number, cause=core.orders.cause)
     )  # fmt: skip
 
 

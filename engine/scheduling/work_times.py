@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from engine.commands import PauseReplica, StartProcess
-from engine.events import Event
+from engine.events import Event, ProcessWaits
 from engine.states.orders import FAILURES, KINDS_OF_SUBJECTS, Order, works_in_order
 from engine.states.state import State
 from engine.states.timeouts import BITS, CUT, MOST_S
@@ -22,6 +22,9 @@ MOST_DOUBLED = 6
 """A limit doubles at most so many times."""
 NEVER_STILL = frozenset(("start", "stop", "sync", "resume", "probe"))
 """Subjects of orders that do not stand still with their process: most of them change its state."""
+
+TEACH_NOTHING = FAILURES | {ProcessWaits}
+"""Events that say nothing about how long work takes."""
 
 
 class CountsExceeded(Protocol):
@@ -96,8 +99,7 @@ def note_exceeded(state: State, order: Order) -> None:
 
 
 def note_matched(state: State, event: Event, matched: Iterable[Order]) -> None:
-    """An event has answered orders, or reports that they progress. A failure teaches nothing about how long work
-    takes. Call it before the event changes anything else."""
+    """An event has answered orders, or reports that they progress. Call it before the event changes anything else."""
     check = state.limit_check
     for order in matched:
         progress = state.orders.is_open(order.number)
@@ -110,7 +112,7 @@ def note_matched(state: State, event: Event, matched: Iterable[Order]) -> None:
         process = state.process_of(order.owner)
         if process is not None and order.subject == "stage":
             process.last_answer = _work_time(state, order)
-        if type(event) in FAILURES or (order.subject == "start" and (progress or not could_work(state, order))):
+        if type(event) in TEACH_NOTHING or (order.subject == "start" and not could_work(state, order)):
             continue  # when it had room to start is not known
         kind, took = KINDS_OF_SUBJECTS[order.subject], time_taken(state, order)
         if took > check.longest.get(kind, -1.0):

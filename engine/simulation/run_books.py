@@ -28,16 +28,19 @@ WORK: dict[type[c.Command], tuple[str, ...]] = {
 }  # fmt: skip
 """The work that an order is for. A newer order for the same work replaces it."""
 ENDS = (c.StartGroup, c.ResumeGroup, c.ParkGroup)
+TIMED = {c.ScoreBatch: "score", c.TrainStep: "train", c.PublishWeights: "publish", c.SaveCheckpoint: "checkpoint"}
+"""Orders of the trainer and of scorers whose progress is reported, with the kinds of their time limits."""
 ANSWERS: dict[type[e.Event], tuple[type[c.Command], ...]] = {
     e.GroupGenerated: ENDS, e.GroupAborted: ENDS, e.GroupFailed: ENDS, e.PrefixStored: ENDS[:2],
-    e.GroupProgressed: ENDS[:2], e.StateLeft: (c.EnterState,), e.StateFailed: (c.EnterState,),
+    e.OrderProgressed: (*ENDS[:2], *TIMED),
+    e.StateLeft: (c.EnterState,), e.StateFailed: (c.EnterState,),
     e.WeightsStaged: (c.StageWeights,), e.ReplicaPaused: (c.PauseReplica,), e.WeightsInstalled: (c.InstallWeights,),
     e.SyncFailed: (c.StageWeights, c.PauseReplica, c.InstallWeights), e.BatchScored: (c.ScoreBatch,),
     e.StepTrained: (c.TrainStep,), e.StepFailed: (c.TrainStep, c.ScoreBatch), e.WeightsPublished: (c.PublishWeights,),
     e.PublishFailed: (c.PublishWeights,), e.CheckpointSaved: (c.SaveCheckpoint,),
     e.CheckpointFailed: (c.SaveCheckpoint,),
 }  # fmt: skip
-REPORTS = (e.PrefixStored, e.GroupProgressed)
+REPORTS = (e.PrefixStored, e.OrderProgressed)
 """Events that leave their order open."""
 IDENTITY = ("step", "attempt", "replica", "incarnation", "version", "state")
 """An event answers an order for the same work if they agree on these fields, where both have them."""
@@ -126,6 +129,16 @@ class ProcessBook:
         return (self.still_since if self.still_since >= 0 else now) - self.still_s
 
 
+@dataclass(slots=True)
+class TimedBook:
+    """An order in `TIMED`."""
+
+    kind: str
+    given_at: float
+    mark: float
+    """When it was given, or reported progress last."""
+
+
 class RunBooks:
     """Everything that the laws need."""
 
@@ -138,6 +151,8 @@ class RunBooks:
         """The reason of the drain in progress."""
         self.open: dict[str, dict[Any, Any]] = {work: {} for work, *_ in WORK.values()}
         """Open orders, by the work that they are for."""
+        self.timed: dict[int, TimedBook] = {}
+        """By number of the order."""
         self.processes: dict[tuple[str, int], ProcessBook] = {}
         self.drawn = 0
         self.groups: dict[GroupId, GroupBook] = {}
@@ -234,6 +249,9 @@ class RunBooks:
     def _answered(self, event: Any) -> list[Any]:
         """The orders that an event answers or reports on."""
         of: Any = type(event)
+        if of is e.OrderProgressed:
+            orders = [order for orders in self.open.values() for order in orders.values()]
+            return [order for order in orders if type(order) in ANSWERS[of] and order.number == event.order]
         found = []
         for work, names, whole in _works(of):
             orders = self.open[work]
@@ -252,8 +270,10 @@ class RunBooks:
         match event:
             case e.ProcessUp() | e.ProcessLost():
                 self._learn_of_life(event)
-            case e.GroupGenerated() | e.GroupAborted() | e.GroupFailed() | e.PrefixStored() | e.GroupProgressed():
+            case e.GroupGenerated() | e.GroupAborted() | e.GroupFailed() | e.PrefixStored():
                 self._learn_of_group(event, orders)
+            case e.OrderProgressed():
+                self._learn_of_progress(orders[0])
             case e.StateLeft():
                 self.groups[event.group].ready = True
             case e.StateFailed():
@@ -308,10 +328,10 @@ class RunBooks:
 
     def _learn_of_group(self, event: Any, orders: Sequence[Any]) -> None:
         group, replica = self.groups[event.group], self.process("replica", event.replica)
-        if not isinstance(event, e.GroupFailed | e.GroupProgressed) and event.tokens:
+        if not isinstance(event, e.GroupFailed) and event.tokens:
             group.oldest, group.newest = event.oldest_version, max(group.newest, event.newest_version)
         parks = [order for order in orders if isinstance(order, c.ParkGroup)]
-        if isinstance(event, REPORTS):
+        if isinstance(event, e.PrefixStored):
             group.mark = replica.work_time(self.now)
         elif isinstance(event, e.GroupGenerated):
             group.ready, self.generated_at = True, self.now
@@ -326,6 +346,12 @@ class RunBooks:
             self._charge_hang(event.group)
         elif not replica.pause:  # its replica aborted it unasked
             self._charge_group(event.group, "infrastructure")
+
+    def _learn_of_progress(self, order: Any) -> None:
+        if isinstance(order, c.StartGroup | c.ResumeGroup):
+            self.groups[order.group].mark = self.process("replica", order.replica).work_time(self.now)
+        else:
+            self.timed[order.number].mark = self.now
 
     def _publish(self, version: Version) -> None:
         self.steps_in[version] = self.trained
@@ -492,6 +518,8 @@ class RunBooks:
         if type(command) in WORK:
             work, *names = WORK[type(command)]
             self.open[work][tuple(getattr(command, name) for name in names)] = command
+        if type(command) in TIMED:
+            self.timed[command.number] = TimedBook(TIMED[type(command)], self.now, self.now)
         match command:
             case c.StartGroup() | c.ResumeGroup():
                 replica = self.process("replica", command.replica)

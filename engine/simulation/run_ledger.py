@@ -19,7 +19,7 @@ SLACK_S = 0.002
 FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
 """Seconds that a start waits after a failed one; doubled each time."""
 ROUNDING = 1e-9
-GROUP_FACTS = (e.GroupGenerated, e.GroupAborted, e.PrefixStored, e.GroupProgressed, e.PromptsDrawn)
+GROUP_FACTS = (e.GroupGenerated, e.GroupAborted, e.PrefixStored, e.OrderProgressed, e.PromptsDrawn)
 """Facts that make nothing superfluous."""
 
 
@@ -92,17 +92,23 @@ class RunLedger:
 
     def cuts_only_what_is_late(self, command: c.ParkGroup) -> None:
         """A running group is cut short only if it exceeded its time limit, or to move it to a faster replica, once."""
-        group, limits, now = self.books.groups[command.group], self.books.limits, self.books.now
+        group, now = self.books.groups[command.group], self.books.now
         if not command.reason:
-            self._expect(limits.straggler_factor is not None and not group.moved, "a group is moved again", command)
+            moves = self.books.limits.straggler_factor is not None and not group.moved
+            self._expect(moves, "a group is moved again", command)
             return
-        limit: Any = limits.timeouts.group_s
-        limit_s = limits.timeouts.floor_s if limit == "auto" else limit
         took_s = self.books.process("replica", command.replica).work_time(now) - group.mark
-        late = limit_s is not None and took_s >= limit_s - SLACK_S
-        most_s = limits.timeouts.max_s  # of the whole attempt, whatever its progress
-        late |= most_s is not None and now - group.admitted_at >= most_s - SLACK_S
+        late = self._is_late("group", took_s, now - group.admitted_at)
         self._expect(late, f"a group is cut short after {took_s:g} s", command)
+
+    def _is_late(self, kind: str, took_s: float, in_all_s: float) -> bool:
+        """Whether an order of a kind exceeded its time limit. `took_s`: since it was given, or progressed last.
+        `in_all_s`: since it was given."""
+        timeouts = self.books.limits.timeouts
+        limit: Any = getattr(timeouts, f"{kind}_s")
+        limit_s = timeouts.floor_s if limit == "auto" else limit
+        late = limit_s is not None and took_s >= limit_s - SLACK_S
+        return late or (timeouts.max_s is not None and in_all_s >= timeouts.max_s - SLACK_S)
 
     def pauses_as_configured(self, command: c.PauseReplica) -> None:
         """Groups are aborted only in that sync mode, for a drain, or for another task of the pool."""
@@ -215,6 +221,15 @@ class RunLedger:
         self._expect(command.version not in self.books.loaded, "a version is retired that is staged", command)
 
     # processes and checkpoints
+
+    def probes_only_what_is_late(self, command: c.ProbeProcess) -> None:
+        """The trainer or a scorer is asked whether it hangs only if an order of it exceeded its time limit."""
+        order = self.books.timed.get(command.order)
+        if order is None or ", " in command.chain:
+            return
+        took_s = self.books.now - order.mark
+        late = self._is_late(order.kind, took_s, self.books.now - order.given_at)
+        self._expect(late, f"an order counts as overdue after {took_s:g} s", command)
 
     def begins_where_no_step_is_lost(self, command: c.StartProcess) -> None:
         """A trainer begins at the newest checkpoint and repeats the later steps from batches that were kept, or with
@@ -338,6 +353,7 @@ LAWS: dict[type[c.Command], tuple[Law, ...]] = {
     c.PauseReplica: (RunLedger.pauses_as_configured,),
     c.RetireWeights: (RunLedger.retires_what_is_unused,),
     c.DeleteCheckpoint: (RunLedger.deletes_what_is_not_kept,),
+    c.ProbeProcess: (RunLedger.probes_only_what_is_late,),
     c.StartProcess: (RunLedger.begins_where_no_step_is_lost, RunLedger.waits_after_a_failed_start),
     c.FinishRun: (
         RunLedger.finishes_with_everything_done, RunLedger.drains_to_a_checkpoint,

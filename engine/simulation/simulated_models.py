@@ -55,11 +55,9 @@ class Dice:
         """The maximum number of events in the next tick."""
         return self.setting.tick_size or self.random.randint(1, 64)
 
-    async def work(self, seconds: float) -> float:
-        """Sleep for about `seconds`. Returns the seconds slept."""
-        seconds = self.vary(seconds)
-        await asyncio.sleep(seconds)
-        return seconds
+    async def work(self, seconds: float) -> None:
+        """Sleep for about `seconds`."""
+        await asyncio.sleep(self.vary(seconds))
 
     def length(self, group: GroupId) -> int:
         """The length of a group's longest trajectory in tokens. It depends on the seed and the group alone."""
@@ -327,13 +325,17 @@ class SimTrainer:
         self._dice = dice
         self._setting = dice.setting
         self._busy = busy
+        self._progressed: Callable[[], None] = lambda: None
         self.steps = 0
+
+    def watch_progress(self, progressed: Callable[[], None]) -> None:
+        self._progressed = progressed
 
     async def score(self, batch: Batch, task: str) -> None:
         await self._work(self._setting.sync_s)
 
     async def train(self, batch: Batch) -> dict[str, float]:
-        await self._work(self._setting.train_s)
+        await self._work(self._setting.train_s, self._setting.train_reports)
         self.steps = batch.step + 1
         return {"optimizer_steps": 1}
 
@@ -344,8 +346,13 @@ class SimTrainer:
     def save(self, directory: str, step: StepId) -> None:
         self._fail_by_chance()
 
-    async def _work(self, seconds: float) -> None:
-        self._busy(await self._dice.work(seconds))
+    async def _work(self, seconds: float, reports: int = 0) -> None:
+        seconds = self._dice.vary(seconds)
+        for _ in range(reports):
+            await asyncio.sleep(seconds / (reports + 1))
+            self._progressed()
+        await asyncio.sleep(seconds / (reports + 1))
+        self._busy(seconds)
         self._fail_by_chance()
 
     def _fail_by_chance(self) -> None:

@@ -180,6 +180,8 @@ def check_orders(state: State) -> None:
     gone = orders.open("delete").keys() - {*state.checkpoints.steps}
     require(not gone, "law 10: a checkpoint is deleted that is not there", steps=sorted(gone))
     for order in orders.all():
+        number = getattr(order.command, "number", order.number)
+        require(number == order.number, "law 10: an order has another number than the book", order=order.number)
         lost = (
             isinstance(order.owner, int)
             and order.subject not in ("start", "stop", "probe")

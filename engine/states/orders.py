@@ -52,8 +52,8 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
-    GroupProgressed,
     OrderDone,
+    OrderProgressed,
     PrefixStored,
     ProcessLost,
     ProcessProbed,
@@ -118,12 +118,17 @@ class Relation:
     withdraws: tuple[str, ...] = ()
     """Subjects whose order with the same id ends without an answer when this order is given."""
 
+    def knows(self, event: type[Event]) -> bool:
+        """Whether such an event may answer or report on the order."""
+        return event in self.answers or event in self.reports
+
 
 _ON_REPLICA = ("replica", "incarnation")
 _PROCESS = ("kind", "index")
+_PROGRESS = (OrderProgressed,)
 _GROUP = Relation(
     subject="group", id=("group",), owner="replica", echo=("attempt", *_ON_REPLICA), limit="group",
-    answers=(GroupGenerated, GroupAborted, GroupFailed), reports=(PrefixStored, GroupProgressed),
+    answers=(GroupGenerated, GroupAborted, GroupFailed), reports=(PrefixStored, OrderProgressed),
 )  # fmt: skip
 
 
@@ -165,24 +170,24 @@ RELATIONS: dict[type[Command], Relation] = {
     InstallWeights: _sync(WeightsInstalled),
     ResumeReplica: _acknowledged("resume", ("replica",), "replica", "resume"),
     StartProcess: Relation(subject="start", id=_PROCESS, owner="kind", echo=("incarnation",), limit="start",
-                           answers=(ProcessUp, ProcessLost), reports=(ProcessWaits,)),
+                           answers=(ProcessUp, ProcessLost), reports=(ProcessWaits, OrderProgressed)),
     StopProcess: Relation(subject="stop", id=_PROCESS, owner="kind", echo=("incarnation",), limit="start",
                           answers=(ProcessLost,)),
     ProbeProcess: Relation(subject="probe", id=("order",), owner="kind", echo=("incarnation", *_PROCESS), limit="cut",
                            answers=(ProcessProbed, ProcessLost)),
     RetireWeights: _acknowledged("retire", ("version",), WEIGHTS_STORE, "store"),
     ScoreBatch: Relation(subject="score", id=("step", "task"), owner="task", echo=("attempt",),
-                         answers=(BatchScored, StepFailed), limit="score"),
+                         answers=(BatchScored, StepFailed), reports=_PROGRESS, limit="score"),
     TrainStep: Relation(subject="train", id=("step",), owner=TRAINER, echo=("attempt",),
-                        answers=(StepTrained, StepFailed), limit="train"),
+                        answers=(StepTrained, StepFailed), reports=_PROGRESS, limit="train"),
     PublishWeights: Relation(subject="publish", id=("version",), owner=TRAINER, echo=("attempt",),
-                             answers=(WeightsPublished, PublishFailed), limit="publish"),
+                             answers=(WeightsPublished, PublishFailed), reports=_PROGRESS, limit="publish"),
     SaveCheckpoint: Relation(subject="checkpoint", id=("steps",), owner=TRAINER,
-                             answers=(CheckpointSaved, CheckpointFailed), limit="checkpoint"),
+                             answers=(CheckpointSaved, CheckpointFailed), reports=_PROGRESS, limit="checkpoint"),
     DeleteCheckpoint: _acknowledged("delete", ("steps",), TRAINER, "store"),
     SetTimer: Relation(subject="timer", id=("name",), owner=TIMERS, echo=("timer",), answers=(TimerFired,), limit=""),
     MeasureRows: Relation(subject="rows", id=("validation", "chunk"), owner="replica", echo=("attempt", *_ON_REPLICA),
-                          answers=(RowsMeasured, RowsFailed), limit="rows"),
+                          answers=(RowsMeasured, RowsFailed), reports=_PROGRESS, limit="rows"),
     StopMeasuring: _acknowledged("stop rows", ("replica",), "replica", "cut"),
     EnterState: Relation(subject="stage", id=("group",), owner="state", echo=("attempt", "state"),
                          answers=(StateLeft, StateFailed), limit="stage"),
@@ -201,6 +206,9 @@ FAILURES: frozenset[type[Event]] = frozenset((
     RowsFailed, StateFailed,
 ))  # fmt: skip
 """Answers that do not say that the order was carried out."""
+
+NUMBERED = (OrderDone, OrderProgressed)
+"""Events that name their orders by number."""
 
 UNSOLICITED: tuple[type[Event], ...] = (ProcessUp, ProcessLost)
 """Events that answer an order if one is open, but need none."""
@@ -380,6 +388,8 @@ class OrderBook:
     def match(self, event: Event) -> bool:
         """Close every open order that an event answers. False: the event needs an open order and finds none, so it is
         a stale echo."""
+        if isinstance(event, NUMBERED):
+            return self._match_numbers(event)
         rules = _RULES.get(type(event))
         if rules is None:
             self.matched[event.id] = ()
@@ -397,6 +407,18 @@ class OrderBook:
             return False
         self.matched[event.id] = matched
         return True
+
+    def _match_numbers(self, event: OrderDone | OrderProgressed) -> bool:
+        """`match` for an event that names orders by their numbers."""
+        numbers = event.orders if isinstance(event, OrderDone) else (event.order,)
+        named = [self.by_number[number] for number in dict.fromkeys(numbers) if number in self.by_number]
+        matched = tuple(order for order in named if RELATIONS[type(order.command)].knows(type(event)))
+        if isinstance(event, OrderDone):
+            for order in matched:
+                self._close(order)
+        if matched:
+            self.matched[event.id] = matched
+        return bool(matched)
 
     def _withdraw_for(self, command: Command) -> None:
         if isinstance(command, CancelTimer):
@@ -422,9 +444,7 @@ class _Rule:
         self.identify = _getter(self.fields)
         self.echo = _getter(relation.echo)
         self.find: Callable[[Mapping[Any, Order], Any], tuple[Order, ...]] = self._find
-        if event is OrderDone:
-            self.find = self._find_numbers
-        elif self.fields != relation.id:
+        if self.fields != relation.id:
             self.find = self._find_some
 
     def _find(self, orders: Mapping[Any, Order], event: Event) -> tuple[Order, ...]:
@@ -439,9 +459,6 @@ class _Rule:
         return tuple(
             order for order in orders.values() if (self.identify(order.command), self.echo(order.command)) == named
         )
-
-    def _find_numbers(self, orders: Mapping[Any, Order], event: OrderDone) -> tuple[Order, ...]:
-        return tuple(order for order in orders.values() if order.number in event.orders)
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[Any], Any]:
@@ -468,12 +485,13 @@ _OPENINGS: Mapping[type[Command], tuple[str, Callable[[Any], Any], Callable[[Any
 
 
 def _rules() -> dict[type[Event], tuple[_Rule, ...]]:
-    """The table inverted: event → the orders that it may end or report on."""
+    """The table inverted: event → the orders that it may end or report on. Without `NUMBERED` events."""
     found: dict[type[Event], dict[tuple[str, ...], tuple[Relation, list[type[Command]]]]] = {}
     for command, relation in RELATIONS.items():
         for event in (*relation.answers, *relation.reports):
-            subjects = found.setdefault(event, {})
-            subjects.setdefault((relation.subject, *relation.echo), (relation, []))[1].append(command)
+            if event not in NUMBERED:
+                subjects = found.setdefault(event, {})
+                subjects.setdefault((relation.subject, *relation.echo), (relation, []))[1].append(command)
     return {
         event: tuple(_Rule(event, relation, tuple(kinds)) for relation, kinds in subjects.values())
         for event, subjects in found.items()

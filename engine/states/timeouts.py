@@ -34,7 +34,7 @@ TIMES_LONGEST = 10
 TIMES_FLOOR = 6
 """And so many floors before the first answer."""
 REPORTS_IN_LIMIT = 10
-"""How many reports of progress fit into the shortest time limit of a group."""
+"""How many reports of progress fit into the shortest time limit of an order."""
 MOST_S = 1_000_000.0
 MOST_INTERVALS = 2
 """A check adds at most so many of its intervals to the clock."""
@@ -44,14 +44,15 @@ BITS = {kind: 1 << index for index, kind in enumerate((*KINDS, CUT))}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Time limits in seconds. An order that exceeds its limit is cut short, or its process is stopped."""
+    """Time limits in seconds. An order that exceeds its limit is cut short, or its process is stopped. Progress that
+    is reported restarts the clock."""
 
     draw_s: Limit = DEFAULT
     """Draw prompts from the data source."""
     start_s: Limit = DEFAULT
     """Start or stop a process."""
     group_s: Limit = DEFAULT
-    """Generate a group, its rewards included. Stored prefixes and other progress restart the clock."""
+    """Generate a group, its rewards included."""
     rows_s: Limit = DEFAULT
     """Measure a chunk of validation rows."""
     stage_s: Limit = DEFAULT
@@ -101,11 +102,11 @@ class Timeouts:
         law = f"must be a number of seconds above 0, {MOST_S:.0f} at most{', or auto, or off' if or_words else ''}"
         raise ConfigError(f"timeouts.{name}", value, law, "for example 600")
 
-    @property
-    def progress_every_s(self) -> float:
-        """How often a process reports that a group progresses, at most."""
-        group_s = self.floor_s if self.group_s is None or self.group_s == AUTO else float(self.group_s)
-        return min(self.floor_s, group_s) / REPORTS_IN_LIMIT
+    def progress_every_s(self, kind: str) -> float:
+        """How often a process reports that an order of a kind progresses, at most. The limit may be set to `auto` in a
+        running run, so its floor counts, too."""
+        given, floor = self.given(kind), self.floor(kind)
+        return (floor if given is None or given == AUTO else min(floor, given)) / REPORTS_IN_LIMIT
 
     def setting(self, kind: str) -> str:
         """The name of the setting that limits a kind."""

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,9 +40,13 @@ def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
-def save_checkpoint(trainer: Trainer, directory: Path, steps: int) -> Path:
+def save_checkpoint(
+    trainer: Trainer, directory: Path, steps: int, progressed: Callable[[], None] = lambda: None
+) -> Path:
     """Save a checkpoint under a temporary name, then rename it; returns its path. Replaces a checkpoint of the same
-    step, which an earlier trainer wrote but never reported. Also removes the remains of unfinished saves."""
+    step, which an earlier trainer wrote but never reported. Also removes the remains of unfinished saves.
+
+    `progressed` is called after each file."""
     final = checkpoint_path(directory, steps)
     remove_unfinished(directory)
     unfinished = directory / f".{final.name}{UNFINISHED}"
@@ -50,10 +54,11 @@ def save_checkpoint(trainer: Trainer, directory: Path, steps: int) -> Path:
         make_directory(directory)
         make_directory(unfinished, exist_ok=False)
         trainer.save(str(unfinished), steps)
-        _write_sums(unfinished)
+        _write_sums(unfinished, progressed)
         make_tree_private(unfinished)
         for path in (*sorted(unfinished.rglob("*")), unfinished):
             fsync(path)
+            progressed()
         with suppress(FileNotFoundError):
             os.rename(final, unfinished.with_name(f"{unfinished.name}-replaced"))
         os.rename(unfinished, final)
@@ -175,12 +180,15 @@ def is_sound(path: Path) -> bool:
     return True
 
 
-def _write_sums(directory: Path) -> None:
+def _write_sums(directory: Path, progressed: Callable[[], None]) -> None:
     """Write the digests of all files into `SUMS`. Raises: `RunDamaged` for a FIFO and the like, which would hang."""
     files = _files(directory)
     for path in files:
         require_regular(path)
-    lines = [f"{_digest(path)}  {path.relative_to(directory)}\n" for path in files]
+    lines = []
+    for path in files:
+        lines.append(f"{_digest(path)}  {path.relative_to(directory)}\n")
+        progressed()
     (directory / SUMS).write_text("".join(lines), encoding="utf-8")
 
 

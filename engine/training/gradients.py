@@ -81,6 +81,8 @@ class Policy:
         self.masters.place(ranks.home(device), on_host=settings.cpu_offload)
         self.trained = self.masters.trained(model)
         """The tensors that the optimizer updates, and in which gradients are summed. float32"""
+        self.progressed: Callable[[], None] = lambda: None
+        """Called after each pass."""
         self._reached: list[Tensor] = []
         """Those with a gradient in the last minibatch that had any."""
 
@@ -168,8 +170,10 @@ class Policy:
         most = self.ranks.most(len(packed))  # before any pass: all ranks ask at the same point
         for micro, indices in packed:
             yield micro, [own[index] for index in indices]
+            self.progressed()
         for _ in range(most - len(packed)):
             yield idle_pass(), []
+            self.progressed()
 
 
 def _examine(model: Any, settings: TrainerSettings) -> tuple[tuple[Callable[..., Any], Any] | None, Packing]:

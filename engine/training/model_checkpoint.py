@@ -19,7 +19,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,13 +143,14 @@ def write_checkpoint(
     *,
     config_dtype: torch.dtype,
     direct: bool = True,
+    progressed: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a checkpoint. One of the same step that is there already is kept: a repeated order changes nothing.
 
     With several ranks the first one gathers and writes the weights, one file after another; only if the model's tensors
     are not those of its files (`direct`), it holds all of them for a while. Moments are written by the rank that has
     them. If one rank cannot write, all raise, and the checkpoint is not there. The configuration of a whole model names
-    `config_dtype`, that of the model at `model_path`. Collective.
+    `config_dtype`, that of the model at `model_path`. `progressed` is called on the way. Collective.
 
     Raises `ConfigError` where the directory holds anything else.
     """
@@ -166,11 +167,13 @@ def write_checkpoint(
             unfinished.mkdir()
     own = {name: masters.of(value) for name, value in trained_tensors(model).items()}
     if direct and not has_adapter(model):
-        write_model(unfinished, model, own, ranks)
+        write_model(unfinished, model, own, ranks, progressed)
     else:
         _write_whole(unfinished, model, own, model_path, ranks)
+    progressed()
     if moments := optimizer_tensors(model, optimizer, masters):
         write_moments(unfinished / OPTIMIZER, moments, ranks)
+        progressed()
     with ranks.together():
         if first:
             if not has_adapter(model):

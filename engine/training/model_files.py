@@ -7,7 +7,7 @@ for reference models; `model_checkpoint` reads and writes weights in the same wa
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,9 +180,12 @@ def _adapt_without_weights(model: PreTrainedModel, lora: Lora, seed: int) -> Non
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def write_model(folder: Path, model: PreTrainedModel, own: Mapping[str, Tensor], ranks: Ranks) -> None:
+def write_model(
+    folder: Path, model: PreTrainedModel, own: Mapping[str, Tensor], ranks: Ranks, progressed: Callable[[], None]
+) -> None:
     """Write `own`, the tensors of a model by name, as files that transformers loads, with its configuration. The first
-    rank writes, and holds one file at a time. Collective. Raises in every rank if it cannot write."""
+    rank writes, and holds one file at a time. `progressed` is called after each. Collective. Raises in every rank if it
+    cannot write."""
     first = ranks.index == 0
     names: dict[int, str] = {}
     for name, value in own.items():
@@ -200,6 +203,7 @@ def write_model(folder: Path, model: PreTrainedModel, own: Mapping[str, Tensor],
         with ranks.together():
             if first:
                 save_file(held, folder / file, metadata={"format": "pt"})
+        progressed()
     with ranks.together():
         if first:
             _write_config(folder, model)

@@ -5,7 +5,7 @@ Hosted by `workers.scorer`, which calls it from one thread, one call at a time. 
 models that its tasks need and no others, and must never train one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
@@ -182,6 +182,12 @@ class ModelScorer:
             self._policies["ref_logprobs"] = load_reference(tokens, model_path, settings, device, bf16, adapted=trained)
         for task in tasks:
             self._policy(task)
+
+    def watch_progress(self, progressed: Callable[[], None]) -> None:
+        """See `protocols.ReportsProgress`: after each pass."""
+        for policy in self._policies.values():
+            if isinstance(policy, Policy):
+                policy.progressed = progressed
 
     def score(self, batch: Batch, task: str) -> list[list[list[float]]]:
         """See `protocols.Scorer`. Raises `DataFailure` for a trajectory that cannot be trained on."""

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -127,6 +127,14 @@ class ModelTrainer:
         self._reference: Scores | None = None
         self._notes = RolloutNotes([])
         self._memory = ReusedMemory(pins=device.type == "cuda")
+        self._progressed: Callable[[], None] = lambda: None
+
+    def watch_progress(self, progressed: Callable[[], None]) -> None:
+        """See `protocols.ReportsProgress`: after each pass, and each tensor that is published or saved."""
+        self._progressed = progressed
+        for policy in (self.policy, self.reference):
+            if isinstance(policy, Policy):
+                policy.progressed = progressed
 
     def score(self, batch: Batch, task: str) -> None:
         """Keep the batch's log-probs for `train`: under the present weights (`old_logprobs`), or under the reference
@@ -271,6 +279,7 @@ class ModelTrainer:
             kind = self._kind(value)
             own = value if value.dtype == kind else self.policy.masters.of(value)
             yield self.ranks.whole(own.detach(), kind)
+            self._progressed()
 
     def manifest(self) -> Manifest:
         """The published tensors and their names."""
@@ -299,7 +308,7 @@ class ModelTrainer:
         )
         write_checkpoint(
             Path(directory), state, self.model, self.optimizer, self.model_path, self.ranks, self.policy.masters,
-            config_dtype=self._config_dtype, direct=self._direct,
+            config_dtype=self._config_dtype, direct=self._direct, progressed=self._progressed,
         )  # fmt: skip
 
     def load(self, directory: str) -> StepId:

@@ -1,8 +1,8 @@
 """The process of one rank: `python -m engine.training.rank_process FD PARENT [STACKS]`, started by `ranked_trainer`.
 
 It reads a `Job` and then calls from the connection FD, makes each in its `ModelTrainer`, and answers (True, result) or
-(False, exception). It ends with its parent, also when it hangs or is stopped. On SIGUSR1 it appends the stacks of its
-threads to the open file STACKS.
+(False, exception). Before the answer, the first rank sends `PROGRESS` whenever its trainer has progressed. It ends with
+its parent, also when it hangs or is stopped. On SIGUSR1 it appends the stacks of its threads to the open file STACKS.
 """
 
 import copy
@@ -16,6 +16,8 @@ from multiprocessing.reduction import recv_handle
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+PROGRESS = (None, None)
+"""Sent instead of an answer: the call has progressed."""
 
 
 def main() -> None:
@@ -58,6 +60,8 @@ class Rank:
         ranks = ALONE if job.count == 1 else join_ranks(job)
         self.trainer = ModelTrainer(job.model_path, job.settings, scored_apart=job.scored_apart, ranks=ranks)
         self.manifest = self.trainer.manifest()
+        if job.index == 0:
+            self.trainer.watch_progress(lambda: link.send(PROGRESS))
 
     def call(self, name: str, arguments: tuple[Any, ...]) -> Any:
         if name == "weights":

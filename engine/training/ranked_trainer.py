@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from engine.errors import ConfigError, EngineError, TrainerSpoiled, reason_of
 from engine.ids import StepId
 from engine.protocols import Batch, RolloutFigures
+from engine.training.rank_process import PROGRESS
 from engine.training.shared_weights import SHARES, Manifest, PublishedTensors, copy_of, find
 from engine.training.trainer_settings import TrainerSettings
 
@@ -63,6 +64,7 @@ class RankedTrainer:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: list[Connection] = []
         self._lost = ""
+        self._progressed: Callable[[], None] = lambda: None
         self._stacks = () if stacks is None else (stacks,)
         self._closed = threading.Event()
         self._start(settings.ranks)
@@ -79,6 +81,10 @@ class RankedTrainer:
             raise
 
     # -- the calls of a trainer
+
+    def watch_progress(self, progressed: Callable[[], None]) -> None:
+        """See `protocols.ReportsProgress`: the first rank's progress."""
+        self._progressed = progressed
 
     def imitate(self, answers: "Sequence[Answer]", learning_rate: float) -> float:
         loss: float = self._call("imitate", [*answers], learning_rate)
@@ -195,7 +201,10 @@ class RankedTrainer:
             ready = wait(list(waiting), timeout=SETTLE_S if errors else None)
             if not ready:
                 break
-            answers = {rank: self._receive(rank) for link, rank in waiting.items() if link in ready}
+            received = {rank: self._receive(rank) for link, rank in waiting.items() if link in ready}
+            answers = {rank: answer for rank, answer in received.items() if answer != PROGRESS}
+            if len(answers) < len(received):
+                self._progressed()
             waiting = {link: rank for link, rank in waiting.items() if rank not in answers}
             for rank, (well, value) in answers.items():
                 if isinstance(value, TrainerSpoiled):

@@ -8,21 +8,23 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from math import isfinite
 from typing import Any
 
 from engine.commands import MeasureRows, StopMeasuring
 from engine.errors import DataFailure, EngineError, reason_of
-from engine.events import NO_ANSWER, Event, RowsFailed, RowsMeasured
+from engine.events import NO_ANSWER, Event, OrderProgressed, RowsFailed, RowsMeasured
 from engine.ids import GroupId, ValidationId, Version
 from engine.protocols import Generated, Generator, GroupWork
 from engine.protocols.user_code import awaited
 from engine.storage.trajectories import copy_prompt
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 from engine.workers.group_reports import judged_problem, reward_problem
+from engine.workers.progress_reports import ProgressReports
 from engine.workers.sample_keeper import HeldOutRow, SampleKeeper
-from engine.workers.threads import contained, on_a_thread
+from engine.workers.threads import contained, from_any_thread, on_a_thread
 
 log = logging.getLogger(__name__)
 
@@ -75,13 +77,20 @@ class Measurements:
     """The chunks of one incarnation of a replica. `version()` returns the weights version that it samples from."""
 
     def __init__(
-        self, held_out: HeldOut | None, *, version: Callable[[], Version], emit: Callable[[Event], None], spawn: Spawn
+        self,
+        held_out: HeldOut | None,
+        *,
+        version: Callable[[], Version],
+        emit: Callable[[Event], None],
+        spawn: Spawn,
+        progress_every_s: float,
     ) -> None:
         self._held_out = held_out
         self._version = version
         self._emit = emit
         self._spawn = spawn
         self._running: dict[asyncio.Task[None], Measurement] = {}
+        self._progress = ProgressReports(progress_every_s, self._report)
         self._newest: ValidationId = -1
         self._newest_stop = -1
         """Number of the newest `StopMeasuring` order."""
@@ -159,14 +168,15 @@ class Measurements:
         self._require_version(order)
         rows = range(order.first, order.first + order.count)
         measurement.groups = [held_out_group(order.validation, len(held_out.prompts), row) for row in rows]
+        progressed = from_any_thread(partial(self._progress.note, measurement))
         works = [
             GroupWork(
                 group=group, attempt=order.attempt, prompt=copy_prompt(prompt), samples=1, held_out=True,
-                validation_set=held_out.row(row).set,
+                validation_set=held_out.row(row).set, progress=progressed,
             )
             for group, prompt, row in zip(measurement.groups, prompts, rows, strict=True)
         ]  # fmt: skip
-        attempts = (awaited(held_out.evaluator.generate, work) for work in works)
+        attempts = (self._answered(held_out.evaluator, work) for work in works)
         outcomes = await asyncio.gather(*attempts, return_exceptions=True)
         measurement.groups = []
         rewards = [_reward(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
@@ -188,6 +198,16 @@ class Measurements:
             right_rows=right_rows, part_rows=tuple(row for row, _, _ in parts),
             part_places=tuple(place for _, place, _ in parts), part_values=tuple(value for _, _, value in parts),
         )  # fmt: skip
+
+    async def _answered(self, evaluator: Generator, work: GroupWork) -> Generated:
+        generated = await awaited(evaluator.generate, work)
+        work.progress()
+        return generated
+
+    def _report(self, measurement: Measurement) -> None:
+        """Report that rows of a chunk that runs have progressed."""
+        if not measurement.unwanted and not measurement.task.done():
+            self._emit(OrderProgressed(order=measurement.order.number))
 
     async def _answers(self, held_out: HeldOut, groups: Mapping[int, TrajectoryGroup]) -> dict[int, str]:
         """The answer of each response that has one, where its set has a majority vote. On a thread: it is user code."""

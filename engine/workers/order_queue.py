@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from engine.commands import Command
 from engine.events import Event
+from engine.workers.progress_reports import SerialProgress, each_minute
 from engine.workers.threads import OneThread
 from engine.workers.worker_tasks import WorkerTasks
 
@@ -20,10 +21,18 @@ Orders = TypeVar("Orders", bound=Command)
 
 class OrderQueue(Generic[Orders]):
     """A subclass defines `_key`, which tells a repeat from a new order, and `_answer`, which carries out an order.
-    `emit` receives events; `broken(reason)` is called if an order cannot be answered; `name` is the thread's name."""
+    `emit` receives events; `broken(reason)` is called if an order cannot be answered; `name` is the thread's name.
+    `progress` is told which order is carried out."""
 
-    def __init__(self, name: str, emit: Callable[[Event], None], broken: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        emit: Callable[[Event], None],
+        broken: Callable[[str], None],
+        progress: SerialProgress | None = None,
+    ) -> None:
         self._emit = emit
+        self._progress = progress or SerialProgress(each_minute, emit)
         self._tasks = WorkerTasks(f"the {name}", broken)
         self._thread = OneThread(name)
         self._seen: dict[tuple[object, ...], None] = {}
@@ -56,13 +65,16 @@ class OrderQueue(Generic[Orders]):
 
     async def close(self) -> None:
         """Return when the present call has ended. Queued orders are dropped, and nothing more is reported."""
+        self._progress.end()
         await self._tasks.close()
         await self._thread.close()
 
     async def _work(self) -> None:
         while True:
             command = await self._orders.get()
+            self._progress.begin(type(command), getattr(command, "number", -1))
             event = await self._answer(command)
+            self._progress.end()
             if event is not None:
                 self._emit(event)
 

@@ -27,7 +27,7 @@ from engine.commands import (
     TruncateGroup,
 )
 from engine.errors import DataFailure, EngineError, clean, reason_of
-from engine.events import Event, GroupFailed, GroupProgressed, OrderDone, ProcessUp
+from engine.events import Event, GroupFailed, OrderDone, OrderProgressed, ProcessUp
 from engine.ids import GroupId, Incarnation, ReplicaId, Version
 from engine.protocols import Fallible, Generated, Generator, GroupWork
 from engine.protocols.user_code import awaited
@@ -46,6 +46,7 @@ from engine.workers.group_reports import (
     prefix_event,
 )
 from engine.workers.measurement import HeldOut, Measurements
+from engine.workers.progress_reports import Interval, ProgressReports, each_minute
 from engine.workers.replica_weights import ReplicaWeights
 from engine.workers.sample_keeper import SampleKeeper
 from engine.workers.threads import contained, from_any_thread
@@ -64,6 +65,8 @@ class GroupAttempt:
 
     group: GroupId
     number: int
+    order: int
+    """The number of its order in the order book."""
     unwanted: bool = False
     """Its outcome must not be reported."""
     truncate: bool = False
@@ -116,7 +119,7 @@ class ReplicaWorker:
         prefix_every_tokens: int = 0,
         held_out: HeldOut | None = None,
         rewarded: bool = True,
-        progress_every_s: float = 60.0,
+        progress_every_s: Interval = each_minute,
         keeper: SampleKeeper | None = None,
     ) -> None:
         self.replica = replica
@@ -126,14 +129,11 @@ class ReplicaWorker:
         self.prefix_every_tokens = prefix_every_tokens
         self._rewarded = rewarded
         self._keeper = keeper
-        self._progress_every_s = progress_every_s
-        self._progressed: dict[GroupAttempt, None] = {}
-        """Attempts that have made progress since the last report."""
+        self._progress = ProgressReports(progress_every_s(StartGroup), self._report)
         self._finished = 0
         """Trajectories of running attempts that have ended."""
         self._reported = 0
         """Ended trajectories that were in the last reports."""
-        self._next_report: asyncio.TimerHandle | None = None
         self._trajectories = trajectories
         self._emit = emit
         self._broken = broken
@@ -142,7 +142,10 @@ class ReplicaWorker:
         self._tasks = WorkerTasks(f"replica {replica}", broken)
         self._closed = False
         self._who = {"replica": replica, "incarnation": incarnation}
-        self._measuring = Measurements(held_out, version=lambda: self.version, emit=emit, spawn=self._tasks.spawn)
+        self._measuring = Measurements(
+            held_out, version=lambda: self.version, emit=emit, spawn=self._tasks.spawn,
+            progress_every_s=progress_every_s(MeasureRows),
+        )  # fmt: skip
         sources = [generator] if held_out is None else [generator, held_out.evaluator]
         self._calls = CallReports("replica", replica, incarnation, sources, emit)
         self._done = DoneOrders(self._report_done)
@@ -218,7 +221,7 @@ class ReplicaWorker:
         if len(self._attempts) > REMEMBERED_ATTEMPTS:
             self._attempts.popitem(last=False)
         before = self._running.get(command.group)
-        attempt = GroupAttempt(command.group, command.attempt)
+        attempt = GroupAttempt(command.group, command.attempt, command.number)
         self._running[command.group] = attempt
         attempt.task = self._tasks.spawn(self._run(attempt, command, prompt, before))
         if before is not None:
@@ -278,7 +281,7 @@ class ReplicaWorker:
             truncate=truncate,
             save_every_tokens=self.prefix_every_tokens,
             save=from_any_thread(functools.partial(self._save, attempt, began)) if self.prefix_every_tokens else None,
-            progress=from_any_thread(functools.partial(self._note_progress, attempt)),
+            progress=from_any_thread(functools.partial(self._progress.note, attempt)),
             finished=self._finisher(attempt),
         )
         attempt.work = work
@@ -351,18 +354,6 @@ class ReplicaWorker:
         except Exception:  # it is malformed, and the check says how
             return None
 
-    def _note_progress(self, attempt: GroupAttempt) -> None:
-        """Include the attempt in the next periodic report."""
-        self._progressed[attempt] = None
-        if self._next_report is None:
-            self._next_report = asyncio.get_running_loop().call_later(self._progress_every_s, self._report_progress)
-
-    def _report_progress(self) -> None:
-        self._next_report = None
-        for attempt in self._progressed:
-            self._report(attempt)
-        self._progressed.clear()
-
     def _finisher(self, attempt: GroupAttempt) -> Callable[[int], None]:
         note = from_any_thread(functools.partial(self._note_finished, attempt))
         return lambda count: note(checked_count(count, attempt.group, self.samples))
@@ -384,11 +375,7 @@ class ReplicaWorker:
             return
         self._reported += attempt.finished - attempt.reported
         attempt.reported = attempt.finished
-        self._emit(
-            GroupProgressed(
-                group=attempt.group, attempt=attempt.number, finished=attempt.finished, **self._who
-            )
-        )  # fmt: skip
+        self._emit(OrderProgressed(order=attempt.order, finished=attempt.finished))
 
     def _runs(self, attempt: GroupAttempt) -> bool:
         return self._running.get(attempt.group) is attempt and not attempt.unwanted and not self._closed

@@ -16,6 +16,7 @@ from engine.protocols import Batch, Scorer
 from engine.storage.trajectories import Trajectories, checked_scores
 from engine.storage.weights import Trained, Weights
 from engine.workers.order_queue import OrderQueue
+from engine.workers.progress_reports import SerialProgress
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +40,9 @@ class ScorerWorker(OrderQueue[ScoreBatch]):
         emit: Callable[[Event], None],
         broken: Callable[[str], None],
         ask: Callable[[StepId], Awaitable[None]],
+        progress: SerialProgress | None = None,
     ) -> None:
-        super().__init__("scorer", emit, broken)
+        super().__init__("scorer", emit, broken, progress)
         self._scorer = scorer
         self._trajectories = trajectories
         self._weights = weights
@@ -65,6 +67,7 @@ class ScorerWorker(OrderQueue[ScoreBatch]):
             self._loaded = -1  # a load that fails halfway leaves unusable weights
             await self._call(self._scorer.load, weights)
             self._loaded = command.step
+            self._progress.note()
         groups = await self._trajectories.get(command.groups)
         batch = Batch(step=command.step, groups=groups, staleness=[0] * len(groups))
         scores = checked_scores(groups, await self._call(self._scorer.score, batch, command.task))

@@ -31,6 +31,7 @@ from engine.storage.trajectories import Trajectories
 from engine.storage.weights import Trained, Weights
 from engine.trajectory import SOURCES
 from engine.workers.order_queue import OrderQueue
+from engine.workers.progress_reports import SerialProgress
 from engine.workers.response_figures import response_figures, source_figures
 from engine.workers.sample_keeper import SampleKeeper
 
@@ -194,8 +195,9 @@ class TrainerWorker(OrderQueue[Command]):
         hands_over: bool = False,
         samples: SampleKeeper | None = None,
         correct: Sequence[str] = (),
+        progress: SerialProgress | None = None,
     ) -> None:
-        super().__init__("trainer", emit, broken)
+        super().__init__("trainer", emit, broken, progress)
         self.trainer = trainer
         self._trajectories = trajectories
         self._weights = weights
@@ -346,7 +348,9 @@ class TrainerWorker(OrderQueue[Command]):
 
     async def _publish(self, command: PublishWeights) -> Event:
         try:
-            await self._weights.put(command.version, await self._call(self.trainer.weights))
+            weights = await self._call(self.trainer.weights)
+            self._progress.note()
+            await self._weights.put(command.version, weights)
         except Exception as error:
             log.warning("publishing version %d failed", command.version, exc_info=error)
             return PublishFailed(version=command.version, attempt=command.attempt, reason=reason_of(error))
@@ -356,7 +360,7 @@ class TrainerWorker(OrderQueue[Command]):
         try:
             if self._checkpoints is None:
                 raise EngineError("a checkpoint cannot be saved, because this run has no run directory")
-            await self._call(save_checkpoint, self.trainer, self._checkpoints, command.steps)
+            await self._call(save_checkpoint, self.trainer, self._checkpoints, command.steps, self._progress.note)
         except Exception as error:
             log.warning("the checkpoint after %d steps failed", command.steps, exc_info=error)
             return CheckpointFailed(steps=command.steps, reason=reason_of(error))

@@ -713,7 +713,7 @@ async def test_a_trainer_begins_where_its_start_order_says(tmp_path: Path, clust
     for step in range(6):
         ended.train(step, (step,), (0,))
     scene.start(TRAINER, 0, 1)
-    scene.start(TRAINER, 0, 2, steps=4, updates=8, redo=(4, 5))
+    scene.start(TRAINER, 0, 2, steps=4, updates=8, redo=(4, 5), number=31)
     scene.start(TRAINER, 0, 3, steps=6, updates=12, version=3)
     scene.start(TRAINER, 0, 4, redo=(0,))
     await settled()
@@ -721,7 +721,7 @@ async def test_a_trainer_begins_where_its_start_order_says(tmp_path: Path, clust
     checkpoint = str(checkpoint_path(tmp_path / "checkpoints", 4))
     assert [scene.handle(f"trainer/{life}").opened_with for life in (1, 2, 3, 4)] == [
         [(None,)],
-        [(Restore(steps=4, optimizer_steps=8, checkpoint=checkpoint, redo=(redo[4], redo[5])),)],
+        [(Restore(steps=4, optimizer_steps=8, checkpoint=checkpoint, redo=(redo[4], redo[5]), order=31),)],
         [(Restore(steps=6, optimizer_steps=12, version=3),)],
         [(Restore(steps=0, optimizer_steps=0, redo=(redo[0],)),)],
     ]

@@ -6,6 +6,7 @@ They keep the promises of real workers (idempotent by attempt, events of one rep
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine.commands import (
     AbortGroup,
@@ -35,8 +36,8 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
-    GroupProgressed,
     OrderDone,
+    OrderProgressed,
     PrefixStored,
     PublishFailed,
     ReplicaPaused,
@@ -64,6 +65,8 @@ class SimGroup:
 
     attempt: int
     target: int
+    order: int = -1
+    """The number of the order."""
     spans: list[tuple[int, Version]] = field(default_factory=list)
     """(tokens, version), in the order sampled."""
     progress: float = 0.0
@@ -188,7 +191,7 @@ class SimReplica:
         if self._seen.get(command.group, 0) >= command.attempt:
             return
         self._seen[command.group] = command.attempt
-        group = SimGroup(command.attempt, self.store.length(command.group))
+        group = SimGroup(command.attempt, self.store.length(command.group), command.number)
         if isinstance(command, ResumeGroup):
             group.spans = list(self.store.spans.get(command.group, ()))  # dropped meanwhile: an abort is on its way
             group.progress = group.tokens
@@ -228,11 +231,7 @@ class SimReplica:
         """Report that at least `ended` trajectories of a group have ended, if that is more than before."""
         group = self.groups[id]
         group.ended = max(group.ended, min(ended, self.samples))
-        self.emit(
-            GroupProgressed(
-                group=id, attempt=group.attempt, replica=self.id, incarnation=self.incarnation, finished=group.ended
-            )
-        )  # fmt: skip
+        self.emit(OrderProgressed(order=group.order, finished=group.ended))
 
     def keep_prefix(self, id: GroupId) -> None:
         """Store the tokens of a group so far, and report it."""
@@ -345,6 +344,11 @@ class SimTrainer:
 
     def take(self, command: Command) -> None:
         self.work.append(command)
+
+    def progress(self) -> None:
+        """Report that the first order progresses."""
+        first: Any = self.work[0]
+        self.emit(OrderProgressed(order=first.number))
 
     def do(self, succeed: bool = True) -> None:
         """Carry out or fail the first order."""

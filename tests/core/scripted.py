@@ -1,7 +1,7 @@
 """A scheduler driven by hand: one line of a test is one fact, and what was ordered can be asked for."""
 
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from engine.commands import (
     CancelTimer,
@@ -20,7 +20,7 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
-    GroupProgressed,
+    OrderProgressed,
     PrefixStored,
     ProcessProbed,
     ProcessUp,
@@ -160,13 +160,14 @@ class Scripted:
 
     def end_trajectories(self, id: int, finished: int) -> list[Command]:
         """`finished` trajectories of a running group have ended."""
-        group = self.state.groups[id]
-        replica = self.state.replicas[group.replica]
-        return self.tell(
-            GroupProgressed(
-                group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, finished=finished
-            )
-        )  # fmt: skip
+        return self.tell(self.progress_of("group", id, finished))
+
+    def progress_of(self, subject: str, id: Any, finished: int = 0) -> OrderProgressed:
+        """The report that an open order progresses."""
+        order = self.state.orders.find(subject, id)
+        assert order is not None
+        command: Any = order.command
+        return OrderProgressed(order=command.number, finished=finished)
 
     def _report(self, kind: type[GroupAborted | PrefixStored], groups: tuple[int, ...], tokens: int) -> None:
         for id in groups:

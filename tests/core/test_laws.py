@@ -171,6 +171,12 @@ class AnyOrder(RuleBasedStateMachine):
         replica.report_ended(group, ended)
 
     @rule(choice=ANY)
+    @precondition(lambda self: self.world.working())
+    def progress(self, choice: int) -> None:
+        working = self.world.working()
+        working[choice % len(working)].progress()
+
+    @rule(choice=ANY)
     @precondition(lambda self: self.world.running())
     def keep_prefix(self, choice: int) -> None:
         running = self.world.running()

@@ -191,9 +191,9 @@ REPORTS = [(kind, event) for kind, row in RELATIONS.items() for event in row.rep
 @pytest.mark.parametrize(("kind", "event"), REPORTS, ids=lambda kind: kind.__name__)
 def test_a_report_needs_its_order_and_closes_nothing(kind: type[Command], event: type[Event]) -> None:
     book = OrderBook()
-    book.add(sample(kind), at=0.0)
-    assert book.match(sample(event)) and len(orders_matched(book)) == len(book) == 1
-    assert not book.match(sample(event, attempt=1, incarnation=1)) and len(book) == 1
+    book.add(sample(kind, number=0), at=0.0)
+    assert book.match(sample(event, order=0)) and len(orders_matched(book)) == len(book) == 1
+    assert not book.match(sample(event, order=1, attempt=1, incarnation=1)) and len(book) == 1
 
 
 def test_one_event_ends_a_group_and_what_was_to_cut_it_short() -> None:

@@ -15,6 +15,7 @@ from engine.commands import (
     FinishRun,
     ParkGroup,
     PauseReplica,
+    ProbeProcess,
     PublishWeights,
     ResumeGroup,
     RetireWeights,
@@ -33,7 +34,7 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
-    GroupProgressed,
+    OrderProgressed,
     ProcessLost,
     ProcessUp,
     PromptsDrawn,
@@ -275,7 +276,7 @@ def test_a_forged_record_is_found_to_break_its_law(forgery: str) -> None:
 GROUP: dict[str, Any] = {"group": 0, "attempt": 1, "replica": 0, "incarnation": 1}
 RESUMED: dict[str, Any] = {"group": 0, "attempt": 2, "replica": 1, "incarnation": 1}
 TOKENS = {"tokens": 5, "oldest_version": 0, "newest_version": 0}
-START = StartGroup(**GROUP, cause=0)
+START = StartGroup(**GROUP, number=7, cause=0)
 MOVE = ParkGroup(**GROUP, cause=0)
 OVERDUE = ParkGroup(**GROUP, reason="it took too long", cause=0)
 FAILED = GroupFailed(**GROUP, cause="data", reason="fault")
@@ -328,9 +329,25 @@ def test_a_group_is_cut_short_after_its_time_limit_of_work() -> None:
     with pytest.raises(Finding, match="a group is cut short after 20 s"):
         by_hand(start, (20.0, TIMER, (pause,)), (60.0, TIMER, (OVERDUE,)))
     with pytest.raises(Finding, match="a group is cut short after 30 s"):
-        by_hand(start, (50.0, GroupProgressed(**GROUP), ()), (30.0, TIMER, (OVERDUE,)))
+        by_hand(start, (50.0, OrderProgressed(order=7), ()), (30.0, TIMER, (OVERDUE,)))
     with pytest.raises(Finding, match="a group is cut short"):
         by_hand(start, (1e5, TIMER, (OVERDUE,)), timeouts=Timeouts.every(None))
+
+
+def test_a_trainer_counts_as_overdue_only_after_its_time_limit_since_it_progressed() -> None:
+    train = TrainStep(step=0, attempt=1, groups=(0,), staleness=(0,), number=8, cause=0)
+    generated = GroupGenerated(**GROUP, **TOKENS, trainable=2, reward_mean=0.5, reward_spread=1.0)
+    begin = [(0.0, TIMER, (START,)), (1.0, generated, (train,))]
+    who = {"kind": "trainer", "index": 0, "incarnation": 1}
+    probe = ProbeProcess(**who, order=8, reason="it took too long", chain="trainer", cause=0)
+    late, progress = (30.0, TIMER, (probe,)), (30.0, OrderProgressed(order=8), ())
+    by_hand(*begin, (30.0, TIMER, ()), late)
+    by_hand(*begin, progress, late, timeouts=Timeouts.every(60.0, max_s=60.0))
+    by_hand(*begin, (30.0, OrderProgressed(order=9), ()), late)
+    with pytest.raises(Finding, match="an order counts as overdue after 30 s"):
+        by_hand(*begin, progress, late)
+    with pytest.raises(Finding, match="an order counts as overdue after 60 s"):
+        by_hand(*begin, (30.0, TIMER, ()), late, timeouts=Timeouts.every(60.0, train_s=None))
 
 
 def test_the_deadline_policy_acts_only_on_groups_that_had_their_whole_timeout() -> None:

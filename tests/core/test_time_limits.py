@@ -15,6 +15,7 @@ from engine.commands import (
     FinishRun,
     ParkGroup,
     PauseReplica,
+    ProbeProcess,
     ResumeGroup,
     RetireWeights,
     ScoreBatch,
@@ -29,8 +30,8 @@ from engine.events import (
     BatchScored,
     CheckpointSaved,
     DrainRequested,
-    GroupProgressed,
     OrderDone,
+    OrderProgressed,
     ProcessLost,
     ProcessUp,
     ProcessWaits,
@@ -40,6 +41,7 @@ from engine.events import (
     SchedulerRecovered,
     SettingChanged,
     StateLeft,
+    StepFailed,
     TimerFired,
     WeightsInstalled,
     WeightsStaged,
@@ -544,17 +546,87 @@ def test_each_stored_prefix_gives_a_group_its_full_time_again() -> None:
     assert cut_or_stopped(wait(run, run.clock + 20.0)) == ["ParkGroup"] * 4
 
 
-def test_a_group_that_progresses_otherwise_gets_its_full_time_again_too() -> None:
-    run = small(every(None, group_s=100.0, cut_s=9_000.0))
-    report = GroupProgressed(group=0, attempt=1, replica=0, incarnation=1)
-    for _ in range(19):
-        assert not [one for one in wait(run, run.clock + 90.0) if isinstance(one, ParkGroup) and one.group == 0]
-        run.tell(report)
-    assert run.state.groups[0].state == "generating"
+def starts(run: Scripted) -> None:
+    run.tell(ReplicasWanted(replicas=2))
+
+
+PROGRESSES: list[tuple[str, Callable[[Scripted], None], dict[str, Any]]] = [
+    ("group", lambda run: None, {"max_concurrent_groups": 2}),
+    ("rows", lambda run: None, {"validation": ValidationLimits(rows=2, every=0, at_end=False)}),
+    ("score", trains, {"scoring_tasks": ("old_logprobs",)}),
+    ("train", trains, {}),
+    ("publish", publishes, {}),
+    ("checkpoint", checkpoints, {"checkpoint_every": 1}),
+    ("start", starts, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "prepare", "others"), PROGRESSES)
+@pytest.mark.parametrize("most_s", [None, 300.0])
+def test_an_order_that_progresses_is_overdue_only_by_max_s(
+    kind: str, prepare: Callable[[Scripted], None], others: dict[str, Any], most_s: float | None
+) -> None:
+    run = small(every(None, **{f"{kind}_s": 100.0}, max_s=most_s, cut_s=9_000.0), **others)
+    prepare(run)
+    orders = [one for one in run.state.orders.all() if one.subject == kind]
+    given_at = run.clock
+    for _ in range(9):
+        late = cut_or_stopped(wait(run, run.clock + 90.0))
+        assert bool(late) == (most_s is not None and run.clock - given_at > most_s + 5.0), late
+        if late:
+            return
+        for order in orders:
+            run.tell(run.progress_of(kind, order.id), at=run.clock)
+    assert most_s is None and cut_or_stopped(wait(run, run.clock + 106.0))
+
+
+def test_progress_of_an_earlier_attempt_or_life_changes_nothing() -> None:
+    run = small(every(None, train_s=100.0, group_s=100.0))
+    generates = run.progress_of("group", 0, finished=1)
+    trains(run)
+    echoes = [generates, run.progress_of("train", 0)]
+    wait(run, run.clock + 60.0)
+    run.tell(StepFailed(step=0, attempt=1, reason="no memory"))
+    run.tell(ProcessLost(kind="trainer", index=0, incarnation=1, reason="killed"))
+    up(run)
+    echoes.append(run.progress_of("train", 0))
+    run.tell(ProcessLost(kind="trainer", index=0, incarnation=2, reason="killed"))
+    assert run.ordered(TrainStep)[-1].attempt == 4
+    up(run)
+    wait(run, run.clock + 60.0)
+    echoes.append(OrderProgressed(order=run.ordered(TrainStep)[-1].number + 1000))
     stale = run.state.stale_echoes
-    run.tell(replace(report, attempt=2))
-    assert run.state.stale_echoes == stale + 1, "it is of another attempt"
-    assert [one.group for one in wait(run, run.clock + 101.0) if isinstance(one, ParkGroup)] == [0]
+    for echo in echoes:
+        run.tell(echo, at=run.clock)
+    assert run.state.stale_echoes == stale + 4 and time_taken_by(run, "train", 0) == 60.0
+
+
+def test_progress_is_reported_of_the_kinds_that_the_table_names_and_of_no_other() -> None:
+    run = small(every(100.0))
+    syncs(run)
+    sync = run.state.orders.find("sync", 0)
+    assert sync is not None
+    wait(run, run.clock + 50.0)
+    stale = run.state.stale_echoes
+    run.tell(OrderProgressed(order=sync.number))
+    assert run.state.stale_echoes == stale + 1 and time_taken(run.state, sync) >= 50.0
+
+
+def test_a_trainer_that_progresses_before_it_answers_its_probe_is_not_stopped() -> None:
+    run = small(every(None, train_s=100.0), answers_probes=False)
+    trains(run)
+    (probe,) = [one for one in wait(run, run.clock + 105.0) if isinstance(one, ProbeProcess)]
+    run.tell(run.progress_of("train", 0))
+    assert not cut_or_stopped(run.probed(probe))
+    assert not cut_or_stopped(wait(run, run.clock + 190.0)), "the limit has doubled"
+    (again,) = [one for one in wait(run, run.clock + 15.0) if isinstance(one, ProbeProcess)]
+    assert cut_or_stopped(run.probed(again)) == ["StopProcess"]
+
+
+def test_progress_is_reported_ten_times_within_the_smallest_limit_of_its_kind() -> None:
+    timeouts = Timeouts(train_s=50.0, score_s=5000.0, publish_s=None)
+    reported = {kind: timeouts.progress_every_s(kind) for kind in ("group", "rows", "train", "score", "publish")}
+    assert reported == {"group": 60.0, "rows": 360.0, "train": 5.0, "score": 60.0, "publish": 360.0}
 
 
 def test_max_s_bounds_orders_that_have_a_longer_limit_of_their_own() -> None:

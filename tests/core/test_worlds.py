@@ -178,7 +178,9 @@ def troubled_world(seed: int) -> World:
         fail_data=one((0.0, 0.1)), fail_sync=one((0.0, 0.1)), fail_trainer=one((0.0, 0.1)), lose=0.1, duplicate=0.1,
         hang=one((0.0, 0.02)) if timeouts.train_s else 0.0, stick=one((0.0, 0.1)) if timeouts.group_s else 0.0,
     )  # fmt: skip
-    setting = Setting(limits=figures, replicas=2, slots=2, prompts=60, seed=seed, train_s=one((5.0, 30.0)),
+    steady = seed % 2  # a train step may take longer than its limit, but reports progress
+    setting = Setting(limits=figures, replicas=2, slots=2, prompts=60, seed=seed,
+                      train_s=one((5.0, 30.0)) * (1 + 3 * steady), train_reports=20 * steady,
                       sync_s=one((2.0, 10.0)), faults=faults, prefix_every_tokens=one((0, 3)),
                       tick_size=(1, 64, 0)[seed % 3])  # fmt: skip
     names = {"deadline": one(names_of("deadline")), "sync": one(("together", "rolling"))}
@@ -331,6 +333,17 @@ def _worlds_that_are_tight(count: int) -> list[World]:
         )  # fmt: skip
         worlds.append(World(setting, PolicySet.from_names(names)))
     return worlds
+
+
+def test_a_train_step_that_reports_progress_may_take_longer_than_its_limit() -> None:
+    limits = Limits(
+        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, max_steps=3, trainer_restarts=0,
+        timeouts=Timeouts.every(None, train_s=10.0),
+    )  # fmt: skip
+    setting = Setting(limits=limits, prompts=12, train_s=100.0)
+    ends = [World(replace(setting, train_reports=reports)).run() for reports in (0, 30)]
+    assert [end.outcome for end in ends] == ["failed", "finished"]
+    assert "the trainer exceeded its time limit of 10 s" in ends[0].reason
 
 
 def test_a_spoiled_trainer_is_replaced_and_trains_from_its_checkpoint_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
-    GroupProgressed,
+    OrderProgressed,
     ProcessLost,
     ProcessUp,
     ReplicaPaused,
@@ -124,33 +124,41 @@ class Course:
         self._incarnations: dict[ReplicaId, int] = {}
         self._paused: set[ReplicaId] = set()
         self._running: dict[GroupId, ReplicaId] = {}
-        self._attempts: dict[GroupId, int] = {}
+        self._orders: dict[GroupId, StartGroup | ResumeGroup] = {}
+        """The newest order to generate each group."""
         self._versions: dict[ReplicaId, Version] = {}
         self._to_sleep: set[ReplicaId] = set()
         self._publishing: dict[Version, int] = {}
         self._scoring: dict[tuple[StepId, str], int] = {}
         self._training: StepId | None = None
         for tick in ticks:
-            free: list[GroupGenerated | GroupProgressed] = []
+            free: list[StartGroup | ResumeGroup] = []
             for event in tick.events:
                 at = event.id
-                if isinstance(event, GroupGenerated | GroupProgressed) and self._is_newest(event):
-                    free.append(event)
+                if isinstance(event, GroupGenerated) and self._is_newest(event):
+                    free.append(self._orders[event.group])
+                elif isinstance(event, OrderProgressed) and (order := self._progressing(event)) is not None:
+                    free.append(order)
                 self._happened(at, event)
             for command in tick.commands:
                 self._ordered(at, command)
-            for event in free:
-                if event.replica not in self._paused:
-                    self._look_at_slots(at, event)
+            for order in free:
+                if order.replica not in self._paused:
+                    self._look_at_slots(at, order)
 
-    def _look_at_slots(self, at: int, event: GroupGenerated | GroupProgressed) -> None:
-        replica = event.replica
+    def _progressing(self, event: OrderProgressed) -> StartGroup | ResumeGroup | None:
+        """The order to generate a running group, if it progresses."""
+        orders = (self._orders[group] for group in self._running)
+        return next((order for order in orders if order.number == event.order), None)
+
+    def _look_at_slots(self, at: int, order: StartGroup | ResumeGroup) -> None:
+        replica = order.replica
         held = [group for group, where in self._running.items() if where == replica]
         ended = sum(self._ended[group] for group in held)
         version = self._versions[replica]
         self.freed.append(
             Freed(
-                group=event.group,
+                group=order.group,
                 at=at,
                 empty=self._slots[replica] - len(held) + ended // self._samples,
                 running=len(self._running),
@@ -178,8 +186,8 @@ class Course:
                 self.sleeps.append((at, event.replica))
             case ProcessLost(kind="replica") if self._incarnations.get(event.index) == event.incarnation:
                 self._lose(event.index)
-            case GroupProgressed() if self._is_newest(event):
-                self._ended[event.group] = event.finished
+            case OrderProgressed() if (order := self._progressing(event)) is not None:
+                self._ended[order.group] = event.finished
             case GroupGenerated() if self._leaves(event):
                 self.generated[event.group] = event
                 self.ready_at[event.group] = at
@@ -204,9 +212,9 @@ class Course:
         """An incarnation ended, with what ran on it."""
         self._running = {group: where for group, where in self._running.items() if where != replica}
 
-    def _is_newest(self, event: GroupGenerated | GroupProgressed | GroupAborted | GroupFailed) -> bool:
+    def _is_newest(self, event: GroupGenerated | GroupAborted | GroupFailed) -> bool:
         """Whether this is about the group's newest attempt, and it runs."""
-        return self._attempts.get(event.group) == event.attempt and event.group in self._running
+        return event.group in self._running and self._orders[event.group].attempt == event.attempt
 
     def _leaves(self, event: GroupGenerated | GroupAborted | GroupFailed) -> bool:
         """Whether this is the group's newest attempt, which then holds no slot any more."""
@@ -250,7 +258,7 @@ class Course:
         self._parked.pop(command.group, None)
         self._parked_on.pop(command.group, None)
         self._running[command.group] = command.replica
-        self._attempts[command.group] = command.attempt
+        self._orders[command.group] = command
         self._ended[command.group] = 0
         if self._training is not None:
             self.steps[self._training].beside.add(command.group)

@@ -35,6 +35,7 @@ from engine.events import (
     Event,
     GroupFailed,
     OrderDone,
+    OrderProgressed,
     PrefixStored,
     ReplicasWanted,
     RunStarted,
@@ -360,6 +361,18 @@ def test_a_start_names_the_fact_that_made_room_for_it() -> None:
     number = loop.session.events
     starts = [order for order in loop.tell(stored, ended, ended) if isinstance(order, StartGroup)]
     assert starts and {order.cause for order in starts} == {number + 1}
+
+
+def test_a_session_takes_reports_of_progress_and_ignores_late_ones() -> None:
+    loop = Loop(lambda **given: Session(LIMITS, **given), replicas=1)
+    order = loop.first(TrainStep)
+    progress = answer(order, OrderProgressed)
+    assert progress == OrderProgressed(order=order.number)
+    loop.tell(progress)
+    assert order in loop.session.open_orders
+    loop.tell(loop.fact_for(order))
+    assert loop.tell(replace(progress)) == ()
+    require_sound(loop.session)
 
 
 def test_its_limits_may_come_from_a_configuration(tmp_path: Path) -> None:

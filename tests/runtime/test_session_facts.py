@@ -25,8 +25,8 @@ from engine.events import (
     Event,
     GroupFailed,
     GroupGenerated,
-    GroupProgressed,
     OrderDone,
+    OrderProgressed,
     ProcessLost,
     ProcessUp,
     PromptsDrawn,
@@ -111,8 +111,17 @@ ILLEGAL: dict[str, tuple[Callable[[Loop], Any], str]] = {
     "attempt 0": (lambda loop: replace(group(loop), attempt=0), "attempt is 0, but must be at least 1"),
     "life 0": (lambda loop: replace(group(loop), incarnation=0), "incarnation is 0, but must be at least 1"),
     "more trajectories than samples": (
-        lambda loop: GroupProgressed(group=0, attempt=1, replica=group(loop).replica, incarnation=1, finished=3),
+        lambda loop: answer(loop.first(StartGroup), OrderProgressed, finished=3),
         "finished is 3, but the group has 2 trajectories",
+    ),
+    "trajectories of a train step": (
+        lambda loop: answer(loop.first(TrainStep), OrderProgressed, finished=1),
+        "generates no group",
+    ),
+    "progress of what was never ordered": (lambda loop: OrderProgressed(order=999), "there is no order 999"),
+    "progress of a sync": (
+        lambda loop: OrderProgressed(order=loop.first(StageWeights) and number_of(loop, StageWeights)),
+        "is StageWeights, which does not report progress",
     ),
     "a scoring task": (
         lambda loop: at(loop, TrainStep, BatchScored(step=0, attempt=1, task="ref_logprobs")),

@@ -190,6 +190,27 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert alive([process.pid for process in left]) == []
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_trainer_progresses_with_each_pass_tensor_and_file(
+    model_path: str, batch: MakeBatch, tmp_path: Path, ranks: int
+) -> None:
+    with of_ranks(ranks, model_path) as trainer:
+        progressed: list[str] = []
+        trainer.watch_progress(lambda: progressed.append(call))
+        call = "score"
+        trainer.score(batch(0), "ref_logprobs")
+        call = "train"
+        trainer.train(batch(0))
+        call = "weights"
+        tensors = {id(tensor) for tensor in trainer.weights().values()}
+        call = "save"
+        trainer.save(str(tmp_path / "saved"), 1)
+        seen = {name: progressed.count(name) for name in ("score", "train", "weights", "save")}
+        assert seen["train"] > seen["score"] >= 1, "a pass of each minibatch, and those that score old log-probs"
+        assert seen["weights"] == len(tensors)
+        assert seen["save"] == 3, "the file of the weights, all weights, the moments"
+
+
 def test_what_a_rank_refuses_is_raised_as_it_is(model_path: str, tmp_path: Path) -> None:
     settings = TrainerSettings(ranks=2, kl_loss_coef=0.1, reference_path=other_model(tmp_path))
     with pytest.raises(ConfigError, match="has 12 tokens, but the trained model has 16"):

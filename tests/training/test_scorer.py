@@ -48,6 +48,14 @@ def test_three_steps_with_scores_from_elsewhere_equal_three_without(model_path: 
 
 
 @pytest.mark.parametrize("task", BOTH)
+def test_a_scorer_progresses_with_each_pass(model_path: str, batch: MakeBatch, task: str) -> None:
+    scorer, passes = ModelScorer(model_path, settings(micro_batch_tokens=12), BOTH), []
+    scorer.watch_progress(lambda: passes.append(task))
+    scorer.score(batch(0), task)
+    assert len(passes) > 1
+
+
+@pytest.mark.parametrize("task", BOTH)
 def test_given_scores_are_read(model_path: str, batch: MakeBatch, task: str) -> None:
     """Others make another step: they are not computed anew."""
     trainers = [ModelTrainer(model_path, settings(), scored_apart=BOTH) for _ in range(2)]

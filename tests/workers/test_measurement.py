@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from test_replica_worker import WHO, Stage, play
 
 from engine.commands import InstallWeights, MeasureRows, PauseReplica, ResumeReplica, StageWeights, StopMeasuring
 from engine.errors import DataFailure, EngineError
-from engine.events import NO_ANSWER, Event, ReplicaPaused, RowsFailed, RowsMeasured
+from engine.events import NO_ANSWER, Event, OrderProgressed, ReplicaPaused, RowsFailed, RowsMeasured
 from engine.protocols import Generated, GroupWork
 from engine.runtime.local import SimpleGenerator, response
 from engine.trajectory import Prompt, Trajectory
@@ -71,6 +72,31 @@ def test_rows_are_counted_and_those_at_fault_are_not() -> None:
         assert groups == [held_out_group(2, 6, row) for row in range(6)]
         assert not set(groups) & {held_out_group(3, 6, row) for row in range(6)}
 
+    play(scene)
+
+
+def test_each_row_that_ends_is_reported_as_progress_of_its_chunk() -> None:
+    class OneByOne(Answering):
+        async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+            self.works.append(work)
+            await ends[work.prompt.row].wait()
+            return [response([1], reward=1.0, version=version)]
+
+    async def scene() -> None:
+        held_out = HeldOut(prompts=PROMPTS, evaluator=(generator := OneByOne()))
+        on = Stage(generator, held_out=held_out, progress_every_s=0.0)
+        on.worker.carry_out(replace(measure(), number=9))
+        for row in range(2):
+            ends[row].set()
+            assert await on.until(row + 1) == [OrderProgressed(order=9)] * (row + 1)
+        ends[2].set()
+        while not news(on, RowsMeasured):
+            await on.until(len(on.events) + 1)
+        generator.works[0].progress()
+        await on.settle()
+        assert isinstance(on.events[-1], RowsMeasured), "the chunk has ended"
+
+    ends = [asyncio.Event() for _ in range(3)]
     play(scene)
 
 

@@ -32,8 +32,8 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
-    GroupProgressed,
     OrderDone,
+    OrderProgressed,
     PrefixStored,
     ProcessUp,
     ReplicaPaused,
@@ -66,6 +66,7 @@ class Stage:
         replica: int = 0,
         prefixes: int = 0,
         held_out: HeldOut | None = None,
+        progress_every_s: float = 60.0,
     ) -> None:
         self.generator = generator
         self.events: list[Event] = []
@@ -87,7 +88,7 @@ class Stage:
             broken=self.broken.append,
             prefix_every_tokens=prefixes,
             held_out=held_out,
-            progress_every_s=0.0,
+            progress_every_s=lambda order: progress_every_s,
         )
 
     def _emit(self, event: Event) -> None:
@@ -98,7 +99,7 @@ class Stage:
             self._news.set()
 
     def start(self, group: int = 0, attempt: int = 1) -> None:
-        self.worker.carry_out(StartGroup(group=group, attempt=attempt, **WHO), PROMPT)
+        self.worker.carry_out(StartGroup(group=group, attempt=attempt, number=100 + group, **WHO), PROMPT)
 
     def resume(self, group: int = 0, attempt: int = 2, truncate: bool = False) -> None:
         self.worker.carry_out(ResumeGroup(group=group, attempt=attempt, truncate=truncate, **WHO), PROMPT)
@@ -291,7 +292,7 @@ def test_groups_that_progress_are_reported_together_and_only_while_they_run() ->
             return await super().generate(work)
 
     async def scene() -> None:
-        stage = Stage(generator := Progresses())
+        stage = Stage(generator := Progresses(), progress_every_s=0.0)
         stage.worker.join(slots=4)
         stage.start(0)
         stage.start(1)
@@ -299,9 +300,7 @@ def test_groups_that_progress_are_reported_together_and_only_while_they_run() ->
         for work in (*generator.works, *generator.works):
             work.progress()
         _, *reported = await stage.until(3)
-        assert [(type(event), event.group, event.attempt) for event in reported] == [
-            (GroupProgressed, 0, 1), (GroupProgressed, 1, 1),
-        ]  # fmt: skip
+        assert reported == [OrderProgressed(order=100), OrderProgressed(order=101)]
         generator.leave.set()
         await stage.until(5)
         generator.works[0].progress()
@@ -330,7 +329,7 @@ def test_ended_trajectories_are_reported_once_they_make_room_for_a_group() -> No
         first, second, third = generator.works
 
         def reported() -> list[tuple[int, int]]:
-            news = [(event.group, event.finished) for event in stage.events if isinstance(event, GroupProgressed)]
+            news = [(event.order - 100, event.finished) for event in stage.events if isinstance(event, OrderProgressed)]
             stage.events.clear()
             return news
 
@@ -367,13 +366,13 @@ def test_ended_trajectories_are_reported_once_they_make_room_for_a_group() -> No
 
 def test_a_generator_may_report_from_any_thread_and_in_numbers_of_numpy() -> None:
     async def scene() -> None:
-        stage = Stage(TokenGenerator(length=4), prefixes=2)
+        stage = Stage(TokenGenerator(length=4), prefixes=2, progress_every_s=0.0)
         stage.start()
         await stage.settle()
         (work,) = stage.generator.works
         await asyncio.to_thread(work.finished, numpy.int64(2))
         (ended,) = await stage.until(1)
-        assert isinstance(ended, GroupProgressed) and type(ended.finished) is int and ended.finished == 2
+        assert isinstance(ended, OrderProgressed) and type(ended.finished) is int and ended.finished == 2
         prefix = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[response([1, 2], reward=0.0, version=0)])
         assert work.save is not None
         await asyncio.to_thread(work.save, prefix)
@@ -381,7 +380,7 @@ def test_a_generator_may_report_from_any_thread_and_in_numbers_of_numpy() -> Non
         assert isinstance(stored, PrefixStored) and stored.tokens == 2
         await asyncio.to_thread(work.progress)
         *_, progressed = await stage.until(3)
-        assert isinstance(progressed, GroupProgressed)
+        assert isinstance(progressed, OrderProgressed)
         with pytest.raises(EngineError, match=r"finished\(3\) of group 0: "):
             await asyncio.to_thread(work.finished, 3)
         await stage.worker.close()

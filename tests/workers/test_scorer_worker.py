@@ -11,13 +11,19 @@ from test_trainer_worker import Scribe
 
 from engine.commands import ScoreBatch, TrainStep
 from engine.errors import EngineError
-from engine.events import BatchScored, Event, StepFailed, StepTrained
-from engine.protocols import Batch
-from engine.runtime.local import response
+from engine.events import BatchScored, Event, OrderProgressed, StepFailed, StepTrained
+from engine.protocols import Batch, Scores
+from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
+from engine.runtime.plan import Plan, Rollout
+from engine.runtime.prompt_sources import listed
+from engine.runtime.worker import Peers, PlannedScorer
+from engine.states.limits import Limits, Pool
+from engine.states.timeouts import Timeouts
 from engine.storage.trajectories import pack_scores, unpack_scores
 from engine.storage.weights import Trained
 from engine.trajectory import Prompt, TrajectoryGroup
+from engine.workers.clock import VirtualLoop
 from engine.workers.scorer import ScorerWorker
 from engine.workers.trainer import TrainerWorker
 
@@ -88,6 +94,12 @@ class Bench:
             **shared,
         )
 
+    async def fill(self) -> None:
+        for group in (2, 4):
+            kept = TrajectoryGroup(group=group, prompt=Prompt(row=group, text="?"), trajectories=[])
+            kept.trajectories += [response([1] * group, reward=1.0, version=0), response([], reward=1.0, version=0)]
+            await self.trajectories.put(kept, attempt=1)
+
     async def _ask(self, steps: int) -> None:
         await self.trainer.hand_over_again(steps)
 
@@ -114,10 +126,7 @@ class Bench:
 def play(scene: Callable[[Bench], Awaitable[None]]) -> None:
     async def whole() -> None:
         bench = Bench()
-        for group in (2, 4):
-            kept = TrajectoryGroup(group=group, prompt=Prompt(row=group, text="?"), trajectories=[])
-            kept.trajectories += [response([1] * group, reward=1.0, version=0), response([], reward=1.0, version=0)]
-            await bench.trajectories.put(kept, attempt=1)
+        await bench.fill()
         await scene(bench)
         await bench.scorer.close()
         await bench.trainer.close()
@@ -277,3 +286,45 @@ def test_a_trainer_that_was_restored_hands_over_what_it_has() -> None:
         assert bench.reader.calls[0] == "load 3"
 
     play(scene)
+
+
+def test_a_scorer_that_progresses_reports_it_within_its_time_limit() -> None:
+    class Slow:
+        def watch_progress(self, progressed: Callable[[], None]) -> None:
+            self.progressed = progressed
+
+        async def score(self, batch: Batch, task: str) -> Scores:
+            for _ in range(3):
+                await asyncio.sleep(60.0)
+                self.progressed()
+            return [[[0.0] * sum(one.loss_mask) for one in group.trajectories] for group in batch.groups]
+
+        def load(self, weights: Any) -> None: ...
+
+    async def scene() -> None:
+        pools = (Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("train",)), Pool(tasks=("ref_logprobs",)))
+        limits = Limits(
+            train_batch_size=2, max_staleness_steps=0, max_concurrent_groups=2, scoring_tasks=("ref_logprobs",),
+            pools=pools, timeouts=Timeouts.every(None, score_s=100.0),
+        )  # fmt: skip
+        plan = Plan(
+            limits=limits, samples=1, make_rollout=lambda replica: Rollout(generator=SimpleGenerator()),
+            make_trainer=SimpleTrainer, make_prompts=lambda: listed(["?"]), make_scorer=lambda tasks: Slow(),
+        )  # fmt: skip
+        bench = Bench()
+        await bench.fill()
+        peers = Peers(
+            trajectories=bench.trajectories, weights=bench.weights, emit=bench._emit, report=lambda *figures: None,
+            broken=bench.broken.append, ask_trainer=bench._ask,
+        )  # fmt: skip
+        planned = PlannedScorer(plan, 0, 1)
+        await planned.open(peers)
+        planned.carry_out(ScoreBatch(step=0, attempt=1, task="ref_logprobs", groups=(4, 2), number=6, cause=0))
+        await asyncio.sleep(1000.0)
+        scored = BatchScored(step=0, attempt=1, task="ref_logprobs")
+        assert bench.events == [OrderProgressed(order=6), OrderProgressed(order=6), scored]
+        await planned.close()
+
+    loop = VirtualLoop()
+    loop.run_until_complete(scene())
+    loop.close()

@@ -5,6 +5,7 @@ import math
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,26 @@ from engine.events import (
     CheckpointSaved,
     Event,
     OrderDone,
+    OrderProgressed,
     PublishFailed,
     StepFailed,
     StepTrained,
     WeightsPublished,
 )
 from engine.protocols import Batch
-from engine.runtime.local import SimpleTrainer, response
+from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
+from engine.runtime.plan import Plan, Redo, Restore, Rollout
+from engine.runtime.prompt_sources import listed
+from engine.runtime.worker import Peers, PlannedTrainer
+from engine.states.limits import Limits
+from engine.states.timeouts import Timeouts
 from engine.storage.checkpoints import list_checkpoints
 from engine.storage.trajectories import copy_group
 from engine.trajectory import Prompt, TrajectoryGroup
 from engine.workers import order_queue
+from engine.workers.clock import VirtualLoop
+from engine.workers.progress_reports import SerialProgress
 from engine.workers.response_figures import NAMES
 from engine.workers.trainer import TrainerWorker, figure_of
 
@@ -71,7 +80,7 @@ class Scribe(SimpleTrainer):
 
 
 class Bench:
-    def __init__(self, trainer: Any, checkpoints: Path | None = None) -> None:
+    def __init__(self, trainer: Any, checkpoints: Path | None = None, progress_every_s: float = 60.0) -> None:
         self.events: list[Event] = []
         self.figures: list[tuple[int, Mapping[str, Any]]] = []
         self.broken: list[str] = []
@@ -79,6 +88,7 @@ class Bench:
         """Figures of the responses of the newest step."""
         self.trajectories, self.weights = LocalTrajectories(), LocalWeights()
         self._news = asyncio.Event()
+        self.progress = SerialProgress(lambda order: progress_every_s, self._emit)
         self.worker = TrainerWorker(
             trainer=trainer,
             trajectories=self.trajectories,
@@ -87,6 +97,7 @@ class Bench:
             report=self._report,
             broken=self.broken.append,
             checkpoints=checkpoints,
+            progress=self.progress,
         )
 
     def _report(self, step: int, figures: Mapping[str, Any]) -> None:
@@ -104,9 +115,14 @@ class Bench:
         for command in commands:
             self.worker.carry_out(command)
         while len(self.events) < before + len(commands):
-            self._news.clear()
-            await asyncio.wait_for(self._news.wait(), 60)
+            await self.news()
         return self.events[before:]
+
+    async def news(self) -> Event:
+        """The next event."""
+        self._news.clear()
+        await asyncio.wait_for(self._news.wait(), 60)
+        return self.events[-1]
 
     async def fill(self, *groups: int) -> None:
         for group in groups:
@@ -164,6 +180,104 @@ def test_orders_are_carried_out_one_by_one_in_their_order_off_the_loop(tmp_path:
         await bench.worker.close()
 
     play(scene)
+
+
+class Steady(SimpleTrainer):
+    """Progresses twice in each call, and goes on once that is reported."""
+
+    def __init__(self) -> None:
+        self.reported = threading.Event()
+
+    def watch_progress(self, progressed: Callable[[], None]) -> None:
+        self.progressed = progressed
+
+    def _work(self) -> None:
+        for _ in range(2):
+            self.progressed()
+            assert self.reported.wait(60)
+            self.reported.clear()
+
+    def score(self, batch: Batch, task: str) -> None:
+        self._work()
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        self._work()
+        return {}
+
+    def weights(self) -> Any:
+        self._work()
+
+    def save(self, directory: str, step: int) -> None:
+        self._work()
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ScoreBatch(step=0, attempt=1, task="old_logprobs", groups=(4, 2), number=7, cause=0),
+        replace(train(), number=7),
+        PublishWeights(version=1, attempt=1, steps=1, number=7, cause=0),
+        SaveCheckpoint(steps=3, number=7, cause=0),
+    ],
+    ids=lambda order: type(order).__name__,
+)
+def test_what_a_trainer_progresses_in_a_call_is_reported_as_progress_of_its_order(
+    order: Command, tmp_path: Path
+) -> None:
+    async def scene() -> None:
+        bench = Bench(trainer := Steady(), tmp_path, progress_every_s=0.0)
+        trainer.watch_progress(bench.progress.note)
+        await bench.fill(2, 4)
+        bench.worker.carry_out(order)
+        while isinstance(await bench.news(), OrderProgressed):
+            trainer.reported.set()
+        *reports, answer = bench.events
+        assert len(reports) >= 2 and {*reports} == {OrderProgressed(order=7)}
+        assert not isinstance(answer, StepFailed | PublishFailed | CheckpointFailed)
+        trainer.progressed()
+        await asyncio.sleep(0)
+        assert bench.events[-1] is answer, "it works on nothing"
+        await bench.worker.close()
+
+    play(scene)
+
+
+def test_a_trainer_that_starts_reports_progress_with_each_step_that_it_trains_again() -> None:
+    class Redoing(SimpleTrainer):
+        def watch_progress(self, progressed: Callable[[], None]) -> None:
+            self.progressed = progressed
+
+        async def train(self, batch: Batch) -> dict[str, float]:  # type: ignore[override]
+            await asyncio.sleep(40.0)
+            self.progressed()
+            await asyncio.sleep(40.0)
+            return {}
+
+    async def scene() -> None:
+        bench = Bench(SimpleTrainer())
+        await bench.fill(2, 4)
+        timeouts = Timeouts.every(None, start_s=100.0)
+        limits = Limits(train_batch_size=2, max_staleness_steps=0, max_concurrent_groups=2, timeouts=timeouts)
+        plan = Plan(
+            limits=limits, samples=1, make_rollout=lambda replica: Rollout(generator=SimpleGenerator()),
+            make_trainer=Redoing, make_prompts=lambda: listed(["?"]), restore_trainer=lambda trainer, restore: None,
+        )  # fmt: skip
+        events: list[Event] = []
+        peers = Peers(
+            trajectories=bench.trajectories, weights=bench.weights, emit=events.append,
+            report=lambda step, figures: None, broken=bench.broken.append, ask_trainer=lambda steps: asyncio.sleep(0),
+        )  # fmt: skip
+        redo = tuple(Redo(step=step, groups=(4, 2), staleness=(0, 0), reports=False) for step in (1, 2))
+        planned = PlannedTrainer(plan, 0, 2)
+        await planned.open(peers, Restore(steps=1, order=11, redo=redo))
+        assert events == [OrderProgressed(order=11)] * 4
+        await asyncio.sleep(1000.0)
+        assert len(events) == 4, "it has started"
+        await planned.close()
+
+    loop = VirtualLoop()
+    loop.run_until_complete(scene())
+    loop.close()
 
 
 def test_a_repeated_order_is_carried_out_once() -> None:

@@ -23,8 +23,8 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
-    GroupProgressed,
     OrderDone,
+    OrderProgressed,
     PrefixStored,
     ProcessLost,
     ProcessProbed,
@@ -54,7 +54,7 @@ from engine.ids import NO_VERSION
 from engine.record.codec import plain_event
 from engine.record.msgpack_values import CodecError
 from engine.scheduling.scheduler import Scheduler
-from engine.states.orders import RELATIONS, Order, Relation
+from engine.states.orders import NUMBERED, RELATIONS, Order, Relation
 from engine.states.process import KINDS, REPLICA, TRAINER
 from engine.states.state import State
 
@@ -85,8 +85,11 @@ def answer(order: Command, kind: type[Fact], **data: Any) -> Fact:
     if relation is None or kind not in known:
         allowed = _named(known) if known else "nothing, because it needs no answer"
         raise IllegalFact(f"{_name(kind)} does not answer {type(order).__name__}; use {allowed}")
+    number = getattr(order, "number", -1)
     if kind is OrderDone:
-        data = {"orders": (getattr(order, "number", -1),), **data}
+        data = {"orders": (number,), **data}
+    elif kind is OrderProgressed:
+        data = {"order": number, **data}
     own = {field.name: field for field in fields(kind) if field.name not in ("id", "at")}
     unknown = next((name for name in data if name not in own), None)
     if unknown is not None:
@@ -143,6 +146,8 @@ def _problems(fact: Any, scheduler: Scheduler, now: float) -> Iterator[str]:
         yield from _echo_problems(fact, order)
     if isinstance(fact, OrderDone):
         yield from _acknowledgment_problems(fact, state)
+    elif isinstance(fact, OrderProgressed):
+        yield from _progress_problems(fact, state)
     elif isinstance(fact, SettingChanged):
         changes([(fact.setting, fact.value)], state.limits, scheduler.policies)
     elif isinstance(fact, ReplicasWanted):
@@ -262,7 +267,7 @@ def _relations(kind: type[Event]) -> list[Relation]:
 def _about(fact: Any, relation: Relation, state: State) -> Iterator[Order]:
     """The open orders about the same subject as a fact."""
     names = [name for name in relation.id if hasattr(fact, name)]
-    if isinstance(fact, OrderDone):
+    if isinstance(fact, NUMBERED):
         return
     for order in state.orders.open(relation.subject).values():
         if all(getattr(order.command, name) == getattr(fact, name) for name in names):
@@ -301,6 +306,19 @@ def _acknowledgment_problems(fact: OrderDone, state: State) -> Iterator[str]:
                 yield f"order {number} is {command.__name__}; answer it by {_named(RELATIONS[command].answers)}"
 
 
+def _progress_problems(fact: OrderProgressed, state: State) -> Iterator[str]:
+    yield from _lacks("order", fact.order, state.orders.next_number, "were given")
+    order: Any = state.orders.by_number.get(fact.order)
+    if order is None:
+        return
+    if OrderProgressed not in RELATIONS[type(order.command)].reports:
+        yield f"order {fact.order} is {_name(type(order.command))}, which does not report progress"
+    elif order.subject == "group" and fact.finished > (samples := state.replicas[order.owner].samples):
+        yield f"finished is {fact.finished}, but the group has {samples} trajectories"
+    elif order.subject != "group" and fact.finished:
+        yield f"finished is {fact.finished}, but order {fact.order} generates no group"
+
+
 def _timer_problems(fact: TimerFired, state: State, now: float) -> Iterator[str]:
     yield from _lacks("timer", fact.timer, state.orders.next_number, "were set")
     order = next((order for order in state.orders.open("timer").values() if order.number == fact.timer), None)
@@ -328,8 +346,6 @@ def _content_problems(fact: Any, order: Any, state: State) -> Iterator[str]:
             yield f"version {order.version} was ordered"
     elif isinstance(fact, RowsMeasured):
         yield from _row_problems(fact, order, state)
-    elif isinstance(fact, GroupProgressed) and fact.finished > (samples := state.replicas[fact.replica].samples):
-        yield f"finished is {fact.finished}, but the group has {samples} trajectories"
     if isinstance(fact, GroupGenerated | StateLeft) and fact.reward_spread < 0:
         yield "reward_spread is negative, but is the largest minus the smallest reward"
     if isinstance(fact, ProcessUp) and fact.kind == REPLICA:
