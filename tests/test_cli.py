@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from chat_tokenizers import save_chat_model, write_rows
 from steady_world import SteadyWorld, steady_world
 
 from engine import cli
@@ -663,6 +662,7 @@ def test_a_run_that_starts_or_runs_is_not_resumed_and_the_error_says_so(capsys: 
 
 
 def test_a_finished_run_is_refused_before_anything_starts(capsys: Capture, launched: Launch) -> None:
+    launched()
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 0
     handles = launched()
     words = "has finished (4 train steps); to train more steps, resume it with a larger run.max_steps"
@@ -773,6 +773,10 @@ def test_a_request_to_end_stops_the_run(
     assert capsys.readouterr().err == "engine: interrupted; the run is in here\n"
 
 
+SMALLEST = {"train_prompts": 40, "validation_prompts": 4, "hidden_size": 16, "layers": 1, "heads": 2}
+"""Sizes of the smallest model that `model.make` can make."""
+
+
 class Lingering(FakeHandle):
     """Drains forever. Raises a signal whenever its status is asked for after it was asked to end."""
 
@@ -859,9 +863,7 @@ def test_a_third_request_ends_the_process(tmp_path: Path) -> None:
         "        except KeyboardInterrupt: print('raised', flush=True)\n"
         "print('never')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    done = python("-c", code)
     assert (done.returncode, done.stdout) == (130, "raised\nraised\n")
     assert "this process ends at once" in done.stderr
 
@@ -882,13 +884,34 @@ def test_a_run_that_somebody_else_ended_is_no_failure(
     assert said == "engine: the run ended on request, stopped: asked by engine drain; it is in here\n"
 
 
-def run_to(line: str, *overrides: str) -> subprocess.Popen[str]:
-    """A run in a process of its own, as far as a line of its output."""
-    sizes = {"train_prompts": 40, "validation_prompts": 4, "hidden_size": 16, "layers": 1, "heads": 2}
-    config = write_config(model={"make": "arithmetic", "arithmetic": sizes}, run={"max_steps": 1000})
-    sets = [word for override in overrides for word in ("--set", override)]
+@pytest.mark.parametrize("line", ["making data", "supervised"])
+def test_a_request_to_end_while_the_model_is_made_leaves_nothing_half_made(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    class Pressed(io.StringIO):
+        def write(self, text: str) -> int:
+            if text.startswith(line):
+                signal.raise_signal(signal.SIGTERM)
+            return super().write(text)
+
+    monkeypatch.setattr(sys, "stdout", Pressed())
+    config = write_config(model={"make": "arithmetic", "arithmetic": SMALLEST | {"warmup_steps": 800}})
+    assert cli.main(["run", config, "--run-dir", "here"]) == 130
+    assert capsys.readouterr().err == "engine: interrupted; the files of the run are in here\n"
+    assert list(Path("runs/.made").iterdir()) == []
+
+
+@pytest.mark.ray
+def test_a_request_to_end_leaves_no_process() -> None:
+    """Also one to the launcher's whole process group, as `timeout` sends it: Ray's processes do not hear it."""
+    config = write_config(
+        model={"make": "arithmetic", "arithmetic": SMALLEST | {"warmup_steps": 1}},
+        run={"max_steps": 1000},
+        rollout={"replicas": 1, "max_tokens": 8},
+        validation={"at_start": False},
+    )
     process = subprocess.Popen(
-        [sys.executable, "-m", "engine.cli", "run", config, "--run-dir", "here", *sets],
+        [sys.executable, "-m", "engine.cli", "run", config, "--run-dir", "here"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -897,33 +920,13 @@ def run_to(line: str, *overrides: str) -> subprocess.Popen[str]:
     )
     assert process.stdout is not None
     try:
-        assert any(said.startswith(line) for said in process.stdout), f"never said {line!r}"
+        assert any(said.startswith("step=0") for said in process.stdout), "never trained a step"
     except BaseException:
         process.kill()
         raise
-    return process
-
-
-@pytest.mark.parametrize(
-    ("line", "number"),
-    [("making data", signal.SIGTERM), ("supervised", signal.SIGTERM), ("making data", signal.SIGHUP)],
-)
-def test_a_request_to_end_while_the_model_is_made_leaves_nothing_half_made(line: str, number: signal.Signals) -> None:
-    process = run_to(line, "model.arithmetic.warmup_steps=800")
-    process.send_signal(number)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert said == "engine: interrupted; the files of the run are in here\n"
-    assert list(Path("runs/.made").iterdir()) == []
-
-
-@pytest.mark.ray
-def test_a_request_to_end_leaves_no_process() -> None:
-    """Also one to the launcher's whole process group, as `timeout` sends it: Ray's processes do not hear it."""
-    process = run_to("step=0", "model.arithmetic.warmup_steps=1")
     started = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGTERM)
-    shown, said = process.communicate(timeout=60)
+    shown, said = process.communicate(timeout=200)
     assert process.returncode == 130, said
     assert said.startswith("engine: interrupted; ") and said.count("\n") == 1
     assert "draining: the current batch is trained" in shown and "run stopped" in shown
@@ -1064,18 +1067,18 @@ def test_both_are_shown_by_default(capsys: Capture) -> None:
 # -- the process -------------------------------------------------------------------------------------------------------
 
 
-def engine(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "engine.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, **options)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, check=False)
 
 
-def test_the_process_ends_with_the_code() -> None:
-    assert engine("--version").stdout == "step-engine 0.1.0\n"
-    assert engine("check", "nothing.yaml").returncode == 2
-    assert engine("replay", "nothing").returncode == 2
-    assert engine("fly").returncode == 2
-    assert engine("replay", "x", "--at", "-3").returncode == 2
+def test_the_process_ends_with_the_code(capsys: Capture) -> None:
+    assert python("-m", "engine.cli", "check", "nothing.yaml").returncode == 2
+    for arguments, code in ((["--version"], 0), (["fly"], 2), (["replay", "x", "--at", "-3"], 2)):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        assert ended.value.code == code
+    assert capsys.readouterr().out == "step-engine 0.1.0\n"
 
 
 def test_light_commands_load_nothing_heavy() -> None:
@@ -1084,29 +1087,8 @@ def test_light_commands_load_nothing_heavy() -> None:
         f"import sys; from engine import cli; cli.main(['check', {config!r}]); cli.main(['states']); "
         "print([m for m in ('ray', 'torch', 'transformers') if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    done = python("-c", code)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
-
-
-def test_an_evaluation_needs_no_ray(tmp_path: Path) -> None:
-    model = save_chat_model(tmp_path / "model", "base", context=64)
-    prompts = write_rows(tmp_path / "prompts.jsonl", *({"prompt": f"{n}+1="} for n in range(2)))
-    (tmp_path / "my_code.py").write_text("def long(prompt, trajectory):\n    return float(len(trajectory.token_ids))\n")
-    tree = {
-        "data": {"validation_path": prompts},
-        "reward": {"function": "my_code:long"},
-        "rollout": {"max_tokens": 4, "device": "cpu"},
-        "validation": {"sets": [{"name": "all", "prompts": 2}]},
-    }
-    (tmp_path / "eval.yaml").write_text(yaml.safe_dump(tree))
-    command = ["evaluate", model, "eval.yaml"]
-    code = f"import sys; sys.modules['ray'] = None; from engine import cli; sys.exit(cli.main({command}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
-    assert (done.returncode, "2 of 2 responses measured" in done.stdout) == (0, True), done.stderr
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
