@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 from steady_world import SteadyWorld, steady_world
@@ -422,7 +421,7 @@ Launch = Callable[..., list[FakeHandle]]
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
     """Puts a fake in place of the Ray actors; what it launches is appended to the list it returns."""
 
-    def install(**options: Any) -> list[FakeHandle]:
+    def install(kind: type[FakeHandle] = FakeHandle, **options: Any) -> list[FakeHandle]:
         handles: list[FakeHandle] = []
 
         def launch(
@@ -436,9 +435,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
             local: Mapping[str, Any],
         ) -> FakeHandle:
             if resume:
-                handles.append(
-                    FakeHandle(steady_world(batch=4, stale=2, workers=8, steps=4, replicas=2, slots=4), **options)
-                )
+                handles.append(kind(steady_world(batch=4, stale=2, workers=8, steps=4, replicas=2, slots=4), **options))
                 handles[-1].resumed = (run_dir, settings)
                 return handles[-1]
             progress(0.0, "making data")
@@ -449,7 +446,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
             header = Header(run=run_dir.name, limits=limits.to_plain(), policies={}, config=fields)
             recorder = Recorder(run_dir / "schedule", header)
             world = SteadyWorld(limits, slots=4, journal=Journal(run_dir / "metrics.jsonl"), recorder=recorder)
-            handles.append(FakeHandle(world, **options))
+            handles.append(kind(world, **options))
             return handles[-1]
 
         fake = ModuleType("engine.actors.launch")
@@ -537,7 +534,7 @@ def test_an_error_wrapped_on_its_way_is_still_known(capsys: Capture, launched: L
     assert "schedule/000.seg: at byte 17: bad checksum" in capsys.readouterr().err
 
 
-def test_a_failed_run_says_why(capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_says_why(capsys: Capture, launched: Launch) -> None:
     from engine.events import ProcessLost
 
     class Doomed(FakeHandle):
@@ -548,27 +545,25 @@ def test_a_failed_run_says_why(capsys: Capture, launched: Launch, monkeypatch: p
             self.world.to_the_end()
             yield read_status(self.world.metrics)
 
-    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Doomed)
-    launched()
+    launched(Doomed)
     assert cli.main(["run", write_config()]) == 1
     said = capsys.readouterr()
     assert "failed: no replica is left" in said.err and "burnt" in said.err
     assert "run failed" in said.out
 
 
-def test_a_sentence_in_a_failure_ends_once(capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sentence_in_a_failure_ends_once(capsys: Capture, launched: Launch) -> None:
     class Talkative(FakeHandle):
         def updates(self) -> Iterator[Status]:
             for status in super().updates():
                 yield dataclasses.replace(status, outcome="failed", reason="The disk is full.")
 
-    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Talkative)
-    launched()
+    launched(Talkative)
     assert cli.main(["run", write_config()]) == 1
     assert "did not finish, failed: The disk is full; its directory is" in capsys.readouterr().err
 
 
-def test_what_to_type_next_is_in_the_record(capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_to_type_next_is_in_the_record(capsys: Capture, launched: Launch) -> None:
     class Optimistic(FakeHandle):
         """Counts events that never reached the record."""
 
@@ -582,8 +577,7 @@ def test_what_to_type_next_is_in_the_record(capsys: Capture, launched: Launch, m
             (record,) = Path("here/schedule").glob("*.seg")
             record.write_bytes(record.read_bytes()[: record.stat().st_size * 4 // 5])
 
-    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Optimistic)
-    launched()
+    launched(Optimistic)
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 0
     (line,) = re.findall(r"engine (replay here --at .*)", capsys.readouterr().out)
     assert cli.main(line.split()) == 0
@@ -752,9 +746,7 @@ def test_a_request_to_end_after_the_last_line_of_a_run_raises_nothing(capsys: Ca
 
 @pytest.mark.usefixtures("own_signals")
 @pytest.mark.parametrize("number", ENDS)
-def test_a_request_to_end_stops_the_run(
-    capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
+def test_a_request_to_end_stops_the_run(capsys: Capture, launched: Launch, number: signal.Signals) -> None:
     class Ended(FakeHandle):
         def updates(self) -> Iterator[Status]:
             for status in super().updates():
@@ -766,8 +758,7 @@ def test_a_request_to_end_stops_the_run(
             signal.raise_signal(number)  # a second one, while everything is taken down
             super().close()
 
-    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Ended)
-    handles = launched()
+    handles = launched(Ended)
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
     assert handles[0].drained and not handles[0].stopped and handles[0].closed
     assert capsys.readouterr().err == "engine: interrupted; the run is in here\n"
@@ -792,11 +783,8 @@ class Lingering(FakeHandle):
 
 
 @pytest.mark.usefixtures("own_signals")
-def test_a_second_request_stops_a_run_that_drains(
-    capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Lingering)
-    handles = launched()
+def test_a_second_request_stops_a_run_that_drains(capsys: Capture, launched: Launch) -> None:
+    handles = launched(Lingering)
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
     assert handles[0].drained and handles[0].stopped and handles[0].closed
     said = capsys.readouterr()
@@ -805,15 +793,12 @@ def test_a_second_request_stops_a_run_that_drains(
 
 
 @pytest.mark.usefixtures("own_signals")
-def test_a_second_request_that_comes_while_the_first_is_passed_on_stops_too(
-    launched: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_request_that_comes_while_the_first_is_passed_on_stops_too(launched: Launch) -> None:
     class Deaf(Lingering):
         def drain(self, reason: str) -> None:
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Deaf)
-    handles = launched()
+    handles = launched(Deaf)
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
     assert handles[0].stopped and handles[0].closed
 
@@ -828,9 +813,8 @@ def test_a_second_request_that_comes_while_the_first_is_shown_stops_too(
                 signal.raise_signal(signal.SIGINT)
             return super().write(text)
 
-    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Lingering)
     monkeypatch.setattr(sys, "stdout", Pressed())
-    handles = launched()
+    handles = launched(Lingering)
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
     assert handles[0].stopped and handles[0].closed
 
@@ -868,17 +852,14 @@ def test_a_third_request_ends_the_process(tmp_path: Path) -> None:
     assert "this process ends at once" in done.stderr
 
 
-def test_a_run_that_somebody_else_ended_is_no_failure(
-    capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_somebody_else_ended_is_no_failure(capsys: Capture, launched: Launch) -> None:
     class EndedByRequest(FakeHandle):
         def updates(self) -> Iterator[Status]:
             self.end_requested = True
             for status in super().updates():
                 yield dataclasses.replace(status, outcome="stopped", reason="asked by engine drain")
 
-    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", EndedByRequest)
-    launched()
+    launched(EndedByRequest)
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
     said = capsys.readouterr().err
     assert said == "engine: the run ended on request, stopped: asked by engine drain; it is in here\n"
@@ -899,44 +880,6 @@ def test_a_request_to_end_while_the_model_is_made_leaves_nothing_half_made(
     assert cli.main(["run", config, "--run-dir", "here"]) == 130
     assert capsys.readouterr().err == "engine: interrupted; the files of the run are in here\n"
     assert list(Path("runs/.made").iterdir()) == []
-
-
-@pytest.mark.ray
-def test_a_request_to_end_leaves_no_process() -> None:
-    """Also one to the launcher's whole process group, as `timeout` sends it: Ray's processes do not hear it."""
-    config = write_config(
-        model={"make": "arithmetic", "arithmetic": SMALLEST | {"warmup_steps": 1}},
-        run={"max_steps": 1000},
-        rollout={"replicas": 1, "max_tokens": 8},
-        validation={"at_start": False},
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "engine.cli", "run", config, "--run-dir", "here"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert process.stdout is not None
-    try:
-        assert any(said.startswith("step=0") for said in process.stdout), "never trained a step"
-    except BaseException:
-        process.kill()
-        raise
-    started = psutil.Process(process.pid).children(recursive=True)
-    os.killpg(process.pid, signal.SIGTERM)
-    shown, said = process.communicate(timeout=200)
-    assert process.returncode == 130, said
-    assert said.startswith("engine: interrupted; ") and said.count("\n") == 1
-    assert "draining: the current batch is trained" in shown and "run stopped" in shown
-    assert not Path("here/control.json").exists()
-    (newest, *_) = sorted(Path("here/checkpoints").glob("step-*"), reverse=True)
-    rows = [json.loads(row) for row in Path("here/metrics.jsonl").read_text().splitlines()]
-    steps = [row["step"] for row in rows if "step" in row]
-    assert newest.name == f"step-{steps[-1] + 1:06d}", "of the batch that was in progress"
-    _, left = psutil.wait_procs(started, timeout=60)
-    assert left == []
 
 
 # -- engine replay -----------------------------------------------------------------------------------------------------
