@@ -32,6 +32,7 @@ from test_backend_scenarios import (  # noqa: F401  (collected here, over this f
 )
 from transformers import AutoTokenizer
 
+import engine.rollout.openai.openai_backend
 from engine.config.loading import parse_config
 from engine.errors import ConfigError, DataFailure, EngineError
 from engine.events import GroupGenerated, WeightsInstalled
@@ -254,7 +255,8 @@ def test_somebody_there_who_says_nothing() -> None:
 
 
 def over_small(scenario: Callable[[OpenAIBackend, SmallServer], Any], *faults: Any) -> Any:
-    with SmallServer() as server:
+    with SmallServer() as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.rollout.openai.openai_backend, "BACKOFF_S", 0.001)
         timeout_s = 5.0 if "silent" in faults else 60.0
         backend = OpenAIBackend(server.url, model="-", timeout_s=timeout_s)
         server.bodies.clear()
