@@ -14,10 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import psutil
 import pytest
 import yaml
-from chat_tokenizers import save_chat_model, write_rows
 from steady_world import SteadyWorld, steady_world
 
 from engine import cli
@@ -423,7 +421,7 @@ Launch = Callable[..., list[FakeHandle]]
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
     """Puts a fake in place of the Ray actors; what it launches is appended to the list it returns."""
 
-    def install(**options: Any) -> list[FakeHandle]:
+    def install(kind: type[FakeHandle] = FakeHandle, **options: Any) -> list[FakeHandle]:
         handles: list[FakeHandle] = []
 
         def launch(
@@ -437,9 +435,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
             local: Mapping[str, Any],
         ) -> FakeHandle:
             if resume:
-                handles.append(
-                    FakeHandle(steady_world(batch=4, stale=2, workers=8, steps=4, replicas=2, slots=4), **options)
-                )
+                handles.append(kind(steady_world(batch=4, stale=2, workers=8, steps=4, replicas=2, slots=4), **options))
                 handles[-1].resumed = (run_dir, settings)
                 return handles[-1]
             progress(0.0, "making data")
@@ -450,7 +446,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
             header = Header(run=run_dir.name, limits=limits.to_plain(), policies={}, config=fields)
             recorder = Recorder(run_dir / "schedule", header)
             world = SteadyWorld(limits, slots=4, journal=Journal(run_dir / "metrics.jsonl"), recorder=recorder)
-            handles.append(FakeHandle(world, **options))
+            handles.append(kind(world, **options))
             return handles[-1]
 
         fake = ModuleType("engine.actors.launch")
@@ -538,7 +534,7 @@ def test_an_error_wrapped_on_its_way_is_still_known(capsys: Capture, launched: L
     assert "schedule/000.seg: at byte 17: bad checksum" in capsys.readouterr().err
 
 
-def test_a_failed_run_says_why(capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_says_why(capsys: Capture, launched: Launch) -> None:
     from engine.events import ProcessLost
 
     class Doomed(FakeHandle):
@@ -549,27 +545,25 @@ def test_a_failed_run_says_why(capsys: Capture, launched: Launch, monkeypatch: p
             self.world.to_the_end()
             yield read_status(self.world.metrics)
 
-    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Doomed)
-    launched()
+    launched(Doomed)
     assert cli.main(["run", write_config()]) == 1
     said = capsys.readouterr()
     assert "failed: no replica is left" in said.err and "burnt" in said.err
     assert "run failed" in said.out
 
 
-def test_a_sentence_in_a_failure_ends_once(capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sentence_in_a_failure_ends_once(capsys: Capture, launched: Launch) -> None:
     class Talkative(FakeHandle):
         def updates(self) -> Iterator[Status]:
             for status in super().updates():
                 yield dataclasses.replace(status, outcome="failed", reason="The disk is full.")
 
-    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Talkative)
-    launched()
+    launched(Talkative)
     assert cli.main(["run", write_config()]) == 1
     assert "did not finish, failed: The disk is full; its directory is" in capsys.readouterr().err
 
 
-def test_what_to_type_next_is_in_the_record(capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_to_type_next_is_in_the_record(capsys: Capture, launched: Launch) -> None:
     class Optimistic(FakeHandle):
         """Counts events that never reached the record."""
 
@@ -583,8 +577,7 @@ def test_what_to_type_next_is_in_the_record(capsys: Capture, launched: Launch, m
             (record,) = Path("here/schedule").glob("*.seg")
             record.write_bytes(record.read_bytes()[: record.stat().st_size * 4 // 5])
 
-    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Optimistic)
-    launched()
+    launched(Optimistic)
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 0
     (line,) = re.findall(r"engine (replay here --at .*)", capsys.readouterr().out)
     assert cli.main(line.split()) == 0
@@ -663,6 +656,7 @@ def test_a_run_that_starts_or_runs_is_not_resumed_and_the_error_says_so(capsys: 
 
 
 def test_a_finished_run_is_refused_before_anything_starts(capsys: Capture, launched: Launch) -> None:
+    launched()
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 0
     handles = launched()
     words = "has finished (4 train steps); to train more steps, resume it with a larger run.max_steps"
@@ -752,9 +746,7 @@ def test_a_request_to_end_after_the_last_line_of_a_run_raises_nothing(capsys: Ca
 
 @pytest.mark.usefixtures("own_signals")
 @pytest.mark.parametrize("number", ENDS)
-def test_a_request_to_end_stops_the_run(
-    capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
+def test_a_request_to_end_stops_the_run(capsys: Capture, launched: Launch, number: signal.Signals) -> None:
     class Ended(FakeHandle):
         def updates(self) -> Iterator[Status]:
             for status in super().updates():
@@ -766,11 +758,14 @@ def test_a_request_to_end_stops_the_run(
             signal.raise_signal(number)  # a second one, while everything is taken down
             super().close()
 
-    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Ended)
-    handles = launched()
+    handles = launched(Ended)
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
     assert handles[0].drained and not handles[0].stopped and handles[0].closed
     assert capsys.readouterr().err == "engine: interrupted; the run is in here\n"
+
+
+SMALLEST = {"train_prompts": 40, "validation_prompts": 4, "hidden_size": 16, "layers": 1, "heads": 2}
+"""Sizes of the smallest model that `model.make` can make."""
 
 
 class Lingering(FakeHandle):
@@ -788,11 +783,8 @@ class Lingering(FakeHandle):
 
 
 @pytest.mark.usefixtures("own_signals")
-def test_a_second_request_stops_a_run_that_drains(
-    capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Lingering)
-    handles = launched()
+def test_a_second_request_stops_a_run_that_drains(capsys: Capture, launched: Launch) -> None:
+    handles = launched(Lingering)
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
     assert handles[0].drained and handles[0].stopped and handles[0].closed
     said = capsys.readouterr()
@@ -801,15 +793,12 @@ def test_a_second_request_stops_a_run_that_drains(
 
 
 @pytest.mark.usefixtures("own_signals")
-def test_a_second_request_that_comes_while_the_first_is_passed_on_stops_too(
-    launched: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_request_that_comes_while_the_first_is_passed_on_stops_too(launched: Launch) -> None:
     class Deaf(Lingering):
         def drain(self, reason: str) -> None:
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Deaf)
-    handles = launched()
+    handles = launched(Deaf)
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
     assert handles[0].stopped and handles[0].closed
 
@@ -824,9 +813,8 @@ def test_a_second_request_that_comes_while_the_first_is_shown_stops_too(
                 signal.raise_signal(signal.SIGINT)
             return super().write(text)
 
-    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Lingering)
     monkeypatch.setattr(sys, "stdout", Pressed())
-    handles = launched()
+    handles = launched(Lingering)
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
     assert handles[0].stopped and handles[0].closed
 
@@ -859,81 +847,39 @@ def test_a_third_request_ends_the_process(tmp_path: Path) -> None:
         "        except KeyboardInterrupt: print('raised', flush=True)\n"
         "print('never')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    done = python("-c", code)
     assert (done.returncode, done.stdout) == (130, "raised\nraised\n")
     assert "this process ends at once" in done.stderr
 
 
-def test_a_run_that_somebody_else_ended_is_no_failure(
-    capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_somebody_else_ended_is_no_failure(capsys: Capture, launched: Launch) -> None:
     class EndedByRequest(FakeHandle):
         def updates(self) -> Iterator[Status]:
             self.end_requested = True
             for status in super().updates():
                 yield dataclasses.replace(status, outcome="stopped", reason="asked by engine drain")
 
-    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", EndedByRequest)
-    launched()
+    launched(EndedByRequest)
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
     said = capsys.readouterr().err
     assert said == "engine: the run ended on request, stopped: asked by engine drain; it is in here\n"
 
 
-def run_to(line: str, *overrides: str) -> subprocess.Popen[str]:
-    """A run in a process of its own, as far as a line of its output."""
-    sizes = {"train_prompts": 40, "validation_prompts": 4, "hidden_size": 16, "layers": 1, "heads": 2}
-    config = write_config(model={"make": "arithmetic", "arithmetic": sizes}, run={"max_steps": 1000})
-    sets = [word for override in overrides for word in ("--set", override)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "engine.cli", "run", config, "--run-dir", "here", *sets],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert process.stdout is not None
-    try:
-        assert any(said.startswith(line) for said in process.stdout), f"never said {line!r}"
-    except BaseException:
-        process.kill()
-        raise
-    return process
+@pytest.mark.parametrize("line", ["making data", "supervised"])
+def test_a_request_to_end_while_the_model_is_made_leaves_nothing_half_made(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    class Pressed(io.StringIO):
+        def write(self, text: str) -> int:
+            if text.startswith(line):
+                signal.raise_signal(signal.SIGTERM)
+            return super().write(text)
 
-
-@pytest.mark.parametrize(
-    ("line", "number"),
-    [("making data", signal.SIGTERM), ("supervised", signal.SIGTERM), ("making data", signal.SIGHUP)],
-)
-def test_a_request_to_end_while_the_model_is_made_leaves_nothing_half_made(line: str, number: signal.Signals) -> None:
-    process = run_to(line, "model.arithmetic.warmup_steps=800")
-    process.send_signal(number)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert said == "engine: interrupted; the files of the run are in here\n"
+    monkeypatch.setattr(sys, "stdout", Pressed())
+    config = write_config(model={"make": "arithmetic", "arithmetic": SMALLEST | {"warmup_steps": 800}})
+    assert cli.main(["run", config, "--run-dir", "here"]) == 130
+    assert capsys.readouterr().err == "engine: interrupted; the files of the run are in here\n"
     assert list(Path("runs/.made").iterdir()) == []
-
-
-@pytest.mark.ray
-def test_a_request_to_end_leaves_no_process() -> None:
-    """Also one to the launcher's whole process group, as `timeout` sends it: Ray's processes do not hear it."""
-    process = run_to("step=0", "model.arithmetic.warmup_steps=1")
-    started = psutil.Process(process.pid).children(recursive=True)
-    os.killpg(process.pid, signal.SIGTERM)
-    shown, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    assert said.startswith("engine: interrupted; ") and said.count("\n") == 1
-    assert "draining: the current batch is trained" in shown and "run stopped" in shown
-    assert not Path("here/control.json").exists()
-    (newest, *_) = sorted(Path("here/checkpoints").glob("step-*"), reverse=True)
-    rows = [json.loads(row) for row in Path("here/metrics.jsonl").read_text().splitlines()]
-    steps = [row["step"] for row in rows if "step" in row]
-    assert newest.name == f"step-{steps[-1] + 1:06d}", "of the batch that was in progress"
-    _, left = psutil.wait_procs(started, timeout=60)
-    assert left == []
 
 
 # -- engine replay -----------------------------------------------------------------------------------------------------
@@ -1064,18 +1010,18 @@ def test_both_are_shown_by_default(capsys: Capture) -> None:
 # -- the process -------------------------------------------------------------------------------------------------------
 
 
-def engine(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "engine.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, **options)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, check=False)
 
 
-def test_the_process_ends_with_the_code() -> None:
-    assert engine("--version").stdout == "step-engine 0.1.0\n"
-    assert engine("check", "nothing.yaml").returncode == 2
-    assert engine("replay", "nothing").returncode == 2
-    assert engine("fly").returncode == 2
-    assert engine("replay", "x", "--at", "-3").returncode == 2
+def test_the_process_ends_with_the_code(capsys: Capture) -> None:
+    assert python("-m", "engine.cli", "check", "nothing.yaml").returncode == 2
+    for arguments, code in ((["--version"], 0), (["fly"], 2), (["replay", "x", "--at", "-3"], 2)):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        assert ended.value.code == code
+    assert capsys.readouterr().out == "step-engine 0.1.0\n"
 
 
 def test_light_commands_load_nothing_heavy() -> None:
@@ -1084,29 +1030,8 @@ def test_light_commands_load_nothing_heavy() -> None:
         f"import sys; from engine import cli; cli.main(['check', {config!r}]); cli.main(['states']); "
         "print([m for m in ('ray', 'torch', 'transformers') if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    done = python("-c", code)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
-
-
-def test_an_evaluation_needs_no_ray(tmp_path: Path) -> None:
-    model = save_chat_model(tmp_path / "model", "base", context=64)
-    prompts = write_rows(tmp_path / "prompts.jsonl", *({"prompt": f"{n}+1="} for n in range(2)))
-    (tmp_path / "my_code.py").write_text("def long(prompt, trajectory):\n    return float(len(trajectory.token_ids))\n")
-    tree = {
-        "data": {"validation_path": prompts},
-        "reward": {"function": "my_code:long"},
-        "rollout": {"max_tokens": 4, "device": "cpu"},
-        "validation": {"sets": [{"name": "all", "prompts": 2}]},
-    }
-    (tmp_path / "eval.yaml").write_text(yaml.safe_dump(tree))
-    command = ["evaluate", model, "eval.yaml"]
-    code = f"import sys; sys.modules['ray'] = None; from engine import cli; sys.exit(cli.main({command}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
-    assert (done.returncode, "2 of 2 responses measured" in done.stdout) == (0, True), done.stderr
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:

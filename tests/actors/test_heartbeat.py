@@ -60,7 +60,7 @@ class Patient:
 def test_an_actor_is_lost_after_its_last_sign_of_life_with_the_reason(beats: int, end: Any, ended: ProcessEnd) -> None:
     async def story() -> tuple[ProcessEnd, int]:
         actor = Patient(beats, end)
-        return await Pulse(every_s=0.01, missed=3).lost(actor), actor.beats
+        return await Pulse(every_s=0.01, missed=3 if ended.silent else 10**4).lost(actor), actor.beats
 
     assert asyncio.run(story()) == (ended, -1)
 
@@ -84,7 +84,7 @@ def test_a_process_that_a_reward_ended_is_lost_with_the_name_of_the_reward(tmp_p
     async def story() -> ProcessEnd:
         run = replace(plan(tmp_path), run_dir=tmp_path)
         actor = Patient(1, RayError("gone"))
-        return await RayProcess(REPLICA, 0, actor, Pulse(every_s=0.01, missed=3), run, 0, ActorPlacement({})).lost()
+        return await RayProcess(REPLICA, 0, actor, Pulse(every_s=0.01, missed=10**4), run, 0, ActorPlacement({})).lost()
 
     reason = asyncio.run(story()).reason
     assert reason.startswith("RayError: gone; it was calling reward my_rewards.score; ") and "processes: 1" in reason

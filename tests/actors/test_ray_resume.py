@@ -1,4 +1,4 @@
-"""A run of the command line that is killed with every process, and resumed with changes."""
+"""A run of the command line that is killed with every process, resumed with changes, and ended on request."""
 
 import os
 import signal
@@ -7,6 +7,7 @@ import sys
 from itertools import takewhile
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from ray_plans import SMALLEST, check_record
@@ -15,7 +16,7 @@ from engine.events import RunResumed, StepTrained
 from engine.record import read
 from engine.record.files import RecordLock
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {
@@ -42,11 +43,12 @@ def steps_of(run_dir: Path) -> list[int]:
 def engine(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "engine.cli", *arguments], cwd=cwd, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE, start_new_session=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
 
 
-def test_the_command_line_goes_on_after_a_kill(tmp_path: Path) -> None:
+def test_a_killed_run_is_resumed_and_a_request_to_end_leaves_no_process(tmp_path: Path) -> None:
+    """A request to the launcher's whole process group, as `timeout` sends it: Ray's processes do not hear it."""
     config = tmp_path / "small.yaml"
     config.write_text(yaml.safe_dump(CONFIG))
     first = engine("run", "small.yaml", "--plain", cwd=tmp_path)
@@ -56,12 +58,25 @@ def test_the_command_line_goes_on_after_a_kill(tmp_path: Path) -> None:
     assert said[begun + 1] == "starting 1 replica and the trainer, which load the model\n"
     first.send_signal(signal.SIGKILL)
     first.wait()
-    RecordLock(tmp_path / "runs" / "latest" / "schedule", waits=True).release()  # its scheduler ends with it
-    steps = len(steps_of(tmp_path / "runs" / "latest")) + 10
-    changes = ("--set", "rollout.replicas=2", "--set", f"run.max_steps={steps}")
-    again = engine("resume", "latest", "--plain", *changes, cwd=tmp_path)
-    said, complained = again.communicate(timeout=300)
-    assert again.returncode == 0, said + complained
-    assert "resumed from step-0000" in said
-    check_record(tmp_path / "runs" / "latest")
-    assert steps_of(tmp_path / "runs" / "latest") == list(range(steps))
+    run_dir = tmp_path / "runs" / "latest"
+    RecordLock(run_dir / "schedule", waits=True).release()  # its scheduler ends with it
+
+    further = f"step={len(steps_of(run_dir)) + 3} "
+    again = engine("resume", "latest", "--plain", "--set", "rollout.replicas=2", cwd=tmp_path)
+    assert again.stdout is not None
+    said = list(takewhile(lambda line: not line.startswith(further), again.stdout))
+    assert any("resumed from step-0000" in line for line in said), said
+    started = psutil.Process(again.pid).children(recursive=True)
+    os.killpg(again.pid, signal.SIGTERM)
+    shown, complained = again.communicate(timeout=200)
+    assert again.returncode == 130, shown + complained
+    assert complained.startswith("engine: interrupted; ") and complained.count("\n") == 1
+    assert "draining: the current batch is trained" in shown and "run stopped" in shown
+    assert not (run_dir / "control.json").exists()
+    check_record(run_dir)
+    steps = steps_of(run_dir)
+    assert steps == list(range(len(steps)))
+    newest = max(run_dir.glob("checkpoints/step-*")).name
+    assert newest == f"step-{len(steps):06d}", "of the batch that was in progress"
+    _, left = psutil.wait_procs(started, timeout=60)
+    assert left == []

@@ -39,7 +39,7 @@ def test_an_agent_whose_history_is_being_tokenized_does_not_block_the_others() -
             def held(text: str, **more: Any) -> Any:
                 if "a long history" in text:
                     loop.call_soon_threadsafe(begun.set)
-                    assert answered.wait(5), "no other agent was answered"
+                    assert answered.wait(60), "no other agent was answered"
                 return encode(text, **more)
 
             rig.tokens.encode = held

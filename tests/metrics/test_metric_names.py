@@ -23,7 +23,7 @@ from engine.trajectory import SOURCES
 
 def scrape(server: MetricsServer) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
     """Samples of a real scrape over HTTP, by sample name and labels."""
-    with urllib.request.urlopen(server.url, timeout=10) as answer:
+    with urllib.request.urlopen(server.url, timeout=60) as answer:
         text = answer.read().decode()
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     for family in text_string_to_metric_families(text):
@@ -124,7 +124,7 @@ def test_exemplars_name_the_group() -> None:
     server = MetricsServer(registry(world.metrics))
     try:
         accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
-        with urllib.request.urlopen(urllib.request.Request(server.url, headers=accept), timeout=10) as answer:
+        with urllib.request.urlopen(urllib.request.Request(server.url, headers=accept), timeout=60) as answer:
             text = answer.read().decode()
     finally:
         server.close()

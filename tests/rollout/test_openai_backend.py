@@ -32,6 +32,7 @@ from test_backend_scenarios import (  # noqa: F401  (collected here, over this f
 )
 from transformers import AutoTokenizer
 
+import engine.rollout.openai.openai_backend
 from engine.config.loading import parse_config
 from engine.errors import ConfigError, DataFailure, EngineError
 from engine.events import GroupGenerated, WeightsInstalled
@@ -227,7 +228,7 @@ def test_a_server_that_lacks_something_is_refused(lacks: dict[str, bool], says: 
             weights_dir=str(tmp_path),
             sync_mode="keep",
             encode=lambda text: [4, 5],
-            timeout_s=5.0,
+            timeout_s=60.0,
         )
 
 
@@ -254,8 +255,10 @@ def test_somebody_there_who_says_nothing() -> None:
 
 
 def over_small(scenario: Callable[[OpenAIBackend, SmallServer], Any], *faults: Any) -> Any:
-    with SmallServer() as server:
-        backend = OpenAIBackend(server.url, model="-", timeout_s=5.0)
+    with SmallServer() as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.rollout.openai.openai_backend, "BACKOFF_S", 0.001)
+        timeout_s = 5.0 if "silent" in faults else 60.0
+        backend = OpenAIBackend(server.url, model="-", timeout_s=timeout_s)
         server.bodies.clear()
         server.asked.clear()
         server.faults = list(faults)
@@ -347,8 +350,8 @@ def test_close_fails_what_is_running_and_everything_later() -> None:
 def small_with_weights(server: SmallServer, tmp_path: Path, mode: str) -> CountedBackend:
     model().save_pretrained(tmp_path / "model")
     return CountedBackend(
-        server.url, model=str(tmp_path / "model"), weights_dir=str(tmp_path / "weights"), sync_mode=mode, timeout_s=5.0,
-        initial=model().state_dict(),
+        server.url, model=str(tmp_path / "model"), weights_dir=str(tmp_path / "weights"), sync_mode=mode,
+        timeout_s=60.0, initial=model().state_dict(),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The process of a rank that fails where a test wants it: `python failing_rank.py FD PARENT`, as `rank_process`.
+"""Makes a rank fail where a test wants it.
 
 The test writes a number into a file `WHERE-RANK` of the folder FAULTS: so many calls from then on, that rank raises in
 its optimizer's `step` (after it has changed weights and moments), in its `loss`, in its `forward` pass, when it takes
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.training import gradients, model_trainer, rank_process
+from engine.training import gradients, model_trainer
 
 
 def failing(where: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,10 +39,10 @@ def is_due(file: Path) -> bool:
     return True
 
 
-if __name__ == "__main__":
+def fail_as_told() -> None:
+    """In the process of a rank, before its model is made."""
     torch.optim.AdamW.step = failing("step", torch.optim.AdamW.step)  # type: ignore[method-assign]
     gradients.policy_loss = failing("loss", gradients.policy_loss)
     gradients.Policy._logprobs = failing("forward", gradients.Policy._logprobs)  # type: ignore[method-assign]
     model_trainer.ModelSnapshot = failing("snapshot", model_trainer.ModelSnapshot)  # type: ignore[assignment, misc]
     model_trainer.ModelTrainer.offload = failing("offload", model_trainer.ModelTrainer.offload)  # type: ignore[method-assign]
-    rank_process.main()

@@ -1,6 +1,6 @@
 """A trainer of several ranks: its steps are those of one, it resumes on any number, and a lost rank is a lost trainer.
 
-Ranks are real processes over gloo.
+Ranks are real processes over gloo. Most are forked: see `forked_ranks`.
 """
 
 import os
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from forked_ranks import ForkServer, starts_of
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from weight_holders import inodes
 
@@ -31,23 +32,36 @@ from engine.training.ranked_trainer import RankedTrainer
 from engine.training.trainer_settings import TrainerSettings
 
 MakeBatch = Callable[..., Batch]
+OfRanks = Callable[..., AbstractContextManager[Any]]
 SETTINGS: dict[str, Any] = {
     "learning_rate": 1e-3, "adam_eps": 1e-6, "policy_mini_batch_size": 2, "micro_batch_tokens": 40,
     "old_policy": "proximal", "kl_loss_coef": 0.1, "weight_decay": 0.1, "max_grad_norm": 0.1,
 }  # fmt: skip
 
 
-@contextmanager
-def of_ranks(count: int, model_path: str, **changes: Any) -> Iterator[Any]:
-    settings = TrainerSettings(**{**SETTINGS, "ranks": count, **changes})
-    if count == 1:
-        yield ModelTrainer(model_path, settings)
-        return
-    trainer = RankedTrainer(model_path, settings)
-    try:
-        yield trainer
-    finally:
-        trainer.close()
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    made = ForkServer()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def of_ranks(server: ForkServer, model_path: str) -> OfRanks:
+    """A trainer of so many ranks, which fail as the files of the folder `faults` say."""
+
+    @contextmanager
+    def started(count: int, path: str = model_path, faults: Path | None = None, **changes: Any) -> Iterator[Any]:
+        settings = TrainerSettings(**{**SETTINGS, "ranks": count, **changes})
+        if count == 1:
+            yield ModelTrainer(path, settings)
+            return
+        with starts_of(server, faults):
+            trainer = RankedTrainer(path, settings)
+        with closing(trainer):
+            yield trainer
+
+    return started
 
 
 def close_to(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -56,16 +70,16 @@ def close_to(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bo
 
 
 def test_three_steps_equal_those_of_one_rank_and_resume_on_any_number(
-    model_path: str, batch: MakeBatch, tmp_path: Path
+    of_ranks: OfRanks, batch: MakeBatch, tmp_path: Path
 ) -> None:
-    with of_ranks(1, model_path) as alone:
+    with of_ranks(1) as alone:
         expected, figures = [], []
         for step in range(3):
             expected.append(alone.train(batch(step)))
             figures.append(alone.rollout_figures())
         weights = alone.weights()
     for count, begins in ((2, 0), (1, 1), (3, 2)):  # each continues from the checkpoint of the one before
-        with of_ranks(count, model_path) as trainer:
+        with of_ranks(count) as trainer:
             if begins:
                 assert trainer.load(str(tmp_path / f"step-{begins}")) == begins
             trainer.score(batch(begins), "old_logprobs")
@@ -84,7 +98,7 @@ def test_three_steps_equal_those_of_one_rank_and_resume_on_any_number(
 
 
 def test_a_rank_with_fewer_passes_or_none_joins_the_others(
-    model_path: str, group: Callable[..., Any], as_batch: Callable[..., Batch]
+    of_ranks: OfRanks, group: Callable[..., Any], as_batch: Callable[..., Batch]
 ) -> None:
     """One long trajectory among short ones, then a step in which one trajectory teaches anything."""
     responses = [[5] * 60, [6] * 3, [7] * 4, [8] * 5, [9] * 3, [4] * 4]
@@ -93,14 +107,14 @@ def test_a_rank_with_fewer_passes_or_none_joins_the_others(
     lonely.groups[0].trajectories[0].reward = 0.0
     lonely.groups[0].trajectories[1:] = []
     settings = {"micro_batch_tokens": 12, "kl_loss_coef": 0.0, "old_policy": "behavior", "advantage": "reinforce_pp"}
-    with of_ranks(1, model_path, **settings) as alone, of_ranks(2, model_path, **settings) as trainer:
+    with of_ranks(1, **settings) as alone, of_ranks(2, **settings) as trainer:
         for taught in (uneven, lonely):
             assert trainer.train(taught)["grad_norm"] == pytest.approx(alone.train(taught)["grad_norm"], rel=1e-3)
         assert close_to(trainer.weights(), alone.weights())
 
 
 def test_ranks_leave_out_a_trajectory_that_one_of_them_cannot_compute(
-    flawed_path: str, flawed_batch: MakeBatch
+    of_ranks: OfRanks, flawed_path: str, flawed_batch: MakeBatch
 ) -> None:
     settings = {"policy_mini_batch_size": 0, "micro_batch_tokens": 12, "kl_loss_coef": 0.0}
     with of_ranks(1, flawed_path, **settings) as alone, of_ranks(2, flawed_path, **settings) as trainer:
@@ -126,9 +140,9 @@ def alive(pids: list[int]) -> list[int]:
 
 
 def test_an_error_of_all_ranks_is_raised_and_a_killed_rank_ends_the_whole_trainer(
-    model_path: str, batch: MakeBatch, tmp_path: Path
+    of_ranks: OfRanks, batch: MakeBatch, tmp_path: Path
 ) -> None:
-    with of_ranks(2, model_path) as trainer:
+    with of_ranks(2) as trainer:
         (tmp_path / "full").mkdir()
         (tmp_path / "full" / "file").write_text("")
         with pytest.raises(ConfigError, match="is not empty"):
@@ -138,7 +152,7 @@ def test_an_error_of_all_ranks_is_raised_and_a_killed_rank_ends_the_whole_traine
         pids = trainer.pids
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(TrainerSpoiled, match=r"rank 1 of 2 died \(SIGKILL\)"):
-            trainer.train(batch(0))
+            trainer.rollout_figures()  # in which no rank waits for another, and reports its end instead
         assert alive(pids) == []
         with pytest.raises(TrainerSpoiled, match="rank 1 of 2 died"):
             trainer.weights()
@@ -192,9 +206,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_trainer_progresses_with_each_pass_tensor_and_file(
-    model_path: str, batch: MakeBatch, tmp_path: Path, ranks: int
+    of_ranks: OfRanks, batch: MakeBatch, tmp_path: Path, ranks: int
 ) -> None:
-    with of_ranks(ranks, model_path) as trainer:
+    with of_ranks(ranks) as trainer:
         progressed: list[str] = []
         trainer.watch_progress(lambda: progressed.append(call))
         call = "score"
@@ -211,18 +225,18 @@ def test_a_trainer_progresses_with_each_pass_tensor_and_file(
         assert seen["save"] == 3, "the file of the weights, all weights, the moments"
 
 
-def test_what_a_rank_refuses_is_raised_as_it_is(model_path: str, tmp_path: Path) -> None:
-    settings = TrainerSettings(ranks=2, kl_loss_coef=0.1, reference_path=other_model(tmp_path))
-    with pytest.raises(ConfigError, match="has 12 tokens, but the trained model has 16"):
-        RankedTrainer(model_path, settings)
+def test_what_a_rank_refuses_is_raised_as_it_is(of_ranks: OfRanks, tmp_path: Path) -> None:
+    refused = pytest.raises(ConfigError, match="has 12 tokens, but the trained model has 16")
+    with refused, of_ranks(2, reference_path=other_model(tmp_path)):
+        pass
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_checkpoint_that_one_rank_cannot_write_is_no_lost_trainer(
-    model_path: str, batch: MakeBatch, tmp_path: Path, rank: int
+    of_ranks: OfRanks, batch: MakeBatch, tmp_path: Path, rank: int
 ) -> None:
     """The first rank writes the weights, each its moments."""
-    with of_ranks(2, model_path) as trainer:
+    with of_ranks(2) as trainer:
         trainer.train(batch(0))
         _, hard = resource.prlimit(trainer.pids[rank], resource.RLIMIT_FSIZE)
         resource.prlimit(trainer.pids[rank], resource.RLIMIT_FSIZE, (512, hard))  # bytes, as if the disk were full
@@ -236,11 +250,11 @@ def test_a_checkpoint_that_one_rank_cannot_write_is_no_lost_trainer(
         assert trainer.load(str(tmp_path / "step-2")) == 2
 
 
-def test_ranks_continue_from_published_weights(model_path: str, batch: MakeBatch) -> None:
-    with of_ranks(1, model_path) as alone:
+def test_ranks_continue_from_published_weights(of_ranks: OfRanks, batch: MakeBatch) -> None:
+    with of_ranks(1) as alone:
         alone.train(batch(0))
         weights = alone.weights()
-    with of_ranks(2, model_path) as trainer:
+    with of_ranks(2) as trainer:
         trainer.start_from(weights, 2)
         found = trainer.weights()
         assert all(torch.equal(found[name], value) for name, value in weights.items())
@@ -249,10 +263,10 @@ def test_ranks_continue_from_published_weights(model_path: str, batch: MakeBatch
             trainer.start_from(wrong, 2)
 
 
-def test_gathered_weights_may_be_bfloat16(model_path: str, batch: MakeBatch) -> None:
+def test_gathered_weights_may_be_bfloat16(of_ranks: OfRanks, batch: MakeBatch) -> None:
     """Shards stay float32: an update of 1e-6 is not lost."""
     options = {"bf16": "on", "fp32_head": True, "activation_checkpointing": True, "learning_rate": 1e-6}
-    with of_ranks(1, model_path, **options) as alone, of_ranks(2, model_path, **options) as trainer:
+    with of_ranks(1, **options) as alone, of_ranks(2, **options) as trainer:
         before = {name: value.clone() for name, value in trainer.weights().items()}
         memory = inodes(trainer.pids[0])
         expected, metrics = alone.train(batch(0)), trainer.train(batch(0))
@@ -267,28 +281,10 @@ def test_gathered_weights_may_be_bfloat16(model_path: str, batch: MakeBatch) -> 
     assert all(0 < change < 1e-5 for change in moved)
 
 
-@contextmanager
-def of_failing_ranks(model_path: str, faults: Path) -> Iterator[Any]:
-    """Two ranks that fail as the files of a folder say: see `failing_rank`."""
-    start = subprocess.Popen
-
-    def start_failing(command: list[str], env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
-        program = str(Path(__file__).with_name("failing_rank.py"))
-        return start([command[0], program, *command[3:]], env={**env, "FAULTS": str(faults)}, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "Popen", start_failing)
-        trainer = RankedTrainer(model_path, TrainerSettings(**SETTINGS, ranks=2))
-    try:
-        yield trainer
-    finally:
-        trainer.close()
-
-
 def test_a_step_failing_in_one_rank_is_undone_in_all_unless_a_pass_is_left_half_way(
-    model_path: str, batch: MakeBatch, group: Callable[..., Any], as_batch: Callable[..., Batch], tmp_path: Path
+    of_ranks: OfRanks, batch: MakeBatch, group: Callable[..., Any], as_batch: Callable[..., Batch], tmp_path: Path
 ) -> None:
-    with of_failing_ranks(model_path, tmp_path) as trainer, of_failing_ranks(model_path, tmp_path) as spared:
+    with of_ranks(2, faults=tmp_path) as trainer, of_ranks(2, faults=tmp_path) as spared:
         spared.train(batch(0))
         spared.train(batch(1))
         for step in range(2):  # the first time, there are no moments yet
@@ -318,16 +314,16 @@ def test_a_step_failing_in_one_rank_is_undone_in_all_unless_a_pass_is_left_half_
         assert alive([*trainer.pids, *spared.pids]) == []
 
 
-def test_a_rank_that_leaves_the_others_in_a_warm_up_step_spoils_the_trainer(model_path: str, tmp_path: Path) -> None:
-    with of_failing_ranks(model_path, tmp_path) as trainer:
+def test_a_rank_that_leaves_the_others_in_a_warm_up_step_spoils_the_trainer(of_ranks: OfRanks, tmp_path: Path) -> None:
+    with of_ranks(2, faults=tmp_path) as trainer:
         (tmp_path / "forward-1").write_text("1")
         with pytest.raises(TrainerSpoiled, match="rank 1 of 2 failed: RuntimeError: out of memory in forward"):
             trainer.imitate([([2, 3], [4, 5]), ([3, 4], [5, 6, 7])], 1e-3)
         assert alive(trainer.pids) == []
 
 
-def test_a_rank_that_fails_where_the_other_does_not_spoils_the_trainer(model_path: str, tmp_path: Path) -> None:
-    with of_failing_ranks(model_path, tmp_path) as trainer:
+def test_a_rank_that_fails_where_the_other_does_not_spoils_the_trainer(of_ranks: OfRanks, tmp_path: Path) -> None:
+    with of_ranks(2, faults=tmp_path) as trainer:
         (tmp_path / "offload-1").write_text("1")
         with pytest.raises(TrainerSpoiled, match="rank 1 of 2 failed alone: RuntimeError: out of memory in offload"):
             trainer.offload()
@@ -336,13 +332,13 @@ def test_a_rank_that_fails_where_the_other_does_not_spoils_the_trainer(model_pat
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"cpu_offload": True}, {"bf16": "on"}])
-def test_two_gpus_take_the_steps_of_one(model_path: str, batch: MakeBatch, options: dict[str, Any]) -> None:
+def test_two_gpus_take_the_steps_of_one(of_ranks: OfRanks, batch: MakeBatch, options: dict[str, Any]) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    with of_ranks(1, model_path, device="cuda") as alone:
+    with of_ranks(1, device="cuda") as alone:
         expected = alone.train(batch(0))
         weights = alone.weights()
-    with of_ranks(2, model_path, device="cuda", **options) as trainer:
+    with of_ranks(2, device="cuda", **options) as trainer:
         metrics = trainer.train(batch(0))
         found = trainer.weights()
     loose = 0.1 if options.get("bf16") else 1e-3
