@@ -94,7 +94,7 @@ def _needs_store(recovered: Recovered, steps: StepId) -> bool:
     state = recovered.scheduler.state
     if steps < state.steps_trained or state.formed_steps:
         return True
-    return any(phase_of(group.state) is Phase.READY or group.kept for group in state.groups.values())
+    return any(phase_of(group.state) is Phase.READY or group.tokens for group in state.groups.values())
 
 
 def _were_in_memory(recovered: Recovered) -> bool:
@@ -145,7 +145,7 @@ def _missing(store: DurableStore, recovered: Recovered) -> tuple[GroupId, ...]:
         elif phase is Phase.READY:
             is_stored = attempts.get(group.id) == group.attempt and _is_whole(store, group.id)
         else:
-            continues = phase in (Phase.RUNNING, Phase.PARKED) and group.kept
+            continues = phase in (Phase.RUNNING, Phase.PARKED) and group.tokens > 0
             is_stored = not continues or _is_known(store, group.id, state.latest_version)
         if not is_stored:
             missing.append(group.id)

@@ -199,7 +199,7 @@ def on_order_progressed(core: Core, event: OrderProgressed) -> None:
 
 def on_group_failed(core: Core, event: GroupFailed) -> None:
     group = core.state.groups[event.group]
-    if event.cause == "data" and group.kept:
+    if event.cause == "data" and group.tokens:
         group.forget_tokens()
     group.failed_on = event.replica
     core.state.unseat(group)
@@ -262,14 +262,14 @@ def park_after_failure(core: Core, group: Group, cause: str, reason: str) -> Non
     park_group(core, group)
     if not again:
         _give_up_group(core, group)
-    elif group.truncate and not group.kept:
+    elif group.truncate and not group.tokens:
         release_group(core, group, "drop")
 
 
 def _park_uncharged(core: Core, group: Group) -> None:
     """Park a group without charging it an attempt. Drop it if it must be truncated but has no tokens."""
     park_group(core, group)
-    if group.truncate and not group.kept:
+    if group.truncate and not group.tokens:
         release_group(core, group, "drop")
 
 
@@ -367,7 +367,7 @@ def _resume_groups(core: Core, most: int) -> int:
             "number": core.orders.number,
             "cause": core.orders.cause_on(replica.id),
         }
-        if group.kept:
+        if group.tokens:
             core.orders.add(ResumeGroup(**order, truncate=group.truncate))
         else:
             core.orders.add(StartGroup(**order))

@@ -202,7 +202,7 @@ def _truncate(core: Core, stragglers: Sequence[Group]) -> None:
                 incarnation=replica.incarnation,
                               cause=core.orders.cause)
             )  # fmt: skip
-        elif not group.kept:
+        elif not group.tokens:
             drop_group(core, group)
 
 

@@ -250,8 +250,8 @@ class RunBooks:
         """The orders that an event answers or reports on."""
         of: Any = type(event)
         if of is e.OrderProgressed:
-            orders = [order for orders in self.open.values() for order in orders.values()]
-            return [order for order in orders if type(order) in ANSWERS[of] and order.number == event.order]
+            every = [order for orders in self.open.values() for order in orders.values()]
+            return [order for order in every if type(order) in ANSWERS[of] and order.number == event.order]
         found = []
         for work, names, whole in _works(of):
             orders = self.open[work]

@@ -67,6 +67,7 @@ class Group:
     newest_version: Version = NO_VERSION
     """Newest version any kept token can have; it resumes only on a replica at least as new."""
     tokens: int = 0
+    """Those that its attempts left in the trajectory store; 0: the next one begins with the prompt."""
     unfinished: int = 0
     """Trajectories of what is stored that have not ended; 0 while nothing is stored."""
     finished: int = 0
@@ -98,11 +99,6 @@ class Group:
         """What earlier attempts left is gone: the next one begins with the prompt."""
         self.tokens = self.unfinished = 0
         self.oldest_version = self.newest_version = NO_VERSION
-
-    @property
-    def kept(self) -> bool:
-        """Whether an attempt left finished trajectories or prefixes in the trajectory store."""
-        return self.tokens > 0
 
     @property
     def resumes_from(self) -> Version:

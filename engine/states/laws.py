@@ -169,8 +169,8 @@ def check_orders(state: State) -> None:
     for cut in ("truncate", "park"):
         require(orders.open(cut).keys() <= running, "law 10: a group that does not run is to be cut short", cut=cut)
     held = {(run.id, replica) for run in state.validations.runs.values() for replica in run.replicas}
-    measuring = {(validation, order.owner) for (validation, _), order in orders.open("rows").items()}
-    require(measuring <= held, "law 10: rows are measured on a replica that is not held", replicas=measuring - held)
+    busy = {(validation, order.owner) for (validation, _), order in orders.open("rows").items()}
+    require(busy <= held, "law 10: rows are measured on a replica that is not held", replicas=busy - held)
     training = [step.id for step in state.formed_steps if step.state == "training"]
     require(list(orders.open("train")) == training, "law 10: a step is trained unordered, or is not", steps=training)
     require(all(step in state.steps for step, _ in orders.open("score")), "law 10: a step that is over is scored")

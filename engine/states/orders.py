@@ -380,8 +380,9 @@ class OrderBook:
 
     def clear(self) -> None:
         """End every order: the run is over, or a resume starts new processes."""
-        for orders in (*self._by_subject.values(), self._owned, self.by_number):
+        for orders in (*self._by_subject.values(), self.by_number):
             orders.clear()
+        self._owned.clear()
 
     # events
 
