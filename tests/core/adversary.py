@@ -322,7 +322,7 @@ class Adversary:
         self.arriving.clear()
         if kept:
             state = self.scheduler.state
-            stored = [g for g in state.groups.values() if g.state == "generated" or (g.kept and g.state != "batched")]
+            stored = [g for g in state.groups.values() if g.state == "generated" or (g.tokens and g.state != "batched")]
             gone = tuple(g.id for g in stored if missing(g.id))
             self.deliver(recovered.resume_without_loss(replicas=replicas, missing=gone))
         else:
