@@ -207,12 +207,13 @@ class RankedTrainer:
                 self._progressed()
             waiting = {link: rank for link, rank in waiting.items() if rank not in answers}
             for rank, (well, value) in answers.items():
-                if isinstance(value, TrainerSpoiled):
-                    self._spoil(reason_of(value))
                 if not well:
                     errors[rank] = value
                 elif rank == 0:
                     result = value
+        for error in errors.values():
+            if isinstance(error, TrainerSpoiled):  # no rank has died: `_receive` would have said so
+                self._spoil(reason_of(error))
         if errors and len(errors) < len(self._links):
             rank, error = next(iter(errors.items()))
             self._spoil(f"rank {rank} of {len(self._links)} failed alone: {reason_of(error)}")
