@@ -46,7 +46,7 @@ def test_a_new_project_passes_its_check_and_its_own_test(capsys: Capture, monkey
     row = json.loads(Path("data.jsonl").read_text().partition("\n")[0])
     said = checked(capsys, ".")
     assert f"    | <|im_start|>user\n    | {row['prompt']}<|im_end|>\n    | <|im_start|>assistant\n" in said
-    assert f"my_rewards:score returns 1 for the answer '{row['answer']}' to row 1 of data.path" in said
+    assert f"my_rewards:score returns 1 for the answer '{row['answer']}' to row 0 of data.path" in said
     assert "no prompt of data.validation_path is in data.path" in said and "model.warm_start.path has 1024" in said
 
     python = [
