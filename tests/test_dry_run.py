@@ -214,7 +214,7 @@ REFUSED: dict[str, tuple[str, list[Any], dict[str, dict[str, Any]], list[str]]] 
         "base",
         [],
         {"reward": {"function": "my_code:wrong"}},
-        ["KeyError: 'anser'", "mean answer?"],
+        ["KeyError: 'anser' (my_code.py:4, in wrong)", "mean answer?"],
     ),
     "reward that ends its process": (
         "base",

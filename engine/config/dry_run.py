@@ -27,7 +27,7 @@ from engine.config.prompts import (
 )
 from engine.config.reward_functions import reward_of_section, reward_of_set
 from engine.config.schema import Config
-from engine.errors import ConfigError, DataFailure, RewardFailure, describe_error, suggestion
+from engine.errors import ConfigError, DataFailure, RewardFailure, describe_error, place_of, suggestion
 from engine.rollout.reward_parts import RewardPart, RewardParts, Value
 from engine.rollout.scoring import CALLS_AT_ONCE, Overdue, call_part
 from engine.tasks.chat import PromptRenderer, has_template, turn_end
@@ -361,6 +361,6 @@ def _call(part: RewardPart, field: str, spec: str, prompt: Prompt, trajectory: T
     near = suggestion(quoted.group(1), columns) if quoted is not None and quoted.group(1) not in columns else ""
     fix = f"{near} In" if near else "in"
     fix += f" addition to its prompt, the row has the columns {', '.join(columns) or '(none)'}"
-    reason = str(error) if isinstance(error, DataFailure) else describe_error(error)
+    reason = (str(error) if isinstance(error, DataFailure) else describe_error(error)) + place_of(error)
     reason = reason.removeprefix("raised ").replace(f"row {prompt.row} ", "the row ")
     raise ConfigError(field, spec, f"raised on {where}: {reason}", fix)

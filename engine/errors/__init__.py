@@ -5,8 +5,10 @@ crosses Ray.
 """
 
 import errno
+import os
 from collections.abc import Iterable
 from difflib import get_close_matches
+from traceback import walk_tb
 from typing import Any
 
 from engine.errors.redaction import described, shortened
@@ -77,6 +79,21 @@ def message_of(error: BaseException) -> str:
 def describe_error(error: BaseException) -> str:
     """`Type: message` of an exception."""
     return f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")
+
+
+_OTHERS = tuple(f"{os.path.dirname(os.path.abspath(file))}{os.sep}" for file in (os.path.dirname(__file__), os.__file__))
+"""Directories of the engine and of Python."""
+
+
+def place_of(error: BaseException) -> str:
+    """` (my_rewards.py:3, in score)`: the innermost line of the user's own code, from which an exception came; an empty
+    text if there is none."""
+    place = ""
+    for frame, line in walk_tb(error.__traceback__):
+        code = frame.f_code
+        if not code.co_filename.startswith((*_OTHERS, "<frozen")) and "site-packages" not in code.co_filename:
+            place = f" ({os.path.basename(code.co_filename)}:{line}, in {code.co_name})"
+    return place
 
 
 def _rebuild(cls: type[EngineError], message: str, details: dict[str, Any]) -> EngineError:
