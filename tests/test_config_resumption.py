@@ -87,7 +87,7 @@ def test_a_field_that_must_not_change_is_refused_before_the_laws_that_it_breaks(
 ) -> None:
     with pytest.raises(ConfigError, match=r"^scheduler.train_batch_size is 64, but must stay 4: the run began with it"):
         resumed(*begun, ["scheduler.train_batch_size=64", "rollout.replicas=5", "scheduler.max_drops=2"])
-    with pytest.raises(ConfigError, match="^scheduler.max_concurrent_groups is 64, but must be from 4 to 12 "):
+    with pytest.raises(ConfigError, match=r"^scheduler.max_concurrent_groups is 64, but must be from 4 to 12 "):
         resumed(*begun, ["scheduler.max_concurrent_groups=64"])
 
 

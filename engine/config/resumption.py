@@ -56,12 +56,12 @@ def resumed(path: Path, recorded: Mapping[str, Any], overrides: Sequence[str] = 
             "was not started from a configuration",
             "resume it with the program that started it",
         )
-    given: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     try:
-        wished = load_config(path, overrides, given.update)
+        wished = load_config(path, overrides, tree.update)
     except ConfigError:
-        refuse_secrets(given)
-        if changes := list(_fixed_changes(given, recorded)):
+        refuse_secrets(tree)
+        if changes := list(_fixed_changes(tree, recorded)):
             raise _refusal(changes) from None  # first, because no other value of these fields would help
         raise
     _refuse_other_extensions(wished, recorded)

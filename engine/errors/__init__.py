@@ -81,7 +81,9 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")
 
 
-_OTHERS = tuple(f"{os.path.dirname(os.path.abspath(file))}{os.sep}" for file in (os.path.dirname(__file__), os.__file__))
+_OTHERS = tuple(
+    f"{os.path.dirname(os.path.abspath(file))}{os.sep}" for file in (os.path.dirname(__file__), os.__file__)
+)
 """Directories of the engine and of Python."""
 
 
