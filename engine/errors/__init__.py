@@ -5,10 +5,9 @@ crosses Ray.
 """
 
 import errno
-import os
+import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
-from traceback import walk_tb
 from typing import Any
 
 from engine.errors.redaction import described, shortened
@@ -81,20 +80,18 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")
 
 
-_OTHERS = tuple(
-    f"{os.path.dirname(os.path.abspath(file))}{os.sep}" for file in (os.path.dirname(__file__), os.__file__)
-)
-"""Directories of the engine and of Python."""
+_OTHERS = (__file__.removesuffix("errors/__init__.py"), traceback.__file__.removesuffix("traceback.py"), "<frozen")
+"""How the names of the engine's files and of Python's own begin."""
 
 
 def place_of(error: BaseException) -> str:
     """` (my_rewards.py:3, in score)`: the innermost line of the user's own code, from which an exception came; an empty
     text if there is none."""
     place = ""
-    for frame, line in walk_tb(error.__traceback__):
+    for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
-        if not code.co_filename.startswith((*_OTHERS, "<frozen")) and "site-packages" not in code.co_filename:
-            place = f" ({os.path.basename(code.co_filename)}:{line}, in {code.co_name})"
+        if not code.co_filename.startswith(_OTHERS) and "site-packages" not in code.co_filename:
+            place = f" ({code.co_filename.rpartition('/')[2]}:{line}, in {code.co_name})"
     return place
 
 
