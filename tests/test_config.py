@@ -152,11 +152,18 @@ def test_overrides_are_yaml_and_reach_sections_the_file_lacks(tmp_path: Path) ->
     file = written(tmp_path, "model: {make: arithmetic}\nrun: {seed: 1}")
     config = load_config(
         file,
-        ["run.seed=7", "trainer.learning_rate=3e-4", "rollout.stop=[a, b]", "run.max_steps=null"],
+        [
+            "run.seed=7",
+            "trainer.learning_rate=3e-4",
+            "rollout.stop=[a, b]",
+            "run.max_steps=null",
+            "model.warm_start=null",
+        ],
     )
     assert (config.run.seed, config.trainer.learning_rate) == (7, 3e-4)
     assert config.rollout.stop == ["a", "b"]
     assert config.run.max_steps is None
+    assert config.model.warm_start.path is None, "null is an empty section"
 
 
 def test_numbers_without_a_point_and_switches_read_as_meant(tmp_path: Path) -> None:
@@ -232,6 +239,8 @@ def test_a_directory_and_bytes_are_refused(tmp_path: Path) -> None:
         ("run..seed=3", "must be path=value"),
         ("model.make.deep=3", "model.make is a value, not a section"),
         ("run.seed=[", "is not valid YAML"),
+        ("trainer=", "--set 'trainer=' has no value"),
+        ("run.seed= ", "has no value; give one"),
     ],
 )
 def test_a_malformed_override_is_refused(tmp_path: Path, override: str, says: str) -> None:

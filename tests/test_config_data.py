@@ -80,6 +80,31 @@ def test_a_replica_samples_after_these_tokens(
     assert prompt_ids(config) == tokens(AutoTokenizer.from_pretrained(models[family]), written)
 
 
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (
+            {"max_steps": 9},
+            ["note: 3 prompts x 1 epoch = 2 train steps, fewer than run.max_steps 9; set run.epochs: null"],
+        ),
+        (
+            {"max_steps": 9, "epochs": 5},
+            ["note: 3 prompts x 5 epochs = 8 train steps, fewer than run.max_steps 9; set "],
+        ),
+        ({"max_steps": 2}, []),
+        ({"max_steps": 9, "epochs": None}, []),
+        ({}, []),
+    ],
+)
+def test_data_that_ends_before_the_train_steps_is_noted(
+    models: dict[str, str], tmp_path: Path, run: dict[str, Any], said: list[str]
+) -> None:
+    rows = [{"prompt": text, "answer": "4"} for text in "abc"]
+    lines = [*check_inputs(configured(models["base"], tmp_path, *rows, run=run))]
+    found = [line for line in lines if "train steps, fewer" in line]
+    assert len(found) == len(said) and all(line.startswith(words) for line, words in zip(found, said, strict=True))
+
+
 REFUSED: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
     "messages": (
         "base",

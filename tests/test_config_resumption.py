@@ -82,6 +82,15 @@ def test_every_other_difference_is_reported_with_what_was_and_is(begun: tuple[Pa
     assert "engine run CONFIG --from RUN" in said and "docs/OPERATIONS.md, Stop and resume" in said
 
 
+def test_a_field_that_must_not_change_is_refused_before_the_laws_that_it_breaks(
+    begun: tuple[Path, dict[str, Any]],
+) -> None:
+    with pytest.raises(ConfigError, match=r"^scheduler.train_batch_size is 64, but must stay 4: the run began with it"):
+        resumed(*begun, ["scheduler.train_batch_size=64", "rollout.replicas=5", "scheduler.max_drops=2"])
+    with pytest.raises(ConfigError, match=r"^scheduler.max_concurrent_groups is 64, but must be from 4 to 12 "):
+        resumed(*begun, ["scheduler.max_concurrent_groups=64"])
+
+
 def test_the_innermost_differences_of_an_optional_section_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({"model": {"make": "arithmetic"}, "trainer": {"lora": {"rank": 4}}}))

@@ -108,7 +108,7 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "rate": (
         '{"prompt": "a", "rate": "high"}\n',
         {"pass_rate": {"column": "rate", "min": 0.1}},
-        r"data\.sources\.code\.pass_rate\.column.*row 1 has no number under this name \(it is 'high'\)",
+        r"data\.sources\.code\.pass_rate\.column.*row 0 has no number under this name \(it is 'high'\)",
     ),
     "no rate": (
         '{"prompt": "a", "rates": 0.5}\n',

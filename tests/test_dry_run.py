@@ -81,7 +81,7 @@ def test_what_the_model_reads_is_shown(models: dict[str, str], capsys: Capture) 
     first = "    | <|im_start|>user\n    | 2+2?<|im_end|>\n    | <|im_start|>assistant\n"
     assert f"ok: the first prompt of data.path is these 23 tokens:\n{first}" in said
     assert "ok: no prompt of data.validation_path is in data.path\n" in said
-    assert f"ok: reward.function {EXACT} returns 1 for the answer '4' to row 1 of data.path\n" in said
+    assert f"ok: reward.function {EXACT} returns 1 for the answer '4' to row 0 of data.path\n" in said
     assert "prompts of" not in "".join(line for line in said.splitlines() if line.startswith("note:"))
 
 
@@ -160,13 +160,13 @@ REFUSED: dict[str, tuple[str, list[Any], dict[str, dict[str, Any]], list[str]]] 
         "base",
         [{"prompt": "a", "answer": "1"}, {"prompt": "b", "anwser": "2"}],
         {},
-        [f"reward.function is '{EXACT}'", "raised on row 2 of data.path", "no field 'answer'", "did you mean anwser?"],
+        [f"reward.function is '{EXACT}'", "raised on row 1 of data.path", "no field 'answer'", "did you mean anwser?"],
     ),
     "a null answer": (
         "base",
         [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": None}],
         {},
-        ["reward.function", "row 2 of data.path: the row has no field 'answer'"],
+        ["reward.function", "row 1 of data.path: the row has no field 'answer'"],
     ),
     "unknown argument": (
         "chatml",
@@ -184,25 +184,25 @@ REFUSED: dict[str, tuple[str, list[Any], dict[str, dict[str, Any]], list[str]]] 
         "gemma",
         [{"messages": CHAT}, {"messages": [{"role": "system", "content": "a"}]}],
         {},
-        ["data.path", "row 2: the chat template refuses these messages"],
+        ["data.path", "row 1: the chat template refuses these messages"],
     ),
     "too long": (
         "base",
         ["a", "a" * 64],
         {},
-        ["data.path", "row 2 has 65 tokens; 1 of 2 prompts", "set data.overlong"],
+        ["data.path", "row 1 has 65 tokens; 1 of 2 prompts", "set data.overlong"],
     ),
     "reward without a value": (
         "base",
         [],
         {"reward": {"function": "my_code:nothing"}},
-        ["returned None of type", "row 1"],
+        ["returned None of type", "row 0"],
     ),
     "a part without a value": (
         "base",
         [],
         {"reward": {"function": None, "functions": [{"name": "a", "function": "my_code:nothing"}]}},
-        ["reward.functions", "all returned None for row 1 of data.path"],
+        ["reward.functions", "all returned None for row 0 of data.path"],
     ),
     "a part that raises": (
         "base",
@@ -214,13 +214,13 @@ REFUSED: dict[str, tuple[str, list[Any], dict[str, dict[str, Any]], list[str]]] 
         "base",
         [],
         {"reward": {"function": "my_code:wrong"}},
-        ["KeyError: 'anser'", "mean answer?"],
+        ["KeyError: 'anser' (my_code.py:4, in wrong)", "mean answer?"],
     ),
     "reward that ends its process": (
         "base",
         [],
         {"reward": {"function": "my_code:leave"}},
-        ["reward.function", "my_code:leave", "ended with exit code 3, on row 1 of data.path"],
+        ["reward.function", "my_code:leave", "ended with exit code 3, on row 0 of data.path"],
     ),
 }
 REWARDS = """
@@ -272,7 +272,7 @@ def test_every_part_of_the_reward_is_called(models: dict[str, str], capsys: Capt
         spec = parts[index]["function"]
         field = f"reward.functions.{index}.function"
         assert f"ok: {field} {spec} can be imported\n" in said
-        assert f"ok: {field} {spec} returns {value} for the answer '4' to row 1 of data.path\n" in said
+        assert f"ok: {field} {spec} returns {value} for the answer '4' to row 0 of data.path\n" in said
 
 
 def test_the_isolation_of_code_is_shown(models: dict[str, str], capsys: Capture) -> None:
@@ -306,7 +306,7 @@ def test_every_form_of_a_reward_is_called(models: dict[str, str], capsys: Captur
         {"name": "tokens", "function": "my_code:tokens", "unit": "token", "arguments": {"each": 0.5}},
     ]
     said = shown(capsys, write_config(models["base"], reward={"function": None, "functions": parts}))
-    row = "for the answer '4' to row 1 of data.path"
+    row = "for the answer '4' to row 0 of data.path"
     assert f"my_code:group returns 2 {row}, called once for each group\n" in said
     assert f"my_code:trl returns 1 {row}, called for several groups at once\n" in said
     assert f"my_code:tokens returns 1 numbers, one for each token, {row}\n" in said
@@ -315,12 +315,12 @@ def test_every_form_of_a_reward_is_called(models: dict[str, str], capsys: Captur
 @pytest.mark.parametrize(
     ("part", "story"),
     [
-        ({"function": "my_code:short", "unit": "token"}, "returned 0 numbers for row 1 of data.path, not one finite"),
+        ({"function": "my_code:short", "unit": "token"}, "returned 0 numbers for row 0 of data.path, not one finite"),
         ({"function": "my_code:tokens"}, "missing a required argument"),
         ({"function": "my_code:tokens", "arguments": {"all": 1}}, "cannot be passed to my_code:tokens"),
         ({"function": "my_code:needs"}, "the row has no column 'solution', which the reward requires"),
         ({"function": "my_code:hang", "processes": 1, "timeout_s": 0.2}, "took longer than 0.2 s; its process was"),
-        ({"function": "my_code:crash", "processes": 1}, "crashed: its process ended with exit code 3, on row 1"),
+        ({"function": "my_code:crash", "processes": 1}, "crashed: its process ended with exit code 3, on row 0"),
         ({"function": "my_code:group", "memory_mb": 100}, "limits the processes of the function, but it has none"),
         ({"function": "my_code:group", "processes": 1, "concurrency": 2}, "cannot be set beside"),
     ],
@@ -412,7 +412,7 @@ def write_agent(model: str, agent: dict[str, Any]) -> str:
         ({"function": "my_code:calls"}, "ok: agent.function my_code:calls ends after 1 call of a scripted model"),
         ({"command": [sys.executable, "my_agent.py"]}, "my_agent.py ends after 1 call of a scripted model"),
         ({"rollout": "my_code:silent"}, "note: agent.rollout my_code:silent ends without a call of the model"),
-        ({"rollout": "my_code:breaks"}, "breaks raised ValueError on row 1: could not convert string to float"),
+        ({"rollout": "my_code:breaks"}, "breaks raised ValueError on prompt row 0: could not convert string to float"),
     ],
 )
 def test_an_agent_is_run_once_with_a_scripted_model(
@@ -429,7 +429,7 @@ def test_an_agent_is_run_once_with_a_scripted_model(
         ({"command": ["no-such-program"]}, ["agent.command", "'no-such-program' is no program on the PATH"]),
         ({"command": ["./my_agent.py"]}, ["agent.command", "'./my_agent.py' is no program"]),
         ({"command": [sys.executable, "no_such.py"]}, ["agent.command", "can't open file", "no_such.py"]),
-        ({"rollout": "my_code:broken"}, ["fails before the model has answered", "KeyError on row 1: 'tool'"]),
+        ({"rollout": "my_code:broken"}, ["fails before the model has answered", "KeyError on prompt row 0: 'tool'"]),
         ({"function": "my_code:wrong"}, ["agent.function", "fails before the model has answered", "404"]),
     ],
 )
@@ -450,7 +450,7 @@ def test_a_validation_set_is_judged_by_its_own_reward_only(models: dict[str, str
     own = {"name": "code", "path": code, "reward": "my_code:tests"}
     said = shown(capsys, write_config(models["base"], validation={"sets": [own]}))
     assert "ok: validation.sets.0.reward my_code:tests returns 2 for the answer" in said
-    assert "to row 1 of validation.sets.0.path" in said
+    assert "to row 0 of validation.sets.0.path" in said
 
     said = refused(capsys, write_config(models["base"], validation={"sets": [own | {"reward": "my_code:broken"}]}))
     assert "validation.sets.0.reward is 'my_code:broken'" in said and "ValueError: no compiler" in said
@@ -466,9 +466,9 @@ def test_a_row_without_an_answer_is_found_if_a_reward_reads_the_response_first(
     config = {"reward": {"function": "my_code:score"}}
     right = {"prompt": "2+2?", "answer": "4"}
     said = shown(capsys, write_config(models["base"], right, **config))
-    assert "returns 1 for the answer '4' to row 1" in said and "returns 0 for the answer 'The test" in said
+    assert "returns 1 for the answer '4' to row 0" in said and "returns 0 for the answer 'The test" in said
     said = refused(capsys, write_config(models["base"], right, right, {"prompt": "3+3?"}, **config))
-    assert "row 3 of data.path" in said and "KeyError: 'answer'" in said
+    assert "row 2 of data.path" in said and "KeyError: 'answer'" in said
     rows = [right, {"prompt": "3+3?", "answer": ""}]
     said = shown(capsys, write_config(models["base"], *rows, **config))
     assert "note: data.path: column 'answer' has no value in 1 of 2 rows, the first in line 2" in said
@@ -479,13 +479,13 @@ def test_prompts_that_several_validation_sets_share_are_judged_by_each(models: d
     sets = [{"name": "a"}, {"name": "b", "reward": "my_code:half"}]
     held_out = [{"prompt": "5+5?", "answer": 10}]
     said = shown(capsys, write_config(models["base"], held_out=held_out, validation={"sets": sets}))
-    assert "ok: reward.function engine.tasks.rewards:exact_match returns 1 for the answer '10' to row 1" in said
-    assert "ok: validation.sets.1.reward my_code:half returns 0.5 for the answer '10' to row 1" in said
+    assert "ok: reward.function engine.tasks.rewards:exact_match returns 1 for the answer '10' to row 0" in said
+    assert "ok: validation.sets.1.reward my_code:half returns 0.5 for the answer '10' to row 0" in said
 
 
 def test_a_reward_that_tells_no_answer_from_another_is_noted(models: dict[str, str], capsys: Capture) -> None:
     note = (
-        "note: reward.function my_code:half gives the answer '4' to row 1 of data.path and a made-up one the same: 0.5"
+        "note: reward.function my_code:half gives the answer '4' to row 0 of data.path and a made-up one the same: 0.5"
     )
     Path("my_code.py").write_text("def half(prompt, trajectory):\n    return 0.5\n")
     assert note in shown(capsys, write_config(models["base"], reward={"function": "my_code:half"}))

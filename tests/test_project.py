@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from chat_tokenizers import save_chat_model
+from file_limits import largest_file
 
 from engine import cli
 from engine.config import load_config
@@ -45,7 +46,7 @@ def test_a_new_project_passes_its_check_and_its_own_test(capsys: Capture, monkey
     row = json.loads(Path("data.jsonl").read_text().partition("\n")[0])
     said = checked(capsys, ".")
     assert f"    | <|im_start|>user\n    | {row['prompt']}<|im_end|>\n    | <|im_start|>assistant\n" in said
-    assert f"my_rewards:score returns 1 for the answer '{row['answer']}' to row 1 of data.path" in said
+    assert f"my_rewards:score returns 1 for the answer '{row['answer']}' to row 0 of data.path" in said
     assert "no prompt of data.validation_path is in data.path" in said and "model.warm_start.path has 1024" in said
 
     python = [
@@ -90,3 +91,13 @@ def test_what_cannot_be_a_project_is_refused(capsys: Capture, case: str) -> None
     assert cli.main(["init", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert [*map(str, sorted(Path().rglob("*")))] == ["used", "used/file"] and Path("used/file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("bytes", [1000, 100_000], ids=["tokenizer", "weights"])
+def test_on_a_full_disk_nothing_is_left_of_a_project(capsys: Capture, bytes: int) -> None:
+    with largest_file(bytes):
+        assert cli.main(["init", "mine"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("engine: NAME 'mine' cannot be written: ") and said.count("\n") == 1, said
+    assert "File too large" in said and "; free space, or give a path on another disk" in said
+    assert not Path("mine").exists()

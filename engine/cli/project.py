@@ -9,6 +9,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import islice
@@ -55,13 +56,14 @@ def init(arguments: argparse.Namespace) -> int:
             if find_spec(package) is None:
                 raise ModuleNotFoundError(f"No module named {package!r}", name=package)
     project = _new_directory(arguments.name)
-    if model is None:
-        _write_own_model(project)
-    else:
-        _write_for_model(project, model)
-    (project / REWARD).write_text(REWARD_TEXT, encoding="utf-8")
-    (project / TEST).write_text(TEST_TEXT, encoding="utf-8")
-    (project / README).write_text(README_TEXT, encoding="utf-8")
+    try:
+        _write_project(project, model)
+    except BaseException as error:
+        shutil.rmtree(project, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        law, fix = f"cannot be written: {error.strerror or error}", "free space, or give a path on another disk"
+        raise ConfigError("NAME", arguments.name, law, fix) from None
     print(f"created {arguments.name}: {', '.join(sorted(path.name for path in project.iterdir()))}")
     print("next:")
     for line in (f"cd {shlex.quote(arguments.name)}", f"engine check {CONFIG}", f"engine run {CONFIG}"):
@@ -135,6 +137,17 @@ def _write_prompts(project: Path, drawn: Iterator[tuple[Row, str]]) -> None:
 
 def _write_rows(path: Path, rows: list[Row]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _write_project(project: Path, model: str | None) -> None:
+    """Raises: `OSError`; `ModuleNotFoundError`."""
+    if model is None:
+        _write_own_model(project)
+    else:
+        _write_for_model(project, model)
+    (project / REWARD).write_text(REWARD_TEXT, encoding="utf-8")
+    (project / TEST).write_text(TEST_TEXT, encoding="utf-8")
+    (project / README).write_text(README_TEXT, encoding="utf-8")
 
 
 def _write_for_model(project: Path, model: str) -> None:

@@ -27,7 +27,7 @@ from engine.config.prompts import (
 )
 from engine.config.reward_functions import reward_of_section, reward_of_set
 from engine.config.schema import Config
-from engine.errors import ConfigError, DataFailure, RewardFailure, describe_error, suggestion
+from engine.errors import ConfigError, DataFailure, RewardFailure, describe_error, place_of, suggestion
 from engine.rollout.reward_parts import RewardPart, RewardParts, Value
 from engine.rollout.scoring import CALLS_AT_ONCE, Overdue, call_part
 from engine.tasks.chat import PromptRenderer, has_template, turn_end
@@ -90,7 +90,7 @@ def survey(data: Dataset, renderer: PromptRenderer | None, field: str) -> Survey
         try:
             found.texts.append(_plain(prompt) if renderer is None else renderer.quick_text(prompt))
         except DataFailure as error:
-            law = f"row {row + 1}: {error}"
+            law = f"row {row}: {error}"
             raise ConfigError(field, data.path, law, "correct the row, or use another template") from error
         kind = frozenset((name, type(value), value == "") for name, value in prompt.fields.items())
         found.kinds.setdefault(kind, row)
@@ -141,7 +141,7 @@ def _length_lines(config: Config, model: str, renderer: PromptRenderer, found: S
         most = min(limit.tokens, limit.context - config.rollout.max_tokens)
     counts = sampled_counts(found.texts, renderer, most)
     if not counts.all():
-        row = int(np.argmax(counts == 0)) + 1
+        row = int(np.argmax(counts == 0))
         raise ConfigError(name, found.data.path, f"row {row} has no tokens", "correct or remove the row")
     known = counts[counts != UNCOUNTED]
     least, middle, longest = known.min(), int(np.median(known)), known.max()
@@ -261,7 +261,7 @@ def _reward_lines(judge: _Judge, tokenizer: Any, config: Config) -> Iterator[str
         for name, found in judge.surveys.items():
             for number, row in enumerate(sorted(found.kinds.values())[:MOST_KINDS]):
                 prompt = found.data.prompt(row)
-                where = f"row {row + 1} of {name}"
+                where = f"row {row} of {name}"
                 tried: list[dict[str, Value]] = []
                 answers = list(dict.fromkeys((str(prompt.fields.get("answer") or MADE_ANSWER), MADE_ANSWER)))
                 for answer in answers:
@@ -279,12 +279,12 @@ def _reward_lines(judge: _Judge, tokenizer: Any, config: Config) -> Iterator[str
                         raise ConfigError("reward.functions", specs, law, fix)
                     for (field, spec), part in rewards if number == 0 else ():
                         call = f"{field} {spec} returns {_describe(values[field], part)}"
-                        yield f"ok: {call} for the answer {answer!r:.60} to row 1 of {name}{FORMS[part.form]}"
+                        yield f"ok: {call} for the answer {answer!r:.60} to row 0 of {name}{FORMS[part.form]}"
                 if number == 0 and len(tried) == 2 and tried[0] == tried[1]:
                     judges = ", ".join(f"{field} {spec}" for (field, spec), _ in rewards)
                     same = ", ".join(_describe(values[field], part) for (field, _), part in rewards)
                     yield (
-                        f"note: {judges} gives the answer {answers[0]!r:.60} to row 1 of {name} and a made-up one the "
+                        f"note: {judges} gives the answer {answers[0]!r:.60} to row 0 of {name} and a made-up one the "
                         f"same: {same}; a run learns only from responses with different rewards"
                     )
         yield from _time_lines(judge, took_s, config)
@@ -361,6 +361,6 @@ def _call(part: RewardPart, field: str, spec: str, prompt: Prompt, trajectory: T
     near = suggestion(quoted.group(1), columns) if quoted is not None and quoted.group(1) not in columns else ""
     fix = f"{near} In" if near else "in"
     fix += f" addition to its prompt, the row has the columns {', '.join(columns) or '(none)'}"
-    reason = str(error) if isinstance(error, DataFailure) else describe_error(error)
-    reason = reason.removeprefix("raised ").replace(f"row {prompt.row} ", "the row ")  # rewards count rows from 0
+    reason = (str(error) if isinstance(error, DataFailure) else describe_error(error)) + place_of(error)
+    reason = reason.removeprefix("raised ").replace(f"row {prompt.row} ", "the row ")
     raise ConfigError(field, spec, f"raised on {where}: {reason}", fix)

@@ -16,7 +16,7 @@ from engine.config.model_description import files_of, number_bytes, numbers_in, 
 from engine.config.reward_functions import reward_of_section, reward_of_set
 from engine.config.schema import Config
 from engine.config.trainer import Shapes, adapter_line, adapter_numbers, refuse_adapter_as_model
-from engine.errors import ConfigError
+from engine.errors import ConfigError, counted
 from engine.extras import missing_package
 from engine.tasks.answers import answer_of
 from engine.tasks.rewards import NO_LOCAL, Local
@@ -62,6 +62,7 @@ def check_inputs(
         yield f"ok: {field} has {len(data)} {'answers' if field == WARM_START else 'prompts'}"
         yield from (f"note: {field}: {gap}" for gap in data.gaps)
     yield from _source_lines(config, sources)
+    yield from _end_lines(config, sum(len(loaded.data) for loaded in sources))
     reward_of_section(config.reward, config.run.code_dir, local=local)
     for field, spec in config.reward.specs.items():
         if field not in local:
@@ -199,6 +200,19 @@ def _source_lines(config: Config, sources: Sequence["LoadedSource"]) -> Iterator
                     f"note: source {loaded.files.name} is read {passes:.2g} times in {draws} draws "
                     f"(run.epochs = {config.run.epochs} times the rows of all sources)"
                 )
+
+
+def _end_lines(config: Config, rows: int) -> Iterator[str]:
+    """A note if the data ends before the train steps do."""
+    run = config.run
+    if not rows or run.epochs is None or run.max_steps is None:
+        return
+    steps = -(-rows * run.epochs // config.scheduler.train_batch_size)
+    if steps < run.max_steps:
+        yield (
+            f"note: {counted(rows, 'prompt')} x {counted(run.epochs, 'epoch')} = {counted(steps, 'train step')}, fewer "
+            f"than run.max_steps {run.max_steps}; set run.epochs: null"
+        )
 
 
 def _data_sets(config: Config) -> dict[str, "Dataset"]:

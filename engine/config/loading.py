@@ -158,8 +158,7 @@ def _checked(tree: dict[str, Any], directory: str) -> Config:
         tree = {**tree, "run": defaults | run}
     load_extensions_of(tree)
     try:
-        # An empty section (`validation:` with nothing under it) has all its defaults.
-        return Config.model_validate({key: {} if value is None else value for key, value in tree.items()})
+        return Config.model_validate(tree)
     except ValidationError as error:
         raise _first_of(error, tree) from None
 
@@ -194,6 +193,8 @@ def _override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError("--set", override, "must be path=value", "for example --set scheduler.train_batch_size=16")
     if len(keys) > MOST_DEEP:
         raise ConfigError("--set", override, f"has more than {MOST_DEEP} levels", "name a field of the configuration")
+    if not text.strip():
+        raise ConfigError("--set", override, "has no value", "give one; null is the value of a field that is not set")
     inner = tree
     for depth, key in enumerate(keys[:-1], start=1):
         if inner.get(key) is None:

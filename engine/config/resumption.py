@@ -12,7 +12,7 @@ from typing import Any
 from engine.config.loading import load_config, parse_config
 from engine.config.paths import moved
 from engine.config.schema import Config
-from engine.config.section import Section
+from engine.config.section import Section, refuse_secrets
 from engine.errors import ConfigError
 from engine.errors.redaction import described
 from engine.scheduling.settings import FIGURES, POLICIES, live_settings
@@ -56,7 +56,14 @@ def resumed(path: Path, recorded: Mapping[str, Any], overrides: Sequence[str] = 
             "was not started from a configuration",
             "resume it with the program that started it",
         )
-    wished = load_config(path, overrides)
+    tree: dict[str, Any] = {}
+    try:
+        wished = load_config(path, overrides, tree.update)
+    except ConfigError:
+        refuse_secrets(tree)
+        if changes := list(_fixed_changes(tree, recorded)):
+            raise _refusal(changes) from None  # first, because no other value of these fields would help
+        raise
     _refuse_other_extensions(wished, recorded)
     before = parse_config(recorded)
     was, now = dict(_flat(before)), dict(_flat(wished))
@@ -68,7 +75,7 @@ def resumed(path: Path, recorded: Mapping[str, Any], overrides: Sequence[str] = 
         for field in was
         if now[field] != was[field]
         and field not in live
-        and not any(f"{field}.".startswith(f"{f}.") for f in free)
+        and not _is_in(field, free)
         and not moved(field, was[field], now[field])
     ]
     if other:
@@ -78,6 +85,20 @@ def resumed(path: Path, recorded: Mapping[str, Any], overrides: Sequence[str] = 
     if REPLICAS in given or was[REPLICAS] != now[REPLICAS]:
         settings = (*settings, (REPLICAS, str(now[REPLICAS])))
     return wished, settings
+
+
+def _is_in(field: str, sections: Sequence[str]) -> bool:
+    return any(f"{field}.".startswith(f"{section}.") for section in sections)
+
+
+def _fixed_changes(given: Mapping[str, Any], was: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(path, old value, new value) of the fields that must not change, in plain data that breaks a law."""
+    for key in [key for key in given if key in was]:
+        field, old, new = f"{above}{key}", was[key], given[key]
+        if isinstance(old, Mapping):
+            yield from _fixed_changes(new, old, f"{field}.") if isinstance(new, Mapping) else ()
+        elif old != new and not (field in live_settings() or _is_in(field, FREE) or moved(field, old, new)):
+            yield field, old, new
 
 
 def _refusal(changes: Sequence[tuple[str, Any, Any]]) -> ConfigError:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.errors import ConfigError
 from engine.errors.redaction import HIDDEN, is_secret_name, secret_in_command, secret_in_text
@@ -21,6 +21,16 @@ class Section(BaseModel):
     """Base of every block: no unknown keys, no silent conversions, no change after loading."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_sections(cls, given: Any) -> Any:
+        """An empty section (`validation:` with nothing under it, or null) has all its defaults."""
+        if not isinstance(given, Mapping):
+            return given
+        kinds = {name: info.annotation for name, info in cls.model_fields.items()}
+        sections = {name for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)}
+        return {name: {} if value is None and name in sections else value for name, value in given.items()}
 
 
 COMMAND = "agent.command"

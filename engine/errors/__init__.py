@@ -5,6 +5,7 @@ crosses Ray.
 """
 
 import errno
+import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
@@ -77,6 +78,21 @@ def message_of(error: BaseException) -> str:
 def describe_error(error: BaseException) -> str:
     """`Type: message` of an exception."""
     return f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")
+
+
+_OTHERS = (__file__.removesuffix("errors/__init__.py"), traceback.__file__.removesuffix("traceback.py"), "<frozen")
+"""How the names of the engine's files and of Python's own begin."""
+
+
+def place_of(error: BaseException) -> str:
+    """` (my_rewards.py:3, in score)`: the innermost line of the user's own code, from which an exception came; an empty
+    text if there is none."""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if not code.co_filename.startswith(_OTHERS) and "site-packages" not in code.co_filename:
+            place = f" ({code.co_filename.rpartition('/')[2]}:{line}, in {code.co_name})"
+    return place
 
 
 def _rebuild(cls: type[EngineError], message: str, details: dict[str, Any]) -> EngineError:

@@ -88,7 +88,7 @@ def rehearse_agent(config: Config, prompt: Prompt) -> Iterator[str]:
     except EngineError as error:
         if isinstance(error, ConfigError):
             raise
-        outcome = message_of(error).replace(f"prompt row {prompt.row}", f"row {prompt.row + 1}")
+        outcome = message_of(error)
         if not model.calls:
             raise ConfigError(field, spec, f"fails before the model has answered: {outcome}", "correct it") from error
     calls = counted(model.calls, "call")

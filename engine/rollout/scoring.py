@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any, Protocol
 
-from engine.errors import DataFailure, EngineError, RewardFailure, message_of
+from engine.errors import DataFailure, EngineError, RewardFailure, message_of, place_of
 from engine.protocols import CallFigures
 from engine.protocols.user_code import CALLS, stack_of
 from engine.rollout.reward_parts import RewardPart, RewardParts, Value, value_in
@@ -81,7 +81,7 @@ def failure_of(who: str, outcome: BaseException | str | None, where: str, timeou
     if isinstance(outcome, RewardFailure):
         verb, _, rest = message_of(outcome).partition(": ")
         return f"{who} {verb} {where}" + (f": {rest}" if rest else "")
-    return f"{who} raised {type(outcome).__name__} {where}: {message_of(outcome)}"
+    return f"{who} raised {type(outcome).__name__} {where}: {message_of(outcome)}{place_of(outcome)}"
 
 
 # -- calls of one function ---------------------------------------------------------------------------------------------

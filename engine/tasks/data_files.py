@@ -46,7 +46,8 @@ class DataRows(Protocol):
     def read(self, row: int) -> dict[str, Any]: ...
 
     def all(self, names: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """Every row with its number in the file, from 1. From a table, only the columns `names` are read."""
+        """Every row with its number in the file: lines count from 1, rows from 0. From a table, only the columns
+        `names` are read."""
 
     def columns(self) -> Sequence[str] | None:
         """The columns that every row has; None if rows may differ."""
@@ -146,8 +147,9 @@ class JsonLines:
     def __init__(self, lines: Sequence[bytes], file: Path, config_field: str, where: str = "line") -> None:
         """`lines`: blank ones are not rows."""
         self.where = where
-        self._numbers = array("q", (number for number, line in enumerate(lines, start=1) if line.strip()))
-        self._lines = lines if len(self._numbers) == len(lines) else [lines[number - 1] for number in self._numbers]
+        first = 1 if where == "line" else 0
+        self._numbers = array("q", (number for number, line in enumerate(lines, first) if line.strip()))
+        self._lines = [line for line in lines if line.strip()]
         self._file, self._config_field = file, config_field
 
     def __len__(self) -> int:
@@ -298,7 +300,7 @@ class TableRows:
     def all(self, names: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
         chosen = self.table.select([name for name in names if name in self.table.column_names])
         rows = _batched_rows(chosen)
-        return enumerate(map(self._plain, rows) if self.nested & {*chosen.column_names} else rows, start=1)
+        return enumerate(map(self._plain, rows) if self.nested & {*chosen.column_names} else rows)
 
     def columns(self) -> Sequence[str]:
         return [str(name) for name in self.table.column_names]

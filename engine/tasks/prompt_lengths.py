@@ -27,7 +27,7 @@ def count_tokens(data: Dataset, renderer: PromptRenderer, field: str, most: int)
             try:
                 text = renderer.quick_text(prompt)
             except DataFailure as error:
-                law = f"row {row + 1}: {error}"
+                law = f"row {row}: {error}"
                 raise ConfigError(field, data.path, law, "correct the row, or use another template") from error
 
             if renderer.most_tokens_of(text) > most:
@@ -95,7 +95,7 @@ def fitting_prompts(
         return FittingPrompts()
     share = f"{len(over)} of {len(data)} prompts of {field} have more than {limit.tokens} tokens ({limit.reason})"
     if overlong == "error":
-        law = f"row {over[0] + 1} has {counts[over[0]]} tokens; {share}"
+        law = f"row {over[0]} has {counts[over[0]]} tokens; {share}"
         raise ConfigError(field, data.path, law, "set data.overlong to drop or truncate_left, or raise the limit")
     if overlong == "truncate_left":
         return FittingPrompts(note=f"data.overlong truncate_left: {share}; each keeps its last {limit.tokens} tokens")

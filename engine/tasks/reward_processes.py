@@ -126,11 +126,10 @@ class RewardProcess:
             raise RewardFailure(reply[1])
         if reply[0] != "raised":
             return reply[1] if len(reply) > 1 else None
-        _, name, message, trace, out_of_memory = reply
+        _, described, trace, out_of_memory = reply
         if out_of_memory:
             self.end()
-        failure = RewardFailure(f"raised {name}: {message}" if message else f"raised {name}")
-        raise failure from ProcessStory(trace)
+        raise RewardFailure(f"raised {described}") from ProcessStory(trace)
 
     def _write(self, data: bytes, deadline: float) -> bool:
         """Whether the process took all before the deadline."""

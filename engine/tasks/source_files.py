@@ -105,7 +105,7 @@ class SourceFiles:
             rate = None
         if rate is None or isnan(rate):
             shown = f"it is {value!r:.60}" if column in fields else "there is no such column"
-            law = f"row {row + 1} has no number under this name ({shown})"
+            law = f"row {row} has no number under this name ({shown})"
             known = [name for name in fields if name != column]
             raise ConfigError(f"{self.field}.pass_rate.column", column, law, suggestion(column, known))
         return rate

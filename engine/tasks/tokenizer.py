@@ -8,6 +8,7 @@ downloads.
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 END = "<end>"
 PAD = "<pad>"
@@ -47,7 +48,7 @@ def save_character_tokenizer(directory: str | Path, alphabet: str) -> int:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([PAD, END, UNKNOWN])
     target = Path(directory)
-    tokenizer.save(str(target / "tokenizer.json"))
+    _save_tokens(tokenizer, target)
     _save_settings(target, eos_token=END, pad_token=PAD, unk_token=UNKNOWN)
     return len(ids)
 
@@ -65,9 +66,14 @@ def save_chat_tokenizer(directory: str | Path, words: Sequence[str] = ()) -> int
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     target = Path(directory)
-    tokenizer.save(str(target / "tokenizer.json"))
+    _save_tokens(tokenizer, target)
     _save_settings(target, eos_token=CHAT_END, pad_token=TEXT_END, chat_template=CHAT_TEMPLATE)
     return len(alphabet) + len(special) + len(words)
+
+
+def _save_tokens(tokenizer: Any, directory: Path) -> None:
+    """As `Tokenizer.save`, whose errors are no `OSError`."""
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
 
 def _save_settings(directory: Path, **given: str) -> None:

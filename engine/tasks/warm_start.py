@@ -60,10 +60,10 @@ def load_answers(wanted: WarmStart, prompt_field: str) -> tuple[Dataset, list[st
         answer = fields.get(wanted.answer_field)
         if answer is not None and (not isinstance(answer, str) or not answer):
             shown = described(wanted.answer_field, answer)
-            law = f"row {row + 1}: {wanted.answer_field} is {shown}, but must be text that is not empty"
+            law = f"row {row}: {wanted.answer_field} is {shown}, but must be text that is not empty"
             raise ConfigError(f"{FIELD}.path", wanted.path, law)
         if answer is None:
-            law = f"row {row + 1} of {wanted.path} has no text under this name"
+            law = f"row {row} of {wanted.path} has no text under this name"
             others = sorted(fields.keys() - {wanted.answer_field})
             fix = suggestion(wanted.answer_field, others, "name the column with the answers")
             raise ConfigError(f"{FIELD}.answer_field", wanted.answer_field, law, fix)
@@ -97,7 +97,7 @@ def warm_started(
     def make(workplace: Path) -> dict[str, Any]:
         progress(0.0, "supervised warm start: reading the answers")
         encoded = [encode(prompt, answer) for prompt, answer in rows]
-        for row, (prompt, answer) in enumerate(encoded, start=1):
+        for row, (prompt, answer) in enumerate(encoded):
             if len(prompt) + len(answer) > longest:
                 law = f"row {row} has {len(prompt) + len(answer)} tokens, but the model takes {longest}"
                 raise ConfigError(f"{FIELD}.path", wanted.path, law, "shorten or remove the row")

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -265,7 +266,8 @@ def export_model(checkpoint: Path, target: Path, dtype: str, *, adapter: bool = 
     """Write the model in a checkpoint, with its tokenizer, as a directory that transformers loads. An adapter is merged
     into its model, unless only the `adapter` is wanted, as a directory that peft loads.
 
-    Raises: `ConfigError` for a checkpoint of another trainer, a target that holds something, or a model that is gone.
+    Raises: `ConfigError` for a checkpoint of another trainer, a target that has files or cannot be written, or a model
+    that is gone.
     """
     transformers_logging.disable_progress_bar()
     read_state(checkpoint)
@@ -280,15 +282,21 @@ def export_model(checkpoint: Path, target: Path, dtype: str, *, adapter: bool = 
         model = merged_model(checkpoint).to(kind) if has_one else _model_in(checkpoint, kind)
     unfinished = target.parent / f".{target.name}.unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    if model is not None:
-        model.save_pretrained(unfinished)
-    else:
-        tensors = {name: tensor.to(kind) for name, tensor in load_file(checkpoint / WEIGHTS_FILE).items()}
-        save_file(tensors, unfinished / WEIGHTS_FILE)
-        shutil.copyfile(checkpoint / CONFIG_FILE, unfinished / CONFIG_FILE)
-    _copy_tokenizer(str(checkpoint), unfinished, leave=(CONFIG_FILE,))
-    os.rename(unfinished, target)
+    try:
+        unfinished.mkdir(parents=True)
+        if model is not None:
+            model.save_pretrained(unfinished)
+        else:
+            tensors = {name: tensor.to(kind) for name, tensor in load_file(checkpoint / WEIGHTS_FILE).items()}
+            save_file(tensors, unfinished / WEIGHTS_FILE)
+            shutil.copyfile(checkpoint / CONFIG_FILE, unfinished / CONFIG_FILE)
+        _copy_tokenizer(str(checkpoint), unfinished, leave=(CONFIG_FILE,))
+        os.rename(unfinished, target)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError("--to", str(target), f"cannot be written: {reason}") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _model_in(directory: Path, kind: torch.dtype) -> Any:

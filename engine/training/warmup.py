@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
@@ -84,11 +85,13 @@ def save_untrained_model(directory: str, shape: ModelShape, seed: int) -> None:
 
 
 def _save(model: Qwen2ForCausalLM, directory: str) -> None:
-    """Without transformers' progress bar: the caller has its own."""
+    """Without transformers' progress bar: the caller has its own. Raises: `OSError`."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         model.save_pretrained(directory)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
     finally:
         if shown:
             logging.enable_progress_bar()

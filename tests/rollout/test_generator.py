@@ -257,7 +257,10 @@ def mute(prompt: Prompt, trajectory: Trajectory) -> float:
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
-        (raising, r"test_generator\.raising raised KeyError on prompt row 41: 'answer'"),
+        (
+            raising,
+            r"test_generator\.raising raised KeyError on prompt row 41: 'answer' \(test_generator.*, in raising\)$",
+        ),
         (lambda prompt, trajectory: float("nan"), "lambda.* returned nan"),
         (lambda prompt, trajectory: float("-inf"), "returned -inf"),
         (lambda prompt, trajectory: "1.0", "returned '1.0'"),

@@ -89,7 +89,7 @@ def test_columns_get_new_names(tmp_path: Path) -> None:
 
 BROKEN: dict[str, tuple[str, str, str]] = {
     "json": ("rows.json", '[\n {"prompt": "a"},\n {"prompt": }\n]', "line 3 is not valid JSON"),
-    "json item": ("rows.json", '[{"prompt": "a"}, 7]', "row 2 is a JSON int"),
+    "json item": ("rows.json", '[{"prompt": "a"}, 7]', "row 1 is a JSON int"),
     "short line": ("rows.csv", 'prompt,answer\na,1\n"b\nc"\nd,2\n', "line 3 has 1 fields, but the header has 2"),
     "quote": ("rows.csv", 'prompt,answer\na,1\n"b"c,1\n', "line 3 is not valid CSV"),
     "open quote": ("rows.csv", 'prompt,answer\n"a,1\n', "line 2 is not valid CSV"),
@@ -137,4 +137,4 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     said = refused([str(first), str(second)])
     assert f"b.parquet' its column 'answer' has numbers, but that of {first} has texts" in said.replace(": its", " its")
     chat = written(tmp_path, "json", [{"messages": [{"role": "user", "content": "a"}]}], name="c")
-    assert f"row 1 is a list of messages, but line 1 of {first} is a text" in refused([str(first), str(chat)])
+    assert f"row 0 is a list of messages, but line 1 of {first} is a text" in refused([str(first), str(chat)])

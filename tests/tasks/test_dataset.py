@@ -153,8 +153,8 @@ def test_columns_without_a_value_in_some_rows_are_reported(tmp_path: Path) -> No
     table = pyarrow.table({"prompt": ["a", "b", "c"], "answer": ["1", None, ""], "n": [None, 1, 2]})
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     assert [(gap.column, gap.missing, gap.first) for gap in Dataset.load(tmp_path / "rows.parquet").gaps] == [
-        ("answer", 2, "row 2"),
-        ("n", 1, "row 1"),
+        ("answer", 2, "row 1"),
+        ("n", 1, "row 0"),
     ]
     (tmp_path / "rows.csv").write_text("prompt,answer\na,1\nb,\n")
     assert [gap.first for gap in Dataset.load(tmp_path / "rows.csv").gaps] == ["line 3"]
@@ -174,7 +174,7 @@ def test_bad_text_and_bad_parquet_are_refused(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), file)
     assert "neither 'prompt' nor 'messages'" in str(refused(file))
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", None]}), file)
-    assert "row 2: 'prompt' is NoneType" in str(refused(file))
+    assert "row 1: 'prompt' is NoneType" in str(refused(file))
 
 
 def test_every_epoch_is_another_permutation_of_all_rows(tmp_path: Path) -> None:

@@ -51,13 +51,13 @@ FITS = CONTEXT - 1 - FRAME
 
 def test_overlong_prompts_are_refused_by_row_and_number(model: str, tmp_path: Path) -> None:
     config = configured(model, tmp_path, [5, FITS + 1, FITS, FITS + 9], [5])
-    law = rf"data\.path .*row 2 has {CONTEXT} tokens; 2 of 4 prompts of data\.path have more than {CONTEXT - 1} tokens"
+    law = rf"data\.path .*row 1 has {CONTEXT} tokens; 2 of 4 prompts of data\.path have more than {CONTEXT - 1} tokens"
     with pytest.raises(
         ConfigError, match=rf"{law} .*context of {CONTEXT}\); set data\.overlong to drop or truncate_left"
     ):
         plan_of(config, tmp_path / "run")
     config = configured(model, tmp_path, [5], [5, FITS + 1])
-    with pytest.raises(ConfigError, match=r"data\.validation_path .*row 2 has 64 tokens"):
+    with pytest.raises(ConfigError, match=r"data\.validation_path .*row 1 has 64 tokens"):
         plan_of(config, tmp_path / "run")
     plan_of(configured(model, tmp_path, [5, FITS], [FITS]), tmp_path / "run")
 
@@ -126,6 +126,6 @@ def test_cut_prompts_keep_their_end_and_are_sampled(model: str, tmp_path: Path) 
 def test_a_limit_of_prompts_alone(model: str, tmp_path: Path) -> None:
     config = configured(model, tmp_path, [5, 11], [5], max_prompt_tokens=FRAME + 10)
     with pytest.raises(
-        ConfigError, match=r"row 2 has 30 tokens; 1 of 2 .* more than 29 tokens \(data.max_prompt_tokens\)"
+        ConfigError, match=r"row 1 has 30 tokens; 1 of 2 .* more than 29 tokens \(data.max_prompt_tokens\)"
     ):
         plan_of(config, tmp_path / "run")

@@ -142,9 +142,9 @@ def test_other_forms_run_in_processes_too(pools: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "message", "story"),
     [
-        ("wrong", "raised KeyError: 'anser'", 'return {}["anser"]'),
-        ("leave", "raised SystemExit: 3", "in leave"),
-        ("leak", "raised MemoryError", "in leak"),
+        ("wrong", "raised KeyError: 'anser' (own_rewards.py:27, in wrong)", 'return {}["anser"]'),
+        ("leave", "raised SystemExit: 3 (own_rewards.py:41, in leave)", "in leave"),
+        ("leak", "raised MemoryError (own_rewards.py:38, in leak)", "in leak"),
         ("crash", "crashed: its process was killed by SIGSEGV", "in crash"),
         ("hang", "took longer than 0.2 s; its process was killed", "in hang"),
     ],

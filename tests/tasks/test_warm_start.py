@@ -98,10 +98,10 @@ def test_ranks_learn_the_same(made: Prepared, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "law"),
     [
-        ([*ROWS[:2], {"prompt": "1+1=", "anser": "2"}], "model.warm_start.answer_field.*row 3 .*did you mean anser"),
-        ([{"prompt": "1+1=", "answer": None}], "model.warm_start.answer_field.*row 1 .*has no text.* name the column"),
-        ([{"prompt": "1+1=", "answer": 5}], "path is .*: row 1: answer is 5, but must be text that is not empty$"),
-        ([*ROWS[:2], {"prompt": "1+1=", "answer": ""}], "row 3: answer is '', but must be text that is not empty$"),
+        ([*ROWS[:2], {"prompt": "1+1=", "anser": "2"}], "model.warm_start.answer_field.*row 2 .*did you mean anser"),
+        ([{"prompt": "1+1=", "answer": None}], "model.warm_start.answer_field.*row 0 .*has no text.* name the column"),
+        ([{"prompt": "1+1=", "answer": 5}], "path is .*: row 0: answer is 5, but must be text that is not empty$"),
+        ([*ROWS[:2], {"prompt": "1+1=", "answer": ""}], "row 2: answer is '', but must be text that is not empty$"),
     ],
 )
 def test_a_row_without_an_answer_is_named_before_the_run(
@@ -117,7 +117,7 @@ def test_a_row_without_an_answer_is_named_before_the_run(
 
 def test_a_row_that_is_too_long_is_named(made: Prepared, tmp_path: Path) -> None:
     config = configured(made, tmp_path, rows=[ROWS[0], {"prompt": "1+1=", "answer": "2" * 600}])
-    with pytest.raises(ConfigError, match=r"row 2 has 604 tokens, but the model takes 512"):
+    with pytest.raises(ConfigError, match=r"row 1 has 604 tokens, but the model takes 512"):
         inputs_of(config)
     assert not list((tmp_path / "runs" / ".made").glob("warm-start-*"))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from file_limits import largest_file
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -163,3 +164,11 @@ def test_a_checkpoint_is_exported_as_a_model(
         file.write(b"\xff")
     assert main(["export", f"{run}@step-1", "--to", str(tmp_path / "other")]) == 2
     assert "model.safetensors" in capsys.readouterr().err and not (tmp_path / "other").exists()
+
+    (tmp_path / "file").touch()
+    assert main([*export[:-1], str(tmp_path / "file" / "below")]) == 2
+    assert "/file/below' cannot be written: Not a directory" in capsys.readouterr().err
+    with largest_file(4096):
+        assert main([*export[:-1], str(tmp_path / "full")]) == 2
+    assert "/full' cannot be written: " in (said := capsys.readouterr().err) and "File too large" in said
+    assert not list(tmp_path.glob("*full*"))
