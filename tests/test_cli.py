@@ -40,6 +40,7 @@ from engine.states.step import STEP
 from engine.states.validation import VALIDATION
 from engine.states.version import VERSION
 from engine.storage import run_directory
+from engine.storage.samples import SampleFiles
 from engine.tasks.tokenizer import save_character_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -569,6 +570,24 @@ def test_a_sentence_in_a_failure_ends_once(capsys: Capture, launched: Launch, mo
     assert "did not finish, failed: The disk is full; its directory is" in capsys.readouterr().err
 
 
+def test_what_follows_a_run_that_failed_on_its_rewards_is_to_read_their_errors(
+    capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Misjudged(FakeHandle):
+        def updates(self) -> Iterator[Status]:
+            SampleFiles(Path("here/samples")).write_failure(3, 1, [])
+            for status in super().updates():
+                yield dataclasses.replace(status, outcome="failed", failures={"group_data": 4})
+
+    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Misjudged)
+    launched()
+    assert cli.main(["run", write_config(), "--run-dir", "here"]) == 1
+    said = capsys.readouterr().out
+    assert "next:\n  engine samples here --failed\n  correct it, then engine resume here\n  engine replay" in said
+    said = refused(capsys, "samples", "here")
+    assert "; the run has ended; `engine samples here --failed` shows those whose reward failed" in said
+
+
 def test_what_to_type_next_is_in_the_record(capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     class Optimistic(FakeHandle):
         """Counts events that never reached the record."""
@@ -729,7 +748,8 @@ def test_the_state_of_a_run_is_a_line_and_an_exit_code(capsys: Capture, launched
     assert "does not exist; the newest run is runs/latest" in refused(capsys, "status", "nowhere")
     assert cli.main(["waits", "whole"]) == 0 and capsys.readouterr().out == "the run has finished: 4 train steps\n"
     assert cli.main(["waits", "killed"]) == 0 and "according to the record" in capsys.readouterr().out
-    assert "is not running: finished: 4 train steps" in refused(capsys, "drain", "whole")
+    assert "is not running: finished: 4 train steps\n" in refused(capsys, "drain", "whole")
+    assert "; resume it with `engine resume drained`\n" in refused(capsys, "stop", "drained")
 
 
 # -- requests to end ---------------------------------------------------------------------------------------------------

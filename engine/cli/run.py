@@ -198,7 +198,7 @@ def _train(config: "Config", directory: "RunDirectory", interrupts: Interrupts, 
     """Execute a run and show it, from the preparation of its model to the summary."""
     from rich.console import Console
 
-    from engine.cli.run_view import summary
+    from engine.cli.run_view import DATA, summary
 
     console = Console(highlight=False)
     began = time.monotonic()
@@ -211,7 +211,8 @@ def _train(config: "Config", directory: "RunDirectory", interrupts: Interrupts, 
         raise
     if status is not None:
         console.print(summary(status, where=where, wall_s=time.monotonic() - began))
-        for line in _next_commands(directory, finished=status.outcome == "finished"):
+        misjudged = status.outcome == "failed" and DATA in status.failures
+        for line in _next_commands(directory, finished=status.outcome == "finished", misjudged=misjudged):
             print(line)
     if interrupts.count or interrupts.waiting:
         complain(f"interrupted; the run is in {where}")
@@ -282,14 +283,19 @@ def _follow(handle: "RunHandle", view: "RunView", interrupts: Interrupts) -> "St
             interrupts.waiting = True  # last, because a further interrupt must be raised inside the `try` above
 
 
-def _next_commands(directory: "RunDirectory", *, finished: bool) -> Iterator[str]:
+def _next_commands(directory: "RunDirectory", *, finished: bool, misjudged: bool = False) -> Iterator[str]:
+    """`misjudged`: attempts failed on their prompt, agent or reward, and then the run."""
     from engine.record import read
+    from engine.storage.samples import FAILED, TRAIN, SampleFiles
 
     place = shlex.quote(directory.shown)
+    samples = SampleFiles(directory.samples)
     yield "next:"
+    if misjudged and samples.has(FAILED):
+        yield f"  engine samples {place} --failed"
     if not finished:
-        yield f"  engine resume {place}"
-    if directory.samples.is_dir():
+        yield f"  {'correct it, then ' if misjudged else ''}engine resume {place}"
+    if samples.has(TRAIN):
         yield f"  engine samples {place}"
     record = read(directory.schedule)
     named = " --extensions" if names_extensions(directory.path) else ""
