@@ -131,7 +131,7 @@ def _tell(arguments: argparse.Namespace, asked: "Operation", shown: int = SHOWN)
 
 def _require_address(directory: "RunDirectory") -> None:
     """Raises: `ConfigError` for a run without an address: it is starting or ending, has ended, or refuses control."""
-    from engine.cli.run_state import NOT_BEGUN, state_of
+    from engine.cli.run_state import FINISHED, NOT_BEGUN, state_of
     from engine.control.address_file import FILE
 
     if (directory.path / FILE).exists():
@@ -142,7 +142,7 @@ def _require_address(directory: "RunDirectory") -> None:
         raise ConfigError("RUN", directory.shown, law, "try again once it trains or has ended")
     if state.code == NOT_BEGUN:
         raise ConfigError("RUN", directory.shown, state.text, "try again once it trains")
-    fix = f"resume it with `engine resume {directory.shown}`"
+    fix = "" if state.code == FINISHED else f"resume it with `engine resume {directory.shown}`"
     raise ConfigError("RUN", directory.shown, f"is not running: {state.text}", fix)
 
 

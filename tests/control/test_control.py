@@ -194,11 +194,8 @@ def test_a_law_that_would_be_broken_is_named_and_nothing_is_delivered(rig: Rig) 
 
 def test_a_run_that_is_over_takes_no_orders(rig: Rig) -> None:
     rig.world.tell(StopRequested(reason="enough"))
-    assert (
-        post(rig, {"operation": "scale", "replicas": 2})
-        .json()["error"]
-        .startswith("RUN is 'stopped': the run has ended: enough")
-    )
+    said = post(rig, {"operation": "scale", "replicas": 2}).json()["error"]
+    assert said == "RUN is 'stopped': the run has ended: enough; resume it with `engine resume`"
     assert post(rig, {"operation": "state"}).status_code == 200
     assert rig.events == []
 
