@@ -327,8 +327,12 @@ def test_a_chosen_directory_is_linked_too_and_never_overwritten(tmp_path: Path) 
     chosen = run_directory.create("runs", "quick", config_yaml="a: 1\n", chosen="chosen")
     assert chosen.path == Path("chosen")
     assert Path("runs/latest").resolve() == (tmp_path / "chosen").resolve()
-    with pytest.raises(ConfigError, match=r"--run-dir 'chosen' already holds a run \(config.yaml\)"):
-        run_directory.create("runs", "quick", config_yaml="a: 2\n", chosen="chosen")
+    with pytest.raises(ConfigError, match="run_dir 'chosen' already holds a run; a run needs a new or empty directory"):
+        run_directory.create("runs", "quick", config_yaml="a: 2\n", chosen="chosen", argument="run_dir")
+    Path("mine").mkdir()
+    write_config("mine/config.yaml")
+    with pytest.raises(ConfigError, match=r"--run-dir 'mine' is not empty: it has config.yaml; a run needs a new"):
+        run_directory.create("runs", "quick", config_yaml="", chosen="mine")
     assert chosen.config.read_text() == "a: 1\n"
 
 

@@ -917,7 +917,7 @@ def test_distillation_needs_a_teacher_and_reads_no_reward(field: str, changes: d
         (
             "data",
             {"path": []},
-            r"^data\.path is \[\], but must be text.* or a list of at least 1, each text.*a list of these\.\)$",
+            r"^data\.path is \[\], but must be text.* or a list of at least 1, each text.*a list of these\)$",
         ),
         ("data", {"sources": [{"name": "A b", "path": "a"}]}, r"name is 'A b', but must be text, that matches \^\["),
         (
@@ -925,6 +925,7 @@ def test_distillation_needs_a_teacher_and_reads_no_reward(field: str, changes: d
             {"curriculum": {"stages": [{"weights": {"a": float("nan")}}]}},
             r"stages\.0\.weights\.a is nan, but must be a number, at least 0",
         ),
+        ("run", {"max_steps": "x", "silence_s": "y"}, r"until the data ends\); also wrong: run\.silence_s$"),
         ("trainer", {"device": "gpu"}, r"device is 'gpu', but must be auto, cpu, cuda or cuda:N \("),
         ("rollout", {"device": None}, r"device is null, but must be auto, cpu, cuda or cuda:N \("),
         ("agent", {"function": "mine"}, r"function is 'mine', but must be module:name or null \("),

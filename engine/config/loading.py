@@ -211,17 +211,18 @@ def _first_of(error: ValidationError, tree: Mapping[str, Any]) -> ConfigError:
     first, *others = (_of_fixed_list(one, tree, schema) or one for one in found)
     path = _path_of(first["loc"]) or "config"
     if first["type"] == "extra_forbidden":
-        law, fix = "unknown key", _nearest_key(path)
+        law, fix = "unknown key", nearest_key(path)
     elif first["type"] == "missing":
         law, fix = "required", f"set it to {expected(path)}"
     else:
         law, fix = f"must be {expected(path)}", _example(path)
-        law += f" ({info.description})" if (info := dict(fields()).get(path) or _item_field(path)) is not None else ""
+        info = dict(fields()).get(path) or _item_field(path)
+        law += f" ({info.description.rstrip('.')})" if info is not None else ""
     wrong = sorted({_path_of(other["loc"]) for other in others} - {path})
     rest = ", ".join(shortened(other) for other in wrong[:SHOWN])
     rest += f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
     value = None if law == "required" else first["input"]
-    return ConfigError(path, value, law, fix + (f" (also wrong: {rest})" if rest else ""))
+    return ConfigError(path, value, law, "; ".join(filter(None, (fix, rest and f"also wrong: {rest}"))))
 
 
 def _of_fixed_list(error: "ErrorDetails", tree: Mapping[str, Any], schema: dict[str, Any]) -> "ErrorDetails | None":
@@ -260,7 +261,7 @@ def fields(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[
                 yield from fields(kind, f"{prefix}{name}.")
 
 
-def _nearest_key(path: str) -> str:
+def nearest_key(path: str) -> str:
     """A similar key of the same section, else one that begins with it, else the same key of another section, else the
     section's keys."""
     known = [name for name, _ in fields()]
