@@ -672,8 +672,10 @@ def test_a_run_that_finished_is_not_gone_on_with(capsys: Capture, launched: Laun
 
 def test_a_run_that_starts_or_runs_is_not_resumed_and_the_error_says_so(capsys: Capture, launched: Launch) -> None:
     Path("starting/schedule").mkdir(parents=True)
-    words = "RUN 'starting' has no event yet: it is still starting, or its start was interrupted; wait until it trains"
+    words = "RUN 'starting' has no event yet: it is starting, or its start was interrupted; wait until it trains"
     assert words in refused(capsys, "resume", "starting")
+    for command in ("replay", "top", "drain"):
+        assert words.partition(";")[0] + "; try again once it trains" in refused(capsys, command, "starting")
     launched(interrupt_after=1)
     assert cli.main(["run", write_config(), "--resume", "auto", "--run-dir", "here"]) == 130
     capsys.readouterr()
@@ -753,6 +755,7 @@ def test_the_state_of_a_run_is_a_line_and_an_exit_code(capsys: Capture, launched
     assert cli.main(["waits", "whole"]) == 0 and capsys.readouterr().out == "the run has finished: 4 train steps\n"
     assert cli.main(["waits", "killed"]) == 0 and "according to the record" in capsys.readouterr().out
     assert "is not running: finished: 4 train steps\n" in refused(capsys, "drain", "whole")
+    assert "is not running: finished: 4 train steps\n" in refused(capsys, "top", "whole")
     assert "; resume it with `engine resume drained`\n" in refused(capsys, "stop", "drained")
 
 

@@ -26,7 +26,8 @@ from engine.cli.interrupts import (
     notes_of,
     use_plain_letters,
 )
-from engine.errors import ConfigError, EngineError, RecordError, visible
+from engine.cli.run_state import NO_EVENT
+from engine.errors import ConfigError, EngineError, RecordError, RecordNotBegun, visible
 from engine.extras import EXTRAS, FOR_RUNS, missing_package, require_versions
 from engine.runtime.garbage_collection import rare_collection
 from engine.version import __version__
@@ -311,13 +312,16 @@ def _replay(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "--group", arguments.group, "must be used together with --at", "add --at N, the event to stop at"
         )
-    directory = open_run(arguments.directory).path
-    _load_recorded_extensions(directory, named=arguments.extensions)
+    run = open_run(arguments.directory)
+    directory = run.path
     try:
+        _load_recorded_extensions(directory, named=arguments.extensions)
         if arguments.at is not None:
             print(at_text(directory, arguments.at, arguments.group))
             return DONE
         text, code = replay_text(directory)
+    except RecordNotBegun:
+        raise ConfigError("RUN", run.shown, NO_EVENT, "try again once it trains") from None
     except RecordError as error:
         unknown = isinstance(error.__cause__, ConfigError)  # a name that is not registered in this process
         if unknown and not arguments.extensions and running.names_extensions(directory):

@@ -6,7 +6,7 @@ Called by the CLI. The commands read the token in the run's directory. They must
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from engine.cli.run_state import status
+from engine.cli.run_state import require_address, status
 from engine.errors import ConfigError, RecordError, suggestion
 
 if TYPE_CHECKING:
@@ -112,11 +112,12 @@ def _only_recorded(directory: "RunDirectory") -> bool:
 
 
 def _tell(arguments: argparse.Namespace, asked: "Operation", shown: int = SHOWN) -> int:
+    from engine.control.address_file import FILE
     from engine.control.client import tell
     from engine.storage.run_directory import open_run
 
     directory = open_run(arguments.directory)
-    _require_address(directory)
+    require_address(directory, FILE, "runs with control.enabled: false")
     answer = tell(directory.path, directory.shown, asked)
     if answer.get("done"):
         print(answer["done"])
@@ -127,23 +128,6 @@ def _tell(arguments: argparse.Namespace, asked: "Operation", shown: int = SHOWN)
         if not waits:
             print("no order is open" if answer.get("outcome") is None else f"the run has {answer['outcome']}")
     return 0
-
-
-def _require_address(directory: "RunDirectory") -> None:
-    """Raises: `ConfigError` for a run without an address: it is starting or ending, has ended, or refuses control."""
-    from engine.cli.run_state import FINISHED, NOT_BEGUN, state_of
-    from engine.control.address_file import FILE
-
-    if (directory.path / FILE).exists():
-        return
-    state = state_of(directory)
-    if state.is_running:
-        law = "is still starting or ending, or runs with control.enabled: false"
-        raise ConfigError("RUN", directory.shown, law, "try again once it trains or has ended")
-    if state.code == NOT_BEGUN:
-        raise ConfigError("RUN", directory.shown, state.text, "try again once it trains")
-    fix = "" if state.code == FINISHED else f"resume it with `engine resume {directory.shown}`"
-    raise ConfigError("RUN", directory.shown, f"is not running: {state.text}", fix)
 
 
 LAWS = {

@@ -129,6 +129,7 @@ def resumption_of(
     Raises: `ConfigError` for a change that a resume cannot make, and for a run that is starting or running;
     `RecordError` for a record that cannot be read.
     """
+    from engine.cli.run_state import NO_EVENT
     from engine.config.resumption import resumed
     from engine.errors import ConfigError, RecordHeld, RecordNotBegun
     from engine.record import read
@@ -143,8 +144,7 @@ def resumption_of(
         raise ConfigError("RUN", shown, "is running: another process writes its record", fix) from None
     except RecordNotBegun:
         fix = "wait until it trains, or start it again with `engine run`"
-        law = "has no event yet: it is still starting, or its start was interrupted"
-        raise ConfigError("RUN", shown, law, fix) from None
+        raise ConfigError("RUN", shown, NO_EVENT, fix) from None
     return resumed(path, header.config, overrides)
 
 
