@@ -269,7 +269,7 @@ def configured(
     return config, {field: found for field, found in functions.items() if not name_of(found)[1]}
 
 
-def _reward_fields(reward: Reward | None, environment: Any) -> dict[str, Any]:
+def _reward_fields(reward: Any, environment: Any) -> dict[str, Any]:
     """The fields of the configuration that describe a reward and an environment. Raises: `ConfigError`."""
     fields: dict[str, Any] = {}
     if isinstance(reward, Mapping):

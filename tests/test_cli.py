@@ -505,7 +505,7 @@ def test_an_interrupt_stops_the_run_and_says_where_it_is(capsys: Capture, launch
     assert handles[0].drained == "interrupted by the user" and handles[0].stopped is None and handles[0].closed
     assert "draining: the current batch is trained and a checkpoint is written; interrupt again to stop now" in said.out
     assert "interrupted; the run is in here" in said.err
-    assert "run stopped" in said.out and "  engine resume here\n  engine replay here\n" in said.out
+    assert "run drained" in said.out and "  engine resume here\n  engine replay here\n" in said.out
 
 
 @pytest.mark.parametrize(
@@ -513,7 +513,7 @@ def test_an_interrupt_stops_the_run_and_says_where_it_is(capsys: Capture, launch
     [
         (ConfigError("model.path", "x", "no such model"), 2, "model.path is 'x': no such model"),
         (InvariantViolated("law 4: too stale"), 1, "InvariantViolated: law 4: too stale"),
-        (EngineError("the trainer is gone"), 1, "the trainer is gone"),
+        (EngineError("the trainer is gone"), 1, "engine: the trainer is gone"),
         (RayProcessEnded("the Ray process on this node (raylet) ended"), 1, "on this node (raylet) ended"),
     ],
 )
@@ -571,7 +571,7 @@ def test_a_sentence_in_a_failure_ends_once(capsys: Capture, launched: Launch, mo
     monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Talkative)
     launched()
     assert cli.main(["run", write_config()]) == 1
-    assert "did not finish, failed: The disk is full; its directory is" in capsys.readouterr().err
+    assert "engine: the run failed: The disk is full; its directory is" in capsys.readouterr().err
 
 
 def test_what_follows_a_run_that_failed_on_its_rewards_is_to_read_their_errors(
@@ -953,7 +953,7 @@ def test_a_request_to_end_leaves_no_process() -> None:
     shown, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert said.startswith("engine: interrupted; ") and said.count("\n") == 1
-    assert "draining: the current batch is trained" in shown and "run stopped" in shown
+    assert "draining: the current batch is trained" in shown and "run drained" in shown
     assert not Path("here/control.json").exists()
     (newest, *_) = sorted(Path("here/checkpoints").glob("step-*"), reverse=True)
     rows = [json.loads(row) for row in Path("here/metrics.jsonl").read_text().splitlines()]

@@ -929,6 +929,12 @@ def test_distillation_needs_a_teacher_and_reads_no_reward(field: str, changes: d
         ("trainer", {"device": "gpu"}, r"device is 'gpu', but must be auto, cpu, cuda or cuda:N \("),
         ("rollout", {"device": None}, r"device is null, but must be auto, cpu, cuda or cuda:N \("),
         ("agent", {"function": "mine"}, r"function is 'mine', but must be module:name or null \("),
+        (
+            "reward",
+            {"function": "bugs.typo"},
+            r"is 'bugs\.typo', but must be module:name .*; did you mean bugs:typo\?$",
+        ),
+        ("reward", {"function": "./bugs.py:typo"}, r"function is '\./bugs\.py:typo', .*; did you mean bugs:typo\?$"),
         ("data", {"chat": "on"}, r"chat is 'on', but must be auto or never"),
         ("trainer", {"bf16": "yes"}, r"bf16 is 'yes', but must be one of auto, on, off \("),
         ("data", {"curriculum": {"stages": []}}, r"stages is \[\], but must be a list of at least 1, each a section"),

@@ -68,7 +68,7 @@ def _explain(error: Exception) -> int:
     own = _own_error(error)
     if own is not None:
         bad_input = isinstance(own, ConfigError | RecordError)
-        complain(str(own) if bad_input else f"{type(own).__name__}: {own}")
+        complain(str(own) if bad_input or type(own) is EngineError else f"{type(own).__name__}: {own}")
         for note in notes_of(error):
             complain(note)
         return BAD_INPUT if bad_input else FAILED

@@ -140,6 +140,7 @@ LAWS = {
 
 def require_live(path: str) -> str:
     """The same path. Raises: `ConfigError`, with the law, for a field that is not live."""
+    from engine.config.loading import fields
     from engine.scheduling.settings import FIGURES, POLICIES, live_settings
 
     live = live_settings()
@@ -148,4 +149,6 @@ def require_live(path: str) -> str:
     settings = f"use one of {', '.join(FIGURES)}, {POLICIES}*"
     if path in LAWS:
         raise ConfigError("PATH", path, f"cannot be changed while the run is running: {LAWS[path]}", settings)
+    if path in dict(fields()):
+        raise ConfigError("PATH", path, "cannot be changed while the run is running", "set it in a new run")
     raise ConfigError("PATH", path, "is not a setting of a running run", suggestion(path, live, settings))

@@ -218,11 +218,11 @@ def _train(config: "Config", directory: "RunDirectory", interrupts: Interrupts, 
         complain(f"interrupted; the run is in {where}")
         return INTERRUPTED
     if status is None or status.outcome != "finished":
-        reason = "it ended without a status" if status is None else f"{status.outcome}: {status.reason}"
+        reason = "ended without a status" if status is None else f"{status.ending}: {status.reason.rstrip('.')}"
         if asked:
-            complain(f"the run ended on request, {reason.rstrip('.')}; it is in {where}")
+            complain(f"the run ended on request, {reason}; it is in {where}")
             return INTERRUPTED
-        complain(f"the run did not finish, {reason.rstrip('.')}; its directory is {where}")
+        complain(f"the run {reason}; its directory is {where}")
         return FAILED
     return DONE
 

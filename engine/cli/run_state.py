@@ -8,7 +8,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import ConfigError, RecordError, RecordHeld, RecordNotBegun, visible
+from engine.errors import ConfigError, RecordError, RecordHeld, RecordNotBegun, counted, visible
 from engine.storage.run_directory import RunDirectory, open_run
 
 FINISHED, FAILED, RUNNING, WAITING, ENDED, NOT_BEGUN = 0, 1, 3, 4, 5, 6
@@ -86,6 +86,7 @@ def _answer(directory: RunDirectory) -> RunState | None:
 
 def _recorded(schedule: Path) -> RunState:
     """The state of a run that no process is running."""
+    from engine.metrics.status import ending_of
     from engine.record import read, recover
 
     try:
@@ -96,14 +97,14 @@ def _recorded(schedule: Path) -> RunState:
         if isinstance(error.__cause__, ConfigError):  # it names a policy that is not registered in this process
             return _undecided(schedule)
         raise
-    trained = f"after {state.steps_trained} train steps"
+    trained = f"after {counted(state.steps_trained, 'train step')}"
     if state.outcome is None:
         return RunState(ENDED, f"interrupted {trained}: its processes were killed; it can be resumed")
     if state.outcome.outcome == "finished":
         return RunState(FINISHED, f"finished: {state.outcome.reason}")
     if state.outcome.outcome == "failed":
         return RunState(FAILED, f"failed {trained}: {state.outcome.reason}; it can be resumed")
-    word = "drained" if state.draining and not state.ledger.running else "stopped"
+    word = ending_of("stopped", state.draining, state.ledger.running)
     return RunState(ENDED, f"{word} {trained}: {state.outcome.reason}; it can be resumed")
 
 

@@ -16,7 +16,7 @@ from engine.config.model_description import files_of, number_bytes, numbers_in, 
 from engine.config.reward_functions import reward_of_section, reward_of_set
 from engine.config.schema import Config
 from engine.config.trainer import Shapes, adapter_line, adapter_numbers, refuse_adapter_as_model
-from engine.errors import ConfigError
+from engine.errors import ConfigError, counted
 from engine.extras import missing_package
 from engine.tasks.answers import answer_of
 from engine.tasks.rewards import NO_LOCAL, Local
@@ -59,7 +59,7 @@ def check_inputs(
     files |= _data_sets(config)
     yield from _check_sets(config, local)
     for field, data in files.items():
-        yield f"ok: {field} has {len(data)} {'answers' if field == WARM_START else 'prompts'}"
+        yield f"ok: {field} has {counted(len(data), 'answer' if field == WARM_START else 'prompt')}"
         yield from (f"note: {field}: {gap}" for gap in data.gaps)
     yield from _source_lines(config, sources)
     reward_of_section(config.reward, config.run.code_dir, local=local)
