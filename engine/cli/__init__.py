@@ -26,7 +26,7 @@ from engine.cli.interrupts import (
     notes_of,
     use_plain_letters,
 )
-from engine.cli.run_state import NO_EVENT
+from engine.cli.run_state import NO_EVENT, require_address
 from engine.errors import ConfigError, EngineError, RecordError, RecordNotBegun, visible
 from engine.extras import EXTRAS, FOR_RUNS, missing_package, require_versions
 from engine.runtime.garbage_collection import rare_collection
@@ -365,6 +365,9 @@ def _top(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from engine.cli.top import watch
+    from engine.metrics.address_files import FILE
+    from engine.storage.run_directory import open_run
 
+    require_address(open_run(arguments.directory), FILE, "was started without metrics")
     print(watch(arguments.directory, Console(highlight=False)))
     return DONE

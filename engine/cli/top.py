@@ -23,7 +23,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from engine.cli.run_state import require_address
 from engine.cli.run_view import clock, panel
 from engine.control.client import RUN_OPENER
 from engine.errors import ConfigError
@@ -53,7 +52,6 @@ def watch(run: str, console: Console) -> str:
     Raises: `ConfigError` if the run does not exist, has ended, or does not answer (later: for `GONE_S` seconds).
     """
     directory = open_run(run)
-    require_address(directory, FILE, "was started without metrics")
     address = address_of(directory.path, directory.shown)
     status = ask(address, directory.shown)
     title = f"Step Engine  {directory.shown}"
