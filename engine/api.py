@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from engine.config.paths import RUNS
-from engine.errors import ConfigError, RunFailed
+from engine.errors import ConfigError, RunFailed, suggestion
 from engine.extras import require_packages
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def train(
         running.check_start(config, local)
         running.join(config)
         directory = run_directory.create(
-            config.run.dir, config.run.name, config_yaml=config.dump_yaml(), chosen=run_dir
+            config.run.dir, config.run.name, config_yaml=config.dump_yaml(), chosen=run_dir, argument="run_dir"
         )
     except BaseException:
         _remove(made)
@@ -268,15 +269,18 @@ def configured(
     return config, {field: found for field, found in functions.items() if not name_of(found)[1]}
 
 
-def _reward_fields(reward: Reward | None, environment: Any) -> dict[str, Any]:
+def _reward_fields(reward: Any, environment: Any) -> dict[str, Any]:
     """The fields of the configuration that describe a reward and an environment. Raises: `ConfigError`."""
     fields: dict[str, Any] = {}
     if isinstance(reward, Mapping):
         fields["reward.functions"] = [{"name": name, **_part(part)} for name, part in reward.items()]
     elif isinstance(reward, Sequence) and not isinstance(reward, str):
         fields["reward.functions"] = [{"name": _part_name(function), "function": function} for function in reward]
-    elif reward is not None:
-        fields["reward.function"] = reward
+    elif reward is None or isinstance(reward, str) or callable(reward):
+        fields |= {} if reward is None else {"reward.function": reward}
+    else:
+        law = "must be a function, its name, a list of functions or a mapping"
+        raise ConfigError("reward", reward, law, "pass the function itself")
     if environment is not None:
         fields["environment.class_name"] = environment
     return fields
@@ -322,12 +326,16 @@ def _named_in(value: Any, field: str = "") -> Iterator[tuple[str, Any]]:
 
 def _tree(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Convert values by dotted names to nested sections. Raises: `ConfigError`."""
+    from engine.config.loading import nearest_key
+
     tree: dict[str, Any] = {}
     for field, value in fields.items():
         *sections, last = field.split(".")
         if not sections:
-            law = "is not the dotted name of a field of the configuration"
-            raise ConfigError(field, value, law, "for example **{'scheduler.train_batch_size': 16}")
+            example = "for example **{'scheduler.train_batch_size': 16}"
+            nearest = suggestion(field, signature(train).parameters, nearest_key(field))
+            law = "is neither an argument of engine.train nor the dotted name of a field of the configuration"
+            raise ConfigError(field, value, law, example if isinstance(value, Mapping) else nearest)
         inner = tree
         for section in sections:
             inner = inner.setdefault(section, {})
@@ -363,18 +371,29 @@ def _file_of(data: Data, argument: str, folder: Path, made: list[Path]) -> str |
     rows: Any = data
     if pandas is not None and isinstance(rows, pandas.DataFrame):
         rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
-    try:
-        text = "".join(json.dumps(dict(row), ensure_ascii=False, default=_as_list) + "\n" for row in rows)
-    except (TypeError, ValueError) as error:
-        law = f"has a row that is not a mapping of JSON values: {error}"
-        raise ConfigError(
-            argument, type(data).__name__, law, "give dictionaries of texts, numbers and lists"
-        ) from error
+    if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
+        fix = "give a list with one dictionary for each row"
+        raise ConfigError(argument, rows, "must be a list of rows, a DataFrame or a path", fix)
+    text = "".join(_line_of(row, f"{argument}[{number}]") for number, row in enumerate(rows))
     path = folder / f"rows-{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
     made += [one for one in (*reversed(path.parents), path) if not one.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return str(path)
+
+
+def _line_of(row: Any, name: str) -> str:
+    """A row as a line of JSON. `name`: of the row, for errors. Raises: `ConfigError` that names the row and column."""
+    fix = "give dictionaries of texts, numbers and lists"
+    if not isinstance(row, Mapping):
+        raise ConfigError(name, row, "must be a dictionary", fix)
+    parts = {}
+    for column, value in row.items():
+        try:
+            parts[column] = json.dumps({column: value}, ensure_ascii=False, default=_as_list, allow_nan=False)[1:-1]
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{name}[{column!r}]", value, f"is not a JSON value: {error}", fix) from error
+    return "{" + ", ".join(parts.values()) + "}\n"
 
 
 def _as_list(value: Any) -> Any:

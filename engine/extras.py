@@ -25,10 +25,13 @@ FOR_RUNS = ("ray", "train")
 
 
 def install_command(*extras: str) -> str:
-    """A shell command that installs extras into this environment, from where the engine itself was installed."""
+    """A shell command that installs extras into this environment, from where the engine itself was installed; vLLM for
+    GPUs in the versions that the clone lists."""
     source, editable = _source()
+    versions = Path(source) / "constraints-gpu.txt"
+    listed = f"-c {shlex.quote(str(versions))} " if "vllm" in extras and versions.is_file() else ""
     wanted = shlex.quote(f"{source}[{','.join(extras)}]")
-    return f"{shlex.quote(sys.executable)} -m pip install {'-e ' * editable}{wanted}"
+    return f"{shlex.quote(sys.executable)} -m pip install {listed}{'-e ' * editable}{wanted}"
 
 
 def _source() -> tuple[str, bool]:

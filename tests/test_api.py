@@ -235,12 +235,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"settings": {"reward.functions": [{"name": "a", "function": exact_match}]}},
         "reward.function .* cannot be set together with reward.functions",
     ),
-    "no rows": ({"data": [1]}, "data 'list' has a row that is not a mapping"),
+    "a reward that is a number": ({"reward": 1.0}, "reward is 1.0, but must be a function.*; pass the function itself"),
+    "no rows": ({"data": [1]}, r"data\[0\] is 1, but must be a dictionary"),
+    "one row": ({"data": {"prompt": "x"}}, "data is .*'prompt'.*, but must be a list of rows"),
+    "a number of rows": ({"validation_data": 5}, "validation_data is 5, but must be a list of rows"),
+    "a value that JSON lacks": (
+        {"data": [*ROWS, {"prompt": "1+1=", "score": float("nan")}]},
+        rf"data\[{len(ROWS)}\]\['score'\] nan is not a JSON value",
+    ),
     "twice": (
         {"max_steps": 2, "settings": {"run.max_steps": 3}},
         "run.max_steps 3 is also an argument of engine.train",
     ),
-    "no dot": ({"settings": {"train_batch_size": 4}}, "train_batch_size 4 is not the dotted name of a field"),
+    "no dot": (
+        {"settings": {"learning_rate": 1e-6}},
+        "learning_rate 1e-06 is neither an argument .*; did you mean trainer.learning_rate?",
+    ),
+    "almost an argument": ({"settings": {"max_step": 5}}, "max_step 5 is neither .*; did you mean max_steps?"),
+    "a section": ({"settings": {"scheduler": {"sync_every": 1}}}, r"scheduler .*; for example \*\*\{'scheduler.train"),
     "a value and a section": (
         {"settings": {"rollout.engine_args": 1, "rollout.engine_args.seed": 2}},
         "engine_args is given as a value too; give only one of them",

@@ -38,6 +38,7 @@ from engine.states.step import STEP
 from engine.states.validation import VALIDATION
 from engine.states.version import VERSION
 from engine.storage import run_directory
+from engine.storage.samples import SampleFiles
 from engine.tasks.tokenizer import save_character_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -324,8 +325,12 @@ def test_a_chosen_directory_is_linked_too_and_never_overwritten(tmp_path: Path) 
     chosen = run_directory.create("runs", "quick", config_yaml="a: 1\n", chosen="chosen")
     assert chosen.path == Path("chosen")
     assert Path("runs/latest").resolve() == (tmp_path / "chosen").resolve()
-    with pytest.raises(ConfigError, match=r"--run-dir 'chosen' already holds a run \(config.yaml\)"):
-        run_directory.create("runs", "quick", config_yaml="a: 2\n", chosen="chosen")
+    with pytest.raises(ConfigError, match="run_dir 'chosen' already holds a run; a run needs a new or empty directory"):
+        run_directory.create("runs", "quick", config_yaml="a: 2\n", chosen="chosen", argument="run_dir")
+    Path("mine").mkdir()
+    write_config("mine/config.yaml")
+    with pytest.raises(ConfigError, match=r"--run-dir 'mine' is not empty: it has config.yaml; a run needs a new"):
+        run_directory.create("runs", "quick", config_yaml="", chosen="mine")
     assert chosen.config.read_text() == "a: 1\n"
 
 
@@ -496,7 +501,7 @@ def test_an_interrupt_stops_the_run_and_says_where_it_is(capsys: Capture, launch
     assert handles[0].drained == "interrupted by the user" and handles[0].stopped is None and handles[0].closed
     assert "draining: the current batch is trained and a checkpoint is written; interrupt again to stop now" in said.out
     assert "interrupted; the run is in here" in said.err
-    assert "run stopped" in said.out and "  engine resume here\n  engine replay here\n" in said.out
+    assert "run drained" in said.out and "  engine resume here\n  engine replay here\n" in said.out
 
 
 @pytest.mark.parametrize(
@@ -504,7 +509,7 @@ def test_an_interrupt_stops_the_run_and_says_where_it_is(capsys: Capture, launch
     [
         (ConfigError("model.path", "x", "no such model"), 2, "model.path is 'x': no such model"),
         (InvariantViolated("law 4: too stale"), 1, "InvariantViolated: law 4: too stale"),
-        (EngineError("the trainer is gone"), 1, "the trainer is gone"),
+        (EngineError("the trainer is gone"), 1, "engine: the trainer is gone"),
         (RayProcessEnded("the Ray process on this node (raylet) ended"), 1, "on this node (raylet) ended"),
     ],
 )
@@ -560,7 +565,24 @@ def test_a_sentence_in_a_failure_ends_once(capsys: Capture, launched: Launch) ->
 
     launched(Talkative)
     assert cli.main(["run", write_config()]) == 1
-    assert "did not finish, failed: The disk is full; its directory is" in capsys.readouterr().err
+    assert "engine: the run failed: The disk is full; its directory is" in capsys.readouterr().err
+
+
+def test_what_follows_a_run_that_failed_on_its_rewards_is_to_read_their_errors(
+    capsys: Capture, launched: Launch
+) -> None:
+    class Misjudged(FakeHandle):
+        def updates(self) -> Iterator[Status]:
+            SampleFiles(Path("here/samples")).write_failure(3, 1, [])
+            for status in super().updates():
+                yield dataclasses.replace(status, outcome="failed", failures={"group_data": 4})
+
+    launched(Misjudged)
+    assert cli.main(["run", write_config(), "--run-dir", "here"]) == 1
+    said = capsys.readouterr().out
+    assert "next:\n  engine samples here --failed\n  correct it, then engine resume here\n  engine replay" in said
+    said = refused(capsys, "samples", "here")
+    assert "; the run has ended; `engine samples here --failed` shows those whose reward failed" in said
 
 
 def test_what_to_type_next_is_in_the_record(capsys: Capture, launched: Launch) -> None:
@@ -642,8 +664,10 @@ def test_a_run_that_finished_is_not_gone_on_with(capsys: Capture, launched: Laun
 
 def test_a_run_that_starts_or_runs_is_not_resumed_and_the_error_says_so(capsys: Capture, launched: Launch) -> None:
     Path("starting/schedule").mkdir(parents=True)
-    words = "RUN 'starting' has no event yet: it is still starting, or its start was interrupted; wait until it trains"
+    words = "RUN 'starting' has no event yet: it is starting, or its start was interrupted; wait until it trains"
     assert words in refused(capsys, "resume", "starting")
+    for command in ("replay", "top", "drain"):
+        assert words.partition(";")[0] + "; try again once it trains" in refused(capsys, command, "starting")
     launched(interrupt_after=1)
     assert cli.main(["run", write_config(), "--resume", "auto", "--run-dir", "here"]) == 130
     capsys.readouterr()
@@ -723,7 +747,9 @@ def test_the_state_of_a_run_is_a_line_and_an_exit_code(capsys: Capture, launched
     assert "does not exist; the newest run is runs/latest" in refused(capsys, "status", "nowhere")
     assert cli.main(["waits", "whole"]) == 0 and capsys.readouterr().out == "the run has finished: 4 train steps\n"
     assert cli.main(["waits", "killed"]) == 0 and "according to the record" in capsys.readouterr().out
-    assert "is not running: finished: 4 train steps" in refused(capsys, "drain", "whole")
+    assert "is not running: finished: 4 train steps\n" in refused(capsys, "drain", "whole")
+    assert "is not running: finished: 4 train steps\n" in refused(capsys, "top", "whole")
+    assert "; resume it with `engine resume drained`\n" in refused(capsys, "stop", "drained")
 
 
 # -- requests to end ---------------------------------------------------------------------------------------------------

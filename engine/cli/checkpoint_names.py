@@ -5,8 +5,10 @@ checkpoints, also while the run is running.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine.errors import ConfigError, counted
 from engine.metrics.journal import validation_rows, value_in
@@ -38,7 +40,10 @@ def find_checkpoint(name: str, field: str = "RUN") -> Checkpoint:
     directory = open_run(run)
     saved = [steps for steps, _ in list_checkpoints(directory.checkpoints)]
     if not saved:
-        raise ConfigError(field, name, "names a run without a checkpoint", "set trainer.checkpoint_every in that run")
+        every = _trainer_section(directory).get("checkpoint_every")
+        later = f" yet; it writes one every {counted(every, 'train step')}" if every else ""
+        fix = "" if every else "set trainer.checkpoint_every in that run"
+        raise ConfigError(field, name, f"has no checkpoint{later}", fix)
     number = re.fullmatch(r"step-(\d+)", which)
     if at and which != "best" and number is None:
         fix = f"for example {run}@step-{saved[-1]}"
@@ -70,12 +75,16 @@ def best_step(directory: RunDirectory, field: str = "RUN") -> int:
     return best
 
 
-def _asked(directory: RunDirectory, field: str) -> tuple[str, str]:
+def _trainer_section(directory: RunDirectory) -> Mapping[str, Any]:
     from engine.config.loading import parse_yaml
 
     text = directory.config.read_text(encoding="utf-8") if directory.config.exists() else ""
     tree = parse_yaml(text, "config", str(directory.config))
-    best = (tree.get("trainer") or {}).get("keep_best") if isinstance(tree, dict) else None
+    return (tree.get("trainer") or {}) if isinstance(tree, dict) else {}
+
+
+def _asked(directory: RunDirectory, field: str) -> tuple[str, str]:
+    best = _trainer_section(directory).get("keep_best")
     if not best:
         law = "keeps no best checkpoint: trainer.keep_best is not set"
         raise ConfigError(field, directory.shown, law, "name a checkpoint by its steps: RUN@step-N")

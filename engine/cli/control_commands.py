@@ -6,7 +6,7 @@ Called by the CLI. The commands read the token in the run's directory. They must
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from engine.cli.run_state import status
+from engine.cli.run_state import require_address, status
 from engine.errors import ConfigError, RecordError, suggestion
 
 if TYPE_CHECKING:
@@ -112,11 +112,12 @@ def _only_recorded(directory: "RunDirectory") -> bool:
 
 
 def _tell(arguments: argparse.Namespace, asked: "Operation", shown: int = SHOWN) -> int:
+    from engine.control.address_file import FILE
     from engine.control.client import tell
     from engine.storage.run_directory import open_run
 
     directory = open_run(arguments.directory)
-    _require_address(directory)
+    require_address(directory, FILE, "runs with control.enabled: false")
     answer = tell(directory.path, directory.shown, asked)
     if answer.get("done"):
         print(answer["done"])
@@ -129,23 +130,6 @@ def _tell(arguments: argparse.Namespace, asked: "Operation", shown: int = SHOWN)
     return 0
 
 
-def _require_address(directory: "RunDirectory") -> None:
-    """Raises: `ConfigError` for a run without an address: it is starting or ending, has ended, or refuses control."""
-    from engine.cli.run_state import NOT_BEGUN, state_of
-    from engine.control.address_file import FILE
-
-    if (directory.path / FILE).exists():
-        return
-    state = state_of(directory)
-    if state.is_running:
-        law = "is still starting or ending, or runs with control.enabled: false"
-        raise ConfigError("RUN", directory.shown, law, "try again once it trains or has ended")
-    if state.code == NOT_BEGUN:
-        raise ConfigError("RUN", directory.shown, state.text, "try again once it trains")
-    fix = f"resume it with `engine resume {directory.shown}`"
-    raise ConfigError("RUN", directory.shown, f"is not running: {state.text}", fix)
-
-
 LAWS = {
     "scheduler.train_batch_size": "earlier admissions and deadlines were computed with it",
     "scheduler.sync_every": "it determined which steps each weights version contains",
@@ -156,6 +140,7 @@ LAWS = {
 
 def require_live(path: str) -> str:
     """The same path. Raises: `ConfigError`, with the law, for a field that is not live."""
+    from engine.config.loading import fields
     from engine.scheduling.settings import FIGURES, POLICIES, live_settings
 
     live = live_settings()
@@ -164,4 +149,6 @@ def require_live(path: str) -> str:
     settings = f"use one of {', '.join(FIGURES)}, {POLICIES}*"
     if path in LAWS:
         raise ConfigError("PATH", path, f"cannot be changed while the run is running: {LAWS[path]}", settings)
+    if path in dict(fields()):
+        raise ConfigError("PATH", path, "cannot be changed while the run is running", "set it in a new run")
     raise ConfigError("PATH", path, "is not a setting of a running run", suggestion(path, live, settings))

@@ -129,6 +129,7 @@ def resumption_of(
     Raises: `ConfigError` for a change that a resume cannot make, and for a run that is starting or running;
     `RecordError` for a record that cannot be read.
     """
+    from engine.cli.run_state import NO_EVENT
     from engine.config.resumption import resumed
     from engine.errors import ConfigError, RecordHeld, RecordNotBegun
     from engine.record import read
@@ -143,8 +144,7 @@ def resumption_of(
         raise ConfigError("RUN", shown, "is running: another process writes its record", fix) from None
     except RecordNotBegun:
         fix = "wait until it trains, or start it again with `engine run`"
-        law = "has no event yet: it is still starting, or its start was interrupted"
-        raise ConfigError("RUN", shown, law, fix) from None
+        raise ConfigError("RUN", shown, NO_EVENT, fix) from None
     return resumed(path, header.config, overrides)
 
 
@@ -198,7 +198,7 @@ def _train(config: "Config", directory: "RunDirectory", interrupts: Interrupts, 
     """Execute a run and show it, from the preparation of its model to the summary."""
     from rich.console import Console
 
-    from engine.cli.run_view import summary
+    from engine.cli.run_view import DATA, summary
 
     console = Console(highlight=False)
     began = time.monotonic()
@@ -211,17 +211,18 @@ def _train(config: "Config", directory: "RunDirectory", interrupts: Interrupts, 
         raise
     if status is not None:
         console.print(summary(status, where=where, wall_s=time.monotonic() - began))
-        for line in _next_commands(directory, finished=status.outcome == "finished"):
+        misjudged = status.outcome == "failed" and DATA in status.failures
+        for line in _next_commands(directory, finished=status.outcome == "finished", misjudged=misjudged):
             print(line)
     if interrupts.count or interrupts.waiting:
         complain(f"interrupted; the run is in {where}")
         return INTERRUPTED
     if status is None or status.outcome != "finished":
-        reason = "it ended without a status" if status is None else f"{status.outcome}: {status.reason}"
+        reason = "ended without a status" if status is None else f"{status.ending}: {status.reason.rstrip('.')}"
         if asked:
-            complain(f"the run ended on request, {reason.rstrip('.')}; it is in {where}")
+            complain(f"the run ended on request, {reason}; it is in {where}")
             return INTERRUPTED
-        complain(f"the run did not finish, {reason.rstrip('.')}; its directory is {where}")
+        complain(f"the run {reason}; its directory is {where}")
         return FAILED
     return DONE
 
@@ -282,14 +283,19 @@ def _follow(handle: "RunHandle", view: "RunView", interrupts: Interrupts) -> "St
             interrupts.waiting = True  # last, because a further interrupt must be raised inside the `try` above
 
 
-def _next_commands(directory: "RunDirectory", *, finished: bool) -> Iterator[str]:
+def _next_commands(directory: "RunDirectory", *, finished: bool, misjudged: bool = False) -> Iterator[str]:
+    """`misjudged`: attempts failed on their prompt, agent or reward, and then the run."""
     from engine.record import read
+    from engine.storage.samples import FAILED, TRAIN, SampleFiles
 
     place = shlex.quote(directory.shown)
+    samples = SampleFiles(directory.samples)
     yield "next:"
+    if misjudged and samples.has(FAILED):
+        yield f"  engine samples {place} --failed"
     if not finished:
-        yield f"  engine resume {place}"
-    if directory.samples.is_dir():
+        yield f"  {'correct it, then ' if misjudged else ''}engine resume {place}"
+    if samples.has(TRAIN):
         yield f"  engine samples {place}"
     record = read(directory.schedule)
     named = " --extensions" if names_extensions(directory.path) else ""

@@ -8,11 +8,12 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import ConfigError, RecordError, RecordHeld, RecordNotBegun, visible
+from engine.errors import ConfigError, RecordError, RecordHeld, RecordNotBegun, counted, visible
 from engine.storage.run_directory import RunDirectory, open_run
 
 FINISHED, FAILED, RUNNING, WAITING, ENDED, NOT_BEGUN = 0, 1, 3, 4, 5, 6
 """Exit codes. 2 is bad input, such as a directory without a run."""
+NO_EVENT = "has no event yet: it is starting, or its start was interrupted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,23 @@ def state_of(directory: RunDirectory) -> RunState:
     return _recorded(directory.schedule)
 
 
+def require_address(directory: RunDirectory, file: str, off: str) -> None:
+    """`file`: the file with the address of the run; `off`: why a run may have none, in words.
+
+    Raises: `ConfigError` for a run without the file: it is starting or ending, has ended, or has no address.
+    """
+    if (directory.path / file).exists():
+        return
+    state = state_of(directory)
+    if state.is_running:
+        law = f"is still starting or ending, or {off}"
+        raise ConfigError("RUN", directory.shown, law, "try again once it trains or has ended")
+    if state.code == NOT_BEGUN:
+        raise ConfigError("RUN", directory.shown, state.text, "try again once it trains")
+    fix = "" if state.code == FINISHED else f"resume it with `engine resume {directory.shown}`"
+    raise ConfigError("RUN", directory.shown, f"is not running: {state.text}", fix)
+
+
 def _answer(directory: RunDirectory) -> RunState | None:
     """The state that a running run reports; None if no run answers."""
     from engine.cli.top import ask
@@ -68,24 +86,25 @@ def _answer(directory: RunDirectory) -> RunState | None:
 
 def _recorded(schedule: Path) -> RunState:
     """The state of a run that no process is running."""
+    from engine.metrics.status import ending_of
     from engine.record import read, recover
 
     try:
         state = recover(read(schedule)).scheduler.state
     except RecordNotBegun:
-        return RunState(NOT_BEGUN, "has no event yet: it is starting, or its start was interrupted")
+        return RunState(NOT_BEGUN, NO_EVENT)
     except RecordError as error:
         if isinstance(error.__cause__, ConfigError):  # it names a policy that is not registered in this process
             return _undecided(schedule)
         raise
-    trained = f"after {state.steps_trained} train steps"
+    trained = f"after {counted(state.steps_trained, 'train step')}"
     if state.outcome is None:
         return RunState(ENDED, f"interrupted {trained}: its processes were killed; it can be resumed")
     if state.outcome.outcome == "finished":
         return RunState(FINISHED, f"finished: {state.outcome.reason}")
     if state.outcome.outcome == "failed":
         return RunState(FAILED, f"failed {trained}: {state.outcome.reason}; it can be resumed")
-    word = "drained" if state.draining and not state.ledger.running else "stopped"
+    word = ending_of("stopped", state.draining, state.ledger.running)
     return RunState(ENDED, f"{word} {trained}: {state.outcome.reason}; it can be resumed")
 
 

@@ -320,7 +320,7 @@ def _replicas(status: Status) -> str:
 def summary(status: Status, *, where: str, wall_s: float | None = None) -> Table:
     """The table that is shown after a run has ended. `wall_s`: seconds since the command began."""
     table = Table(
-        show_header=False, title=f"run {status.outcome or 'interrupted'}", title_justify="left", title_style="bold"
+        show_header=False, title=f"run {status.ending or 'interrupted'}", title_justify="left", title_style="bold"
     )
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

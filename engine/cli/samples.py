@@ -20,6 +20,7 @@ from engine.metrics.journal import plain, validation_rows
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from engine.storage.run_directory import RunDirectory
     from engine.storage.samples import SampleFiles
 
 SHOWN = 20
@@ -89,7 +90,7 @@ def show(arguments: argparse.Namespace) -> int:
     if not shelf.numbers:
         kind = "whose reward failed" if arguments.failed else "of validations" if arguments.validation else ""
         law = f"has no samples {kind or 'of train steps'}"
-        raise ConfigError("RUN", arguments.directory, law, _why_none(arguments))
+        raise ConfigError("RUN", arguments.directory, law, _why_none(arguments, run))
     console = Console(highlight=False, soft_wrap=False)
     if arguments.compare is not None:
         _compare(arguments, shelf, console)
@@ -98,9 +99,17 @@ def show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _why_none(arguments: argparse.Namespace) -> str:
+def _why_none(arguments: argparse.Namespace, run: "RunDirectory") -> str:
+    from engine.cli.run_state import NOT_BEGUN, state_of
+    from engine.storage.samples import FAILED, SampleFiles
+
     if arguments.failed:
         return "no reward has failed, or samples.per_step is 0"
+    state = state_of(run)
+    if not state.is_running and state.code != NOT_BEGUN:
+        failed = SampleFiles(run.samples).has(FAILED)
+        shown = f"; `engine samples {run.shown} --failed` shows those whose reward failed" if failed else ""
+        return f"the run has ended{shown}"
     if arguments.validation:
         return "wait for the first validation, or set samples.validation and data.validation_path"
     return "wait for the first train step, or set samples.per_step; --validation shows those of validations"

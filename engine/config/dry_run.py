@@ -350,7 +350,8 @@ def _call(part: RewardPart, field: str, spec: str, prompt: Prompt, trajectory: T
         if not isinstance(value, str):
             return value
         law = f"returned {value.replace('WHERE', f'for {where}')}"
-        raise ConfigError(field, spec, law, "return what is allowed")
+        each = "" if part.unit == "response" else f" for each {part.unit}"
+        raise ConfigError(field, spec, law, f"return a number (a float){each}")
     error = outcome[0]
     if isinstance(error, RewardFailure) and not str(error).startswith("raised"):
         slow = "make it faster, or raise its timeout_s or reward.timeout_s"

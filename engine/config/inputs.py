@@ -59,7 +59,7 @@ def check_inputs(
     files |= _data_sets(config)
     yield from _check_sets(config, local)
     for field, data in files.items():
-        yield f"ok: {field} has {len(data)} {'answers' if field == WARM_START else 'prompts'}"
+        yield f"ok: {field} has {counted(len(data), 'answer' if field == WARM_START else 'prompt')}"
         yield from (f"note: {field}: {gap}" for gap in data.gaps)
     yield from _source_lines(config, sources)
     yield from _end_lines(config, sum(len(loaded.data) for loaded in sources))

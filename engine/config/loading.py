@@ -18,8 +18,8 @@ from pydantic import BaseModel, ValidationError
 from engine.config.extensions import load_extensions_of
 from engine.config.paths import RUNS, absolute_paths
 from engine.config.schema import Config
-from engine.config.section import FORMS, refuse_secrets
-from engine.errors import ConfigError, suggestion
+from engine.config.section import FORMS, NAMED, refuse_secrets
+from engine.errors import ALIKE, ConfigError, suggestion
 from engine.errors.redaction import shortened
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _nearest_file(path: Path) -> str:
     names = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-    return suggestion(path.name, names, prefix=str(path).removesuffix(path.name))
+    return suggestion(path.name, names, prefix=str(path).removesuffix(path.name), alike=ALIKE)
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
@@ -208,21 +208,22 @@ def _override(tree: dict[str, Any], override: str) -> None:
 def _first_of(error: ValidationError, tree: Mapping[str, Any]) -> ConfigError:
     """The first error, as a ConfigError that also names the paths of the others. `tree`: what was checked."""
     schema = Config.model_json_schema()
-    found = error.errors(include_url=False, include_context=False)
+    found = error.errors(include_url=False)
     first, *others = (_of_fixed_list(one, tree, schema) or one for one in found)
     path = _path_of(first["loc"]) or "config"
     if first["type"] == "extra_forbidden":
-        law, fix = "unknown key", _nearest_key(path)
+        law, fix = "unknown key", nearest_key(path)
     elif first["type"] == "missing":
         law, fix = "required", f"set it to {expected(path)}"
     else:
-        law, fix = f"must be {expected(path)}", _example(path)
-        law += f" ({info.description})" if (info := dict(fields()).get(path) or _item_field(path)) is not None else ""
+        law, fix = f"must be {expected(path)}", _example(path) or _as_named(first)
+        info = dict(fields()).get(path) or _item_field(path)
+        law += f" ({info.description.rstrip('.')})" if info is not None else ""
     wrong = sorted({_path_of(other["loc"]) for other in others} - {path})
     rest = ", ".join(shortened(other) for other in wrong[:SHOWN])
     rest += f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
     value = None if law == "required" else first["input"]
-    return ConfigError(path, value, law, fix + (f" (also wrong: {rest})" if rest else ""))
+    return ConfigError(path, value, law, "; ".join(filter(None, (fix, rest and f"also wrong: {rest}"))))
 
 
 def _of_fixed_list(error: "ErrorDetails", tree: Mapping[str, Any], schema: dict[str, Any]) -> "ErrorDetails | None":
@@ -261,7 +262,7 @@ def fields(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[
                 yield from fields(kind, f"{prefix}{name}.")
 
 
-def _nearest_key(path: str) -> str:
+def nearest_key(path: str) -> str:
     """A similar key of the same section, else one that begins with it, else the same key of another section, else the
     section's keys."""
     known = [name for name, _ in fields()]
@@ -339,6 +340,16 @@ def _in_words(node: Mapping[str, Any]) -> str:
     bounds = [words.format(node[key]) for key, words in _BOUNDS.items() if key in node]
     bounds += [f"that matches {node['pattern']}"] if "pattern" in node else []
     return ", ".join([_KINDS.get(node.get("type", ""), "a value"), *bounds])
+
+
+def _as_named(error: "ErrorDetails") -> str:
+    """The fix for `module.name` and `./module.py:name`, where `module:name` is needed; empty for another error."""
+    given, wanted = error["input"], error.get("ctx", {}).get("pattern")
+    if wanted != NAMED or not isinstance(given, str):
+        return ""
+    file, _, name = given.rpartition(":" if ":" in given else ".")
+    named = f"{file.removesuffix('.py').removeprefix('./').replace('/', '.')}:{name}"
+    return f"did you mean {named}?" if re.fullmatch(NAMED, named) else ""
 
 
 def _example(path: str) -> str:

@@ -109,9 +109,8 @@ def decide(
     if isinstance(operation, Look):
         return ()
     if outcome is not None:
-        raise ConfigError(
-            "RUN", outcome.outcome, f"the run has ended: {outcome.reason}", "resume it with `engine resume`"
-        )
+        fix = "" if outcome.outcome == "finished" else "resume it with `engine resume`"
+        raise ConfigError("RUN", outcome.outcome, f"the run has ended: {outcome.reason}", fix)
     if isinstance(operation, Stop):
         return (StopRequested(reason=operation.reason),)
     if isinstance(operation, Scale):

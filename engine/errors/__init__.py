@@ -128,10 +128,14 @@ def _sentence(field: str, shown: str | None, law: str) -> str:
     return f"{field} is {'not set' if shown is None else shown}: {law}"
 
 
-def suggestion(name: str, known: Iterable[str], otherwise: str = "", *, prefix: str = "") -> str:
+ALIKE = 0.8
+"""How similar names of files must be to be suggested: they share a suffix."""
+
+
+def suggestion(name: str, known: Iterable[str], otherwise: str = "", *, prefix: str = "", alike: float = 0.6) -> str:
     """The fix for an unknown name: "did you mean X?" with the nearest known name, else `otherwise`. `prefix`: text
-    before the name, such as its section or directory."""
-    near = get_close_matches(shortened(name), list(known), n=1)
+    before the name, such as its section or directory. `alike`: the similarity that is needed, up to 1."""
+    near = get_close_matches(shortened(name), list(known), n=1, cutoff=alike)
     return f"did you mean {prefix}{near[0]}?" if near else otherwise
 
 

@@ -116,6 +116,11 @@ class Status:
     """The reward, judge, agent or environment that groups wait for, if slots are idle for it or the run drains."""
 
     @property
+    def ending(self) -> str:
+        """As `ending_of`; empty while the run is running."""
+        return ending_of(self.outcome or "", self.draining, self.running)
+
+    @property
     def learned_nothing(self) -> str:
         """A sentence if no group of the newest `FLAT_STEPS` train steps had a gradient; else empty."""
         flat = 0
@@ -144,6 +149,12 @@ class Status:
     def accuracy_last(self) -> float | None:
         """Accuracy of the weights after the newest train step."""
         return self.accuracy if self.step and self.accuracies and self.accuracies[-1][0] == self.step else None
+
+
+def ending_of(outcome: str, draining: str, running: int) -> str:
+    """The outcome of a run; `drained` for a run that stopped at rest, with no group running, because it was asked to
+    drain."""
+    return "drained" if outcome == "stopped" and draining and not running else outcome
 
 
 SPARK_STEPS = 60
@@ -262,7 +273,7 @@ def _calls_now(metrics: RunMetrics) -> str:
 def _trainer_now(metrics: RunMetrics) -> str:
     state, idle = metrics.state, metrics.idle
     if state.outcome is not None:
-        return f"run {state.outcome.outcome}"
+        return f"run {ending_of(state.outcome.outcome, state.draining, state.ledger.running)}"
     if state.validations.closing and state.validations.runs:
         return "every step is trained; the run ends with its last validation"
     step, size = state.steps_batched, state.limits.train_batch_size

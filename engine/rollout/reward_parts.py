@@ -166,6 +166,8 @@ def value_in(part: RewardPart, value: Any, trajectory: Trajectory) -> Value | st
 
 def number_in(value: Any) -> float | str:
     """A finite number as a float; for any other value, its description."""
+    if value is None:
+        return "None"
     try:
         if math.isfinite(value):
             return float(value)

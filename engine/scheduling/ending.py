@@ -65,8 +65,7 @@ def finish_or_require_progress(core: Core) -> None:
     if untrainable:
         core.orders.end_run("failed", untrainable)
     else:
-        reason = f"{state.steps_trained} train steps"
-        core.orders.end_run("finished", reason)
+        core.orders.end_run("finished", counted(state.steps_trained, "train step"))
 
 
 def end_without_progress(core: Core) -> None:

@@ -58,15 +58,22 @@ def run_id(name: str, moment: datetime | None = None) -> str:
     return f"{moment.astimezone(UTC):%Y%m%d-%H%M%S}-{name}"
 
 
-def create(parent: str | Path, name: str, *, config_yaml: str, chosen: str | Path | None = None) -> RunDirectory:
+def create(
+    parent: str | Path,
+    name: str,
+    *,
+    config_yaml: str,
+    chosen: str | Path | None = None,
+    argument: str = "--run-dir",
+) -> RunDirectory:
     """Create the directory of a new run, write its resolved configuration, and let `<parent>/latest` point to it.
 
-    `chosen`: a path from the user, instead of `<parent>/<id>`. It may exist, but must be empty.
+    `chosen`: a path from the user, instead of `<parent>/<id>`. It may exist, but must be empty. `argument`: its name.
     Raises: `ConfigError` if it is not empty or cannot be written.
     """
-    field, path = ("--run-dir", Path(chosen)) if chosen is not None else ("run.dir", Path(parent) / run_id(name))
+    field, path = (argument, Path(chosen)) if chosen is not None else ("run.dir", Path(parent) / run_id(name))
     try:
-        path = _claim(path) if chosen is not None else _claim_free(path)
+        path = _claim(path, argument) if chosen is not None else _claim_free(path)
         directory = RunDirectory(path)
         make_run_directory(path)
         make_directory(directory.schedule, exist_ok=False)
@@ -114,14 +121,12 @@ def runs_named(parent: str | Path, name: str) -> list[RunDirectory]:
     return [RunDirectory(path) for _, _, path in sorted(found, reverse=True)]
 
 
-def _claim(path: Path) -> Path:
-    for left in ("config.yaml", "schedule", "metrics.jsonl", "checkpoints", "trajectories", "samples"):
-        if (path / left).exists():
-            raise ConfigError("--run-dir", str(path), f"already holds a run ({left})", "use a new or empty directory")
+def _claim(path: Path, argument: str) -> Path:
     make_directory(path)
-    found = min((inside.name for inside in path.iterdir()), default=None)
-    if found is not None:
-        raise ConfigError("--run-dir", str(path), f"is not empty: it has {found}", "use a new or empty directory")
+    found = sorted(inside.name for inside in path.iterdir())
+    if found:
+        law = "already holds a run" if "schedule" in found else f"is not empty: it has {found[0]}"
+        raise ConfigError(argument, str(path), law, "a run needs a new or empty directory")
     return path
 
 

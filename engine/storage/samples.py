@@ -202,6 +202,9 @@ class SampleFiles:
                     found.update(file.read(columns=[_NUMBER_OF[kind]]).column(0).unique().to_pylist())
         return sorted(found)
 
+    def has(self, kind: str) -> bool:
+        return any(name.kind == _FILES_OF[kind] for name in self.names())
+
     def names(self) -> list["FileName"]:
         """The files, sorted by name."""
         if not self.directory.is_dir():

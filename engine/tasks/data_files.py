@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from engine.errors import ConfigError, suggestion
+from engine.errors import ALIKE, ConfigError, counted, suggestion
 
 MESSAGES, TOOLS = "messages", "tools"
 """Columns with a fixed meaning."""
@@ -117,7 +117,7 @@ def _nearest_file(file: Path) -> str:
         return f"its directory {str(file.parent)!r} does not exist either"
     names = sorted(path.name for path in file.parent.iterdir())
     prefix = str(file).removesuffix(file.name)
-    return suggestion(file.name, names, "give a file that exists", prefix=prefix)
+    return suggestion(file.name, names, "give a file that exists", prefix=prefix, alike=ALIKE)
 
 
 # -- rows of a file ----------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def _load_csv(file: Path, config_field: str) -> CsvRows:
                 _require_names(names, file, config_field)
             elif row and names is not None:
                 if len(row) != len(names):
-                    law = f"line {begins} has {len(row)} fields, but the header has {len(names)}"
+                    law = f"line {begins} has {counted(len(row), 'field')}, but the header has {len(names)}"
                     raise ConfigError(config_field, str(file), law, fix)
                 cells.append((begins, row))
             begins = reader.line_num + 1

@@ -43,7 +43,7 @@ def load_coroutine(
     wanted = f"async def {spec.rpartition(':')[2]}({', '.join(parameters)})"
     if not inspect.iscoroutinefunction(found):
         raise ConfigError(
-            config_field, spec, f"is a {type(found).__name__}, not a coroutine function", f"define it as {wanted}"
+            config_field, spec, f"is of type {type(found).__name__}, not a coroutine function", f"define it as {wanted}"
         )
     try:
         inspect.signature(found).bind(*parameters)
@@ -102,7 +102,9 @@ def _import(name: str, directory: str, spec: str, config_field: str) -> ModuleTy
 def check_signature(found: Any, spec: str, config_field: str) -> None:
     """Raises: `ConfigError` for what cannot be called with (prompt, trajectory)."""
     if not callable(found):
-        raise ConfigError(config_field, spec, f"is a {type(found).__name__}, which cannot be called", "name a function")
+        raise ConfigError(
+            config_field, spec, f"is of type {type(found).__name__}, which cannot be called", "name a function"
+        )
     if inspect.isclass(found):
         raise ConfigError(config_field, spec, "is a class", "name a function (prompt, trajectory) -> float")
     try:

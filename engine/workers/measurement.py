@@ -14,7 +14,7 @@ from math import isfinite
 from typing import Any
 
 from engine.commands import MeasureRows, StopMeasuring
-from engine.errors import DataFailure, EngineError, reason_of
+from engine.errors import DataFailure, EngineError, are, reason_of
 from engine.events import NO_ANSWER, Event, OrderProgressed, RowsFailed, RowsMeasured
 from engine.ids import GroupId, ValidationId, Version
 from engine.protocols import Generated, Generator, GroupWork
@@ -179,7 +179,12 @@ class Measurements:
         attempts = (self._answered(held_out.evaluator, work) for work in works)
         outcomes = await asyncio.gather(*attempts, return_exceptions=True)
         measurement.groups = []
-        rewards = [_reward(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
+        judged = [_reward(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
+        rewards = [None if isinstance(one, str) else one for one in judged]
+        problems = [(prompt.row, one) for prompt, one in zip(prompts, judged, strict=True) if isinstance(one, str)]
+        if problems:
+            more = f"; {are(len(problems) - 1, 'further row')} not measured either" if problems[1:] else ""
+            log.warning("held-out row %d cannot be measured: %s%s", *problems[0], more)
         self._require_version(order)
         by_row = zip(rows, outcomes, rewards, strict=True)
         groups = {row: o.group for row, o, r in by_row if r is not None and isinstance(o, Generated)}
@@ -280,11 +285,11 @@ def _place(order: MeasureRows) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _reward(prompt: Prompt, outcome: Any) -> float | None:
-    """The reward of a held-out prompt; None if the prompt or its reward failed. Raises the failure of a replica."""
+def _reward(prompt: Prompt, outcome: Any) -> float | str:
+    """The reward of a held-out prompt; why there is none if the prompt or its reward failed. Raises the failure of a
+    replica."""
     if isinstance(outcome, DataFailure):
-        log.warning("held-out row %d cannot be measured: %s", prompt.row, outcome)
-        return None
+        return str(outcome)
     if isinstance(outcome, BaseException):
         raise outcome
     if not isinstance(outcome, Generated) or not isinstance(outcome.group, TrajectoryGroup):
@@ -295,7 +300,4 @@ def _reward(prompt: Prompt, outcome: Any) -> float | None:
     reward = outcome.group.trajectories[0].reward if outcome.group.trajectories else None
     problem = contained(reward_problem, reward)
     problem = problem or contained(judged_problem, outcome.group.trajectories[0])
-    if problem or reward is None:
-        log.warning("held-out row %d cannot be measured: %s", prompt.row, problem)
-        return None
-    return float(reward)
+    return problem if problem or reward is None else float(reward)

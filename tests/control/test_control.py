@@ -194,11 +194,8 @@ def test_a_law_that_would_be_broken_is_named_and_nothing_is_delivered(rig: Rig) 
 
 def test_a_run_that_is_over_takes_no_orders(rig: Rig) -> None:
     rig.world.tell(StopRequested(reason="enough"))
-    assert (
-        post(rig, {"operation": "scale", "replicas": 2})
-        .json()["error"]
-        .startswith("RUN is 'stopped': the run has ended: enough")
-    )
+    said = post(rig, {"operation": "scale", "replicas": 2}).json()["error"]
+    assert said == "RUN is 'stopped': the run has ended: enough; resume it with `engine resume`"
     assert post(rig, {"operation": "state"}).status_code == 200
     assert rig.events == []
 
@@ -333,7 +330,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "k": (["set", "RUN", "scheduler.sync_every=2"], "cannot be changed while the run is running: it determined"),
     "a typo": (["set", "RUN", "scheduler.max_stalenes_steps=2"], "did you mean scheduler.max_staleness_steps?"),
-    "another field": (["set", "RUN", "trainer.learning_rate=1"], "is not a setting of a running run"),
+    "another field": (["set", "RUN", "trainer.learning_rate=1"], "while the run is running; set it in a new run"),
     "no value": (["set", "RUN", "scheduler.max_drops"], "must be path=value"),
     "a law": (["set", "RUN", "scheduler.max_concurrent_groups=3"], "B <= K <= B"),
     "no number": (["set", "RUN", "scheduler.max_drops=many"], "many"),

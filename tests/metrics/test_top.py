@@ -309,11 +309,6 @@ def test_a_run_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "does not exist" in complaint(tmp_path / "none", capsys)
 
 
-def test_a_run_that_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "schedule").mkdir()
-    assert "is not running: it is still starting, has ended, or" in complaint(tmp_path, capsys)
-
-
 @pytest.mark.parametrize("text", ["", "{}", "[]", '[{"targets": []}]', "\xff"])
 def test_an_endpoint_file_that_says_nothing(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "schedule").mkdir()

@@ -147,7 +147,7 @@ def test_requests_that_wait_share_a_call_of_whole_groups() -> None:
             {"unit": "turn"},
             "returned 1.0 of type float on prompt row 4, not one finite",
         ),
-        (lambda prompt, trajectory: [1.0, None], {"unit": "token"}, "returned a list with None of type NoneType on"),
+        (lambda prompt, trajectory: [1.0, None], {"unit": "token"}, "returned a list with None on"),
     ],
 )
 def test_a_wrong_number_of_values_is_named(function: Callable[..., Any], settings: Any, story: str) -> None:

@@ -87,10 +87,16 @@ def test_columns_get_new_names(tmp_path: Path) -> None:
         assert "did you mean problem?" in refused(file, columns={"problm": "prompt"})
 
 
+def test_only_a_similar_file_is_suggested(tmp_path: Path) -> None:
+    (tmp_path / "col.jsonl").touch()
+    assert "give a file that exists" in refused(tmp_path / "nofile.jsonl")
+    assert "col.jsonl?" in refused(tmp_path / "cols.jsonl")
+
+
 BROKEN: dict[str, tuple[str, str, str]] = {
     "json": ("rows.json", '[\n {"prompt": "a"},\n {"prompt": }\n]', "line 3 is not valid JSON"),
     "json item": ("rows.json", '[{"prompt": "a"}, 7]', "row 1 is a JSON int"),
-    "short line": ("rows.csv", 'prompt,answer\na,1\n"b\nc"\nd,2\n', "line 3 has 1 fields, but the header has 2"),
+    "short line": ("rows.csv", 'prompt,answer\na,1\n"b\nc"\nd,2\n', "line 3 has 1 field, but the header has 2"),
     "quote": ("rows.csv", 'prompt,answer\na,1\n"b"c,1\n', "line 3 is not valid CSV"),
     "open quote": ("rows.csv", 'prompt,answer\n"a,1\n', "line 2 is not valid CSV"),
     "twice": ("rows.csv", "prompt,prompt\na,1\n", "its header has the column 'prompt' twice"),

@@ -81,7 +81,7 @@ def test_coroutine_functions_run_to_their_end(working_directory: Path) -> None:
         ("needs_more:good", "itself imports 'not_there_at_all'"),
         ("broken:good", "ZeroDivisionError"),
         ("my_rewards:goood", "did you mean good"),
-        ("my_rewards:limit", "cannot be called"),
+        ("my_rewards:limit", "is of type int, which cannot be called"),
         ("my_rewards:Judge", "is a class"),
         ("my_rewards:one", "cannot be called with (prompt, trajectory)"),
         ("my_rewards:later_one", "cannot be called with (prompt, trajectory)"),

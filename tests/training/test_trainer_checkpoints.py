@@ -140,7 +140,7 @@ def test_a_checkpoint_is_exported_as_a_model(
     run, target = tmp_path / "run", tmp_path / "model"
     (run / "schedule").mkdir(parents=True)
     export = ["export", str(run), "--to", str(target)]
-    assert main(export) == 2 and "without a checkpoint" in capsys.readouterr().err
+    assert main(export) == 2 and "has no checkpoint" in capsys.readouterr().err
     trainer = ModelTrainer(model_path, SETTINGS)
     for step in (1, 2):
         trainer.train(batch(step))

@@ -148,7 +148,7 @@ def test_what_is_the_replica_s_fault_fails_the_chunk() -> None:
 
 
 @pytest.mark.parametrize("reward", [None, math.nan, math.inf, "high", 10**400])
-def test_a_response_without_a_finite_reward_is_not_measured(reward: Any) -> None:
+def test_a_response_without_a_finite_reward_is_not_measured(reward: Any, caplog: pytest.LogCaptureFixture) -> None:
     async def scene() -> None:
         on = stage(Answering(reward=lambda row: reward))
         on.generator.let.set()
@@ -156,6 +156,8 @@ def test_a_response_without_a_finite_reward_is_not_measured(reward: Any) -> None
         await on.until(1)
         (event,) = news(on, RowsMeasured)
         assert (event.measured, event.right, event.reward) == (0, 0, 0.0)
+        (said,) = caplog.messages
+        assert said.startswith("held-out row 0 cannot be") and said.endswith("further rows are not measured either")
 
     play(scene)
 
