@@ -196,7 +196,7 @@ REFUSED: dict[str, tuple[str, list[Any], dict[str, dict[str, Any]], list[str]]] 
         "base",
         [],
         {"reward": {"function": "my_code:nothing"}},
-        ["returned None of type", "row 0"],
+        ["returned None for row 0", "row 0"],
     ),
     "a part without a value": (
         "base",

@@ -363,5 +363,5 @@ def _call(part: RewardPart, field: str, spec: str, prompt: Prompt, trajectory: T
     fix = f"{near} In" if near else "in"
     fix += f" addition to its prompt, the row has the columns {', '.join(columns) or '(none)'}"
     reason = (str(error) if isinstance(error, DataFailure) else describe_error(error)) + place_of(error)
-    reason = reason.removeprefix("raised ").replace(f"row {prompt.row} ", "the row ")
+    reason = reason.removeprefix("raised ").removeprefix("DataFailure: ").replace(f"row {prompt.row} ", "the row ")
     raise ConfigError(field, spec, f"raised on {where}: {reason}", fix)

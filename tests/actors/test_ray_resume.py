@@ -71,7 +71,7 @@ def test_a_killed_run_is_resumed_and_a_request_to_end_leaves_no_process(tmp_path
     shown, complained = again.communicate(timeout=200)
     assert again.returncode == 130, shown + complained
     assert complained.startswith("engine: interrupted; ") and complained.count("\n") == 1
-    assert "draining: the current batch is trained" in shown and "run stopped" in shown
+    assert "draining: the current batch is trained" in shown and "run drained" in shown
     assert not (run_dir / "control.json").exists()
     check_record(run_dir)
     steps = steps_of(run_dir)
