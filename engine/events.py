@@ -278,13 +278,13 @@ class PrefixStored(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderProgressed(Event):
-    """A process has made progress on an open order since the last report. The order has its full time limit again."""
+    """A process has made progress on an open order since the last report. This restarts the time limit of the order."""
 
     tag: ClassVar[int] = 54
     order: int
-    """The `number` of the order, which no other order has: a report of an earlier attempt or life changes nothing."""
+    """The `number` of the order. No number is reused, so a report of an earlier attempt or life changes nothing."""
     finished: int = 0
-    """Of a group: its trajectories that have ended. The replica may generate others in their place."""
+    """For a group: the number of its trajectories that have ended. Others may be generated in their place."""
 
 
 NO_ANSWER = 0

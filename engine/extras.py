@@ -25,8 +25,8 @@ FOR_RUNS = ("ray", "train")
 
 
 def install_command(*extras: str) -> str:
-    """A shell command that installs extras into this environment, from where the engine itself was installed; vLLM for
-    GPUs in the versions that the clone lists."""
+    """A shell command that installs extras into this environment, from where the engine itself was installed. vLLM
+    gets the versions that the clone lists for GPUs."""
     source, editable = _source()
     versions = Path(source) / "constraints-gpu.txt"
     listed = f"-c {shlex.quote(str(versions))} " if "vllm" in extras and versions.is_file() else ""

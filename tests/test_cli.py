@@ -580,7 +580,8 @@ def test_what_follows_a_run_that_failed_on_its_rewards_is_to_read_their_errors(
     launched(Misjudged)
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 1
     said = capsys.readouterr().out
-    assert "next:\n  engine samples here --failed\n  correct it, then engine resume here\n  engine replay" in said
+    steps = ("engine samples here --failed", "correct the cause, then engine resume here", "engine replay")
+    assert "next:\n  " + "\n  ".join(steps) in said
     said = refused(capsys, "samples", "here")
     assert "; the run has ended; `engine samples here --failed` shows those whose reward failed" in said
 
@@ -888,7 +889,7 @@ def test_a_run_that_somebody_else_ended_is_no_failure(capsys: Capture, launched:
     launched(EndedByRequest)
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
     said = capsys.readouterr().err
-    assert said == "engine: the run ended on request, stopped: asked by engine drain; it is in here\n"
+    assert said == "engine: the run ended on request (stopped: asked by engine drain); its directory is here\n"
 
 
 @pytest.mark.parametrize("line", ["making data", "supervised"])

@@ -85,11 +85,14 @@ def test_a_replica_samples_after_these_tokens(
     [
         (
             {"max_steps": 9},
-            ["note: 3 prompts x 1 epoch = 2 train steps, fewer than run.max_steps 9; set run.epochs: null"],
+            [
+                "note: 3 prompts x 1 epoch = 2 train steps, fewer than run.max_steps 9, so the run ends early; "
+                "set run.epochs: null to repeat the data"
+            ],
         ),
         (
             {"max_steps": 9, "epochs": 5},
-            ["note: 3 prompts x 5 epochs = 8 train steps, fewer than run.max_steps 9; set "],
+            ["note: 3 prompts x 5 epochs = 8 train steps, fewer than run.max_steps 9, so the run ends early; set "],
         ),
         ({"max_steps": 2}, []),
         ({"max_steps": 9, "epochs": None}, []),

@@ -485,7 +485,8 @@ def test_prompts_that_several_validation_sets_share_are_judged_by_each(models: d
 
 def test_a_reward_that_tells_no_answer_from_another_is_noted(models: dict[str, str], capsys: Capture) -> None:
     note = (
-        "note: reward.function my_code:half gives the answer '4' to row 0 of data.path and a made-up one the same: 0.5"
+        "note: reward.function my_code:half: the answer '4' to row 0 of data.path and a made-up one get the same "
+        "reward: 0.5"
     )
     Path("my_code.py").write_text("def half(prompt, trajectory):\n    return 0.5\n")
     assert note in shown(capsys, write_config(models["base"], reward={"function": "my_code:half"}))

@@ -62,7 +62,7 @@ def init(arguments: argparse.Namespace) -> int:
         shutil.rmtree(project, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
-        law, fix = f"cannot be written: {error.strerror or error}", "free space, or give a path on another disk"
+        law, fix = f"cannot be written: {error.strerror or error}", "free some space, or give a path on another disk"
         raise ConfigError("NAME", arguments.name, law, fix) from None
     print(f"created {arguments.name}: {', '.join(sorted(path.name for path in project.iterdir()))}")
     print("next:")

@@ -220,7 +220,7 @@ def _train(config: "Config", directory: "RunDirectory", interrupts: Interrupts, 
     if status is None or status.outcome != "finished":
         reason = "ended without a status" if status is None else f"{status.ending}: {status.reason.rstrip('.')}"
         if asked:
-            complain(f"the run ended on request, {reason}; it is in {where}")
+            complain(f"the run ended on request ({reason}); its directory is {where}")
             return INTERRUPTED
         complain(f"the run {reason}; its directory is {where}")
         return FAILED
@@ -284,7 +284,7 @@ def _follow(handle: "RunHandle", view: "RunView", interrupts: Interrupts) -> "St
 
 
 def _next_commands(directory: "RunDirectory", *, finished: bool, misjudged: bool = False) -> Iterator[str]:
-    """`misjudged`: attempts failed on their prompt, agent or reward, and then the run."""
+    """`misjudged`: the run failed, and attempts failed on their prompt, agent or reward."""
     from engine.record import read
     from engine.storage.samples import FAILED, TRAIN, SampleFiles
 
@@ -294,7 +294,7 @@ def _next_commands(directory: "RunDirectory", *, finished: bool, misjudged: bool
     if misjudged and samples.has(FAILED):
         yield f"  engine samples {place} --failed"
     if not finished:
-        yield f"  {'correct it, then ' if misjudged else ''}engine resume {place}"
+        yield f"  {'correct the cause, then ' if misjudged else ''}engine resume {place}"
     if samples.has(TRAIN):
         yield f"  engine samples {place}"
     record = read(directory.schedule)

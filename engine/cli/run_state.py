@@ -51,7 +51,7 @@ def state_of(directory: RunDirectory) -> RunState:
 
 
 def require_address(directory: RunDirectory, file: str, off: str) -> None:
-    """`file`: the file with the address of the run; `off`: why a run may have none, in words.
+    """`file`: the file with the address of the run; `off`: why a running run may have none, for the message.
 
     Raises: `ConfigError` for a run without the file: it is starting or ending, has ended, or has no address.
     """

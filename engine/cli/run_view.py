@@ -43,7 +43,7 @@ class RunView(AbstractContextManager["RunView"]):
         """Print a line that stays on the screen."""
 
     def note_news(self, status: Status) -> None:
-        """Print the sentences of a status that the snapshot before it did not have."""
+        """Print the sentences of a status that were not in the snapshot before it."""
         now = (status.silence, status.learned_nothing)
         for text in now:
             if text and text not in self._told:

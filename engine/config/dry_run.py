@@ -284,8 +284,8 @@ def _reward_lines(judge: _Judge, tokenizer: Any, config: Config) -> Iterator[str
                     judges = ", ".join(f"{field} {spec}" for (field, spec), _ in rewards)
                     same = ", ".join(_describe(values[field], part) for (field, _), part in rewards)
                     yield (
-                        f"note: {judges} gives the answer {answers[0]!r:.60} to row 0 of {name} and a made-up one the "
-                        f"same: {same}; a run learns only from responses with different rewards"
+                        f"note: {judges}: the answer {answers[0]!r:.60} to row 0 of {name} and a made-up one get the "
+                        f"same reward: {same}; a run learns only from responses with different rewards"
                     )
         yield from _time_lines(judge, took_s, config)
     finally:

@@ -211,7 +211,7 @@ def _end_lines(config: Config, rows: int) -> Iterator[str]:
     if steps < run.max_steps:
         yield (
             f"note: {counted(rows, 'prompt')} x {counted(run.epochs, 'epoch')} = {counted(steps, 'train step')}, fewer "
-            f"than run.max_steps {run.max_steps}; set run.epochs: null"
+            f"than run.max_steps {run.max_steps}, so the run ends early; set run.epochs: null to repeat the data"
         )
 
 

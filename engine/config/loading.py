@@ -194,7 +194,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     if len(keys) > MOST_DEEP:
         raise ConfigError("--set", override, f"has more than {MOST_DEEP} levels", "name a field of the configuration")
     if not text.strip():
-        raise ConfigError("--set", override, "has no value", "give one; null is the value of a field that is not set")
+        raise ConfigError("--set", override, "has no value", "give a value; null unsets the field")
     inner = tree
     for depth, key in enumerate(keys[:-1], start=1):
         if inner.get(key) is None:

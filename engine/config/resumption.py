@@ -62,7 +62,7 @@ def resumed(path: Path, recorded: Mapping[str, Any], overrides: Sequence[str] = 
     except ConfigError:
         refuse_secrets(tree)
         if changes := list(_fixed_changes(tree, recorded)):
-            raise _refusal(changes) from None  # first, because no other value of these fields would help
+            raise _refusal(changes) from None  # reported first: no new value of these fields is allowed
         raise
     _refuse_other_extensions(wished, recorded)
     before = parse_config(recorded)
@@ -92,7 +92,7 @@ def _is_in(field: str, sections: Sequence[str]) -> bool:
 
 
 def _fixed_changes(given: Mapping[str, Any], was: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(path, old value, new value) of the fields that must not change, in plain data that breaks a law."""
+    """(path, old value, new value) of changed fields that must not change. `given` may be an invalid configuration."""
     for key in [key for key in given if key in was]:
         field, old, new = f"{above}{key}", was[key], given[key]
         if isinstance(old, Mapping):

@@ -25,7 +25,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _empty_sections(cls, given: Any) -> Any:
-        """An empty section (`validation:` with nothing under it, or null) has all its defaults."""
+        """An empty section (`validation:` with nothing under it, or null) takes all its defaults."""
         if not isinstance(given, Mapping):
             return given
         kinds = {name: info.annotation for name, info in cls.model_fields.items()}

@@ -81,12 +81,12 @@ def describe_error(error: BaseException) -> str:
 
 
 _OTHERS = (__file__.removesuffix("errors/__init__.py"), traceback.__file__.removesuffix("traceback.py"), "<frozen")
-"""How the names of the engine's files and of Python's own begin."""
+"""Prefixes of the paths of the engine's files and of Python's own."""
 
 
 def place_of(error: BaseException) -> str:
-    """` (my_rewards.py:3, in score)`: the innermost line of the user's own code, from which an exception came; an empty
-    text if there is none."""
+    """` (my_rewards.py:3, in score)`: the innermost line of the user's own code that an exception passed; empty if
+    there is none."""
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
@@ -129,12 +129,12 @@ def _sentence(field: str, shown: str | None, law: str) -> str:
 
 
 ALIKE = 0.8
-"""How similar names of files must be to be suggested: they share a suffix."""
+"""Least similarity at which a file name is suggested. It is high, because file names share a suffix."""
 
 
 def suggestion(name: str, known: Iterable[str], otherwise: str = "", *, prefix: str = "", alike: float = 0.6) -> str:
     """The fix for an unknown name: "did you mean X?" with the nearest known name, else `otherwise`. `prefix`: text
-    before the name, such as its section or directory. `alike`: the similarity that is needed, up to 1."""
+    before the name, such as its section or directory. `alike`: the least similarity, up to 1."""
     near = get_close_matches(shortened(name), list(known), n=1, cutoff=alike)
     return f"did you mean {prefix}{near[0]}?" if near else otherwise
 

@@ -35,7 +35,7 @@ def named_function(value: Any) -> str:
 
 
 def _only(*values: Any, reason: str) -> Rule:
-    """A field that may have only these values. An empty one of them (`null`, `[]`, `{}`) stands for all empty ones."""
+    """A field that may have only these values. An empty one (`null`, `[]`, `{}`) allows every empty value."""
     allowed = " or ".join(one if isinstance(one, str) else json.dumps(one) for one in values)
     return Rule(
         treatment="refused",
@@ -100,7 +100,7 @@ BOTH: Mapping[str, Rule] = {
     "ignore_eos": _only(False, reason=LENGTH),
     "stop_token_ids": _only([], reason="use stop"),
     "repetition_detection": _only(None, reason=LENGTH),
-    "include_stop_str_in_output": _only(False, reason="an answer is without what ended it"),
+    "include_stop_str_in_output": _only(False, reason="an answer does not include the text that ended it"),
     "skip_special_tokens": _only(True, reason=SHOWN),
     "truncate_prompt_tokens": _only(None, reason="a conversation that is too long gets HTTP 400"),
     "prompt_logprobs": _only(None, reason=NO_PROMPT_LOGPROBS),
@@ -134,7 +134,7 @@ CHAT: Mapping[str, Rule] = {
     "function_call": _only("none", reason=OLD),
     "reasoning_effort": _only(None, reason=TEMPLATE_SETTING),
     "chat_template_kwargs": _only({}, reason=TEMPLATE_SETTING),
-    "chat_template": _only(None, reason="the template of the run's model renders all chats"),
+    "chat_template": _only(None, reason="all chats are rendered with the template of the run's model"),
     "continue_final_message": _only(False, reason=NEW_MESSAGE),
     "add_generation_prompt": _only(True, reason=NEW_MESSAGE),
     "add_special_tokens": _only(False, reason="the chat template writes them"),
@@ -157,7 +157,7 @@ COMPLETIONS: Mapping[str, Rule] = {
     **BOTH,
     "logprobs": Rule(treatment="honored", allowed="0 to 20", reason="the likeliest tokens: not with backend openai"),
     "echo": _only(False, reason=NO_PROMPT_LOGPROBS),
-    "add_special_tokens": _only(True, reason="give token ids for a prompt without them"),
+    "add_special_tokens": _only(True, reason="for a prompt without special tokens, give token ids"),
     "response_format": CHAT["response_format"],
     "prompt_embeds": _only(None, reason="a prompt is text or token ids"),
     "suffix": _only(None, reason="the model continues a text"),

@@ -117,7 +117,7 @@ class Status:
 
     @property
     def ending(self) -> str:
-        """As `ending_of`; empty while the run is running."""
+        """See `ending_of`; empty while the run is running."""
         return ending_of(self.outcome or "", self.draining, self.running)
 
     @property
@@ -152,8 +152,7 @@ class Status:
 
 
 def ending_of(outcome: str, draining: str, running: int) -> str:
-    """The outcome of a run; `drained` for a run that stopped at rest, with no group running, because it was asked to
-    drain."""
+    """The outcome of a run, but `drained` for a run that was asked to drain and stopped with no group running."""
     return "drained" if outcome == "stopped" and draining and not running else outcome
 
 

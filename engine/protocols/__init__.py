@@ -215,8 +215,8 @@ class Restorable(Protocol):
 
 @runtime_checkable
 class ReportsProgress(Protocol):
-    """A trainer or a scorer that says when it has progressed within a call, so that a long call is not taken for a hung
-    one: each report restarts the time limit of the order."""
+    """A trainer or a scorer that reports progress within a call. Each report restarts the time limit of the order, so a
+    long call does not count as hung."""
 
     def watch_progress(self, progressed: Callable[[], None]) -> None:
         """Call `progressed` from now on whenever a call has progressed, on any thread and as often as you like: after

@@ -88,7 +88,7 @@ class PlannedWorker:
         raise NotImplementedError
 
     def _progress_every_s(self, order: type[Command]) -> float:
-        """The interval of reports of progress on such orders."""
+        """Seconds between two reports of progress on orders of this class."""
         return self.plan.limits.timeouts.progress_every_s(RELATIONS[order].limit)
 
     @property

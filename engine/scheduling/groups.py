@@ -183,7 +183,7 @@ def on_prefix_stored(core: Core, event: PrefixStored) -> None:
 
 
 def on_order_progressed(core: Core, event: OrderProgressed) -> None:
-    """Its order has its full time again (`work_times.note_matched`). Trajectories that ended make room for others."""
+    """Trajectories that ended make room for others. `work_times.note_matched` restarts the order's time limit."""
     ordered: Any = core.state.orders.matched[event.id][0].command
     if not event.finished or not isinstance(ordered, StartGroup | ResumeGroup):
         return

@@ -148,7 +148,7 @@ def _order_task(core: Core, step: Step, task: str, lease: PoolLease) -> None:
 
 
 def _send_all_to_sleep(core: Core, lease: PoolLease) -> None:
-    """All that can be; held-out rows are measured to their end first, and an install in progress is finished."""
+    """All that can sleep. In-flight validation rows and an install in progress finish first."""
     for replica in _replicas_of(core, lease):
         if replica.state == "ready" and not core.state.free.measuring(replica):
             send_to_sleep(core, replica)

@@ -29,7 +29,7 @@ WORK: dict[type[c.Command], tuple[str, ...]] = {
 """The work that an order is for. A newer order for the same work replaces it."""
 ENDS = (c.StartGroup, c.ResumeGroup, c.ParkGroup)
 TIMED = {c.ScoreBatch: "score", c.TrainStep: "train", c.PublishWeights: "publish", c.SaveCheckpoint: "checkpoint"}
-"""Orders of the trainer and of scorers whose progress is reported, with the kinds of their time limits."""
+"""Orders of the trainer and scorers that report progress, with the kinds of their time limits."""
 ANSWERS: dict[type[e.Event], tuple[type[c.Command], ...]] = {
     e.GroupGenerated: ENDS, e.GroupAborted: ENDS, e.GroupFailed: ENDS, e.PrefixStored: ENDS[:2],
     e.OrderProgressed: (*ENDS[:2], *TIMED),
@@ -136,7 +136,7 @@ class TimedBook:
     kind: str
     given_at: float
     mark: float
-    """When it was given, or reported progress last."""
+    """When it was given or last reported progress."""
 
 
 class RunBooks:
@@ -152,7 +152,7 @@ class RunBooks:
         self.open: dict[str, dict[Any, Any]] = {work: {} for work, *_ in WORK.values()}
         """Open orders, by the work that they are for."""
         self.timed: dict[int, TimedBook] = {}
-        """By number of the order."""
+        """By the number of the order."""
         self.processes: dict[tuple[str, int], ProcessBook] = {}
         self.drawn = 0
         self.groups: dict[GroupId, GroupBook] = {}

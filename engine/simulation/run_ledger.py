@@ -102,7 +102,7 @@ class RunLedger:
         self._expect(late, f"a group is cut short after {took_s:g} s", command)
 
     def _is_late(self, kind: str, took_s: float, in_all_s: float) -> bool:
-        """Whether an order of a kind exceeded its time limit. `took_s`: since it was given, or progressed last.
+        """Whether an order of a kind exceeded its time limit. `took_s`: seconds since it was given or last progressed;
         `in_all_s`: since it was given."""
         timeouts = self.books.limits.timeouts
         limit: Any = getattr(timeouts, f"{kind}_s")
@@ -223,7 +223,7 @@ class RunLedger:
     # processes and checkpoints
 
     def probes_only_what_is_late(self, command: c.ProbeProcess) -> None:
-        """The trainer or a scorer is asked whether it hangs only if an order of it exceeded its time limit."""
+        """The trainer or a scorer is asked whether it hangs only if one of its orders exceeded its time limit."""
         order = self.books.timed.get(command.order)
         if order is None or ", " in command.chain:
             return

@@ -53,7 +53,7 @@ class Setting:
     latency_s: float = 0.1
     train_s: float = 20.0
     train_reports: int = 0
-    """How often the trainer reports progress in a train step, at equal intervals."""
+    """Number of progress reports in a train step, at equal intervals."""
     sync_s: float = 2.0
     state_s: float = 5.0
     """Duration of the work of an added state on one group."""

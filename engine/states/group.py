@@ -67,7 +67,7 @@ class Group:
     newest_version: Version = NO_VERSION
     """Newest version any kept token can have; it resumes only on a replica at least as new."""
     tokens: int = 0
-    """Those that its attempts left in the trajectory store; 0: the next one begins with the prompt."""
+    """Tokens that its attempts left in the trajectory store; 0: the next attempt begins with the prompt."""
     unfinished: int = 0
     """Trajectories of what is stored that have not ended; 0 while nothing is stored."""
     finished: int = 0
@@ -91,7 +91,7 @@ class Group:
     resume_key: tuple[float, ...] = ()
     """Where it is parked: what the resume policy orders it by; empty for its deadline alone."""
     turn: int = 0
-    """Where it is ready or in an added state: the number of its entry, by which its turn comes."""
+    """While it is ready or in an added state: the number of its entry, which orders the groups there."""
     ready_at: float = 0.0
     reward_mean: float = 0.0
 

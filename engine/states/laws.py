@@ -152,7 +152,7 @@ IN_SYNC = {
     "pausing": (PauseReplica,), "yielding": (PauseReplica,), "draining": (PauseReplica,),
     "installing": (InstallWeights,),
 }  # fmt: skip
-"""States of a replica, and the order that it is in one of them for. In the others it may have one to stage weights."""
+"""The sync order that a replica must have, by state. In any other state it may have one to stage weights."""
 
 
 def check_orders(state: State) -> None:
@@ -181,7 +181,7 @@ def check_orders(state: State) -> None:
     require(not gone, "law 10: a checkpoint is deleted that is not there", steps=sorted(gone))
     for order in orders.all():
         number = getattr(order.command, "number", order.number)
-        require(number == order.number, "law 10: an order has another number than the book", order=order.number)
+        require(number == order.number, "law 10: a command has another number than its order", order=order.number)
         lost = (
             isinstance(order.owner, int)
             and order.subject not in ("start", "stop", "probe")

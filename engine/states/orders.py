@@ -486,7 +486,7 @@ _OPENINGS: Mapping[type[Command], tuple[str, Callable[[Any], Any], Callable[[Any
 
 
 def _rules() -> dict[type[Event], tuple[_Rule, ...]]:
-    """The table inverted: event → the orders that it may end or report on. Without `NUMBERED` events."""
+    """The table inverted: event → the orders that it may end or report on. `NUMBERED` events are left out."""
     found: dict[type[Event], dict[tuple[str, ...], tuple[Relation, list[type[Command]]]]] = {}
     for command, relation in RELATIONS.items():
         for event in (*relation.answers, *relation.reports):

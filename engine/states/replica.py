@@ -159,9 +159,9 @@ NOTHING = Contribution()
 class FreeSlots:
     """The replicas that can take a group, by version and load, and the sums of their slots.
 
-    Everything here follows from the replicas and the open orders to measure rows. `update` must be called after every
-    change of a replica's state, version, slots, groups or these orders, of its being slow, and of its leaving. A change
-    costs O(log replicas).
+    Everything here follows from the replicas and the open orders to measure rows. Call `update` after every change of a
+    replica's state, version, slots, groups or these orders, when it becomes slow or is no longer slow, and when it
+    leaves. A call costs O(log replicas).
     """
 
     def __init__(self, replicas: dict[ReplicaId, Replica], orders: OrderBook) -> None:
@@ -231,7 +231,7 @@ class FreeSlots:
             del self._at[version]
 
     def _load(self, replica: Replica) -> float:
-        """Share of its slots that a validation has or the trajectories of its groups need."""
+        """Share of its slots that a validation takes or the trajectories of its groups need."""
         samples = replica.samples
         return ((len(replica.groups) + self.taken(replica)) * samples - replica.finished) / (replica.slots * samples)
 
@@ -242,7 +242,7 @@ class FreeSlots:
         return len(self._orders.of(replica.id, "rows")) if self._rows else 0
 
     def taken(self, replica: Replica) -> int:
-        """Slots that groups cannot have: all of a validator, and those that a validation has."""
+        """Slots that groups cannot have: all slots of a validator, and those that a validation takes."""
         return replica.slots if replica.validator else self.measuring(replica)
 
     def for_groups(self, replica: Replica) -> int:

@@ -75,7 +75,7 @@ class State:
     checkpoint_failures: int = 0
     """How often that checkpoint failed."""
     next_turn: int = 0
-    """How often a group became ready or entered an added state so far."""
+    """How many times groups have become ready or entered an added state."""
     stale_echoes: int = 0
     generated_at: float = 0.0
     """When a group was last generated."""
@@ -280,12 +280,12 @@ class State:
             self.fire_group(group, "lose", key)
 
     def enter_stage(self, group: Group) -> None:
-        """A group waits for the work of the added state it is in, behind those that wait already."""
+        """A group waits for the work of the added state it is in, behind those that already wait."""
         self.stages.enter(group.state, group.id)
         self._take_turn(group)
 
     def _take_turn(self, group: Group) -> None:
-        """It is behind the groups that wait in its state already."""
+        """Put it behind the groups that already wait in its state."""
         group.turn = self.next_turn
         self.next_turn += 1
 

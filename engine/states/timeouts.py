@@ -44,8 +44,8 @@ BITS = {kind: 1 << index for index, kind in enumerate((*KINDS, CUT))}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Time limits in seconds. An order that exceeds its limit is cut short, or its process is stopped. Progress that
-    is reported restarts the clock."""
+    """Time limits in seconds. An order that exceeds its limit is cut short, or its process is stopped. A report of
+    progress restarts the clock."""
 
     draw_s: Limit = DEFAULT
     """Draw prompts from the data source."""
@@ -103,8 +103,8 @@ class Timeouts:
         raise ConfigError(f"timeouts.{name}", value, law, "for example 600")
 
     def progress_every_s(self, kind: str) -> float:
-        """How often a process reports that an order of a kind progresses, at most. The limit may be set to `auto` in a
-        running run, so its floor counts, too."""
+        """Minimum seconds between two reports that an order of a kind progresses. The floor counts even for a longer
+        limit, because the limit can be set to `auto` while the run is running."""
         given, floor = self.given(kind), self.floor(kind)
         return (floor if given is None or given == AUTO else min(floor, given)) / REPORTS_IN_LIMIT
 

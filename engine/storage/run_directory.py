@@ -68,8 +68,8 @@ def create(
 ) -> RunDirectory:
     """Create the directory of a new run, write its resolved configuration, and let `<parent>/latest` point to it.
 
-    `chosen`: a path from the user, instead of `<parent>/<id>`. It may exist, but must be empty. `argument`: its name.
-    Raises: `ConfigError` if it is not empty or cannot be written.
+    `chosen`: a path from the user, instead of `<parent>/<id>`. It may exist, but must be empty. `argument`: what the
+    user calls it, for errors. Raises: `ConfigError` if it is not empty or cannot be written.
     """
     field, path = (argument, Path(chosen)) if chosen is not None else ("run.dir", Path(parent) / run_id(name))
     try:

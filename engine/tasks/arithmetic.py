@@ -79,7 +79,7 @@ class Question(NamedTuple):
 class Division:
     """A family of questions. The number of steps is log-normal: p99 / median = exp(2.33 * spread), 5.7 by default.
 
-    A divisor must have one digit and a dividend at most three: the section `model.arithmetic` has these bounds.
+    A divisor must have one digit and a dividend at most three: the section `model.arithmetic` checks this.
     """
 
     largest_divisor: int = 9

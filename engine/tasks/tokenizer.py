@@ -72,7 +72,7 @@ def save_chat_tokenizer(directory: str | Path, words: Sequence[str] = ()) -> int
 
 
 def _save_tokens(tokenizer: Any, directory: Path) -> None:
-    """As `Tokenizer.save`, whose errors are no `OSError`."""
+    """Like `Tokenizer.save`, but a failed write raises `OSError`."""
     (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
 

@@ -32,7 +32,7 @@ _PREFIX = "base_model.model."
 class Lora:
     """A low-rank adapter (arXiv 2106.09685): W x becomes W x + alpha / rank · B A x, and only A and B are trained.
 
-    Raises `ConfigError` for `target_modules` that cannot be meant; the section `trainer.lora` bounds the numbers.
+    Raises `ConfigError` for invalid `target_modules`. The section `trainer.lora` checks the numbers.
     """
 
     rank: int = 16

@@ -83,4 +83,4 @@ class Masters:
 
 
 UNSPLIT = Masters()
-"""The masters of a model whose parameters are their own."""
+"""The masters of a model whose parameters are their own masters."""

@@ -151,7 +151,7 @@ def write_checkpoint(
     With several ranks the first one gathers and writes the weights, one file after another; only if the model's tensors
     are not those of its files (`direct`), it holds all of them for a while. Moments are written by the rank that has
     them. If one rank cannot write, all raise, and the checkpoint is not there. The configuration of a whole model names
-    `config_dtype`, that of the model at `model_path`. `progressed` is called on the way. Collective.
+    `config_dtype`, that of the model at `model_path`. `progressed` is called after each part. Collective.
 
     Raises `ConfigError` where the directory holds anything else.
     """
@@ -267,7 +267,7 @@ def export_model(checkpoint: Path, target: Path, dtype: str, *, adapter: bool = 
     into its model, unless only the `adapter` is wanted, as a directory that peft loads.
 
     Raises: `ConfigError` for a checkpoint of another trainer, a target that has files or cannot be written, or a model
-    that is gone.
+    that no longer exists.
     """
     transformers_logging.disable_progress_bar()
     read_state(checkpoint)

@@ -184,8 +184,8 @@ def write_model(
     folder: Path, model: PreTrainedModel, own: Mapping[str, Tensor], ranks: Ranks, progressed: Callable[[], None]
 ) -> None:
     """Write `own`, the tensors of a model by name, as files that transformers loads, with its configuration. The first
-    rank writes, and holds one file at a time. `progressed` is called after each. Collective. Raises in every rank if it
-    cannot write."""
+    rank writes, and holds one file at a time. `progressed` is called after each file. Collective. Raises in every rank
+    if it cannot write."""
     first = ranks.index == 0
     names: dict[int, str] = {}
     for name, value in own.items():

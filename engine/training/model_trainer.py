@@ -130,7 +130,7 @@ class ModelTrainer:
         self._progressed: Callable[[], None] = lambda: None
 
     def watch_progress(self, progressed: Callable[[], None]) -> None:
-        """See `protocols.ReportsProgress`: after each pass, and each tensor that is published or saved."""
+        """See `protocols.ReportsProgress`: after each pass, published tensor and saved part."""
         self._progressed = progressed
         for policy in (self.policy, self.reference):
             if isinstance(policy, Policy):

@@ -17,7 +17,7 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 PROGRESS = (None, None)
-"""Sent instead of an answer: the call has progressed."""
+"""Sent before the answer: the call has progressed."""
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ class RankedTrainer:
     # -- the calls of a trainer
 
     def watch_progress(self, progressed: Callable[[], None]) -> None:
-        """See `protocols.ReportsProgress`: the first rank's progress."""
+        """See `protocols.ReportsProgress`: when the first rank progresses."""
         self._progressed = progressed
 
     def imitate(self, answers: "Sequence[Answer]", learning_rate: float) -> float:
@@ -106,7 +106,7 @@ class RankedTrainer:
         this process finds the publication, so that one whole copy exists on this machine."""
         found = find(self._manifest, self._call("weights"))
         if found is None:
-            raise EngineError(f"this process may not read /proc/{self.pids[0]}/fd, the memory of the first rank")
+            raise EngineError(f"this process may not read the memory of the first rank under /proc/{self.pids[0]}/fd")
         return found
 
     def save(self, directory: str, step: StepId) -> None:

@@ -2,13 +2,13 @@
 
 A trainer writes its publications into shared memory. `rollout.torch.transfer` finds there the copy of another process
 of the machine, or receives a publication into it; `rollout.vllm.staged_weights` shares files, with the same turns. The
-kernel counts the holders of memory: it is free when the last process has dropped it or has died, however it died. A
-trainer keeps such memory for its next publication. If the system has no shared memory, each process has its own. Must
-never show a publication that is not complete, nor change one that a process holds. torch is imported late, because code
-that only forwards descriptions does not need it.
+kernel counts the holders of memory, and frees it when the last process has dropped it or has died, however it died. A
+trainer keeps such memory for its next publication. If the system has no shared memory, each process has its own. This
+module must never show an incomplete publication, nor change one that a process holds. torch is imported late, because
+code that only forwards descriptions does not need it.
 
-Memory begins with the name of the publication that it holds, and its file has a lock. The process that fills it has the
-lock for itself; each process that reads it shares the lock, as long as it has the memory open or mapped.
+Memory begins with the name of the publication in it, and its file has a lock. The process that fills the memory holds
+the lock exclusively. Each process that reads the memory shares the lock for as long as it has the file open or mapped.
 """
 
 import contextlib
@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 
 NAME = "step-engine-weights"
 LINK = f"/memfd:{NAME} (deleted)"
-"""What `/proc` shows in place of a path."""
+"""What `/proc` shows instead of a path."""
 ALIGNMENT = 64
 """Alignment of tensors in bytes, the same as torch's."""
 HEAD = ALIGNMENT
-"""Bytes before the tensors: the name of the publication, once it is complete."""
+"""Bytes before the tensors. They hold the name of the publication once it is complete."""
 SHARES = hasattr(os, "memfd_create")
 FIXED_SIZE = getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SHRINK", 0)
 TURN_S = 60.0
@@ -85,7 +85,7 @@ class Memory:
         size = _size(manifest)
         self.handle = -1
         self.close: Callable[[], object] = lambda: None
-        """Drop the memory; the tensors stay as long as a process uses them."""
+        """Drop the memory. The tensors stay for as long as a process uses them."""
         self._whole: bytearray | _Pages = bytearray(0 if SHARES else size)
         if SHARES:
             self.handle = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -108,7 +108,7 @@ class Memory:
         return True
 
     def complete(self) -> PublishedTensors:
-        """Let other processes find the memory. It stays as it is while a process holds the tensors."""
+        """Let other processes find the memory. Its contents do not change while a process holds the tensors."""
         tensors, self.tensors = self.tensors, []
         if SHARES:
             os.pwrite(self.handle, _head(self._publication), 0)
@@ -116,16 +116,16 @@ class Memory:
         return _named(tensors, self._manifest, self._publication)
 
     def reclaim(self) -> bool:
-        """Whether no process holds the tensors. If so, none finds them from now on."""
+        """Whether no process holds the tensors. If so, no process can find them from now on."""
         self.tensors = []
         if self._holders() is not None or (SHARES and not _lock(self.handle, fcntl.LOCK_EX)):
             return False
         if SHARES:
-            os.pwrite(self.handle, _head(""), 0)  # a process may have it open, and gets the lock if this one dies
+            os.pwrite(self.handle, _head(""), 0)  # a process may have it open, and would get the lock if this one died
         return True
 
     def pin(self) -> None:
-        """Register the memory with CUDA until it is unmapped: a GPU then copies at the full speed of its link."""
+        """Pin the memory: register it with CUDA until it is unmapped. A GPU then copies at its link's full speed."""
         if not isinstance(self._whole, _Pages):
             return
         import torch
@@ -150,11 +150,11 @@ class _Pages(mmap.mmap):
 
 
 class ReusedMemory:
-    """Memory for one publication of a trainer after another. What no process holds any more gets the next one: the
-    system takes longer to provide new memory than a copy into it takes."""
+    """Memory for the successive publications of a trainer. Memory that no process holds any more gets the next one,
+    because providing new memory takes the system longer than the copy."""
 
     def __init__(self, *, pins: bool) -> None:
-        """`pins`: the weights come from a GPU."""
+        """`pins`: pin the memory, because the weights come from a GPU."""
         self._pins = pins
         self._memories: list[Memory] = []
 
@@ -212,8 +212,8 @@ def publication_in(handle: int) -> str:
 
 
 def hold(handle: int) -> bool:
-    """Keep the contents of an open file of shared memory as they are while the file, or a mapping made with it, is
-    open. Returns False if a process fills it."""
+    """Prevent changes to an open file of shared memory while the file, or a mapping made with it, is open. Returns
+    False if a process is filling it."""
     return _lock(handle, fcntl.LOCK_SH)
 
 

@@ -1,8 +1,8 @@
 """The settings of a trainer: every choice of the train step in one frozen record, checked when it is made.
 
 The sections `trainer`, `scheduler` and `rollout` of a configuration become `TrainerSettings`. The sections bound
-each number by itself; here is checked what the choices mean together. It must stay free of torch, so that a
-configuration is checked without loading it.
+each number; this module checks combinations of choices. It must not import torch, so that a configuration is checked
+without loading it.
 
 **The default formulas for asynchronous training** are `loss="ppo_clip"` with the behavior log-probs as the old
 policy and `correction="none"`: one ratio, current / behavior, carries the whole off-policy correction, each token is
@@ -77,7 +77,7 @@ class Mask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """All choices of the train step. Raises `ConfigError` for unknown names, and for values that contradict others."""
+    """All choices of the train step. Raises `ConfigError` for unknown names and for contradictory values."""
 
     learning_rate: float = 1e-6
     """AdamW's peak learning rate."""

@@ -210,7 +210,7 @@ class Measurements:
         return generated
 
     def _report(self, measurement: Measurement) -> None:
-        """Report that rows of a chunk that runs have progressed."""
+        """Report that rows of a chunk have progressed, if the chunk still runs."""
         if not measurement.unwanted and not measurement.task.done():
             self._emit(OrderProgressed(order=measurement.order.number))
 
@@ -286,7 +286,7 @@ def _place(order: MeasureRows) -> dict[str, int]:
 
 
 def _reward(prompt: Prompt, outcome: Any) -> float | str:
-    """The reward of a held-out prompt; why there is none if the prompt or its reward failed. Raises the failure of a
+    """The reward of a held-out prompt, or the reason if the prompt or its reward failed. Raises the failure of a
     replica."""
     if isinstance(outcome, DataFailure):
         return str(outcome)

@@ -22,7 +22,7 @@ Orders = TypeVar("Orders", bound=Command)
 class OrderQueue(Generic[Orders]):
     """A subclass defines `_key`, which tells a repeat from a new order, and `_answer`, which carries out an order.
     `emit` receives events; `broken(reason)` is called if an order cannot be answered; `name` is the thread's name.
-    `progress` is told which order is carried out."""
+    `progress` learns which order is carried out."""
 
     def __init__(
         self,

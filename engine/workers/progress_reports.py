@@ -1,4 +1,4 @@
-"""Reports that open orders progress, so that their time limits begin anew, but not more often than the limits need.
+"""Reports that open orders progress, which restarts their time limits. Reports only as often as the limits need.
 
 Used by the workers of replicas, of the trainer and of scorers. It must never report an order that has ended.
 """
@@ -21,7 +21,7 @@ def each_minute(order: type[Command]) -> float:
 
 
 class ProgressReports(Generic[Item]):
-    """Calls `report` for each item that has progressed since the last report, every `every_s` seconds at most."""
+    """Calls `report` for each item that has progressed since the last report, at most once in `every_s` seconds."""
 
     def __init__(self, every_s: float, report: Callable[[Item], None]) -> None:
         self._every_s = every_s
@@ -52,11 +52,11 @@ class SerialProgress:
         self._kind: type[Command] = Command
         self._reports: dict[type[Command], ProgressReports[int]] = {}
         self.note = from_any_thread(self._note)
-        """The present order has progressed. Call it on any thread, as often as you like."""
+        """The current order has progressed. Call it on any thread, as often as you like."""
 
     def begin(self, kind: type[Command], order: int) -> None:
-        """The process works on an order from now on, given by its class and its number. -1: no progress of it is
-        reported."""
+        """The process works on an order from now on. `kind`: its class; `order`: its number, or -1 to report no
+        progress."""
         self._kind, self._order = kind, order
 
     def end(self) -> None:

@@ -516,8 +516,8 @@ class Chat:
         return self.shown(token_ids[:-1] if ended else token_ids)
 
     def end(self, call: Call, stops: Sequence[str]) -> tuple[str, str]:
-        """The text of an answer and the hidden text behind it. The first of some stop strings ends the answer: the
-        tokens behind it are dropped."""
+        """The text of an answer, and the hidden text after it. The stop string that comes first ends the answer: the
+        tokens after it are dropped."""
         stopped = self.find_stop(call.token_ids, stops) if stops else None
         if stopped is None:
             return self.answer(call.token_ids), self.ending(call.token_ids)

@@ -153,7 +153,7 @@ class _Mapping:
 
 def identify(handle: int) -> str:
     """Identifies the contents of an open file among those of all machines: the boot of the machine, the device, the
-    inode, and the publication in memory that is reused."""
+    inode, and, because memory is reused, the publication in it."""
     boot = ""
     with contextlib.suppress(FileNotFoundError):
         boot = BOOT.read_text().strip()
