@@ -383,17 +383,21 @@ def _file_of(data: Data, argument: str, folder: Path, made: list[Path]) -> str |
 
 
 def _line_of(row: Any, name: str) -> str:
-    """A row as a line of JSON. `name`: of the row, for errors. Raises: `ConfigError` that names the row and column."""
+    """A row as a line of JSON, with null for NaN, as in a DataFrame. `name`: of the row, for errors. Raises:
+    `ConfigError` that names the row and column."""
     fix = "give dictionaries of texts, numbers and lists"
     if not isinstance(row, Mapping):
         raise ConfigError(name, row, "must be a dictionary", fix)
-    parts = {}
-    for column, value in row.items():
-        try:
-            parts[column] = json.dumps({column: value}, ensure_ascii=False, default=_as_list, allow_nan=False)[1:-1]
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{name}[{column!r}]", value, f"is not a JSON value: {error}", fix) from error
-    return "{" + ", ".join(parts.values()) + "}\n"
+    present = {column: None if value != value else value for column, value in row.items() if type(value) is float}
+    try:
+        return json.dumps({**row, **present}, ensure_ascii=False, default=_as_list) + "\n"
+    except (TypeError, ValueError):
+        for column, value in row.items():
+            try:
+                json.dumps({column: value}, default=_as_list)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"{name}[{column!r}]", value, f"is not a JSON value: {error}", fix) from error
+        raise
 
 
 def _as_list(value: Any) -> Any:

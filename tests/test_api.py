@@ -126,6 +126,12 @@ def test_data_may_be_a_data_frame(model: str) -> None:
     ]
 
 
+def test_nan_in_a_row_is_a_missing_value_as_in_a_data_frame(model: str) -> None:
+    config, _ = configured(model, [{"prompt": "1+1=", "answer": "2", "pass_rate": float("nan")}], exact_match)
+    assert isinstance(config.data.path, str)
+    assert json.loads(Path(config.data.path).read_text()) == {"prompt": "1+1=", "answer": "2", "pass_rate": None}
+
+
 def test_every_form_of_a_reward_may_be_local(model: str, tmp_path: Path) -> None:
     def trl(completions: list[str], **columns: Any) -> list[float]:
         assert columns["answer"] == [ROWS[0]["answer"]] * len(completions) or len({*columns["answer"]}) > 1
@@ -240,8 +246,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "one row": ({"data": {"prompt": "x"}}, "data is .*'prompt'.*, but must be a list of rows"),
     "a number of rows": ({"validation_data": 5}, "validation_data is 5, but must be a list of rows"),
     "a value that JSON lacks": (
-        {"data": [*ROWS, {"prompt": "1+1=", "score": float("nan")}]},
-        rf"data\[{len(ROWS)}\]\['score'\] nan is not a JSON value",
+        {"data": [*ROWS, {"prompt": "1+1=", "score": {1}}]},
+        rf"data\[{len(ROWS)}\]\['score'\] \{{1\}} is not a JSON value",
     ),
     "twice": (
         {"max_steps": 2, "settings": {"run.max_steps": 3}},

@@ -91,6 +91,15 @@ def test_a_field_that_must_not_change_is_refused_before_the_laws_that_it_breaks(
         resumed(*begun, ["scheduler.max_concurrent_groups=64"])
 
 
+def test_a_section_of_a_list_is_not_blamed_for_the_defaults_that_were_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    pools = [{"tasks": ["rollout", "train"]}]
+    path.write_text(yaml.safe_dump({"model": {"make": "arithmetic"}, "pools": pools}))
+    recorded = load_config(path).model_dump(mode="json")
+    with pytest.raises(ConfigError, match=r"^scheduler.max_concurrent_groups is 9999, but must be from "):
+        resumed(path, recorded, ["scheduler.max_concurrent_groups=9999"])
+
+
 def test_the_innermost_differences_of_an_optional_section_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({"model": {"make": "arithmetic"}, "trainer": {"lora": {"rank": 4}}}))

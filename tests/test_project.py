@@ -101,3 +101,7 @@ def test_on_a_full_disk_nothing_is_left_of_a_project(capsys: Capture, bytes: int
     assert said.startswith("engine: NAME 'mine' cannot be written: ") and said.count("\n") == 1, said
     assert "File too large" in said and "; free some space, or give a path on another disk" in said
     assert not Path("mine").exists()
+    Path("mine").mkdir()
+    with largest_file(bytes):
+        assert cli.main(["init", "mine"]) == 2
+    assert list(Path("mine").iterdir()) == [], "the user's own directory stays"

@@ -153,7 +153,7 @@ class Subject:
             yield self.path
             return
         with tempfile.TemporaryDirectory(prefix="engine-evaluate-") as place:
-            export_model(Path(self.path), Path(place) / "model", "float32")
+            export_model(Path(self.path), Path(place) / "model", "float32", argument="TMPDIR")
             yield str(Path(place) / "model")
 
 

@@ -55,11 +55,15 @@ def init(arguments: argparse.Namespace) -> int:
         for package in ("torch", "transformers", "tokenizers"):
             if find_spec(package) is None:
                 raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-    project = _new_directory(arguments.name)
+    project, made = _new_directory(arguments.name)
     try:
         _write_project(project, model)
     except BaseException as error:
-        shutil.rmtree(project, ignore_errors=True)
+        for path in [project] if made else project.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise
         law, fix = f"cannot be written: {error.strerror or error}", "free some space, or give a path on another disk"
@@ -82,12 +86,13 @@ def _model_path(model: str) -> str:
     return found
 
 
-def _new_directory(name: str) -> Path:
-    """Raises: `ConfigError` if it has files or cannot be created."""
+def _new_directory(name: str) -> tuple[Path, bool]:
+    """The directory, and whether it is new. Raises: `ConfigError` if it has files or cannot be created."""
     path = Path(name)
     try:
         if not name.strip():
             raise ValueError("it is empty")
+        made = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
         used = any(path.iterdir())
     except (OSError, ValueError) as error:
@@ -95,7 +100,7 @@ def _new_directory(name: str) -> Path:
         raise ConfigError("NAME", name, law, "give the path of a new directory, for example my-project") from None
     if used:
         raise ConfigError("NAME", name, "is a directory with files", "use a new or empty directory")
-    return path
+    return path, made
 
 
 # -- data --------------------------------------------------------------------------------------------------------------

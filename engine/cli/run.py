@@ -218,7 +218,11 @@ def _train(config: "Config", directory: "RunDirectory", interrupts: Interrupts, 
         complain(f"interrupted; the run is in {where}")
         return INTERRUPTED
     if status is None or status.outcome != "finished":
-        reason = "ended without a status" if status is None else f"{status.ending}: {status.reason.rstrip('.')}"
+        reason = (
+            "ended without a status"
+            if status is None
+            else f"{status.ending or 'was interrupted'}: {status.reason.rstrip('.')}"
+        )
         if asked:
             complain(f"the run ended on request ({reason}); its directory is {where}")
             return INTERRUPTED

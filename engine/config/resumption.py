@@ -92,11 +92,14 @@ def _is_in(field: str, sections: Sequence[str]) -> bool:
 
 
 def _fixed_changes(given: Mapping[str, Any], was: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(path, old value, new value) of changed fields that must not change. `given` may be an invalid configuration."""
+    """(path, old value, new value) of changed fields that must not change. `given` may be an invalid configuration. Of
+    lists of sections it says nothing: `was` has their defaults."""
     for key in [key for key in given if key in was]:
         field, old, new = f"{above}{key}", was[key], given[key]
         if isinstance(old, Mapping):
             yield from _fixed_changes(new, old, f"{field}.") if isinstance(new, Mapping) else ()
+        elif isinstance(old, list) and any(isinstance(item, Mapping) for item in old):
+            continue
         elif old != new and not (field in live_settings() or _is_in(field, FREE) or moved(field, old, new)):
             yield field, old, new
 

@@ -90,7 +90,7 @@ def place_of(error: BaseException) -> str:
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
-        if not code.co_filename.startswith(_OTHERS) and "site-packages" not in code.co_filename:
+        if not code.co_filename.startswith(_OTHERS) and "-packages/" not in code.co_filename:
             place = f" ({code.co_filename.rpartition('/')[2]}:{line}, in {code.co_name})"
     return place
 

@@ -225,9 +225,15 @@ class PlannedTrainer(PlannedQueue):
         return self.plan.trainer_threads
 
     async def _open(self, peers: Peers, restore: Restore | None) -> None:
-        plan = self.plan
         progress = SerialProgress(self._progress_every_s, peers.emit)
         progress.begin(StartProcess, -1 if restore is None else restore.order)
+        try:
+            self._worker = await self._started(peers, restore, progress)
+        finally:
+            progress.end()  # also of a start that fails or is given up
+
+    async def _started(self, peers: Peers, restore: Restore | None, progress: SerialProgress) -> TrainerWorker:
+        plan = self.plan
         if restore is not None and restore.version != NO_VERSION:
             restore = replace(restore, weights=await peers.weights.get(restore.version))
             progress.note()
@@ -252,8 +258,7 @@ class PlannedTrainer(PlannedQueue):
             progress.note()
         if restore is not None and restore.reaches:
             await worker.hand_over(restore.reaches)
-        progress.end()
-        self._worker = worker
+        return worker
 
     def _make(self, restore: Restore | None, progressed: Callable[[], None]) -> Trainer:
         self._made = trainer = self.plan.make_trainer()

@@ -115,7 +115,8 @@ def note_matched(state: State, event: Event, matched: Iterable[Order]) -> None:
         if type(event) in TEACH_NOTHING or (order.subject == "start" and not could_work(state, order)):
             continue  # when it had room to start is not known
         kind, took = KINDS_OF_SUBJECTS[order.subject], time_taken(state, order)
-        if took > check.longest.get(kind, -1.0):
+        whole = not progress or order.subject != "start"  # a part of a start teaches nothing about those of others
+        if whole and took > check.longest.get(kind, -1.0):
             check.learn(state.limits.timeouts, kind, took)
         if progress:
             mark(state, order)

@@ -262,23 +262,26 @@ def has_only_adapter(checkpoint: Path) -> bool:
     return (checkpoint / WEIGHTS_FILE).is_file()
 
 
-def export_model(checkpoint: Path, target: Path, dtype: str, *, adapter: bool = False) -> None:
+def export_model(checkpoint: Path, target: Path, dtype: str, *, adapter: bool = False, argument: str = "--to") -> None:
     """Write the model in a checkpoint, with its tokenizer, as a directory that transformers loads. An adapter is merged
     into its model, unless only the `adapter` is wanted, as a directory that peft loads.
 
-    Raises: `ConfigError` for a checkpoint of another trainer, a target that has files or cannot be written, or a model
-    that no longer exists.
+    Raises: `ConfigError` for a checkpoint of another trainer, a target that has files or cannot be written (`argument`
+    names it), or a model that no longer exists.
     """
     transformers_logging.disable_progress_bar()
     read_state(checkpoint)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError("--to", str(target), "is there already", "use a new or empty directory")
+        raise ConfigError(argument, str(target), "is there already", "use a new or empty directory")
     has_one = has_only_adapter(checkpoint)
     if adapter and not has_one:
         raise ConfigError("--adapter", True, "the checkpoint has a whole model", "leave --adapter out")
     kind = getattr(torch, dtype)
     model: Any = None
-    if not adapter:
+    tensors: dict[str, Tensor] = {}
+    if adapter:
+        tensors = {name: tensor.to(kind) for name, tensor in load_file(checkpoint / WEIGHTS_FILE).items()}
+    else:
         model = merged_model(checkpoint).to(kind) if has_one else _model_in(checkpoint, kind)
     unfinished = target.parent / f".{target.name}.unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -287,14 +290,13 @@ def export_model(checkpoint: Path, target: Path, dtype: str, *, adapter: bool = 
         if model is not None:
             model.save_pretrained(unfinished)
         else:
-            tensors = {name: tensor.to(kind) for name, tensor in load_file(checkpoint / WEIGHTS_FILE).items()}
             save_file(tensors, unfinished / WEIGHTS_FILE)
             shutil.copyfile(checkpoint / CONFIG_FILE, unfinished / CONFIG_FILE)
         _copy_tokenizer(str(checkpoint), unfinished, leave=(CONFIG_FILE,))
         os.rename(unfinished, target)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError("--to", str(target), f"cannot be written: {reason}") from None
+        raise ConfigError(argument, str(target), f"cannot be written: {reason}") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -104,7 +104,9 @@ class RankedTrainer:
     def weights(self) -> PublishedTensors:
         """As `ModelTrainer.weights`. The first rank gathers parameter by parameter and writes into its memory, where
         this process finds the publication, so that one whole copy exists on this machine."""
-        found = find(self._manifest, self._call("weights"))
+        found = find(self._manifest, self._call("weights"), self.pids[0])
+        if found is None and self._processes[0].poll() is not None:
+            self._lose(0)
         if found is None:
             raise EngineError(f"this process may not read the memory of the first rank under /proc/{self.pids[0]}/fd")
         return found

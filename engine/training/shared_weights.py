@@ -67,7 +67,9 @@ class PublishedTensors(dict[str, "Tensor"]):
     """The tensors of one publication by name, in memory that others may read, so it must never be changed."""
 
     def __init__(self, tensors: Mapping[str, "Tensor"], publication: str) -> None:
-        """`publication`: unique to these tensors; equal names mean equal bytes."""
+        """`publication`: unique to these tensors; equal names mean equal bytes. Raises: `ValueError` if it is longer
+        than `HEAD` bytes."""
+        _head(publication)
         super().__init__(tensors)
         self.publication = publication
 
@@ -86,11 +88,13 @@ class Memory:
         self.handle = -1
         self.close: Callable[[], object] = lambda: None
         """Drop the memory. The tensors stay for as long as a process uses them."""
+        self._locks = False
+        """The system has locks for such files, so readers can be counted."""
         self._whole: bytearray | _Pages = bytearray(0 if SHARES else size)
         if SHARES:
             self.handle = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             self.close = weakref.finalize(self, os.close, self.handle)
-            fcntl.flock(self.handle, fcntl.LOCK_EX)
+            self._locks = _lock(self.handle, fcntl.LOCK_EX)
             os.posix_fallocate(self.handle, 0, size)
             fcntl.fcntl(self.handle, fcntl.F_ADD_SEALS, FIXED_SIZE)
             self._whole = _Pages(self.handle, size)
@@ -104,6 +108,7 @@ class Memory:
         self._holders = weakref.ref(view)  # each tensor, and what is made of it, refers to the view
         self._manifest = manifest
         self._publication = publication or secrets.token_hex(8)
+        self._forks = _forks
         self.tensors = _views(view, manifest)
         return True
 
@@ -112,7 +117,7 @@ class Memory:
         tensors, self.tensors = self.tensors, []
         if SHARES:
             os.pwrite(self.handle, _head(self._publication), 0)
-            fcntl.flock(self.handle, fcntl.LOCK_UN)
+            _lock(self.handle, fcntl.LOCK_UN)
         return _named(tensors, self._manifest, self._publication)
 
     def reclaim(self) -> bool:
@@ -123,6 +128,12 @@ class Memory:
         if SHARES:
             os.pwrite(self.handle, _head(""), 0)  # a process may have it open, and would get the lock if this one died
         return True
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether its holders can be counted. A child that was forked since the memory was filled may hold the tensors,
+        and no lock shows that."""
+        return self._forks == _forks and (self._locks or not SHARES)
 
     def pin(self) -> None:
         """Pin the memory: register it with CUDA until it is unmapped. A GPU then copies at its link's full speed."""
@@ -138,6 +149,18 @@ class Memory:
         log.warning("CUDA cannot pin memory for weights (error %d), so publications are copied slowly", code)
         with contextlib.suppress(RuntimeError):  # CUDA's next call would raise the error
             torch.zeros(1, device="cuda")
+
+
+_forks = 0
+"""How often this process has forked."""
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_parent=_count_fork)
 
 
 class _Pages(mmap.mmap):
@@ -160,8 +183,9 @@ class ReusedMemory:
 
     def take(self, manifest: Manifest) -> Memory:
         """Memory for a publication. All other memory that no process holds is freed. Raises: `OSError`."""
-        unused = [memory for memory in self._memories if memory.reclaim()]
-        self._memories = [memory for memory in self._memories if memory not in unused]
+        counted = [memory for memory in self._memories if memory.is_counted]
+        unused = [memory for memory in counted if memory.reclaim()]
+        self._memories = [memory for memory in counted if memory not in unused]
         while unused and not unused[-1].begin(manifest):
             unused.pop()
         memory = unused[-1] if unused else self._make(manifest)
@@ -189,9 +213,10 @@ def copy_of(weights: "Mapping[str, Tensor]") -> tuple[Memory, Manifest]:
     return memory, manifest
 
 
-def find(manifest: Manifest, publication: str) -> PublishedTensors | None:
-    """The tensors of a publication, if a process of this machine has them; this process then holds them, too."""
-    for link in find_links(LINK) if SHARES else ():
+def find(manifest: Manifest, publication: str, pid: int | None = None) -> PublishedTensors | None:
+    """The tensors of a publication, if a process of this machine has them, or the process `pid`; this process then
+    holds them, too."""
+    for link in find_links(LINK, pid) if SHARES else ():
         try:
             handle = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -220,14 +245,15 @@ def hold(handle: int) -> bool:
 def _lock(handle: int, kind: int) -> bool:
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError:  # another process has it, or the system has no such locks
         return False
     return True
 
 
 def _head(publication: str) -> bytes:
     head = publication.encode().ljust(HEAD, b"\0")
-    assert len(head) == HEAD, publication
+    if len(head) > HEAD:
+        raise ValueError(f"the name of a publication must have at most {HEAD} bytes, but has {len(head)}")
     return head
 
 
@@ -295,9 +321,10 @@ def _is_at(handle: int, path: Path) -> bool:
         return False
 
 
-def find_links(name: str) -> Iterator[str]:
-    """Paths in `/proc` of the open files with a name, of all processes of this machine that this one may see."""
-    for process in os.listdir("/proc"):
+def find_links(name: str, pid: int | None = None) -> Iterator[str]:
+    """Paths in `/proc` of the open files with a name, of the process `pid`, or of all processes of this machine that
+    this one may see."""
+    for process in os.listdir("/proc") if pid is None else [str(pid)]:
         if not process.isdigit():
             continue
         with contextlib.suppress(OSError):

@@ -371,6 +371,18 @@ def test_the_delay_of_a_start_does_not_count() -> None:
     assert cut_or_stopped(wait(run, run.clock + 2.0)) == ["StopProcess"]
 
 
+def test_a_part_of_a_start_teaches_nothing_about_whole_starts() -> None:
+    """Otherwise a trainer that has loaded its weights would shorten the limit of an engine that takes longer."""
+    run = small(every(None, start_s=AUTO))
+    run.tell(ReplicasWanted(replicas=2))
+    start, known = run.ordered(StartProcess)[-1], dict(run.state.limit_check.longest)
+    run.clock += 500.0
+    run.tell(OrderProgressed(order=start.number))
+    assert run.state.limit_check.longest == known
+    (order,) = [order for order in run.state.orders.all() if order.number == start.number]
+    assert time_taken(run.state, order) == 0.0
+
+
 def test_a_start_that_waited_for_room_teaches_nothing_about_starts() -> None:
     run = small(every(None, start_s=AUTO))
     run.tell(ReplicasWanted(replicas=2))

@@ -115,6 +115,31 @@ def test_a_version_nobody_holds_any_more_gives_its_memory_to_the_next_one() -> N
     assert values(fourth) == values(find(manifest(), fourth.publication)) == {4.0}
 
 
+def test_a_version_that_a_forked_child_may_hold_is_not_overwritten() -> None:
+    """A child shares the open file of its parent, so no lock shows what it holds."""
+    reused = ReusedMemory(pins=False)
+    first = fill(reused, 1.0)
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writes)
+        os.read(reads, 1)  # ends when the parent has published again
+        os._exit(int(values(first) != {1.0}))
+    os.close(reads)
+    before = inodes(os.getpid())
+    del first
+    fill(reused, 2.0)
+    fill(reused, 3.0)
+    assert not before & inodes(os.getpid()), "the parent has freed it"
+    os.close(writes)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_the_name_of_a_publication_must_fit_its_memory() -> None:
+    with pytest.raises(ValueError, match="at most 64 bytes, but has 65"):
+        PublishedTensors({}, "x" * 65)
+
+
 @pytest.mark.parametrize("ends", ["killed", "released"])
 def test_a_version_that_another_process_holds_does_not_change(ends: str) -> None:
     reused = ReusedMemory(pins=False)

@@ -190,7 +190,9 @@ def _open_file(name: str, inode: str) -> int | None:
     for link in find_links(name):
         with contextlib.suppress(OSError):
             handle = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
-            if _name_inode(handle) == inode and hold(handle):
-                return handle
-            os.close(handle)
+            try:
+                if _name_inode(handle) == inode and hold(handle):
+                    return os.dup(handle)  # shares its lock
+            finally:
+                os.close(handle)
     return None
