@@ -712,11 +712,10 @@ async def test_a_trainer_begins_where_its_start_order_says(tmp_path: Path, clust
     ended.tracks = True
     for step in range(6):
         ended.train(step, (step,), (0,))
-    scene.start(TRAINER, 0, 1)
-    scene.start(TRAINER, 0, 2, steps=4, updates=8, redo=(4, 5), number=31)
-    scene.start(TRAINER, 0, 3, steps=6, updates=12, version=3)
-    scene.start(TRAINER, 0, 4, redo=(0,))
-    await settled()
+    begins = ({}, {"steps": 4, "updates": 8, "redo": (4, 5), "number": 31}, {"steps": 6, "updates": 12, "version": 3})
+    for life, beginning in enumerate((*begins, {"redo": (0,)}), 1):
+        scene.start(TRAINER, 0, life, **beginning)  # type: ignore[arg-type]
+        await settled()
     redo = [Redo(step=step, groups=(step,), staleness=(0,)) for step in range(6)]
     checkpoint = str(checkpoint_path(tmp_path / "checkpoints", 4))
     assert [scene.handle(f"trainer/{life}").opened_with for life in (1, 2, 3, 4)] == [
