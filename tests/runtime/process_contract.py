@@ -148,13 +148,14 @@ class Scene:
         life = {"kind": kind, "index": 0, "incarnation": incarnation}
         self.supervisor.stop(commands.StopProcess(**life, reason="enough", hung=hung, cause=0))
 
-    def order(self, kind: str, command: Any, incarnation: int | None = None) -> None:
+    def order(self, kind: str, command: Any, incarnation: int | None = None) -> int:
+        """Send an order. Returns the number of messages."""
         self.supervisor.order(kind, 0, SentOrder(command, Prompt(row=0, text="?")), incarnation)
-        self.supervisor.flush()
+        return self.supervisor.flush()
 
-    def generate(self, group: int, incarnation: int) -> None:
+    def generate(self, group: int, incarnation: int) -> int:
         order = commands.StartGroup(group=group, attempt=1, replica=0, incarnation=incarnation, cause=0)
-        self.order(REPLICA, order, incarnation)
+        return self.order(REPLICA, order, incarnation)
 
     def probe(self, kind: str, incarnation: int, order: int) -> None:
         life = {"kind": kind, "index": 0, "incarnation": incarnation}
@@ -173,7 +174,7 @@ class Scene:
         lines = [line.split() for line in (self.directory / kind).read_text().splitlines()]
         return [what for what, _ in lines], [int(pid) for _, pid in lines]
 
-    async def hold(self, act: Callable[[], None]) -> Callable[[], None]:
+    async def hold(self, act: Callable[[], object]) -> Callable[[], None]:
         """Do what makes a process wait at the gate, and return once it does. Returns what opens the gate."""
         gate = self.directory / "gate"
         os.mkfifo(gate)
@@ -220,10 +221,10 @@ async def play_case(scene: Scene, name: str) -> None:
 
 @case
 async def a_started_process_reports_once_that_it_is_up_with_its_slots(scene: Scene) -> None:
-    for _ in range(2):
-        scene.start(REPLICA, 5)
+    scene.start(REPLICA, 5)
+    scene.start(TRAINER, 2)
     await asyncio.gather(scene.up(REPLICA, 5), scene.up(TRAINER, 2))
-    await scene.answer(REPLICA, 5, 1)
+    await asyncio.gather(scene.answer(REPLICA, 5, 1), scene.answer(TRAINER, 2, 2))
     ups = sorted((one for one in scene.reports if isinstance(one, ProcessUp)), key=lambda up: up.incarnation)
     trainer = ProcessUp(kind=TRAINER, index=0, incarnation=2)
     assert ups == [trainer, ProcessUp(kind=REPLICA, index=0, incarnation=5, slots=SLOTS)]
@@ -237,9 +238,11 @@ async def a_start_that_fails_is_lost_once_with_the_users_error_and_the_next_work
     lost = await scene.hears(ProcessLost, incarnation=1)
     assert lost.reason == "it could not be started: RuntimeError: no memory"
     scene.start(REPLICA, 1)  # it is over
+    await scene.up(TRAINER, 3)
     scene.stop(REPLICA, 1)  # is answered all the same
     await scene.up(REPLICA, 2)
-    assert scene.lives == [(ProcessLost, 1), (ProcessLost, 1), (ProcessUp, 2)]
+    assert scene.lives == [(ProcessLost, 1), (ProcessUp, 3), (ProcessLost, 1), (ProcessUp, 2)]
+    assert scene.noted(REPLICA)[0] == ["begin"]
 
 
 @case
@@ -294,8 +297,7 @@ async def a_lost_process_is_reported_once_with_the_reason(scene: Scene) -> None:
 async def what_is_ordered_of_an_earlier_life_does_not_reach_the_next(scene: Scene) -> None:
     await scene.up(REPLICA, 2)
     scene.probe(REPLICA, 1, order=1)
-    scene.generate(1, 1)
-    scene.generate(2, 2)
+    assert (scene.generate(1, 1), scene.generate(2, 2)) == (0, 1)
     scene.stop(REPLICA, 1)
     assert (await scene.hears(GroupGenerated, incarnation=2)).group == 2
     await scene.answer(REPLICA, 2, order=2)

@@ -32,7 +32,7 @@ class VirtualScene(Scene):
         dice = Dice(Setting(limits=plan.limits))
         super().__init__(plan, VirtualProcesses(plan, *stores, dice, self.deliver, lambda *_: None, lambda: True))
 
-    async def hold(self, act: Callable[[], None]) -> Callable[[], None]:
+    async def hold(self, act: Callable[[], object]) -> Callable[[], None]:
         act()
         await asyncio.sleep(1.0)
         return lambda: None
