@@ -1,8 +1,8 @@
 """The interface between the runtime and the processes of a run.
 
 Called by `supervisor.py` and `executor.py`; implemented over Ray by `actors.ray_processes`, in one process by
-`runtime.local.local_processes`. An implementation starts, messages, probes and stops processes, and reports what
-happened. It must never decide anything.
+`runtime.local.local_processes`, on a virtual clock by `simulation.virtual_processes`. An implementation starts,
+messages, probes and stops processes, and reports what happened. It must never decide anything.
 """
 
 from collections.abc import Awaitable, Iterator, Mapping, Sequence

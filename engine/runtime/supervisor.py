@@ -7,7 +7,7 @@ restarts (`scheduling/processes.py`).
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from engine.commands import ProbeProcess, StartProcess, StopProcess
@@ -78,8 +78,8 @@ class Supervisor:
         self._ordered: dict[Key, Life] = {}
         self._begun: dict[Key, Incarnation] = {}
         """The newest incarnation of each process that this supervisor has started or refused."""
-        self._ending: dict[Key, Incarnation] = {}
-        """Incarnations that were killed but have not ended yet."""
+        self._ending: dict[tuple[Key, Incarnation], asyncio.Future[object]] = {}
+        """The ends of incarnations that were killed but have not ended yet."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._found = found
@@ -206,23 +206,22 @@ class Supervisor:
     def stop(self, command: StopProcess) -> None:
         """End an incarnation and report it, even if it has ended already."""
         key = (command.kind, command.index)
-        if self._closed or self._ending.get(key) == command.incarnation:
+        if self._closed or (key, command.incarnation) in self._ending:
             return
         life = self._lives.get(key)
         current = life is not None and life.incarnation == command.incarnation
         if life is not None and current and (command.hung or life.kind == TRAINER):
             self._spawn(self._end(life, command))
             return
-        gone = self._forget(life) if life is not None and current else None
-        if gone is None:
-            self._deliver(self._loss(key, command.incarnation, command.reason))
+        if life is not None and current:
+            self._forget(life)
+        if (key, command.incarnation) in self._ending:
+            self._spawn(self._report_gone(key, command))
         else:
-            self._ending[key] = command.incarnation
-            self._spawn(self._report_gone(key, command, gone))
+            self._deliver(self._loss(key, command.incarnation, command.reason))
 
-    async def _report_gone(self, key: Key, command: StopProcess, gone: Awaitable[object]) -> None:
-        await gone
-        del self._ending[key]
+    async def _report_gone(self, key: Key, command: StopProcess) -> None:
+        await self._until_gone(key)
         if not self._closed:
             self._deliver(self._loss(key, command.incarnation, command.reason))
 
@@ -253,8 +252,9 @@ class Supervisor:
         try:
             if command.delay_s and not life.opening:
                 await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=command.delay_s)
-                if not self._is_current(life):
-                    return
+            await self._until_gone(key)
+            if not self._is_current(life):
+                return
             opening = life.opening or life.bring_up(self._restore(command) if life.kind == TRAINER else None)
             if life.kind in (REPLICA, TRAINER) and not opening.done():
                 await self._report_wait(life, opening)
@@ -424,24 +424,30 @@ class Supervisor:
         for end in closing:
             if not end.cancel() and not end.cancelled():
                 end.exception()  # retrieved, otherwise asyncio warns
-        gone = [gone for life in lives if (gone := life.process.kill()) is not None]
+        gone = [*self._ending.values(), *(gone for life in lives if (gone := life.process.kill()) is not None)]
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, *gone, return_exceptions=True)
 
     async def _end_life(self, life: Life, *, hung: bool = False) -> None:
         """`_forget`, then wait until the next incarnation may start."""
-        gone, key = self._forget(life, hung=hung), (life.kind, life.index)
-        if gone is not None:
-            self._ending[key] = life.incarnation
-            await gone
-            del self._ending[key]
+        self._forget(life, hung=hung)
+        await self._until_gone((life.kind, life.index))
 
-    def _forget(self, life: Life, *, hung: bool = False) -> Awaitable[object] | None:
-        """Kill an incarnation and report nothing more about it. Returns the result of `ProcessHandle.kill`."""
-        self._lives.pop((life.kind, life.index), None)
-        self._ordered.pop((life.kind, life.index), None)
-        return life.process.kill(hung=hung) if life.kind not in SERVICES else None
+    def _forget(self, life: Life, *, hung: bool = False) -> None:
+        """Kill an incarnation and report nothing more about it."""
+        key = (life.kind, life.index)
+        self._lives.pop(key, None)
+        self._ordered.pop(key, None)
+        gone = life.process.kill(hung=hung) if life.kind not in SERVICES else None
+        if gone is not None:
+            ending = self._ending[key, life.incarnation] = asyncio.ensure_future(gone)
+            ending.add_done_callback(lambda end: self._ending.pop((key, life.incarnation)))
+
+    async def _until_gone(self, key: Key) -> None:
+        """Wait until the incarnations of a process that were killed have ended."""
+        if ending := [end for (process, _), end in self._ending.items() if process == key]:
+            await asyncio.wait(ending)
 
     def _loss(
         self, key: Key, incarnation: Incarnation, reason: str, *, final: bool = False, **known: Any

@@ -9,6 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from engine.commands import MeasureRows, ResumeGroup, StartGroup
@@ -159,7 +160,7 @@ class VirtualProcesses:
         def peers(broken: Callable[[str], None], waits: Waits) -> Peers:
             return Peers(
                 trajectories=self._trajectories, weights=self._weights, report=self._report, broken=broken,
-                emit=lambda event: self._send(process, outbox, event), ask_trainer=self._ask_trainer,
+                emit=lambda event: self._send(process, outbox, event), ask_trainer=partial(self._ask_trainer, waits),
             )  # fmt: skip
 
         process = VirtualProcess(WORKERS[kind](self._plan, index, incarnation), peers, self._dice, self._launched())
@@ -170,8 +171,9 @@ class VirtualProcesses:
         if not (process.hung or process.dead):
             outbox.send(event)
 
-    async def _ask_trainer(self, steps: StepId) -> None:
-        await self.newest[TRAINER, 0].hand_over(steps)
+    async def _ask_trainer(self, waits: Waits, steps: StepId) -> None:
+        with waits.on(TRAINER):
+            await self.newest[TRAINER, 0].hand_over(steps)
 
     def last(self, kind: str, index: int) -> bool:
         return kind == REPLICA and self._dice.chance(self._dice.setting.faults.stay_dead)

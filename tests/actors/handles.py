@@ -22,7 +22,7 @@ from ray_plans import plan
 from engine.actors import placement
 from engine.actors.detached_actors import PackedPlan, RunningActors
 from engine.actors.ray_processes import RayProcesses
-from engine.commands import Command, ProbeProcess, StartProcess, StopProcess
+from engine.commands import Command, StartProcess, StopProcess
 from engine.events import Event, ProcessLost, stamp
 from engine.runtime.plan import Plan
 from engine.runtime.process_port import Sign, source_of
@@ -45,10 +45,9 @@ class Handle:
         """What its end says once it is `over`."""
         self.pid = pid
         """None: it is silent."""
-        self.waits_for = ""
         self.opened_with: list[tuple[Any, ...]] = []
         self.orders: list[Command] = []
-        self.joins = self.watchers = self.beats = self.closes = self.handed_over = 0
+        self.joins = self.watchers = self.closes = self.handed_over = 0
         for method in ("bring_up", "join", "carry_out", "alive", "beat", "close", "hand_over"):
             setattr(self, method, SimpleNamespace(remote=getattr(self, f"_{method}")))
 
@@ -81,10 +80,9 @@ class Handle:
         return self.end
 
     async def _beat(self) -> Sign:
-        self.beats += 1
         while self.pid is None:
             await asyncio.Event().wait()
-        return Sign(self.pid, self.waits_for)
+        return Sign(self.pid)
 
     async def _close(self) -> None:
         self.closes += 1
@@ -210,10 +208,6 @@ class Scene:
 
     def stop(self, kind: str, index: int, incarnation: int) -> None:
         self.supervisor.stop(StopProcess(kind=kind, index=index, incarnation=incarnation, reason="enough", cause=0))
-
-    def probe(self, kind: str, index: int, incarnation: int) -> None:
-        life = {"kind": kind, "index": index, "incarnation": incarnation}
-        self.supervisor.probe(ProbeProcess(**life, order=5, reason="it is late", chain="", cause=0))
 
     def take_over(self) -> None:
         """As the scheduler actor does it."""

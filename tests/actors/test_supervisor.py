@@ -10,14 +10,13 @@ from handles import RayOfHandles, Scene, played, settled
 from ray.exceptions import RayError
 from ray_plans import Mortal, restore_mortal
 
-from engine.commands import Command, SaveCheckpoint, ScoreBatch, StartGroup, StopProcess, TrainStep
+from engine.commands import Command, SaveCheckpoint, ScoreBatch, StartGroup, TrainStep
 from engine.errors import EngineError
 from engine.events import (
     CheckpointDamaged,
     CheckpointSaved,
     Event,
     ProcessLost,
-    ProcessProbed,
     ProcessUp,
     ProcessWaits,
     ReplicaPaused,
@@ -44,20 +43,6 @@ def is_up(replica: int, incarnation: int = 1) -> ProcessUp:
 
 
 # starting
-
-
-@played
-async def test_a_life_is_started_once_whoever_asks_and_how_often(tmp_path: Path, cluster: RayOfHandles) -> None:
-    scene = Scene(tmp_path, cluster)
-    for kind in (TRAINER, REPLICA):
-        scene.start(kind, 0, 3)
-        scene.start(kind, 0, 3)
-        await settled()
-        await scene.begin(kind, 0, 3)
-    assert [*cluster.handles] == ["trainer/3", "rollout-0/3"] and cluster.killed == []
-    assert scene.events == [ProcessUp(kind=TRAINER, index=0, incarnation=3)]
-    replica = scene.handle("rollout-0/3")
-    assert (len(replica.opened_with), replica.joins, replica.watchers) == (1, 1, 1), "it says itself that it is up"
 
 
 @played
@@ -91,38 +76,6 @@ async def test_the_trainer_loads_before_replicas_that_share_its_gpu(
     assert len(replica.opened_with) == 1 and not opening.done()
     replica.opens.set()
     await opening
-
-
-@pytest.mark.parametrize("up", [True, False], ids=["up", "starting"])
-@pytest.mark.parametrize("kind", [REPLICA, TRAINER])
-@played
-async def test_an_older_life_is_ended_before_the_next_is_started(
-    tmp_path: Path, cluster: RayOfHandles, kind: str, up: bool
-) -> None:
-    cluster.up_at_once = up
-    scene = Scene(tmp_path, cluster)
-    await scene.begin(kind, 0, 1)
-    first = next(iter(cluster.handles))
-    scene.start(kind, 0, 2)
-    assert cluster.killed == [first]
-    await scene.begin(kind, 0, 1)
-    assert len(cluster.handles) == 2 and cluster.killed == [first] and scene.lost == []
-
-
-@pytest.mark.parametrize("kind", [REPLICA, TRAINER, SCORER])
-@played
-async def test_a_life_that_cannot_be_started_is_lost_once(tmp_path: Path, cluster: RayOfHandles, kind: str) -> None:
-    cluster.up_at_once = False
-    scene = Scene(tmp_path, cluster, rollout_gpus=2.0)
-    scene.start(kind, 0, 1)
-    ((name, handle),) = cluster.handles.items()
-    handle.failure = RuntimeError("no memory")
-    handle.opens.set()
-    await settled()
-    assert scene.lost == [(name[:-2], 1, "it could not be started: RuntimeError: no memory")]
-    assert cluster.killed == [name] and cluster.set_aside == []
-    await scene.begin(kind, 0, 1)
-    assert len(scene.events) == len(cluster.handles) == 1, "it is over"
 
 
 @pytest.mark.parametrize("kind", [REPLICA, TRAINER])
@@ -182,59 +135,7 @@ async def test_a_replica_without_room_says_that_it_waits_and_joins_when_there_is
 # stopping
 
 
-@pytest.mark.parametrize("how", ["up", "starting", "gone", "never begun"])
-@played
-async def test_a_life_that_is_stopped_is_ended_and_lost(tmp_path: Path, cluster: RayOfHandles, how: str) -> None:
-    cluster.up_at_once = how != "starting"
-    scene = Scene(tmp_path, cluster, rollout_gpus=2.0)
-    if how != "never begun":
-        scene.start(REPLICA, 0, 1)
-        await settled()
-    if how == "gone":
-        scene.handle("rollout-0/1").die()
-        await settled()
-    scene.stop(REPLICA, 0, 1)
-    assert scene.lost[-1] == ("rollout-0", 1, "enough")
-    await settled()
-    assert len(scene.lost) == (2 if how == "gone" else 1), "the end of the actor is no news"
-    assert cluster.killed == [*cluster.handles] and cluster.set_aside == []
-
-
-@played
-async def test_a_probe_is_answered_by_the_life_that_it_is_for_unless_that_hangs(
-    tmp_path: Path, cluster: RayOfHandles
-) -> None:
-    scene = Scene(tmp_path, cluster)
-    handle = await scene.begin(SCORER, 0, 2)
-    scene.events.clear()
-    for incarnation, pid in ((1, 7), (2, None), (2, 7)):
-        handle.pid, handle.waits_for = pid, TRAINER
-        scene.probe(SCORER, 0, incarnation)
-        await settled()
-    assert scene.events == [ProcessProbed(kind=SCORER, index=0, incarnation=2, order=5, waits_for=TRAINER)]
-
-
-@played
-async def test_a_life_is_not_stopped_for_another(tmp_path: Path, cluster: RayOfHandles) -> None:
-    scene = Scene(tmp_path, cluster)
-    await scene.begin(REPLICA, 0, 2)
-    scene.stop(REPLICA, 0, 1)
-    assert cluster.killed == [] and scene.lost == [("rollout-0", 1, "enough")]
-
-
 # orders
-
-
-@played
-async def test_orders_reach_the_life_that_they_are_for_and_no_other(tmp_path: Path, cluster: RayOfHandles) -> None:
-    scene = Scene(tmp_path, cluster)
-    await scene.begin(REPLICA, 0, 2)
-    for life in (1, 2, 3):
-        order = StartGroup(group=life, attempt=1, replica=0, incarnation=life, cause=0)
-        scene.supervisor.order(REPLICA, 0, SentOrder(order), life)
-    scene.supervisor.order(REPLICA, 1, SentOrder(order), 1)
-    assert (scene.supervisor.flush(), scene.supervisor.flush()) == (1, 0)
-    assert [order.group for order in scene.handle("rollout-0/2").orders] == [2]  # type: ignore[attr-defined]
 
 
 @played
@@ -612,25 +513,6 @@ async def test_of_a_process_that_hangs_the_loss_names_its_stacks(
     assert cluster.killed == ["rollout-0/1"]
 
 
-@played
-async def test_the_stacks_and_publication_of_a_trainer_stopped_as_hung_are_reported(
-    tmp_path: Path, cluster: RayOfHandles
-) -> None:
-    scene = with_checkpoints(Scene(tmp_path, cluster))
-    file = stacks_file(tmp_path, "trainer")
-    register_stacks(file)
-    cluster.pid = os.getpid()
-    await scene.begin(TRAINER, 0, 1)
-    command = StopProcess(kind=TRAINER, index=0, incarnation=1, reason="it is slow", hung=True, cause=0)
-    for _ in range(2):  # a restarted scheduler repeats it
-        scene.supervisor.stop(command)
-    await scene.hears(ProcessLost)
-    await settled()
-    assert scene.lost == [("trainer", 1, f"it is slow; its stacks are in {file}")]
-    assert "most recent call first" in file.read_text()
-    assert cluster.killed == ["trainer/1"]
-
-
 # races
 
 
@@ -712,11 +594,10 @@ async def test_a_trainer_begins_where_its_start_order_says(tmp_path: Path, clust
     ended.tracks = True
     for step in range(6):
         ended.train(step, (step,), (0,))
-    scene.start(TRAINER, 0, 1)
-    scene.start(TRAINER, 0, 2, steps=4, updates=8, redo=(4, 5), number=31)
-    scene.start(TRAINER, 0, 3, steps=6, updates=12, version=3)
-    scene.start(TRAINER, 0, 4, redo=(0,))
-    await settled()
+    begins = ({}, {"steps": 4, "updates": 8, "redo": (4, 5), "number": 31}, {"steps": 6, "updates": 12, "version": 3})
+    for life, beginning in enumerate((*begins, {"redo": (0,)}), 1):
+        scene.start(TRAINER, 0, life, **beginning)  # type: ignore[arg-type]
+        await settled()
     redo = [Redo(step=step, groups=(step,), staleness=(0,)) for step in range(6)]
     checkpoint = str(checkpoint_path(tmp_path / "checkpoints", 4))
     assert [scene.handle(f"trainer/{life}").opened_with for life in (1, 2, 3, 4)] == [

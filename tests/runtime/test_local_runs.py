@@ -501,26 +501,6 @@ def test_a_factory_that_raises_is_asked_again_after_the_ordered_delay(monkeypatc
     assert delays == [0.0, 0.0, 0.002, 0.004]
 
 
-def test_the_next_life_of_a_replica_begins_when_the_one_before_is_closed() -> None:
-    """It may need the memory that the generator before it holds."""
-    calls: list[str] = []
-
-    class Slow(Mortal):
-        def __init__(self) -> None:
-            super().__init__(0)
-            calls.append("made")
-
-        async def close(self) -> None:
-            calls.append("closing")
-            for _ in range(8):
-                await asyncio.sleep(0)
-            calls.append("closed")
-
-    with pytest.raises(RunFailed, match="its engine ended"):
-        run(generators=lambda replica: Slow(), replacements=2)
-    assert calls == ["made", "closing", "closed"] * 3
-
-
 @pytest.mark.parametrize("turns", range(16))
 def test_a_replica_that_is_given_up_and_fails_by_itself_is_lost_once(turns: int) -> None:
     class Broken(SimpleGenerator):
