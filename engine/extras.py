@@ -45,7 +45,8 @@ def _source() -> tuple[str, bool]:
         return str(clone), True
     path = Path(unquote(urlsplit(found.get("url", "")).path))
     if not found.get("url", "").startswith("file:") or not path.exists():
-        return NAME, False
+        in_clone = (clone / "pyproject.toml").is_file()  # whose egg-info, found first, does not say where it is from
+        return (str(clone), True) if in_clone else (NAME, False)
     return str(path), bool(found.get("dir_info", {}).get("editable"))
 
 

@@ -90,7 +90,7 @@ def test_a_project_keeps_its_modes(tmp_path: Path, start: str) -> None:
         path.mkdir()
         path.chmod(0o755)
     if start == "engine run":
-        with pytest.raises(ConfigError, match=r"--run-dir '.*project' is not empty: it has logs; use a new or"):
+        with pytest.raises(ConfigError, match=r"--run-dir '.*project' is not empty: it has logs; a run needs a new or"):
             run_directory.create(tmp_path / "runs", "a", config_yaml="a: 1\n", chosen=project)
         assert not (project / "schedule").exists()
     else:
