@@ -1,15 +1,22 @@
 """A tiny model on disk and short ways to make batches for the training tests. No downloads, no sleeps, all seeded."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from forked_ranks import SETTINGS, ForkServer, OfRanks, starts_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from engine.protocols import Batch
+from engine.training.model_trainer import ModelTrainer
+from engine.training.ranked_trainer import RankedTrainer
+from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 
 VOCABULARY = 16
@@ -123,3 +130,28 @@ def flawed_batch() -> Callable[[int], Batch]:
 @pytest.fixture
 def as_batch() -> Callable[[int, Sequence[TrajectoryGroup]], Batch]:
     return make_batch
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ForkServer]:
+    made = ForkServer()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def of_ranks(server: ForkServer, model_path: str) -> OfRanks:
+    """A trainer of so many ranks, which fail as the files of the folder `faults` say."""
+
+    @contextmanager
+    def started(count: int, path: str = model_path, faults: Path | None = None, **changes: Any) -> Iterator[Any]:
+        settings = TrainerSettings(**{**SETTINGS, "ranks": count, **changes})
+        if count == 1:
+            yield ModelTrainer(path, settings)
+            return
+        with starts_of(server, faults):
+            trainer = RankedTrainer(path, settings)
+        with closing(trainer):
+            yield trainer
+
+    return started

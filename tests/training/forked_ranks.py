@@ -11,8 +11,8 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,12 @@ import pytest
 import torch
 
 from engine.training import rank_process
+
+OfRanks = Callable[..., AbstractContextManager[Any]]
+SETTINGS: dict[str, Any] = {
+    "learning_rate": 1e-3, "adam_eps": 1e-6, "policy_mini_batch_size": 2, "micro_batch_tokens": 40,
+    "old_policy": "proximal", "kl_loss_coef": 0.1, "weight_decay": 0.1, "max_grad_norm": 0.1,
+}  # fmt: skip
 
 IMPORTED = (
     "torch.distributed.fsdp",
@@ -74,6 +80,9 @@ class Forked:
     def wait(self) -> int:
         if self.returncode is None:
             self.returncode = self._server.wait(self.pid)
+        return self.returncode
+
+    def poll(self) -> int | None:
         return self.returncode
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from forked_ranks import OfRanks
 from peft import PeftModel
 from safetensors.torch import load_file
-from test_ranks import close_to, of_ranks
+from test_ranks import close_to
 from test_trainer_steps import same
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -263,15 +264,15 @@ def test_an_export_that_cannot_be_says_what_is_missing(
 
 
 def test_ranks_train_the_adapter_that_one_trains_and_resume_on_any_number(
-    model_path: str, batch: MakeBatch, tmp_path: Path
+    of_ranks: OfRanks, batch: MakeBatch, tmp_path: Path
 ) -> None:
     """Frozen and trained parameters are sharded together; the reference is scored between the steps."""
     settings = {"lora": LORA, "learning_rate": 1e-2}
-    with of_ranks(1, model_path, **settings) as alone:
+    with of_ranks(1, **settings) as alone:
         expected = [alone.train(batch(step)) for step in range(2)]
         weights = alone.weights()
     for count, begins in ((1, 0), (2, 1)):
-        with of_ranks(count, model_path, **settings) as trainer:
+        with of_ranks(count, **settings) as trainer:
             if begins:
                 assert trainer.load(str(tmp_path / f"step-{begins}")) == begins
             for task in ("ref_logprobs", "old_logprobs"):

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked_ranks import OfRanks
 from safetensors.torch import load_file, save_file
-from test_ranks import close_to, of_ranks
+from test_ranks import close_to
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config
 
 from engine.cli import main
@@ -126,14 +127,14 @@ def test_a_model_that_transformers_converts_is_loaded_and_saved_whole(
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_checkpoint_is_written_and_read_in_files_of_bounded_size(
-    model_path: str, batch: MakeBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int,
+    model_path: str, of_ranks: OfRanks, batch: MakeBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     run = tmp_path / "run"
     (run / "schedule").mkdir(parents=True)
     if count == 1:
         monkeypatch.setattr(model_files, "FILE_BYTES", 3000)
-    with of_ranks(count, model_path) as trainer:
+    with of_ranks(count) as trainer:
         trainer.train(batch(0))
         saved = save_checkpoint(trainer, run / "checkpoints", 1)
         weights = {name: value.clone() for name, value in trainer.weights().items()}

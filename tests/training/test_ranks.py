@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from forked_ranks import ForkServer, starts_of
+from forked_ranks import SETTINGS, OfRanks
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from weight_holders import inodes
 
@@ -27,41 +27,9 @@ from engine.errors import ConfigError, TrainerSpoiled
 from engine.plans.trainers import make_trainer
 from engine.protocols import Batch
 from engine.runtime.stacks import dump_stacks, register_stacks, stacks_file
-from engine.training.model_trainer import ModelTrainer
-from engine.training.ranked_trainer import RankedTrainer
 from engine.training.trainer_settings import TrainerSettings
 
 MakeBatch = Callable[..., Batch]
-OfRanks = Callable[..., AbstractContextManager[Any]]
-SETTINGS: dict[str, Any] = {
-    "learning_rate": 1e-3, "adam_eps": 1e-6, "policy_mini_batch_size": 2, "micro_batch_tokens": 40,
-    "old_policy": "proximal", "kl_loss_coef": 0.1, "weight_decay": 0.1, "max_grad_norm": 0.1,
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    made = ForkServer()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def of_ranks(server: ForkServer, model_path: str) -> OfRanks:
-    """A trainer of so many ranks, which fail as the files of the folder `faults` say."""
-
-    @contextmanager
-    def started(count: int, path: str = model_path, faults: Path | None = None, **changes: Any) -> Iterator[Any]:
-        settings = TrainerSettings(**{**SETTINGS, "ranks": count, **changes})
-        if count == 1:
-            yield ModelTrainer(path, settings)
-            return
-        with starts_of(server, faults):
-            trainer = RankedTrainer(path, settings)
-        with closing(trainer):
-            yield trainer
-
-    return started
 
 
 def close_to(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
