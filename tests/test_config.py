@@ -240,7 +240,7 @@ def test_a_directory_and_bytes_are_refused(tmp_path: Path) -> None:
         ("model.make.deep=3", "model.make is a value, not a section"),
         ("run.seed=[", "is not valid YAML"),
         ("trainer=", "--set 'trainer=' has no value"),
-        ("run.seed= ", "has no value; give one"),
+        ("run.seed= ", "has no value; give a value"),
     ],
 )
 def test_a_malformed_override_is_refused(tmp_path: Path, override: str, says: str) -> None:
