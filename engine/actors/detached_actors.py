@@ -107,7 +107,7 @@ def prepare_process(name: str, run_dir: Path | None, threads: int | None = None,
 
 
 def calls_file(run_dir: Path, name: str) -> Path:
-    """The file for the user's functions that a process is calling, beside its log."""
+    """The file, beside a process's log, that names the user's function it is calling."""
     return run_dir / "logs" / f"{name}.calls"
 
 

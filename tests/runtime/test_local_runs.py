@@ -128,7 +128,7 @@ def test_prompts_in_memory_may_hold_any_object() -> None:
 
 def test_what_a_generator_changes_after_it_has_returned_is_not_trained_on() -> None:
     class Reusing(SimpleGenerator):
-        """Fills the same trajectories for every group."""
+        """Fills one set of trajectory objects again for each group."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -1,6 +1,6 @@
 """Checks the arguments of `run` and `Session` before anything starts.
 
-Called by `run.py` and `session.py`. `RULES` has a row for every argument. It must never call an argument.
+Called by `run.py` and `session.py`. `RULES` has a row for each argument. This module must never call an argument.
 """
 
 import inspect
