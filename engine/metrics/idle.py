@@ -239,6 +239,11 @@ class IdleTime:
             self._period = Period(at, split, period, seconds if period is not None else 0.0)
 
     @property
+    def period(self) -> Period | None:
+        """The period that the newest event is in; None before the first event."""
+        return self._period
+
+    @property
     def sums(self) -> Period:
         """Seconds by cause until the newest event."""
         at = self.at  # first: see the class

@@ -1,0 +1,173 @@
+"""The history of a run, as timeline, report and explanation use it: compared with the scheduler's own books."""
+
+from collections import Counter, defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import ConfigError, EngineError, RecordError
+from engine.inspect.history import FATES, NO_EVENT, RUNNING, History
+from engine.inspect.history_reader import read_history
+from engine.policies import PolicySet
+from engine.record import Header, Record, Recorder, read, replay
+from engine.record.recorder import MemoryRecorder
+from engine.record.replayer import build_scheduler
+from engine.simulation.world import Faults, Setting, World
+from engine.states.group import phase_of
+from engine.states.limits import Limits
+from engine.states.machine import Phase
+from engine.states.state import State
+from tests.oracle import clock_removal, worlds
+from tests.oracle.worlds import RunReport
+
+LIMITS = Limits(
+    train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=8, sync_mode="abort", max_steps=6
+)  # fmt: skip
+WORLDS = [
+    *((worlds.calm, number) for number in (1, 4)),
+    *((worlds.preset, number) for number in (2, 11)),
+    *((worlds.rough, number) for number in (0, 3, 21)),
+    *((worlds.asked, number) for number in (2, 5)),
+    *((clock_removal.cut, number) for number in (3, 8, 12)),
+    *((clock_removal.wild, number) for number in (1, 7, 14)),
+]
+"""Runs with every fault, request, crash and branch."""
+
+
+def record_of(family: Any, number: int) -> Record:
+    report = RunReport()
+    family(number, report)
+    recorder = MemoryRecorder(Header(run="world", limits=report.limits.to_plain(), policies=report.policies))
+    for tick in report.ticks:
+        recorder.write(tick.events, tick.commands)
+    recorder.close()
+    return read(recorder)
+
+
+def state_after(record: Record) -> State:
+    scheduler = build_scheduler(record.header)
+    replay(record, build=lambda header: scheduler)
+    return scheduler.state
+
+
+def recorded(limits: Limits = LIMITS, steps: int | None = None, **setting: Any) -> Record:
+    recorder = MemoryRecorder(Header(run="r", limits=limits.to_plain(), policies=PolicySet.from_names({}).names))
+    world = World(Setting(limits=limits, **setting), recorder=recorder, check=False)
+    if steps is None:
+        world.run()
+    else:
+        assert world.run_until(lambda state: state.steps_trained == steps and state.ledger.running)
+        world.close()
+    recorder.close()
+    return read(recorder)
+
+
+@pytest.fixture(scope="module")
+def faulty() -> History:
+    faults = Faults(die=0.08, fail_group=0.1)
+    return read_history(recorded(seed=2, spread=0.7, faults=faults, prefix_every_tokens=5))
+
+
+@pytest.mark.parametrize(("family", "number"), WORLDS)
+def test_a_history_agrees_with_the_schedulers_books(family: Any, number: int) -> None:
+    record = record_of(family, number)
+    history, state = read_history(record), state_after(record)
+    phases = Counter(phase_of(group.state) for group in history.groups)
+    assert {phase: phases[phase] for phase in Phase} == {phase: state.ledger.count[phase] for phase in Phase}
+    assert sum(history.tokens.values()) == sum(attempt.sampled for attempt in history.attempts)
+    assert set(history.tokens) == set(FATES) and min(history.tokens.values()) >= 0
+    consumed = {group.group: group.tokens for group in history.groups if group.state == "consumed"}
+    assert history.tokens["trained"] == sum(consumed.values())
+    assert all(value.start <= value.end for value in history.intervals())
+    tracks = sorted((v.replica, v.incarnation, v.slot, v.start, v.end) for v in (*history.attempts, *history.chunks))
+    assert all(a[4] <= b[3] for a, b in pairwise(tracks) if a[:3] == b[:3]), "two groups overlap in one slot"
+    assert len(history.rows) >= len([step for step in history.trained if step.finished_at >= 0])
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [LIMITS, Limits(train_batch_size=8, max_staleness_steps=0, max_concurrent_groups=8, max_steps=4)],
+    ids=["asynchronous", "synchronous"],
+)
+def test_busy_and_idle_add_up_to_slots_and_time(limits: Limits) -> None:
+    history = read_history(recorded(limits, seed=5, faults=Faults(die=0.02)))
+    slot_s = sum(
+        history.slots[life.index] * (life.end - life.up)
+        for life in history.lives
+        if life.kind == "replica" and life.up is not None
+    )
+    assert history.busy_s + sum(history.idle_s.values()) == pytest.approx(slot_s)
+    assert sum(history.trainer_s.values()) == pytest.approx(history.end)
+    assert all(before.end == after.start for before, after in pairwise(history.idle))
+
+
+def test_attempts_say_how_they_ended(faulty: History) -> None:
+    ends = faulty.ends()
+    assert ends["generated", ""] and ends["aborted", "sync"] and ends["failed", ""] and ends["lost", ""]
+    lost = [attempt for attempt in faulty.attempts if attempt.outcome == "lost"]
+    died = {(life.index, life.incarnation): life.end for life in faulty.lives if life.kind == "replica"}
+    assert all(attempt.end == died[attempt.replica, attempt.incarnation] for attempt in lost)
+    tries = defaultdict(list)
+    for attempt in faulty.attempts:
+        tries[attempt.group].append(attempt.start)
+    assert all(len(starts) == faulty.groups[group].attempts for group, starts in tries.items())
+
+
+def test_an_abort_names_the_event_that_ordered_it(faulty: History) -> None:
+    staged = {sync.ended_by: sync for sync in faulty.syncs if sync.name == "staging" and sync.outcome == "done"}
+    aborts = [attempt for attempt in faulty.attempts if attempt.reason == "sync"]
+    assert aborts and all(staged[attempt.ordered_by].replica == attempt.replica for attempt in aborts)
+
+
+def test_links_lead_from_a_cause_to_its_effect(faulty: History) -> None:
+    links = list(faulty.links())
+    assert all(cause.end <= effect.start for cause, effect in links)
+    kinds = {(type(cause).__name__, type(effect).__name__) for cause, effect in links}
+    assert kinds >= {
+        ("GenerationAttempt", "GenerationAttempt"), ("GenerationAttempt", "StepPhase"), ("StepPhase", "SyncPhase"),
+        ("GenerationAttempt", "GroupWait"),
+    }  # fmt: skip
+
+
+def test_steps_have_their_phases_and_batches(faulty: History) -> None:
+    assert [step.step for step in faulty.trained] == list(range(6))
+    for step in faulty.trained:
+        phases = [phase.name for phase in step.phases]
+        assert phases[0] == "collecting" and phases[-1] == "publishing" and "training" in phases
+        assert all(a.end == b.start for a, b in pairwise(step.phases))
+        assert [faulty.groups[group].step for group in step.groups] == [step.step] * len(step.groups)
+        assert len(step.staleness) == len(step.groups) and max(step.staleness) <= LIMITS.max_staleness_steps
+    waits = [wait for wait in faulty.waits if wait.outcome == "batched"]
+    assert {wait.group for wait in waits} == {group for step in faulty.trained for group in step.groups}
+
+
+def test_a_running_run_is_read_to_its_present_end() -> None:
+    history = read_history(recorded(seed=1, steps=3))
+    assert history.outcome == RUNNING
+    running = [attempt for attempt in history.attempts if attempt.outcome == RUNNING]
+    assert running and all(a.end == history.end and a.ended_by == NO_EVENT for a in running)
+    assert [row["step"] for row in history.rows] == [0, 1, 2] and history.trained[3].phases[-1].outcome == RUNNING
+
+
+def test_a_record_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a directory"):
+        read_history(tmp_path / "none")
+    (tmp_path / "schedule").mkdir()
+    with pytest.raises(RecordError, match="has no schedule record"):
+        read_history(tmp_path)
+    (tmp_path / "schedule" / "00000000.seg").write_bytes(b"a photograph")
+    with pytest.raises(RecordError, match=r"00000000\.seg"):
+        read_history(tmp_path)
+
+
+def test_a_record_of_other_decisions_is_refused(tmp_path: Path) -> None:
+    record = recorded(seed=1)
+    other = next(tick.number for tick in record.ticks() if tick.number > 9 and tick.commands)
+    recorder = Recorder(tmp_path / "schedule", record.header)
+    for tick in record.ticks():
+        recorder.write(tick.events, tick.commands[tick.number == other :])
+    recorder.close()
+    with pytest.raises(EngineError, match="the record cannot be shown: diverged at tick"):
+        read_history(tmp_path)
