@@ -72,7 +72,8 @@ def refused(capsys: Capture, *arguments: str) -> str:
 def test_the_figures_are_those_of_the_responses_that_are_kept(model: str, project: Path, capsys: Capture) -> None:
     assert cli.main(["evaluate", model, "eval.yaml", "--to", "results", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed == json.loads((project / "results/results.json").read_text())
+    results = json.loads((project / "results/results.json").read_text())
+    assert printed == {"command": "evaluate", "run": "results", **results}
     assert (printed["rows"], printed["measured"], printed["steps"]) == (3 + 3 * 4, 15, None)
     rows = list(SampleFiles(project / "results" / FOLDER).rows(VALIDATION))
     assert len(rows) == 15 and len(list((project / "results" / FOLDER).iterdir())) == 1

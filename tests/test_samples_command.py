@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from engine import cli
-from engine.cli.samples import json_line, ranges
+from engine.cli.json_output import json_line
+from engine.cli.samples import ranges
 from engine.storage.samples import FAILED, FOLDER, TRAIN, VALIDATION, SampleFiles, SampleRow
 
 Capture = pytest.CaptureFixture[str]

@@ -12,11 +12,13 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.cli import evaluate, project, samples
+from engine.cli import evaluate, project, run_page, samples
 from engine.cli import run as running
+from engine.cli.completion import SHELLS, PrintCompletion
 from engine.cli.control_commands import add_commands
 from engine.cli.interrupts import (
     INTERRUPTED,
@@ -26,6 +28,7 @@ from engine.cli.interrupts import (
     notes_of,
     use_plain_letters,
 )
+from engine.cli.json_output import print_json, takes_json
 from engine.cli.run_state import NO_EVENT, require_address
 from engine.errors import ConfigError, EngineError, RecordError, RecordNotBegun, visible
 from engine.extras import EXTRAS, FOR_RUNS, missing_package, require_versions
@@ -41,7 +44,10 @@ DONE, FAILED, BAD_INPUT = 0, 1, 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Never raises. A traceback is never the only message."""
-    arguments = _parser().parse_args(argv)
+    try:
+        arguments = _parser().parse_args(argv)
+    except ModuleNotFoundError as error:
+        return _explain(error)
     use_plain_letters(sys.stdout)
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(VisibleFormatter())
@@ -112,6 +118,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="engine", description="Asynchronous RL post-training of language models as explicit, recorded steps."
     )
     parser.add_argument("--version", action="version", version=f"step-engine {__version__}")
+    parser.add_argument(
+        "--completion", action=PrintCompletion, choices=SHELLS, help="print the completion script of a shell"
+    )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     project.add_command(commands)
@@ -148,19 +157,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(commands)
     evaluate.add_command(commands)
 
-    replay = commands.add_parser("replay", help="replay a recorded schedule, or show its state at an event")
-    replay.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
-    replay.add_argument("--at", type=_number, metavar="N", help="show event N, its commands and the state after it")
-    replay.add_argument("--group", type=int, metavar="G", help="with --at: show the history of a prompt group")
-    replay.add_argument(
-        "--extensions", action="store_true", help="import the extensions named in the run's configuration"
-    )
-    replay.set_defaults(run=_replay)
+    _add_replay(commands)
 
     top = commands.add_parser("top", help="watch a running run from another terminal; q leaves")
     top.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
+    takes_json(top)
     top.set_defaults(run=_top)
 
+    run_page.add_commands(commands)
     samples.add_command(commands)
     add_commands(commands)
 
@@ -171,6 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     states = commands.add_parser("states", help="print the state machines")
     states.add_argument("config", nargs="?", metavar="CONFIG", help="include the added states of this configuration")
     states.add_argument("--format", choices=("mermaid", "table", "both"), default="both", help="default: both")
+    takes_json(states)
     states.set_defaults(run=_states)
     return parser
 
@@ -190,6 +195,18 @@ def _add_export(commands: Any) -> None:
         "--adapter", action="store_true", help="with trainer.lora: write only the adapter (default: merge it)"
     )
     export.set_defaults(run=_export)
+
+
+def _add_replay(commands: Any) -> None:
+    replay = commands.add_parser("replay", help="replay a recorded schedule, or show its state at an event")
+    replay.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
+    replay.add_argument("--at", type=_number, metavar="N", help="show event N, its commands and the state after it")
+    replay.add_argument("--group", type=int, metavar="G", help="with --at: show the history of a prompt group")
+    replay.add_argument(
+        "--extensions", action="store_true", help="import the extensions named in the run's configuration"
+    )
+    takes_json(replay)
+    replay.set_defaults(run=_replay)
 
 
 def _takes_config(parser: argparse.ArgumentParser) -> None:
@@ -305,7 +322,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from engine.inspect import at_text, replay_text
+    from engine.inspect import open_record, replayed, state_at
     from engine.storage.run_directory import open_run
 
     if arguments.group is not None and arguments.at is None:
@@ -317,9 +334,10 @@ def _replay(arguments: argparse.Namespace) -> int:
     try:
         _load_recorded_extensions(directory, named=arguments.extensions)
         if arguments.at is not None:
-            print(at_text(directory, arguments.at, arguments.group))
+            moment = state_at(open_record(directory), arguments.at, arguments.group)
+            _print_found(arguments, run.shown, moment, moment.to_plain())
             return DONE
-        text, code = replay_text(directory)
+        report = replayed(directory)
     except RecordNotBegun:
         raise ConfigError("RUN", run.shown, NO_EVENT, "try again once it trains") from None
     except RecordError as error:
@@ -327,8 +345,15 @@ def _replay(arguments: argparse.Namespace) -> int:
         if unknown and not arguments.extensions and running.names_extensions(directory):
             error.add_note("the run's configuration names extensions: use --extensions to import them")
         raise
-    print(text)
-    return code
+    _print_found(arguments, run.shown, report, report.to_plain())
+    return DONE if report.identical else FAILED
+
+
+def _print_found(arguments: argparse.Namespace, run: str, text: object, fields: dict[str, Any]) -> None:
+    if arguments.json:
+        print_json("replay", run, fields)
+    else:
+        print(text)
 
 
 def _load_recorded_extensions(directory: Path, *, named: bool) -> None:
@@ -347,14 +372,17 @@ def _load_recorded_extensions(directory: Path, *, named: bool) -> None:
 
 
 def _states(arguments: argparse.Namespace) -> int:
-    from engine.inspect import machines_text
+    from engine.inspect import machines_plain, machines_text
 
     added: tuple[str, ...] = ()
     if arguments.config is not None:
         from engine.config import load_config
 
         added = load_config(arguments.config).scheduler.states
-    print(machines_text(arguments.format, added))
+    if arguments.json:
+        print_json("states", None, {"machines": machines_plain(added)})
+    else:
+        print(machines_text(arguments.format, added))
     return DONE
 
 
@@ -364,10 +392,14 @@ def _states(arguments: argparse.Namespace) -> int:
 def _top(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from engine.cli.top import watch
-    from engine.metrics.address_files import FILE
+    from engine.cli.top import ask, watch
+    from engine.metrics.address_files import FILE, address_of
     from engine.storage.run_directory import open_run
 
-    require_address(open_run(arguments.directory), FILE, "was started without metrics")
+    run = open_run(arguments.directory)
+    require_address(run, FILE, "was started without metrics")
+    if arguments.json:
+        print_json("top", run.shown, asdict(ask(address_of(run.path, run.shown), run.shown)))
+        return DONE
     print(watch(arguments.directory, Console(highlight=False)))
     return DONE

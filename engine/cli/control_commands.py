@@ -6,6 +6,7 @@ Called by the CLI. The commands read the token in the run's directory. They must
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from engine.cli.json_output import print_json, takes_json
 from engine.cli.run_state import require_address, status
 from engine.errors import ConfigError, RecordError, suggestion
 
@@ -35,8 +36,10 @@ def add_commands(commands: Any) -> None:
         "Exit codes: 0 finished, 1 failed, 2 no such run, 3 running, 4 waiting (nothing has changed for "
         "run.silence_s), 5 drained, stopped or interrupted: it can be resumed, 6 no event yet."
     )
+    takes_json(state)
     state.set_defaults(run=status)
     waits = _command(commands, "waits", "list what a run waits for, from which process and since when")
+    takes_json(waits)
     waits.set_defaults(run=_waits)
 
 
@@ -87,14 +90,23 @@ def _stop(arguments: argparse.Namespace) -> int:
 
 def _waits(arguments: argparse.Namespace) -> int:
     from engine.control.requests import Look
-    from engine.inspect import waits_text
+    from engine.inspect import recorded_waits
     from engine.storage.run_directory import open_run
 
     directory = open_run(arguments.directory)
     if _only_recorded(directory):
-        print(waits_text(directory.path))
+        found = recorded_waits(directory.path)
+        if arguments.json:
+            print_json("waits", directory.shown, {"running": False, **found.to_plain()})
+        else:
+            print(found)
         return 0
-    return _tell(arguments, Look(), shown=1000)
+    if not arguments.json:
+        return _tell(arguments, Look(), shown=1000)
+    answer = _asked(directory, Look())
+    fields = {"running": True, "outcome": answer.get("outcome"), "at": None, "waits": answer.get("waits", [])}
+    print_json("waits", directory.shown, fields)
+    return 0
 
 
 def _only_recorded(directory: "RunDirectory") -> bool:
@@ -112,13 +124,9 @@ def _only_recorded(directory: "RunDirectory") -> bool:
 
 
 def _tell(arguments: argparse.Namespace, asked: "Operation", shown: int = SHOWN) -> int:
-    from engine.control.address_file import FILE
-    from engine.control.client import tell
     from engine.storage.run_directory import open_run
 
-    directory = open_run(arguments.directory)
-    require_address(directory, FILE, "runs with control.enabled: false")
-    answer = tell(directory.path, directory.shown, asked)
+    answer = _asked(open_run(arguments.directory), asked)
     if answer.get("done"):
         print(answer["done"])
     waits = [str(wait) for wait in answer.get("waits", ())]
@@ -128,6 +136,15 @@ def _tell(arguments: argparse.Namespace, asked: "Operation", shown: int = SHOWN)
         if not waits:
             print("no order is open" if answer.get("outcome") is None else f"the run has {answer['outcome']}")
     return 0
+
+
+def _asked(directory: "RunDirectory", asked: "Operation") -> dict[str, Any]:
+    """The answer of a running run."""
+    from engine.control.address_file import FILE
+    from engine.control.client import tell
+
+    require_address(directory, FILE, "runs with control.enabled: false")
+    return tell(directory.path, directory.shown, asked)
 
 
 LAWS = {

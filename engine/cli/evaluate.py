@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.cli.json_output import print_json, takes_json
 from engine.errors import ConfigError, EngineError
 from engine.metrics.journal import metrics_in, plain
 from engine.metrics.status import read_status
@@ -51,7 +52,7 @@ def add_command(commands: Any) -> None:
         "--set", action="append", default=[], metavar="PATH=VALUE", help="override a field; may be repeated"
     )
     parser.add_argument("--to", metavar="D", help="directory of the results; must be new or empty")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    takes_json(parser)
     parser.set_defaults(run=evaluate)
 
 
@@ -94,7 +95,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     results = results_of(row, subject, file, time.monotonic() - began)
     (target / RESULTS).write_text(json.dumps(plain(results), indent=1) + "\n", encoding="utf-8")
     if arguments.json:
-        print(json.dumps(plain(results)))
+        print_json("evaluate", run_directory.RunDirectory(target).shown, results)
         return DONE
     measured = f"{results['measured']} of {results['rows']} responses measured"
     console.print(f"{results['model']}: {measured}", soft_wrap=True, markup=False)

@@ -5,9 +5,11 @@ endpoint. Must not write.
 """
 
 import argparse
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.cli.json_output import print_json
 from engine.errors import ConfigError, RecordError, RecordHeld, RecordNotBegun, counted, visible
 from engine.storage.run_directory import RunDirectory, open_run
 
@@ -27,17 +29,38 @@ class RunState:
     def is_running(self) -> bool:
         return self.code in (RUNNING, WAITING)
 
+    @property
+    def word(self) -> str:
+        """The first word of the text: `finished`, `running`, ...; `starting` for a run without an event."""
+        return "starting" if self.code == NOT_BEGUN else re.split(r"[ :,]", self.text, maxsplit=1)[0]
+
 
 def status(arguments: argparse.Namespace) -> int:
     """`engine status RUN`. Raises: `ConfigError` if there is no run, `RecordError` if its record is damaged."""
     directory = open_run(arguments.directory)
     state = state_of(directory)
-    print(f"{directory.shown}: {visible(state.text)}")
+    if arguments.json:
+        print_json("status", directory.shown, {"state": state.word, "why": state.text, "code": state.code})
+    else:
+        print(f"{directory.shown}: {visible(state.text)}")
     return state.code
 
 
 def state_of(directory: RunDirectory) -> RunState:
     """Raises: `RecordError` if the record is damaged."""
+    return _live(directory) or _recorded(directory.schedule)
+
+
+def listed_state_of(directory: RunDirectory) -> RunState:
+    """As `state_of`, without replaying the record: fast enough for a list of runs. Raises: `RecordError`."""
+    try:
+        return _live(directory) or _undecided(directory.schedule)
+    except RecordNotBegun:
+        return RunState(NOT_BEGUN, NO_EVENT)
+
+
+def _live(directory: RunDirectory) -> RunState | None:
+    """The state of a run that a process is running; None if no process does."""
     from engine.record.files import RecordLock
 
     answer = _answer(directory)
@@ -47,7 +70,7 @@ def state_of(directory: RunDirectory) -> RunState:
         RecordLock(directory.schedule).release()
     except RecordHeld:
         return RunState(RUNNING, "running, but it does not answer: it starts, ends, or its machine is another one")
-    return _recorded(directory.schedule)
+    return None
 
 
 def require_address(directory: RunDirectory, file: str, off: str) -> None:

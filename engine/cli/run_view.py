@@ -376,9 +376,13 @@ def sparkline(values: tuple[float | None, ...], width: int) -> str:
     newest = [value for value in values if value is not None and math.isfinite(value)][-width:]
     if not newest:
         return ""
-    low, high = min(newest), max(newest)
+    return bars(newest, min(newest), max(newest))
+
+
+def bars(values: Sequence[float | None], low: float, high: float) -> str:
+    """A bar for each value on a scale from `low` to `high`; a space for None."""
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((value - low) * scale)] for value in newest)
+    return "".join(" " if value is None else BARS[round((value - low) * scale)] for value in values)
 
 
 def figure(value: float | None, form: str) -> str:

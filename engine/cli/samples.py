@@ -6,7 +6,6 @@ print a control character of a response: a terminal would obey it.
 
 import argparse
 import heapq
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.cli.json_output import json_line
 from engine.errors import ConfigError, suggestion, visible
-from engine.metrics.journal import plain, validation_rows
+from engine.metrics.journal import validation_rows
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -233,12 +233,6 @@ def _list(arguments: argparse.Namespace, shelf: Shelf, console: "Console") -> No
     elif not everywhere and arguments.step is None:
         there = [step for number in shelf.numbers if (step := shelf.step_of(number)) is not None]
         console.print(f"Steps with samples: {ranges(sorted(set(there)))}")
-
-
-def json_line(value: object) -> str:
-    """A value as a line of JSON, with control characters as escapes."""
-    text = json.dumps(plain(value), ensure_ascii=False)
-    return "".join(one if one.isprintable() else json.dumps(one)[1:-1] for one in text)
 
 
 def _refuse_set(name: str, rows: Sequence[Row]) -> None:

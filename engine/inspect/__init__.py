@@ -4,8 +4,17 @@ its causes.
 Called by the command line. Must not write.
 """
 
-from engine.inspect.machines import machines_text
-from engine.inspect.moment import Moment, at_text, open_record, replay_text, state_at, waits_text
+from engine.inspect.machines import machines_plain, machines_text
+from engine.inspect.moment import Moment, open_record, recorded_waits, replayed, state_at
 from engine.inspect.story import Story
 
-__all__ = ["Moment", "Story", "at_text", "machines_text", "open_record", "replay_text", "state_at", "waits_text"]
+__all__ = [
+    "Moment",
+    "Story",
+    "machines_plain",
+    "machines_text",
+    "open_record",
+    "recorded_waits",
+    "replayed",
+    "state_at",
+]

@@ -1,5 +1,7 @@
 """Prints the state machines as tables and Mermaid diagrams. Used by `engine states`."""
 
+from typing import Any
+
 from engine.states.group import GROUP, group_table
 from engine.states.machine import Table
 from engine.states.pool import POOL
@@ -22,6 +24,20 @@ def machines_text(format: str, added: tuple[str, ...] = ()) -> str:
         if format != "mermaid":
             parts.append(markdown(table) + "\n")
     return "\n".join(parts).rstrip()
+
+
+def machines_plain(added: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Every machine as plain data, by name."""
+    return {
+        table.name: {
+            "initial": table.initial,
+            "states": {state: table.phases[state].name.lower() if table.phases else None for state in table.states},
+            "transitions": [
+                {"trigger": t.trigger, "from": t.sources, "to": t.target, "when": t.why} for t in table.transitions
+            ],
+        }
+        for table in (group_table(added), *MACHINES[1:])
+    }
 
 
 def mermaid(table: Table) -> str:

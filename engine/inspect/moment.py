@@ -3,7 +3,7 @@
 It replays the record up to the event, so it shows the scheduler's own state, not a reconstruction.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +33,41 @@ def open_record(run: str | Path) -> Record:
     return record
 
 
-def replay_text(run: str | Path) -> tuple[str, int]:
-    """Replay a record. Returns the report and the exit code: 0 identical, 1 diverged.
-
-    Raises: see `open_record`; also `RecordError` for damage in any segment.
-    """
-    report = replay(open_record(run))
-    return str(report), 0 if report.identical else 1
+def replayed(run: str | Path) -> ReplayReport:
+    """Replay a record. Raises: see `open_record`; also `RecordError` for damage in any segment."""
+    return replay(open_record(run))
 
 
-def waits_text(run: str | Path) -> str:
-    """What a run waited for after the last event of its record. Raises: see `open_record`; also `RecordError` if this
-    engine decides differently."""
+@dataclass(frozen=True, slots=True)
+class RecordedWaits:
+    """What a run waited for after the last event of its record."""
+
+    outcome: str | None
+    reason: str
+    event: EventId
+    at: float
+    """Seconds since the run began."""
+    waits: tuple[str, ...]
+    """Sentences; empty if the run has ended or no order is open."""
+
+    def to_plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if self.outcome is not None:
+            return f"the run has {self.outcome}: {self.reason}"
+        lines = [f"after event {self.event}, at {self.at:.3f} s, according to the record"]
+        return "\n".join([*lines, *(f"  {wait}" for wait in self.waits or ["nothing: no order is open"])])
+
+
+def recorded_waits(run: str | Path) -> RecordedWaits:
+    """Raises: see `open_record`; also `RecordError` if this engine decides differently."""
     recovered = recover(open_record(run))
     state = recovered.scheduler.state
-    if state.outcome is not None:
-        return f"the run has {state.outcome.outcome}: {state.outcome.reason}"
-    found = [wait.sentence(recovered.at) for wait in waits(state)] or ["nothing: no order is open"]
-    lines = [f"after event {recovered.events - 1}, at {recovered.at:.3f} s, according to the record"]
-    return "\n".join([*lines, *(f"  {wait}" for wait in found)])
+    end = state.outcome
+    found = tuple(wait.sentence(recovered.at) for wait in waits(state))
+    outcome, reason = (None, "") if end is None else (end.outcome, end.reason)
+    return RecordedWaits(outcome, reason, recovered.events - 1, recovered.at, found)
 
 
 # -- one event ---------------------------------------------------------------------------------------------------------
@@ -78,6 +94,14 @@ class Moment:
     notes: tuple[str, ...] = ()
     """Remarks about the record: a torn end, a divergence after this event."""
 
+    def to_plain(self) -> dict[str, Any]:
+        story = None if self.story is None else [*self.story.lines(mark=self.event)]
+        return {
+            "event": self.event, "events": [*map(stamped, self.events)], "commands": [*map(worded, self.commands)],
+            "changes": self.changes, "rejected": self.rejected, "state": self.summary,
+            "story": story, "notes": self.notes,
+        }  # fmt: skip
+
     def __str__(self) -> str:
         lines = [*self.notes, *map(stamped, self.events)]
         if self.rejected:
@@ -92,11 +116,6 @@ class Moment:
         if self.story is not None:
             lines += ["", f"story of group {self.story.group}", *self.story.lines(mark=self.event)]
         return "\n".join(lines)
-
-
-def at_text(run: str | Path, n: EventId, group: GroupId | None = None) -> str:
-    """The text of `state_at` for the run in a directory. Raises: see `state_at` and `open_record`."""
-    return str(state_at(open_record(run), n, group))
 
 
 def state_at(record: Record, n: EventId, group: GroupId | None = None) -> Moment:

@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,12 +103,37 @@ def keep_rows(
 
 def validation_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of validations in the metrics of a run, which may still be writing its last line."""
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    return (row for row in rows_of(path) if "validation" in row)
+
+
+TAIL_BYTES = 1 << 18
+"""More than the rows of a train step and of its validations."""
+
+
+def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows in the metrics of a run, which may still be writing its last line; none without the file."""
+    if path.exists():
+        with open(path, encoding="utf-8") as file:
+            yield from rows_in(file)
+
+
+def last_row(path: Path, key: str) -> dict[str, Any] | None:
+    """The last row with a key among the last `TAIL_BYTES` of the metrics; None if there is none."""
+    if not path.exists():
+        return None
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return next((row for row in reversed([*rows_in(file)]) if key in row), None)
+
+
+def rows_in(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
+    """The rows among lines of text, without those that are incomplete."""
+    for line in lines:
         try:
             row = json.loads(line)
         except ValueError:
             continue  # a line that is being written
-        if isinstance(row, dict) and "validation" in row:
+        if isinstance(row, dict):
             yield row
 
 

@@ -83,6 +83,14 @@ class ReplayReport:
     def identical(self) -> bool:
         return self.divergence is None
 
+    def to_plain(self) -> dict[str, Any]:
+        return {
+            "identical": self.identical, "ticks": self.ticks, "events": self.events, "commands": self.commands,
+            "divergence": None if self.divergence is None else str(self.divergence),
+            "rejected": [f"tick {one.number}: {one.reason}" for one in self.rejected],
+            "torn": None if self.torn is None else str(self.torn),
+        }  # fmt: skip
+
     def __str__(self) -> str:
         lines = [f"cut: {self.torn}"] if self.torn else []
         for rejected in self.rejected:

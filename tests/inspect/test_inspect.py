@@ -9,7 +9,7 @@ import pytest
 from engine.commands import StartGroup, TrainStep
 from engine.errors import ConfigError, EngineError, RecordError
 from engine.events import GroupFailed, PromptsDrawn, RunStarted, stamp
-from engine.inspect import at_text, open_record, replay_text, state_at
+from engine.inspect import open_record, replayed, state_at
 from engine.inspect.story import summarize, summary_lines
 from engine.policies import PolicySet
 from engine.record import Header, Record, Recorder, Tick, read, replay
@@ -41,6 +41,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ticks(run: Path) -> list[Tick]:
     """Each of one event."""
     return list(open_record(run).ticks())
+
+
+def at_text(run: Path, n: int, group: int | None = None) -> str:
+    return str(state_at(open_record(run), n, group))
+
+
+def replay_text(run: Path) -> tuple[str, int]:
+    report = replayed(run)
+    return str(report), int(not report.identical)
 
 
 def test_replay_text_says_identical(run: Path, ticks: list[Tick]) -> None:

@@ -15,7 +15,7 @@ from record_samples import answer, event, fill, header, record_run
 
 from engine.commands import FinishRun, SaveCheckpoint
 from engine.errors import RecordError, RunDamaged
-from engine.inspect import open_record, replay_text
+from engine.inspect import open_record, replayed
 from engine.record import RecordEnd, Recorder, read, recover, replay
 from engine.record.frames import SCHEDULE
 from engine.record.segment_log import (
@@ -179,7 +179,7 @@ def test_the_end_of_a_finished_record_is_never_taken_for_a_torn_one(run: Path, h
     else:
         os.truncate(path, at if how == "no last frame" else at + 9)
     with pytest.raises(RecordError, match=r"closed|expected tick") as caught:
-        replay_text(run)
+        replayed(run)
     assert caught.value.details["path"] == str(path)
 
 

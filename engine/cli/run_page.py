@@ -1,0 +1,397 @@
+"""`engine runs`, `show` and `compare`: a list of runs, one run on a page, and two runs side by side.
+
+Called by the CLI. They read the directory of a run, also while it is running, and need neither Ray nor torch. A run
+that cannot be read must never hide the others.
+"""
+
+import argparse
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.cli.json_output import print_json, takes_json
+from engine.cli.run_state import ENDED, FAILED, FINISHED, NOT_BEGUN, RunState, listed_state_of, state_of
+from engine.errors import ConfigError, EngineError, RecordNotBegun, visible
+from engine.metrics.journal import last_row, rows_of
+from engine.storage.checkpoints import list_checkpoints
+from engine.storage.run_directory import RunDirectory, open_run
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+
+    from engine.inspect.run_figures import Curve
+
+PARENT = "runs"
+DAMAGED = "damaged"
+WIDEST_CURVE = 60
+"""Maximum number of characters of a curve."""
+BESIDE_CURVE = 46
+"""Characters of a line beside a curve."""
+NAMED = re.compile(r"(\d{8}-\d{6})-(.+)")
+
+
+def add_commands(commands: Any) -> None:
+    """Add the commands to the parsers of the command line."""
+    runs: argparse.ArgumentParser = commands.add_parser("runs", help="list the runs in a directory, newest first")
+    runs.add_argument("directory", nargs="?", default=PARENT, metavar="DIR", help=f"default: {PARENT}/")
+    takes_json(runs)
+    runs.set_defaults(run=_runs)
+    show: argparse.ArgumentParser = commands.add_parser(
+        "show", help="one page: configuration, figures, curves, checkpoints and the end of a run"
+    )
+    show.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
+    takes_json(show)
+    show.set_defaults(run=_show)
+    compare: argparse.ArgumentParser = commands.add_parser(
+        "compare", help="two runs side by side: configuration, figures, curves, and where the schedules part"
+    )
+    compare.add_argument("one", metavar="RUN", help="the directory of a run, or its name under runs/")
+    compare.add_argument("other", metavar="RUN2", help="another run")
+    takes_json(compare)
+    compare.set_defaults(run=_compare)
+
+
+class RunFiles:
+    """What the files of one run say."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+
+    @cached_property
+    def configuration(self) -> dict[str, Any]:
+        """The plain data of `config.yaml`; without it, that of the record, or its limits. Raises: `EngineError`."""
+        from engine.config.loading import parse_yaml
+
+        path = self.directory.config
+        if path.exists():
+            tree = parse_yaml(path.read_text(encoding="utf-8"), "RUN", str(path))
+            return tree if isinstance(tree, dict) else {}
+        from engine.record import read
+
+        try:
+            header = read(self.directory.schedule).header
+        except RecordNotBegun:
+            return {}
+        return dict(header.config) or {"limits": dict(header.limits)}
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of train steps, in order."""
+        return [row for row in rows_of(self.directory.metrics) if "step" in row]
+
+    @cached_property
+    def validations(self) -> list[dict[str, Any]]:
+        return [row for row in rows_of(self.directory.metrics) if "validation" in row]
+
+    @property
+    def figures(self) -> dict[str, float | int | None]:
+        from engine.inspect.run_figures import figures
+
+        return figures(self.rows, self.validations)
+
+    @property
+    def curves(self) -> dict[str, "Curve"]:
+        from engine.inspect.run_figures import curves
+
+        return curves(self.rows)
+
+    @property
+    def model(self) -> str:
+        section = self.configuration.get("model")
+        section = section if isinstance(section, dict) else {}
+        return str(section.get("path") or section.get("make") or "-")
+
+    @property
+    def started(self) -> str:
+        """The time at which the directory was made, in UTC."""
+        match = NAMED.fullmatch(self.directory.path.resolve().name)
+        if match:
+            return f"{datetime.strptime(match[1], '%Y%m%d-%H%M%S'):%Y-%m-%d %H:%M}"
+        made = (self.directory.config if self.directory.config.exists() else self.directory.schedule).stat().st_mtime
+        return f"{datetime.fromtimestamp(made, UTC):%Y-%m-%d %H:%M}"
+
+
+# -- engine runs -------------------------------------------------------------------------------------------------------
+
+
+def _runs(arguments: argparse.Namespace) -> int:
+    """`engine runs [DIR]`. Raises: `ConfigError` if it is not a directory of runs."""
+    parent = Path(arguments.directory)
+    if not parent.is_dir():
+        fix = "start a run with `engine run`, or give the directory with the runs"
+        raise ConfigError("DIR", arguments.directory, "is not a directory", fix)
+    if (parent / "schedule").is_dir():
+        law = "is one run, but must be a directory of runs"
+        raise ConfigError("DIR", arguments.directory, law, f"use `engine show {arguments.directory}`")
+    rows = sorted(map(_listed, runs_in(parent)), key=lambda row: (row["started"], row["name"]), reverse=True)
+    if arguments.json:
+        print_json("runs", None, {"directory": arguments.directory, "runs": rows})
+        return 0
+    if not rows:
+        print(f"{arguments.directory} has no run")
+        return 0
+    console = _console()
+    _print_list(rows, console)
+    console.print(f"more: engine show {parent / rows[0]['name']}", soft_wrap=True)
+    return 0
+
+
+def runs_in(parent: Path) -> Iterator[RunDirectory]:
+    """The runs under a directory, without links such as `latest`."""
+    for path in sorted(parent.iterdir()):
+        if (path / "schedule").is_dir() and not path.is_symlink():
+            yield RunDirectory(path)
+
+
+def _listed(directory: RunDirectory) -> dict[str, Any]:
+    """The row of a run, also of one that cannot be read."""
+    run = RunFiles(directory)
+    first = next((row for row in rows_of(directory.metrics) if "step" in row), {})
+    last = last_row(directory.metrics, "step") or first
+    try:
+        state, model, most = listed_state_of(directory), run.model, _section(run, "run").get("max_steps")
+    except EngineError as error:
+        state, model, most = RunState(FAILED, f"{DAMAGED}: {error}"), "-", None
+    return {
+        "name": directory.path.name,
+        "state": state.word,
+        "model": model,
+        "steps": int(last["step"]) + 1 if last else 0,
+        "max_steps": most,
+        "reward_first": first.get("reward_mean"),
+        "reward_last": last.get("reward_mean"),
+        "started": run.started,
+        "seconds": last.get("elapsed_s"),
+        "why": state.text,
+    }
+
+
+def _section(run: RunFiles, name: str) -> Mapping[str, Any]:
+    section = run.configuration.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+STYLES = {"finished": "green", "running": "cyan", "waiting": "yellow", "failed": "red", DAMAGED: "red"}
+
+
+def _print_list(rows: Sequence[Mapping[str, Any]], console: "Console") -> None:
+    """Two lines for each run: its figures; and its model, its time and why it ended."""
+    from rich.text import Text
+
+    from engine.cli.run_view import clock, figure
+
+    wide = max(len(row["name"]) for row in rows)
+    head = f"{'run':<{wide}}  {'state':<11}  {'steps':>9}  {'reward':>14}  {'time':>7}"
+    console.print(Text(head, style="dim"), soft_wrap=True)
+    for row in rows:
+        steps = f"{row['steps']}" + (f"/{row['max_steps']}" if row["max_steps"] is not None else "")
+        reward = f"{figure(row['reward_first'], '.3f')} → {figure(row['reward_last'], '.3f')}"
+        line = Text(f"{row['name']:<{wide}}  ", style="bold")
+        line.append(f"{row['state']:<11}  ", style=f"not bold {STYLES.get(row['state'], 'yellow')}")
+        line.append(f"{steps:>9}  {reward:>14}  {clock(row['seconds']):>7}", style="not bold")
+        console.print(line, soft_wrap=True)
+        why = row["why"].partition(": ")[2] or row["why"]
+        about = f"  {_short(row['model'])}, started {row['started']} UTC: {visible(why)}"
+        console.print(Text(about, style="dim", overflow="ellipsis", no_wrap=True))
+
+
+def _short(model: str) -> str:
+    """The last part of a path."""
+    return Path(model).name if model.startswith("/") else model
+
+
+# -- engine show -------------------------------------------------------------------------------------------------------
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    """`engine show RUN`. Raises: `ConfigError` if there is no run, `RecordError` if its record is damaged."""
+    from engine.config.differences import changed_fields
+
+    run = RunFiles(open_run(arguments.directory))
+    state = state_of(run.directory)
+    changed = changed_fields(run.configuration)
+    checkpoints = [steps for steps, _ in list_checkpoints(run.directory.checkpoints)]
+    commands = next_commands(run, state, checkpoints)
+    if arguments.json:
+        fields = {
+            "state": state.word, "why": state.text, "model": run.model, "started": run.started,
+            "configuration": {path: {"value": value, "default": default} for path, (value, default) in changed.items()},
+            "figures": run.figures, "curves": _plain_curves(run), "validations": run.validations,
+            "checkpoints": checkpoints, "next": commands,
+        }  # fmt: skip
+        print_json("show", run.directory.shown, fields)
+        return 0
+    from rich.text import Text
+
+    console = _console()
+    style = STYLES.get(state.word, "yellow")
+    console.print(Text(run.directory.shown, style="bold").append(f"  {run.model}, started {run.started} UTC", "dim"))
+    console.print(Text(visible(state.text), style=style))
+    _print_part(console, "figures", _figure_table([run]))
+    _print_part(console, "curves over train steps", _curve_table([run], console.width))
+    _print_part(console, "configuration, where it differs from the defaults", _fields_table(changed, "run", "default"))
+    if checkpoints:
+        console.print(Text("\ncheckpoints", style="bold"))
+        console.print("  " + ", ".join(f"step-{steps}" for steps in checkpoints), soft_wrap=True)
+    console.print(Text("\nnext", style="bold"))
+    for command in commands:
+        console.print(f"  {command}", soft_wrap=True)
+    return 0
+
+
+def next_commands(run: RunFiles, state: RunState, checkpoints: Sequence[int]) -> list[str]:
+    """What a user may type next."""
+    shown = run.directory.shown
+    if state.is_running:
+        return [f"engine top {shown}", f"engine waits {shown}", f"engine samples {shown}"]
+    if state.code == NOT_BEGUN:
+        return [f"engine status {shown}"]
+    found = [f"engine resume {shown}"] if state.code in (ENDED, FAILED) else []
+    found += [f"engine samples {shown}", f"engine debug {shown}"]
+    if checkpoints:
+        found.append(f"engine evaluate {shown}@step-{checkpoints[-1]}")
+    if state.code == FINISHED and checkpoints:
+        found.append(f"engine export {shown}@step-{checkpoints[-1]} --to MODEL")
+    return found
+
+
+def _plain_curves(run: RunFiles) -> dict[str, Any]:
+    return {label: {"steps": curve.steps, "values": curve.values} for label, curve in run.curves.items()}
+
+
+# -- engine compare ----------------------------------------------------------------------------------------------------
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    """`engine compare RUN1 RUN2`. Raises: `ConfigError` if a run does not exist, `RecordError` if a record cannot be
+    read."""
+    from engine.config.differences import differing_fields
+    from engine.inspect import open_record
+    from engine.inspect.schedule_difference import schedule_difference
+
+    runs = [RunFiles(open_run(name)) for name in (arguments.one, arguments.other)]
+    differing = differing_fields(*(run.configuration for run in runs))
+    parting = schedule_difference(*(open_record(run.directory.path) for run in runs))
+    if arguments.json:
+        fields = {
+            "other": runs[1].directory.shown,
+            "configuration": {path: list(pair) for path, pair in differing.items()},
+            "figures": [run.figures for run in runs],
+            "curves": [_plain_curves(run) for run in runs],
+            "schedule": None if parting is None else parting.to_plain(),
+        }
+        print_json("compare", runs[0].directory.shown, fields)
+        return 0
+    from rich.text import Text
+
+    console = _console()
+    for letter, run in zip("AB", runs, strict=True):
+        console.print(
+            Text(f"{letter}  ", style="bold").append(f"{run.directory.shown}  {run.model}, {run.started} UTC")
+        )
+    _print_part(console, "configuration, where it differs", _fields_table(differing, "A", "B"))
+    _print_part(console, "figures", _figure_table(runs))
+    _print_part(console, "curves over train steps, on one scale", _curve_table(runs, console.width))
+    console.print(Text("\nschedule", style="bold"))
+    if parting is None:
+        console.print("  the schedules are the same in every tick")
+        return 0
+    console.print(Text(f"  {parting}"))
+    for letter, text in zip("AB", parting.texts, strict=True):
+        console.print(Text(f"  {letter}: {visible(text) or 'nothing'}"))
+    return 0
+
+
+# -- parts of a page ---------------------------------------------------------------------------------------------------
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _print_part(console: "Console", title: str, part: "RenderableType | None") -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    if part is not None:
+        console.print(Text(f"\n{title}", style="bold"))
+        console.print(Padding(part, (0, 0, 0, 2)))
+
+
+def _grid(*columns: str, right: Sequence[str] = ()) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_header=any(columns), header_style="dim")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return table
+
+
+def _fields_table(pairs: Mapping[str, tuple[Any, Any]], one: str, other: str) -> "Table | None":
+    from rich.text import Text
+
+    if not pairs:
+        return _grid("nothing differs")
+    table = _grid("field", one, other)
+    for path, values in pairs.items():
+        table.add_row(Text(path), *(Text(visible(_value(value))) for value in values))
+    return table
+
+
+def _value(value: Any) -> str:
+    return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _figure_table(runs: Sequence[RunFiles]) -> "Table":
+    """The figures of one run, or of two with their difference."""
+    found = [run.figures for run in runs]
+    two = len(runs) == 2
+    table = _grid("figure", *("A", "B", "B - A") if two else ("value",), right=("A", "B", "B - A", "value"))
+    for name in found[0]:
+        values = [figures[name] for figures in found]
+        if any(value is not None for value in values):
+            known = [value for value in values if value is not None]
+            change = [_number(known[1] - known[0])] if len(known) == 2 else [""] if two else []
+            table.add_row(name.replace("_", " "), *map(_number, values), *change)
+    return table
+
+
+def _curve_table(runs: Sequence[RunFiles], width: int) -> "Table | None":
+    """A line for each curve of each run; the lines of a figure have one scale and the same steps."""
+    from engine.cli.run_view import bars
+
+    found = [run.curves for run in runs]
+    labels = list(dict.fromkeys(label for curves in found for label in curves))
+    steps = [step for curves in found for curve in curves.values() for step in curve.steps]
+    if not steps:
+        return None
+    table = _grid("figure", *[""] * (len(runs) > 1), "first", "last", "lowest", "highest", "curve",
+                  right=("first", "last", "lowest", "highest"))  # fmt: skip
+    room = max(8, min(WIDEST_CURVE, width - BESIDE_CURVE - 3 * (len(runs) > 1)))
+    for label in labels:
+        values = [value for curves in found if label in curves for value in curves[label].values]
+        for place, (letter, curves) in enumerate(zip("AB", found, strict=False)):
+            name = label if place == 0 else ""
+            curve = curves.get(label)
+            own = [letter] if len(runs) > 1 else []
+            if curve is None:
+                table.add_row(name, *own, *["-"] * 4, "")
+                continue
+            ends = (curve.values[0], curve.values[-1], min(curve.values), max(curve.values))
+            drawn = bars(curve.binned(room, min(steps), max(steps)), min(values), max(values))
+            table.add_row(name, *own, *map(_number, ends), drawn)
+    return table
+
+
+def _number(value: float | int | None) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"

@@ -1,0 +1,217 @@
+"""`engine runs`, `show`, `compare` and `--json`: what they say about runs, finished, damaged and starting ones."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from steady_world import SteadyWorld
+
+from engine import cli
+from engine.config.differences import changed_fields, differing_fields
+from engine.config.loading import parse_yaml
+from engine.events import GroupGenerated
+from engine.inspect import open_record
+from engine.inspect.run_figures import curves
+from engine.inspect.schedule_difference import schedule_difference
+from engine.metrics.journal import Journal
+from engine.record import Header, Recorder
+from engine.states.limits import Limits
+from engine.states.timeouts import Timeouts
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def make_run(name: str, steps: int = 4, slots: int = 2, max_staleness_steps: int = 1) -> Path:
+    """A finished run under runs/."""
+    directory = Path("runs") / name
+    directory.mkdir(parents=True)
+    text = f"model: {{make: arithmetic}}\nrun: {{max_steps: {steps}}}\nrollout: {{slots: {slots}}}\n"
+    (directory / "config.yaml").write_text(text)
+    limits = Limits(
+        train_batch_size=2, max_staleness_steps=max_staleness_steps, max_concurrent_groups=4, max_steps=steps,
+        timeouts=Timeouts.every(None),
+    )  # fmt: skip
+    recorder = Recorder(directory / "schedule", Header(run=name, limits=limits.to_plain()))
+    SteadyWorld(limits, slots=slots, journal=Journal(directory / "metrics.jsonl"), recorder=recorder).run()
+    recorder.close()
+    return directory
+
+
+def said(capsys: Capture, *arguments: str) -> str:
+    assert cli.main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def answered(capsys: Capture, *arguments: str) -> dict[str, Any]:
+    (line,) = said(capsys, *arguments, "--json").splitlines()
+    answer = json.loads(line)
+    assert isinstance(answer, dict)
+    return answer
+
+
+def refused(capsys: Capture, *arguments: str) -> str:
+    assert cli.main(arguments) == 2
+    return capsys.readouterr().err
+
+
+# -- engine runs -------------------------------------------------------------------------------------------------------
+
+
+def test_the_list_has_every_run_newest_first_even_a_damaged_one(capsys: Capture) -> None:
+    make_run("20260101-000000-one")
+    path = next((make_run("20260103-000000-broken") / "schedule").glob("*.seg"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+    Path("runs/20260102-000000-begun/schedule").mkdir(parents=True)
+    Path("runs/latest").symlink_to("20260101-000000-one")
+    rows = answered(capsys, "runs")["runs"]
+    assert [row["name"].rpartition("-")[2] for row in rows] == ["broken", "begun", "one"]
+    assert [row["state"] for row in rows] == ["damaged", "starting", "finished"]
+    assert (rows[2]["steps"], rows[2]["max_steps"], rows[2]["model"]) == (4, 4, "arithmetic")
+    metrics = [json.loads(line) for line in Path("runs/latest/metrics.jsonl").read_text().splitlines()]
+    assert rows[2]["reward_first"] == metrics[0]["reward_mean"] and rows[2]["reward_last"] == metrics[-1]["reward_mean"]
+    assert rows[2]["why"] == "finished: 4 train steps" and "at byte" in rows[0]["why"]
+    text = said(capsys, "runs")
+    assert "20260101-000000-one     finished           4/4" in text and "UTC: 4 train steps" in text
+
+
+def test_a_directory_that_has_no_runs_is_named(capsys: Capture) -> None:
+    assert "DIR 'runs' is not a directory; start a run with `engine run`" in refused(capsys, "runs")
+    Path("runs").mkdir()
+    assert said(capsys, "runs") == "runs has no run\n"
+    make_run("one")
+    assert "use `engine show runs/one`" in refused(capsys, "runs", "runs/one")
+
+
+# -- engine show -------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_has_figures_curves_changed_fields_and_next_commands(capsys: Capture) -> None:
+    make_run("one", slots=4)
+    Path("runs/one/checkpoints/step-000003").mkdir(parents=True)
+    page = answered(capsys, "show", "one")
+    metrics = [json.loads(line) for line in Path("runs/one/metrics.jsonl").read_text().splitlines()]
+    assert page["curves"]["reward"] == {"steps": [0, 1, 2, 3], "values": [row["reward_mean"] for row in metrics]}
+    assert page["figures"]["train_steps"] == 4
+    assert page["figures"]["tokens_trained"] == sum(row["tokens"] for row in metrics)
+    assert page["configuration"]["model.make"] == {"value": "arithmetic", "default": None}
+    assert page["checkpoints"] == [3] and "engine evaluate runs/one@step-3" in page["next"]
+    text = said(capsys, "show", "one")
+    assert "finished: 4 train steps" in text and "▁" in text and "█" in text and "step-3" in text
+    (Path("runs/one") / "metrics.jsonl").unlink()
+    assert "curves" not in said(capsys, "show", "one")
+
+
+def test_a_curve_is_binned_over_the_steps_that_it_has() -> None:
+    curve = curves([{"step": step, "reward_mean": value} for step, value in ((0, 1.0), (1, 3.0), (5, 7.0))])["reward"]
+    assert curve.binned(3, 0, 5) == [2.0, None, 7.0]
+    assert curve.binned(60, 0, 5) == [1.0, 3.0, None, None, None, 7.0]
+    assert curves([{"step": 0, "reward_mean": None, "loss": float("nan"), "tokens": "many"}]) == {}
+
+
+def test_fields_that_differ_are_those_with_other_values_than_the_default() -> None:
+    tree = parse_yaml(
+        "model: {make: arithmetic}\ntrainer: {lora: {rank: 8}}\nscheduler: {train_batch_size: 8}", "f", ""
+    )
+    assert changed_fields(tree) == {"model.make": ("arithmetic", None), "trainer.lora": ({"rank": 8}, None)}
+    other = {"model": {"make": "arithmetic"}, "rollout": {"engine_args": {"seed": 1}}}
+    assert differing_fields(tree, other) == {
+        "trainer.lora": ({"rank": 8}, None), "rollout.engine_args.seed": (None, 1),
+    }  # fmt: skip
+
+
+# -- engine compare ----------------------------------------------------------------------------------------------------
+
+
+def test_equal_runs_have_no_difference(capsys: Capture) -> None:
+    make_run("one")
+    make_run("two")
+    assert answered(capsys, "compare", "one", "two")["schedule"] is None
+    assert "the schedules are the same in every tick" in said(capsys, "compare", "one", "two")
+
+
+def test_a_comparison_names_fields_figures_and_the_first_other_decision(capsys: Capture) -> None:
+    make_run("one")
+    make_run("two", max_staleness_steps=3, slots=1)
+    found = answered(capsys, "compare", "one", "two")
+    assert found["configuration"] == {"rollout.slots": [2, 1]}
+    assert found["schedule"]["kind"] == "event" and found["schedule"]["field"] == "slots"
+    text = said(capsys, "compare", "one", "two")
+    assert "something else happened: event" in text and "field slots" in text and "A: ProcessUp(kind='replica'" in text
+    assert "is not a directory" in refused(capsys, "compare", "one", "runs/one/config.yaml")
+
+
+def test_the_first_difference_is_an_event_a_command_or_an_end(tmp_path: Path) -> None:
+    record = open_record(make_run("one"))
+    ticks = list(record.ticks())
+    changed = next(tick for tick in ticks if isinstance(tick.events[0], GroupGenerated) and tick.commands)
+
+    def copied(name: str, *, commands: bool = True, whole: bool = True) -> Any:
+        recorder = Recorder(tmp_path / name / "schedule", record.header)
+        for tick in ticks[: None if whole else changed.number]:
+            recorder.write(tick.events, tick.commands if commands or tick is not changed else tick.commands[1:])
+        recorder.close()
+        return schedule_difference(record, open_record(tmp_path / name))
+
+    assert copied("same") is None
+    decided = copied("decided", commands=False)
+    assert (decided.tick, decided.kind, decided.place) == (changed.number, "command", 0)
+    assert "the schedulers decided differently" in str(decided)
+    shorter = copied("shorter", whole=False)
+    assert (shorter.tick, shorter.kind, shorter.at[1]) == (changed.number, "end", None)
+    assert "then the record of the second ends" in str(shorter)
+
+
+# -- --json ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("runs",), ("show", "one"), ("compare", "one", "one"), ("status", "one"), ("waits", "one"), ("replay", "one"),
+        ("replay", "one", "--at", "3", "--group", "0"), ("states",),
+    ],
+    ids=lambda arguments: " ".join(arguments[::2]),
+)  # fmt: skip
+def test_json_is_one_object_that_begins_with_command_and_run(capsys: Capture, arguments: tuple[str, ...]) -> None:
+    make_run("one")
+    answer = answered(capsys, *arguments)
+    assert list(answer)[:2] == ["command", "run"] and len(answer) > 2
+    assert answer["command"] == arguments[0] and answer["run"] == ("runs/one" if "one" in arguments else None)
+
+
+# -- completion --------------------------------------------------------------------------------------------------------
+
+
+def test_a_shell_completes_commands_options_and_names_of_runs(capsys: Capture) -> None:
+    Path("runs/mine/schedule").mkdir(parents=True)
+    with pytest.raises(SystemExit):
+        cli.main(["--completion", "bash"])
+    tries = ["show m", "compare mine mi", "samples mine --valid", "sho"]
+    lines = [
+        f"COMP_WORDS=(engine {line}); COMP_CWORD={len(line.split())}; _shtab_engine 2>/dev/null; echo ${{COMPREPLY[@]}}"
+        for line in tries
+    ]
+    script = "\n".join([capsys.readouterr().out, *lines])
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["mine", "mine", "--validation", "show"], done.stderr
+    for shell in ("zsh", "fish"):
+        with pytest.raises(SystemExit):
+            cli.main(["--completion", shell])
+        assert "ls runs" in capsys.readouterr().out
+
+
+def test_a_missing_package_for_completion_is_named(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    said = refused(capsys, "--completion", "bash")
+    assert "this needs the package shtab" in said and "[inspect]" in said
