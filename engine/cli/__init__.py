@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.cli import evaluate, project, run_page, samples
+from engine.cli import evaluate, project, run_page, samples, timeline
 from engine.cli import run as running
 from engine.cli.completion import SHELLS, PrintCompletion
 from engine.cli.control_commands import add_commands
@@ -29,8 +29,9 @@ from engine.cli.interrupts import (
     use_plain_letters,
 )
 from engine.cli.json_output import print_json, takes_json
-from engine.cli.run_state import NO_EVENT, require_address
-from engine.errors import ConfigError, EngineError, RecordError, RecordNotBegun, visible
+from engine.cli.recorded_run import record_errors, takes_run
+from engine.cli.run_state import require_address
+from engine.errors import ConfigError, EngineError, RecordError, visible
 from engine.extras import EXTRAS, FOR_RUNS, missing_package, require_versions
 from engine.runtime.garbage_collection import rare_collection
 from engine.version import __version__
@@ -166,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
 
     run_page.add_commands(commands)
     samples.add_command(commands)
+    timeline.add_command(commands)
     add_commands(commands)
 
     check = commands.add_parser("check", help="check whether a configuration can run")
@@ -199,12 +201,9 @@ def _add_export(commands: Any) -> None:
 
 def _add_replay(commands: Any) -> None:
     replay = commands.add_parser("replay", help="replay a recorded schedule, or show its state at an event")
-    replay.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
+    takes_run(replay)
     replay.add_argument("--at", type=_number, metavar="N", help="show event N, its commands and the state after it")
     replay.add_argument("--group", type=int, metavar="G", help="with --at: show the history of a prompt group")
-    replay.add_argument(
-        "--extensions", action="store_true", help="import the extensions named in the run's configuration"
-    )
     takes_json(replay)
     replay.set_defaults(run=_replay)
 
@@ -330,21 +329,12 @@ def _replay(arguments: argparse.Namespace) -> int:
             "--group", arguments.group, "must be used together with --at", "add --at N, the event to stop at"
         )
     run = open_run(arguments.directory)
-    directory = run.path
-    try:
-        _load_recorded_extensions(directory, named=arguments.extensions)
+    with record_errors(run, extensions=arguments.extensions):
         if arguments.at is not None:
-            moment = state_at(open_record(directory), arguments.at, arguments.group)
+            moment = state_at(open_record(run.path), arguments.at, arguments.group)
             _print_found(arguments, run.shown, moment, moment.to_plain())
             return DONE
-        report = replayed(directory)
-    except RecordNotBegun:
-        raise ConfigError("RUN", run.shown, NO_EVENT, "try again once it trains") from None
-    except RecordError as error:
-        unknown = isinstance(error.__cause__, ConfigError)  # a name that is not registered in this process
-        if unknown and not arguments.extensions and running.names_extensions(directory):
-            error.add_note("the run's configuration names extensions: use --extensions to import them")
-        raise
+        report = replayed(run.path)
     _print_found(arguments, run.shown, report, report.to_plain())
     return DONE if report.identical else FAILED
 
@@ -354,18 +344,6 @@ def _print_found(arguments: argparse.Namespace, run: str, text: object, fields: 
         print_json("replay", run, fields)
     else:
         print(text)
-
-
-def _load_recorded_extensions(directory: Path, *, named: bool) -> None:
-    """Load the extensions of installed packages. With `named`, also import those that the record names. This is not the
-    default, because an import runs code."""
-    from engine.config import load_extensions, load_extensions_of
-
-    load_extensions()
-    if named:
-        from engine.record import read
-
-        load_extensions_of(read(directory / "schedule").header.config)
 
 
 # -- engine states -----------------------------------------------------------------------------------------------------

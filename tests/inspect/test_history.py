@@ -10,21 +10,18 @@ import pytest
 from engine.errors import ConfigError, EngineError, RecordError
 from engine.inspect.history import FATES, NO_EVENT, RUNNING, History
 from engine.inspect.history_reader import read_history
-from engine.policies import PolicySet
 from engine.record import Header, Record, Recorder, read, replay
 from engine.record.recorder import MemoryRecorder
 from engine.record.replayer import build_scheduler
-from engine.simulation.world import Faults, Setting, World
+from engine.simulation.world import Faults
 from engine.states.group import phase_of
 from engine.states.limits import Limits
 from engine.states.machine import Phase
 from engine.states.state import State
+from tests.inspect.recorded_worlds import LIMITS, faulty_record, recorded
 from tests.oracle import clock_removal, worlds
 from tests.oracle.worlds import RunReport
 
-LIMITS = Limits(
-    train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=8, sync_mode="abort", max_steps=6
-)  # fmt: skip
 WORLDS = [
     *((worlds.calm, number) for number in (1, 4)),
     *((worlds.preset, number) for number in (2, 11)),
@@ -52,22 +49,9 @@ def state_after(record: Record) -> State:
     return scheduler.state
 
 
-def recorded(limits: Limits = LIMITS, steps: int | None = None, **setting: Any) -> Record:
-    recorder = MemoryRecorder(Header(run="r", limits=limits.to_plain(), policies=PolicySet.from_names({}).names))
-    world = World(Setting(limits=limits, **setting), recorder=recorder, check=False)
-    if steps is None:
-        world.run()
-    else:
-        assert world.run_until(lambda state: state.steps_trained == steps and state.ledger.running)
-        world.close()
-    recorder.close()
-    return read(recorder)
-
-
 @pytest.fixture(scope="module")
 def faulty() -> History:
-    faults = Faults(die=0.08, fail_group=0.1)
-    return read_history(recorded(seed=2, spread=0.7, faults=faults, prefix_every_tokens=5))
+    return read_history(faulty_record())
 
 
 @pytest.mark.parametrize(("family", "number"), WORLDS)

@@ -1,0 +1,70 @@
+"""What commands that read the record of a run have in common: their arguments, the history, and errors about them."""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.cli.run_state import NO_EVENT
+from engine.errors import ConfigError, RecordError, RecordNotBegun
+
+if TYPE_CHECKING:
+    from engine.inspect.history import History
+    from engine.storage.run_directory import RunDirectory
+
+
+def takes_run(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name a run and load its policies and states."""
+    parser.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
+    parser.add_argument(
+        "--extensions", action="store_true", help="import the extensions named in the run's configuration"
+    )
+
+
+def history_of(arguments: argparse.Namespace) -> "tuple[RunDirectory, History]":
+    """The history of the run that the arguments name. Raises: `ConfigError`, `RecordError`."""
+    from engine.inspect.history_reader import read_history
+    from engine.storage.run_directory import open_run
+
+    run = open_run(arguments.directory)
+    with record_errors(run, extensions=arguments.extensions):
+        return run, read_history(run.path)
+
+
+@contextmanager
+def record_errors(run: "RunDirectory", *, extensions: bool) -> Iterator[None]:
+    """Load extensions, and say what to do if the record has no event yet or names policies that are not loaded."""
+    from engine.cli.run import names_extensions
+
+    try:
+        load_recorded_extensions(run.path, named=extensions)
+        yield
+    except RecordNotBegun:
+        raise ConfigError("RUN", run.shown, NO_EVENT, "try again once it trains") from None
+    except RecordError as error:
+        unknown = isinstance(error.__cause__, ConfigError)  # a name that is not registered in this process
+        if unknown and not extensions and names_extensions(run.path):
+            error.add_note("the run's configuration names extensions: use --extensions to import them")
+        raise
+
+
+def load_recorded_extensions(directory: Path, *, named: bool) -> None:
+    """Load the extensions of installed packages. With `named`, also import those that the record names. This is not the
+    default, because an import runs code."""
+    from engine.config import load_extensions, load_extensions_of
+
+    load_extensions()
+    if named:
+        from engine.record import read
+
+        load_extensions_of(read(directory / "schedule").header.config)
+
+
+@contextmanager
+def writable(option: str, path: Path) -> Iterator[None]:
+    """Raises: `ConfigError` if the file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(option, str(path), f"cannot be written: {error.strerror or error}") from None

@@ -1,0 +1,54 @@
+"""`engine timeline`: writes the schedule of a run for other tools. Called by the command line."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from engine.cli.recorded_run import history_of, takes_run, writable
+from engine.errors import ConfigError
+
+
+def add_command(commands: Any) -> None:
+    """Add the command to the parsers of the command line."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "timeline",
+        help="write the schedule of a run for Perfetto, OpenTelemetry or as Parquet",
+        description="Write what every slot and the trainer did, when and why: also of a running run, to its present.",
+    )
+    takes_run(parser)
+    parser.add_argument(
+        "--format", choices=("perfetto", "otlp", "parquet"), default="perfetto", help="default: perfetto"
+    )
+    parser.add_argument("--out", metavar="FILE", help="the file (default: the run's name, in the working directory)")
+    parser.add_argument(
+        "--endpoint", metavar="URL", help="with --format otlp: send the spans to a collector, such as localhost:4318"
+    )
+    parser.set_defaults(run=write)
+
+
+def write(arguments: argparse.Namespace) -> int:
+    """`engine timeline RUN`. Raises: `ConfigError` for wrong arguments and a file that cannot be written."""
+    from engine.extras import require_packages
+    from engine.inspect.timeline import timeline_of
+    from engine.inspect.timeline_files import PACKAGES, SUFFIXES, WRITERS, send_otlp
+
+    if arguments.endpoint is not None and arguments.format != "otlp":
+        raise ConfigError("--endpoint", arguments.endpoint, "needs --format otlp", "add --format otlp")
+    if arguments.endpoint is not None and arguments.out is not None:
+        raise ConfigError(
+            "--endpoint", arguments.endpoint, "cannot be used together with --out", "leave one of them out"
+        )
+    require_packages(PACKAGES[arguments.format])
+    _, history = history_of(arguments)
+    timeline = timeline_of(history)
+    if arguments.endpoint is not None:
+        url = arguments.endpoint if "://" in arguments.endpoint else f"http://{arguments.endpoint}"
+        print(f"sent {send_otlp(timeline, url)} spans to {url}")
+        return 0
+    path = Path(arguments.out or history.run + SUFFIXES[arguments.format])
+    with writable("--out", path):
+        WRITERS[arguments.format](timeline, path)
+    print(f"{len(timeline.slices)} slices and {len(timeline.arrows)} arrows are in {path}")
+    if arguments.format == "perfetto":
+        print("open it at https://ui.perfetto.dev; the page does not upload it")
+    return 0

@@ -1,0 +1,36 @@
+"""Records of simulated runs, for the tests of what reads records."""
+
+from pathlib import Path
+from typing import Any
+
+from engine.policies import PolicySet
+from engine.record import Header, Record, Recorder, read
+from engine.record.recorder import MemoryRecorder
+from engine.simulation.world import Faults, Setting, World
+from engine.states.limits import Limits
+
+LIMITS = Limits(
+    train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=8, sync_mode="abort", max_steps=6
+)  # fmt: skip
+
+
+def recorded(
+    limits: Limits = LIMITS, steps: int | None = None, directory: Path | None = None, run: str = "r", **setting: Any
+) -> Record:
+    """The record of a run, in memory or in a directory; it breaks off after so many train steps, while groups run."""
+    header = Header(run=run, limits=limits.to_plain(), policies=PolicySet.from_names({}).names)
+    recorder = MemoryRecorder(header) if directory is None else Recorder(directory, header)
+    world = World(Setting(limits=limits, **setting), recorder=recorder, check=False)
+    if steps is None:
+        world.run()
+    else:
+        assert world.run_until(lambda state: state.steps_trained == steps and state.ledger.running > 0)
+        world.close()
+    recorder.close()
+    return read(recorder if directory is None else directory)
+
+
+def faulty_record(**options: Any) -> Record:
+    """With aborts, failures, filtered groups and lost replicas."""
+    faults = Faults(die=0.08, fail_group=0.1)
+    return recorded(seed=2, spread=0.7, faults=faults, prefix_every_tokens=5, **options)
