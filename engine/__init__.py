@@ -1,6 +1,8 @@
 """Step Engine: asynchronous RL post-training of language models as explicit, recorded steps.
 
 The public names are imported at their first use, so that `import engine` needs no optional package and stays fast.
+docs/API.md lists every stable name: those of `engine`, `engine.protocols`, `engine.policies` and `engine.testing`. All
+other modules are private.
 """
 
 from importlib import import_module

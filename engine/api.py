@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from engine.cli.run import Mode
     from engine.config import Config
     from engine.environments import Environment
+    from engine.protocols.named_code import Local
     from engine.storage.run_directory import RunDirectory
-    from engine.tasks.rewards import Local
 
 Function: TypeAlias = str | Callable[..., Any]
 """A function, or its name "module:function"."""
@@ -36,7 +36,10 @@ Reward: TypeAlias = Function | Sequence[Function] | Mapping[str, Part]
 """One reward function; a list of functions, whose own names are used; or a mapping from names to functions."""
 Rows: TypeAlias = Iterable[Mapping[str, Any]]
 """Rows may also be given as a `pandas.DataFrame`, which is not of this type but is converted to such rows."""
-NAMING = ("function", "class_name", "rollout", "reward", "answer", "tool_parser")
+NAMING = (
+    "function", "class_name", "rollout", "reward", "answer", "tool_parser",
+    "loss", "advantage", "correction", "measure",
+)  # fmt: skip
 """The last part of the path of each field whose text names a function or a class."""
 Data: TypeAlias = str | Path | Sequence[str | Path] | Rows
 
@@ -186,7 +189,7 @@ def resumption(
     """The configuration of a resumed run, the new settings of its scheduler, and the functions and classes that cannot
     be imported. Raises: `ConfigError`."""
     from engine.cli.run import resumption_of
-    from engine.tasks.rewards import name_of
+    from engine.protocols.named_code import name_of
 
     functions = {field: value for field, value in settings.items() if callable(value)}
     others = {field: value for field, value in settings.items() if field not in functions}
@@ -243,7 +246,7 @@ def configured(
     """The configuration that the arguments of `train` describe, and the functions and classes that cannot be imported.
     The files and directories that are created for rows are added to `made`. Raises: `ConfigError`."""
     from engine.config.loading import parse_config
-    from engine.tasks.rewards import name_of
+    from engine.protocols.named_code import name_of
 
     _require_path("model", model)
     settings, made = settings or {}, [] if made is None else made
@@ -347,7 +350,7 @@ def _tree(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain_value(value: Any) -> Any:
     """A value as in a configuration: paths as texts, functions and classes as their names."""
-    from engine.tasks.rewards import name_of
+    from engine.protocols.named_code import name_of
 
     if isinstance(value, Mapping):
         return {name: _plain_value(inner) for name, inner in value.items()}

@@ -19,9 +19,10 @@ from engine.api import TrainedRun, configured, resumption
 from engine.cli import main
 from engine.config.inputs import check_inputs
 from engine.plans.configured_plan import plan_of
+from engine.protocols.named_code import name_of
 from engine.runtime.local import run_plan
 from engine.storage import run_directory
-from engine.tasks.rewards import exact_match, name_of
+from engine.tasks.rewards import exact_match
 
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(4)]
 SMALL: dict[str, Any] = {

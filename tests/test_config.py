@@ -446,14 +446,14 @@ def test_every_number_has_a_bound() -> None:
 
 
 def test_the_trainer_section_is_the_trainers_settings() -> None:
-    shared = {"policy_mini_batch_size", "temperature", "seed"}
+    shared = {"policy_mini_batch_size", "temperature", "seed", "own"}
     ours = {name: info.default for name, info in TrainerSection.model_fields.items()}
     assert ours["correction"] == "auto", "the backend decides; a trainer alone does not know it"
     ours["correction"] = TrainerSettings().correction
     theirs = {f.name: f.default for f in dataclasses.fields(TrainerSettings) if f.name not in shared}
     assert {name: ours.get(name) for name in theirs} == theirs
     elsewhere = {"checkpoint_every", "keep_checkpoints", "keep_checkpoints_every", "keep_best"}
-    elsewhere |= {"device_memory_gb", "gpus_per_rank"}
+    elsewhere |= {"device_memory_gb", "gpus_per_rank", "loss_arguments", "advantage_arguments", "correction_arguments"}
     assert set(ours) - set(theirs) == elsewhere
 
 
@@ -574,10 +574,10 @@ def test_only_an_advantage_that_compares_no_siblings_takes_one_sample_a_prompt()
 @pytest.mark.parametrize(
     ("masks", "says"),
     [
-        (3, "must be a list, each a section with the keys measure, low, high, negative_only"),
+        (3, "must be a list, each a section with the keys measure, arguments, low, high, negative_only"),
         (
             [{"measure": "token_ratio", "hi": 2}],
-            "unknown key; trainer.masks.0 must be a section with the keys measure, low, high, negative_only",
+            "unknown key; trainer.masks.0 must be a section with the keys measure, arguments, low, high, negative_only",
         ),
         ([{"measure": "token_ratio", "low": 2}], "use 0.5"),
         ([{"measure": "ratio", "low": 0.5}], "one of token_ratio"),

@@ -64,7 +64,7 @@ ALLOWED: dict[str, set[str]] = {
     "environments": {*BOTTOM, "tasks"},
     "rollout": {*BOTTOM, *WORK, "extras"},
     "gateway": {*BOTTOM, "rollout", "control"},  # agents' calls become requests to a replica
-    "config": {*SCHEDULING, *WORK, "extras"},
+    "config": {*SCHEDULING, "protocols", *WORK, "extras"},
     # the loop, and what surrounds it
     "runtime": RUNTIME,
     "simulation": {*RUNTIME, "runtime"},
@@ -72,6 +72,7 @@ ALLOWED: dict[str, set[str]] = {
     "actors": {*RUNTIME, *WORK, "runtime", "plans"},
     # the wiring
     "cli": {*RUNTIME, *WORK, "runtime", "plans", "simulation", "actors", "inspect", "extras"},
+    "testing": {*RUNTIME, "runtime", "simulation"},
     "api": {*RUNTIME, *WORK, "runtime", "cli", "extras"},
     "__init__": {*POLICIES, "api", "runtime", "environments", "version"},
 }

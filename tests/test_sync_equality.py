@@ -22,13 +22,13 @@ from engine.plans.configured_plan import plan_of
 from engine.plans.run_inputs import make_prompts
 from engine.plans.trainers import make_trainer
 from engine.protocols import Batch
+from engine.protocols.named_code import find
 from engine.record import read
 from engine.rollout.backend import SamplingParams
 from engine.rollout.generator import ModelGenerator
 from engine.rollout.torch.torch_backend import TorchBackend
 from engine.runtime.prompt_sources import CountedPrompts
 from engine.tasks.quickstart import Prepared, Quickstart, prepare
-from engine.tasks.rewards import find
 from engine.trajectory import TrajectoryGroup
 
 BATCH, SAMPLES, MAX_TOKENS, SEED, PROMPTS, EPOCHS = 4, 6, 30, 11, 9, 2

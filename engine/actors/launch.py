@@ -33,9 +33,9 @@ from engine.errors import EngineError, RunFailed, RunFinished, clean, counted
 from engine.events import RunInterrupted
 from engine.metrics.status import Status
 from engine.plans.configured_plan import plan_of
+from engine.protocols.named_code import NO_LOCAL, Local
 from engine.runtime.plan import Plan
 from engine.tasks.quickstart import Progress
-from engine.tasks.rewards import NO_LOCAL, Local
 
 log = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from engine.cli.run_view import RunView
     from engine.config import Config
     from engine.metrics.status import Status
+    from engine.protocols.named_code import Local
     from engine.storage.run_directory import RunDirectory
-    from engine.tasks.rewards import Local
 
 DONE, FAILED = 0, 1
 PACKAGES = ("ray", "torch", "transformers")

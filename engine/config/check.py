@@ -14,6 +14,7 @@ from engine.config.schema import Config
 from engine.errors import ConfigError, counted
 from engine.rollout.vllm.engine_args import built_for_cpu, check_engine_args, workers_of
 from engine.states.limits import Limits
+from engine.training.own_functions import is_own
 
 BACKENDS: dict[str, Callable[[Config], None]] = {
     "vllm": lambda config: check_engine_args(config.rollout.engine_args),
@@ -60,7 +61,7 @@ def _concurrency(limits: Limits) -> str:
 
 def _correction(config: Config) -> Iterator[str]:
     t = config.trainer
-    if t.correction != "none":
+    if t.correction != "none" and not is_own(t.correction):
         yield f"importance weights are at most trainer.correction_cap = {t.correction_cap:g} ({t.correction})"
 
 
@@ -142,7 +143,7 @@ def _surprises(config: Config, slots: int) -> Iterator[str]:
     if r.top_p < 1:
         yield f"top_p = {r.top_p:g} biases the importance ratio: only the behavior log-probs are truncated; use 1"
     t = config.trainer
-    if r.backend != "torch" and t.correction == "none" and not t.clip_dual and t.loss != "cispo":
+    if r.backend != "torch" and t.correction == "none" and not t.clip_dual and t.loss != "cispo" and not is_own(t.loss):
         yield (
             f"trainer.correction none: {r.backend} rounds differently from the trainer, and nothing bounds ratios "
             "above 1 with negative advantages; use token_tis, or trainer.clip_dual: 3"

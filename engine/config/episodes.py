@@ -16,10 +16,10 @@ from engine.config.schema import Config
 from engine.environments.calls import EpisodeCalls, HangingCalls
 from engine.environments.protocol import Environment
 from engine.errors import ConfigError, DataFailure, message_of
+from engine.protocols.named_code import NO_LOCAL, Local, find
 from engine.rollout.agents.environment_program import Episode, EpisodeSettings
 from engine.rollout.agents.tool_calls import MARKS, PARSERS, Parser
 from engine.tasks.chat import Message, render
-from engine.tasks.rewards import NO_LOCAL, Local, find
 from engine.trajectory import Prompt
 
 if TYPE_CHECKING:

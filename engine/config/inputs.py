@@ -18,8 +18,8 @@ from engine.config.schema import Config
 from engine.config.trainer import Shapes, adapter_line, adapter_numbers, refuse_adapter_as_model
 from engine.errors import ConfigError, counted
 from engine.extras import missing_package
+from engine.protocols.named_code import NO_LOCAL, Local
 from engine.tasks.answers import answer_of
-from engine.tasks.rewards import NO_LOCAL, Local
 from engine.tasks.tokenizer import END, PAD, UNKNOWN
 from engine.training.lora import WEIGHTS_FILE
 from engine.trajectory import Prompt
@@ -67,6 +67,7 @@ def check_inputs(
     for field, spec in config.reward.specs.items():
         if field not in local:
             yield f"ok: {field} {spec} can be imported"
+    yield from _objective_lines(config, local)
     if config.model.make is None and files and _has_transformers():
         yield from _check_prompts(config, files, rehearse, local)
     elif config.model.make is None and files and rehearse:
@@ -152,6 +153,19 @@ def _check_sets(config: Config, local: Local) -> Iterator[str]:
 
 REFERENCE = "trainer.reference_path"
 WARM_START = "model.warm_start.path"
+
+
+def _objective_lines(config: Config, local: Local) -> Iterator[str]:
+    """Lines on the user's functions of the objective, which are called on made tensors. Raises: ConfigError."""
+    settings = config.trainer_settings.with_local(local)
+    if not settings.own_functions():
+        return
+    if find_spec("torch") is None:
+        yield f"note: the objective is not tried: {missing_package('torch')}"
+        return
+    from engine.training.objective_check import check_objective
+
+    yield from (f"ok: {line}" for line in check_objective(settings).lines)
 
 
 def _has_transformers() -> bool:

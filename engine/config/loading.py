@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from engine.config.extensions import load_extensions_of
+from engine.config.migration import exact_hint, loose_hint
 from engine.config.paths import RUNS, absolute_paths
 from engine.config.schema import Config
 from engine.config.section import FORMS, NAMED, refuse_secrets
@@ -212,7 +213,8 @@ def _first_of(error: ValidationError, tree: Mapping[str, Any]) -> ConfigError:
     first, *others = (_of_fixed_list(one, tree, schema) or one for one in found)
     path = _path_of(first["loc"]) or "config"
     if first["type"] == "extra_forbidden":
-        law, fix = "unknown key", nearest_key(path)
+        inside = (exact_hint(leaf) for leaf in _leaves(first["input"], path))
+        law, fix = "unknown key", next(filter(None, inside), "") or nearest_key(path)
     elif first["type"] == "missing":
         law, fix = "required", f"set it to {expected(path)}"
     else:
@@ -224,6 +226,12 @@ def _first_of(error: ValidationError, tree: Mapping[str, Any]) -> ConfigError:
     rest += f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
     value = None if law == "required" else first["input"]
     return ConfigError(path, value, law, "; ".join(filter(None, (fix, rest and f"also wrong: {rest}"))))
+
+
+def _leaves(value: Any, path: str) -> Iterator[str]:
+    """The dotted paths of the values in an unknown section."""
+    for key, inner in value.items() if isinstance(value, Mapping) else ():
+        yield from _leaves(inner, f"{path}.{key}") if isinstance(inner, Mapping) else (f"{path}.{key}",)
 
 
 def _of_fixed_list(error: "ErrorDetails", tree: Mapping[str, Any], schema: dict[str, Any]) -> "ErrorDetails | None":
@@ -263,8 +271,10 @@ def fields(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[
 
 
 def nearest_key(path: str) -> str:
-    """A similar key of the same section, else one that begins with it, else the same key of another section, else the
-    section's keys."""
+    """The field that replaces this key of another system, else a similar key of the same section, else one that begins
+    with it, else the same key of another section, else the section's keys."""
+    if theirs := exact_hint(path):
+        return theirs
     known = [name for name, _ in fields()]
     section, _, key = path.rpartition(".")
     siblings = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == section]
@@ -274,6 +284,8 @@ def nearest_key(path: str) -> str:
         otherwise = f"did you mean {section}.{longer[0]}?"
     elif elsewhere:
         otherwise = f"did you mean {min(elsewhere, key=lambda name: name.count('.'))}?"
+    elif theirs := loose_hint(path):
+        otherwise = theirs
     else:
         otherwise = f"use one of {', '.join(siblings)}" if siblings else f"{section} must be {expected(section)}"
     return suggestion(key, siblings, otherwise, prefix=f"{section}." if section else "")

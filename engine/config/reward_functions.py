@@ -9,10 +9,10 @@ from typing import Any, cast
 
 from engine.config.reward import NamedReward, RewardSection
 from engine.errors import ConfigError
+from engine.protocols.named_code import NO_LOCAL, Local, find
 from engine.rollout.reward_parts import Form, RewardPart, RewardParts
 from engine.tasks.reward_forms import bind, check_declared, declared_by
 from engine.tasks.reward_processes import ProcessSettings, RewardProcesses
-from engine.tasks.rewards import NO_LOCAL, Local, find
 
 JUDGE = "engine.tasks.judge:llm_judge"
 

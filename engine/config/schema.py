@@ -99,6 +99,7 @@ class Config(Sections):
         return self.trainer.settings(
             response_tokens=self.rollout.longest if self.several_turns else self.rollout.max_tokens,
             samplers="float32" if self._scores_old_log_probs_apart() else self.rollout.sampler_dtype,
+            code_dir=self.run.code_dir,
             policy_mini_batch_size=self.scheduler.policy_mini_batch_size,
             temperature=self.rollout.temperature,
             seed=self.run.seed,

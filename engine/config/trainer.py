@@ -11,7 +11,8 @@ from engine.config.section import DEVICE, Section
 from engine.errors import ConfigError
 from engine.states.limits import BOUNDS
 from engine.training.lora import ALL_LINEAR, CONFIG_FILE, Lora
-from engine.training.trainer_settings import Mask, TrainerSettings
+from engine.training.own_functions import OwnFunction, is_own
+from engine.training.trainer_settings import OWN_FIELDS, Mask, TrainerSettings
 
 MOST_STEPS = 1 << 40
 MOST_TOKENS = 1_000_000_000
@@ -20,7 +21,12 @@ MOST_TOKENS = 1_000_000_000
 class MaskSection(Section):
     """Keeps tokens, or whole trajectories, whose measure lies between the bounds (docs/OBJECTIVES.md)."""
 
-    measure: str = Field(description="token_ratio, geometric_ratio, product_ratio, or {token,mean,sum}_{k1,k2,k3}.")
+    measure: str = Field(
+        description="token_ratio, geometric_ratio, product_ratio, {token,mean,sum}_{k1,k2,k3}, or module:function."
+    )
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, max_length=64, description="Arguments of the function that `measure` names."
+    )
     low: float | None = Field(None, ge=-1000, le=1000, description="Lower bound; null: none.")
     high: float | None = Field(None, ge=-1000, le=1000, description="Upper bound; null: none.")
     negative_only: bool = Field(False, description="Drop only tokens with a negative advantage.")
@@ -73,10 +79,20 @@ class TrainerSection(Section):
         0, ge=0, le=MOST_STEPS, description="Optimizer steps of the whole run; needed for linear and cosine."
     )
     advantage: str = Field(
-        "grpo", description="Estimator: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline or distillation."
+        "grpo",
+        description="Estimator: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, distillation, or "
+        "module:function.",
+    )
+    advantage_arguments: dict[str, Any] = Field(
+        default_factory=dict, max_length=64, description="Arguments of the function that `advantage` names."
     )
     loss: str = Field(
-        "ppo_clip", description="Loss: ppo_clip, gspo, cispo, or decoupled_ppo (ppo_clip with old_policy proximal)."
+        "ppo_clip",
+        description="Loss: ppo_clip, gspo, cispo, decoupled_ppo (ppo_clip with old_policy proximal), or "
+        "module:function.",
+    )
+    loss_arguments: dict[str, Any] = Field(
+        default_factory=dict, max_length=64, description="Arguments of the function that `loss` names."
     )
     old_policy: str = Field(
         "behavior", description="Denominator of the ratio: behavior, or proximal (weights before the step)."
@@ -88,8 +104,11 @@ class TrainerSection(Section):
     )
     correction: str = Field(
         "auto",
-        description="none, token_tis or sequence_tis (truncated importance sampling); auto: token_tis with the vllm "
-        "and openai backends, else none.",
+        description="none, token_tis or sequence_tis (truncated importance sampling), or module:function; auto: "
+        "token_tis with the vllm and openai backends, else none.",
+    )
+    correction_arguments: dict[str, Any] = Field(
+        default_factory=dict, max_length=64, description="Arguments of the function that `correction` names."
     )
     correction_cap: float = Field(2.0, gt=0, description="Maximum importance weight.")
     masks: tuple[MaskSection, ...] = Field(
@@ -205,13 +224,16 @@ class TrainerSection(Section):
         None, description="Also keep the best checkpoint by a validation metric; null: only the newest ones."
     )
 
-    def settings(self, *, response_tokens: int, samplers: str, **shared: Any) -> TrainerSettings:
+    def settings(
+        self, *, response_tokens: int, samplers: str, code_dir: str | None = None, **shared: Any
+    ) -> TrainerSettings:
         """The settings for the trainer. `shared`: settings from other sections. `samplers`: the type of the samplers'
-        weights, for `publish_dtype`. Raises: ConfigError."""
+        weights, for `publish_dtype`. `code_dir`: the directory of the user's functions. Raises: ConfigError."""
         elsewhere = {"checkpoint_every", "keep_checkpoints", "keep_checkpoints_every", "keep_best"}
-        elsewhere |= {"device_memory_gb", "gpus_per_rank"}
+        elsewhere |= {"device_memory_gb", "gpus_per_rank", *(f"{field}_arguments" for field in OWN_FIELDS)}
         own = self.model_dump(exclude=elsewhere)
-        own["masks"] = tuple(Mask(**mask) for mask in own["masks"])
+        own["masks"] = tuple(Mask(**mask.model_dump(exclude={"arguments"})) for mask in self.masks)
+        own["own"] = tuple(self._own_functions(code_dir))
         own["lora"] = None if self.lora is None else self.lora.settings()
         for field in ("aggregation_tokens", "overlong_max_tokens"):
             own[field] = own[field] or response_tokens
@@ -219,16 +241,30 @@ class TrainerSection(Section):
             own["publish_dtype"] = samplers
         return TrainerSettings(**own, **shared)
 
+    def _own_functions(self, code_dir: str | None) -> Iterator[OwnFunction]:
+        """Raises: `ConfigError` for arguments of a built-in name."""
+        named = [(field, field, getattr(self, field), getattr(self, f"{field}_arguments")) for field in OWN_FIELDS]
+        for index, mask in enumerate(self.masks):
+            named.append((f"masks.{index}.measure", f"masks.{index}", mask.measure, mask.arguments))
+        for path, owner, spec, arguments in named:
+            if is_own(spec):
+                yield OwnFunction(field=f"trainer.{path}", spec=spec, directory=code_dir, arguments=arguments)
+            elif arguments:
+                field = f"trainer.{owner}{'.' if owner != path else '_'}arguments"
+                law = f"trainer.{path} {spec} is built in and takes no arguments"
+                raise ConfigError(field, arguments, law, "remove them, or use module:function")
+
 
 def settled_correction(trainer: TrainerSection, backend: str) -> TrainerSection:
     """The section with a correction for the rollout `backend`, if it is left open.
 
     vLLM and servers round differently from the trainer, above all in bfloat16, and PPO's clip has no bound for a ratio
-    above 1 with a negative advantage. `cispo` bounds its ratio to the behavior policy itself.
+    above 1 with a negative advantage. `cispo` bounds its ratio to the behavior policy itself; a loss of the user's own
+    contains it.
     """
     if trainer.correction != "auto":
         return trainer
-    bounded = trainer.loss == "cispo" and trainer.old_policy == "behavior"
+    bounded = (trainer.loss == "cispo" or is_own(trainer.loss)) and trainer.old_policy == "behavior"
     correction = "none" if backend == "torch" or bounded else "token_tis"
     return trainer.model_copy(update={"correction": correction})
 

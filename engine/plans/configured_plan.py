@@ -22,6 +22,7 @@ from engine.plans.run_inputs import Inputs, fit_prompts, held_out_of, inputs_of,
 from engine.plans.trainers import make_scorer, make_trainer, restore_trainer, start_of
 from engine.plans.validation_sets import answers_of_sets, judge_of
 from engine.protocols import Trainer
+from engine.protocols.named_code import NO_LOCAL, Local
 from engine.rollout.vllm.engine_args import built_for_cpu
 from engine.runtime.plan import DistributedSettings, Plan, VllmSettings, WeightsWire
 from engine.runtime.prompt_sources import CountedPrompts
@@ -29,7 +30,6 @@ from engine.storage.checkpoints import FIRST, check_first_checkpoint, verify_che
 from engine.storage.durable_trajectories import StorePolicy
 from engine.storage.samples import SamplePolicy
 from engine.tasks.quickstart import Progress
-from engine.tasks.rewards import NO_LOCAL, Local
 from engine.trajectory import Prompt
 
 
@@ -99,6 +99,7 @@ def _no_prompt(group: int) -> Prompt:
 def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
     answers_of_sets(config, judge_of(config, inputs.reward, inputs.local), inputs.local)
     settings, begin = start_of(config, run_dir, inputs.model)
+    settings = settings.with_local(inputs.local)
     inputs = replace(inputs, model=begin, logs=run_dir.resolve() / "logs")
     limits, held_out = config.limits, list[Prompt]()
     if limits.validation is not None:  # the files may have fewer rows than the configuration requests

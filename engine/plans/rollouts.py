@@ -24,6 +24,7 @@ from engine.ids import ReplicaId
 from engine.plans.run_inputs import Inputs, reward_of
 from engine.plans.validation_sets import answers_of_sets, judge_of, make_evaluator
 from engine.protocols import Generator
+from engine.protocols.named_code import NO_LOCAL, Local
 from engine.rollout.agents.agent_generator import AgentGenerator
 from engine.rollout.agents.conversation import Chat
 from engine.rollout.agents.environment_program import EnvironmentGenerator
@@ -36,7 +37,7 @@ from engine.rollout.vllm.engine_args import memory_args
 from engine.runtime.plan import Rollout
 from engine.runtime.process_port import source_of
 from engine.states.process import REPLICA
-from engine.tasks.rewards import NO_LOCAL, Local, load_coroutine
+from engine.tasks.rewards import load_coroutine
 from engine.workers.stage import Work, unchanged
 
 AGENT = ("base_url", "api_key", "prompt")

@@ -15,6 +15,7 @@ from engine.config.validation import SetSettings
 from engine.errors import ConfigError
 from engine.plans.trainers import make_warm_start
 from engine.plans.validation_sets import held_out_rows, set_files
+from engine.protocols.named_code import Local
 from engine.rollout.reward_parts import RewardParts
 from engine.runtime.prompt_sources import ChosenPrompts, CountedPrompts, MixtureOfSources, Prompts
 from engine.states.limits import ValidationLimits
@@ -23,7 +24,6 @@ from engine.tasks.lookup import prepare_lookup
 from engine.tasks.mixture import Mixture, Source
 from engine.tasks.prompt_lengths import count_tokens, fitting_prompts
 from engine.tasks.quickstart import Progress, prepare
-from engine.tasks.rewards import Local
 from engine.tasks.source_files import SourceFiles
 from engine.trajectory import Prompt
 

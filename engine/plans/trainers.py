@@ -130,8 +130,9 @@ def make_warm_start(config: Config, model: str, progress: Progress | None) -> st
     data, answers = load_answers(wanted, config.data.prompt_field)
     check_prompts(config, tokenizer, model, {"model.warm_start.path": data})
     settings = replace(
-        config.trainer_settings, kl_loss_coef=0.0, kl_reward_coef=0.0, reference_path=None, publish_dtype="float32"
-    )
+        config.trainer_settings, kl_loss_coef=0.0, kl_reward_coef=0.0, reference_path=None, publish_dtype="float32",
+        advantage="grpo", loss="ppo_clip", correction="none", masks=(), own=(),
+    )  # fmt: skip
     return warm_started(
         Path(config.run.dir) / ".made", model, wanted,
         [(data.prompt(row), answer) for row, answer in enumerate(answers)],

@@ -10,13 +10,13 @@ from engine.config import Config
 from engine.config.reward_functions import function_of_set, reward_of_set
 from engine.config.validation import SetSettings, validation_sets
 from engine.protocols import Generator
+from engine.protocols.named_code import NO_LOCAL, Local, find
 from engine.rollout.backend import SamplingParams
 from engine.rollout.evaluator import SetEvaluator
 from engine.rollout.reward_parts import RewardParts
 from engine.states.limits import ValidationSet
 from engine.tasks.answers import answer_of
 from engine.tasks.dataset import Dataset
-from engine.tasks.rewards import NO_LOCAL, Local, find
 from engine.trajectory import Prompt
 from engine.workers.measurement import Answer
 

@@ -1,4 +1,5 @@
-"""Protocols that a user implements to schedule their own generator and trainer: `Generator` and `Trainer`.
+"""Protocols that a user implements to schedule their own generator and trainer: `Generator` and `Trainer`; and what
+the functions of a user's own objective get (`objectives.py`).
 
 The workers call them, in Ray actors or in one process: one `Generator` per replica and one `Trainer`. The built-in
 ones are `rollout.generator.ModelGenerator` and `training.model_trainer.ModelTrainer`. Implementations never see
@@ -12,8 +13,44 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from engine.errors import DataFailure, TrainerSpoiled
 from engine.ids import GroupId, StepId, Version
-from engine.trajectory import Prompt, TrajectoryGroup
+from engine.protocols.objectives import AdvantageTerms, Grouping, ImportanceTerms, LossTerms, needs
+from engine.trajectory import Prompt, RolloutResult, Span, StepReward, Trajectory, TrajectoryGroup
+
+__all__ = [
+    "SLOTS",
+    "AdvantageTerms",
+    "Batch",
+    "CallFigures",
+    "Closable",
+    "DataFailure",
+    "Explainable",
+    "Fallible",
+    "Generated",
+    "Generator",
+    "GroupWork",
+    "Grouping",
+    "ImportanceTerms",
+    "LossTerms",
+    "MeasuresCalls",
+    "Offloadable",
+    "Prompt",
+    "ReportsProgress",
+    "Restorable",
+    "RolloutFigures",
+    "RolloutResult",
+    "Scorer",
+    "Scores",
+    "Sleeper",
+    "Span",
+    "StepReward",
+    "Trainer",
+    "TrainerSpoiled",
+    "Trajectory",
+    "TrajectoryGroup",
+    "needs",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

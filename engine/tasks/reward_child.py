@@ -21,8 +21,8 @@ from typing import Any, BinaryIO
 import msgpack
 
 from engine.errors import RewardFailure, describe_error, place_of
+from engine.protocols.named_code import find
 from engine.tasks.reward_forms import bind
-from engine.tasks.rewards import find
 from engine.trajectory import NoAnswer, Prompt, Scored, Span, Trajectory
 
 LENGTH = struct.Struct("<I")

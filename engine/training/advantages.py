@@ -13,8 +13,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from engine.protocols import AdvantageTerms, Grouping
 from engine.training.batch import Sample, by_rollout
 from engine.training.kl import estimate
+from engine.training.own_functions import OwnFunction
+from engine.training.own_results import parts_of
 from engine.training.trainer_settings import TrainerSettings
 
 # -- baselines ---------------------------------------------------------------------------------------------------------
@@ -114,16 +117,22 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
 Rollout = list[Sample]
 
 
-def set_advantages(groups: Sequence[Sequence[Sample]], settings: TrainerSettings) -> None:
-    """Give every sample its rollout's advantage; with the KL of each token in the reward, every token its own.
+def set_advantages(groups: Sequence[Sequence[Sample]], settings: TrainerSettings) -> dict[str, float]:
+    """Give every sample its rollout's advantage; with the KL of each token in the reward, every token its own. Returns
+    what the user's function measures: `advantage_*`.
 
     Reads `reference` of each sample where `kl_reward_coef` is set. A rollout whose reward is not finite gets NaN.
+    Raises: `ConfigError` if the user's function returns something of the wrong form.
     """
     rollouts = [by_rollout(group) for group in groups]
     rewards = [[shaped_reward(rollout, settings) for rollout in group] for group in rollouts]
     steps = [centered_steps([_steps_of(rollout) for rollout in group], settings.advantage) for group in rollouts]
-    advantages = ADVANTAGES[settings.advantage](rewards)
-    if settings.kl_reward_coef > 0 and not settings.kl_reward_per_token:
+    own, metrics = settings.own_function("advantage"), dict[str, float]()
+    if own is not None:
+        advantages, metrics = _own_advantages(own, rollouts, rewards, settings)
+    else:
+        advantages = ADVANTAGES[settings.advantage](rewards)
+    if settings.kl_reward_coef > 0 and not settings.kl_reward_per_token and own is None:
         advantages = [
             [outcome + kl for outcome, kl in zip(*each, strict=True)]
             for each in zip(advantages, kl_advantages(rollouts, settings), strict=True)
@@ -146,6 +155,31 @@ def set_advantages(groups: Sequence[Sequence[Sample]], settings: TrainerSettings
             sample.advantage = float(sample.token_advantages.mean())
     if settings.normalises_over_batch:
         _normalise([sample for rollout in everything for sample in rollout])
+    return metrics
+
+
+def _own_advantages(
+    own: OwnFunction, groups: Sequence[Sequence[Rollout]], rewards: Sequence[Sequence[float]], settings: TrainerSettings
+) -> tuple[list[list[float]], dict[str, float]]:
+    """The user's advantages [groups][rollouts] of R - β Σ KL, exactly 0 where they are so up to rounding; and the means
+    of what the function measures."""
+    if settings.kl_reward_coef > 0:
+        penalties = kl_penalties(groups, settings)
+        rewards = [[sum(both) for both in zip(*each, strict=True)] for each in zip(rewards, penalties, strict=True)]
+    rollouts = [rollout for group in groups for rollout in group]
+    counts = torch.tensor([len(group) for group in groups])
+    known = torch.tensor([reward for group in rewards for reward in group], dtype=torch.float64)
+    terms = AdvantageTerms(
+        rewards=torch.where(known.isfinite(), known, math.nan),
+        groups=Grouping(torch.arange(len(groups)).repeat_interleave(counts), len(groups)),
+        tokens=torch.tensor([sum(sample.tokens for sample in rollout) for rollout in rollouts]),
+        response_tokens=torch.tensor([sum(sample.response_tokens for sample in rollout) for rollout in rollouts]),
+    )
+    with torch.no_grad():
+        values, metrics = parts_of(own, own(terms), terms.rewards)
+    values = torch.where(values.abs() <= EQUAL_REWARDS, 0.0, values)
+    split = [part.tolist() for part in values.split(counts.tolist())] if rollouts else [[] for _ in groups]
+    return split, {f"advantage_{name}": float(metric.double().mean()) for name, metric in metrics.items() if rollouts}
 
 
 def shaped_reward(rollout: Rollout, settings: TrainerSettings) -> float:
@@ -166,14 +200,18 @@ def kl_advantages(groups: Sequence[Sequence[Rollout]], settings: TrainerSettings
     outcome wherever outcomes are equal, for any β. For the other estimators, which are linear, this and the
     advantages of the outcomes add up to those of R - β Σ KL.
     """
-    rewards = [
+    return (dr_grpo if settings.advantage == "grpo" else ADVANTAGES[settings.advantage])(kl_penalties(groups, settings))
+
+
+def kl_penalties(groups: Sequence[Sequence[Rollout]], settings: TrainerSettings) -> list[list[float]]:
+    """-β Σ KL of each whole trajectory. [groups][rollouts]"""
+    return [
         [
             -settings.kl_reward_coef * sum(float(token_kl(sample, settings).sum()) for sample in rollout)
             for rollout in group
         ]
         for group in groups
     ]
-    return (dr_grpo if settings.advantage == "grpo" else ADVANTAGES[settings.advantage])(rewards)
 
 
 def centered_steps(steps: Sequence[Sequence[float]], advantage: str) -> list[list[float]]:

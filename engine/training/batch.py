@@ -10,7 +10,7 @@ a micro-batch of its own.
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,30 +19,6 @@ from torch.nn.utils.rnn import pad_sequence
 from engine.errors import DataFailure
 from engine.training.layout import Layout, Prefix, Unit, buckets_of, common_prefix, load_of, rows_of, split
 from engine.trajectory import StepReward, Trajectory, TrajectoryGroup
-
-# -- sums over trajectories --------------------------------------------------------------------------------------------
-
-
-class Rows(NamedTuple):
-    """Which trajectory each token is of."""
-
-    of_token: Tensor
-    """[tokens] int64, from 0 to trajectories - 1"""
-    trajectories: int
-
-    def sums(self, values: Tensor) -> Tensor:
-        """[tokens] to [trajectories]"""
-        return values.new_zeros(self.trajectories).index_add(0, self.of_token, values)
-
-    def means(self, values: Tensor) -> Tensor:
-        """[tokens] to [trajectories]; 0 for a row without tokens."""
-        lengths = torch.bincount(self.of_token, minlength=self.trajectories)
-        return self.sums(values) / lengths.clamp(min=1)
-
-    def spread(self, values: Tensor) -> Tensor:
-        """[trajectories] to [tokens]: every token gets its trajectory's."""
-        return values[self.of_token]
-
 
 # -- the batch ---------------------------------------------------------------------------------------------------------
 

@@ -12,15 +12,17 @@ the others weigh no more for it. It must never pass gradients: a weight is a con
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from engine.training.batch import Rows
+from engine.protocols import Grouping, ImportanceTerms
 from engine.training.kl import estimate
-from engine.training.trainer_settings import Mask
+from engine.training.own_functions import OwnFunction
+from engine.training.own_results import parts_of
+from engine.training.trainer_settings import Mask, TrainerSettings
 
 MAX_LOG_RATIO = 20.0
 """Log ratios are held within ± this before exp, so that it stays finite; the loss has no gradient beyond it. Sums and
@@ -49,16 +51,16 @@ class ImportanceWeights(NamedTuple):
     dropped: tuple[Dropped, ...] = ()
 
 
-CorrectionFunction: TypeAlias = Callable[[Tensor, Tensor, Rows, float], ImportanceWeights]
+CorrectionFunction: TypeAlias = Callable[[Tensor, Tensor, Grouping, float], ImportanceWeights]
 """Raw importance weights [tokens], log ρ [tokens], the trajectories and the cap to weights."""
 
 
-def no_correction(raw: Tensor, log_ratio: Tensor, rows: Rows, cap: float) -> ImportanceWeights:
+def no_correction(raw: Tensor, log_ratio: Tensor, rows: Grouping, cap: float) -> ImportanceWeights:
     """The plain importance ratio: unbiased, and of unbounded variance."""
     return ImportanceWeights(raw, torch.zeros_like(raw, dtype=torch.bool))
 
 
-def token_tis(raw: Tensor, log_ratio: Tensor, rows: Rows, cap: float) -> ImportanceWeights:
+def token_tis(raw: Tensor, log_ratio: Tensor, rows: Grouping, cap: float) -> ImportanceWeights:
     """Token-level truncated importance sampling: w = min(ratio, cap).
 
     Ionides, "Truncated Importance Sampling" (J. Comput. Graph. Stat. 2008); per action as in IMPALA's c and rho
@@ -69,7 +71,7 @@ def token_tis(raw: Tensor, log_ratio: Tensor, rows: Rows, cap: float) -> Importa
     return ImportanceWeights(raw.clamp(max=cap), raw > cap)
 
 
-def sequence_tis(raw: Tensor, log_ratio: Tensor, rows: Rows, cap: float) -> ImportanceWeights:
+def sequence_tis(raw: Tensor, log_ratio: Tensor, rows: Grouping, cap: float) -> ImportanceWeights:
     """Sequence-level truncated importance sampling: w = min(Π ρ, cap) for every token of the trajectory.
 
     Liu, Li et al., "When Speed Kills Stability" (2025): unbiased for the whole trajectory but for the truncation, where
@@ -87,7 +89,7 @@ CORRECTIONS: dict[str, CorrectionFunction] = {
 """Corrections by the name that `TrainerSettings.correction` takes."""
 
 
-def measured(name: str, log_ratio: Tensor, rows: Rows) -> Tensor:
+def measured(name: str, log_ratio: Tensor, rows: Grouping) -> Tensor:
     """A mask's measure, of each token [tokens] or of each trajectory [trajectories]; ratios as their log.
 
     - `token_ratio`: ρ. Masked importance sampling, as IcePop does it on [low, high] (Ring-1T, arXiv 2510.18855).
@@ -105,10 +107,9 @@ def measured(name: str, log_ratio: Tensor, rows: Rows) -> Tensor:
     return rows.means(values) if level in ("mean", "geometric") else rows.sums(values)
 
 
-def drop(mask: Mask, log_ratio: Tensor, rows: Rows, advantages: Tensor) -> Dropped:
-    """What lies outside the mask's [low, high]; also what is not a number. A mask that is `negative_only` spares every
-    token whose advantage is not negative."""
-    values = measured(mask.measure, log_ratio, rows)
+def drop(mask: Mask, values: Tensor, rows: Grouping, advantages: Tensor) -> Dropped:
+    """What lies outside the mask's [low, high]; also what is not a number. `values`: its measure, of each token or of
+    each trajectory. A mask that is `negative_only` spares every token whose advantage is not negative."""
     low, high = (None if bound is None else _on_scale(mask, bound) for bound in (mask.low, mask.high))
     kept = ~values.isnan()
     if low is not None:
@@ -119,7 +120,7 @@ def drop(mask: Mask, log_ratio: Tensor, rows: Rows, advantages: Tensor) -> Dropp
     if mask.negative_only:
         tokens &= advantages < 0
         kept = rows.sums(tokens.double()) == 0 if mask.of_sequences else kept
-    return Dropped(mask.measure, tokens, ~kept if mask.of_sequences else None)
+    return Dropped(mask.name, tokens, ~kept if mask.of_sequences else None)
 
 
 def _on_scale(mask: Mask, bound: float) -> float:
@@ -127,24 +128,35 @@ def _on_scale(mask: Mask, bound: float) -> float:
     return math.log(bound) if mask.is_ratio else bound
 
 
-def corrected(
-    raw: Tensor,
-    log_ratio: Tensor,
-    rows: Rows,
-    correction: str,
-    cap: float,
-    masks: Sequence[Mask] = (),
-    advantages: Tensor | None = None,
-) -> ImportanceWeights:
-    """The weights after the correction and the masks. `raw` [tokens] are the weights before, `log_ratio` log ρ, not
-    bounded; `advantages` [tokens] are what `negative_only` masks read."""
-    weights = CORRECTIONS[correction](raw, log_ratio, rows, cap)
-    if not masks:
+def corrected(terms: ImportanceTerms, settings: TrainerSettings) -> ImportanceWeights:
+    """The weights after the correction and the masks of the settings."""
+    rows, log_ratio = terms.trajectories, terms.log_ratio
+    own = settings.own_function("correction")
+    if own is None:
+        weights = CORRECTIONS[settings.correction](terms.weights, log_ratio, rows, settings.correction_cap)
+    else:
+        weights = _own_correction(own, terms)
+    if not settings.masks:
         return weights
-    signs = torch.zeros_like(raw) if advantages is None else advantages
-    dropped = tuple(drop(mask, log_ratio, rows, signs) for mask in masks)
+    measures = settings.own_measures()
+    dropped = []
+    for mask in settings.masks:
+        measure = measures.get(mask.measure)
+        values = measured(mask.measure, log_ratio, rows) if measure is None else _own_measure(measure, terms)
+        dropped.append(drop(mask, values, rows, terms.advantages))
     kept = ~torch.stack([each.tokens for each in dropped]).any(0)
-    return ImportanceWeights(torch.where(kept, weights.used, 0.0), weights.truncated, kept, dropped)
+    return ImportanceWeights(torch.where(kept, weights.used, 0.0), weights.truncated, kept, tuple(dropped))
+
+
+def _own_correction(own: OwnFunction, terms: ImportanceTerms) -> ImportanceWeights:
+    used = _own_measure(own, terms)
+    return ImportanceWeights(used, used != terms.weights)
+
+
+def _own_measure(own: OwnFunction, terms: ImportanceTerms) -> Tensor:
+    """[tokens]. Raises: `ConfigError` for a result of the wrong form."""
+    with torch.no_grad():
+        return parts_of(own, own(terms), terms.weights)[0]
 
 
 def bounded(log_ratio: Tensor) -> Tensor:

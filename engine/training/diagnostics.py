@@ -9,11 +9,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.protocols import RolloutFigures
-from engine.training.batch import CAUSES, FRESH, MOVED, STALENESS_BUCKETS, Rows, Sample, by_rollout
+from engine.errors import EngineError
+from engine.protocols import Grouping, RolloutFigures
+from engine.training.batch import CAUSES, FRESH, MOVED, STALENESS_BUCKETS, Sample, by_rollout
 from engine.training.corrections import ImportanceWeights, bounded, bounded_for, effective_sample_share
 from engine.training.kl import estimate
 from engine.training.losses import TokenLosses, TokenTerms
+from engine.training.own_functions import is_own
 from engine.training.ranks import Ranks
 from engine.training.trainer_settings import KL_NAMES, TrainerSettings
 
@@ -30,18 +32,19 @@ BY_CAUSE = ("token_share", "ratio_mean", "logprob_gap_mean")
 
 class Diagnostics:
     """Sums over tokens, added up micro-batch by micro-batch on the device and read once. `moved`: log ρ is of weights
-    that earlier optimizer steps of this train step have changed."""
+    that earlier optimizer steps of this train step have changed. `own_metrics`: names of the user's loss."""
 
-    def __init__(self, settings: TrainerSettings, *, moved: bool = False) -> None:
+    def __init__(self, settings: TrainerSettings, *, moved: bool = False, own_metrics: Sequence[str] = ()) -> None:
         self._settings = settings
         self._moved = moved
-        masks = [f"masked_{mask.measure}" for mask in settings.masks]
-        masks += [f"rejected_{mask.measure}" for mask in settings.masks if mask.of_sequences]
+        self._own_metrics = own_metrics
+        masks = [f"masked_{mask.name}" for mask in settings.masks]
+        masks += [f"rejected_{mask.name}" for mask in settings.masks if mask.of_sequences]
         self._names = (
             "loss", "tokens", "unsound", "clip_low", "clip_high", "kl", "surprise", "ratio", "truncated", "weights",
-            "squares",
+            "squares", *(f"own_{name}" for name in own_metrics),
             *(f"behavior_{name}" for name in KL_NAMES),
-            *(("entropy",) if settings.entropy_coef > 0 else ()),
+            *(("entropy",) if settings.needs_entropies else ()),
             *(("clip_dual",) if settings.clip_dual else ()),
             *((f"reference_{name}" for name in KL_NAMES) if settings.needs_reference else ()),
             *(("masked", "trajectories", *masks) if masks else ()),
@@ -73,9 +76,10 @@ class Diagnostics:
             (weights.truncated & sound).sum(),
             used.sum(),
             used.square().sum(),
+            *self._own_sums(result, sound),
             *(values.sum() for values in behavior),
         ]
-        if self._settings.entropy_coef > 0:
+        if self._settings.needs_entropies:
             assert terms.entropy is not None  # `gradients` has computed it
             row.append(terms.entropy.detach().sum())
         if result.clipped_dual is not None:
@@ -83,9 +87,9 @@ class Diagnostics:
         if terms.reference is not None:
             log_ratio = bounded(terms.reference - terms.current.detach())
             row += [estimate(name, log_ratio).sum() for name in KL_NAMES]
-        row += _masked(weights, terms.rows.trajectories)
+        row += _masked(weights, terms.rows.count)
         scalars = torch.stack([value.double() for value in row])
-        causes = torch.zeros_like(terms.rows.of_token) if terms.causes is None else terms.causes
+        causes = torch.zeros_like(terms.rows.of) if terms.causes is None else terms.causes
         causes = torch.full_like(causes, MOVED) if self._moved else causes
         gaps = result.importance.abs()
         ratios = torch.where(sound, bounded(result.importance).exp(), 0.0)
@@ -94,6 +98,13 @@ class Diagnostics:
         self._parts.append(torch.cat([scalars, *by_staleness, *by_cause]))
         largest = gaps.new_zeros(len(CAUSES)).scatter_reduce(0, causes, gaps, "amax")
         self._gaps.append(largest.double())
+
+    def _own_sums(self, result: TokenLosses, sound: Tensor) -> list[Tensor]:
+        """Raises: `EngineError` if the user's loss does not measure what it did when it was checked."""
+        if sorted(result.metrics) != sorted(self._own_metrics):
+            story = f"{self._settings.loss} returned the metrics {', '.join(result.metrics) or '(none)'}"
+            raise EngineError(f"{story}, but {', '.join(self._own_metrics) or '(none)'} when it was checked")
+        return [torch.where(sound, result.metrics[name].detach(), 0).sum() for name in self._own_metrics]
 
     def __bool__(self) -> bool:
         """Whether any token was taken in."""
@@ -121,7 +132,8 @@ class Diagnostics:
     def metrics(self) -> dict[str, float]:
         """Means over the tokens taken in, which are those with a gradient; all 0 where there were none.
 
-        `clip_share_*`; `approx_kl`, Schulman's k3 estimate r - 1 - log r, and `ratio_mean` of the loss's own ratio;
+        `clip_share_*`, unless the loss is the user's, and then `loss_*`, which it measures; `approx_kl`, Schulman's k3
+        estimate r - 1 - log r, and `ratio_mean` of the loss's own ratio;
         `entropy_estimate`, the mean -log current of the sampled tokens, in nats, and with an entropy term in the loss
         the exact `entropy`; `tis_truncated_share`; `ess`, a share of the tokens; `behavior_kl_*` of KL(behavior ‖
         proximal), or ‖ current where the old policy is the behavior policy. With a reference `reference_kl_*` of
@@ -133,9 +145,10 @@ class Diagnostics:
         """
         sums = self.sums()
         tokens = max(1.0, sums["tokens"])
+        clips = {f"clip_share_{side}": sums[f"clip_{side}"] / tokens for side in ("low", "high")}
         metrics = {
-            "clip_share_low": sums["clip_low"] / tokens,
-            "clip_share_high": sums["clip_high"] / tokens,
+            **({} if is_own(self._settings.loss) else clips),
+            **{f"loss_{name}": sums[f"own_{name}"] / tokens for name in self._own_metrics},
             "approx_kl": sums["kl"] / tokens,
             "entropy_estimate": sums["surprise"] / tokens,
             "ratio_mean": sums["ratio"] / tokens,
@@ -173,10 +186,10 @@ class Diagnostics:
 # -- single rollouts ---------------------------------------------------------------------------------------------------
 
 
-def note_gaps(samples: Sequence[Sample], rows: Rows, importance: Tensor) -> None:
+def note_gaps(samples: Sequence[Sample], rows: Grouping, importance: Tensor) -> None:
     """Note the largest |log ρ| of each sample, for `RolloutNotes`. `rows`: which sample each token of `importance` is
     of. The first pass counts: later ones are under weights that have changed. Nothing waits for the device."""
-    gaps = importance.new_zeros(rows.trajectories).scatter_reduce(0, rows.of_token, importance.detach().abs(), "amax")
+    gaps = importance.new_zeros(rows.count).scatter_reduce(0, rows.of, importance.detach().abs(), "amax")
     for sample, gap in zip(samples, gaps, strict=True):
         sample.logprob_gap = gap if sample.logprob_gap is None else sample.logprob_gap
 
@@ -235,7 +248,7 @@ def _masked(weights: ImportanceWeights, trajectories: int) -> list[Tensor]:
 
 def _by_staleness(terms: TokenTerms, sound: Tensor, ratios: Tensor, kl: Tensor) -> list[Tensor]:
     """Tokens, Σ ρ and Σ k3 of each staleness bucket. 3 × [buckets] float64"""
-    where = terms.staleness if terms.staleness is not None else torch.zeros_like(terms.rows.of_token)
+    where = terms.staleness if terms.staleness is not None else torch.zeros_like(terms.rows.of)
     return _sums_by(where, len(STALENESS_BUCKETS), sound, ratios, kl)
 
 

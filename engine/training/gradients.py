@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from engine.errors import ConfigError, EngineError, reason_of
-from engine.training.batch import LEAST_SHARED, PADDED, MicroBatch, Packing, Rows, Sample, idle_pass, pack, units_of
+from engine.protocols import Grouping
+from engine.training.batch import LEAST_SHARED, PADDED, MicroBatch, Packing, Sample, idle_pass, pack, units_of
 from engine.training.device import choose_attention
 from engine.training.diagnostics import Diagnostics, note_gaps
 from engine.training.layout import load_of
@@ -83,6 +84,8 @@ class Policy:
         """The tensors that the optimizer updates, and in which gradients are summed. float32"""
         self.progressed: Callable[[], None] = lambda: None
         """Called after each pass."""
+        self.own_metrics: tuple[str, ...] = ()
+        """Names of what the user's loss measures."""
         self._reached: list[Tensor] = []
         """Those with a gradient in the last minibatch that had any."""
 
@@ -278,7 +281,7 @@ def accumulate_gradient(policy: Policy, samples: Sequence[Sample], *, moved: boo
     others wait for it there. `TrainerSpoiled` if a rank of several leaves a pass half-way.
     """
     settings = policy.settings
-    diagnostics = Diagnostics(settings, moved=moved)
+    diagnostics = Diagnostics(settings, moved=moved, own_metrics=policy.own_metrics)
     trained = _trained(samples, settings)
     empty = True
     failures: list[Exception] = []
@@ -286,7 +289,7 @@ def accumulate_gradient(policy: Policy, samples: Sequence[Sample], *, moved: boo
         for packed, indices in policy.passes(trained):
             empty = False
             micro = packed.to(policy.device)
-            logprobs = policy.logprobs(micro, entropy=settings.entropy_coef > 0)
+            logprobs = policy.logprobs(micro, entropy=settings.needs_entropies)
             loss = logprobs.chosen.sum() * 0.0
             if indices and not failures:
                 try:
@@ -334,11 +337,11 @@ def _loss(
 ) -> Tensor:  # fmt: skip
     """The loss of one micro-batch, which is noted in its `samples` and in the diagnostics. Not collective."""
     proximal = logprobs.chosen.detach() if micro.proximal is None else micro.proximal
-    rows = Rows(micro.rows, micro.trajectories)
+    rows = Grouping(micro.rows, micro.trajectories)
     terms = without_unsound(
         TokenTerms(
             logprobs.chosen, micro.behavior, proximal, micro.advantages, rows, micro.reference, micro.staleness,
-            micro.causes, logprobs.entropy if settings.entropy_coef > 0 else None,
+            micro.causes, logprobs.entropy if settings.needs_entropies else None,
         )
     )  # fmt: skip
     result = policy_loss(terms, settings)

@@ -8,15 +8,17 @@ A loss here is a surrogate in the ratio r = current / old. `policy_loss` makes t
 policy, weighs the surrogate by the corrected importance weights, drops what is masked and adds the KL term.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from engine.training.batch import Rows
+from engine.protocols import Grouping, ImportanceTerms, LossTerms
 from engine.training.corrections import ImportanceWeights, bounded, corrected
 from engine.training.kl import kl_losses
+from engine.training.own_functions import OwnFunction
+from engine.training.own_results import parts_of
 from engine.training.trainer_settings import TrainerSettings
 
 
@@ -30,7 +32,7 @@ class TokenTerms(NamedTuple):
     proximal: Tensor
     """Log-probs under the weights before the train step; `current` without gradient where nothing else was computed."""
     advantages: Tensor
-    rows: Rows
+    rows: Grouping
     """Which trajectory each token is of."""
     reference: Tensor | None = None
     """Log-probs under the reference policy, where a KL term reads them."""
@@ -39,7 +41,7 @@ class TokenTerms(NamedTuple):
     causes: Tensor | None = None
     """Index of each token's cause in `batch.CAUSES`, for the diagnostics; None: all are fresh. int64"""
     entropy: Tensor | None = None
-    """Entropy of each token's distribution in nats, where the loss has an entropy term; carries the gradient."""
+    """Entropy of each token's distribution in nats, where the objective reads it; carries the gradient."""
     sound: Tensor | None = None
     """False for the tokens of a trajectory that is left out: see `without_unsound`. bool; None: all are sound."""
 
@@ -56,6 +58,8 @@ class Surrogate(NamedTuple):
     """True where the upper bound did."""
     clipped_dual: Tensor | None = None
     """True where the bound of `clip_dual` took the gradient away."""
+    metrics: Mapping[str, Tensor] = {}
+    """What the user's loss measures."""
 
 
 class TokenLosses(NamedTuple):
@@ -73,6 +77,7 @@ class TokenLosses(NamedTuple):
     clipped_dual: Tensor | None
     importance: Tensor
     """log ρ, what corrections and masks read; not bounded."""
+    metrics: Mapping[str, Tensor] = {}
 
 
 LossFunction: TypeAlias = Callable[[Tensor, TokenTerms, TrainerSettings], Surrogate]
@@ -115,13 +120,12 @@ def policy_loss(terms: TokenTerms, settings: TrainerSettings) -> TokenLosses:
     """
     old = terms.proximal if settings.needs_proximal else terms.behavior
     log_ratio = terms.current - old
-    surrogate = LOSSES[settings.loss](log_ratio, terms, settings)
+    own = settings.own_function("loss")
+    surrogate = LOSSES[settings.loss](log_ratio, terms, settings) if own is None else _own_loss(own, old, terms)
     log_ratio = log_ratio.detach()
     importance = terms.proximal - terms.behavior if settings.needs_proximal else log_ratio
     raw = bounded(importance).exp() if settings.needs_proximal else surrogate.weights
-    weights = corrected(
-        raw, importance, terms.rows, settings.correction, settings.correction_cap, settings.masks, terms.advantages
-    )
+    weights = corrected(_importance_terms(terms, importance, raw), settings)
     losses = surrogate.losses * (weights.used if settings.needs_proximal else weights.used / raw)
     if settings.kl_loss_coef > 0:
         losses = losses + settings.kl_loss_coef * _kl_term(terms, weights, settings)
@@ -129,7 +133,27 @@ def policy_loss(terms: TokenTerms, settings: TrainerSettings) -> TokenLosses:
         assert terms.entropy is not None  # `gradients` has computed it
         losses = losses - settings.entropy_coef * _unless_masked(terms.entropy, weights)
     marks = surrogate.clipped_low, surrogate.clipped_high, surrogate.clipped_dual
-    return TokenLosses(losses, bounded(log_ratio), weights, *marks, importance)
+    return TokenLosses(losses, bounded(log_ratio), weights, *marks, importance, surrogate.metrics)
+
+
+def _own_loss(own: OwnFunction, old: Tensor, terms: TokenTerms) -> Surrogate:
+    """The user's loss, 0 where a trajectory is left out. Raises: `ConfigError` for a result of the wrong form."""
+    given = LossTerms(
+        current=terms.current, old=old, behavior=terms.behavior, advantages=terms.advantages, trajectories=terms.rows,
+        reference=terms.reference, entropies=terms.entropy,
+    )  # fmt: skip
+    losses, metrics = parts_of(own, own(given), terms.current)
+    losses = losses if terms.sound is None else torch.where(terms.sound, losses, 0.0)
+    nowhere = torch.zeros_like(losses, dtype=torch.bool)
+    return Surrogate(losses, bounded((terms.current - old).detach()).exp(), nowhere, nowhere, None, metrics)
+
+
+def _importance_terms(terms: TokenTerms, log_ratio: Tensor, weights: Tensor) -> ImportanceTerms:
+    return ImportanceTerms(
+        log_ratio=log_ratio, weights=weights, current=terms.current.detach(), behavior=terms.behavior,
+        advantages=terms.advantages, trajectories=terms.rows,
+        entropies=None if terms.entropy is None else terms.entropy.detach(),
+    )  # fmt: skip
 
 
 def _kl_term(terms: TokenTerms, weights: ImportanceWeights, settings: TrainerSettings) -> Tensor:

@@ -40,6 +40,7 @@ from engine.training.model_checkpoint import (
 )
 from engine.training.model_files import config_dtype, load_model
 from engine.training.model_scorer import Reference, given_scores, load_reference, score_old, score_taught, tokens_of
+from engine.training.objective_check import check_objective
 from engine.training.ranks import ALONE, Move, Ranks
 from engine.training.shared_weights import Manifest, PublishedTensors, ReusedMemory
 from engine.training.trainer_settings import TrainerSettings
@@ -117,6 +118,7 @@ class ModelTrainer:
         tokens = tokens_of(self.model)
         self.policy = Policy(self.model, self.settings, device, bf16, ranks, loaded.missing)
         self.reference: Reference | None = None
+        self.policy.own_metrics = check_objective(self.settings).metrics
         self._scored_apart = scored_apart
         if self.settings.needs_reference and "ref_logprobs" not in scored_apart:
             self.reference = load_reference(tokens, model_path, self.settings, device, bf16, ranks, adapted=self.policy)
@@ -183,7 +185,7 @@ class ModelTrainer:
         describe these; `lr` of the last minibatch, `optimizer_steps`, `nonfinite_minibatches` (skipped),
         `nonfinite_trajectories` (left out), and `seconds_*`.
         """
-        tally = StepTally(Diagnostics(self.settings))
+        tally = StepTally(Diagnostics(self.settings, own_metrics=self.policy.own_metrics))
         with tally.phase("train"):
             with tally.phase("pack"):
                 groups = self._samples(batch)
@@ -193,7 +195,7 @@ class ModelTrainer:
                         sample.staleness = staleness
             with tally.phase("score"):
                 self._set_reference(batch, groups, given.get("ref_logprobs"))
-            set_advantages(groups, self.settings)
+            own_metrics = set_advantages(groups, self.settings)
             minibatches = self._minibatches(groups)
             with tally.phase("score"):
                 self._set_proximal(batch, groups, given.get("old_logprobs"))
@@ -201,9 +203,8 @@ class ModelTrainer:
                 for _ in range(self.settings.epochs_per_batch):
                     for samples in minibatches:
                         self._train_minibatch(samples, tally)
-                metrics = _metrics(groups, tally, self.settings.epochs_per_batch) | shaping_metrics(
-                    groups, self.settings
-                )
+                metrics = _metrics(groups, tally, self.settings.epochs_per_batch) | own_metrics
+                metrics |= shaping_metrics(groups, self.settings)
         self.optimizer_steps += tally.optimizer_steps
         self._proximal = self._reference = None
         self._notes = RolloutNotes(groups)
@@ -303,9 +304,7 @@ class ModelTrainer:
 
     def save(self, directory: str, step: StepId) -> None:
         """Write a checkpoint after `step` train steps; it is there complete or not at all. Collective."""
-        state = TrainerState(
-            step=step, optimizer_steps=self.optimizer_steps, settings=dataclasses.asdict(self.settings)
-        )
+        state = TrainerState(step=step, optimizer_steps=self.optimizer_steps, settings=self.settings.plain())
         write_checkpoint(
             Path(directory), state, self.model, self.optimizer, self.model_path, self.ranks, self.policy.masters,
             config_dtype=self._config_dtype, direct=self._direct, progressed=self._progressed,

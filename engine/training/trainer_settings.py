@@ -14,11 +14,13 @@ log-probs are rounded differently. docs/OBJECTIVES.md tables every choice with i
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
 
 from engine.errors import ConfigError
 from engine.training.lora import Lora
+from engine.training.own_functions import OwnFunction, is_own
 
 ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "distillation")
 LOSS_NAMES = ("ppo_clip", "decoupled_ppo", "gspo", "cispo")
@@ -30,6 +32,8 @@ MASK_NAMES = (
     "token_k1", "token_k2", "token_k3", "mean_k1", "mean_k2", "mean_k3", "sum_k1", "sum_k2", "sum_k3",
 )  # fmt: skip
 AGGREGATION_NAMES = ("token_mean", "sequence_mean", "constant")
+OWN_FIELDS = ("advantage", "loss", "correction")
+"""Fields that also take `module:function`."""
 LR_SCHEDULE_NAMES = ("constant", "linear", "cosine")
 
 GSPO_WIDEST_CLIP = 0.1
@@ -44,19 +48,21 @@ class Mask:
     """
 
     measure: str
-    """One of `MASK_NAMES`: `corrections.py` says how each is computed."""
+    """One of `MASK_NAMES`: `corrections.py` says how each is computed. Or `module:function`."""
     low: float | None = None
     high: float | None = None
     negative_only: bool = False
     """Drop only tokens with a negative advantage (DeepSeek-V3.2, arXiv 2512.02556)."""
 
     def __post_init__(self) -> None:
-        if self.measure not in MASK_NAMES:
-            law = "is not a measure"
-            raise ConfigError("trainer.masks.measure", self.measure, law, f"use one of {', '.join(MASK_NAMES)}")
+        if self.measure not in MASK_NAMES and not is_own(self.measure):
+            law, fix = "is not a measure", f"use one of {', '.join(MASK_NAMES)}, or module:function"
+            raise ConfigError("trainer.masks.measure", self.measure, law, fix)
         if self.low is None and self.high is None:
             law = f"a mask on {self.measure} needs a bound"
             raise ConfigError("trainer.masks.high", None, law, "set low, high or both")
+        if is_own(self.measure):
+            return
         agreed = 1.0 if self.is_ratio else 0.0
         kept = f"low <= {agreed:g} <= high, because {agreed:g} is the {self.measure} of equal policies"
         if self.low is not None and (self.low > agreed or (self.is_ratio and self.low <= 0)):
@@ -67,12 +73,17 @@ class Mask:
 
     @property
     def is_ratio(self) -> bool:
-        return self.measure.endswith("_ratio")
+        return self.measure in MASK_NAMES and self.measure.endswith("_ratio")
 
     @property
     def of_sequences(self) -> bool:
-        """Whether it keeps or drops whole trajectories."""
-        return not self.measure.startswith("token_")
+        """Whether it keeps or drops whole trajectories. A function measures tokens."""
+        return self.measure in MASK_NAMES and not self.measure.startswith("token_")
+
+    @property
+    def name(self) -> str:
+        """The measure as a part of the names of metrics."""
+        return OwnFunction(field="", spec=self.measure).name if is_own(self.measure) else self.measure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +110,10 @@ class TrainerSettings:
 
     advantage: str = "grpo"
     """`grpo`, `dr_grpo`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline` or `distillation`: see
-    `advantages.py`."""
+    `advantages.py`. Or `module:function`."""
     loss: str = "ppo_clip"
     """`ppo_clip`, `gspo`, `cispo`, or `decoupled_ppo`, which is `ppo_clip` with `old_policy: proximal`:
-    see `losses.py`."""
+    see `losses.py`. Or `module:function`."""
     old_policy: str = "behavior"
     """Whom the loss's ratio is measured against: `behavior` (who sampled), or `proximal`, the weights before the
     step; then the loss is weighed by proximal / behavior, at the price of a forward pass."""
@@ -115,11 +126,13 @@ class TrainerSettings:
     bound."""
     correction: str = "none"
     """`none`, or the importance weight truncated at `correction_cap`: each token's own (`token_tis`), or one of its
-    whole trajectory (`sequence_tis`)."""
+    whole trajectory (`sequence_tis`). Or `module:function`."""
     correction_cap: float = 2.0
     """C of truncated importance sampling."""
     masks: tuple[Mask, ...] = ()
     """What is dropped for disagreeing with the trainer, after the correction: all of them hold at once."""
+    own: tuple[OwnFunction, ...] = ()
+    """The functions that `advantage`, `loss`, `correction` and `masks` name, with their arguments."""
     kl_loss_coef: float = 0.0
     """Times KL(current ‖ reference), added to the loss; 0: none."""
     kl_loss: str = "k3"
@@ -209,7 +222,8 @@ class TrainerSettings:
     @property
     def needs_reference(self) -> bool:
         """Whether log-probs of the reference model are read."""
-        return self.kl_loss_coef > 0 or self.kl_reward_coef > 0 or self.distills
+        own = is_own(self.loss) and self.reference_path is not None
+        return self.kl_loss_coef > 0 or self.kl_reward_coef > 0 or self.distills or own
 
     @property
     def distills(self) -> bool:
@@ -218,8 +232,46 @@ class TrainerSettings:
 
     @property
     def needs_every_token(self) -> bool:
-        """Whether the loss has a gradient also where the advantage is 0."""
-        return self.kl_loss_coef > 0 or self.entropy_coef > 0
+        """Whether the loss has a gradient also where the advantage is 0. Imports the user's loss."""
+        own = self.own_function("loss")
+        return self.kl_loss_coef > 0 or self.entropy_coef > 0 or (own is not None and own.needs.zero_advantages)
+
+    @property
+    def needs_entropies(self) -> bool:
+        """Whether the entropy of each token's distribution is read. Imports the user's functions."""
+        readers = [one for one in self.own_functions() if one.field != "trainer.advantage"]
+        return self.entropy_coef > 0 or any(one.needs.entropies for one in readers)
+
+    def own_functions(self) -> tuple[OwnFunction, ...]:
+        """The user's functions: those of `own`, and for other names `module:function` without arguments."""
+        named = {f"trainer.{field}": getattr(self, field) for field in OWN_FIELDS}
+        named |= {f"trainer.masks.{index}.measure": mask.measure for index, mask in enumerate(self.masks)}
+        given = {one.field: one for one in self.own}
+        return tuple(
+            given.get(path) or OwnFunction(field=path, spec=spec) for path, spec in named.items() if is_own(spec)
+        )
+
+    def own_function(self, field: str) -> OwnFunction | None:
+        """The user's `advantage`, `loss` or `correction`; None if a built-in one is used."""
+        return next((one for one in self.own_functions() if one.field == f"trainer.{field}"), None)
+
+    def own_measures(self) -> dict[str, OwnFunction]:
+        """The user's measures of masks, by their names `module:function`."""
+        return {one.spec: one for one in self.own_functions() if one.field.endswith(".measure")}
+
+    def with_local(self, local: Mapping[str, Any]) -> Self:
+        """The settings with the functions in `local`, by field, which cannot be imported. Raises: `ConfigError` for
+        several ranks, whose processes would have to import them."""
+        own = tuple(replace(one, function=local.get(one.field)) for one in self.own_functions())
+        for one in own if self.ranks > 1 else ():
+            if one.function is not None:
+                law = "belongs to a script or a notebook, or is inside a function, so that the ranks cannot import it"
+                raise ConfigError(one.field, one.spec, law, "put it in a module, or use trainer.ranks: 1")
+        return replace(self, own=own)
+
+    def plain(self) -> dict[str, Any]:
+        """The settings as plain data, without the user's functions themselves."""
+        return {name: value for name, value in asdict(replace(self, own=())).items() if name != "own"}
 
     @property
     def shapes_by_reference(self) -> bool:
@@ -241,7 +293,7 @@ class TrainerSettings:
     @property
     def compares_siblings(self) -> bool:
         """Whether a trajectory without siblings on its prompt teaches nothing."""
-        return self.advantage not in ("reinforce_pp", "distillation")
+        return self.advantage not in ("reinforce_pp", "distillation") and not is_own(self.advantage)
 
     @property
     def normalises_over_batch(self) -> bool:
@@ -275,8 +327,10 @@ class TrainerSettings:
         }
         for field, names in choices.items():
             value = getattr(self, field)
-            if value not in names:
-                raise ConfigError(f"trainer.{field}", value, "is not allowed", f"use one of {', '.join(names)}")
+            own = field in OWN_FIELDS
+            if value not in names and not (own and is_own(value)):
+                fix = f"use one of {', '.join(names)}" + (", or module:function" if own else "")
+                raise ConfigError(f"trainer.{field}", value, "is not allowed", fix)
 
     def _check_step(self) -> None:
         self._require("betas", all(0 <= beta < 1 for beta in self.betas), "must each be in [0, 1)", "(0.9, 0.999)")
@@ -302,13 +356,19 @@ class TrainerSettings:
         yield "clip_dual", not self.clip_dual or self.clip_dual > 1, law, "3.0"
         law = "cispo bounds its weights by clip_high; it has no ratio that clip_dual could bound"
         yield "clip_dual", not self.clip_dual or self.loss != "cispo", law, "0"
+        own = is_own(self.loss)
+        law = "is not read by your loss"
+        yield "clip_dual", not self.clip_dual or not own, law, "0, and a bound in trainer.loss_arguments"
+        law = "with trainer.old_policy behavior, your loss contains the importance ratio itself"
+        fits = self.correction == "none" or not own or self.needs_proximal
+        yield "correction", fits, law, "none, or trainer.old_policy: proximal"
         for field in ("clip_low", "clip_high") if self.loss == "gspo" else ():
             law = f"must be at most {GSPO_WIDEST_CLIP:g} with gspo, which clips a geometric mean over the sequence"
             yield field, getattr(self, field) <= GSPO_WIDEST_CLIP, law, "3e-4"
         law = "sequence_tis needs the proximal policy: this loss uses the ratio current / behavior"
         fits = self.correction != "sequence_tis" or self.needs_proximal
         yield "correction", fits, law, "trainer.old_policy: proximal, or token_tis"
-        measures = [mask.measure for mask in self.masks]
+        measures = [mask.name for mask in self.masks]
         yield "masks", len(set(measures)) == len(measures), "a measure occurs twice", "one mask for each measure"
         law = "the expected gradient of k1 is zero without trainer.kl_loss_ratio (arXiv 2510.01555)"
         yield "kl_loss", self.kl_loss != "k1" or self.kl_loss_ratio or not self.kl_loss_coef, law, "k2 or k3"
@@ -316,7 +376,7 @@ class TrainerSettings:
         yield "reference_path", not self.distills or self.reference_path is not None, law, "the path of the teacher"
         for field in ("kl_reward_coef", "overlong_cache_tokens") if self.distills else ():
             yield field, not getattr(self, field), "changes rewards, which distillation does not read", "0"
-        law = "no KL term uses the reference model"
+        law = "no KL term and no loss of yours uses the reference model"
         yield "reference_path", self.reference_path is None or self.needs_reference, law, "trainer.kl_loss_coef: 0.001"
         law = f"must be less than trainer.overlong_max_tokens = {self.overlong_max_tokens}"
         fits = not self.overlong_cache_tokens or self.overlong_cache_tokens < self.overlong_max_tokens

@@ -1,4 +1,4 @@
-"""`engine.train` and `engine.resume` in a script whose reward no other process can import, on Ray."""
+"""`engine.train` and `engine.resume` in a script whose reward and loss no other process can import, on Ray."""
 
 import json
 import os
@@ -17,6 +17,7 @@ import json
 import sys
 
 import engine
+from engine.protocols import needs
 
 VALUES = {"1+1=": 0.25, "2+1=": 0.75}
 
@@ -25,6 +26,12 @@ def score(prompt, trajectory):
     return VALUES[prompt.text]
 
 
+@needs(zero_advantages=True)
+def loss(terms, scale):
+    return -scale * terms.current, {"trained": terms.current.isfinite()}
+
+
+own = {"trainer.loss": loss}
 run = engine.train(
     sys.argv[1],
     [{"prompt": text} for text in VALUES],
@@ -34,16 +41,18 @@ run = engine.train(
     **{
         "scheduler.train_batch_size": 2, "scheduler.samples_per_prompt": 2, "rollout.slots": 2,
         "rollout.replicas": 1, "rollout.max_tokens": 4, "trainer.threads": 1,
+        "trainer.loss_arguments": {"scale": 2.0}, **own,
     },
 )
 assert len(run.metrics) == 2
-run = engine.resume(run, score, plain=True, **{"run.max_steps": 3})
+run = engine.resume(run, score, plain=True, **{"run.max_steps": 3}, **own)
 rewards = sorted({row["reward"] for row in run.samples()})
-print(json.dumps([run.outcome, str(run.run_dir), str(run.model_path), len(run.metrics), rewards]))
+measured = [*run.metrics["loss_trained"]]
+print(json.dumps([run.outcome, str(run.run_dir), str(run.model_path), len(run.metrics), rewards, measured]))
 """
 
 
-def test_a_script_trains_and_resumes_with_its_own_reward_and_gets_the_run(tmp_path: Path) -> None:
+def test_a_script_trains_and_resumes_with_its_own_reward_and_loss(tmp_path: Path) -> None:
     model = save_chat_model(tmp_path / "model", "chatml", context=64)
     (tmp_path / "script.py").write_text(SCRIPT)
     clean = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -52,8 +61,8 @@ def test_a_script_trains_and_resumes_with_its_own_reward_and_gets_the_run(tmp_pa
     )
     assert done.returncode == 0, done.stdout + done.stderr
     *shown, result = done.stdout.strip().splitlines()
-    outcome, run_dir, checkpoint, steps, rewards = json.loads(result)
-    assert (outcome, steps, rewards) == ("finished", 3, [0.25, 0.75])
+    outcome, run_dir, checkpoint, steps, rewards, measured = json.loads(result)
+    assert (outcome, steps, rewards, measured) == ("finished", 3, [0.25, 0.75], [1.0, 1.0, 1.0])
     assert Path(checkpoint).is_relative_to(run_dir) and (Path(checkpoint) / "model.safetensors").is_file()
     assert any(line.startswith("run: runs/") for line in shown)
     assert any(line.startswith("step=1 done=2/2 ") for line in shown), done.stdout

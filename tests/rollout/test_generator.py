@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from backends import CONTEXT, build_torch, until_sampled
+from backends import CONTEXT, build, build_torch, until_sampled
 
 from engine.errors import DataFailure, EngineError
 from engine.protocols import Generated, GroupWork
 from engine.rollout.backend import SamplingParams
 from engine.rollout.generator import ModelGenerator
 from engine.rollout.scoring import MAX_HANGING_CALLS, Grader, RewardCalls, Waiting
+from engine.testing import GeneratorContract
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
 LONG = 150
@@ -89,6 +90,16 @@ def reference(**options: Any) -> TrajectoryGroup:
     """Group 1, never interrupted."""
     generated: Generated = run(make(**options), lambda generator: generator.generate(work()))
     return generated.group
+
+
+class TestModelGenerator(GeneratorContract):
+    samples = 3
+
+    def make(self) -> ModelGenerator:
+        return make(max_tokens=20)
+
+    def weights(self, version: int) -> Any:
+        return dict(build("qwen2", seed=version).state_dict())
 
 
 def test_group_comes_back_whole() -> None:

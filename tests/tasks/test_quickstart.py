@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from engine.protocols.named_code import find
 from engine.tasks import quickstart
 from engine.tasks.arithmetic import ALPHABET, reward
 from engine.tasks.dataset import Dataset
 from engine.tasks.quickstart import Quickstart, prepare
-from engine.tasks.rewards import find
 from engine.tasks.tokenizer import END, PAD, save_character_tokenizer
 
 TINY = Quickstart(seed=1, layers=1, hidden_size=16, heads=2, train_prompts=40, validation_prompts=10, warmup_steps=6)

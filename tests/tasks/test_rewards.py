@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError, DataFailure
+from engine.protocols.named_code import find
 from engine.rollout.reward_parts import RewardPart
 from engine.rollout.scoring import Reward, call_part
 from engine.tasks.reward_forms import bind
-from engine.tasks.rewards import boxed_answer, exact_match, final_number, find, multiple_choice
+from engine.tasks.rewards import boxed_answer, exact_match, final_number, multiple_choice
 from engine.trajectory import Prompt, Trajectory
 
 

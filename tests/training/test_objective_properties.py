@@ -1,7 +1,7 @@
 """What holds of every loss, correction and mask, whatever the log-probs: by hypothesis."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_terms import evaluate
 
+from engine.protocols import Grouping, ImportanceTerms
 from engine.training.advantages import ADVANTAGES
-from engine.training.batch import Rows
-from engine.training.corrections import MAX_LOG_RATIO, corrected, drop
+from engine.training.corrections import MAX_LOG_RATIO, ImportanceWeights, corrected, drop, measured
 from engine.training.kl import estimate
 from engine.training.losses import TokenTerms
 from engine.training.trainer_settings import KL_NAMES, LOSS_NAMES, MASK_NAMES, Mask, TrainerSettings
@@ -32,7 +32,7 @@ def token_terms(draw: Draw) -> TokenTerms:
         return torch.tensor(draw(st.lists(LOG_PROBS, min_size=tokens, max_size=tokens)), dtype=torch.float64)
 
     advantages = torch.tensor(draw(st.lists(st.floats(-5, 5), min_size=tokens, max_size=tokens)), dtype=torch.float64)
-    rows = Rows(torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)), len(lengths))
+    rows = Grouping(torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)), len(lengths))
     return TokenTerms(logs().requires_grad_(), logs(), logs(), advantages, rows, logs())
 
 
@@ -48,12 +48,26 @@ def log_ratios(terms: TokenTerms) -> torch.Tensor:
     return (terms.proximal - terms.behavior).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-@given(token_terms(), st.lists(masks(), max_size=3), masks(), st.sampled_from(["none", "token_tis"]))
-def test_a_further_mask_only_removes(terms: TokenTerms, some: list[Mask], more: Mask, correction: str) -> None:
+def weights_of(
+    terms: TokenTerms, log_ratio: torch.Tensor, correction: str, cap: float, some: Sequence[Mask] = ()
+) -> ImportanceWeights:
+    given = ImportanceTerms(
+        log_ratio=log_ratio, weights=log_ratio.exp(), current=terms.current.detach(), behavior=terms.behavior,
+        advantages=terms.advantages, trajectories=terms.rows,
+    )  # fmt: skip
+    chosen = TrainerSettings(old_policy="proximal", correction=correction, correction_cap=cap, masks=tuple(some))
+    return corrected(given, chosen)
+
+
+def lists_of_masks(most: int) -> st.SearchStrategy[list[Mask]]:
+    return st.lists(masks(), max_size=most, unique_by=lambda mask: mask.measure)
+
+
+@given(token_terms(), lists_of_masks(4), st.sampled_from(["none", "token_tis"]))
+def test_a_further_mask_only_removes(terms: TokenTerms, some: list[Mask], correction: str) -> None:
     log_ratio = log_ratios(terms)
-    raw = log_ratio.exp()
-    before = corrected(raw, log_ratio, terms.rows, correction, 2.0, some)
-    after = corrected(raw, log_ratio, terms.rows, correction, 2.0, [*some, more])
+    before = weights_of(terms, log_ratio, correction, 2.0, some[1:])
+    after = weights_of(terms, log_ratio, correction, 2.0, some)
     assert bool(((after.used == before.used) | (after.used == 0)).all())
     assert after.used.count_nonzero() <= before.used.count_nonzero()
 
@@ -61,18 +75,16 @@ def test_a_further_mask_only_removes(terms: TokenTerms, some: list[Mask], more: 
 @given(token_terms(), st.sampled_from(["token_tis", "sequence_tis"]), st.floats(0.1, 10.0))
 def test_truncated_weights_stay_under_the_cap(terms: TokenTerms, correction: str, cap: float) -> None:
     log_ratio = log_ratios(terms)
-    weights = corrected(log_ratio.exp(), log_ratio, terms.rows, correction, cap)
+    weights = weights_of(terms, log_ratio, correction, cap)
     assert bool((weights.used <= cap).all() and (weights.used >= 0).all())
 
 
-@given(
-    token_terms(), st.sampled_from(["token_tis", "sequence_tis"]), st.floats(1.0, 10.0), st.lists(masks(), max_size=3)
-)
+@given(token_terms(), st.sampled_from(["token_tis", "sequence_tis"]), st.floats(1.0, 10.0), lists_of_masks(3))
 def test_what_both_policies_agree_on_is_left_alone(
     terms: TokenTerms, correction: str, cap: float, some: list[Mask]
 ) -> None:
     log_ratio = torch.zeros_like(terms.behavior)
-    weights = corrected(log_ratio.exp(), log_ratio, terms.rows, correction, cap, some)
+    weights = weights_of(terms, log_ratio, correction, cap, some)
     assert bool((weights.used == 1.0).all()) and not weights.truncated.any()
 
 
@@ -80,7 +92,7 @@ def test_what_both_policies_agree_on_is_left_alone(
     token_terms(),
     st.sampled_from(LOSS_NAMES),
     st.sampled_from(["none", "token_tis", "sequence_tis"]),
-    st.lists(masks(), max_size=2, unique_by=lambda mask: mask.measure),
+    lists_of_masks(2),
     st.sampled_from(["k2", "k3"]),
     st.booleans(),
 )
@@ -111,13 +123,14 @@ def test_a_sequence_mask_ignores_order_and_neighbors_and_the_geometric_one_lengt
     shuffled = random.sample(ratios, len(ratios))
     logs = torch.tensor([*ratios, *shuffled, *(ratios * times)], dtype=torch.float64)
     lengths = torch.tensor([len(ratios), len(ratios), len(ratios) * times])
-    rows = Rows(torch.arange(3).repeat_interleave(lengths), 3)
-    alone = Rows(torch.zeros(len(ratios), dtype=torch.int64), 1)
+    rows = Grouping(torch.arange(3).repeat_interleave(lengths), 3)
+    alone = Grouping(torch.zeros(len(ratios), dtype=torch.int64), 1)
     mean = math.fsum(ratios) / len(ratios)
     high = math.exp(abs(mean)) * (1.5 if mean > 0.5 else 0.5) if abs(mean) > 1 else 3.0
     mask = Mask(measure="geometric_ratio", low=0.05, high=max(1.0, high))
-    dropped = drop(mask, logs, rows, logs).trajectories
-    single = drop(mask, logs[: len(ratios)], alone, logs[: len(ratios)]).trajectories
+    measures = measured(mask.measure, logs, rows), measured(mask.measure, logs[: len(ratios)], alone)
+    dropped = drop(mask, measures[0], rows, logs).trajectories
+    single = drop(mask, measures[1], alone, logs[: len(ratios)]).trajectories
     assert dropped is not None and single is not None
     assert dropped.tolist() == [single.item()] * 3
 
@@ -125,7 +138,7 @@ def test_a_sequence_mask_ignores_order_and_neighbors_and_the_geometric_one_lengt
 @given(st.lists(LOG_PROBS, min_size=1, max_size=6), st.lists(LOG_PROBS, min_size=6, max_size=6))
 def test_gspo_s_ratio_is_the_same_for_every_token_and_one_on_policy(current: list[float], other: list[float]) -> None:
     tokens = len(current)
-    rows = Rows(torch.zeros(tokens, dtype=torch.int64), 1)
+    rows = Grouping(torch.zeros(tokens, dtype=torch.int64), 1)
     logs = torch.tensor(current, dtype=torch.float64)
     advantages = torch.ones(tokens, dtype=torch.float64)
     behavior = torch.tensor(other[:tokens], dtype=torch.float64)

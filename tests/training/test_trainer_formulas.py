@@ -7,8 +7,8 @@ import torch
 from token_terms import counted
 
 from engine.errors import ConfigError
+from engine.protocols import Grouping
 from engine.training.advantages import ADVANTAGES, STD_EPS
-from engine.training.batch import Rows
 from engine.training.corrections import CORRECTIONS, MAX_LOG_RATIO, bounded, effective_sample_share
 from engine.training.diagnostics import Diagnostics
 from engine.training.losses import LOSSES, TokenLosses, TokenTerms, policy_loss, token_weights
@@ -31,7 +31,7 @@ def terms(
     """Terms from probabilities (not logs), all of one trajectory."""
     log_current = torch.tensor(current).log().requires_grad_()
     log_proximal = log_current.detach() if proximal is None else torch.tensor(proximal).log()
-    rows = Rows(torch.zeros(len(current), dtype=torch.int64), 1)
+    rows = Grouping(torch.zeros(len(current), dtype=torch.int64), 1)
     return TokenTerms(log_current, torch.tensor(behavior).log(), log_proximal, torch.tensor(advantages), rows)
 
 

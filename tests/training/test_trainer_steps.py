@@ -13,6 +13,7 @@ from weight_holders import inodes
 
 from engine.errors import ConfigError, TrainerSpoiled
 from engine.protocols import Batch
+from engine.testing import TrainerContract
 from engine.training import gradients, model_trainer
 from engine.training.advantages import set_advantages
 from engine.training.gradients import entropy_of
@@ -56,6 +57,17 @@ def count_steps(trainer: ModelTrainer, monkeypatch: pytest.MonkeyPatch, fail_at:
 
     monkeypatch.setattr(trainer.optimizer, "step", step)
     return norms
+
+
+class TestModelTrainer(TrainerContract):
+    path: str
+
+    @pytest.fixture(autouse=True)
+    def model_of_the_contract(self, model_path: str) -> None:
+        self.path = model_path
+
+    def make(self) -> ModelTrainer:
+        return ModelTrainer(self.path, TrainerSettings(learning_rate=1e-2, threads=1))
 
 
 @pytest.mark.parametrize(("mini", "epochs", "steps"), [(0, 1, 1), (4, 1, 1), (2, 1, 2), (1, 1, 4), (2, 3, 6)])
@@ -201,10 +213,11 @@ def test_a_trajectory_that_is_not_finite_is_left_out_and_counted(model_path: str
     metrics = trainer.train(spoiled)
     left_out = [0] if where.startswith("behavior") else range(4)
 
-    def without(groups: Any, settings: TrainerSettings) -> None:
-        set_advantages(groups, settings)
+    def without(groups: Any, settings: TrainerSettings) -> dict[str, float]:
+        metrics = set_advantages(groups, settings)
         for index in left_out:
             groups[1][index].advantage = 0.0
+        return metrics
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_trainer, "set_advantages", without)
@@ -229,9 +242,10 @@ def test_a_forward_pass_that_is_not_finite_costs_its_trajectory_alone(
     settings = TrainerSettings(learning_rate=1e-2, **options)
     trainer, reference = ModelTrainer(flawed_path, settings), ModelTrainer(flawed_path, settings)
 
-    def without(groups: Any, settings: TrainerSettings) -> None:
-        set_advantages(groups, settings)
+    def without(groups: Any, settings: TrainerSettings) -> dict[str, float]:
+        metrics = set_advantages(groups, settings)
         groups[0][1].advantage = 0.0
+        return metrics
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_trainer, "set_advantages", without)

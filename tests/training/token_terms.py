@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.training.batch import Rows
+from engine.protocols import Grouping
 from engine.training.losses import TokenLosses, TokenTerms, policy_loss, without_unsound
 from engine.training.trainer_settings import TrainerSettings
 
@@ -27,7 +27,7 @@ def terms(
         torch.tensor(behavior, dtype=torch.float64).log(),
         log_proximal,
         torch.tensor(advantages, dtype=torch.float64),
-        Rows(torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)), len(lengths)),
+        Grouping(torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)), len(lengths)),
         None if reference is None else torch.tensor(reference, dtype=torch.float64).log(),
     )
 

@@ -1,0 +1,201 @@
+"""Tries the user's functions of an objective on made tensors, before a run trains with them.
+
+Called by `engine check` and by every trainer at its start. The tensors are the same each time: trajectories of
+different lengths, advantages of both signs and of 0, ratios on both sides of 1.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError, describe_error, place_of
+from engine.protocols import AdvantageTerms, Grouping, ImportanceTerms, LossTerms
+from engine.training.own_functions import OwnFunction
+from engine.training.own_results import parts_of
+from engine.training.trainer_settings import TrainerSettings
+
+LENGTHS = (1, 4, 7, 2)
+"""Tokens of the made trajectories; the third has an advantage of 0."""
+ADVANTAGES = (1.0, -0.5, 0.0, 1.5)
+GROUPS = (4, 1, 3)
+"""Rollouts of the made groups; those of the last have equal rewards."""
+REWARDS = (1.0, 0.0, 0.0, 0.5, 1.0, 0.0, 0.0, 0.0)
+METRIC = re.compile(r"[a-z][a-z0-9_]*")
+TAKEN = {"trainer.loss": (), "trainer.advantage": ("std", "abs_max")}
+"""Names of metrics that the engine reports itself, without their prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedObjective:
+    """What the check found."""
+
+    metrics: tuple[str, ...] = ()
+    """Names of the metrics of the loss."""
+    lines: tuple[str, ...] = ()
+    """For `engine check`."""
+
+
+def check_objective(settings: TrainerSettings) -> CheckedObjective:
+    """Call each function of the user. Raises: `ConfigError` that names the function, the law that it breaks and the
+    expected signature."""
+    metrics, lines = list[str](), list[str]()
+    for own in settings.own_functions():
+        own.check_signature()
+        if own.field == "trainer.loss":
+            metrics = _check_loss(own, settings)
+            lines.append(_described(own, "a loss for each token", metrics) + _skipping(own))
+        elif own.field == "trainer.advantage":
+            lines.append(_described(own, "an advantage for each rollout", _check_advantage(own)))
+        else:
+            _check_weights(own, settings)
+            lines.append(_described(own, "a number for each token", []))
+    return CheckedObjective(tuple(metrics), tuple(lines))
+
+
+def _described(own: OwnFunction, what: str, metrics: list[str]) -> str:
+    prefix = own.field.rpartition(".")[2]
+    named = f", and the metrics {', '.join(f'{prefix}_{name}' for name in metrics)}" if metrics else ""
+    return f"{own.field} {own.spec} returns {what}{named}"
+
+
+def _skipping(own: OwnFunction) -> str:
+    if own.needs.zero_advantages:
+        return "; it trains every trajectory"
+    return "; trajectories with an advantage of 0 are skipped"
+
+
+# -- the calls ---------------------------------------------------------------------------------------------------------
+
+
+def _check_loss(own: OwnFunction, settings: TrainerSettings) -> list[str]:
+    """Names of its metrics."""
+    terms = _loss_terms(own, settings)
+    losses, metrics = parts_of(own, _called(own, terms), terms.current)
+    _check_names(own, metrics)
+    _require_finite(own, losses)
+    if not losses.requires_grad:
+        raise own.refuse("returned a loss without a gradient: it must depend on terms.current")
+    try:
+        (gradient,) = torch.autograd.grad(losses.sum(), terms.current, allow_unused=True)
+    except Exception as error:
+        raise own.refuse(f"has no backward pass: {describe_error(error)}") from error
+    if gradient is None:
+        raise own.refuse("returned a loss without a gradient by terms.current")
+    if not gradient.isfinite().all():
+        raise own.refuse(f"has a gradient that is not finite: {_first(gradient, ~gradient.isfinite())}")
+    idle = (terms.advantages == 0) & (gradient != 0)
+    if idle.any() and not own.needs.zero_advantages:
+        law = f"has a gradient where the advantage is 0 ({_first(gradient, idle)}), but such trajectories are skipped"
+        raise ConfigError(own.field, own.spec, law, "decorate it with @needs(zero_advantages=True) of engine.protocols")
+    _require_separable(own, losses, lambda keep, whole: parts_of(own, own(_only(terms, keep)), whole[keep])[0])
+    return list(metrics)
+
+
+def _check_weights(own: OwnFunction, settings: TrainerSettings) -> None:
+    """Of a correction or a mask."""
+    loss = _loss_terms(own, settings)
+    terms = ImportanceTerms(
+        log_ratio=loss.log_ratio.detach(), weights=loss.log_ratio.detach().exp(), current=loss.current.detach(),
+        behavior=loss.behavior, advantages=loss.advantages, trajectories=loss.trajectories,
+        entropies=None if loss.entropies is None else loss.entropies.detach(),
+    )  # fmt: skip
+    values = parts_of(own, _called(own, terms), terms.weights)[0]
+    if own.field == "trainer.correction":
+        _require_finite(own, values)
+        if (values < 0).any():
+            raise own.refuse(f"returned a negative weight: {_first(values, values < 0)}")
+    _require_separable(own, values, lambda keep, whole: parts_of(own, own(_only(terms, keep)), whole[keep])[0])
+
+
+def _check_advantage(own: OwnFunction) -> list[str]:
+    """Names of its metrics."""
+    tokens = torch.arange(1, len(REWARDS) + 1)
+    rewards = torch.tensor(REWARDS, dtype=torch.float64)
+    terms = AdvantageTerms(rewards=rewards, groups=_grouping(GROUPS), tokens=tokens, response_tokens=tokens + 1)
+    values, metrics = parts_of(own, _called(own, terms), rewards)
+    _check_names(own, metrics)
+    _require_finite(own, values)
+    return list(metrics)
+
+
+def _called(own: OwnFunction, terms: Any) -> Any:
+    try:
+        return own(terms)
+    except Exception as error:
+        law = f"raised on made tensors: {describe_error(error)}{place_of(error)}"
+        missing = [name for name in ("entropies", "reference") if getattr(terms, name, terms) is None]
+        if missing and "None" in str(error):
+            ways = {"entropies": "@needs(entropies=True)", "reference": "trainer.reference_path"}
+            law += "; " + " and ".join(f"terms.{name} is None without {ways[name]}" for name in missing)
+        raise own.refuse(law) from error
+
+
+# -- what must hold ----------------------------------------------------------------------------------------------------
+
+
+def _check_names(own: OwnFunction, metrics: Any) -> None:
+    for name in metrics:
+        if not METRIC.fullmatch(name):
+            raise own.refuse(f"returned a metric with the name {name!r}; use lower-case letters, digits and _")
+        if name in TAKEN[own.field]:
+            raise own.refuse(f"returned a metric with the name {name!r}, which the engine reports itself")
+
+
+def _require_finite(own: OwnFunction, values: Tensor) -> None:
+    if not values.isfinite().all():
+        raise own.refuse(f"returned a value that is not finite: {_first(values, ~values.isfinite())}")
+
+
+def _require_separable(own: OwnFunction, whole: Tensor, alone: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Each trajectory must get the same values beside others and alone: which ones share a pass is up to the engine."""
+    of = _grouping(LENGTHS).of
+    for trajectory in range(len(LENGTHS)):
+        keep = of == trajectory
+        if not torch.allclose(alone(keep, whole), whole[keep], rtol=1e-4, atol=1e-5, equal_nan=True):
+            law = f"depends on the other trajectories of its pass: trajectory {trajectory} gets other values alone"
+            raise own.refuse(f"{law}; use terms.trajectories.means and .sums, never a mean over all tokens")
+
+
+def _first(values: Tensor, where: Tensor) -> str:
+    index = int(where.nonzero()[0])
+    return f"{float(values.detach()[index]):g} at item {index}"
+
+
+# -- made tensors ------------------------------------------------------------------------------------------------------
+
+
+def _grouping(sizes: tuple[int, ...]) -> Grouping:
+    return Grouping(torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)), len(sizes))
+
+
+def _loss_terms(own: OwnFunction, settings: TrainerSettings) -> LossTerms:
+    trajectories = _grouping(LENGTHS)
+    places = torch.arange(sum(LENGTHS), dtype=torch.float32)
+    current = -0.05 - 0.3 * (places * 7 % 5)
+    behavior = current + 0.25 * torch.cos(places)
+    return LossTerms(
+        current=current.clone().requires_grad_(),
+        old=current + 0.1 * torch.sin(places) if settings.needs_proximal else behavior,
+        behavior=behavior,
+        advantages=trajectories.spread(torch.tensor(ADVANTAGES)),
+        trajectories=trajectories,
+        reference=current - 0.2 * torch.cos(places) if settings.needs_reference else None,
+        entropies=0.5 + 0.1 * (places * 3 % 4) if settings.needs_entropies else None,
+    )
+
+
+def _only(terms: Any, keep: Tensor) -> Any:
+    """The terms of one trajectory."""
+    changes = {name: value[keep] for name, value in _tensors(terms)}
+    return replace(terms, trajectories=Grouping(torch.zeros(int(keep.sum()), dtype=torch.int64), 1), **changes)
+
+
+def _tensors(terms: Any) -> Iterator[tuple[str, Tensor]]:
+    for name in type(terms).__dataclass_fields__:
+        value = getattr(terms, name)
+        if isinstance(value, Tensor):
+            yield name, value

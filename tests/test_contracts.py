@@ -1,0 +1,226 @@
+"""The contracts of `engine.testing`: the engine's own classes keep them, and a class that breaks a law is named.
+
+`ModelGenerator` and `ModelTrainer` run them beside their other tests."""
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import policies
+from engine.errors import ConfigError
+from engine.policies import custom_states, registry
+from engine.protocols import Batch, Generated, GroupWork
+from engine.runtime.local import SimpleGenerator
+from engine.testing import GeneratorContract, PolicyContract, StateContract, TrainerContract
+from engine.trajectory import TrajectoryGroup
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def own() -> Iterator[None]:
+    """Forget what a test registers."""
+    before = {*registry.registered(), *custom_states.registered()}
+    yield
+    new = [cls for cls in (*registry.registered(), *custom_states.registered()) if cls not in before]
+    registry.forget(new)
+    custom_states.forget(new)
+
+
+# -- the engine's own classes ------------------------------------------------------------------------------------------
+
+EMBED = example("embed")
+
+
+class TestGuesser(GeneratorContract):
+    def make(self) -> Any:
+        return EMBED.Guesser()
+
+    def weights(self, version: int) -> float:
+        return 0.2 * version
+
+
+class Learner(EMBED.Learner):  # type: ignore[misc]
+    def save(self, directory: str, step: int) -> None:
+        (Path(directory) / "chance").write_text(repr(self.chance))
+
+    def load(self, directory: str) -> None:
+        self.chance = float((Path(directory) / "chance").read_text())
+
+
+class TestLearner(TrainerContract):
+    def make(self) -> Any:
+        return Learner()
+
+
+@pytest.mark.parametrize(
+    ("decision", "name"), [(decision, name) for decision in registry.DEFAULTS for name in policies.names(decision)]
+)
+def test_the_built_in_policies_keep_their_contract(decision: str, name: str) -> None:
+    contract = PolicyContract()
+    contract.decision, contract.name, contract.worlds = decision, name, 1
+    contract.test_simulated_runs_keep_every_law()
+
+
+def test_the_policy_of_the_example_keeps_its_contract(own: None) -> None:
+    example("custom_policy")
+    contract = PolicyContract()
+    contract.decision, contract.name, contract.worlds = "admission", "curriculum", 2
+    contract.test_simulated_runs_keep_every_law()
+
+
+class JudgeContract(StateContract):
+    state, worlds = "judging", 2
+    judge: Any
+
+    def work(self) -> Any:
+        return self.judge
+
+
+def test_the_state_of_the_example_keeps_its_contract(own: None) -> None:
+    contract = JudgeContract()
+    contract.judge = example("judge_state").Judge()
+    contract.test_simulated_runs_keep_every_law()
+    contract.test_work_changes_nothing_but_rewards()
+
+
+def test_the_page_lists_exactly_the_stable_names() -> None:
+    page = (EXAMPLES.parent / "docs" / "API.md").read_text(encoding="utf-8")
+    listed: dict[str, set[str]] = {}
+    stable = page.partition("## Stable names")[2].partition("provisional")[0]
+    for row in stable.splitlines():
+        if row.startswith("| `engine"):
+            _, module, _, names, _ = row.split("|")
+            listed.setdefault(module.strip(" `"), set()).update(re.findall(r"`(\w+)`", names))
+    for module, names in listed.items():
+        assert names == set(importlib.import_module(module).__all__), module
+    assert [*listed] == ["engine", "engine.protocols", "engine.policies", "engine.testing"]
+
+
+# -- classes that break a law ------------------------------------------------------------------------------------------
+
+
+class Unfinished(SimpleGenerator):
+    async def generate(self, work: GroupWork) -> Generated:
+        return Generated(group=TrajectoryGroup(group=work.group, prompt=work.prompt, trajectories=[]))
+
+
+class Forgetful(EMBED.Guesser):  # type: ignore[misc]
+    """Samples under the old version after an install."""
+
+    async def install(self, version: int) -> None: ...
+
+
+class Endless(EMBED.Guesser):  # type: ignore[misc]
+    """Drops the tokens of an earlier attempt."""
+
+    async def generate(self, work: GroupWork) -> Generated:
+        found: Generated = await super().generate(work)
+        if work.attempt == 1:
+            fresh: Generated = await super().generate(work)
+            found = Generated(group=fresh.group, aborted=True)
+            for trajectory in found.group.trajectories:
+                trajectory.token_ids[0], trajectory.finish_reason = 7, ""
+        return found
+
+
+@pytest.mark.parametrize(
+    ("generator", "test", "words"),
+    [
+        (Unfinished, "test_it_generates_a_whole_group", "0 trajectories, not the 2 asked for"),
+        (Forgetful, "test_new_weights_mark_the_tokens_that_they_sample", "have version 0, but it must be 1"),
+        (Endless, "test_an_aborted_group_resumes_from_its_prefix", "must keep the tokens of GroupWork.partial"),
+    ],
+)
+def test_a_generator_that_breaks_its_contract_is_told_the_law(generator: Any, test: str, words: str) -> None:
+    class Contract(GeneratorContract):
+        def make(self) -> Any:
+            return generator()
+
+    with pytest.raises(AssertionError, match=words):
+        getattr(Contract(), test)()
+
+
+class Sharing(Learner):
+    """Returns its own weights, not a copy."""
+
+    def __init__(self) -> None:
+        self.shared = {"chance": [0.2]}
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        self.shared["chance"][0] += 0.1
+        return {}
+
+    def weights(self) -> Any:
+        return self.shared
+
+
+class Nameless(Learner):
+    def weights(self) -> Any:
+        return {0: self.chance}
+
+
+class Amnesiac(Learner):
+    def load(self, directory: str) -> None: ...
+
+
+class Silent(Learner):
+    def train(self, batch: Batch) -> Any:
+        return "done"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "test", "words"),
+    [
+        (Sharing, "test_weights_are_a_named_copy", "must return a copy"),
+        (Nameless, "test_weights_are_a_named_copy", "name each tensor by a text, not 0"),
+        (Amnesiac, "test_a_checkpoint_restores_the_weights_and_the_next_step", "must be those of the saved trainer"),
+        (Silent, "test_train_returns_metrics", "must return a dict of metrics or None, not str"),
+    ],
+)
+def test_a_trainer_that_breaks_its_contract_is_told_the_law(trainer: Any, test: str, words: str) -> None:
+    class Contract(TrainerContract):
+        def make(self) -> Any:
+            return trainer()
+
+    with pytest.raises(AssertionError, match=words):
+        getattr(Contract(), test)()
+
+
+def test_work_that_changes_tokens_is_told_the_law() -> None:
+    class Rewriter:
+        async def work(self, group: TrajectoryGroup) -> TrajectoryGroup:
+            changed = deepcopy(group)
+            changed.trajectories[0].token_ids[0] += 1
+            return changed
+
+    contract = JudgeContract()
+    contract.judge = Rewriter()
+    with pytest.raises(AssertionError, match=r"changed token_ids of trajectory 0; it may change rewards only"):
+        contract.test_work_changes_nothing_but_rewards()
+
+
+def test_a_policy_that_breaks_a_law_is_told_it(own: None) -> None:
+    @policies.register("admission", "greedy")
+    class Greedy:
+        def admit(self, view: Any, legal: int) -> int:
+            return legal + 1
+
+    contract = PolicyContract()
+    contract.decision, contract.name = "admission", "greedy"
+    with pytest.raises(ConfigError, match="breaks a law in a simulated run"):
+        contract.test_simulated_runs_keep_every_law()
