@@ -9,21 +9,24 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_plans import PROMPTS, Counter, Quick, check_record, plan, restore_counter
 
 from engine.actors.launch import start
 from engine.runtime.plan import Rollout
 from engine.runtime.prompt_sources import listed
 
-GPUS = 5
+NODES = (4, 2)
+"""GPUs of each node."""
+GPUS = sum(NODES)
 
 
 def connect() -> None:
     """Ray believes the number of GPUs that it is given."""
-    ray.init(
-        address="local", num_cpus=2, num_gpus=GPUS, include_dashboard=False, log_to_driver=False,
-        object_store_memory=100 << 20,
-    )  # fmt: skip
+    cluster = Cluster()
+    for gpus in NODES:
+        cluster.add_node(num_cpus=1, num_gpus=gpus, object_store_memory=100 << 20, include_dashboard=False)
+    ray.init(address=cluster.address, log_to_driver=False)
 
 
 def placed(directory: Path, deadly: int, replica: int) -> Rollout:
@@ -32,6 +35,7 @@ def placed(directory: Path, deadly: int, replica: int) -> Rollout:
     group = context.get_placement_group_id()
     life = len(list(directory.glob(f"given-{replica}-*")))
     (directory / f"given-{replica}-{life}").write_text(f"{group} {len(ray.get_gpu_ids())}")
+    note_visible(directory, "replica")
     return Rollout(generator=Quick(deadly if life == 0 else -1))
 
 
@@ -40,38 +44,8 @@ def note_visible(directory: Path, process: str) -> None:
     (directory / f"sees-{process}").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 
 
-def visible_gpus(directory: Path) -> dict[str, str]:
-    """What the processes of a run see whose replica has every GPU, by process."""
-
-    def rollout(replica: int) -> Rollout:
-        note_visible(directory, "replica")
-        return Rollout(generator=Quick())
-
-    def trainer() -> Counter:
-        note_visible(directory, "trainer")
-        return Counter()
-
-    def prompts() -> Any:
-        note_visible(directory, "scheduler")
-        return listed([f"question {n}" for n in range(PROMPTS)])
-
-    made = plan(
-        directory,
-        make_rollout=rollout,
-        make_trainer=trainer,
-        make_prompts=prompts,
-        replicas=1,
-        rollout_gpus=float(GPUS),
-        trains_on_gpus=False,
-    )
-    with start(made) as run:
-        run.wait()
-    return {path.name.removeprefix("sees-"): path.read_text() for path in directory.glob("sees-*")}
-
-
-def held_up(directory: Path) -> tuple[list[str], float]:
-    """What a start says while another program has the GPUs that the trainer needs, which ends once that is said; and
-    the GPUs that are free after the run."""
+def hold(gpus: int, node: str) -> Any:
+    """Another program that has GPUs of a node until it ends."""
 
     class Holder:
         """Defined here, because Ray's workers cannot import this module."""
@@ -79,23 +53,10 @@ def held_up(directory: Path) -> tuple[list[str], float]:
         def ready(self) -> None:
             pass
 
-    holder = ray.remote(num_cpus=0, num_gpus=GPUS - 1)(Holder).remote()
-    ray.get(holder.ready.remote())
-    said: list[str] = []
-
-    def show(share: float, text: str) -> None:
-        said.append(text)
-        if "waits" in text:
-            ray.kill(holder)
-
-    dies_once = partial(Counter, 2, str(directory / "died"))
-    made = plan(
-        directory, make_trainer=dies_once, restore_trainer=restore_counter, trainer_gpus=2.0, samples_on_gpus=False
-    )
-    with start(made, show) as run:
-        assert run.wait().outcome == "finished"
-    assert (directory / "died").exists(), "the next trainer ran on the same GPUs"
-    return said, until_free()
+    where = NodeAffinitySchedulingStrategy(node, soft=False)
+    made = ray.remote(num_cpus=0, num_gpus=gpus, scheduling_strategy=where)(Holder).remote()
+    ray.get(made.ready.remote())
+    return made
 
 
 def note_place(directory: Path, process: str) -> None:
@@ -104,8 +65,10 @@ def note_place(directory: Path, process: str) -> None:
     (directory / f"place-{process}").write_text(f"{node} {len(ray.get_gpu_ids())}")
 
 
-def reserved_first(directory: Path) -> tuple[str, dict[str, tuple[str, int]]]:
-    """The end of a run on two nodes of two GPUs whose trainer needs one, and the node and GPUs of each process."""
+def reserved_first(directory: Path) -> tuple[list[str], dict[str, tuple[str, int]], float]:
+    """A run on two nodes of two free GPUs whose trainer needs both of one, and dies once. What its start says while
+    another program has a GPU of each, which ends once that is said; the node and GPUs of each process; and the GPUs
+    that are free after the run."""
 
     def rollout(replica: int) -> Rollout:
         note_place(directory, f"replica-{replica}")
@@ -113,20 +76,28 @@ def reserved_first(directory: Path) -> tuple[str, dict[str, tuple[str, int]]]:
 
     def trainer() -> Counter:
         note_place(directory, "trainer")
-        return Counter()
+        return Counter(2, str(directory / "died"))
 
-    cluster = Cluster()
-    for _ in range(2):
-        cluster.add_node(num_cpus=1, num_gpus=2, object_store_memory=100 << 20, include_dashboard=False)
-    ray.init(address=cluster.address, log_to_driver=False)
-    try:
-        with start(plan(directory, make_rollout=rollout, make_trainer=trainer, trainer_ranks=2)) as run:
-            outcome = run.wait().outcome
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    wide, narrow = sorted(ray.nodes(), key=lambda node: -node["Resources"]["GPU"])
+    kept = hold(NODES[0] - 2, wide["NodeID"])
+    others = [hold(1, node["NodeID"]) for node in (wide, narrow)]
+    said: list[str] = []
+
+    def show(share: float, text: str) -> None:
+        said.append(text)
+        if "waits" in text:
+            for other in others:
+                ray.kill(other)
+
+    made = plan(
+        directory, make_rollout=rollout, make_trainer=trainer, restore_trainer=restore_counter, trainer_ranks=2
+    )  # fmt: skip
+    with start(made, show) as run:
+        assert run.wait().outcome == "finished"
+    assert (directory / "died").exists(), "the next trainer ran on the same GPUs"
+    ray.kill(kept)
     written = {path.name.removeprefix("place-"): path.read_text().split() for path in directory.glob("place-*")}
-    return outcome, {process: (node, int(gpus)) for process, (node, gpus) in written.items()}
+    return said, {process: (node, int(gpus)) for process, (node, gpus) in written.items()}, until_free()
 
 
 @dataclass(frozen=True)
@@ -139,11 +110,22 @@ class Story:
     """By group: strategy, GPUs of each bundle."""
     states: set[str]
     free: float
+    visible: dict[str, str]
+    """The GPUs that a process of each kind sees."""
 
 
 def carried_out(directory: Path, deadly: int = -1, **changes: Any) -> Story:
+    def trainer() -> Counter:
+        note_visible(directory, "trainer")
+        return Counter()
+
+    def prompts() -> Any:
+        note_visible(directory, "scheduler")
+        return listed([f"question {n}" for n in range(PROMPTS)])
+
     before = set(placement_group_table())
-    made = plan(directory, make_rollout=partial(placed, directory, deadly), **changes)
+    rollout = partial(placed, directory, deadly)
+    made = plan(directory, make_rollout=rollout, make_trainer=trainer, make_prompts=prompts, **changes)
     with start(made) as run:
         outcome = run.wait().outcome
     check_record(directory)
@@ -158,7 +140,8 @@ def carried_out(directory: Path, deadly: int = -1, **changes: Any) -> Story:
         key: (row["strategy"], tuple(bundle["GPU"] for bundle in row["bundles"].values())) for key, row in table.items()
     }
     states = {row["state"] for row in table.values()}
-    return Story(outcome, given, shapes, states, until_free())
+    visible = {path.name.removeprefix("sees-"): path.read_text() for path in directory.glob("sees-*")}
+    return Story(outcome, given, shapes, states, until_free(), visible)
 
 
 def until_free() -> float:

@@ -135,6 +135,11 @@ def paced(replica: int) -> TokenGenerator:
     return TokenGenerator(length=10, free=True, pace_s=0.002, stretch=100)
 
 
+def slow(replica: int) -> TokenGenerator:
+    """As `paced`, for runs that continue while a test does something else: a few steps a second."""
+    return TokenGenerator(length=10, free=True, pace_s=0.05, stretch=20)
+
+
 class Spanning(TokenGenerator):
     """The first long groups get a few tokens of the initial weights, and no more of them."""
 

@@ -6,7 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
-from placed_runs import GPUS, carried_out, connect, held_up, reserved_first, visible_gpus
+from placed_runs import GPUS, carried_out, connect, reserved_first
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -21,7 +21,8 @@ def cluster_of_gpus() -> Iterator[ProcessPoolExecutor]:
 def test_a_new_life_of_a_replica_gets_the_gpus_of_the_one_before(
     cluster_of_gpus: ProcessPoolExecutor, tmp_path: Path
 ) -> None:
-    changes = {"replicas": 1, "rollout_gpus": 4.0}
+    """Each actor sees the GPUs that it was given, and none if it needs none."""
+    changes = {"replicas": 1, "rollout_gpus": 4.0, "trains_on_gpus": False}
     story = cluster_of_gpus.submit(carried_out, tmp_path, deadly=3, **changes).result()
     assert story.outcome == "finished"
     lives = list(story.given.values())
@@ -29,6 +30,9 @@ def test_a_new_life_of_a_replica_gets_the_gpus_of_the_one_before(
     assert {group for group, _ in lives} == set(story.shapes) and len(story.shapes) == 2
     assert set(story.shapes.values()) == {("STRICT_PACK", (4.0,))}
     assert (story.states, story.free) == ({"REMOVED"}, GPUS)
+    replica = story.visible.pop("replica").split(",")
+    assert len(replica) == 4 and set(replica) < set(map(str, range(GPUS)))
+    assert story.visible == {"scheduler": "", "trainer": ""}
 
 
 def test_bundles_of_one_gpu_for_workers_that_ray_starts(cluster_of_gpus: ProcessPoolExecutor, tmp_path: Path) -> None:
@@ -40,21 +44,12 @@ def test_bundles_of_one_gpu_for_workers_that_ray_starts(cluster_of_gpus: Process
     assert (story.states, story.free) == ({"REMOVED"}, GPUS)
 
 
-def test_an_actor_without_gpus_sees_none(cluster_of_gpus: ProcessPoolExecutor, tmp_path: Path) -> None:
-    seen = cluster_of_gpus.submit(visible_gpus, tmp_path).result()
-    assert seen == {"scheduler": "", "trainer": "", "replica": ",".join(map(str, range(GPUS)))}
-
-
-def test_a_start_says_that_the_trainer_waits_for_gpus(cluster_of_gpus: ProcessPoolExecutor, tmp_path: Path) -> None:
-    said, free = cluster_of_gpus.submit(held_up, tmp_path).result()
-    assert f"the trainer waits for 2 GPUs on one node: 1 of {GPUS} GPUs are free" in said
-    assert free == GPUS, "its group is freed at the end"
-
-
-def test_the_trainer_gets_its_node_before_replicas_are_spread(tmp_path: Path) -> None:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as other:
-        outcome, places = other.submit(reserved_first, tmp_path).result()
-    assert outcome == "finished"
+def test_the_trainer_waits_for_a_node_and_gets_it_before_replicas_are_spread(
+    cluster_of_gpus: ProcessPoolExecutor, tmp_path: Path
+) -> None:
+    said, places, free = cluster_of_gpus.submit(reserved_first, tmp_path).result()
+    assert f"the trainer waits for 2 GPUs on one node: 2 of {GPUS} GPUs are free" in said
     assert {process: gpus for process, (_, gpus) in places.items()} == {"trainer": 2, "replica-0": 1, "replica-1": 1}
     nodes = {process: node for process, (node, _) in places.items()}
     assert nodes["replica-0"] == nodes["replica-1"] != nodes["trainer"]
+    assert free == GPUS, "its group is freed at the end"

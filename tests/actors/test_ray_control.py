@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_plans import check_record, events_of, paced, plan
+from ray_plans import check_record, events_of, plan, slow
 
 from engine import cli
 from engine.actors.launch import RunHandle, start
@@ -31,7 +31,7 @@ def without_end() -> Any:
 def test_a_run_is_scaled_set_drained_and_resumed_as_it_was_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mine = plan(tmp_path, paced, make_prompts=without_end, control_port=0, reward_timeout_s=30.0)
+    mine = plan(tmp_path, slow, make_prompts=without_end, control_port=0, reward_timeout_s=30.0)
     with start(mine) as run:
         token = place_of(tmp_path, "it").token
         until(run, lambda status: status.step >= 1)

@@ -10,7 +10,7 @@ import pytest
 import ray
 from group_gate import Gate
 from ray_plans import Counter as CountingTrainer
-from ray_plans import check_record, events_of, paced, plan, restore_counter
+from ray_plans import check_record, events_of, paced, plan, restore_counter, slow
 from test_ray_lives import trained, until_step
 from test_ray_runs import wait_for_no_actors
 
@@ -122,7 +122,7 @@ def test_a_run_stops_what_loops_without_end_and_not_what_waits_for_it(tmp_path: 
         pools=(Pool(tasks=("rollout",), replicas=(0, 1)), Pool(tasks=("train",)), Pool(tasks=("old_logprobs",))),
     )  # fmt: skip
     own = plan(
-        tmp_path, paced, limits=limits, heartbeat_s=0.0, make_scorer=lambda tasks: Zeros(),
+        tmp_path, slow, limits=limits, heartbeat_s=0.0, make_scorer=lambda tasks: Zeros(),
         make_trainer=partial(LoopsOnce, tmp_path / "trainer-looped"), restore_trainer=restore_counter,
         make_prompts=lambda: listed([f"question {n}" for n in range(steps * 4)]),
     )  # fmt: skip
