@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from typing import Any, get_type_hints
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.commands import (
@@ -350,6 +350,7 @@ class Forgetful(World):
         return recovered.scheduler
 
 
+@settings(max_examples=50)
 @given(
     limits=limits(), names=any_policies(), seed=st.integers(0, 2**31), replicas=st.integers(1, 3),
     prompts=st.integers(1, 40), rough=st.booleans(), every=st.integers(3, 40), times=st.integers(1, 2),
@@ -423,6 +424,7 @@ class Ending(World):
         self.left = [order for number, order in self.open.items() if number not in answered]
 
 
+@settings(max_examples=50)
 @given(
     limits=limits(), names=any_policies(), seed=st.integers(0, 2**31), replicas=st.integers(1, 3),
     prompts=st.integers(1, 40), rough=st.booleans(),
