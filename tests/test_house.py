@@ -57,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     # a run seen and controlled from outside
     "control": SCHEDULING,
     "metrics": {*STATES, "protocols", "record", "control", "extras"},
-    "inspect": {*RECORD, "metrics"},
+    "inspect": {*RECORD, "metrics", "version"},
     # the work itself, which knows nothing of the scheduler
     "training": BOTTOM,
     "tasks": {*BOTTOM, "training", "extras"},

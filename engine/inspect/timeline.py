@@ -136,10 +136,10 @@ def timeline_of(history: History) -> Timeline:
 
 
 def _order(track: Track) -> tuple[Any, ...]:
-    """Replicas by number and slot, then the trainer, then the others."""
+    """The trainer, then replicas by number and slot, then the others."""
     process, number = track.process.rsplit(" ", 1) if track.process[-1].isdigit() else (track.process, "0")
     slot = int(track.name.removeprefix("slot ")) if track.name.startswith("slot ") else -1
-    return (process != REPLICA, process != TRAINER, process, int(number), track.name == PROCESS, slot < 0, slot, track)
+    return (process != TRAINER, process != REPLICA, process, int(number), track.name == PROCESS, slot < 0, slot, track)
 
 
 def _slices(history: History) -> Iterator[tuple[Track, Slice]]:
