@@ -1,0 +1,29 @@
+"""The pictures of the docs that are drawn from simulated runs."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def load() -> Any:
+    spec = importlib.util.spec_from_file_location("pictures", DOCS / "pictures.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["modes.svg", "staleness.svg", "recovery.svg"])
+def test_a_picture_is_what_its_runs_draw_now(name: str) -> None:
+    drawn = load().PICTURES[name]()
+    stale = f"docs/img/{name} is stale: run python docs/pictures.py, and look at it"
+    assert (DOCS / "img" / name).read_text(encoding="utf-8") == drawn, stale
+
+
+def test_every_picture_of_the_program_is_on_a_page() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
+    assert [name for name in load().PICTURES if f"(img/{name})" not in pages] == []
