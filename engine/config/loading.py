@@ -213,7 +213,7 @@ def _first_of(error: ValidationError, tree: Mapping[str, Any]) -> ConfigError:
     first, *others = (_of_fixed_list(one, tree, schema) or one for one in found)
     path = _path_of(first["loc"]) or "config"
     if first["type"] == "extra_forbidden":
-        inside = (exact_hint(leaf) for leaf in _leaves(first["input"], path))
+        inside = (exact_hint(leaf) or loose_hint(leaf) for leaf in _leaves(first["input"], path))
         law, fix = "unknown key", next(filter(None, inside), "") or nearest_key(path)
     elif first["type"] == "missing":
         law, fix = "required", f"set it to {expected(path)}"

@@ -1,0 +1,98 @@
+"""The names of other systems: the pages of docs/migrate, and the answer to a key that one of them has."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.config.loading import fields, parse_config
+from engine.config.migration import SYSTEMS, exact_hint, table
+from engine.errors import ConfigError
+
+PAGES = Path(__file__).resolve().parent.parent / "docs" / "migrate"
+FILES = {"TRL": "TRL", "verl": "VERL", "SkyRL": "SKYRL", "prime-rl": "PRIME_RL", "AReaL": "AREAL"}
+
+
+def blocks(system: str) -> tuple[str, dict[str, Any]]:
+    """The code before, and the configuration after."""
+    text = (PAGES / f"{FILES[system]}.md").read_text(encoding="utf-8")
+    before, after = re.findall(r"^```\w+\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return before, yaml.safe_load(after)
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[str]:
+    if isinstance(tree, dict) and tree:
+        for name, inner in tree.items():
+            yield from leaves(inner, f"{path}.{name}" if path else name)
+    else:
+        yield path
+
+
+def flags_before(system: str) -> list[str]:
+    before, _ = blocks(system)
+    if system == "AReaL":
+        return [*leaves(yaml.safe_load(before))]
+    if system == "prime-rl":
+        return [*leaves(tomllib.loads(before))]
+    return re.findall(r"--(\w+)", before) if system == "TRL" else re.findall(r"([\w.]+)=", before)
+
+
+def has_row(system: str, flag: str) -> bool:
+    names = [row.theirs for row in SYSTEMS[system]]
+    return flag in names or any(name.endswith(".*") and flag.startswith(name[:-1]) for name in names)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_migration_page_has_a_row_for_every_setting_of_its_example(system: str) -> None:
+    flags = flags_before(system)
+    assert len(flags) >= 12
+    assert [flag for flag in flags if not has_row(system, flag)] == []
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_migration_page_has_the_table_that_messages_use(system: str) -> None:
+    text = (PAGES / f"{FILES[system]}.md").read_text(encoding="utf-8")
+    assert text.endswith("\n".join(table(system)) + "\n"), f"python -m engine.config.migration {system}"
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_configuration_after_a_migration_loads(system: str) -> None:
+    config = parse_config(blocks(system)[1])
+    assert config.scheduler.samples_per_prompt > 1
+
+
+def test_every_field_that_replaces_another_system_s_exists() -> None:
+    known = {name for name, _ in fields()} | {"pools"}
+    for rows in SYSTEMS.values():
+        assert len({row.theirs for row in rows}) == len(rows), "a name has one row"
+        for row in rows:
+            here = [name.strip() for name in row.here.split(",") if row.here]
+            assert row.note or here, f"{row.theirs}: say why it has no counterpart"
+            assert [name for name in here if name not in known and not name.startswith("engine ")] == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"num_generations": 8}, "did you mean scheduler.samples_per_prompt? (num_generations of TRL)"),
+        ({"rollout": {"max_completion_length": 8}}, "did you mean rollout.max_tokens? (max_completion_length of TRL)"),
+        ({"rollout": {"n": 8}}, "did you mean scheduler.samples_per_prompt? (actor_rollout_ref.rollout.n of verl)"),
+        ({"trainer": {"save_freq": 8}}, "did you mean trainer.checkpoint_every? (trainer.save_freq of verl"),
+        ({"actor_rollout_ref": {"rollout": {"n": 8}}}, "did you mean scheduler.samples_per_prompt?"),
+        ({"trainer": {"critic_warmup": 0}}, "has no counterpart: there is no critic"),
+        ({"critic": {"strategy": "fsdp"}}, "critic.* of verl has no counterpart"),
+        ({"trainer": {"learning_rat": 1}}, "did you mean trainer.learning_rate?"),
+    ],
+)
+def test_a_key_of_another_system_is_answered_with_its_field(setting: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match="unknown key") as raised:
+        parse_config({"model": {"make": "arithmetic"}, **setting})
+    assert words in str(raised.value)
+
+
+def test_no_name_of_another_system_hides_a_field_of_the_engine() -> None:
+    assert [name for name, _ in fields() if exact_hint(name) and "did you mean" not in exact_hint(name)] == []
