@@ -92,7 +92,7 @@ class GeneratorContract:
         async def scenario(generator: Generator) -> None:
             work = self._work(1)
             task = asyncio.ensure_future(generator.generate(work))
-            await asyncio.sleep(0)
+            await asyncio.wait([task], timeout=0)  # it begins
             await generator.abort([1, 99])  # unknown ids are ignored
             cut = await task
             self._check(work, cut)
@@ -112,7 +112,7 @@ class GeneratorContract:
         async def scenario(generator: Generator) -> None:
             work = self._work(1)
             task = asyncio.ensure_future(generator.generate(work))
-            await asyncio.sleep(0)
+            await asyncio.wait([task], timeout=0)  # it begins
             await generator.truncate([1, 99])
             found = await task
             require(not found.aborted, "truncate() must finish the group, not abort it")
@@ -125,7 +125,7 @@ class GeneratorContract:
             for number, mode in enumerate(("keep", "abort", "wait"), start=1):
                 work = self._work(number)
                 task = asyncio.ensure_future(generator.generate(work))
-                await asyncio.sleep(0)
+                await asyncio.wait([task], timeout=0)  # it begins
                 await generator.pause(mode)
                 await generator.resume()
                 self._check(work, await task)
