@@ -7,7 +7,9 @@ class and begins one episode, so that most faults of an environment are found be
 import asyncio
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +97,7 @@ def check_environment(config: Config, model: str, data: "Dataset", local: Local 
     if path is None:
         return
     settings, tokenizer = settings_of(config, scored=True, local=local), load_tokenizer(model)
+    yield from _untried(find(path, config.run.code_dir, "environment.class_name", local))
     try:
         messages, schemas = _begin(settings, data.prompt(0), config.run.seed)
     except DataFailure as error:
@@ -109,6 +112,17 @@ def check_environment(config: Config, model: str, data: "Dataset", local: Local 
     yield f"ok: environment.class_name {path} begins an episode with {len(messages)} messages and {tools}"
     if names and text == render(tokenizer, messages, None, config.data.chat_template_kwargs):
         yield f"note: the chat template of {model} does not write the tools: name them in the prompt, or in the warm-up"
+
+
+def _untried(adapter: Any) -> Iterator[str]:
+    """A note if the adapter of another package has not been tried with the version that is installed."""
+    package, tried = getattr(adapter, "package", ""), getattr(adapter, "tried", "")
+    with suppress(PackageNotFoundError):
+        if package and not f"{(found := version(package))}.".startswith(f"{tried}."):
+            yield (
+                f"note: {package} {found} has not been tried with {adapter.__module__}:{adapter.__qualname__}, but "
+                f"{tried} has (docs/ENVIRONMENTS.md)"
+            )
 
 
 def _begin(

@@ -7,7 +7,7 @@ renders and captures them.
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from engine.tasks.chat import Message
 from engine.trajectory import Prompt
@@ -72,6 +72,11 @@ class Environment:
     After an abort, the episode is played again from `reset`, with the answers that were already sampled: an environment
     should respond to the same answers in the same way. Draw random numbers from `seed`.
     """
+
+    package: ClassVar[str] = ""
+    """The package that an adapter needs; `engine check` notes a version that it was not tried with."""
+    tried: ClassVar[str] = ""
+    """The beginning of the versions that it was tried with, such as `0.4`."""
 
     @property
     def tools(self) -> Sequence[Tool]:

@@ -1,4 +1,5 @@
-"""Plays environments of the package `verifiers` (the class `Environment` of versions 0.1 to 0.3) as agents.
+"""Plays environments of the package `verifiers` as agents: the class `Environment` of versions 0.1 to 0.3, and the task
+sets of 0.4 (`verifiers_tasksets.py`).
 
     # my_agent.py
     from engine.environments.verifiers import agent_of, load
@@ -16,11 +17,13 @@ import argparse
 import json
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
 from typing import Any
 
-from engine.errors import DataFailure, EngineError
+from engine.environments.verifiers_tasksets import TasksetEnvironment
+from engine.errors import ConfigError, DataFailure, EngineError
 from engine.trajectory import Prompt, RolloutResult
 
 Agent = Callable[[str, str, Prompt], Coroutine[Any, Any, RolloutResult]]
@@ -41,9 +44,25 @@ class _NoSignals:
 
 
 def load(name: str, **arguments: Any) -> Any:
-    """What `verifiers.load_environment` returns. It sets no signal handlers: these would replace the engine's, and
-    Python allows them only on the main thread, where agents are not imported."""
+    """What `verifiers.load_environment` returns; with version 0.4, the task set `name`, and `arguments` are other
+    fields of its `EnvConfig`. It sets no signal handlers: these would replace the engine's, and Python allows them only
+    on the main thread, where agents are not imported.
+
+    Raises: `ModuleNotFoundError` if verifiers or the environment is not installed; `ConfigError` for a version with
+    neither of the two interfaces.
+    """
     import verifiers
+
+    if not hasattr(verifiers, "load_environment"):
+        if not verifiers.__version__.startswith("0.4."):
+            warnings.warn(f"verifiers {verifiers.__version__} has not been tried, but 0.4 has", stacklevel=2)
+        try:
+            return TasksetEnvironment(name, arguments)
+        except ImportError as error:
+            if not (error.name or "").startswith("verifiers"):
+                raise
+            law = f"has neither load_environment nor the task sets of 0.4: {error}"
+            raise ConfigError("verifiers", verifiers.__version__, law, "install verifiers 0.1 to 0.4") from error
     from verifiers.envs import environment as module
 
     module.signal = _NoSignals()
@@ -60,6 +79,12 @@ def agent_of(environment: Any, sampling: dict[str, Any] | None = None) -> Agent:
     `sampling`: fields of its chat requests. The run's temperature, top-p and seed apply (docs/AGENTS.md).
     The agent raises `DataFailure` if the environment reports an error, and `EngineError` if the gateway is unreachable.
     """
+    if isinstance(environment, TasksetEnvironment):
+
+        async def play(base_url: str, api_key: str, prompt: Prompt) -> RolloutResult:
+            return await environment.run(base_url, api_key, prompt, sampling or {})
+
+        return play
     tool_errors = _counted_errors(environment)
 
     async def run(base_url: str, api_key: str, prompt: Prompt) -> RolloutResult:
@@ -111,7 +136,12 @@ def input_of(prompt: Prompt) -> dict[str, Any]:
 
 def rows_of(environment: Any, count: int = -1, *, evaluation: bool = False) -> list[dict[str, Any]]:
     """Rows for `data.path`: the prompts of an environment's data set. `count`: number of rows; -1: all. `evaluation`:
-    use its evaluation set, for `data.validation_path`."""
+    use its evaluation set, for `data.validation_path`. Raises: `ConfigError` for that of a task set, which has none."""
+    if isinstance(environment, TasksetEnvironment):
+        if evaluation:
+            law = "a task set of verifiers 0.4 has no evaluation set"
+            raise ConfigError("--evaluation", True, law, "name its split in --arguments, as the task set calls it")
+        return environment.rows(count)
     data = environment.get_eval_dataset(n=count) if evaluation else environment.get_dataset(n=count)
     return [{"messages": row["prompt"]} | {name: row[name] for name in COLUMNS if name in row} for row in data]
 
@@ -121,16 +151,20 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m engine.environments.verifiers", description=main.__doc__)
     parser.add_argument("name", help="name for verifiers.load_environment")
     parser.add_argument("file", help="JSONL file to write")
-    parser.add_argument("--arguments", type=json.loads, default={}, help="JSON object: arguments of the environment")
+    parser.add_argument("--arguments", type=json.loads, default={}, help="JSON object: arguments of load")
     parser.add_argument("--count", type=int, default=-1, help="number of prompts; -1: all")
     parser.add_argument("--evaluation", action="store_true", help="prompts of the evaluation set")
     chosen = parser.parse_args(arguments)
     try:
         environment = load(chosen.name, **chosen.arguments)
     except ModuleNotFoundError as error:
-        print(f"engine: {error}; pip install 'verifiers<0.4' and the environment", file=sys.stderr)
+        print(f"engine: {error}; pip install 'verifiers<0.5' and the environment", file=sys.stderr)
         return 2
-    rows = rows_of(environment, chosen.count, evaluation=chosen.evaluation)
+    try:
+        rows = rows_of(environment, chosen.count, evaluation=chosen.evaluation)
+    except ConfigError as error:
+        print(f"engine: {error}", file=sys.stderr)
+        return 2
     with open(chosen.file, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
     print(f"{chosen.file}: {len(rows)} prompts")
