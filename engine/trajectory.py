@@ -92,6 +92,8 @@ class Trajectory:
     outcome. Of several segments, only the last has any."""
     figures: dict[str, float] = field(default_factory=dict)
     """Figures of a multi-turn rollout by name, such as `turns` and `tool_errors`; the same in all its segments."""
+    shown_prompt: str = ""
+    """What samples show as the prompt; empty: the prompt of the group."""
     unparsable: bool = False
     """Whether a reward function found no answer in it (`NoAnswer`)."""
     continues: bool = False
@@ -123,6 +125,7 @@ class Trajectory:
             reward_parts=dict(self.reward_parts),
             step_rewards=list(self.step_rewards),
             figures=dict(self.figures),
+            shown_prompt=self.shown_prompt,
             unparsable=self.unparsable,
             continues=self.continues,
         )
@@ -171,6 +174,8 @@ class RolloutResult:
     """Empty: use that of the last answer."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """Figures of the rollout by name: the metrics `agent_<name>`."""
+    shown_prompt: str = ""
+    """What samples show as the prompt; empty: the row's prompt."""
 
 
 RolloutReturn: TypeAlias = RolloutResult | float | None

@@ -1,5 +1,5 @@
 """Environments: multi-turn tasks with tools, which a user writes or adapts (docs/ENVIRONMENTS.md)."""
 
-from engine.environments.protocol import Environment, StepResult, ToolCall, Turn
+from engine.environments.protocol import Environment, Opening, StepResult, ToolCall, Turn
 
-__all__ = ["Environment", "StepResult", "ToolCall", "Turn"]
+__all__ = ["Environment", "Opening", "StepResult", "ToolCall", "Turn"]

@@ -65,6 +65,16 @@ class StepResult:
     """Additional figures by name, added up over the episode: the metrics `agent_<name>`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """How an episode begins."""
+
+    messages: Messages | None = None
+    """None: those of the prompt."""
+    shown: str = ""
+    """What samples show as the prompt; empty: the row's prompt."""
+
+
 class Environment:
     """One episode. The engine makes an object for each, with `environment.arguments`, and calls `reset`, then `step`
     after each answer of the model, and always `close`.
@@ -83,8 +93,9 @@ class Environment:
         """The tools that the model may call; read once, after `reset`."""
         return ()
 
-    def reset(self, prompt: Prompt, seed: int) -> Messages | Awaitable[Messages | None] | None:
-        """Begin the episode of a prompt. Returns the first messages; None: use those of the prompt."""
+    def reset(self, prompt: Prompt, seed: int) -> Messages | Opening | Awaitable[Messages | Opening | None] | None:
+        """Begin the episode of a prompt. Returns the first messages, also as an `Opening` with the prompt that samples
+        show; None: use the messages of the prompt."""
         return None
 
     def step(self, turn: Turn) -> StepResult | Awaitable[StepResult]:

@@ -4,8 +4,9 @@
                                                                     [row, text, fields, source]
     trajectory: prompt ids, token ids (int32), log-probs (float64), loss mask (uint8), spans (int64: start, stop,
                 version) as little-endian arrays, then text, finish reason, reward, whether it continues another,
-                then, only if there are any, the parts of the reward by name, the figures of the rollout by name, and
-                the positions (int32) and values (float64) of the rewards of single tokens
+                then, only if there are any, the parts of the reward by name, the figures of the rollout by name,
+                the positions (int32) and values (float64) of the rewards of single tokens, and the prompt that samples
+                show
 
     growth:     [format, group, [[place, known tokens, trajectory], ...]]; any number of them may follow a group. Of a
                 trajectory with known tokens, the prompt ids are empty, and the arrays continue after these tokens
@@ -114,10 +115,12 @@ def plain_prompt(prompt: Prompt) -> tuple[Any, ...]:
 def _plain_trajectory(t: Trajectory) -> tuple[Any, ...]:
     spans = array("q", [number for span in t.spans for number in span])
     numbers = [{name: float(value) for name, value in one.items()} for one in (t.reward_parts, t.figures)]
-    more: tuple[Any, ...] = tuple(numbers if t.figures or t.step_rewards else numbers[:1] if t.reward_parts else [])
-    if t.step_rewards:
-        positions, values = zip(*t.step_rewards, strict=True)
+    long = t.step_rewards or t.shown_prompt
+    more: tuple[Any, ...] = tuple(numbers if t.figures or long else numbers[:1] if t.reward_parts else [])
+    if long:
+        positions, values = zip(*t.step_rewards, strict=True) if t.step_rewards else ((), ())
         more = (*more, _bytes_of("i", positions), _bytes_of("d", values))
+    more = (*more, t.shown_prompt) if t.shown_prompt else more
     return (
         _bytes_of("i", t.prompt_ids), _bytes_of("i", t.token_ids), _bytes_of("d", t.logprobs), bytes(t.loss_mask),
         _bytes_of("q", spans), t.text, t.finish_reason, None if t.reward is None else float(t.reward), t.continues,
@@ -167,7 +170,8 @@ def _trajectory_from(plain: Any) -> Trajectory:
     law = "its text and finish reason are text, and its flags are bools"
     _require(type(text) is str and type(finish_reason) is str and type(continues) is type(unparsable) is bool, law)
     _require(reward is None or type(reward) is float, "its reward is a number")
-    _require(len(more) in (0, 1, 2, 4), "it has 10, 11, 12 or 14 parts")
+    _require(len(more) in (0, 1, 2, 4, 5), "it has 10, 11, 12, 14 or 15 parts")
+    _require(all(type(one) is str for one in more[4:]), "the prompt that samples show is text")
     _require(all(_are_parts(one) for one in more[:2]), "its reward parts and figures are numbers by name")
     _require(type(mask) is bytes, "its loss mask is bytes")
     bounds = _list_of("q", spans)
@@ -185,9 +189,10 @@ def _trajectory_from(plain: Any) -> Trajectory:
         unparsable=unparsable,
         reward_parts=more[0] if more else {},
         figures=more[1] if len(more) > 1 else {},
+        shown_prompt=more[4] if len(more) > 4 else "",
     )
     tokens = len(trajectory.token_ids)
-    if len(more) == 4:
+    if len(more) >= 4:
         positions, values = _list_of("i", more[2]), _list_of("d", more[3])
         _require(len(positions) == len(values), "each reward of a token has a position")
         trajectory.step_rewards = [StepReward(*step) for step in zip(positions, values, strict=True)]

@@ -239,7 +239,7 @@ class SampleKeeper:
         return {
             "source": prompt.source or None,
             "prompt_row": prompt.row,
-            "prompt": shortened(prompt_text(prompt), self.policy.max_characters),
+            "prompt": shortened(rollout[0].shown_prompt or prompt_text(prompt), self.policy.max_characters),
             "response": shortened(response_text(rollout), self.policy.max_characters),
             "reward": None if rollout[-1].reward is None else float(rollout[-1].reward),
             "reward_parts": json.dumps(rollout[-1].reward_parts) if rollout[-1].reward_parts else None,

@@ -35,7 +35,17 @@ log = logging.getLogger(__name__)
 Work = Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup]]
 """The work on a group in a state. It may change rewards, and returns the group."""
 
-KEPT = ("prompt_ids", "token_ids", "logprobs", "loss_mask", "spans", "finish_reason", "figures", "continues")
+KEPT = (
+    "prompt_ids",
+    "token_ids",
+    "logprobs",
+    "loss_mask",
+    "spans",
+    "finish_reason",
+    "figures",
+    "continues",
+    "shown_prompt",
+)
 """The fields of a trajectory that no work may change."""
 
 

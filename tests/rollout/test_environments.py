@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 sys.path.append(str(Path(__file__).resolve().parent.parent / "gateway"))
 from gateway_rig import TEMPLATE, FixedAnswers, model, tokenizer
 
-from engine.environments import Environment, StepResult, ToolCall, Turn
+from engine.environments import Environment, Opening, StepResult, ToolCall, Turn
 from engine.environments.lookup import Lookup
 from engine.errors import DataFailure
 from engine.protocols import Generated, GroupWork
@@ -273,6 +273,17 @@ def test_an_environment_is_always_closed_and_a_close_that_raises_loses_nothing()
     assert closed == [1]
 
 
+@pytest.mark.parametrize(("messages", "read"), [(None, "add 1 and 2"), ("Begin.", "Begin.")])
+def test_reset_may_return_the_prompt_that_samples_show(messages: str | None, read: str) -> None:
+    class Shown(Adder):
+        def reset(self, prompt: Prompt, seed: int) -> Opening:
+            return Opening(messages=messages, shown=f"{prompt.text}, please")
+
+    one = only(Shown, "3<end>")
+    assert one.shown_prompt == "add 1 and 2, please" and f"[user]{read}<end>" in tokenizer().decode(one.prompt_ids)
+    assert only(Adder, "3<end>").shown_prompt == ""
+
+
 # -- whose fault it is -------------------------------------------------------------------------------------------------
 
 
@@ -305,6 +316,7 @@ class Faulty(Environment):
     [
         ("reset", KeyError("start"), "reset raised KeyError: 'start'"),
         ("reset", [], "reset returned no message"),
+        ("reset", Opening(shown=3), "reset returned a prompt to show of type int, not a text"),  # type: ignore[arg-type]
         ("reset", [{"content": "x"}], "reset returned messages that cannot be used: message 1 .* 'role'"),
         ("step", SystemExit(3), "step raised RuntimeError: .*step raised SystemExit: 3"),
         ("step", None, "step returned a NoneType, but must return a StepResult"),

@@ -43,6 +43,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         reward_parts=draw(st.dictionaries(texts, st.floats(allow_nan=False), max_size=2)),
         step_rewards=[StepReward(*one) for one in draw(st.lists(steps, max_size=2))],
         figures=draw(st.dictionaries(texts, st.floats(allow_nan=False), max_size=2)),
+        shown_prompt=draw(st.text(st.characters(), max_size=3)),
     )
 
 
@@ -188,7 +189,7 @@ def test_a_copy_has_every_field_of_a_trajectory_and_lists_of_its_own() -> None:
     whole = Trajectory(
         prompt_ids=[1], token_ids=[2, 3], logprobs=[-1.0, -2.0], loss_mask=[1, 0], spans=[Span(0, 2, 4)], text="five",
         finish_reason="stop", reward=1.0, reward_parts={"exact": 1.0}, step_rewards=[StepReward(1, 0.5)],
-        figures={"turns": 2.0}, unparsable=True, continues=True,
+        figures={"turns": 2.0}, unparsable=True, continues=True, shown_prompt="2 + 3",
     )  # fmt: skip
     blank, copy = Trajectory(), whole.copy()
     assert copy == whole

@@ -67,6 +67,7 @@ class Bench:
                 group.trajectories[-1].reward_parts = {"right": 1.0, "brief": 0.5} if number else {}
                 group.trajectories[-1].text = f"answer {number}{index}"
             group.trajectories[0].finish_reason = "length"
+            group.trajectories[1].shown_prompt = "what is asked" if number else ""
             await self.trajectories.put(group, attempt=1)
         self.worker.carry_out(TrainStep(step=step, attempt=1, groups=(0, 1), staleness=(2, 0), cause=0))
         return await asyncio.wait_for(self.answers.get(), 60)
@@ -106,6 +107,7 @@ def test_a_reported_step_has_its_samples_with_what_is_known_of_them(tmp_path: Pa
     assert [row["source"] for row in rows] == [None, None, "math", "math"]
     assert [row["reward_parts"] for row in rows] == [None, None, *[{"right": 1.0, "brief": 0.5}] * 2]
     assert "worst" in rows[0]["reasons"] and {"best", "longest"} & set(rows[3]["reasons"])
+    assert [row["prompt"] for row in rows] == ["0 + 1", "0 + 1", "1 + 1", "what is asked"]
     others = ("prompt_row", "prompt", "oldest_version", "newest_version", "finish_reason", "step", "segments")
     assert [rows[0][name] for name in others] == [7, "0 + 1", 3, 3, "length", 5, 1]
 

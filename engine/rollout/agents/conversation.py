@@ -262,6 +262,7 @@ class Conversation:
         for trajectory in found:
             trajectory.finish_reason, trajectory.reward = "stop", result.reward
             trajectory.figures |= result.figures
+            trajectory.shown_prompt = result.shown_prompt
         found[-1].finish_reason = result.finish_reason or self.finish_reason or "stop"
         last = next((segment for segment in reversed(self.segments) if segment.trajectory.token_ids), None)
         found[-1].step_rewards = [

@@ -13,7 +13,7 @@ from math import isfinite
 from typing import Any
 
 from engine.environments.calls import CallTimeout, EpisodeCalls, HangingCalls, Toolbox, ToolError
-from engine.environments.protocol import Environment, StepResult, ToolCall, Turn
+from engine.environments.protocol import Environment, Opening, StepResult, ToolCall, Turn
 from engine.errors import DataFailure, EngineError, message_of
 from engine.rollout.agents.conversation import Chat
 from engine.rollout.agents.program_generator import (
@@ -76,6 +76,7 @@ class Episode:
         self._prompt = prompt
         self._environment: Environment | None = None
         self._messages: list[Message] = []
+        self._shown = ""
         self._tools = Toolbox(())
         self._rewards: list[float] = []
         self._turn_rewards: list[float | None] = []
@@ -109,6 +110,10 @@ class Episode:
         settings, prompt = self._settings, self._prompt
         environment = self._environment = await self._called("__init__", settings.make)
         given = await self._called("reset", environment.reset, prompt, seed)
+        if isinstance(given, Opening):
+            if not isinstance(given.shown, str):
+                raise self._failure(f"reset returned a prompt to show of type {type(given.shown).__name__}, not a text")
+            self._shown, given = given.shown, given.messages
         if given is None:
             given = prompt.fields.get("messages") or prompt.text
         self._messages = self._checked("reset", given)
@@ -192,8 +197,9 @@ class Episode:
         else:
             reward = None if self._settings.scored or finish_reason == "stop" else 0.0
         return RolloutResult(
-            reward=reward, turn_rewards=self._turn_rewards, finish_reason=finish_reason, figures=self._figures
-        )
+            reward=reward, turn_rewards=self._turn_rewards, finish_reason=finish_reason, figures=self._figures,
+            shown_prompt=self._shown,
+        )  # fmt: skip
 
     def _checked(self, method: str, given: Any) -> list[Message]:
         """Messages that a method returned."""
