@@ -37,7 +37,7 @@ Reward: TypeAlias = Function | Sequence[Function] | Mapping[str, Part]
 Rows: TypeAlias = Iterable[Mapping[str, Any]]
 """Rows may also be given as a `pandas.DataFrame`, which is not of this type but is converted to such rows."""
 NAMING = (
-    "function", "class_name", "rollout", "reward", "answer", "tool_parser",
+    "function", "class_name", "rollout", "reward", "answer", "tool_parser", "backend",
     "loss", "advantage", "correction", "measure",
 )  # fmt: skip
 """The last part of the path of each field whose text names a function or a class."""
@@ -426,7 +426,7 @@ def _check(config: "Config", local: "Local") -> None:
     from engine.metrics.sinks import check_sinks
 
     check_sinks(list(config.metrics.sinks.chosen()))
-    for line in (*check_config(config), *check_inputs(config, local=local)):
+    for line in (*check_config(config, local), *check_inputs(config, local=local)):
         if not line.startswith("ok:"):
             print(line)
     check_address(config.metrics.host, config.metrics.port)

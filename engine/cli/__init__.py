@@ -279,7 +279,8 @@ def _check(arguments: argparse.Namespace) -> int:
         check_address(section.host, section.port, "metrics" if section is config.metrics else "control")
     for line in (*lines, *_proof(config)):
         print(visible(line))
-    for line in check_inputs(config, rehearse=True, rehearse_agent=_rehearse_agent):
+    shown = check_inputs(config, rehearse=True, rehearse_agent=_rehearse_agent, rehearse_backends=_rehearse_backends)
+    for line in shown:
         print(visible(line), flush=True)
     if config.model.checkpoint_path is not None:
         check_first_checkpoint(Path(config.model.checkpoint_path))
@@ -290,6 +291,12 @@ def _rehearse_agent(config: "Config", prompt: "Prompt") -> Iterator[str]:
     from engine.plans.agent_rehearsal import rehearse_agent  # imports optional packages
 
     return rehearse_agent(config, prompt)
+
+
+def _rehearse_backends(config: "Config", prompt: "Prompt") -> Iterator[str]:
+    from engine.plans.backend_rehearsal import rehearse_backends  # imports optional packages
+
+    return rehearse_backends(config, prompt)
 
 
 def _proof(config: "Config") -> list[str]:

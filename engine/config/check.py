@@ -5,6 +5,7 @@ A configuration that breaks a law is refused earlier, when it is loaded.
 
 from collections.abc import Callable, Iterator, Sequence
 
+from engine.config.custom_classes import check_custom_classes, custom_lines
 from engine.config.deterministic import remarks
 from engine.config.gpus import divide_gpus, needs_of
 from engine.config.hardware import gpu_count, gpus_of_their_own
@@ -14,6 +15,7 @@ from engine.config.schema import Config
 from engine.errors import ConfigError, counted
 from engine.rollout.vllm.engine_args import built_for_cpu, check_engine_args, workers_of
 from engine.states.limits import Limits
+from engine.tasks.rewards import NO_LOCAL, Local
 from engine.training.own_functions import is_own
 
 BACKENDS: dict[str, Callable[[Config], None]] = {
@@ -22,14 +24,15 @@ BACKENDS: dict[str, Callable[[Config], None]] = {
 """A check for each rollout backend that may be missing or misconfigured. It runs before the backend starts."""
 
 
-def check_config(config: Config) -> list[str]:
-    """The lines of `engine check` for a valid configuration: each law with its figures, then notes.
+def check_config(config: Config, local: Local = NO_LOCAL) -> list[str]:
+    """The lines of `engine check` for a valid configuration: each law with its figures, then notes. `local`: functions
+    and classes that cannot be imported, by field.
 
     Raises: ConfigError for a policy that is not registered, for a rollout backend that cannot start here, and for GPUs
     that this machine does not have.
     """
     gpus = gpu_count()
-    check_backend(config)
+    check_backend(config, local)
     check_nccl(config, gpus, built_for_cpu())
     check_gpus(config, gpus)
     idle = gpu_notes(config, gpus, built_for_cpu())
@@ -47,6 +50,7 @@ def check_config(config: Config) -> list[str]:
         f"ok: {counted(r.replicas, 'replica')} of {r.slots} slots: {slots} groups, {trajectories} trajectories at once",
         f"ok: policies: {named}",
         *(f"ok: {line}" for line in _correction(config)),
+        *(f"ok: {line}" for line in custom_lines(config)),
         *(f"ok: {line}" for line in layout(config, config.limits)),
         *(f"note: {note}" for note in (*_surprises(config, slots), *idle)),
     ]
@@ -65,11 +69,13 @@ def _correction(config: Config) -> Iterator[str]:
         yield f"importance weights are at most trainer.correction_cap = {t.correction_cap:g} ({t.correction})"
 
 
-def check_backend(config: Config) -> None:
-    """Raises: ConfigError if the rollout backend is not installed or refuses its arguments."""
+def check_backend(config: Config, local: Local = NO_LOCAL) -> None:
+    """Raises: ConfigError if the rollout backend is not installed or refuses its arguments, or a class of the user
+    cannot be used."""
     check = BACKENDS.get(config.rollout.backend)
     if check is not None:
         check(config)
+    check_custom_classes(config, local)
 
 
 def check_nccl(config: Config, gpus: int | None, vllm_for_cpu: bool) -> None:
@@ -100,7 +106,7 @@ def check_gpus(config: Config, gpus: int | None) -> None:
         fix = "use 0, or join a cluster that has them (cluster.address)"
         raise ConfigError("trainer.gpus_per_rank", each, law, fix)
     devices = {"trainer.device": config.trainer.device}
-    if config.rollout.backend == "torch":
+    if config.rollout.backend == "torch" or config.rollout.custom:
         devices["rollout.device"] = config.rollout.device
     for field, device in devices.items():
         kind, _, number = device.partition(":")
@@ -143,7 +149,8 @@ def _surprises(config: Config, slots: int) -> Iterator[str]:
     if r.top_p < 1:
         yield f"top_p = {r.top_p:g} biases the importance ratio: only the behavior log-probs are truncated; use 1"
     t = config.trainer
-    if r.backend != "torch" and t.correction == "none" and not t.clip_dual and t.loss != "cispo" and not is_own(t.loss):
+    bounded = t.clip_dual or t.loss == "cispo" or is_own(t.loss) or t.custom
+    if r.backend != "torch" and t.correction == "none" and not bounded:
         yield (
             f"trainer.correction none: {r.backend} rounds differently from the trainer, and nothing bounds ratios "
             "above 1 with negative advantages; use token_tis, or trainer.clip_dual: 3"

@@ -93,8 +93,8 @@ def replica_gpus(rollout: RolloutSection, vllm_for_cpu: bool) -> float:
 
 def samples_on_gpus(rollout: RolloutSection, vllm_for_cpu: bool) -> bool:
     """Whether replicas use GPUs. Those of servers only send requests."""
-    on_gpus = {"torch": rollout.device != "cpu", "vllm": not vllm_for_cpu, "openai": False}
-    return rollout.gpus > 0 or on_gpus[rollout.backend]
+    on_gpus = {"vllm": not vllm_for_cpu, "openai": False}
+    return rollout.gpus > 0 or on_gpus.get(rollout.backend, rollout.device != "cpu")
 
 
 # -- the GPUs of the nodes ---------------------------------------------------------------------------------------------

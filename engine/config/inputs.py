@@ -1,7 +1,7 @@
 """Checks what a configuration refers to: the model's directory, the prompts and the reward; and the memory they need.
 
 Called by `engine check`, and by a run before anything starts. It reads files, and loads the tokenizer if transformers
-is installed; it never loads weights.
+is installed; only the user's generator and trainer, which `engine check` tries, load weights.
 """
 
 import json
@@ -15,13 +15,14 @@ from engine.config.memory import Model, memory_lines, published_bytes
 from engine.config.model_description import files_of, number_bytes, numbers_in, tensor_shapes, vocabulary
 from engine.config.reward_functions import reward_of_section, reward_of_set
 from engine.config.schema import Config
-from engine.config.trainer import Shapes, adapter_line, adapter_numbers, refuse_adapter_as_model
+from engine.config.trainer import adapter_line, adapter_numbers, refuse_adapter_as_model
 from engine.errors import ConfigError, counted
 from engine.extras import missing_package
 from engine.protocols.named_code import NO_LOCAL, Local
 from engine.tasks.answers import answer_of
 from engine.tasks.tokenizer import END, PAD, UNKNOWN
 from engine.training.lora import WEIGHTS_FILE
+from engine.training.named_tensors import Shapes, first_difference
 from engine.trajectory import Prompt
 
 if TYPE_CHECKING:
@@ -38,15 +39,22 @@ VERSIONS_HELD = 3
 LEAST_STORE_BYTES = 256 << 20
 
 
-RehearseAgent = Callable[[Config, Prompt], Iterator[str]]
-"""Runs the configured agent once on a prompt. Yields lines like those of `check_inputs`."""
+Rehearse = Callable[[Config, Prompt], Iterator[str]]
+"""Runs the configured agent, or the user's generator and trainer, once on a prompt. Yields lines like those of
+`check_inputs`."""
 
 
 def check_inputs(
-    config: Config, *, rehearse: bool = False, rehearse_agent: RehearseAgent | None = None, local: Local = NO_LOCAL
+    config: Config,
+    *,
+    rehearse: bool = False,
+    rehearse_agent: Rehearse | None = None,
+    rehearse_backends: Rehearse | None = None,
+    local: Local = NO_LOCAL,
 ) -> Iterator[str]:
-    """Lines like those of `check_config`. `rehearse`: add those of `dry_run`, which calls the reward; `rehearse_agent`:
-    those of a run of the agent. `local`: functions and classes that cannot be imported, by field.
+    """Lines like those of `check_config`. `rehearse`: add those of `dry_run`, which calls the reward; `rehearse_agent`,
+    `rehearse_backends`: those of a run of the user's code. `local`: functions and classes that cannot be imported, by
+    field.
 
     Raises: ConfigError for a file that is missing or cannot be used.
     """
@@ -74,6 +82,12 @@ def check_inputs(
         yield f"note: prompts and reward are not tried: {missing_package('transformers')}"
     if rehearse_agent is not None and config.agent.given is not None and sources and _has_transformers():
         yield from rehearse_agent(config, sources[0].data.prompt(0))
+    if rehearse_backends is not None and (config.rollout.custom or config.trainer.custom):
+        if sources and _has_transformers():
+            yield from rehearse_backends(config, sources[0].data.prompt(0))
+        else:
+            why = missing_package("transformers") if sources else "model.make has no model before the run"
+            yield f"note: your generator and trainer are not tried: {why}"
     if config.environment.class_name is not None:
         from engine.config.episodes import check_environment, load_environment
 
@@ -109,7 +123,7 @@ def _model_lines(config: Config, directory: Path | None) -> Iterator[str]:
         yield f"note: the memory cannot be estimated before model.path {path} is downloaded"
     else:
         yield from _size_lines(config, directory, shapes)
-    if directory is not None:
+    if directory is not None and not config.trainer.custom:
         yield packing_line(config, directory)
     yield from _check_reference(config, directory)
     checkpoint = config.model.checkpoint_path
@@ -331,14 +345,10 @@ def check_checkpoint(checkpoint: Path, model: Path | None) -> None:
             "merge it with `engine export`, and use the result as model.path",
         )
         raise ConfigError("model.checkpoint_path", str(checkpoint), law, fix)
-    ours = {} if model is None else tensor_shapes(model)
-    theirs = tensor_shapes(checkpoint)
-    for name in sorted({*ours, *theirs}) if ours else ():
-        found, expected = (list(shapes[name]) if name in shapes else None for shapes in (theirs, ours))
-        in_a_layer = any(part.isdigit() for part in name.split("."))  # others may be left out, because they are tied
-        if found != expected and (in_a_layer or None not in (found, expected)):
-            law = f"is of another model than model.path: {name} has shape {found}, but {expected} in model.path"
-            raise ConfigError("model.checkpoint_path", str(checkpoint), law, "use a checkpoint of this model")
+    difference = first_difference({} if model is None else tensor_shapes(model), tensor_shapes(checkpoint))
+    if difference:
+        law = f"is of another model than model.path: {difference}"
+        raise ConfigError("model.checkpoint_path", str(checkpoint), law, "use a checkpoint of this model")
 
 
 def start_bytes(config: Config, directory: Path) -> int:

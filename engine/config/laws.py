@@ -33,7 +33,7 @@ def refuse_unlawful(config: Sections, limits: Limits, settings: TrainerSettings)
 def _refuse_samples(config: Sections, settings: TrainerSettings) -> None:
     """Raises: `ConfigError` for groups or batches that are too small for the train step."""
     samples, scheduler, trainer = config.scheduler.samples_per_prompt, config.scheduler, config.trainer
-    if samples < 2 and settings.compares_siblings:
+    if samples < 2 and settings.compares_siblings and not trainer.custom:
         law = f"must be at least 2: trainer.advantage {trainer.advantage} compares the trajectories of a group"
         raise ConfigError("scheduler.samples_per_prompt", samples, law, "use 2 or more")
     if settings.distills and scheduler.policies.filter == "zero-variance":
@@ -47,8 +47,9 @@ def _refuse_samples(config: Sections, settings: TrainerSettings) -> None:
 
 def _refuse_missing_inputs(config: Sections) -> None:
     """Raises: `ConfigError` for a model that nobody makes without data or a reward."""
-    # Agents and environments may return a reward.
+    # Agents, environments and generators of the user may return a reward.
     reward = config.reward.specs or config.agent.function or config.agent.rollout or config.environment.class_name
+    reward = reward or (config.rollout.backend if config.rollout.custom else None)
     for field, value in {"data.path": config.data.given, "reward.function": reward or None}.items():
         if value is None and config.model.make is None:
             fix = "set it, or use model.make to build model, data and reward"
@@ -81,6 +82,9 @@ def _refuse_two_players(config: Sections) -> None:
     path, made = config.environment.class_name, config.model.make == "lookup"
     if path is not None and config.agent.given is not None:
         raise ConfigError("environment.class_name", path, f"{config.agent.given} is set too", "remove one of them")
+    if config.rollout.custom and (player := config.agent.given or ("environment.class_name" if path else None)):
+        law = f"{player} is set too, but a generator of your own runs whole rollouts"
+        raise ConfigError("rollout.backend", config.rollout.backend, law, "remove one of them")
     if made and path is None and config.agent.given is None:
         law = "model.make lookup builds a model and rows, but no reward: an environment gives it"
         fix = "set environment.class_name: engine.environments.lookup:Lookup"

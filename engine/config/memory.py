@@ -14,9 +14,10 @@ from engine.config.gpus import GpuDivision, divide_gpus, needs_of
 from engine.config.hardware import gpu_count, gpu_memory_gb, memory_bytes
 from engine.config.model_description import numbers_in, read_json
 from engine.config.schema import Config
-from engine.config.trainer import LoraSection, Shapes
+from engine.config.trainer import LoraSection
 from engine.errors import ConfigError
 from engine.rollout.vllm.engine_args import MEMORY_SHARE, built_for_cpu, memory_args, workers_of
+from engine.training.named_tensors import Shapes
 from engine.training.trainer_settings import TrainerSettings
 
 GB = 1e9
@@ -283,16 +284,11 @@ def worker_memory(model: Model, config: Config) -> dict[str, float]:
 
 def memory_lines(model: Model, config: Config, reference: Model | None = None) -> Iterator[str]:
     """Lines of `engine check`. Raises: ConfigError if a device is too small, whose memory is declared or was read."""
-    trainer = trainer_memory(model, config, reference)
     devices = devices_of(config)
-    who = "the trainer" if config.trainer.ranks == 1 else f"each of the trainer's {config.trainer.ranks} ranks"
-    yield f"ok: {who} needs about {shown(trainer)} on its device"
-    if lacks_memory(devices.trainer, trainer):
-        raise _too_small(config, "trainer", devices.trainer, trainer, who, trainer_fix(model, config, reference))
-    if on_gpu(config):
-        loading = shown(start_memory(model, config, reference))
-        yield f"ok: to load the model, the trainer needs about {loading} of host memory"
-    yield f"ok: the trainer needs about {shown(host_memory(model, config, reference))} of host memory in addition"
+    if config.trainer.custom:
+        yield f"note: the memory of trainer.backend {config.trainer.backend} is not estimated"
+    else:
+        yield from _trainer_lines(model, config, reference, devices.trainer)
     for tasks in config.limits.scorers():
         scorer, who = scorer_memory(model, config, tasks, reference), f"the scorer of {' and '.join(tasks)}"
         yield f"ok: {who} needs about {shown(scorer)} on its device"
@@ -305,6 +301,18 @@ def memory_lines(model: Model, config: Config, reference: Model | None = None) -
             raise _too_small(config, "rollout", devices.replica, replica, "a replica", REPLICA_FIX)
     elif config.rollout.backend == "vllm":
         yield from _vllm_lines(model, config, devices)
+
+
+def _trainer_lines(model: Model, config: Config, reference: Model | None, device: Device) -> Iterator[str]:
+    trainer = trainer_memory(model, config, reference)
+    who = "the trainer" if config.trainer.ranks == 1 else f"each of the trainer's {config.trainer.ranks} ranks"
+    yield f"ok: {who} needs about {shown(trainer)} on its device"
+    if lacks_memory(device, trainer):
+        raise _too_small(config, "trainer", device, trainer, who, trainer_fix(model, config, reference))
+    if on_gpu(config):
+        loading = shown(start_memory(model, config, reference))
+        yield f"ok: to load the model, the trainer needs about {loading} of host memory"
+    yield f"ok: the trainer needs about {shown(host_memory(model, config, reference))} of host memory in addition"
 
 
 def _vllm_lines(model: Model, config: Config, devices: Devices) -> Iterator[str]:

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from engine.config.trainer import Shapes
+from engine.training.named_tensors import Shapes
 
 
 def files_of(model: str) -> Path | None:

@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from engine.config.section import DEVICE, Section
+from engine.config.section import DEVICE, GENERATOR, Section
 from engine.errors import ConfigError
 from engine.rollout.vllm.engine_args import refuse_own, workers_of
 from engine.states.limits import BOUNDS
@@ -47,9 +47,14 @@ def replicas_of(backend: str, urls: Sequence[str], replicas: int | None, weights
 class RolloutSection(Section):
     """The rollout engines and how they sample."""
 
-    backend: Literal["torch", "vllm", "openai"] = Field(
+    backend: str = Field(
         "torch",
-        description="Sampler: embedded torch, vLLM in the replica's process, or OpenAI-compatible servers.",
+        pattern=GENERATOR,
+        description="Sampler: torch (embedded), vllm (in the replica's process), openai (compatible servers), or your "
+        "generator as module:Class.",
+    )
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, max_length=256, description="Keyword arguments of your generator's class."
     )
     replicas: int = Field(2, ge=1, le=4096, description="Rollout engines; with the openai backend, one for each URL.")
     slots: int = Field(
@@ -195,7 +200,17 @@ class RolloutSection(Section):
         if self.transport == "vllm" and self.backend != "vllm":
             law = f"only the vllm backend has this transport, and rollout.backend is {self.backend}"
             raise ConfigError("rollout.transport", self.transport, law, "use distributed")
+        if self.arguments and not self.custom:
+            law = f"only a generator of your own has arguments, and rollout.backend is {self.backend}"
+            raise ConfigError(
+                "rollout.arguments", self.arguments, law, "remove them, or use rollout.backend: module:Class"
+            )
         return self
+
+    @property
+    def custom(self) -> bool:
+        """Whether the generator is a class of the user."""
+        return ":" in self.backend
 
     @property
     def sampler_dtype(self) -> str:

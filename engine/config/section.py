@@ -10,7 +10,14 @@ from engine.errors.redaction import HIDDEN, is_secret_name, secret_in_command, s
 
 DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
 NAMED = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
-FORMS = {DEVICE: "auto, cpu, cuda or cuda:N", NAMED: "module:name"}
+GENERATOR = rf"^(torch|vllm|openai|{NAMED[1:-1]})$"
+TRAINER = rf"^(torch|{NAMED[1:-1]})$"
+FORMS = {
+    DEVICE: "auto, cpu, cuda or cuda:N",
+    NAMED: "module:name",
+    GENERATOR: "torch, vllm, openai, or module:Class",
+    TRAINER: "torch, or module:Class",
+}
 """The forms of these patterns in words."""
 
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\[\]-]{1,253}$")]

@@ -1,21 +1,29 @@
 """The configuration of the train step. Part of `schema.Config`; `training.trainer_settings` says what each choice
 means."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from engine.config.section import DEVICE, Section
+from engine.config.section import DEVICE, TRAINER, Section
 from engine.errors import ConfigError
 from engine.states.limits import BOUNDS
 from engine.training.lora import ALL_LINEAR, CONFIG_FILE, Lora
+from engine.training.named_tensors import Shapes
 from engine.training.own_functions import OwnFunction, is_own
 from engine.training.trainer_settings import OWN_FIELDS, Mask, TrainerSettings
 
 MOST_STEPS = 1 << 40
 MOST_TOKENS = 1_000_000_000
+READ_FOR_CUSTOM = {
+    "backend", "arguments", "device", "gpus_per_rank", "threads", "checkpoint_every", "keep_checkpoints",
+    "keep_checkpoints_every", "keep_best",
+}  # fmt: skip
+"""Settings that the engine reads, or passes on, if the trainer is a class of the user."""
+SETTLED = {"correction": "none", "packing": "off"}
+"""Values that the engine itself may have set."""
 
 
 class MaskSection(Section):
@@ -66,6 +74,12 @@ class LoraSection(Section):
 class TrainerSection(Section):
     """The train step: `training.trainer_settings.TrainerSettings` says what each choice means, and checks it."""
 
+    backend: str = Field(
+        "torch", pattern=TRAINER, description="Trainer: torch (built in), or your trainer as module:Class."
+    )
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, max_length=256, description="Keyword arguments of your trainer's class."
+    )
     learning_rate: float = Field(1e-6, gt=0, le=1, description="AdamW's peak learning rate.")
     betas: tuple[float, float] = Field((0.9, 0.999), strict=False, description="AdamW's decay rates, each in [0, 1).")
     adam_eps: float = Field(1e-8, gt=0, le=1, description="AdamW's denominator term.")
@@ -224,13 +238,35 @@ class TrainerSection(Section):
         None, description="Also keep the best checkpoint by a validation metric; null: only the newest ones."
     )
 
+    @model_validator(mode="after")
+    def _laws(self) -> Self:
+        if self.arguments and not self.custom:
+            law = "only a trainer of your own has arguments, and trainer.backend is torch"
+            raise ConfigError(
+                "trainer.arguments", self.arguments, law, "remove them, or use trainer.backend: module:Class"
+            )
+        for name, info in type(self).model_fields.items() if self.custom else ():
+            value = getattr(self, name)
+            if name not in READ_FOR_CUSTOM and value not in (info.default, SETTLED.get(name, info.default)):
+                law = f"is not read with trainer.backend {self.backend}"
+                raise ConfigError(
+                    f"trainer.{name}", value, law, "remove it, and give what the class reads as arguments"
+                )
+        return self
+
+    @property
+    def custom(self) -> bool:
+        """Whether the trainer is a class of the user."""
+        return ":" in self.backend
+
     def settings(
         self, *, response_tokens: int, samplers: str, code_dir: str | None = None, **shared: Any
     ) -> TrainerSettings:
         """The settings for the trainer. `shared`: settings from other sections. `samplers`: the type of the samplers'
         weights, for `publish_dtype`. `code_dir`: the directory of the user's functions. Raises: ConfigError."""
         elsewhere = {"checkpoint_every", "keep_checkpoints", "keep_checkpoints_every", "keep_best"}
-        elsewhere |= {"device_memory_gb", "gpus_per_rank", *(f"{field}_arguments" for field in OWN_FIELDS)}
+        elsewhere |= {"device_memory_gb", "gpus_per_rank", "backend", "arguments"}
+        elsewhere |= {f"{field}_arguments" for field in OWN_FIELDS}
         own = self.model_dump(exclude=elsewhere)
         own["masks"] = tuple(Mask(**mask.model_dump(exclude={"arguments"})) for mask in self.masks)
         own["own"] = tuple(self._own_functions(code_dir))
@@ -265,12 +301,9 @@ def settled_correction(trainer: TrainerSection, backend: str) -> TrainerSection:
     if trainer.correction != "auto":
         return trainer
     bounded = (trainer.loss == "cispo" or is_own(trainer.loss)) and trainer.old_policy == "behavior"
+    bounded = bounded or trainer.custom
     correction = "none" if backend == "torch" or bounded else "token_tis"
     return trainer.model_copy(update={"correction": correction})
-
-
-Shapes = Mapping[str, tuple[int, ...]]
-"""The shape of each tensor in the model's files, by its name."""
 
 
 def refuse_idle_gpus(trainer: TrainerSection) -> None:

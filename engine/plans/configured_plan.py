@@ -19,7 +19,14 @@ from engine.config.rollout import RolloutSection
 from engine.metrics.address_files import FOLDER
 from engine.plans.rollouts import check_agent, gateway_of, make_rollout, make_sharing_rollout, make_work
 from engine.plans.run_inputs import Inputs, fit_prompts, held_out_of, inputs_of, make_prompts, reward_of
-from engine.plans.trainers import make_scorer, make_trainer, restore_trainer, start_of
+from engine.plans.trainers import (
+    make_custom_trainer,
+    make_scorer,
+    make_trainer,
+    restore_trainer,
+    start_of,
+    weights_check,
+)
 from engine.plans.validation_sets import answers_of_sets, judge_of
 from engine.protocols import Trainer
 from engine.protocols.named_code import NO_LOCAL, Local
@@ -39,7 +46,7 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None, loc
 
     Raises: `ConfigError` for a file, a model directory, a reward or a rollout backend that cannot be used.
     """
-    check_backend(config)
+    check_backend(config, local)
     inputs = replace(inputs_of(config, progress), local=local)
     check_agent(config, local)
     reward_of(config, inputs, check=True)
@@ -56,7 +63,7 @@ def check_plan(config: Config, local: Local = NO_LOCAL) -> None:
     Raises: `ConfigError`.
     """
     if config.model.make is not None:
-        check_backend(config)
+        check_backend(config, local)
         check_agent(config, local)
         return
     if config.model.checkpoint_path is not None:
@@ -106,7 +113,10 @@ def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
         held_out, validation = held_out_of(config, inputs, limits.validation)
         limits = replace(limits, validation=validation)
     gpus = needs_of(config, built_for_cpu())
-    trainer = partial(make_trainer, begin, settings, limits.scored_apart, config.model.checkpoint_optimizer)
+    make = partial(make_trainer, begin, settings, limits.scored_apart, config.model.checkpoint_optimizer)
+    trainer = partial(make, in_turns=limits.trains_in_turns)
+    if config.trainer.custom:
+        trainer = partial(make_custom_trainer, config, begin, inputs.local)
     return Plan(
         limits=limits,
         samples=config.scheduler.samples_per_prompt,
@@ -116,7 +126,8 @@ def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
         snapshot_every=config.durability.snapshot_every,
         make_rollout=partial(make_rollout, config, inputs),
         make_sharing_rollout=partial(make_sharing_rollout, config, inputs),
-        make_trainer=partial(trainer, in_turns=limits.trains_in_turns),
+        make_trainer=trainer,
+        check_weights=weights_check(config, inputs.model),
         make_work=partial(make_work, config, inputs),
         state_timeout_s=config.scheduler.state_timeout_s,
         reward_timeout_s=config.reward.longest_s,

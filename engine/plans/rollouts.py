@@ -21,6 +21,7 @@ from engine.gateway.openai_format import MOST_TOP_LOGPROBS
 from engine.gateway.runners import CommandRunner, FunctionRunner, Runner
 from engine.gateway.sessions import SessionBounds
 from engine.ids import ReplicaId
+from engine.plans.custom_generator import make_custom_rollout
 from engine.plans.run_inputs import Inputs, reward_of
 from engine.plans.validation_sets import answers_of_sets, judge_of, make_evaluator
 from engine.protocols import Generator
@@ -161,6 +162,8 @@ def generator_maker(config: Config, most_prompt_tokens: int | None = None, local
 
 def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
     """A replica: a generator with the run's sampling parameters, and one for held-out prompts on the same backend."""
+    if config.rollout.custom:
+        return make_custom_rollout(config, inputs, replica)
     from transformers import AutoTokenizer
 
     r = config.rollout
@@ -289,7 +292,7 @@ BACKENDS: dict[str, Callable[[Config, Inputs, ReplicaId], RolloutBackend]] = {
     "vllm": vllm_backend,
     "openai": openai_backend,
 }
-"""Makers of backends, by `rollout.backend`. They are called in the actor, on a thread."""
+"""Makers of built-in backends, by `rollout.backend`. They are called in the actor, on a thread."""
 
 
 def rows_of(config: Config) -> int:

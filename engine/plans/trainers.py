@@ -7,24 +7,28 @@ other run has deleted them. It must never change the other run.
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engine.config import Config
+from engine.config.custom_classes import trainer_class
 from engine.config.inputs import check_checkpoint, warm_start_of
-from engine.config.model_description import files_of
+from engine.config.model_description import files_of, tensor_shapes
 from engine.config.prompts import check_prompts, load_tokenizer, renderer_of, stop_ids_of
-from engine.protocols import Closable
+from engine.errors import EngineError
+from engine.protocols import Closable, StartsFromWeights, TrainerSetup
 from engine.protocols import Scorer as RoleScorer
 from engine.runtime.plan import Restore
 from engine.runtime.stacks import stacks_descriptor
 from engine.storage.checkpoints import FIRST, verify_checkpoint
 from engine.tasks.chat import turn_end
 from engine.tasks.quickstart import Progress
+from engine.tasks.rewards import Local
 from engine.tasks.warm_start import load_answers, warm_started
+from engine.training.named_tensors import require_named_tensors
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import Prompt
 
@@ -89,6 +93,31 @@ def make_trainer(
     return trainer
 
 
+def make_custom_trainer(config: Config, model: str, local: Local) -> Any:
+    """An object of the class that `trainer.backend` names. Raises what its constructor raises."""
+    t = config.trainer
+    setup = TrainerSetup(
+        model=model,
+        device=t.device,
+        seed=config.run.seed,
+        temperature=config.rollout.temperature,
+        policy_mini_batch_size=config.scheduler.policy_mini_batch_size,
+        max_steps=config.run.max_steps,
+    )
+    trainer = trainer_class(config, local)(setup, **t.arguments)
+    if config.model.checkpoint_optimizer:
+        trainer.load(model)
+    return trainer
+
+
+def weights_check(config: Config, model: str) -> Callable[[Any], None] | None:
+    """The value of `Plan.check_weights`: a class of the user must return what the built-in samplers can install."""
+    if not config.trainer.custom or config.rollout.custom:
+        return None
+    files = files_of(model)
+    return partial(require_named_tensors, {} if files is None else tensor_shapes(files))
+
+
 def make_scorer(model: str, settings: Any, tasks: Sequence[str]) -> RoleScorer:
     from engine.training.model_scorer import ModelScorer
 
@@ -99,8 +128,11 @@ def restore_trainer(trainer: Any, restore: Restore) -> None:
     """Restore a trainer: tensors bit for bit from a checkpoint, or published weights with new optimizer moments."""
     if restore.checkpoint is not None:
         trainer.load(restore.checkpoint)
-    else:
+    elif isinstance(trainer, StartsFromWeights):
         trainer.start_from(restore.weights, restore.optimizer_steps)
+    else:
+        law = "it has no start_from(weights, optimizer_steps), so only a checkpoint can restore it"
+        raise EngineError(f"{type(trainer).__name__} cannot continue after {restore.steps} train steps: {law}")
 
 
 def make_learner(model: str, settings: TrainerSettings) -> Any:

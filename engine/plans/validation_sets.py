@@ -65,7 +65,7 @@ def make_evaluator(
             params = SamplingParams(
                 temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop_ids=tuple(stop_ids)
             )
-            made[one.way] = make(_reward_of(config, one, reward, local), params)
+            made[one.way] = make(own_reward(config, one, reward, local), params)
     return next(iter(made.values())) if len(made) == 1 else SetEvaluator({one.name: made[one.way] for one in sets})
 
 
@@ -97,7 +97,7 @@ def judge_of(config: Config, given: str | None, local: Local = NO_LOCAL) -> Any:
     return find(spec, config.run.code_dir, field, local) if len(specs) == 1 else None
 
 
-def _reward_of(config: Config, one: SetSettings, reward: RewardParts | None, local: Local) -> RewardParts | None:
+def own_reward(config: Config, one: SetSettings, reward: RewardParts | None, local: Local) -> RewardParts | None:
     """The set's own reward, else that of the run. Raises: `ConfigError`."""
     if one.reward is None:
         return reward

@@ -3,7 +3,8 @@ the functions of a user's own objective get (`objectives.py`).
 
 The workers call them, in Ray actors or in one process: one `Generator` per replica and one `Trainer`. The built-in
 ones are `rollout.generator.ModelGenerator` and `training.model_trainer.ModelTrainer`. Implementations never see
-the scheduler: they do one piece of work at a time and return or raise.
+the scheduler: they do one piece of work at a time and return or raise. Classes that a configuration names
+(`rollout.backend`, `trainer.backend`) are made with a `GeneratorSetup` or a `TrainerSetup`, and their `arguments`.
 
 Errors: raise `DataFailure` when the prompt or its reward is at fault (budget 2 by default), and any other exception for
 other failures (budget `infrastructure`, 5 by default). Each uses one attempt of the group; neither ends the run.
@@ -14,12 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from engine.errors import DataFailure, TrainerSpoiled
-from engine.ids import GroupId, StepId, Version
+from engine.ids import GroupId, ReplicaId, StepId, Version
 from engine.protocols.objectives import AdvantageTerms, Grouping, ImportanceTerms, LossTerms, needs
 from engine.trajectory import Prompt, RolloutResult, Span, StepReward, Trajectory, TrajectoryGroup
 
 __all__ = [
     "SLOTS",
+    "SamplingSettings",
     "AdvantageTerms",
     "Batch",
     "CallFigures",
@@ -29,6 +31,7 @@ __all__ = [
     "Fallible",
     "Generated",
     "Generator",
+    "GeneratorSetup",
     "GroupWork",
     "Grouping",
     "ImportanceTerms",
@@ -44,8 +47,10 @@ __all__ = [
     "Scores",
     "Sleeper",
     "Span",
+    "StartsFromWeights",
     "StepReward",
     "Trainer",
+    "TrainerSetup",
     "TrainerSpoiled",
     "Trajectory",
     "TrajectoryGroup",
@@ -94,6 +99,38 @@ class Generated:
     aborted: bool = False
     """True when `pause("abort")`, `abort` or a cancel cut it short; then unfinished trajectories hold their
     prefixes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSettings:
+    """How to sample. `temperature` 0 is greedy. `top_p` 1 keeps every token. `max_tokens` bounds the whole response,
+    including a prefix."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 256
+    stop_ids: tuple[int, ...] = ()
+    """Token ids that end a response."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorSetup:
+    """What the engine tells a generator of `rollout.backend` when it makes it: `MyGenerator(setup, **arguments)`."""
+
+    model: str
+    """Directory or hub name of the initial weights, which are version 0, and of the tokenizer."""
+    replica: ReplicaId
+    slots: int
+    """Groups that run at once."""
+    samples: int
+    """Trajectories of a group, except of held-out ones, which have one."""
+    seed: int
+    device: str
+    """`rollout.device`: auto, cpu, cuda or cuda:N."""
+    sampling: Mapping[str, SamplingSettings]
+    """How to sample, by the name of the validation set (`GroupWork.validation_set`); empty: for training."""
+    prompt_ids: Callable[[Prompt], list[int]]
+    """The token ids of a prompt, as the built-in generator reads it: with the chat template and system prompt."""
 
 
 class Generator(Protocol):
@@ -207,6 +244,23 @@ Scores = Sequence[Sequence[Sequence[float]]]
 """For each group and each of its trajectories: the log-prob of every token whose `loss_mask` is 1, in order."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSetup:
+    """What the engine tells a trainer of `trainer.backend` when it makes it: `MyTrainer(setup, **arguments)`."""
+
+    model: str
+    """Directory or hub name of the initial weights."""
+    device: str
+    """`trainer.device`: auto, cpu, cuda or cuda:N."""
+    seed: int
+    temperature: float
+    """At which responses are sampled: behavior log-probs are after it."""
+    policy_mini_batch_size: int
+    """Groups of an optimizer step; 0: all of the batch."""
+    max_steps: int | None
+    """Train steps of the run; None: until the data ends."""
+
+
 class Trainer(Protocol):
     """The training side. Methods are called one at a time: blocking methods on a thread, coroutine functions on the
     event loop, which they must not block."""
@@ -248,6 +302,15 @@ class Restorable(Protocol):
 
     def load(self, directory: str) -> None:
         """Restore the state that `save` wrote into this directory. Called before any other method."""
+
+
+@runtime_checkable
+class StartsFromWeights(Protocol):
+    """A trainer that can continue from published weights if a run without a checkpoint loses it."""
+
+    def start_from(self, weights: Any, optimizer_steps: int) -> None:
+        """Take over what `weights` returned earlier, after this number of optimizer updates; other state begins anew.
+        Called before any other method."""
 
 
 @runtime_checkable

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from engine.errors import DataFailure, EngineError
 from engine.ids import Version
+from engine.protocols import SamplingSettings
 from engine.trajectory import Span
 
 # -- seeds -------------------------------------------------------------------------------------------------------------
@@ -92,14 +93,9 @@ class RemoteEngine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How to sample. `temperature` 0 is greedy. `top_p` 1 keeps every token. `max_tokens` bounds the whole response,
-    including a prefix."""
+class SamplingParams(SamplingSettings):
+    """How a backend samples."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    max_tokens: int = 256
-    stop_ids: tuple[int, ...] = ()
     top_logprobs: int = 0
     """Return the log-probs of this many likeliest tokens at each place (0 to 20). Backends whose `TOP_LOGPROBS` is 0
     return none."""

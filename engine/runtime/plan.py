@@ -124,6 +124,9 @@ class Plan:
     restore_trainer: Callable[[Trainer, Restore], None] | None = None
     """Restores a new trainer to the state of a lost one; None: a lost trainer cannot be replaced once a step is
     trained."""
+    check_weights: Callable[[Any], None] | None = None
+    """Raises the reason why no replica could install the weights that the trainer returned; None: they are not
+    checked before they are published."""
     make_scorer: Callable[[tuple[str, ...]], Scorer] | None = None
     """Makes the scorer of these tasks in a separate pool (`Limits.scorers`); None: the trainer scores."""
     make_work: Callable[[str], Work] | None = None

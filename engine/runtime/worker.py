@@ -251,6 +251,7 @@ class PlannedTrainer(PlannedQueue):
             samples=keeper_of(plan.run_dir, plan.sample_policy),
             correct=plan.correct,
             progress=progress,
+            check_weights=plan.check_weights,
         )
         progress.note()
         for redo in () if restore is None else restore.redo:

@@ -177,7 +177,7 @@ class TrainerWorker(OrderQueue[Command]):
 
     `checkpoints` is the directory of the `step-N` directories; None: none can be saved. The trainer does the scoring
     tasks in `own_tasks`; separate scorers do those in `scored_apart`. If `hands_over`, they need the weights after
-    every train step. `samples` keeps samples of each step.
+    every train step. `samples` keeps samples of each step. `check_weights`: see `Plan`.
     """
 
     def __init__(
@@ -196,8 +196,10 @@ class TrainerWorker(OrderQueue[Command]):
         samples: SampleKeeper | None = None,
         correct: Sequence[str] = (),
         progress: SerialProgress | None = None,
+        check_weights: Callable[[Any], None] | None = None,
     ) -> None:
         super().__init__("trainer", emit, broken, progress)
+        self._check_weights = check_weights
         self.trainer = trainer
         self._trajectories = trajectories
         self._weights = weights
@@ -349,6 +351,8 @@ class TrainerWorker(OrderQueue[Command]):
     async def _publish(self, command: PublishWeights) -> Event:
         try:
             weights = await self._call(self.trainer.weights)
+            if self._check_weights is not None:
+                self._check_weights(weights)
             self._progress.note()
             await self._weights.put(command.version, weights)
         except Exception as error:

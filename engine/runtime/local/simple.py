@@ -16,13 +16,14 @@ from engine.trajectory import Span, Trajectory, TrajectoryGroup
 def response(
     token_ids: Sequence[int],
     *,
-    reward: float,
+    reward: float | None = None,
     version: Version,
     logprobs: Sequence[float] | None = None,
     prompt_ids: Sequence[int] = (),
     text: str = "",
 ) -> Trajectory:
-    """A finished trajectory whose tokens were all sampled under one weights version. Log-probs default to 0."""
+    """A finished trajectory whose tokens were all sampled under one weights version. Log-probs default to 0.
+    `reward`: None if the engine computes it (`rollout.backend`)."""
     tokens = list(token_ids)
     return Trajectory(
         prompt_ids=list(prompt_ids),

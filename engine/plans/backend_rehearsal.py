@@ -1,0 +1,164 @@
+"""Generates and trains one group with the user's classes before a run: `engine check` calls it.
+
+Makes an object of each class that `rollout.backend` and `trainer.backend` name, and calls its methods in the order of a
+run, each at least once. It must never leave an object open or a file behind.
+"""
+
+import asyncio
+import inspect
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from engine.config import Config
+from engine.config.custom_classes import GENERATOR, TRAINER
+from engine.config.dry_run import MADE_ANSWER
+from engine.config.prompts import load_tokenizer, renderer_of, stop_ids_of
+from engine.errors import ConfigError, counted, message_of, place_of
+from engine.plans.rollouts import make_rollout
+from engine.plans.run_inputs import Inputs, inputs_of
+from engine.plans.trainers import make_custom_trainer, weights_check
+from engine.protocols import Batch, Closable, Generated, Generator, GroupWork
+from engine.runtime.plan import Rollout
+from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
+from engine.workers.group_reports import Versions, check_generated
+
+LONGEST_S = 120.0
+"""Maximum seconds to generate one group and to bring weights into the generator."""
+
+
+def rehearse_backends(config: Config, prompt: Prompt) -> Iterator[str]:
+    """Lines like those of `check_inputs`. Raises: `ConfigError` for a class whose object cannot be made, or that raises
+    or returns what a run would refuse."""
+    inputs = inputs_of(config)
+    group, weights, trained = None, None, False
+    if config.rollout.custom:
+        group = _bounded(config, _generated(config, inputs, prompt))
+        rewards = [trajectory.reward for trajectory in group.trajectories if trajectory.reward is not None]
+        found = f"rewards from {min(rewards):g} to {max(rewards):g}" if rewards else "no rewards yet"
+        yield f"ok: {GENERATOR} {config.rollout.backend} generates a group of {group.tokens} tokens, with {found}"
+    if config.trainer.custom:
+        metrics, weights, trained = *_trained(config, inputs, group or _made_group(config, prompt)), True
+        yield (
+            f"ok: {TRAINER} {config.trainer.backend} trains one group: {counted(len(metrics), 'metric')}, weights"
+            f"{', a checkpoint' if config.trainer.checkpoint_every else ''}"
+        )
+    if config.rollout.custom and trained:
+        _bounded(config, _synchronized(config, inputs, weights))
+        yield f"ok: {GENERATOR} {config.rollout.backend} installs the weights of {config.trainer.backend}"
+
+
+def _bounded(config: Config, work: Any) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(LONGEST_S):
+            return await work
+
+    try:
+        return asyncio.run(bounded())
+    except ConfigError:
+        raise
+    except TimeoutError as error:
+        law = f"has not finished one group after {LONGEST_S:g} s"
+        raise ConfigError(GENERATOR, config.rollout.backend, law, "correct it, or make a smaller model") from error
+    except Exception as error:
+        raise _refusal(GENERATOR, config.rollout.backend, "cannot generate a group", error) from error
+
+
+def _refusal(field: str, spec: str, what: str, error: Exception) -> ConfigError:
+    law = f"{what}: {type(error).__name__}: {message_of(error)}{place_of(error)}"
+    return ConfigError(field, spec, law, "correct the class (docs/EXTENDING.md)")
+
+
+def _rollout(config: Config, inputs: Inputs) -> Rollout:
+    return make_rollout(config, inputs, 0)
+
+
+async def _generated(config: Config, inputs: Inputs, prompt: Prompt) -> TrajectoryGroup:
+    generator = _rollout(config, inputs).generator
+    work = GroupWork(group=0, attempt=1, prompt=prompt, samples=config.scheduler.samples_per_prompt)
+    try:
+        generated: Generated = await generator.generate(work)
+        rewarded = not config.limits.added_states
+        check_generated(work, generated, Versions(admitted=0, oldest=0, newest=0), rewarded=rewarded)
+        return generated.group
+    finally:
+        await generator.close()
+
+
+async def _synchronized(config: Config, inputs: Inputs, weights: Any) -> None:
+    """Bring version 1 into a new generator, as a run does."""
+    generator: Generator = _rollout(config, inputs).generator
+    try:
+        await generator.stage(1, weights)
+        await generator.pause(config.rollout.sync_mode)
+        await generator.install(1)
+        await generator.resume()
+    finally:
+        await generator.close()
+
+
+def _made_group(config: Config, prompt: Prompt) -> TrajectoryGroup:
+    """A group without a generator: the same answer several times, every other one right."""
+    path = config.model.path
+    assert path is not None  # there is a prompt, so no model is to be made
+    tokenizer = load_tokenizer(path)
+    stops = stop_ids_of(tokenizer, path, config.rollout.stop, config.data.chat_settings())
+    ids = [*tokenizer.encode(MADE_ANSWER, add_special_tokens=False), stops[0]][-config.rollout.max_tokens :]
+    prompt_ids = renderer_of(config, tokenizer).ids(prompt)
+    trajectories = [
+        Trajectory(
+            prompt_ids=list(prompt_ids), token_ids=list(ids), logprobs=[-1.0] * len(ids), loss_mask=[1] * len(ids),
+            spans=[Span(0, len(ids), 0)], text=MADE_ANSWER, finish_reason="stop", reward=float(index % 2),
+        )
+        for index in range(config.scheduler.samples_per_prompt)
+    ]  # fmt: skip
+    return TrajectoryGroup(group=0, prompt=prompt, trajectories=trajectories)
+
+
+def _trained(config: Config, inputs: Inputs, group: TrajectoryGroup) -> tuple[dict[str, Any], Any]:
+    """The metrics and the weights of a trainer after one group."""
+    spec, doing = config.trainer.backend, "cannot be made"
+    made: list[Any] = []
+
+    def make() -> Any:
+        made.append(make_custom_trainer(config, inputs.model, inputs.local))
+        return made[-1]
+
+    def call(function: Any, *arguments: Any) -> Any:
+        """Methods may be blocking or coroutine functions."""
+        found = function(*arguments)
+        return asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found
+
+    try:
+        trainer = make()
+        doing = "cannot train a group"
+        metrics = call(trainer.train, Batch(step=0, groups=[group], staleness=[0]))
+        if metrics is not None and not isinstance(metrics, dict):
+            raise TypeError(f"train() returned a {type(metrics).__name__}, not a dict of metrics or None")
+        doing = "does not return its weights"
+        weights = call(trainer.weights)
+        check = weights_check(config, inputs.model)
+        if check is not None:
+            check(weights)
+        if config.trainer.checkpoint_every:
+            with tempfile.TemporaryDirectory() as directory:
+                doing = "cannot save a checkpoint"
+                trainer.save(directory, 1)
+                if not any(Path(directory).iterdir()):
+                    raise ValueError("save() wrote no file into the directory that it was given")
+                doing = "cannot load its checkpoint"
+                make().load(directory)
+        return metrics or {}, weights
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise _refusal(TRAINER, spec, doing, error) from error
+    finally:
+        for trainer in made:
+            if isinstance(trainer, Closable):
+                trainer.close()
+
+
+async def _awaited(found: Any) -> Any:
+    return await found

@@ -1,0 +1,145 @@
+"""Makes the generator of `rollout.backend: module:Class` for a replica, with the rewards of the configuration.
+
+`rollouts` calls it in the process of a replica. The class samples; a group that it returns without rewards is scored
+here, as those of the built-in generator are. Must never change a group that has a fault: the worker names the fault.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from engine.config import Config
+from engine.config.custom_classes import generator_class
+from engine.config.pools import rewarding
+from engine.config.prompts import renderer_of, stop_ids_of
+from engine.config.validation import SetSettings, validation_sets
+from engine.errors import DataFailure, EngineError
+from engine.ids import GroupId, ReplicaId, Version
+from engine.plans.run_inputs import Inputs, reward_of
+from engine.plans.validation_sets import answers_of_sets, judge_of, own_reward
+from engine.protocols import (
+    CallFigures,
+    Fallible,
+    Generated,
+    Generator,
+    GeneratorSetup,
+    GroupWork,
+    MeasuresCalls,
+    SamplingSettings,
+    Sleeper,
+)
+from engine.rollout.scoring import Grader, first_failure
+from engine.runtime.plan import Rollout
+from engine.workers.group_reports import Versions, check_generated
+
+TRAINING = ""
+"""The name that `GroupWork.validation_set` has for training prompts."""
+
+
+def make_custom_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
+    """One object of the class, which also answers held-out prompts. Raises what its constructor raises."""
+    from transformers import AutoTokenizer
+
+    r, model = config.rollout, inputs.model
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    stops = tuple(stop_ids_of(tokenizer, model, r.stop, config.data.chat_settings()))
+    sampling = SamplingSettings(temperature=r.temperature, top_p=r.top_p, max_tokens=r.max_tokens, stop_ids=stops)
+    sets = validation_sets(config.validation, config.rollout, config.reward)
+    setup = GeneratorSetup(
+        model=model,
+        replica=replica,
+        slots=r.slots,
+        samples=config.scheduler.samples_per_prompt,
+        seed=config.run.seed,
+        device=r.device,
+        sampling={TRAINING: sampling, **{one.name: _sampling_of(one, sampling) for one in sets}},
+        prompt_ids=renderer_of(config, tokenizer, inputs.most_prompt_tokens).ids,
+    )
+    own = generator_class(config, inputs.local)(setup, **r.arguments)
+    reward, timeout_s = reward_of(config, inputs), config.reward.timeout_s
+    graders = {TRAINING: Grader(tokenizer, reward, timeout_s=timeout_s, later=bool(rewarding(config)))}
+    for one in sets:
+        judge = own_reward(config, one, reward, inputs.local)
+        graders[one.name] = Grader(tokenizer, judge, timeout_s=timeout_s)
+    generator = CustomGenerator(own, graders)
+    answers = answers_of_sets(config, judge_of(config, inputs.reward, inputs.local), inputs.local)
+    return Rollout(generator=generator, evaluator=generator, answers=answers)
+
+
+def _sampling_of(one: SetSettings, training: SamplingSettings) -> SamplingSettings:
+    temperature, top_p, max_tokens, _ = one.way
+    return replace(training, temperature=temperature, top_p=top_p, max_tokens=max_tokens)
+
+
+class CustomGenerator:
+    """A generator of the user that may leave texts and rewards to the engine. `graders`: by validation set."""
+
+    def __init__(self, generator: Generator, graders: Mapping[str, Grader]) -> None:
+        self._generator = generator
+        self._graders = graders
+
+    async def generate(self, work: GroupWork) -> Generated:
+        """Raises: what the class and the reward raise."""
+        generated = await self._generator.generate(work)
+        if _is_sound(work, generated) and not generated.aborted:
+            work.finished(work.samples)  # the replica gets its next group while this one is scored
+            await self._graders[work.validation_set].score(generated.group, work.progress)
+        return generated
+
+    async def abort(self, groups: Sequence[GroupId]) -> None:
+        await self._generator.abort(groups)
+
+    async def truncate(self, groups: Sequence[GroupId]) -> None:
+        await self._generator.truncate(groups)
+
+    async def pause(self, mode: str) -> None:
+        await self._generator.pause(mode)
+
+    async def stage(self, version: Version, weights: Any) -> None:
+        await self._generator.stage(version, weights)
+
+    async def install(self, version: Version) -> None:
+        await self._generator.install(version)
+
+    async def resume(self) -> None:
+        await self._generator.resume()
+
+    async def sleep(self) -> None:
+        """See `protocols.Sleeper`. Does nothing if the class cannot sleep."""
+        if isinstance(self._generator, Sleeper):
+            await self._generator.sleep()
+
+    async def wake(self) -> None:
+        if isinstance(self._generator, Sleeper):
+            await self._generator.wake()
+
+    async def close(self) -> None:
+        for grader in self._graders.values():
+            grader.close()
+        await self._generator.close()
+
+    async def failed(self) -> str:
+        """See `protocols.Fallible`. The class says that it has failed, or too many reward calls hang."""
+        own = [self._generator.failed()] if isinstance(self._generator, Fallible) else []
+        return await first_failure(*own, *(grader.failed() for grader in self._graders.values()))
+
+    def call_figures(self) -> list[CallFigures]:
+        """See `protocols.MeasuresCalls`."""
+        sources = [*self._measured(), *self._graders.values()]
+        return [figures for source in sources for figures in source.call_figures()]
+
+    def watch_calls(self, changed: Callable[[], None]) -> None:
+        for source in (*self._measured(), *self._graders.values()):
+            source.watch_calls(changed)
+
+    def _measured(self) -> list[MeasuresCalls]:
+        return [self._generator] if isinstance(self._generator, MeasuresCalls) else []
+
+
+def _is_sound(work: GroupWork, generated: Any) -> bool:
+    """Whether a group can be scored. The worker checks it again, with the versions that it may have."""
+    try:
+        check_generated(work, generated, Versions(admitted=0, oldest=0, newest=1 << 62), rewarded=False)
+    except (EngineError, DataFailure):
+        return False
+    return True

@@ -1,0 +1,53 @@
+"""Compares tensors, by name, with those of the model that the samplers load.
+
+Called before a run, on checkpoints, and in the trainer's process, on what a trainer of the user publishes. Must not
+import torch when it is loaded: every process of a run loads it with the plan.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.errors import EngineError
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""The shape of each tensor by its name."""
+TYPES = ("float32", "bfloat16", "float16")
+
+
+def first_difference(ours: Shapes, theirs: Shapes) -> str:
+    """The first tensor of which one side has none, or one of another shape, in words; empty if both sides fit. `ours`:
+    of the model's files; empty: unknown. Tensors outside numbered layers may be missing, because they are tied."""
+    for name in sorted({*ours, *theirs}) if ours else ():
+        found, expected = (list(shapes[name]) if name in shapes else None for shapes in (theirs, ours))
+        in_a_layer = any(part.isdigit() for part in name.split("."))
+        if found != expected and (in_a_layer or None not in (found, expected)):
+            return f"{name} has shape {found}, but {expected} in model.path"
+    return ""
+
+
+def require_named_tensors(ours: Shapes, weights: Any) -> None:
+    """Raises: `EngineError` that names the first reason why the built-in samplers cannot install what `weights`
+    returned. `ours`: see `first_difference`."""
+    problem = _problem(ours, weights)
+    if problem:
+        law = f"weights() must return a dict of the model's tensors by name; {problem}"
+        raise EngineError(law)
+
+
+def _problem(ours: Shapes, weights: Any) -> str:
+    import torch
+
+    if not isinstance(weights, Mapping):
+        return f"it returned a {type(weights).__name__}"
+    if not weights:
+        return "it returned an empty one"
+    for name, value in weights.items():
+        if not isinstance(name, str) or not name:
+            return f"a name is {name!r:.80}, not a text"
+        if not isinstance(value, torch.Tensor):
+            return f"{name} is a {type(value).__name__}, not a torch.Tensor"
+        kind = str(value.dtype).removeprefix("torch.")
+        if value.is_sparse or (kind not in TYPES and name in ours):
+            return f"{name} is a {'sparse' if value.is_sparse else kind} tensor, not a dense one of {', '.join(TYPES)}"
+    difference = first_difference(ours, {name: tuple(value.shape) for name, value in weights.items()})
+    return difference.replace("has shape None, but", "is missing; it has shape") if difference else ""
