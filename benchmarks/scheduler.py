@@ -21,7 +21,7 @@ import tracemalloc
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.commands import (
     Command,
@@ -104,7 +104,7 @@ class Echo:
                 case SetTimer() if command.delay_s == 0.0:
                     self.answers.append(TimerFired(timer=command.timer))
                 case DrawPrompts():
-                    drawn = {"first": self.drawn, "count": command.count, "number": command.number}
+                    drawn: dict[str, Any] = {"first": self.drawn, "count": command.count, "number": command.number}
                     self.answers.append(PromptsDrawn(**drawn, exhausted=False))
                     self.drawn += command.count
                 case TrainStep():

@@ -19,6 +19,7 @@ import time
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from scheduler import REPLICAS, Echo
 
@@ -115,7 +116,7 @@ def turn(driver: Driver, echo: Endless, scheduler: Scheduler) -> None:
         driver.deliver(echo.answers.popleft())
         return
     start = echo.running.popleft()
-    address = {
+    address: dict[str, Any] = {
         "group": start.group, "attempt": start.attempt, "replica": start.replica, "incarnation": start.incarnation,
     }  # fmt: skip
     if start.group % 97 == 0 and start.attempt == 1:

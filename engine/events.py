@@ -50,6 +50,8 @@ class PromptsDrawn(Event):
     count: int
     exhausted: bool
     number: int = 0
+    described: str = ""
+    """What policies see of each prompt, as a JSON list; empty if no added state before generation asks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,8 @@ class GroupGenerated(Event):
     reward_mean: float
     reward_spread: float
     """Largest minus smallest reward of these trainable trajectories."""
+    described: str = ""
+    """What policies see of the group, as JSON (`workers.group_reports.describe`); empty if none of the run asks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,9 +372,10 @@ class StateLeft(Event):
     attempt: int
     state: str
     trainable: int
-    """This field and the next two have the same meaning as in `GroupGenerated`."""
+    """This field and those after it have the same meaning as in `GroupGenerated`."""
     reward_mean: float
     reward_spread: float
+    described: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -454,6 +454,7 @@ def test_the_trainer_section_is_the_trainers_settings() -> None:
     assert {name: ours.get(name) for name in theirs} == theirs
     elsewhere = {"checkpoint_every", "keep_checkpoints", "keep_checkpoints_every", "keep_best"}
     elsewhere |= {"device_memory_gb", "gpus_per_rank", "loss_arguments", "advantage_arguments", "correction_arguments"}
+    elsewhere |= {"backend", "arguments"}
     assert set(ours) - set(theirs) == elsewhere
 
 

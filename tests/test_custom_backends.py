@@ -292,6 +292,11 @@ def test_weights_that_no_sampler_can_install_end_the_run_by_name(model: str) -> 
         run_plan(plan)
 
 
+def test_the_example_of_a_configuration_is_accepted() -> None:
+    lines = check_config(load_config(EXAMPLES / "own_backends.yaml"))
+    assert any("HttpGenerator has the 8 methods generate," in line for line in lines)
+
+
 def test_every_method_of_a_generator_is_required() -> None:
     from engine.protocols import Generator
 

@@ -40,7 +40,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     custom_states._ADDED.update(states)
     sys.path[:] = path
     for name in set(sys.modules) - modules:
-        if name in ("mine", "packaged", "custom_policy", "embed"):
+        if name in ("mine", "packaged", "custom_policy", "embed", "added_states"):
             del sys.modules[name]
 
 
@@ -75,6 +75,15 @@ policies.add_state(
     machine="group", state="judged", phase="parked", between=("generated", "batched"), policy=Judge, concurrency=5
 )
 """
+
+
+def test_the_example_of_added_states_is_proved_and_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(EXAMPLES / "added_states.yaml")]) == 0
+    assert "24 simulated runs keep every law under state retrieving, state judging" in capsys.readouterr().out
+    assert main(["states", str(EXAMPLES / "added_states.yaml")]) == 0
+    drawn = capsys.readouterr().out
+    assert "queued --> retrieving : retrieving" in drawn and "retrieving --> queued : prepare" in drawn
+    assert re.search(r"\| retrieving +\| waiting +\| prepare", drawn)
 
 
 def test_a_module_beside_the_config_is_imported_and_proved(

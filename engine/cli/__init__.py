@@ -302,13 +302,16 @@ def _rehearse_backends(config: "Config", prompt: "Prompt") -> Iterator[str]:
 def _proof(config: "Config") -> list[str]:
     """Simulate runs with the user's policies and states. Returns the lines to print. Raises: `ConfigError` if a law is
     broken."""
-    from engine.simulation.proof import prove
+    from engine.config.inputs import first_prompts
+    from engine.simulation.proof import Seen, prove
 
     policies = config.policies()
     own = [*policies.own, *(f"state {name}" for name in config.scheduler.states)]
     if not own:
         return []
-    return [f"ok: {prove(config.limits, policies.names)} simulated runs keep every law under {', '.join(own)}"]
+    seen = Seen(described=config.described, rows=first_prompts(config), rewards=tuple(config.reward.names))
+    count = prove(config.limits, policies.names, seen=seen)
+    return [f"ok: {count} simulated runs keep every law under {', '.join(own)}"]
 
 
 # -- engine export -----------------------------------------------------------------------------------------------------
@@ -360,15 +363,17 @@ def _print_found(arguments: argparse.Namespace, run: str, text: object, fields: 
 def _states(arguments: argparse.Namespace) -> int:
     from engine.inspect import machines_plain, machines_text
 
-    added: tuple[str, ...] = ()
+    added: tuple[tuple[str, ...], ...] = ()
     if arguments.config is not None:
         from engine.config import load_config
+        from engine.states.limits import GENERATED, QUEUED
 
-        added = load_config(arguments.config).scheduler.states
+        limits = load_config(arguments.config).limits
+        added = (limits.states_at(GENERATED), limits.states_at(QUEUED))
     if arguments.json:
-        print_json("states", None, {"machines": machines_plain(added)})
+        print_json("states", None, {"machines": machines_plain(*added)})
     else:
-        print(machines_text(arguments.format, added))
+        print(machines_text(arguments.format, *added))
     return DONE
 
 

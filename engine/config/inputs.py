@@ -6,6 +6,7 @@ is installed; only the user's generator and trainer, which `engine check` tries,
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -228,6 +229,22 @@ def _source_lines(config: Config, sources: Sequence["LoadedSource"]) -> Iterator
                     f"note: source {loaded.files.name} is read {passes:.2g} times in {draws} draws "
                     f"(run.epochs = {config.run.epochs} times the rows of all sources)"
                 )
+
+
+MOST_PROMPTS = 64
+
+
+def first_prompts(config: Config) -> list[Prompt]:
+    """The first prompts of each source, for simulated runs whose policies see columns of the data; else none."""
+    if not config.described or config.data.given is None:
+        return []
+    loaded = [files.load() for files in config.data.source_files()]
+    return [
+        replace(one.data.prompt(row), source=one.files.name)
+        for row in range(MOST_PROMPTS)
+        for one in loaded
+        if row < len(one.data)
+    ]
 
 
 def _end_lines(config: Config, rows: int) -> Iterator[str]:

@@ -151,7 +151,14 @@ class SchedulerSection(Section):
         (),
         strict=False,
         max_length=100,
-        description="Added states that groups pass before a train step, in order.",
+        description="Added states that groups pass before or after generation, in order.",
+    )
+    policy_fields: tuple[str, ...] = Field(
+        (),
+        strict=False,
+        max_length=16,
+        description="Columns of the data that your filter policy and added states see; each a text, a number or a "
+        "boolean.",
     )
     state_timeout_s: float = Field(
         600.0, gt=0, le=86_400, description="Seconds that an added state may work on one group."

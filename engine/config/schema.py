@@ -19,6 +19,7 @@ from engine.config.sections import Sections
 from engine.config.trainer import settled_correction
 from engine.config.validation import validation_limits
 from engine.policies import PolicySet, added_states
+from engine.policies.registry import is_built_in
 from engine.states.limits import Limits
 from engine.training.trainer_settings import TrainerSettings
 
@@ -86,6 +87,13 @@ class Config(Sections):
             give_up_s=r.give_up_s,
             drain_s=self.durability.drain_s,
         )
+
+    @property
+    def described(self) -> tuple[str, ...] | None:
+        """The value of `Plan.described`: only added states and filters of the user see more than figures."""
+        s = self.scheduler
+        asks = s.states or s.policy_fields or not is_built_in("filter", s.policies.filter)
+        return s.policy_fields if asks else None
 
     def policies(self) -> PolicySet:
         """The policy of each decision. Raises: ConfigError for a name that is not registered, or not yet."""

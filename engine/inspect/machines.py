@@ -14,10 +14,11 @@ from engine.states.version import VERSION
 MACHINES = (GROUP, STEP, PROCESS, REPLICA, VERSION, VALIDATION, POOL)
 
 
-def machines_text(format: str, added: tuple[str, ...] = ()) -> str:
-    """Every machine in a format: `mermaid`, `table` or `both`. `added`: states added to the group's machine."""
+def machines_text(format: str, after: tuple[str, ...] = (), before: tuple[str, ...] = ()) -> str:
+    """Every machine in a format: `mermaid`, `table` or `both`. `after`, `before`: states added to the group's machine
+    after its generation and before it."""
     parts: list[str] = []
-    for table in (group_table(added), *MACHINES[1:]):
+    for table in (group_table(after, before), *MACHINES[1:]):
         parts.append(f"## {table.name}\n")
         if format != "table":
             parts.append(f"```mermaid\n{mermaid(table)}\n```\n")
@@ -26,7 +27,7 @@ def machines_text(format: str, added: tuple[str, ...] = ()) -> str:
     return "\n".join(parts).rstrip()
 
 
-def machines_plain(added: tuple[str, ...] = ()) -> dict[str, Any]:
+def machines_plain(after: tuple[str, ...] = (), before: tuple[str, ...] = ()) -> dict[str, Any]:
     """Every machine as plain data, by name."""
     return {
         table.name: {
@@ -36,7 +37,7 @@ def machines_plain(added: tuple[str, ...] = ()) -> dict[str, Any]:
                 {"trigger": t.trigger, "from": t.sources, "to": t.target, "when": t.why} for t in table.transitions
             ],
         }
-        for table in (group_table(added), *MACHINES[1:])
+        for table in (group_table(after, before), *MACHINES[1:])
     }
 
 

@@ -38,6 +38,7 @@ from engine.errors import counted
 from engine.events import ProcessLost
 from engine.ids import GroupId
 from engine.protocols import SLOTS
+from engine.states.limits import GENERATED
 from engine.states.orders import DATA_SOURCE, DEADLINE, DRAIN, FILL, LIMIT, RELATIONS, TIMERS, Order, owner_text
 from engine.states.process import ADDED_STATES, TRAINER, FunctionCalls, Process
 from engine.states.state import State
@@ -185,7 +186,7 @@ def agent_groups(process: Process) -> int:
 
 def unrewarded_groups(state: State) -> int:
     """Groups whose trajectories have all ended and whose rewards, or whose work in an added state, have not."""
-    return len(state.unrewarded) + state.stages.waiting + state.stages.out
+    return len(state.unrewarded) + state.stages.groups_at(GENERATED)
 
 
 def reward_wait(state: State) -> str:
@@ -195,7 +196,7 @@ def reward_wait(state: State) -> str:
     if not groups:
         return ""
     slowest = _slowest(_calls(_processes(state), of_agents=False))
-    busy = [stage.name for stage in state.stages.by_name.values() if stage.waiting or stage.working]
+    busy = [stage.name for stage in state.stages.at[GENERATED] if stage.waiting or stage.working]
     otherwise = f"state {busy[0]}" if busy and not state.unrewarded else "their rewards"
     text = f"{_groups(groups)} {_wait(groups)} for {slowest.name if slowest else otherwise}"
     return text + (f": {_limits(slowest, state)}" if slowest else "")

@@ -129,6 +129,7 @@ def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
         make_trainer=trainer,
         check_weights=weights_check(config, inputs.model),
         make_work=partial(make_work, config, inputs),
+        described=config.described,
         state_timeout_s=config.scheduler.state_timeout_s,
         reward_timeout_s=config.reward.longest_s,
         make_scorer=partial(make_scorer, inputs.model, settings),

@@ -1,7 +1,10 @@
-"""Registry of custom states: states that users add between a group's last token and `generated`.
+"""Registry of custom states: states that users add to groups, before generation or after it.
 
     policies.add_state(
         machine="group", state="judging", phase="parked", between=("generated", "batched"), policy=Judge, concurrency=4
+    )
+    policies.add_state(
+        machine="group", state="booting", phase="waiting", between=("queued", "generating"), policy=Boot, concurrency=8
     )
 
 `add_state` checks a new state against the laws that every state must keep. A run lists the states that it uses in
@@ -16,14 +19,15 @@ from typing import Any
 from engine.errors import ConfigError, describe_error, suggestion
 from engine.policies.protocols import StatePolicy
 from engine.policies.registry import API_VERSION, require_api
-from engine.states.group import BETWEEN, GROUP, group_table
-from engine.states.limits import REWARDING, AddedState
-from engine.states.machine import Phase, Table
+from engine.states.group import BETWEEN, GROUP, PHASE_AT, group_table
+from engine.states.limits import QUEUED, REWARDING, AddedState
+from engine.states.machine import Table
 
 FIELD = "policies.add_state"
 NAME = re.compile(r"[a-z][a-z0-9_-]*")
 WHY_NOT = {
     "waiting": "a waiting group has no tokens, so law 4 would not count the staleness of this group",
+    "parked": "a parked group holds a place, which this group gets only when it starts (law 3)",
     "running": "a running group has a slot, so law 2 would count a slot that this group no longer has",
     "ready": "a train step may take a ready group before the work of this state is finished",
     "batched": "a batched group already belongs to a train step",
@@ -32,10 +36,15 @@ WHY_NOT = {
 }
 
 
+MEANING = {"waiting": "the group holds no place yet", "parked": "the group keeps its place and has no slot"}
+"""What the phases of added states mean."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Added:
     policy: Any
     concurrency: int
+    place: str
 
 
 _ADDED: dict[str, _Added] = {}
@@ -45,10 +54,12 @@ def add_state(
     *, machine: str, state: str, phase: str, between: tuple[str, str], policy: Any, concurrency: int,
     api: int = API_VERSION,
 ) -> None:  # fmt: skip
-    """Register a state that groups pass through before a step may take them.
+    """Register a state that groups pass through before they are generated, or before a step may take them.
 
-    Args: `policy` is a class that is created without arguments for each run; its `enters(view, group)` says which
-    groups enter the state. `concurrency` is the maximum number of groups in the state at once; a run may set another.
+    Args: `between` says where: `("queued", "generating")`, whose phase is waiting, or `("generated", "batched")`, whose
+    phase is parked. `policy` is a class that is created without arguments for each run; its `enters(view, group)` says
+    which groups enter the state. `concurrency` is the maximum number of groups in the state at once; a run may set
+    another.
     Raises: `ConfigError`, which names the law that the state would break.
     """
     require_api(api, f"state {state!r}")
@@ -56,12 +67,14 @@ def add_state(
         raise ConfigError(
             f"{FIELD}.machine", machine, "must be group: only prompt groups can have custom states", "use group"
         )
-    if phase != Phase.PARKED.name.lower():
+    place = next((place for place, ends in BETWEEN.items() if tuple(between) == ends), None)
+    if place is None:
+        law = "a custom state lies before a group's generation, or between its last token and its train step"
+        raise ConfigError(f"{FIELD}.between", between, law, f"use {' or '.join(map(str, BETWEEN.values()))}")
+    wanted = PHASE_AT[place].name.lower()
+    if phase != wanted:
         law = WHY_NOT.get(phase, "is not a phase")
-        raise ConfigError(f"{FIELD}.phase", phase, law, "use parked: the group keeps its place and has no slot")
-    if tuple(between) != BETWEEN:
-        law = "a custom state lies between a group's last token and its train step"
-        raise ConfigError(f"{FIELD}.between", between, law, f"use {BETWEEN}")
+        raise ConfigError(f"{FIELD}.phase", phase, law, f"use {wanted}: {MEANING[wanted]}")
     triggers = {transition.trigger for transition in GROUP.transitions}
     if not isinstance(state, str) or not NAME.fullmatch(state):
         law = "must be a word of lower-case letters, digits, - and _"
@@ -70,9 +83,9 @@ def add_state(
         raise ConfigError(f"{FIELD}.state", state, "is already a state or trigger of groups", "use another name")
     if not isinstance(policy, type) or not callable(getattr(policy, "enters", None)):
         raise ConfigError(f"{FIELD}.policy", policy, "must be a class with a method enters()", "see StatePolicy")
-    AddedState(name=state, concurrency=concurrency)
-    check_table(group_table((state,)))
-    _ADDED[state] = _Added(policy=policy, concurrency=concurrency)
+    AddedState(name=state, concurrency=concurrency, place=place)
+    check_table(group_table(before=(state,)) if place == QUEUED else group_table((state,)))
+    _ADDED[state] = _Added(policy=policy, concurrency=concurrency, place=place)
 
 
 def check_table(table: Table) -> None:
@@ -118,7 +131,7 @@ def added_states(names: tuple[str, ...]) -> tuple[AddedState, ...]:
     if REWARDING in names:
         law = "is added by a pool with the task reward alone"
         raise ConfigError("scheduler.states", REWARDING, law, "remove it, or add such a pool")
-    return tuple(AddedState(name=name, concurrency=_find(name).concurrency) for name in names)
+    return tuple(AddedState(name=name, concurrency=_find(name).concurrency, place=_find(name).place) for name in names)
 
 
 def build_state(name: str) -> StatePolicy:

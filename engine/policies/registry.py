@@ -28,6 +28,8 @@ Kind = TypeVar("Kind", bound=type)
 API_VERSION = 1
 """Version of the policy API: the protocols, and every field of `View` and `GroupView`. It is raised when one of these
 is removed or changes its meaning, not when one is added."""
+BUILT_IN = "engine.policies."
+"""The modules of built-in policies begin with this."""
 ON_ERROR = ("stop", "builtin")
 """What happens if a policy raises or breaks a law: the run stops, or the built-in default policy decides instead."""
 
@@ -54,6 +56,12 @@ METHODS: dict[str, str] = {
     "validation": "due",
 }
 _REGISTERED: dict[str, dict[str, type[Any]]] = {decision: {} for decision in DEFAULTS}
+
+
+def is_built_in(decision: str, name: str) -> bool:
+    """Whether a name is that of a built-in policy. False for one that is not registered."""
+    found = _REGISTERED[decision].get(name)
+    return found is not None and found.__module__.startswith(BUILT_IN)
 
 
 def register(decision: str, name: str, *, api: int = API_VERSION) -> Callable[[Kind], Kind]:
@@ -149,7 +157,7 @@ class PolicySet:
         return [
             f"{decision} {name}"
             for decision, name in self.names.items()
-            if decision != "on_error" and not type(getattr(self, decision)).__module__.startswith("engine.policies.")
+            if decision != "on_error" and not type(getattr(self, decision)).__module__.startswith(BUILT_IN)
         ]
 
     @classmethod

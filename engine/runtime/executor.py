@@ -30,7 +30,7 @@ from engine.commands import (
     TrainStep,
 )
 from engine.errors import reason_of
-from engine.events import Event, GroupFailed
+from engine.events import Event, GroupFailed, StateFailed
 from engine.ids import GroupId
 from engine.runtime.process_port import SentOrder, Stores
 from engine.runtime.prompt_sources import Prompts, draw_prompts, read_prompt
@@ -49,7 +49,8 @@ TRAINER_COMMANDS = (TrainStep, PublishWeights, SaveCheckpoint, DeleteCheckpoint)
 
 class RunExecutor:
     """`post` receives events, `finish` the end of the run. `scorers`: the tasks of each scorer. `held_out`: number of
-    rows of a validation."""
+    rows of a validation. `prepares`: the added states before generation. `described`: the
+    columns that these see."""
 
     def __init__(
         self,
@@ -59,6 +60,8 @@ class RunExecutor:
         prompts: Prompts,
         stores: Stores,
         check: Callable[[Prompt], None] = lambda prompt: None,
+        prepares: Sequence[str] = (),
+        described: Sequence[str] | None = None,
         held_out: int = 0,
         post: Callable[..., None],
         finish: Callable[[FinishRun], None],
@@ -68,6 +71,8 @@ class RunExecutor:
         self._prompts = prompts
         self._stores = stores
         self._check = check
+        self._prepares = prepares
+        self._described = described if prepares else None
         self._held_out = held_out
         self._post = post
         self._finish = finish
@@ -93,7 +98,7 @@ class RunExecutor:
             StartProcess: supervisor.start,
             ProbeProcess: supervisor.probe,
             FinishRun: finish,
-            EnterState: lambda command: supervisor.order(ADDED_STATES, 0, SentOrder(command)),
+            EnterState: self._enter,
             ScoreBatch: self._score,
             **dict.fromkeys(TRAINER_COMMANDS, lambda command: supervisor.order(TRAINER, 0, SentOrder(command))),
         }
@@ -159,6 +164,22 @@ class RunExecutor:
             return
         self._order_replica(SentOrder(command, prompt))
 
+    def _enter(self, command: EnterState) -> None:
+        """Send the work of an added state, before generation with the prompt."""
+        prompt = None
+        if command.state in self._prepares:
+            try:
+                prompt = read_prompt(self._prompts, command.group)
+                self._check(prompt)
+            except Exception as error:
+                reason = f"its prompt cannot be read: {reason_of(error)}"
+                failed = StateFailed(
+                    group=command.group, attempt=command.attempt, state=command.state, cause="data", reason=reason
+                )
+                self._post(failed)
+                return
+        self._supervisor.order(ADDED_STATES, 0, SentOrder(command, prompt))
+
     def _order_replica(self, order: SentOrder) -> None:
         command: Any = order.command
         self._supervisor.order(REPLICA, command.replica, order, command.incarnation)
@@ -183,7 +204,7 @@ class RunExecutor:
         self._spawn(self._draw_next(command))
 
     async def _draw_next(self, command: DrawPrompts) -> None:
-        self._post(await self._source.call(draw_prompts, self._prompts, command))
+        self._post(await self._source.call(draw_prompts, self._prompts, command, self._described))
 
     def _retire(self, command: RetireWeights) -> None:
         self._expect(self._stores.retire(command.version), [command.number])

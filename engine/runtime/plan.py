@@ -131,6 +131,9 @@ class Plan:
     """Makes the scorer of these tasks in a separate pool (`Limits.scorers`); None: the trainer scores."""
     make_work: Callable[[str], Work] | None = None
     """Makes the work of an added state whose policy has no `work`; None: groups pass unchanged."""
+    described: tuple[str, ...] | None = None
+    """Columns of a row that policies and added states see, with the lengths and the named rewards of its group; None:
+    none asks, so events have only figures."""
     state_timeout_s: float | None = None
     """Seconds that the work on one group may take; in the state `rewarding`, each call of the reward."""
     reward_timeout_s: float = 0.0

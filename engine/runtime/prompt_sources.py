@@ -5,6 +5,7 @@ function from numbers to prompts, such as the order of draws of `tasks.dataset.P
 of a `Chooser` that learns from the run, such as `tasks.mixture.Mixture`: it reads the record, live and at a resume.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,8 +13,10 @@ from engine.commands import AbortGroup, Command, DrawPrompts, EnterState, Publis
 from engine.errors import ConfigError, DataFailure, EngineError, reason_of
 from engine.events import DrawFailed, Event, GroupGenerated, ProcessLost, PromptsDrawn, RunResumed, StateLeft
 from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
+from engine.record.msgpack_values import MAX_TEXT_BYTES
 from engine.states.process import REPLICA
 from engine.trajectory import Prompt
+from engine.workers.group_reports import describe_prompt
 from engine.workers.threads import contained
 
 
@@ -124,7 +127,10 @@ class ChosenPrompts(MixtureOfSources):
                 self._run(command)
             elif type(command) is EnterState:
                 self._lives.pop(command.group, None)
-                self._attempts[command.group] = command.attempt
+                if command.group in self._attempts:
+                    self._attempts[command.group] = command.attempt
+                else:  # a state before generation needs the prompt
+                    self.chooser.choose(command.group, max(self._steps_in.values(), default=0))
             elif type(command) is AbortGroup:
                 self._forget(command.group)
             elif type(command) is PublishWeights:
@@ -145,13 +151,32 @@ class ChosenPrompts(MixtureOfSources):
             self.chooser.outcome(event.group, event.reward_mean)
 
 
-def draw_prompts(prompts: Prompts, order: DrawPrompts) -> PromptsDrawn | DrawFailed:
-    """Execute an order for prompts; returns the event that answers it. Never raises."""
+def draw_prompts(
+    prompts: Prompts, order: DrawPrompts, described: Sequence[str] | None = None
+) -> PromptsDrawn | DrawFailed:
+    """Execute an order for prompts; returns the event that answers it. Never raises. `described`: the columns that
+    added states before generation see; None: there are none."""
     try:
         count, exhausted = contained(_checked_draw, prompts, order.first, order.count)
     except Exception as error:
         return DrawFailed(number=order.number, reason=reason_of(error))
-    return PromptsDrawn(first=order.first, count=count, exhausted=exhausted, number=order.number)
+    known = "" if described is None else _descriptions(prompts, range(order.first, order.first + count), described)
+    return PromptsDrawn(first=order.first, count=count, exhausted=exhausted, number=order.number, described=known)
+
+
+def _descriptions(prompts: Prompts, groups: Sequence[GroupId], columns: Sequence[str]) -> str:
+    """A JSON list. It has null for a prompt that is not chosen yet or cannot be read, and for those beyond the length
+    that the record holds."""
+    texts: list[str] = []
+    room = MAX_TEXT_BYTES - 6 * len(groups) - 2
+    for group in groups:
+        try:
+            text = json.dumps(describe_prompt(read_prompt(prompts, group), columns))
+        except Exception:  # the order that needs the prompt reports it
+            text = "null"
+        room -= len(text)
+        texts.append(text if room >= 0 else "null")
+    return f"[{', '.join(texts)}]"
 
 
 def read_prompt(prompts: Prompts, group: GroupId) -> Prompt:

@@ -23,7 +23,6 @@ from engine.record.files import RecordLock, require_regular
 from engine.record.segment_log import Torn, has_segments
 from engine.runtime.plan import Plan, Redo, Restore
 from engine.scheduling.settings import MAX_STEPS, changed_limits
-from engine.states.group import phase_of
 from engine.states.machine import Phase
 from engine.storage.checkpoints import (
     checkpoint_path,
@@ -94,7 +93,7 @@ def _needs_store(recovered: Recovered, steps: StepId) -> bool:
     state = recovered.scheduler.state
     if steps < state.steps_trained or state.formed_steps:
         return True
-    return any(phase_of(group.state) is Phase.READY or group.tokens for group in state.groups.values())
+    return any(state.phase_of(group) is Phase.READY or group.tokens for group in state.groups.values())
 
 
 def _were_in_memory(recovered: Recovered) -> bool:
@@ -139,14 +138,16 @@ def _missing(store: DurableStore, recovered: Recovered) -> tuple[GroupId, ...]:
     state, attempts = recovered.scheduler.state, store.attempts
     missing = []
     for group in state.groups.values():
-        phase = phase_of(group.state)
-        if group.state in state.stages.by_name:  # each work order is an attempt; it stores nothing before it is done
+        phase = state.phase_of(group)
+        if (
+            group.state in state.stages.by_name and phase is Phase.PARKED
+        ):  # each work order is an attempt; it stores nothing before it is done
             is_stored = attempts.get(group.id, group.attempt + 1) <= group.attempt and _is_whole(store, group.id)
         elif phase is Phase.READY:
             is_stored = attempts.get(group.id) == group.attempt and _is_whole(store, group.id)
         else:
             continues = phase in (Phase.RUNNING, Phase.PARKED) and group.tokens > 0
-            is_stored = not continues or _is_known(store, group.id, state.latest_version)
+            is_stored = not (continues or group.prepared) or _is_known(store, group.id, state.latest_version)
         if not is_stored:
             missing.append(group.id)
     return tuple(missing)

@@ -34,6 +34,7 @@ from engine.runtime.prompt_sources import MixedPrompts, Prompts, WatchingPrompts
 from engine.runtime.run_history import RunHistory
 from engine.runtime.supervisor import Supervisor
 from engine.scheduling.scheduler import Scheduler
+from engine.states.limits import QUEUED
 from engine.storage.samples import FOLDER, samples_for_sinks
 from engine.storage.trajectories import StoreStats
 from engine.version import __version__
@@ -173,6 +174,8 @@ class RunLoop:
             prompts=prompts,
             stores=stores,
             check=processes.check,
+            prepares=plan.limits.states_at(QUEUED),
+            described=plan.described,
             held_out=len(plan.held_out),
             post=self.post,
             finish=self._finish,

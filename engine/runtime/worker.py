@@ -17,7 +17,7 @@ from engine.ids import NO_VERSION, Incarnation, StepId
 from engine.policies.custom_states import work_of
 from engine.protocols import Closable, ReportsProgress, Trainer
 from engine.runtime.plan import Plan, Restore, Rollout
-from engine.states.limits import REWARDING, ValidationLimits
+from engine.states.limits import QUEUED, REWARDING, ValidationLimits
 from engine.states.orders import RELATIONS
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 from engine.storage.trajectories import Trajectories
@@ -161,6 +161,8 @@ class PlannedReplica(PlannedWorker):
             prefix_every_tokens=plan.prefix_every_tokens,
             held_out=self._held_out(rollout, keeper),
             rewarded=plan.rewarded,
+            prepared=bool(plan.limits.states_at(QUEUED)),
+            described=plan.described,
             progress_every_s=self._progress_every_s,
             keeper=keeper,
         )
@@ -330,6 +332,7 @@ class PlannedStages(PlannedWorker):
             untimed=(REWARDING,),
             incarnation=self.incarnation,
             broken=peers.broken,
+            described=self.plan.described,
         )
 
     def _works(self) -> dict[str, Work]:
@@ -347,7 +350,7 @@ class PlannedStages(PlannedWorker):
         if isinstance(command, DiscardGroups):
             self._worker.discard(command.groups)
         else:
-            self._worker.carry_out(command)
+            self._worker.carry_out(command, prompt)
 
 
 WORKERS: Mapping[str, type[PlannedWorker]] = {

@@ -4,6 +4,8 @@ Called by `scheduler.py` for each event about a group, and once in every tick to
 through `State`'s operations.
 """
 
+import json
+from collections.abc import Iterable
 from math import isfinite
 from typing import Any
 
@@ -20,13 +22,14 @@ from engine.events import (
     StateLeft,
     stamp,
 )
-from engine.ids import NO_VERSION, ReplicaId, Version
+from engine.ids import NO_VERSION, GroupId, ReplicaId, Version
 from engine.scheduling.core import Core
 from engine.scheduling.issued_commands import MOST_STARTS
 from engine.scheduling.lifetimes import REASON_LENGTH, note_process_progress, stop_process
 from engine.scheduling.stragglers import measure_pace
 from engine.states.group import Group
 from engine.states.laws import require
+from engine.states.limits import GENERATED, QUEUED
 from engine.states.orders import FILL, KINDS_OF_SUBJECTS
 from engine.states.process import ADDED_STATES
 from engine.states.replica import Replica
@@ -38,10 +41,17 @@ MOST_DRAWN = 4096
 """Maximum number of prompts in one order."""
 
 
-def enter_added_state(core: Core, group: Group, after: int = -1) -> bool:
-    """Move a group into the next state whose policy lets it in, after state number `after`. False if there is
-    none."""
-    for stage in core.state.stages.by_name.values():
+def prepare_groups(core: Core, ids: Iterable[GroupId]) -> None:
+    """Move groups that were drawn into the added states before generation that let them in."""
+    if core.state.stages.at[QUEUED]:
+        for id in ids:
+            enter_added_state(core, core.state.groups[id], QUEUED)
+
+
+def enter_added_state(core: Core, group: Group, place: str, after: int = -1) -> bool:
+    """Move a group into the next state in a place whose policy lets it in, after state number `after`. False if there
+    is none."""
+    for stage in core.state.stages.at[place]:
         if stage.number > after and core.decisions.ask(f"state {stage.name}", (view_group(group),), (bool,)):
             if group.replica >= 0:
                 core.state.unseat(group)
@@ -85,6 +95,9 @@ def on_prompts_drawn(core: Core, event: PromptsDrawn) -> None:
     state.failed_draws = 0
     state.exhausted = state.exhausted or event.exhausted
     state.draw(event.first, event.count)
+    for place, known in enumerate(json.loads(event.described) if event.described else ()):
+        state.groups[event.first + place].described = "" if known is None else json.dumps(known)
+    prepare_groups(core, range(event.first, event.first + event.count))
 
 
 def on_draw_failed(core: Core, event: DrawFailed) -> None:
@@ -107,22 +120,29 @@ def on_group_generated(core: Core, event: GroupGenerated) -> None:
         measure_pace(core, group, replica)
     group.failed_on = -1
     group.reward_mean = event.reward_mean
-    if not core.state.stages.by_name or not enter_added_state(core, group):
+    group.described = event.described
+    if not core.state.stages.at[GENERATED] or not enter_added_state(core, group, GENERATED):
         _complete_group(core, group, event)
 
 
 def on_state_left(core: Core, event: StateLeft) -> None:
-    """A group's work is done: it enters the next state. If there is none, it is complete."""
+    """A group's work is done: it enters the next state. If there is none, it may start, or it is complete."""
     state = core.state
     note_process_progress(state.process(ADDED_STATES, 0))
-    group = state.groups[event.group]
+    group, stage = state.groups[event.group], state.stages.by_name[event.state]
+    if stage.place == QUEUED:
+        group.prepared = True
+        if not enter_added_state(core, group, QUEUED, stage.number):
+            state.fire_group(group, "prepare")
+        return
     group.reward_mean = event.reward_mean
-    if enter_added_state(core, group, state.stages.by_name[event.state].number):
+    group.described = event.described or group.described
+    if enter_added_state(core, group, GENERATED, stage.number):
         return
     outcome = GroupGenerated(
         group=group.id, attempt=group.attempt, replica=-1, incarnation=-1, tokens=group.tokens,
         oldest_version=group.oldest_version, newest_version=group.newest_version, trainable=event.trainable,
-        reward_mean=event.reward_mean, reward_spread=event.reward_spread,
+        reward_mean=event.reward_mean, reward_spread=event.reward_spread, described=group.described,
     )  # fmt: skip
     stamp(outcome, event.id, event.at)
     _complete_group(core, group, outcome)
@@ -441,7 +461,7 @@ def _draw_prompts(core: Core) -> None:
     """Order prompts while fewer wait than could start now: one batch ahead, but never more than the run needs."""
     state = core.state
     limits = state.limits
-    waiting = len(state.waiting)
+    waiting = state.ledger.waiting
     if waiting and waiting > limits.max_concurrent_groups - state.ledger.running:
         return
     room = state.capacity

@@ -8,7 +8,7 @@ state accordingly and orders the publication of these weights as a new version, 
 
 from engine.events import RunResumed
 from engine.scheduling.core import Core
-from engine.scheduling.groups import park_group, resume_key
+from engine.scheduling.groups import drop_group, park_group, prepare_groups, resume_key
 from engine.scheduling.processes import begin_processes
 from engine.scheduling.steps import (
     begin_step_again,
@@ -18,8 +18,9 @@ from engine.scheduling.steps import (
     take_saved,
 )
 from engine.scheduling.validation import begin_validations_again
-from engine.states.group import phase_of
+from engine.states.group import Group
 from engine.states.laws import require
+from engine.states.limits import QUEUED
 from engine.states.machine import Phase
 from engine.states.state import State
 
@@ -41,6 +42,7 @@ def on_run_resumed(core: Core, event: RunResumed) -> None:
             order_checkpoint(core)
     else:
         state.branch(event.steps, event.consumed, event.released)
+        prepare_groups(core, list(state.waiting))
         state.checkpoint_ordered = event.steps
     delete_checkpoints(core)
     if not event.again:
@@ -67,7 +69,7 @@ def _require_possible(event: RunResumed, state: State) -> None:
             event.steps == state.steps_trained and not again, "law 5: a run that loses no step must repeat none",
             steps=event.steps, trained=state.steps_trained, groups=again[:8],
         )  # fmt: skip
-    gone = [id for id in event.missing if id not in state.groups or phase_of(state.groups[id].state) is Phase.BATCHED]
+    gone = [id for id in event.missing if id not in state.groups or state.phase_of(state.groups[id]) is Phase.BATCHED]
     require(
         not gone and (event.kept or not event.missing), "law 5: missing trajectories cannot be generated again",
         groups=gone[:8],
@@ -90,13 +92,26 @@ def _lose_replicas(core: Core, event: RunResumed) -> None:
             state.paces.compare([replica])
 
 
+def _prepare_anew(core: Core, group: Group) -> None:
+    """Let a group that waits pass through all added states before generation once more."""
+    group.prepared = False
+    if group.state != QUEUED:
+        core.state.fire_group(group, "prepare")
+    prepare_groups(core, [group.id])
+
+
 def _begin_work_again(core: Core, event: RunResumed) -> None:
     """Let what was running outside the replicas begin again: the work of added states, and a formed batch."""
     state = core.state
     for id in event.missing:
         group = state.groups[id]
         group.forget_tokens()
-        state.begin_anew(group, resume_key(core, group))
+        if state.phase_of(group) is Phase.WAITING:
+            _prepare_anew(core, group)
+        elif group.prepared:
+            drop_group(core, group)  # its prompt is lost, and a group that has begun cannot be prepared again
+        else:
+            state.begin_anew(group, resume_key(core, group))
     for step in state.formed_steps:
         begin_step_again(core, step)
         if step.failures >= state.limits.infrastructure_attempts:

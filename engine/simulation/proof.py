@@ -4,8 +4,8 @@ Called by `engine check`. In a few dozen seeded runs, it looks for policies that
 decide differently on replay. It reports the seed.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import ConfigError
@@ -19,6 +19,7 @@ from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import ROUNDING, Limits
 from engine.states.state import State
 from engine.states.timeouts import Timeouts
+from engine.trajectory import Prompt
 
 WORLDS = 24
 EVENTS = 20_000
@@ -29,7 +30,16 @@ ROUGH = Faults(
 )  # fmt: skip
 
 
-def prove(limits: Limits, policies: Mapping[str, str], worlds: int = WORLDS) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What policies see of groups besides figures: see `run_settings.Setting`."""
+
+    described: tuple[str, ...] | None = None
+    rows: Sequence[Prompt] = ()
+    rewards: tuple[str, ...] = ()
+
+
+def prove(limits: Limits, policies: Mapping[str, str], worlds: int = WORLDS, seen: Seen = Seen()) -> int:
     """Run small worlds with these policies, every other one with faults. Returns their number.
 
     Raises: `ConfigError` with the first finding, its seed and the law.
@@ -37,7 +47,7 @@ def prove(limits: Limits, policies: Mapping[str, str], worlds: int = WORLDS) -> 
     small = scaled_down(limits)
     named = {**policies, "on_error": "stop"}
     for seed in range(worlds):
-        problem = _problem(small, named, seed, Faults() if seed % 2 == 0 else ROUGH)
+        problem = _problem(small, named, seed, Faults() if seed % 2 == 0 else ROUGH, seen)
         if problem:
             own = ", ".join([*PolicySet.from_names(policies).own, *(state.name for state in limits.added_states)])
             law = f"breaks a law in a simulated run with {small.train_batch_size} groups per step: {problem}"
@@ -73,13 +83,14 @@ def scaled_down(limits: Limits) -> Limits:
     return replace(most, max_concurrent_groups=workers)
 
 
-def _problem(limits: Limits, policies: Mapping[str, str], seed: int, faults: Faults) -> str:
+def _problem(limits: Limits, policies: Mapping[str, str], seed: int, faults: Faults, seen: Seen) -> str:
     """What is wrong with one world; empty if nothing is."""
     chosen = PolicySet.from_names(policies)
     prompts = 12 + 7 * (seed % 8)
     setting = Setting(
         limits=limits, replicas=2, slots=1 + seed % 4, prompts=prompts, seed=seed, spread=(1.0, 0.5)[seed % 3 == 2],
         faults=faults, prefix_every_tokens=(0, 5)[seed % 2], tick_size=(1, 64, 0)[seed // 2 % 3],
+        described=seen.described, rows=seen.rows, rewards=seen.rewards,
     )  # fmt: skip
     recorder = MemoryRecorder(Header(run="proof", limits=limits.to_plain(), policies=dict(chosen.names)))
     world = World(setting, chosen, recorder)

@@ -15,7 +15,7 @@ from engine import commands as c
 from engine import events as e
 from engine.ids import NO_VERSION, GroupId, StepId, Version
 from engine.scheduling.settings import FIGURES, POLICIES, changed_limits
-from engine.states.limits import Limits
+from engine.states.limits import QUEUED, Limits
 
 # -- which events answer which orders ----------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class RunBooks:
                 self._learn_of_group(event, orders)
             case e.OrderProgressed():
                 self._learn_of_progress(orders[0])
-            case e.StateLeft():
+            case e.StateLeft() if event.state not in self.limits.states_at(QUEUED):
                 self.groups[event.group].ready = True
             case e.StateFailed():
                 self._charge_group(event.group, event.cause)
@@ -373,7 +373,13 @@ class RunBooks:
 
     def _charge_group(self, id: GroupId, cause: str, *, sure: bool = True) -> None:
         budget = self.limits.data_attempts if cause == "data" else self.limits.infrastructure_attempts
-        self._add(("group", id), self.groups[id].charges[cause], budget, sure)
+        self._add(("group", id), self._charges_of(id)[cause], budget, sure)
+
+    def _charges_of(self, id: GroupId) -> dict[str, Charges]:
+        """Of a group that was started, or that is in a state before generation."""
+        if id in self.groups:
+            return self.groups[id].charges
+        return self.requeued.setdefault(id, {"infrastructure": Charges(), "data": Charges()})
 
     def _charge_hang(self, id: GroupId) -> None:
         """A group exceeded its time limit. Its prompt is to blame if it did so before, and other groups were generated
@@ -491,6 +497,8 @@ class RunBooks:
             if id in self.groups:
                 self.groups[id].forget_tokens()
                 self.groups[id].ready = False
+                if self.limits.states_at(QUEUED):  # what was stored of it may have been its prompt
+                    self.may_be_spent.add(("group", id))
         for charges in self.failures.values():
             attempts = self.limits.infrastructure_attempts
             if charges.most >= attempts:  # they may have ended the run: the step has all its attempts again

@@ -3,10 +3,13 @@
 Used by `world.World` and by its callers.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from engine.ids import GroupId
 from engine.runtime.driver import MOST_EVENTS
 from engine.states.limits import Limits
+from engine.trajectory import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +72,17 @@ class Setting:
     """Maximum response length; None: a few are longer than all others together."""
     prefix_every_tokens: int = 0
     """Prefixes of a group are stored after this many new tokens; 0: only when it is aborted."""
+    described: tuple[str, ...] | None = None
+    """Columns that policies see; None: they see only figures."""
+    rows: Sequence[Prompt] = ()
+    """Rows that the prompts have in turn; empty: rows without columns."""
+    rewards: tuple[str, ...] = ()
+    """Names of the rewards of a group."""
     spread: float = 1.0
     """Share of groups with different rewards. A zero-variance filter drops the others."""
     tick_size: int = MOST_EVENTS
     """Maximum number of events in a tick, as in a real run by default; 0: a random number for each tick."""
     faults: Faults = Faults()
+
+    def prompt(self, group: GroupId) -> Prompt:
+        return replace(self.rows[group % len(self.rows)], row=group) if self.rows else Prompt(row=group, text="")

@@ -228,6 +228,7 @@ class SimGenerator:
         for index, (one, end) in enumerate(zip(sampling.group.trajectories, sampling.ends, strict=True)):
             one.finish_reason = "stop" if len(one.token_ids) >= end else "truncated"
             one.reward = self._dice.reward(sampling.work.group, index) if spread or sampling.cut else 0.5
+            one.reward_parts = dict.fromkeys(self._setting.rewards, one.reward)
             if not self._rewarded:
                 one.reward = None
 

@@ -34,6 +34,7 @@ from engine.simulation.run_settings import Faults, Setting
 from engine.simulation.simulated_models import SAMPLES, Dice, SimGenerator, SimScorer, SimTrainer, restore, work_of
 from engine.simulation.virtual_processes import VirtualProcess, VirtualProcesses
 from engine.states.laws import check_all
+from engine.states.limits import QUEUED
 from engine.states.process import REPLICA
 from engine.states.state import State
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
@@ -144,6 +145,8 @@ class World:
             scorers=self.plan.limits.scorers(),
             prompts=self.plan.make_prompts(),
             stores=LocalStores(self.store, self._weights),
+            prepares=self.plan.limits.states_at(QUEUED),
+            described=self.plan.described,
             held_out=len(self.plan.held_out),
             post=self._post_unless_it_hangs,
             finish=lambda command: None,
@@ -159,7 +162,8 @@ class World:
             samples=SAMPLES,
             make_rollout=self._rollout,
             make_trainer=self._trainer,
-            make_prompts=lambda: CountedPrompts(setting.prompts, lambda group: Prompt(row=group, text="")),
+            make_prompts=lambda: CountedPrompts(setting.prompts, setting.prompt),
+            described=setting.described,
             replicas=setting.replicas,
             slots=setting.slots,
             prefix_every_tokens=setting.prefix_every_tokens,

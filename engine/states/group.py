@@ -94,6 +94,10 @@ class Group:
     """While it is ready or in an added state: the number of its entry, which orders the groups there."""
     ready_at: float = 0.0
     reward_mean: float = 0.0
+    described: str = ""
+    """What policies see of it besides figures, as JSON; empty if its events say nothing."""
+    prepared: bool = False
+    """An added state before generation has stored its prompt."""
 
     def forget_tokens(self) -> None:
         """What earlier attempts left is gone: the next one begins with the prompt."""
@@ -106,36 +110,39 @@ class Group:
         return self.admitted_version if self.admitted_version > self.newest_version else self.newest_version
 
 
-PHASES: dict[str, Phase] = GROUP.phases or {}
-
-
-def phase_of(state: str) -> Phase:
-    """The phase of a state of groups. Those that were added are parked: they keep the place and have no slot."""
-    return PHASES.get(state, Phase.PARKED)
-
-
-BETWEEN = ("generated", "batched")
-"""Where added states lie. To the machine they come before `generated`, since a step may take a group in `generated`."""
+BETWEEN = {"queued": ("queued", "generating"), "generated": ("generated", "batched")}
+"""Where added states lie, by place. To the machine, those of `queued` lead back to it, since only a group in `queued`
+may start; those of `generated` come before it, since a step may take a group in it."""
+PHASE_AT = {"queued": Phase.WAITING, "generated": Phase.PARKED}
+"""Before generation, a group holds no place. After it, a group keeps its place and has no slot."""
+LET_IN = "an added state: its policy lets the group in"
 
 
 @lru_cache
-def group_table(added: tuple[str, ...] = ()) -> Table:
-    """The table of groups that pass through added states, in their order; the same object for the same states."""
-    if not added:
+def group_table(after: tuple[str, ...] = (), before: tuple[str, ...] = ()) -> Table:
+    """The table of groups that pass through added states after generation, and `before` it, in their order; the same
+    object for the same states."""
+    if not after and not before:
         return GROUP
     rows = []
     for row in GROUP.transitions:
-        also = added if row.trigger in ("generate", "drop", "fail", "lose") else ()
+        also = after if row.trigger in ("generate", "drop", "fail", "lose") else ()
+        also = (*also, *before) if row.trigger in ("drop", "fail") else also
         rows.append(Transition(trigger=row.trigger, sources=(*row.sources, *also), target=row.target, why=row.why))
         if row.trigger == "resume":
             rows += [
-                Transition(
-                    trigger=name, sources=("generating", "resumed", *added[:number]), target=name,
-                    why="an added state: its policy lets the group in",
-                )
-                for number, name in enumerate(added)
-            ]  # fmt: skip
+                Transition(trigger=name, sources=("generating", "resumed", *after[:number]), target=name, why=LET_IN)
+                for number, name in enumerate(after)
+            ]
+    rows += [
+        Transition(trigger=name, sources=("queued", *before[:number]), target=name, why=LET_IN)
+        for number, name in enumerate(before)
+    ]
+    if before:
+        why = "the work of its added states is done: it may start"
+        rows.append(Transition(trigger="prepare", sources=before, target="queued", why=why))
+    phases = {**(GROUP.phases or {}), **dict.fromkeys(after, PHASE_AT["generated"])}
     return Table(
-        name=GROUP.name, states=(*GROUP.states, *added), transitions=tuple(rows), terminal=GROUP.terminal,
-        phases={state: phase_of(state) for state in (*GROUP.states, *added)},
+        name=GROUP.name, states=(*GROUP.states, *after, *before), transitions=tuple(rows), terminal=GROUP.terminal,
+        phases={**phases, **dict.fromkeys(before, PHASE_AT["queued"])},
     )  # fmt: skip

@@ -206,13 +206,19 @@ class Pool:
         return "rollout" in self.tasks and any(task in self.tasks for task in TRAINER_TASKS)
 
 
+QUEUED, GENERATED = "queued", "generated"
+"""The places of added states."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedState:
-    """A state of the user's own between generated and batched (`policies.add_state`)."""
+    """A state of the user's own (`policies.add_state`)."""
 
     name: str
     concurrency: int
     """Groups worked on at once in this state; the others wait in it, first come first served."""
+    place: str = GENERATED
+    """The state after which it comes: `queued`, before generation, or `generated`, after it."""
 
     def __post_init__(self) -> None:
         if type(self.concurrency) is not int or self.concurrency < 1:
@@ -490,6 +496,10 @@ class Limits:
         names = [state.name for state in self.added_states]
         if len(set(names)) < len(names):
             raise ConfigError("scheduler.states", names, "names a state twice", "name each once")
+
+    def states_at(self, place: str) -> tuple[str, ...]:
+        """The names of the added states in a place, in the order in which groups pass through them."""
+        return tuple(state.name for state in self.added_states if state.place == place)
 
     @property
     def timed(self) -> bool:

@@ -1,12 +1,12 @@
-"""The added states between the last token of a group and `generated`: which groups wait for their work, in which order.
+"""The added states of groups: which groups wait for their work, in which order.
 
 `states/state.py` updates it when groups enter and leave; `scheduling/groups.py` drives it. The order book alone says
-whose work is ordered. The ledger counts a group in an added state as parked: it keeps its place and deadline, but holds
-no slot.
+whose work is ordered. The ledger counts a group in a state before generation as waiting, and in a state after it as
+parked: it keeps its place and deadline, but holds no slot.
 """
 
 from engine.ids import GroupId
-from engine.states.limits import AddedState
+from engine.states.limits import GENERATED, QUEUED, AddedState
 from engine.states.orders import OrderBook, stage_owner
 
 
@@ -17,6 +17,7 @@ class Stage:
         self.number = number
         """Its index among the added states."""
         self.name = added.name
+        self.place = added.place
         self.concurrency = added.concurrency
         self.owner = stage_owner(added.name)
         self.waiting: dict[GroupId, None] = {}
@@ -34,12 +35,14 @@ class Stages:
 
     def __init__(self, added: tuple[AddedState, ...], orders: OrderBook) -> None:
         self.by_name = {state.name: Stage(number, state, orders) for number, state in enumerate(added)}
+        stages = self.by_name.values()
+        self.at = {place: tuple(stage for stage in stages if stage.place == place) for place in (QUEUED, GENERATED)}
+        """By place."""
         self._orders = orders
 
-    @property
-    def waiting(self) -> int:
-        """The number of groups whose work is not ordered."""
-        return sum(len(stage.waiting) for stage in self.by_name.values())
+    def groups_at(self, place: str) -> int:
+        """The number of groups in the states of a place."""
+        return sum(len(stage.waiting) + stage.working for stage in self.at[place])
 
     @property
     def out(self) -> int:

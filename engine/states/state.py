@@ -5,6 +5,7 @@ Written only by `scheduling/scheduler.py` and the modules of `scheduling/`; read
 caller can forget to.
 """
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -16,7 +17,7 @@ from engine.ids import NO_VERSION, GroupId, ReplicaId, StepId, Version
 from engine.states.checkpoints import Checkpoints
 from engine.states.group import Group, group_table
 from engine.states.ledger import Deadlines, Ledger
-from engine.states.limits import Limits
+from engine.states.limits import GENERATED, QUEUED, Limits
 from engine.states.machine import Phase, SharedMachine
 from engine.states.orders import KINDS_OF_SUBJECTS, OrderBook, Owner, owner_of
 from engine.states.paces import Paces
@@ -171,13 +172,13 @@ class State:
         for group in self.groups.values():
             phase = self._phases[group.state]
             self.deadlines.move(group.id, group.deadline, Phase.WAITING, phase)
-            if phase is Phase.WAITING:
+            if group.state == QUEUED:
                 self.waiting.append(group.id)
             elif group.state == "aborted":
                 self._park(group, group.resume_key or (group.deadline,))
             elif group.replica >= 0 and group.finished == self.replicas[group.replica].samples:
                 self.unrewarded[group.id] = None
-            elif phase in (Phase.PARKED, Phase.READY):
+            elif phase in (Phase.WAITING, Phase.PARKED, Phase.READY):
                 entered.append(group)
         for group in sorted(entered, key=attrgetter("turn")):
             if group.state == "generated":
@@ -186,7 +187,7 @@ class State:
                 self.stages.enter(group.state, group.id)
 
     def _build_machines(self, observe: Observer | None, limits: Limits) -> None:
-        table = group_table(tuple(added.name for added in limits.added_states))
+        table = group_table(limits.states_at(GENERATED), limits.states_at(QUEUED))
         self._phases: dict[str, Phase] = table.phases or {}
         self._leave = {Phase.PARKED: self._leave_parked, Phase.READY: self._leave_ready}
         self._enter = {
@@ -194,6 +195,8 @@ class State:
             Phase.CONSUMED: self._end, Phase.RELEASED: self._end,
         }  # fmt: skip
         """What a group leaves and enters with its phases."""
+        if limits.states_at(QUEUED):
+            self._leave[Phase.WAITING], self._enter[Phase.WAITING] = self._leave_waiting, self._enter_waiting
         self._group_machine = SharedMachine(table, observe)
         self._machines = [
             SharedMachine(table, self._noting(observe)) for table in (STEP, REPLICA, VERSION, POOL, PROCESS, VALIDATION)
@@ -240,6 +243,23 @@ class State:
             leave(group, before)
         if enter is not None:
             enter(group, key)
+
+    def phase_of(self, group: Group) -> Phase:
+        return self._phases[group.state]
+
+    def _leave_waiting(self, group: Group, before: str) -> None:
+        """`start_groups` removes the first group in `waiting` itself."""
+        if before != QUEUED:
+            self.stages.leave(before, group.id)
+        elif self._phases[group.state] is Phase.WAITING:
+            self.waiting.remove(group.id)
+
+    def _enter_waiting(self, group: Group, key: Key) -> None:
+        """In the order of the draws, whenever its work ended."""
+        if group.state == QUEUED:
+            insort(self.waiting, group.id)
+        else:
+            self.enter_stage(group)
 
     def _leave_parked(self, group: Group, before: str) -> None:
         group.resume_key = ()
@@ -601,7 +621,7 @@ class State:
     @property
     def no_more_prompts(self) -> bool:
         """Nothing waits and nothing can be drawn."""
-        return self.exhausted and not self.asked and not self.waiting
+        return self.exhausted and not self.asked and not self.ledger.waiting
 
     @property
     def formed_steps(self) -> list[Step]:

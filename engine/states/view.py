@@ -3,8 +3,9 @@
 Policies get one `View` for a whole run; it is always current. Group facts are handed out as `GroupView`, a snapshot.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from engine.ids import GroupId, ReplicaId, StepId, ValidationId, Version
 from engine.states.group import Group
@@ -12,6 +13,8 @@ from engine.states.limits import Limits
 from engine.states.machine import Phase
 from engine.states.replica import Replica
 from engine.states.state import State
+
+NOTHING: Mapping[str, Any] = {}
 
 
 class GroupView(NamedTuple):
@@ -32,6 +35,14 @@ class GroupView(NamedTuple):
     reward_mean: float
     unfinished: int
     """Trajectories that have not ended, of what is stored; 0 while nothing is."""
+    source: str = ""
+    """The name of its data source."""
+    fields: Mapping[str, Any] = NOTHING
+    """Columns of its row that `scheduler.policy_fields` names."""
+    lengths: tuple[int, ...] = ()
+    """Response tokens of each rollout, once generated."""
+    rewards: Mapping[str, float] = NOTHING
+    """Mean of each named reward over the rollouts that have it, once generated."""
 
 
 class ReplicaView(NamedTuple):
@@ -72,8 +83,14 @@ def view_group(group: Group) -> GroupView:
     return GroupView(
         group.id, group.state, group.attempt, group.deadline, group.admitted_version, group.oldest_version,
         group.newest_version, group.tokens, group.infrastructure_failures, group.data_failures, group.started_at,
-        group.ready_at, group.reward_mean, group.unfinished,
+        group.ready_at, group.reward_mean, group.unfinished, *(_described(group) if group.described else ()),
     )  # fmt: skip
+
+
+def _described(group: Group) -> tuple[Any, ...]:
+    """The last fields of a `GroupView`."""
+    known = json.loads(group.described)
+    return known["source"], known["fields"], tuple(known.get("lengths", ())), known.get("rewards", NOTHING)
 
 
 def view_replica(state: State, replica: Replica) -> ReplicaView:

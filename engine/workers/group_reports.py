@@ -5,6 +5,7 @@ break, or the trainer; its attempt fails with the reason. Events have lengths, v
 """
 
 import asyncio
+import json
 import operator
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -26,6 +27,8 @@ TYPES = {
 JUDGED = {"text": str, "unparsable": bool, "reward_parts": dict, "step_rewards": list}
 """Fields, apart from the reward, that the work of an added state may change."""
 LARGEST_ID = 2**31 - 1
+LARGEST_SEEN = 1e300
+"""Larger numbers, NaN and infinities are no JSON that every reader takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,9 +275,14 @@ class DoneOrders:
 
 
 def generated_event(
-    group: TrajectoryGroup, attempt: int, replica: ReplicaId, incarnation: Incarnation
+    group: TrajectoryGroup,
+    attempt: int,
+    replica: ReplicaId,
+    incarnation: Incarnation,
+    described: Sequence[str] | None = None,
 ) -> GroupGenerated:
-    """The `GroupGenerated` event of a group. Its rewards come from `reward_figures`."""
+    """The `GroupGenerated` event of a group. Its rewards come from `reward_figures`. `described`: the columns that
+    policies see; None: they see only figures."""
     oldest, newest = group.versions() or (NO_VERSION, NO_VERSION)
     trainable, mean, spread = reward_figures(group)
     return GroupGenerated(
@@ -288,7 +296,35 @@ def generated_event(
         trainable=trainable,
         reward_mean=mean,
         reward_spread=spread,
+        described="" if described is None else describe(group, described),
     )
+
+
+LONGEST_VALUE = 200
+"""Maximum number of characters of a column's value that policies see; longer ones are left out."""
+
+
+def describe(group: TrajectoryGroup, columns: Sequence[str]) -> str:
+    """What policies see of a generated group, as JSON: source and columns of its prompt, lengths, rewards by name."""
+    parts: dict[str, list[float]] = {}
+    for rollout in group.rollouts:
+        for name, value in rollout[-1].reward_parts.items():
+            parts.setdefault(name, []).append(float(value))
+    rewards = {name: sum(values) / len(values) for name, values in parts.items()}
+    lengths = [sum(len(one.token_ids) for one in rollout) for rollout in group.rollouts]
+    return json.dumps({**describe_prompt(group.prompt, columns), "lengths": lengths, "rewards": rewards})
+
+
+def describe_prompt(prompt: Prompt, columns: Sequence[str]) -> dict[str, Any]:
+    """The source of a prompt, and those of its columns that are texts, numbers or booleans."""
+    found = {name: prompt.fields.get(name) for name in columns}
+    return {"source": prompt.source, "fields": {name: value for name, value in found.items() if _is_seen(value)}}
+
+
+def _is_seen(value: Any) -> bool:
+    if isinstance(value, str):
+        return len(value) <= LONGEST_VALUE and value.isprintable()
+    return isinstance(value, bool) or (isinstance(value, int | float) and abs(value) < LARGEST_SEEN)
 
 
 def reward_figures(group: TrajectoryGroup) -> tuple[int, float, float]:

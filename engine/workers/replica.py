@@ -8,7 +8,7 @@ import asyncio
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,7 +100,8 @@ REMEMBERED_ATTEMPTS = 16_384
 
 class ReplicaWorker:
     """One incarnation of a replica. `emit` receives its events; `broken(reason)` is called when it has failed for good.
-    If not `rewarded`, an added state assigns the rewards later.
+    If not `rewarded`, an added state assigns the rewards later. `prepared`: the trajectory store may have another
+    prompt for a group, from an added state before generation. `described`: see `generated_event`.
 
     Group commands are executed at once; weights commands one at a time, in the order of arrival.
     """
@@ -119,6 +120,8 @@ class ReplicaWorker:
         prefix_every_tokens: int = 0,
         held_out: HeldOut | None = None,
         rewarded: bool = True,
+        prepared: bool = False,
+        described: Sequence[str] | None = None,
         progress_every_s: Interval = each_minute,
         keeper: SampleKeeper | None = None,
     ) -> None:
@@ -128,6 +131,8 @@ class ReplicaWorker:
         self.samples = samples
         self.prefix_every_tokens = prefix_every_tokens
         self._rewarded = rewarded
+        self._prepared = prepared
+        self._described = described
         self._keeper = keeper
         self._progress = ProgressReports(progress_every_s(StartGroup), self._report)
         self._finished = 0
@@ -265,7 +270,11 @@ class ReplicaWorker:
         if prompt is None:
             raise EngineError(f"{type(command).__name__} for group {command.group} has no prompt")
         resumes = isinstance(command, ResumeGroup)
-        partial = await self._trajectories.partial(command.group) if resumes else None
+        partial = await self._trajectories.partial(command.group) if resumes or self._prepared else None
+        if self._prepared and partial is not None:
+            prompt = partial.prompt
+        if not resumes:
+            partial = None
         kept = partial.versions() if partial is not None else None
         began = self.version if kept is None else min(kept[0], self.version)
         if self._is_behind(kept) or attempt.park or self._weights.pause_mode in ("abort", "wait", "sleep"):
@@ -309,7 +318,7 @@ class ReplicaWorker:
         if generated.aborted:
             event: Event = aborted_event(group, attempt.number, **self._who)
         else:
-            event = generated_event(group, attempt.number, **self._who)
+            event = generated_event(group, attempt.number, **self._who, described=self._described)
         await self._trajectories.put(group, attempt.number)
         if attempt.unwanted:
             await self._trajectories.discard([group.group], attempt.number)

@@ -1,4 +1,5 @@
-"""Two added states for the tests of the core: `weighing`, which some groups enter, then `checking`, which all do."""
+"""Added states for the tests of the core: `fetching`, before generation, which some groups enter; after it `weighing`,
+which some enter, then `checking`, which all do."""
 
 from typing import Any
 
@@ -26,4 +27,7 @@ for name, concurrency, policy in (("weighing", 2, Some), ("checking", 1, Every))
         machine="group", state=name, phase="parked", between=("generated", "batched"), policy=policy,
         concurrency=concurrency,
     )  # fmt: skip
-WEIGHING, CHECKING = policies.added_states(("weighing", "checking"))
+policies.add_state(
+    machine="group", state="fetching", phase="waiting", between=("queued", "generating"), policy=Some, concurrency=2
+)
+FETCHING, WEIGHING, CHECKING = policies.added_states(("fetching", "weighing", "checking"))

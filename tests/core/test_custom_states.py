@@ -12,10 +12,22 @@ from engine.events import ProcessLost, RunResumed, StateFailed, StateLeft
 from engine.policies import custom_states
 from engine.record.codec import decode_command, encode_command
 from engine.states.group import GROUP, group_table
+from engine.states.laws import check_all
 from engine.states.limits import AddedState, Limits
 from engine.states.machine import Phase, Table, transitions
 from tests.core.custom_states import CHECKING
 from tests.core.scripted import Scripted
+
+
+class All:
+    def enters(self, view: Any, group: Any) -> bool:
+        return True
+
+
+policies.add_state(
+    machine="group", state="fetching-all", phase="waiting", between=("queued", "generating"), policy=All, concurrency=2
+)
+(FETCHING_ALL,) = policies.added_states(("fetching-all",))
 
 
 @pytest.fixture
@@ -216,7 +228,7 @@ def test_a_resumed_run_generates_groups_again_that_were_in_states() -> None:
     run = checked()
     run.finish(0, 1)
     run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=()))
-    assert run.state.stages.out == run.state.stages.waiting == 0
+    assert run.state.stages.groups_at("generated") == 0
     group = run.view.group(0)
     assert group is not None and group.state == "queued"
 
@@ -231,6 +243,65 @@ def test_a_state_policy_in_error_is_named_and_with_builtin_every_group_enters(ow
     assert run.state.groups[0].state == "broken" and run.view.policy_errors == 1
 
 
+# before generation
+
+
+def fetched(**others: Any) -> Scripted:
+    """B = 2, S = 1, K = 4; every group is fetched before it starts, two at a time."""
+    figures = {"train_batch_size": 2, "max_staleness_steps": 1, "max_concurrent_groups": 4}
+    return Scripted(**{**figures, "added_states": (FETCHING_ALL,), **others})
+
+
+def test_groups_before_generation_hold_no_place_and_start_in_the_order_of_the_draws() -> None:
+    run = fetched()
+    assert orders(run) == [(0, 1), (1, 1)]
+    assert run.running() == [] and run.view.held == 0
+    assert run.view.waiting == run.state.ledger.drawn
+    leave(run, 1)
+    assert orders(run)[-1] == (2, 1) and run.running() == [1]
+    group = run.view.group(1)
+    assert group is not None and (group.state, group.attempt) == ("generating", 2)
+    for prepared in (0, 2, 3, 5, 4):
+        leave(run, prepared)
+    assert run.running() == [0, 1, 2, 3]
+    assert [*run.state.waiting] == [4, 5]
+    check_all(run.state)
+
+
+def test_a_group_that_cannot_be_prepared_fails_without_a_place() -> None:
+    run = fetched(data_attempts=2)
+    fail(run, 0)
+    assert orders(run)[-1] == (2, 1), "it waits behind the others"
+    leave(run, 1)
+    for group in (2, 3):
+        leave(run, group)
+    while run.view.group(0) is not None:
+        waiting = [c.group for c in run.ordered(EnterState) if run.state.orders.find("stage", c.group)]
+        fail(run, 0) if 0 in waiting else leave(run, waiting[0])
+    assert run.view.phase_counts()["released"] == 1 and run.state.last_failure == "no judge"
+    check_all(run.state)
+
+
+def test_a_run_that_branches_prepares_its_groups_again() -> None:
+    run = fetched()
+    leave(run, 0)
+    run.finish(0)
+    run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=()))
+    assert {group.state for group in run.view.groups()} == {"fetching-all"}
+    assert not any(group.prepared for group in run.state.groups.values())
+    check_all(run.state)
+
+
+def test_groups_whose_prompts_were_lost_are_prepared_again_unless_they_had_begun() -> None:
+    run = fetched(keeps_batches=True, checkpoint_every=1)
+    leave(run, 0)
+    leave(run, 1)
+    run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=(), kept=True, missing=(0, 1)))
+    assert run.view.group(0) is None and run.view.group(1) is None, "both had begun"
+    assert (0, 1) in [order.groups for order in run.ordered(DiscardGroups)]
+    check_all(run.state)
+
+
 # what is checked when a state is added
 
 
@@ -242,7 +313,8 @@ def test_a_state_policy_in_error_is_named_and_with_builtin_every_group_enters(ow
         ({"phase": "running"}, "law 2 would count a slot that this group no longer has"),
         ({"phase": "waiting"}, "law 4 would not count"),
         ({"phase": "idle"}, "is not a phase"),
-        ({"between": ("queued", "generating")}, "lies between a group's last token and its train step"),
+        ({"between": ("batched", "consumed")}, "lies before a group's generation, or between its last token and"),
+        ({"between": ("queued", "generating")}, "a parked group holds a place.*; use waiting"),
         ({"state": "Judging!"}, "must be a word"),
         ({"state": "aborted"}, "is already a state or trigger"),
         ({"state": "resume"}, "is already a state or trigger"),

@@ -178,7 +178,7 @@ def test_slots_whose_groups_wait_for_rewards_idle_for_these() -> None:
         added_states=(AddedState(name="rewarding", concurrency=1),),
     )  # fmt: skip
     world = SteadyWorld(limits, replicas=1, slots=4, state_s=9.0)
-    world.until(lambda state: state.stages.out == 1 and state.stages.waiting == 2)
+    world.until(lambda state: state.stages.out == 1 and state.stages.groups_at("generated") == 3)
     status = read_status(world.metrics)
     assert status.admission_limit == "reward" and "slots free: their groups wait for rewards" in status.rollout_now
     assert status.calls_now == "3 groups wait for state rewarding"

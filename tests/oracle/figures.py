@@ -11,7 +11,7 @@ from typing import Any
 from engine.policies import DEFAULTS, names, register
 from engine.states.limits import CONFLICTS, SYNC_MODES, AddedState, Limits, Pool, ValidationLimits
 from engine.states.timeouts import Timeouts
-from tests.core.custom_states import CHECKING, WEIGHING
+from tests.core.custom_states import CHECKING, FETCHING, WEIGHING
 
 STEPS = 10
 """Maximum train steps of a world that has a limit."""
@@ -24,6 +24,12 @@ LAYOUTS: tuple[tuple[Pool, ...], ...] = (
     (Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("rollout", "train"), replicas=(1,))),
     (Pool(tasks=("rollout", "ref_logprobs"), replicas=(0, 1)), Pool(tasks=("train", "old_logprobs"))),
 )
+
+ADDED = (
+    (), (), (WEIGHING,), (WEIGHING, CHECKING), (FETCHING,), (FETCHING, CHECKING),
+    (AddedState(name="rewarding", concurrency=2),),
+)  # fmt: skip
+"""Added states of a run."""
 
 
 def any_limits(random: Random) -> Limits:
@@ -48,7 +54,7 @@ def any_limits(random: Random) -> Limits:
         deadline_timeout_s=one([1.0, 10.0, 60.0]), max_drops=random.randint(0, 3),
         infrastructure_attempts=random.randint(1, 5), data_attempts=random.randint(1, 2), checkpoint_every=every,
         validation=one([None, validation]), pools=pools, train_after_sync=not shared and one([True, False, False]),
-        added_states=one([(), (), (WEIGHING,), (WEIGHING, CHECKING), (AddedState(name="rewarding", concurrency=2),)]),
+        added_states=one(ADDED),
         timeouts=Timeouts.every(None, group_s=one([None, None, 40.0])), straggler_factor=one([None, None, 1.1]),
         give_up_s=one([0.0, 5.0]), keeps_batches=every > 0 and one([True, False]),
     )  # fmt: skip

@@ -71,7 +71,7 @@ def test_tags_are_the_tables_own() -> None:
     for table in (EVENTS, COMMANDS):
         assert all(cls.tag == tag for tag, cls in table.items())
         assert len(set(table.values())) == len(table)
-    assert msgpack.unpackb(encode_event(GENERATED)) == [3, 7, 1, 0, 1, 30, 2, 3, 4, 0.5, 1.0]
+    assert msgpack.unpackb(encode_event(GENERATED)) == [3, 7, 1, 0, 1, 30, 2, 3, 4, 0.5, 1.0, ""]
     assert encode_event(RunStarted()) == b"\x92\x01\x00"
 
 
@@ -154,7 +154,7 @@ def packed(*plain: object) -> bytes:
     ],
 )
 def test_a_frame_with_a_wrong_position_or_time_is_refused(id: object, at: object, said: str) -> None:
-    drawn = [2, 0, 3, True, 0]
+    drawn = [2, 0, 3, True, 0, ""]
     assert decode_frame(packed(1, 2, 7, 0.5, [drawn], [], True)).events == (decode_event(packed(*drawn), 7, 0.5),)
     for place in ((id, 7), (2, id)):
         with pytest.raises(CodecError, match=said):
@@ -174,14 +174,14 @@ WRONG_EVENTS = {
     "bool for a tag": packed(True),
     "text for a tag": packed("RunStarted"),
     "field missing": packed(2, 0, 3),
-    "field too many": packed(2, 0, 3, True, 1, 1),
-    "int for a bool": packed(2, 0, 3, 1, 0),
-    "bool for an int": packed(2, 0, True, True),
-    "float for an int": packed(2, 0.0, 3, True),
+    "field too many": packed(2, 0, 3, True, 1, "", 1),
+    "int for a bool": packed(2, 0, 3, 1, 0, ""),
+    "bool for an int": packed(2, 0, True, True, 0, ""),
+    "float for an int": packed(2, 0.0, 3, True, 0, ""),
     "int for a float": packed(3, 7, 1, 0, 1, 30, 2, 3, 4, 1, 1.0),
     "nan": packed(3, 7, 1, 0, 1, 30, 2, 3, 4, nan, 1.0),
-    "too large": packed(2, 2**63, 3, True, 0),
-    "none": packed(2, None, 3, True),
+    "too large": packed(2, 2**63, 3, True, 0, ""),
+    "none": packed(2, None, 3, True, 0, ""),
     "long text": packed(20, "x" * (MAX_TEXT_BYTES + 1)),
     "not UTF-8": packed(20, "xx")[:-2] + b"\xff\xfe",
     "surplus bytes": packed(1) + b"\x00",
@@ -198,7 +198,7 @@ def test_wrong_bytes_are_no_event(data: bytes) -> None:
 def test_refusals_say_what_is_wrong() -> None:
     for name, said in {
         "unknown tag": "unknown event tag 999; use the engine version",
-        "field missing": "PromptsDrawn must have 4 fields, not 2",
+        "field missing": "PromptsDrawn must have 5 fields, not 2",
         "int for a bool": "PromptsDrawn.exhausted is a int, not a bool",
         "too large": "PromptsDrawn.first does not fit into a signed 64-bit integer",
     }.items():

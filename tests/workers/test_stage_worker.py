@@ -4,6 +4,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,8 +57,8 @@ class Bench:
         self.reasons.append(reason)
         self._news.set()
 
-    def order(self, group: int = 3, attempt: int = 2, state: str = "judging") -> None:
-        self.worker.carry_out(EnterState(group=group, attempt=attempt, state=state, cause=0))
+    def order(self, group: int = 3, attempt: int = 2, state: str = "judging", prompt: Prompt | None = None) -> None:
+        self.worker.carry_out(EnterState(group=group, attempt=attempt, state=state, cause=0), prompt)
 
     async def until(self, count: int) -> Event:
         while len(self.events) < count:
@@ -360,3 +361,34 @@ def test_rewards_of_tokens_that_do_not_fit_the_response_are_refused(steps: list[
     after.trajectories[0].step_rewards = steps
     with pytest.raises(DataFailure, match=r"trajectory 0: its step_rewards have .*, which must be \(position of a"):
         check_worked("judging", before, after)
+
+
+def odd_prompts() -> dict[str, Callable[[TrajectoryGroup], Any]]:
+    """What the work of a state before generation may not do, by what is said of it."""
+
+    def changed(**fields: Any) -> Callable[[TrajectoryGroup], Any]:
+        return lambda group: replace(group, prompt=replace(group.prompt, **fields))
+
+    return {
+        "must return the group, not str": lambda group: "done",
+        "changed the row or the source of the prompt": changed(row=8),
+        "text of the prompt is a int": changed(text=8),
+        "fields of the prompt is a list": changed(fields=[]),
+        "returned another group, or trajectories": lambda group: replace(
+            group, trajectories=[response([1], reward=0.0, version=0)]
+        ),
+    }
+
+
+@pytest.mark.parametrize("says", odd_prompts())
+def test_the_work_before_generation_may_change_only_the_prompt(says: str) -> None:
+    async def work(group: TrajectoryGroup) -> Any:
+        return odd_prompts()[says](group)
+
+    async def scene(bench: Bench) -> None:
+        bench.order(group=9, attempt=1, prompt=PROMPT)
+        event = await bench.until(1)
+        assert isinstance(event, StateFailed) and says in event.reason and event.cause == "infrastructure"
+        assert await bench.trajectories.partial(9) is None
+
+    play(lambda: Bench(work), scene)

@@ -153,6 +153,7 @@ RULES: dict[str, Rule] = {
     "run_dir": _optional(DIRECTORY),
     "held_out": PROMPTS,
     "make_scorer": _optional(_function("a function that makes the scorer of some tasks", 1)),
+    "policy_fields": _each(TEXT),
     "works": _optional(_mapping(TEXT, _rule("a function of a group", callable))),
     "state_timeout_s": _optional(
         _rule(

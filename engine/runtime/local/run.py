@@ -21,6 +21,7 @@ from engine.ids import ReplicaId, StepId
 from engine.metrics.listening_address import check_address
 from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
+from engine.policies.registry import DEFAULTS, is_built_in
 from engine.protocols import Generator, Restorable, Scorer, Trainer
 from engine.record import MemoryRecorder, NullRecorder, Recorder, read
 from engine.record.files import make_run_directory, make_run_private
@@ -100,6 +101,7 @@ async def run_async(
     held_out: Sequence[Prompt | str] = (),
     make_scorer: Callable[[Tasks], Scorer] | None = None,
     works: Mapping[str, Work] | None = None,
+    policy_fields: Sequence[str] = (),
     state_timeout_s: float | None = None,
     resume: bool = False,
     force_from: str | None = None,
@@ -118,6 +120,7 @@ async def run_async(
     response each (`GroupWork.held_out`), as `limits.validation` says, or before and after training. `make_scorer`:
     makes the scorer of tasks that `limits.pools` separates from `train`. `works`: the work of those
     `limits.added_states` whose policies have no `work`; it has `state_timeout_s` for each group.
+    `policy_fields`: columns of a prompt's `fields` that added states and a filter of your own see.
 
     `run_dir`: directory of the record, `metrics.jsonl`, checkpoints and trajectories (`trajectories`: `disk` or
     `memory`); None: all stay in memory. `resume`: continue the run in it, with the same limits and a trainer in its
@@ -138,6 +141,7 @@ async def run_async(
         make_prompts=lambda: listed(prompts, epochs) if isinstance(prompts, Sequence) else prompts,
         slots=slots,
         prefix_every_tokens=prefix_every_tokens,
+        described=_described(limits, policies or {}, policy_fields),
         state_timeout_s=state_timeout_s,
         policies=policies or {},
         run_dir=None if run_dir is None else Path(run_dir),
@@ -349,6 +353,12 @@ class _Arguments:
 
     def can_make(self, replica: ReplicaId) -> bool:
         return self._make is not None or replica in self._generators
+
+
+def _described(limits: Limits, policies: Mapping[str, str], columns: Sequence[str]) -> tuple[str, ...] | None:
+    """The value of `Plan.described`."""
+    asks = limits.added_states or columns or not is_built_in("filter", policies.get("filter", DEFAULTS["filter"]))
+    return tuple(columns) if asks else None
 
 
 def _tell_missing_package(plan: Plan) -> None:
