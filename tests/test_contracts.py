@@ -95,7 +95,7 @@ def test_the_state_of_the_example_keeps_its_contract(own: None) -> None:
     contract = JudgeContract()
     contract.judge = example("judge_state").Judge()
     contract.test_simulated_runs_keep_every_law()
-    contract.test_work_changes_nothing_but_rewards()
+    contract.test_work_changes_only_what_it_may()
 
 
 def test_the_page_lists_exactly_the_stable_names() -> None:
@@ -211,7 +211,7 @@ def test_work_that_changes_tokens_is_told_the_law() -> None:
     contract = JudgeContract()
     contract.judge = Rewriter()
     with pytest.raises(AssertionError, match=r"changed token_ids of trajectory 0; it may change rewards only"):
-        contract.test_work_changes_nothing_but_rewards()
+        contract.test_work_changes_only_what_it_may()
 
 
 def test_a_policy_that_breaks_a_law_is_told_it(own: None) -> None:

@@ -77,7 +77,7 @@ from engine.metrics.transitions import Transitions
 from engine.record import Header, Record, Tick, replay
 from engine.record.replayer import build_scheduler
 from engine.scheduling.scheduler import Scheduler
-from engine.states.group import Group, phase_of
+from engine.states.group import Group
 from engine.states.machine import Phase
 from engine.states.process import REPLICA
 
@@ -224,9 +224,9 @@ class _GroupReader:
         notes.state = target
         if target in ("generating", "resumed"):
             self._begin_attempt(group, starts[group.id], tick.at, notes)
-        elif phase_of(target) in (Phase.CONSUMED, Phase.RELEASED):
+        elif self.state.phase_of(target) in (Phase.CONSUMED, Phase.RELEASED):
             self._end_group(notes, group, target, tick.at)
-        elif target not in ("aborted", "batched"):
+        elif target not in ("queued", "aborted", "batched"):
             self._waiting[group.id] = (target, tick.at, event.id if event is not None else tick.last)
         if isinstance(event, GroupGenerated | StateLeft):
             notes.reward_mean, notes.reward_spread = event.reward_mean, event.reward_spread
@@ -350,7 +350,7 @@ class _GroupReader:
             if not event.kept:
                 self._undo(notes)
             notes.state = group.state
-            if phase_of(group.state) is Phase.READY:
+            if self.state.phase_of(group.state) is Phase.READY:
                 self._waiting[id] = (group.state, event.at, event.id)
 
     def _undo(self, notes: _GroupNotes) -> None:

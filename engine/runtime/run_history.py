@@ -93,7 +93,7 @@ def _needs_store(recovered: Recovered, steps: StepId) -> bool:
     state = recovered.scheduler.state
     if steps < state.steps_trained or state.formed_steps:
         return True
-    return any(state.phase_of(group) is Phase.READY or group.tokens for group in state.groups.values())
+    return any(state.phase_of(group.state) is Phase.READY or group.tokens for group in state.groups.values())
 
 
 def _were_in_memory(recovered: Recovered) -> bool:
@@ -138,7 +138,7 @@ def _missing(store: DurableStore, recovered: Recovered) -> tuple[GroupId, ...]:
     state, attempts = recovered.scheduler.state, store.attempts
     missing = []
     for group in state.groups.values():
-        phase = state.phase_of(group)
+        phase = state.phase_of(group.state)
         if (
             group.state in state.stages.by_name and phase is Phase.PARKED
         ):  # each work order is an attempt; it stores nothing before it is done

@@ -69,7 +69,9 @@ def _require_possible(event: RunResumed, state: State) -> None:
             event.steps == state.steps_trained and not again, "law 5: a run that loses no step must repeat none",
             steps=event.steps, trained=state.steps_trained, groups=again[:8],
         )  # fmt: skip
-    gone = [id for id in event.missing if id not in state.groups or state.phase_of(state.groups[id]) is Phase.BATCHED]
+    gone = [
+        id for id in event.missing if id not in state.groups or state.phase_of(state.groups[id].state) is Phase.BATCHED
+    ]
     require(
         not gone and (event.kept or not event.missing), "law 5: missing trajectories cannot be generated again",
         groups=gone[:8],
@@ -106,7 +108,7 @@ def _begin_work_again(core: Core, event: RunResumed) -> None:
     for id in event.missing:
         group = state.groups[id]
         group.forget_tokens()
-        if state.phase_of(group) is Phase.WAITING:
+        if state.phase_of(group.state) is Phase.WAITING:
             _prepare_anew(core, group)
         elif group.prepared:
             drop_group(core, group)  # its prompt is lost, and a group that has begun cannot be prepared again

@@ -66,20 +66,20 @@ def check_all(state: State) -> None:
     check_room(state)
     count = [0] * len(Phase)
     for group in state.groups.values():
-        count[state.phase_of(group)] += 1
+        count[state.phase_of(group.state)] += 1
     live = (Phase.WAITING, Phase.RUNNING, Phase.PARKED, Phase.READY, Phase.BATCHED)
     require(all(count[p] == state.ledger.count[p] for p in live), "law 1: books and records differ", records=count,
             books=state.ledger.count)  # fmt: skip
     seats = _check_seats(state)
     for group in state.groups.values():
-        running = state.phase_of(group) is Phase.RUNNING
+        running = state.phase_of(group.state) is Phase.RUNNING
         require(
             running == (group.id in seats), "law 1: a running group has no seat, or another has one", group=group.id
         )
         most = state.replicas[seats[group.id]].samples if running else 0
         require(0 <= group.finished <= most, "law 2: more trajectories ended than were running",
                 group=group.id, finished=group.finished, most=most)  # fmt: skip
-        started = running or state.phase_of(group) in (Phase.PARKED, Phase.READY)
+        started = running or state.phase_of(group.state) in (Phase.PARKED, Phase.READY)
         if started:
             due = state.steps_in[group.admitted_version] + state.limits.max_staleness_steps
             latest = state.steps_in[group.admitted_version] + state.loosest
@@ -92,7 +92,7 @@ def check_all(state: State) -> None:
             )
     books: dict[int, tuple[int, int]] = {}
     for group in state.groups.values():
-        phase = state.phase_of(group)
+        phase = state.phase_of(group.state)
         if phase in (Phase.RUNNING, Phase.PARKED, Phase.READY):
             started_due, ready_due = books.get(group.deadline, (0, 0))
             books[group.deadline] = (started_due + 1, ready_due + (phase is Phase.READY))
@@ -102,7 +102,7 @@ def check_all(state: State) -> None:
     parked = {id for heap in state.parked.values() for _, id in heap}
     aborted = {group.id for group in state.groups.values() if group.state == "aborted"}
     require(parked >= aborted, "law 7: a parked group is forgotten")
-    require(set(state.ready) == {g.id for g in state.groups.values() if state.phase_of(g) is Phase.READY},
+    require(set(state.ready) == {g.id for g in state.groups.values() if state.phase_of(g.state) is Phase.READY},
             "law 1: the ready list and the records differ")  # fmt: skip
     check_orders(state)
     check_validations(state)

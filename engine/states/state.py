@@ -244,8 +244,9 @@ class State:
         if enter is not None:
             enter(group, key)
 
-    def phase_of(self, group: Group) -> Phase:
-        return self._phases[group.state]
+    def phase_of(self, state: str) -> Phase:
+        """The phase of a state of groups."""
+        return self._phases[state]
 
     def _leave_waiting(self, group: Group, before: str) -> None:
         """`start_groups` removes the first group in `waiting` itself."""

@@ -16,7 +16,7 @@ from engine.record.segment_log import Index, store_index
 from engine.runtime.local import response
 from engine.runtime.plan import Plan
 from engine.runtime.run_history import RunHistory, history_of
-from engine.states.group import Group, phase_of
+from engine.states.group import Group
 from engine.states.machine import Phase
 from engine.states.state import State
 from engine.storage.checkpoints import checkpoint_path, save_checkpoint
@@ -43,7 +43,9 @@ class Scene:
         (formed,) = self.state.formed_steps
         self.formed = formed.groups
         self.trained = self.state.checkpoints.stored_batches[SAVED]
-        self.running = [group.id for group in self.state.groups.values() if phase_of(group.state) is Phase.RUNNING]
+        self.running = [
+            group.id for group in self.state.groups.values() if self.state.phase_of(group.state) is Phase.RUNNING
+        ]
         self.plan: Plan = replace(plan(run_dir), restore_trainer=restore_mortal)
         self.directory = run_dir / "trajectories"
         (run_dir / "schedule").mkdir(parents=True)

@@ -14,7 +14,6 @@ from engine.record import Header, Record, Recorder, read, replay
 from engine.record.recorder import MemoryRecorder
 from engine.record.replayer import build_scheduler
 from engine.simulation.world import Faults
-from engine.states.group import phase_of
 from engine.states.limits import Limits
 from engine.states.machine import Phase
 from engine.states.state import State
@@ -58,7 +57,7 @@ def faulty() -> History:
 def test_a_history_agrees_with_the_schedulers_books(family: Any, number: int) -> None:
     record = record_of(family, number)
     history, state = read_history(record), state_after(record)
-    phases = Counter(phase_of(group.state) for group in history.groups)
+    phases = Counter(state.phase_of(group.state) for group in history.groups)
     assert {phase: phases[phase] for phase in Phase} == {phase: state.ledger.count[phase] for phase in Phase}
     assert sum(history.tokens.values()) == sum(attempt.sampled for attempt in history.attempts)
     assert set(history.tokens) == set(FATES) and min(history.tokens.values()) >= 0
