@@ -25,6 +25,12 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
+# Models of tests are too small to share: threads that wait for a busy core make them slower by far. Set before torch is
+# imported, here and in the programs that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Each process of vLLM would compile the few functions that it decorates so, in C++ the first time: longer than it runs.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
 # For clusters that tests start without `connect`: Ray's workers would hardly run beside other programs.
 os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.pop("RAY_ADDRESS", None)  # a run would join that cluster

@@ -9,12 +9,13 @@ import torch
 from gateway_rig import CONTEXT, Rig, tokenizer
 from openai import AsyncOpenAI
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from vllm_arguments import ENGINE_ARGS, require_vllm
 
 from engine.trajectory import Prompt, Trajectory
 
 PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 ADD = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
-pytest.importorskip("vllm", reason="vLLM is not installed")
+require_vllm()
 
 
 def model(seed: int) -> Qwen2ForCausalLM:
@@ -42,7 +43,7 @@ def test_turns_are_kept_with_vllms_own_tokens_logprobs_and_versions(tmp_path: Pa
     first, second = model(0), model(1)
     first.save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
-    engine_args = {"dtype": "float32", "enforce_eager": True, "max_model_len": CONTEXT}
+    engine_args = ENGINE_ARGS | {"max_model_len": CONTEXT}
     backend = VllmBackend(str(tmp_path), rows=4, engine_args=engine_args, structures=True)
 
     async def agent(client: AsyncOpenAI, prompt: Prompt) -> None:

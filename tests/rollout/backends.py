@@ -25,6 +25,7 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from vllm_arguments import require_vllm
 
 from engine.rollout.backend import RolloutBackend
 from engine.rollout.torch.torch_backend import TorchBackend
@@ -164,7 +165,7 @@ async def until_sampled(backend: RolloutBackend, tokens: int) -> None:
 @pytest.fixture(params=list(BACKENDS))
 def kind(request: pytest.FixtureRequest) -> Kind:
     if request.param == "vllm":
-        pytest.importorskip("vllm", reason="vLLM is not installed")
+        require_vllm()
     return BACKENDS[request.param]
 
 

@@ -20,6 +20,7 @@ from aiohttp import web
 from backends import CONTEXT, WIDE, build
 from gate import Gate
 from transformers import PreTrainedModel
+from vllm_arguments import ONE_PROCESS
 from vllm_engines import gated
 
 from engine.tasks.arithmetic import ALPHABET
@@ -66,7 +67,7 @@ class VllmServer:
         command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME, "--api-key", key]
         command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", str(CONTEXT), "--max-num-seqs", "16"]
         command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-        command += ["--scheduler-cls", held["scheduler_cls"]]
+        command += ["--distributed-executor-backend", ONE_PROCESS, "--scheduler-cls", held["scheduler_cls"]]
         command += ["--additional-config", json.dumps(held["additional_config"])]
         command += [
             "--enable-scale-out",

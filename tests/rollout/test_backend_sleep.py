@@ -7,6 +7,7 @@ import pytest
 from backends import BACKENDS, build, build_torch, run_over, until_sampled
 from test_generator import Letters, length_reward
 from test_torch_backend import ask
+from vllm_arguments import require_vllm
 
 from engine.errors import EngineError
 from engine.protocols import Sleeper
@@ -82,7 +83,7 @@ def test_a_generator_sleeps_as_its_backend_does() -> None:
 
 
 def test_vllm_on_a_cpu_forgets_its_cache_and_samples_on() -> None:
-    pytest.importorskip("vllm", reason="vLLM is not installed")
+    require_vllm()
 
     async def scenario(backend: Any) -> None:
         with pytest.raises(EngineError, match="only when paused"):

@@ -31,6 +31,7 @@ from test_backend_scenarios import (  # noqa: F401  (collected here, over this f
     test_zero_token_abort_is_a_no_op,
 )
 from transformers import AutoTokenizer
+from vllm_arguments import require_vllm
 
 import engine.rollout.openai.openai_backend
 from engine.config.loading import parse_config
@@ -49,7 +50,7 @@ from engine.trajectory import Span
 sys.path.append(str(Path(__file__).resolve().parent.parent / "actors"))
 from ray_plans import check_record, events_of
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
+require_vllm()
 pytestmark = pytest.mark.xdist_group("engines")
 MOST = 250
 KEY_NAME = "OPENAI_BACKEND_TEST_KEY"

@@ -13,6 +13,7 @@ import torch
 from backends import go_on, hold, run_over
 from gate import Counted
 from http_servers import KEY, NAME, Hiding, SmallServer, VllmServer, model, vllm_servers
+from vllm_arguments import require_vllm
 
 from engine.errors import ConfigError, EngineError
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
@@ -20,7 +21,7 @@ from engine.rollout.openai.openai_backend import OpenAIBackend
 from engine.training.lora import Lora, adapter_tensors, add_adapter
 from engine.trajectory import Span
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
+require_vllm()
 pytestmark = pytest.mark.xdist_group("engines")
 LORA = Lora(rank=4, alpha=8.0)
 PROMPT = [5, 6, 7]

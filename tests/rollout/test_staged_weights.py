@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from vllm_arguments import require_vllm
 from weight_holders import digest, own_memory, process, vllm_worker, worker
 
 from engine.actors.transports import pack_tensors, unpack_tensors
@@ -111,7 +112,7 @@ class Workers:
 def test_a_backend_whose_worker_cannot_use_the_memory_uses_files(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pytest.importorskip("vllm", reason="vLLM is not installed")
+    require_vllm()
     weights = model_in(tmp_path / "model", 16).state_dict()
     versions = [{name: value + version for name, value in weights.items()} for version in range(4)]
 

@@ -17,6 +17,7 @@ import vllm_engines
 from backends import WIDE, build, run, run_over
 from gate import TOO_LONG_S
 from test_generator import Letters, length_reward
+from vllm_arguments import require_vllm
 
 from engine.errors import DataFailure, EngineError
 from engine.events import GroupGenerated, ProcessLost, WeightsInstalled
@@ -31,7 +32,7 @@ from engine.states.laws import check_all
 from engine.states.limits import Limits
 from engine.trajectory import Span, TrajectoryGroup
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
+require_vllm()
 TOKENS = 120
 
 
@@ -129,40 +130,15 @@ def test_two_replicas_of_two_slots_end_six_requests_with_exactly_their_tokens(mo
     assert_lawful(result)
 
 
-def test_groups_of_an_engine_that_is_killed_are_ended_by_the_other() -> None:
-    before = vllm_engines.processes()
-    mortal = vllm_engines.start(model())
-    (process,) = vllm_engines.processes() - before
-    mortal.hold(30)
-    trainer = Publisher()
-
-    def end_it() -> None:
-        until_at(mortal, vllm_engines.ROWS * 30)  # as many as it samples at once
-        os.kill(process, signal.SIGKILL)
-
-    trainer.at[1] = end_it
-    limits = Limits(
-        train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12, sync_mode="abort", checkpoint_every=0
-    )
-    result = run_on(
-        [vllm_engines.rent(model()), mortal], trainer, prompts=[f"question {n}" for n in range(28)], limits=limits,
-        samples=2, slots=6, policies={"filter": "none"},
-    )  # fmt: skip
-    assert (result.outcome, result.groups["consumed"]) == ("finished", 28)
-    (lost,) = events_of(result, ProcessLost)
-    assert lost.index == 1 and "vLLM" in lost.reason
-    assert {event.replica for event in events_of(result, GroupGenerated)} == {0}
-    assert all(len(t.token_ids) == TOKENS for group in trainer.groups for t in group.trajectories)
-    assert_lawful(result)
-
-
 OWNER = """
 import sys, tempfile, psutil
-sys.path[:0] = [{tests!r}]
+sys.path[:0] = {folders!r}
 import vllm_engines
 from backends import WIDE, build
+from vllm_arguments import ENGINE_ARGS
 if __name__ == "__main__":
-    backend = vllm_engines.start(build("qwen2", **WIDE))
+    two = ENGINE_ARGS | {{"distributed_executor_backend": "mp"}}  # the worker in a process of its own
+    backend = vllm_engines.start(build("qwen2", **WIDE), engine_args=two)
     print(backend.staging, *(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
     sys.stdin.read()
 """
@@ -171,7 +147,7 @@ if __name__ == "__main__":
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
     script = tmp_path / "owner.py"
-    script.write_text(OWNER.format(tests=str(Path(__file__).parent)))
+    script.write_text(OWNER.format(folders=[str(folder) for folder in Path(__file__).parents[:2]]))
     process = subprocess.Popen(
         [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         text=True, cwd=Path(__file__).parents[2], env={**os.environ, "PYTHONPATH": os.getcwd()},
@@ -185,7 +161,7 @@ def test_no_process_and_no_staged_file_outlives_an_owner_that_is_killed(owner: "
     assert owner.stdout is not None
     staging, *pids = next(line for line in owner.stdout if line.startswith("/")).split()
     children = [psutil.Process(int(pid)) for pid in pids]
-    assert Path(staging).is_dir() and len(children) >= 2
+    assert Path(staging).is_dir() and len(children) >= 3
     owner.kill()
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
@@ -237,3 +213,34 @@ def test_equal_seeds_draw_equal_tokens_whatever_else_runs() -> None:
         assert len({tuple(result.token_ids) for result in crowd}) == 8
 
     run_over(vllm_engines.rent(model()), scenario)
+
+
+class Mortal(vllm_engines.Rented):
+    async def close(self) -> None:
+        await self.engine.close()
+
+
+def test_groups_of_an_engine_that_is_killed_are_ended_by_the_other() -> None:
+    """Last: no later test uses that engine."""
+    mortal = vllm_engines.rent(model(), Mortal)
+    mortal.hold(30)
+    trainer = Publisher()
+
+    def end_it() -> None:
+        until_at(mortal, vllm_engines.ROWS * 30)  # as many as it samples at once
+        os.kill(mortal.engine.process, signal.SIGKILL)
+
+    trainer.at[1] = end_it
+    limits = Limits(
+        train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12, sync_mode="abort", checkpoint_every=0
+    )
+    result = run_on(
+        [vllm_engines.rent(model()), mortal], trainer, prompts=[f"question {n}" for n in range(28)], limits=limits,
+        samples=2, slots=6, policies={"filter": "none"},
+    )  # fmt: skip
+    assert (result.outcome, result.groups["consumed"]) == ("finished", 28)
+    (lost,) = events_of(result, ProcessLost)
+    assert lost.index == 1 and "vLLM" in lost.reason
+    assert {event.replica for event in events_of(result, GroupGenerated)} == {0}
+    assert all(len(t.token_ids) == TOKENS for group in trainer.groups for t in group.trajectories)
+    assert_lawful(result)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from backends import WIDE, build
+from vllm_arguments import ENGINE_ARGS, require_vllm
 
 from engine.errors import EngineError
 from engine.rollout.vllm.engine_log import EngineLog, causes_in
@@ -50,13 +51,13 @@ def test_a_log_without_new_lines_adds_nothing(tmp_path: Path) -> None:
 
 
 def test_an_engine_whose_context_does_not_fit_says_so(tmp_path: Path) -> None:
-    pytest.importorskip("vllm", reason="vLLM is not installed")
+    require_vllm()
     from engine.rollout.vllm.vllm_backend import VllmBackend
 
     context = 1 << 20
     model: Any = build("qwen2", **WIDE, max_position_embeddings=context)
     model.save_pretrained(tmp_path / "model")
-    arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": context}
+    arguments = ENGINE_ARGS | {"max_model_len": context}
     log = tmp_path / "logs" / "rollout-0.vllm.log"
     with pytest.raises(EngineError, match=rf"vLLM does not start: .*max seq len \({context}\).*more in {log}"):
         VllmBackend(str(tmp_path / "model"), engine_args=arguments, log=log)

@@ -11,6 +11,7 @@ from backends import WIDE, build, go_on, hold, run
 from reference_sync import digest
 from safetensors.torch import load_file
 from test_vllm_weights import PROMPT, assert_samples, greedy
+from vllm_arguments import require_vllm
 
 from engine.errors import EngineError
 from engine.rollout.backend import SampleResult
@@ -20,7 +21,7 @@ from engine.training.shared_weights import PublishedTensors
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import Span
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
+require_vllm()
 LORA = Lora(rank=4, alpha=8.0)
 """vLLM's lowest maximum rank is 8."""
 

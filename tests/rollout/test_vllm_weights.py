@@ -9,6 +9,7 @@ import pytest
 import torch
 import vllm_engines
 from backends import WIDE, build, go_on, hold, run
+from vllm_arguments import require_vllm
 
 from engine.errors import EngineError
 from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams
@@ -16,7 +17,7 @@ from engine.rollout.vllm.mapped_weights import PLACES
 from engine.training.shared_weights import copy_of, find
 from engine.trajectory import Span
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
+require_vllm()
 PROMPT = [5, 6, 7]
 LONG = 240
 

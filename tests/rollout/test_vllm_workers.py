@@ -12,6 +12,7 @@ import pytest
 import vllm_engines
 from backends import WIDE, build, run
 from test_vllm_weights import assert_samples, greedy
+from vllm_arguments import ENGINE_ARGS, require_vllm
 
 from engine.errors import EngineError
 from engine.rollout.vllm import vllm_backend
@@ -19,15 +20,18 @@ from engine.rollout.vllm.engine_args import all_engine_args
 from engine.rollout.vllm.weight_checks import differing, not_loaded
 
 pytestmark = pytest.mark.timeout(600)
-pytest.importorskip("vllm", reason="vLLM is not installed")
-KINDS: dict[str, dict[str, Any]] = {"tensor": {"tensor_parallel_size": 2}, "data": {"data_parallel_size": 2}}
+require_vllm()
+KINDS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+    "data": {"data_parallel_size": 2, "distributed_executor_backend": "mp"},
+}
 
 
 @pytest.fixture(scope="module", params=["tensor", pytest.param("data", marks=pytest.mark.long)])
 def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_backend, "all_engine_args", faulty_arguments)
-        backend = vllm_engines.start(model_of(0), engine_args=vllm_engines.ENGINE_ARGS | KINDS[request.param])
+        backend = vllm_engines.start(model_of(0), engine_args=ENGINE_ARGS | KINDS[request.param])
     backend.kind = request.param
     yield backend
     run(backend.close())

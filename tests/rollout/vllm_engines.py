@@ -13,22 +13,22 @@ from typing import Any
 import psutil
 from gate import Counted, Gate
 from transformers import PreTrainedModel
+from vllm_arguments import ENGINE_ARGS
 
 from engine.ids import Version
 from engine.rollout.backend import SampleRequest, SampleResult
 from engine.trajectory import Span
 
 RUNNER = asyncio.Runner()
-CONTEXT = 256
+CONTEXT = ENGINE_ARGS["max_model_len"]
 ROWS = 8
-ENGINE_ARGS: dict[str, Any] = dict(dtype="float32", enforce_eager=True, max_model_len=CONTEXT)
 IDLE: list[Any] = []
 STARTED: list[Any] = []
 DIRECTORIES: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def start(model: PreTrainedModel, **options: Any) -> Any:
-    """A backend of its own on a model, whose requests stop where its gate says."""
+    """A backend of its own on a model, whose requests stop where its gate says. `process`: its engine's."""
     from engine.rollout.vllm.vllm_backend import VllmBackend
 
     class Held(Counted, VllmBackend):
@@ -39,8 +39,10 @@ def start(model: PreTrainedModel, **options: Any) -> Any:
     model.save_pretrained(directory.name)
     gate = Path(directory.name) / "gate"
     arguments = ENGINE_ARGS | gated(gate)
+    before = processes()
     backend = Held(directory.name, **{"rows": ROWS, "engine_args": arguments, **options})
     backend.gate = Gate(gate)
+    backend.process = min(processes() - before)
     STARTED.append(backend)
     return backend
 
