@@ -56,6 +56,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"To draw the same examples again: add --hypothesis-seed={seed}")
 
 
+@pytest.hookimpl(optionalhook=True)  # with `-p no:xdist` nobody knows it
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are processors: a test with a Ray cluster or a vLLM engine mostly waits for one process at a
+    time, and for time limits."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
@@ -69,16 +76,17 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests that share a Ray cluster or a vLLM engine in one process, where they run one after another: both
-    keep time limits, and side by side they would slow each other down. Files whose names and parameters do not say so
-    mark themselves. Tests with a Ray cluster of their own follow one another in another process: their limits are
-    generous, and the first group is the longest."""
+    """Keep the tests that share vLLM engines in one process, where they run one after another, those that share a Ray
+    cluster in another, and those with a cluster of their own in a third. Files whose names and parameters do not say so
+    mark themselves. These groups are the longest, and pytest-xdist begins with them."""
     for item in items:
-        ray = item.get_closest_marker("ray") is not None
-        if "vllm" in item.nodeid or (ray and "cluster" in getattr(item, "fixturenames", ())):
+        if item.get_closest_marker("ray") is not None:
+            shared = "cluster" in getattr(item, "fixturenames", ())
+            item.add_marker(pytest.mark.xdist_group("cluster" if shared else "clusters"))
+        elif "vllm" in item.nodeid:
             item.add_marker(pytest.mark.xdist_group("engines"))
-        elif ray:
-            item.add_marker(pytest.mark.xdist_group("clusters"))
+        elif "of_ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ranks"))  # one process from which ranks are forked
 
 
 @pytest.hookimpl(tryfirst=True)
