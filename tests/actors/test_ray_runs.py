@@ -1,11 +1,8 @@
 """Runs through real Ray with work that takes no time: deaths, refusals, ends."""
 
-import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -130,37 +127,3 @@ def test_a_scheduler_that_is_killed_takes_its_actors_along_and_is_reported(tmp_p
         status = run.wait()
     assert status.outcome == "failed" and re.search(r"SchedulerActor .* died", status.reason)
     wait_for_no_actors()
-
-
-RAYS_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-"""Ray's own, without any work of ours: after a launcher killed outright they take a minute to notice."""
-
-LAUNCHER = """
-import sys, time
-sys.path.append({here!r})
-from pathlib import Path
-from ray_plans import endless, plan
-from engine.actors.launch import start
-run = start(plan(Path({run_dir!r}), endless))
-print("up", flush=True)
-run.wait()
-"""
-
-
-def test_a_launching_process_that_is_killed_leaves_no_process_behind(tmp_path: Path) -> None:
-    program = LAUNCHER.format(here=str(Path(__file__).parent), run_dir=str(tmp_path))
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert launcher.stdout is not None
-    assert launcher.stdout.readline() == "up\n"
-    started = psutil.Process(launcher.pid).children(recursive=True)
-    assert len(started) >= 6
-    agents = [process for process in started if process.name() in RAYS_AGENTS]
-    launcher.kill()
-    launcher.wait(60)
-    _, left = psutil.wait_procs([process for process in started if process not in agents], timeout=60)
-    for agent in agents:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            agent.kill()
-    assert left == []
