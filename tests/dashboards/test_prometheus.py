@@ -56,7 +56,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory, cluster: None) -> Iterator
             "run": {"dir": str(made), "max_steps": 100_000, "epochs": None, "seed": 3},
             "model": {"path": ready.model_path},
             "data": {"sources": [{"name": "all", "path": str(prompts)}], "validation_path": str(held_out)},
-            "reward": {"function": "hanging_reward:score", "timeout_s": 0.5},
+            "reward": {"function": "hanging_reward:score", "timeout_s": 1.0},
             "scheduler": {
                 "train_batch_size": 4,
                 "samples_per_prompt": 2,

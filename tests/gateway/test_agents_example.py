@@ -12,10 +12,18 @@ from engine.record import read, replay
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import sys
+import engine.training.warmup as warmup
+whole = warmup.WarmUp
+warmup.WarmUp = lambda **given: whole(**{**given, "steps": 100})  # of 500
+import multi_turn_agent
+sys.exit(multi_turn_agent.main(sys.argv[1:]))
+"""
 
 
 def test_the_calculator_agent_trains_through_the_gateway(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "examples" / "multi_turn_agent.py")]
+    command = [sys.executable, "-c", PROGRAM]
     for change in ("run.max_steps=3", "validation.at_start=false", "validation.prompts=8", "rollout.replicas=1"):
         command += ["--set", change]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}

@@ -3,12 +3,14 @@
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked_ranks import ForkServer, starts_of
 from transformers import AutoModelForCausalLM
 
 from engine import cli
@@ -17,6 +19,15 @@ from engine.errors import ConfigError
 from engine.plans.run_inputs import inputs_of
 from engine.tasks.quickstart import Prepared, Quickstart, prepare
 from engine.tasks.warm_start import RECIPE
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.fixture(autouse=True)
+def forked(server: ForkServer) -> Iterator[None]:
+    """The process in which the model learns starts in a moment."""
+    with starts_of(server):
+        yield
 
 
 @pytest.fixture(scope="module")
