@@ -1,4 +1,5 @@
-"""A training run through Ray whose replicas hold vLLM, one of which loses its engine in the middle of generating."""
+"""A training run through Ray whose replicas hold vLLM and get weights by vLLM's own transfer. One of them loses its
+engine in the middle of generating."""
 
 import math
 from dataclasses import replace
@@ -12,18 +13,19 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ray_plans import check_record, events_of
 from transformers import Qwen2Config
+from vllm_arguments import ENGINE_ARGS, require_vllm
 
 from engine.actors.launch import RunHandle, start
 from engine.commands import ResumeGroup, StartGroup
 from engine.config.loading import parse_config
-from engine.events import GroupGenerated, PrefixStored, ProcessLost, SyncFailed, WeightsInstalled
+from engine.events import GroupGenerated, PrefixStored, ProcessLost, WeightsInstalled
 from engine.ids import GroupId
 from engine.plans.configured_plan import plan_of
 from engine.record import read
 from engine.rollout.vllm.engine_args import all_engine_args
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(600)]
-pytest.importorskip("vllm", reason="vLLM is not installed")
+require_vllm()
 
 STEPS, BATCH, SAMPLES, EVERY = 3, 4, 4, 10
 
@@ -34,10 +36,10 @@ def tree(made: Path) -> dict[str, Any]:
     return {
         "run": {"dir": str(made), "max_steps": STEPS, "seed": 3},
         "model": {"make": "arithmetic", "arithmetic": arithmetic},
-        "scheduler": {"train_batch_size": BATCH, "samples_per_prompt": SAMPLES, "max_staleness_steps": 2},
+        "scheduler": {"train_batch_size": BATCH, "samples_per_prompt": SAMPLES, "max_staleness_steps": 0},
         "rollout": {
-            "backend": "vllm", "replicas": 2, "slots": 6, "max_tokens": 150,
-            "engine_args": {"dtype": "float32", "enforce_eager": True, "max_model_len": 256},
+            "backend": "vllm", "replicas": 2, "slots": 6, "max_tokens": 150, "transport": "vllm",
+            "engine_args": ENGINE_ARGS,
         },
         "trainer": {"learning_rate": 1e-3, "checkpoint_every": 0, "threads": 1},
         "validation": {"at_start": False, "at_end": False},
@@ -71,7 +73,7 @@ def test_groups_of_a_killed_vllm_process_go_on_elsewhere_from_stored_prefixes(tm
     lost, *others = events_of(run_dir, ProcessLost)
     until = min((other.id for other in others), default=math.inf)  # a slow machine may lose another one
     assert (lost.index, lost.incarnation) == (0, 1) and "vLLM" in lost.reason
-    assert "Initializing" in (run_dir / "logs/rollout-0.vllm.log").read_text(), "its processes wrote no log"
+    assert (run_dir / "logs/rollout-0.vllm.log").read_text(), "its processes wrote no log"
     stored = {e.group: e for e in events_of(run_dir, PrefixStored) if e.replica == 0 and e.id < lost.id}
     assert killed in stored
     orders = [
@@ -84,24 +86,11 @@ def test_groups_of_a_killed_vllm_process_go_on_elsewhere_from_stored_prefixes(tm
     resumed = {group: order for group, order in again.items() if isinstance(order, ResumeGroup) and group in stored}
     assert killed in resumed
     assert all(isinstance(order, ResumeGroup) == (group in stored) for group, order in again.items())
+    installed = {event.version for event in events_of(run_dir, WeightsInstalled)}
+    assert installed >= set(range(1, STEPS)), "no step without the version before it"
     ended = {e.group: e for e in events_of(run_dir, GroupGenerated)}
     assert set(resumed) & set(ended), "what was resumed has ended"
     assert all(ended[group].tokens >= stored[group].tokens for group in resumed if group in ended)
-
-
-def test_weights_reach_vllm_by_its_own_transfer(tmp_path: Path) -> None:
-    config = tree(tmp_path)
-    config["run"]["max_steps"] = STEPS
-    config["scheduler"]["max_staleness_steps"] = 0  # no step without the version before it
-    config["rollout"] |= {"transport": "vllm", "replicas": 1, "slots": 4, "max_tokens": 24}
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    with start(plan_of(parse_config(config), run_dir)) as run:
-        status = run.wait()
-    assert (status.outcome, status.step) == ("finished", STEPS), status.reason
-    check_record(run_dir)
-    assert [failed.reason for failed in events_of(run_dir, SyncFailed)] == []
-    assert {event.version for event in events_of(run_dir, WeightsInstalled)} >= set(range(1, STEPS))
 
 
 def test_several_workers_in_a_placement_group_do_not_wait_for_its_gpus_again(tmp_path: Path) -> None:
