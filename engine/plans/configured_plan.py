@@ -4,6 +4,7 @@
 the plan refers to run in the processes of the run.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,10 +34,12 @@ from engine.protocols.named_code import NO_LOCAL, Local
 from engine.rollout.vllm.engine_args import built_for_cpu
 from engine.runtime.plan import DistributedSettings, Plan, VllmSettings, WeightsWire
 from engine.runtime.prompt_sources import CountedPrompts
+from engine.states.limits import Limits
 from engine.storage.checkpoints import FIRST, check_first_checkpoint, verify_checkpoint
 from engine.storage.durable_trajectories import StorePolicy
 from engine.storage.samples import SamplePolicy
 from engine.tasks.quickstart import Progress
+from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import Prompt
 
 
@@ -113,10 +116,6 @@ def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
         held_out, validation = held_out_of(config, inputs, limits.validation)
         limits = replace(limits, validation=validation)
     gpus = needs_of(config, built_for_cpu())
-    make = partial(make_trainer, begin, settings, limits.scored_apart, config.model.checkpoint_optimizer)
-    trainer = partial(make, in_turns=limits.trains_in_turns)
-    if config.trainer.custom:
-        trainer = partial(make_custom_trainer, config, begin, inputs.local)
     return Plan(
         limits=limits,
         samples=config.scheduler.samples_per_prompt,
@@ -126,7 +125,7 @@ def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
         snapshot_every=config.durability.snapshot_every,
         make_rollout=partial(make_rollout, config, inputs),
         make_sharing_rollout=partial(make_sharing_rollout, config, inputs),
-        make_trainer=trainer,
+        make_trainer=_trainer_of(config, inputs, settings, limits),
         check_weights=weights_check(config, inputs.model),
         make_work=partial(make_work, config, inputs),
         described=config.described,
@@ -174,6 +173,16 @@ def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
         trainer_ranks=gpus.ranks,
         trains_on_gpus=gpus.trains_on_gpus,
         pool_shares=gpus.shares,
+    )
+
+
+def _trainer_of(config: Config, inputs: Inputs, settings: TrainerSettings, limits: Limits) -> Callable[[], Trainer]:
+    """What makes the trainer: of the engine, or of the user."""
+    if config.trainer.custom:
+        return partial(make_custom_trainer, config, inputs.model, inputs.local)
+    optimizer = config.model.checkpoint_optimizer
+    return partial(
+        make_trainer, inputs.model, settings, limits.scored_apart, optimizer, in_turns=limits.trains_in_turns
     )
 
 

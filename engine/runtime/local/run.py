@@ -112,15 +112,15 @@ async def run_async(
 ) -> RunResult:
     """Run until the run ends, on the current event loop.
 
-    `generators`: one generator for each replica, or a function that makes a replica's generator (on a thread, one at a
-    time); then there are `replicas`, and a lost one is replaced, up to `replacements` times in a row without a train
-    step in between (None: `limits.replica_restarts` times). `samples`: trajectories per prompt. `slots`: concurrent
-    groups per replica. `prefix_every_tokens`: tokens between two prefixes that a generator may save; 0: none.
-    `epochs`: passes over a list of prompts. `policies`: names by decision. `held_out`: prompts to measure, with one
-    response each (`GroupWork.held_out`), as `limits.validation` says, or before and after training. `make_scorer`:
-    makes the scorer of tasks that `limits.pools` separates from `train`. `works`: the work of those
-    `limits.added_states` whose policies have no `work`; it has `state_timeout_s` for each group.
-    `policy_fields`: columns of a prompt's `fields` that added states and a filter of your own see.
+    `generators`: a generator for each replica, or a function that makes them (on a thread, one at a time); then there
+    are `replicas`, and a lost one is replaced, up to `replacements` times without a train step in between (None:
+    `limits.replica_restarts` times). `samples`: trajectories per prompt. `slots`: concurrent groups per replica.
+    `prefix_every_tokens`: tokens between two prefixes that a generator may save; 0: none. `epochs`: passes over a list
+    of prompts. `policies`: names by decision. `held_out`: prompts to measure, with one response each
+    (`GroupWork.held_out`), as `limits.validation` says, or before and after training. `make_scorer`: makes the scorer
+    of tasks that `limits.pools` separates from `train`. `works`: the work of those `limits.added_states` whose policies
+    have no `work`; it has `state_timeout_s` for each group. `policy_fields`: columns of a prompt's `fields` that added
+    states and a filter of your own see.
 
     `run_dir`: directory of the record, `metrics.jsonl`, checkpoints and trajectories (`trajectories`: `disk` or
     `memory`); None: all stay in memory. `resume`: continue the run in it, with the same limits and a trainer in its
@@ -132,8 +132,8 @@ async def run_async(
     """
     check_arguments(locals())
     _require_together(trainer, limits, run_dir, needs_directory=resume or control_port is not None)
-    keeps = run_dir is not None and trajectories == "disk" and limits.checkpoint_every > 0
-    limits = _for_one_process(_with_held_out(limits, held_out, samples), replacements, keeps)
+    durable = run_dir is not None and trajectories == "disk"
+    limits = _for_one_process(_with_held_out(limits, held_out, samples), replacements, durable)
     given = _Arguments(generators, replicas + len(limits.validators()), trainer, make_scorer, works or {})
     plan = given.plan(
         limits,
@@ -153,9 +153,7 @@ async def run_async(
         metrics_port=metrics_port,
         control_port=control_port,
     )
-    if plan.resume:
-        plan = _as_recorded(plan, given.trainer)
-    return await LocalRun(plan, given.can_make).to_end()
+    return await LocalRun(_as_recorded(plan, given.trainer) if plan.resume else plan, given.can_make).to_end()
 
 
 def run_plan(plan: Plan) -> RunResult:
@@ -367,10 +365,12 @@ def _tell_missing_package(plan: Plan) -> None:
         log.warning("the package pyarrow is not installed, so no samples are kept; `pip install pyarrow` adds it")
 
 
-def _for_one_process(limits: Limits, replacements: int | None, keeps_batches: bool) -> Limits:
-    """The limits without automatic restarts of the run. `keeps_batches`: keep batches that no checkpoint contains."""
+def _for_one_process(limits: Limits, replacements: int | None, durable: bool) -> Limits:
+    """The limits without automatic restarts of the run. `durable`: trajectories are on disk; then batches that no
+    checkpoint contains are kept."""
     restarts = limits.replica_restarts if replacements is None else replacements
-    return replace(limits, replica_restarts=restarts, run_restarts=0, keeps_batches=keeps_batches)
+    keeps = durable and limits.checkpoint_every > 0
+    return replace(limits, replica_restarts=restarts, run_restarts=0, keeps_batches=keeps)
 
 
 def _as_recorded(plan: Plan, trainer: Trainer) -> Plan:
