@@ -5,7 +5,7 @@ compares each snapshot with the replayed state, field by field. It must never ex
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.commands import Command
@@ -155,7 +155,7 @@ def replay(
         last = frame
         ticks, events, commands = ticks + 1, events + len(frame.events), commands + len(answer)
         if watch is not None:
-            watch(replace(frame, commands=answer))
+            watch(Tick(frame.number, frame.events, answer, frame.payload))
     return ReplayReport(
         ticks=ticks, events=events, commands=commands, divergence=divergence, rejected=tuple(rejected),
         torn=record.torn,

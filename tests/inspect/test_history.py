@@ -26,8 +26,8 @@ WORLDS = [
     *((worlds.preset, number) for number in (2, 11)),
     *((worlds.rough, number) for number in (0, 3, 21)),
     *((worlds.asked, number) for number in (2, 5)),
-    *((clock_removal.cut, number) for number in (3, 8, 12)),
-    *((clock_removal.wild, number) for number in (1, 7, 14)),
+    *((clock_removal.cut, number) for number in (12, 17, 34)),
+    *((clock_removal.wild, number) for number in (2, 4, 6)),
 ]
 """Runs with every fault, request, crash and branch."""
 
