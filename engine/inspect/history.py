@@ -86,7 +86,7 @@ class RowsAttempt(NamedTuple):
 
 
 class GroupWait(NamedTuple):
-    """The time from the end of a group's generation, or of an added state, to the next one."""
+    """The time that a group waited for its batch, or was in an added state."""
 
     group: GroupId
     state: str

@@ -343,15 +343,16 @@ class _GroupReader:
             self._close_chunk(key, at, outcome, event)
         self._cuts.clear()
 
-    def resume(self, event: RunResumed) -> None:
-        """The run continues. A branch queues every group again that the surviving steps do not hold."""
+    def branch(self) -> None:
+        """Every group is queued again that the surviving steps do not hold. Call it before the moves that follow."""
+        for id in self.state.groups:
+            self._undo(self.notes[id])
+
+    def resume(self, at: float, event: EventId) -> None:
+        """The run continues: groups that are ready wait from now on. Call it after the moves of the tick."""
         for id, group in self.state.groups.items():
-            notes = self.notes[id]
-            if not event.kept:
-                self._undo(notes)
-            notes.state = group.state
-            if self.state.phase_of(group.state) is Phase.READY:
-                self._waiting[id] = (group.state, event.at, event.id)
+            if id not in self._waiting and self.state.phase_of(group.state) is Phase.READY:
+                self._waiting[id] = (group.state, at, event)
 
     def _undo(self, notes: _GroupNotes) -> None:
         """A branch queued a group again."""
@@ -359,7 +360,7 @@ class _GroupReader:
             self.tokens["trained"] -= notes.tokens
         if notes.state == "consumed" or notes.ended_at < 0:
             self.tokens["undone"] += notes.tokens
-        notes.tokens, notes.ended_at = 0, -1.0
+        notes.tokens, notes.ended_at, notes.state = 0, -1.0, "queued"
 
     def rows(self) -> tuple[GroupRow, ...]:
         """All groups. Call it once, at the end."""
@@ -567,6 +568,9 @@ class _HistoryReader:
             elif type(event) is RunResumed:
                 resumed = event
                 self._close_all(self._at, "lost", event.id)
+                if not event.kept:
+                    self._groups.branch()
+                    self._steps.branch(event.steps)
             else:
                 handle = self._on_event.get(type(event))
                 if handle is not None:
@@ -580,7 +584,7 @@ class _HistoryReader:
         self._moves.clear()
         self._step_moves.clear()
         if resumed is not None:
-            self._resume(resumed)
+            self._groups.resume(tick.at, resumed.id)
         for command in tick.commands:
             handle_command = self._on_command.get(type(command))
             if handle_command is not None:
@@ -620,11 +624,6 @@ class _HistoryReader:
         self._groups.close_all(at, outcome, event)
         self._steps.close_all(at, outcome, event)
         self._processes.close_all(at, outcome, event)
-
-    def _resume(self, event: RunResumed) -> None:
-        if not event.kept:
-            self._steps.branch(event.steps)
-        self._groups.resume(event)
 
     def _note_idle(self) -> None:
         period, before = self._metrics.idle.period, self._period

@@ -74,6 +74,7 @@ def facts(page: Any) -> dict[str, str]:
     return {pair.locator("dt").inner_text(): pair.locator("dd").inner_text() for pair in pairs}
 
 
+@pytest.mark.xdist_group("browser")
 class TestPage:
     def test_a_page_has_the_figures_of_the_run_and_its_texts_as_text(self, page: Any) -> None:
         assert page.locator("h1").inner_text() == f"r{HOSTILE}"
