@@ -1,7 +1,8 @@
 """Reads a recorded schedule: checks whether this engine makes the same decisions, and shows the state at an event with
 its causes.
 
-Called by the command line. Must not write.
+`history_reader` gives what happened in the whole run as plain values; `timeline`, `timeline_files` and `report` show
+them. Called by the command line. Must not write, except `timeline_files` to the file that the user names.
 """
 
 from engine.inspect.machines import machines_plain, machines_text

@@ -271,7 +271,7 @@ class TimelineView {
     const group = slices.get("group", place);
     const text = group === undefined ? slices.get("title", place) : `${group}`;
     if (context.measureText(text).width > right - left - 6) return;
-    context.fillStyle = ["#0072b2", "#d55e00", "#009e73"].includes(context.fillStyle) ? "#fff" : "#111";
+    context.fillStyle = context.fillStyle === COLORS.blue ? "#fff" : "#111";
     context.fillText(text, left + 3, y + ROW / 2);
   }
 
