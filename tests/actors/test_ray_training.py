@@ -20,7 +20,6 @@ from weight_observers import watched_rollout, watched_trainer
 from engine.actors.launch import launch, start
 from engine.config.loading import parse_config
 from engine.events import CheckpointSaved, GroupGenerated, ProcessLost, PublishFailed, SyncFailed, WeightsInstalled
-from engine.metrics.status import Status
 from engine.plans.configured_plan import plan_of
 from engine.record import read
 from engine.runtime.stacks import dump_stacks, stacks_file
@@ -48,21 +47,23 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("made")
 
 
-def train(tmp_path: Path, config: dict[str, Any]) -> list[Status]:
-    with launch(parse_config(config), tmp_path) as run:
-        first = next(run.updates())
-        has_torch = run._launched.actor.__ray_call__.remote(lambda actor: "torch" in sys.modules)
-        assert not ray.get(has_torch), "the scheduler's memory is for the state of the run"
-        return [first, *run.updates()]
-
-
-def test_a_training_run_keeps_every_law_and_leaves_metrics_and_checkpoints(made: Path) -> None:
+def test_a_training_run_keeps_every_law_and_its_weights_are_the_trainers_own(made: Path) -> None:
+    """Weights are sent over torch.distributed; that those of the object store are the trainer's own is shown in
+    `test_sync_equality`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run_dir = made / "run"
     run_dir.mkdir()
-    updates = train(run_dir, tree(made))
-    last = updates[-1]
+    config = tree(made, transport="distributed", bucket_mb=1, transport_timeout_s=30.0)
+    config["trainer"]["weight_decay"] = 0.5  # weights change in a step whose rewards are all equal, too
+    planned = plan_of(parse_config(config), run_dir)
+    watched = replace(
+        planned,
+        make_trainer=partial(watched_trainer, planned.make_trainer, run_dir),
+        make_rollout=partial(watched_rollout, planned.make_rollout, run_dir),
+    )
+    with start(watched) as run:
+        last = run.wait()
     assert (last.outcome, last.step, last.version) == ("finished", STEPS, STEPS)
     assert last.staleness_max is not None
     assert last.staleness_max <= STALENESS
@@ -72,6 +73,22 @@ def test_a_training_run_keeps_every_law_and_leaves_metrics_and_checkpoints(made:
     assert scheduler.state.steps_trained == STEPS
     assert read(run_dir / "schedule").header.config["rollout"]["sync_mode"] == "keep"
     assert events_of(run_dir, WeightsInstalled)
+    assert not events_of(run_dir, SyncFailed, PublishFailed)
+    published = {path.name.split("-")[1]: path.read_text() for path in run_dir.glob("published-*")}
+    installed = {path.name: path.read_text() for path in run_dir.glob("installed-*")}
+    assert len(set(published.values())) == STEPS, "every step changes the weights"
+    used = {(e.newest_version, e.replica) for e in events_of(run_dir, GroupGenerated) if e.newest_version > 0}
+    assert used and used <= {tuple(map(int, name.split("-")[1:])) for name in installed}
+    assert all(read_back == published[name.split("-")[1]] for name, read_back in installed.items())
+    check_metrics(run_dir)
+    assert [e.steps for e in events_of(run_dir, CheckpointSaved)] == [3, 6, 8]
+    kept = sorted((run_dir / "checkpoints").iterdir())
+    assert [path.name for path in kept] == ["step-000006", "step-000008"]
+    AutoModelForCausalLM.from_pretrained(kept[-1])
+    AutoTokenizer.from_pretrained(kept[-1])
+
+
+def check_metrics(run_dir: Path) -> None:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     measured = [(row["version"], row["steps"], row["outcome"]) for row in rows if "validation" in row]
     outcomes = {version: outcome for version, _, outcome in measured}
@@ -81,36 +98,6 @@ def test_a_training_run_keeps_every_law_and_leaves_metrics_and_checkpoints(made:
     rows = [row for row in rows if "step" in row]
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert all(row["loss"] is not None and row["groups"] == BATCH for row in rows)
-    assert [e.steps for e in events_of(run_dir, CheckpointSaved)] == [3, 6, 8]
-    kept = sorted((run_dir / "checkpoints").iterdir())
-    assert [path.name for path in kept] == ["step-000006", "step-000008"]
-    AutoModelForCausalLM.from_pretrained(kept[-1])
-    AutoTokenizer.from_pretrained(kept[-1])
-
-
-def test_weights_sent_over_torch_distributed_are_the_trainers_own(made: Path) -> None:
-    run_dir = made / "run-distributed"
-    run_dir.mkdir()
-    rollout = {"transport": "distributed", "bucket_mb": 1, "transport_timeout_s": 30.0}
-    config = tree(made, **rollout)
-    config["trainer"]["weight_decay"] = 0.5  # weights change in a step whose rewards are all equal, too
-    planned = plan_of(parse_config(config), run_dir)
-    watched = replace(
-        planned,
-        make_trainer=partial(watched_trainer, planned.make_trainer, run_dir),
-        make_rollout=partial(watched_rollout, planned.make_rollout, run_dir),
-    )
-    with start(watched) as run:
-        status = run.wait()
-    assert (status.outcome, status.step, status.version) == ("finished", STEPS, STEPS)
-    check_record(run_dir)
-    assert not events_of(run_dir, SyncFailed, PublishFailed)
-    published = {path.name.split("-")[1]: path.read_text() for path in run_dir.glob("published-*")}
-    installed = {path.name: path.read_text() for path in run_dir.glob("installed-*")}
-    assert len(set(published.values())) == STEPS, "every step changes the weights"
-    used = {(e.newest_version, e.replica) for e in events_of(run_dir, GroupGenerated) if e.newest_version > 0}
-    assert used and used <= {tuple(map(int, name.split("-")[1:])) for name in installed}
-    assert all(read_back == published[name.split("-")[1]] for name, read_back in installed.items())
 
 
 def ranks_of(pid: int) -> list[psutil.Process]:
@@ -127,6 +114,8 @@ def test_a_rank_that_is_killed_costs_the_trainer_an_attempt(made: Path) -> None:
     del config["validation"]
     stacks, killed = stacks_file(run_dir, "trainer"), False
     with launch(parse_config(config), run_dir) as run:
+        has_torch = run._launched.actor.__ray_call__.remote(lambda actor: "torch" in sys.modules)
+        assert not ray.get(has_torch), "the scheduler's memory is for the state of the run"
         for status in run.updates():
             if status.step >= 1 and not killed:
                 (trainer,), (replica,) = processes("TrainerAct"), processes("RolloutAct")
