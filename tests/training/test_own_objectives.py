@@ -13,6 +13,7 @@ from engine.cli import main
 from engine.errors import ConfigError, EngineError
 from engine.protocols import AdvantageTerms, Batch, Grouping, LossTerms, needs
 from engine.training.diagnostics import Diagnostics
+from engine.training.losses import without_unsound
 from engine.training.model_trainer import ModelTrainer
 from engine.training.objective_check import check_objective
 from engine.training.own_functions import OwnFunction
@@ -223,19 +224,18 @@ def test_a_loss_gets_entropies_if_it_needs_them(model_path: str, batch: Callable
     assert trainer.train(batch(0, 2))["entropy"] > 0
 
 
-def test_a_trajectory_that_is_left_out_has_no_part_in_an_own_loss(
-    flawed_path: str, flawed_batch: Callable[[int], Batch]
-) -> None:
-    @needs(zero_advantages=True)
-    def constant(terms: LossTerms) -> Any:
-        return 1.0 + surrogate(terms)
+def test_a_trajectory_that_is_left_out_has_no_part_in_an_own_loss() -> None:
+    given = without_unsound(terms([0.4, 0.5, 0.2], [0.4, 0.5, 0.2], [2.0, math.nan, math.nan], lengths=(1, 2)))
+    result, gradient = evaluate(TrainerSettings(**own("loss", lambda terms: 1.0 + surrogate(terms))), given)
+    assert result.losses.tolist() == [-1.0, 0.0, 0.0] and gradient == [-2.0, 0.0, 0.0]
 
-    trainer = ModelTrainer(
-        flawed_path, TrainerSettings(threads=1, aggregation="sequence_mean", **own("loss", constant))
-    )
-    figures = trainer.train(flawed_batch(0))
-    assert (figures["nonfinite_trajectories"], figures["optimizer_steps"]) == (1, 1)
-    assert math.isfinite(figures["loss"])
+
+def test_an_own_advantage_that_is_zero_up_to_rounding_is_zero(
+    model_path: str, batch: Callable[[int, int], Batch]
+) -> None:
+    settings = TrainerSettings(threads=1, **own("advantage", lambda terms: 1e-9 * terms.rewards))
+    figures = ModelTrainer(model_path, settings).train(batch(0, 2))
+    assert (figures["zero_advantage_groups"], figures["trained_token_share"]) == (2.0, 0.0)
 
 
 def test_a_loss_that_changes_its_metrics_is_named() -> None:
