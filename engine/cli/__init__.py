@@ -160,6 +160,12 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_replay(commands)
 
+    debug = commands.add_parser("debug", help="go forward and backward through the record of a run, in the terminal")
+    takes_run(debug)
+    debug.add_argument("--at", metavar="PLACE", help="begin at tick=12, event=40, step=3 or time=12.5")
+    debug.add_argument("--break", dest="breakpoint", metavar="NAME=VALUE", help="first stop at, for example, group=17")
+    debug.set_defaults(run=_debug)
+
     top = commands.add_parser("top", help="watch a running run from another terminal; q leaves")
     top.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
     takes_json(top)
@@ -355,6 +361,19 @@ def _print_found(arguments: argparse.Namespace, run: str, text: object, fields: 
         print_json("replay", run, fields)
     else:
         print(text)
+
+
+# -- engine debug ------------------------------------------------------------------------------------------------------
+
+
+def _debug(arguments: argparse.Namespace) -> int:
+    from engine.cli.debugger import debug
+    from engine.inspect import open_record
+    from engine.storage.run_directory import open_run
+
+    run = open_run(arguments.directory)
+    with record_errors(run, extensions=arguments.extensions):
+        return debug(run.shown, lambda: open_record(run.path), arguments.at, arguments.breakpoint)
 
 
 # -- engine states -----------------------------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ so far."""
 HEADER, TICK, REJECTED, SNAPSHOT = 0, 1, 2, 3
 TICK_START, REJECTED_START, SNAPSHOT_START = b"\x97\x01", b"\x97\x02", b"\x95\x03"
 """First bytes of frame payloads: an array of seven or five elements that begins with the kind."""
+HEADING_BYTES = 32
+"""More than a kind, two numbers and a time take."""
 SCHEDULE = Contents(
     name="schedule record",
     magic=b"step-sch",
@@ -179,14 +181,24 @@ def place_of_snapshot(data: bytes) -> tuple[int, EventId] | None:
     """(ticks, position) of a snapshot, without decoding the rest; None for any other frame. Raises: `CodecError`."""
     if not data.startswith(SNAPSHOT_START):
         return None
-    walker = msgpack.Unpacker()
-    walker.feed(data[len(SNAPSHOT_START) : 32])
-    try:
-        ticks, position = walker.unpack(), walker.unpack()
-    except (ValueError, msgpack.UnpackException):
-        raise CodecError("invalid snapshot: expected the numbers of ticks and events before it") from None
-    _check_place(ticks, position)
+    ticks, position, _ = heading_of(data)
     return ticks, position
+
+
+def heading_of(data: bytes) -> tuple[int, EventId, float | None]:
+    """(number, first event, time) of a tick, or (ticks, events) before a snapshot and no time, without decoding the
+    rest. Raises: `CodecError`."""
+    walker = msgpack.Unpacker()
+    walker.feed(data[len(TICK_START) : HEADING_BYTES])
+    timed = not data.startswith(SNAPSHOT_START)
+    try:
+        number, position, at = walker.unpack(), walker.unpack(), walker.unpack() if timed else None
+    except (ValueError, msgpack.UnpackException):
+        raise CodecError("invalid frame: expected the numbers of a tick and an event, and a time") from None
+    _check_place(number, position)
+    if timed:
+        _check_time(at)
+    return number, position, at
 
 
 def decode_frame(data: bytes, answers: bool = True) -> Tick | Rejected | Snapshot:

@@ -18,6 +18,7 @@ from engine.errors import RecordError, RecordNotBegun
 from engine.events import Event
 from engine.ids import EventId
 from engine.record.frames import (
+    REJECTED_START,
     SCHEDULE,
     Header,
     Rejected,
@@ -25,11 +26,12 @@ from engine.record.frames import (
     Tick,
     decode_frame,
     decode_header,
+    heading_of,
     place_of_snapshot,
 )
 from engine.record.msgpack_values import CodecError
 from engine.record.recorder import MemoryRecorder
-from engine.record.segment_log import Payload, SegmentLog, Torn, open_log
+from engine.record.segment_log import PREAMBLE_BYTES, Payload, SegmentLog, Torn, open_log
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,17 @@ class Place:
     behind: int
     ticks: int
     position: EventId
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What a frame is, without its contents."""
+
+    place: Place
+    """For a tick, with its number and first event."""
+    at: float | None
+    """Time of a tick; None for a snapshot."""
+    rejected: Rejected | None = None
 
 
 class Record:
@@ -98,6 +111,20 @@ class Record:
             if type(frame) is Tick:
                 ticks, position = ticks + 1, position + len(frame.events)
             yield frame
+
+    def headings(self, segment: int = 0, offset: int = 0) -> Iterator[Heading]:
+        """What each frame is, in order, from byte `offset` of a segment on; 0: its first frame. Only rejected ticks are
+        decoded. Raises: `RecordError`."""
+        for number in range(segment, len(self._log.segments)):
+            begin = offset if number == segment and offset else self._header_at.end if number == 0 else PREAMBLE_BYTES
+            for payload in self._log.payloads_of(number, begin):
+                try:
+                    ticks, position, at = heading_of(payload.data)
+                except CodecError as error:
+                    raise RecordError(payload.path, payload.offset, str(error)) from None
+                frame = _decode(payload, False) if payload.data.startswith(REJECTED_START) else None
+                rejected = frame if isinstance(frame, Rejected) else None
+                yield Heading(Place(number, payload.offset, payload.end, ticks, position), at, rejected)
 
     def snapshots(self) -> Iterator[Place]:
         """The snapshots of the record, newest first. Raises: `RecordError` for damage in a segment it read."""
