@@ -232,7 +232,7 @@ def test_steps_of_which_nothing_can_be_learned_are_noted_once() -> None:
         assert re.sub(r"\s+", " ", stream.getvalue()).count(sentence) == 1
     learned = replace(status, recent=(*flat[:5], flat[5] | {"zero_advantage_groups": 3.0}))
     own_trainer = replace(status, recent=tuple({"step": n, "groups": 4} for n in range(6)))
-    assert learned.learned_nothing == own_trainer.learned_nothing == ""
+    assert learned.health == own_trainer.health == []
 
 
 def test_a_terminal_gets_the_live_view_and_a_pipe_plain_lines() -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine.cli.json_output import print_json, takes_json
 from engine.cli.run_state import ENDED, FAILED, FINISHED, NOT_BEGUN, RunState, listed_state_of, state_of
 from engine.errors import ConfigError, EngineError, RecordNotBegun, visible
+from engine.metrics.health import findings
 from engine.metrics.journal import last_row, rows_of
 from engine.storage.checkpoints import list_checkpoints
 from engine.storage.run_directory import RunDirectory, open_run
@@ -219,6 +220,7 @@ def _show(arguments: argparse.Namespace) -> int:
     if arguments.json:
         fields = {
             "state": state.word, "why": state.text, "model": run.model, "started": run.started,
+            "health": {one.check: one.text for one in findings(run.rows)},
             "configuration": {path: {"value": value, "default": default} for path, (value, default) in changed.items()},
             "figures": run.figures, "curves": _plain_curves(run), "validations": run.validations,
             "checkpoints": checkpoints, "next": commands,
@@ -231,6 +233,8 @@ def _show(arguments: argparse.Namespace) -> int:
     style = STYLES.get(state.word, "yellow")
     console.print(Text(run.directory.shown, style="bold").append(f"  {run.model}, started {run.started} UTC", "dim"))
     console.print(Text(visible(state.text), style=style))
+    for finding in findings(run.rows):
+        console.print(Text(visible(finding.text), style="yellow"))
     _print_part(console, "figures", _figure_table([run]))
     _print_part(console, "curves over train steps", _curve_table([run], console.width))
     _print_part(console, "configuration, where it differs from the defaults", _fields_table(changed, "run", "default"))

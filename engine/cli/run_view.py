@@ -44,7 +44,7 @@ class RunView(AbstractContextManager["RunView"]):
 
     def note_news(self, status: Status) -> None:
         """Print the sentences of a status that were not in the snapshot before it."""
-        now = (status.silence, status.learned_nothing)
+        now = (status.silence, *(one.text for one in status.health))
         for text in now:
             if text and text not in self._told:
                 self.note(text)
@@ -229,8 +229,8 @@ def panel(status: Status, title: str, *, replicas: bool = True) -> RenderableTyp
         grid.add_row("failures", Text(_failures(status), style="yellow"))
     if status.silence:
         grid.add_row("waiting", Text(status.silence, style="yellow"))
-    if status.learned_nothing:
-        grid.add_row("reward", Text(status.learned_nothing, style="yellow"))
+    for finding in status.health:
+        grid.add_row("health", Text(finding.text, style="yellow"))
     now = Table.grid(padding=(0, 1), expand=True)
     now.add_column(style="dim", no_wrap=True, width=9)
     now.add_column(style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
@@ -345,8 +345,8 @@ def summary(status: Status, *, where: str, wall_s: float | None = None) -> Table
     if failed:
         share = f"{failed} of {sum(status.groups_ended.values())} groups failed: the rewards above leave them out"
         table.add_row("not trained", Text(share, style="yellow"))
-    if status.learned_nothing:
-        table.add_row("learned nothing", Text(status.learned_nothing, style="yellow"))
+    for finding in status.health:
+        table.add_row("health", Text(finding.text, style="yellow"))
     if status.failures:
         counts = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in status.failures.items())
         table.add_row("failed attempts", Text(f"{counts}; the last: {status.last_failure}"))

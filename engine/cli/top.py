@@ -104,7 +104,7 @@ def _no_run(address: str, shown: str, error: Exception) -> ConfigError:
 def screen(status: Status, title: str, *, height: int = 50) -> RenderableType:
     """The whole screen: the live view of the run, its state machines and its replicas."""
     further = (
-        status.failures, status.silence, status.calls_now, status.learned_nothing, status.validation_now,
+        status.failures, status.silence, status.calls_now, *status.health, status.validation_now,
         *_progress_rows(status),
     )  # fmt: skip
     room = height - ROWS_ALWAYS - sum(map(bool, further))

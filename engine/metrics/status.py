@@ -11,6 +11,7 @@ from typing import Any
 from engine.errors import EngineError
 from engine.ids import ReplicaId, Version
 from engine.metrics.collector import RunMetrics
+from engine.metrics.health import Finding, findings, replicas_behind
 from engine.metrics.journal import plain
 from engine.metrics.waits import agent_wait, reward_wait, start_text, waits
 from engine.states.process import TRAINER
@@ -121,19 +122,12 @@ class Status:
         return ending_of(self.outcome or "", self.draining, self.running)
 
     @property
-    def learned_nothing(self) -> str:
-        """A sentence if no group of the newest `FLAT_STEPS` train steps had a gradient; else empty."""
-        flat = 0
-        for row in reversed(self.recent):
-            if not row.get("groups") or row.get("zero_advantage_groups") != row["groups"]:
-                break
-            flat += 1
-        if flat < FLAT_STEPS:
-            return ""
-        return (
-            f"in each of the last {FLAT_STEPS} train steps, all responses to a prompt got the same reward, so the "
-            "model learned nothing: check the reward with `engine samples`, or use easier or harder prompts"
-        )
+    def health(self) -> list[Finding]:
+        """What ruins the run, from the newest train steps and the replicas."""
+        return [
+            *findings([row for row in self.recent if "step" in row]),
+            *replicas_behind(self.replica_versions, self.version, self.max_staleness_steps + 1),
+        ]
 
     @property
     def accuracy(self) -> float | None:
@@ -157,8 +151,6 @@ def ending_of(outcome: str, draining: str, running: int) -> str:
 
 
 SPARK_STEPS = 60
-FLAT_STEPS = 5
-"""Train steps without any gradient after which the view says so."""
 TRIES = 8
 
 

@@ -1,0 +1,181 @@
+"""What ruins a run, found in the rows of its newest train steps: one list of checks.
+
+Called by `status`, for the live view and `engine top`, and by `engine show`. Pure. A check needs some figures of the
+rows; where a trainer does not report them, it finds nothing. A sentence has no figure that changes from step to step,
+so that a view prints it once.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+Row = Mapping[str, Any]
+
+STEPS = 5
+"""Train steps in a row in which something must hold."""
+WINDOW = 32
+"""Train steps that are looked at."""
+SCALE_FACTOR = 10.0
+"""Growth of the largest reward, in absolute value, that is reported."""
+LENGTH_FACTOR = 3.0
+"""Growth of the tokens of a group that is reported."""
+TRUNCATED = 0.5
+REPEATED = 0.95
+"""Shares of responses that are reported."""
+GAP = 0.5
+"""Mean gap between the log-probs of sampler and trainer that is reported, as by the alert `EngineLogprobGap`."""
+GAPS = "logprob_gap_mean_"
+"""Prefix of the mean gaps by cause."""
+QUANTILES = ("reward_mean", "reward_std", "reward_min", "reward_p25", "reward_p50", "reward_p75", "reward_max")
+"""Figures of rewards that are no reward function's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that ruins a run."""
+
+    check: str
+    text: str
+    """A sentence that says what to do."""
+
+
+def findings(rows: Sequence[Row]) -> list[Finding]:
+    """What the newest rows of train steps show, oldest row first."""
+    rows = rows[-WINDOW:]
+    if len(rows) < STEPS:
+        return []
+    found = [Finding(name, text) for name, check in CHECKS.items() if (text := check(rows))]
+    flat = any(one.check == "flat_reward" for one in found)
+    return [one for one in found if not (flat and one.check == "no_update")]  # it is why nothing is updated
+
+
+def replicas_behind(versions: Mapping[int, int], newest: int, most: int) -> list[Finding]:
+    """Replicas that are up with weights more than `most` versions old."""
+    late = [id for id, version in versions.items() if newest - version > most]
+    if not late:
+        return []
+    names = f"replica{'s' * (len(late) > 1)} {', '.join(map(str, late[:8]))}"
+    text = f"{names} did not take the newest {most} weights versions: `engine waits` says what they wait for"
+    return [Finding("old_weights", text)]
+
+
+def _flat_reward(rows: Sequence[Row]) -> str:
+    def is_flat(row: Row) -> bool:
+        lows = row.get("reward_min"), row.get("reward_max")
+        same = lows[0] is not None and lows[0] == lows[1]
+        return same or bool(row.get("groups") and row.get("zero_advantage_groups") == row["groups"])
+
+    if not all(map(is_flat, rows[-STEPS:])):
+        return ""
+    return (
+        f"in each of the last {STEPS} train steps, all responses to a prompt got the same reward, so the "
+        "model learned nothing: check the reward with `engine samples`, or use easier or harder prompts"
+    )
+
+
+def _reward_scale(rows: Sequence[Row]) -> str:
+    def scale(row: Row) -> float | None:
+        ends = [_number(row, name) for name in ("reward_min", "reward_max")]
+        return None if None in ends else max(abs(end) for end in ends if end is not None)
+
+    if not _grown(rows, scale, SCALE_FACTOR):
+        return ""
+    return (
+        f"the largest rewards have grown more than {SCALE_FACTOR:g} times within {WINDOW} train steps: bound the "
+        "reward, or look for responses that exploit it with `engine samples --best 5`"
+    )
+
+
+def _one_part(rows: Sequence[Row]) -> str:
+    names = [name for name in rows[-1] if name.startswith("reward_") and name not in QUANTILES]
+    values = {name: {row.get(name) for row in rows[-2 * STEPS :]} for name in names}
+    moving = [name for name in names if len(values[name]) > 1]
+    if len(rows) < 2 * STEPS or len(names) < 2 or len(moving) != 1:
+        return ""
+    part = moving[0].removeprefix("reward_")
+    return (
+        f"only the reward `{part}` differs between the last {2 * STEPS} train steps, so it does all the work; the "
+        "other rewards are constant: check them with `engine samples`"
+    )
+
+
+def _lengths(rows: Sequence[Row]) -> str:
+    def tokens(row: Row) -> float | None:
+        return row["tokens"] / row["groups"] if row.get("tokens") and row.get("groups") else None
+
+    if not _grown(rows, tokens, LENGTH_FACTOR):
+        return ""
+    return (
+        f"responses have become more than {LENGTH_FACTOR:g} times as long within {WINDOW} train steps: look for loops "
+        "with `engine samples`, lower rollout.max_tokens, or set a penalty for long responses"
+    )
+
+
+def _truncated(rows: Sequence[Row]) -> str:
+    if not _each(rows, "truncated_share", TRUNCATED):
+        return ""
+    return (
+        f"at least {TRUNCATED:.0%} of the responses of each of the last {STEPS} train steps were cut off: raise "
+        "rollout.max_tokens"
+    )
+
+
+def _repeated(rows: Sequence[Row]) -> str:
+    if not _each(rows, "repeated_share", REPEATED):
+        return ""
+    return (
+        f"at least {REPEATED:.0%} of the responses of each of the last {STEPS} train steps repeat another one of their "
+        "group: raise rollout.temperature or trainer.entropy_coef"
+    )
+
+
+def _logprob_gap(rows: Sequence[Row]) -> str:
+    names = sorted(name for name in rows[-1] if name.startswith(GAPS) and _each(rows, name, GAP))
+    if not names:
+        return ""
+    causes = ", ".join(name.removeprefix(GAPS) for name in names)
+    return (
+        f"the log-probs of sampler and trainer differ by more than {GAP:g} on average for {causes} tokens: "
+        "docs/OBJECTIVES.md explains the gaps"
+    )
+
+
+def _no_update(rows: Sequence[Row]) -> str:
+    for name, fix in (("lr", "raise trainer.learning_rate or lr_total_steps"), ("grad_norm", "check the loss")):
+        if all(_number(row, name) == 0.0 for row in rows[-STEPS:]):
+            return f"the weights do not change: {name} was 0 in each of the last {STEPS} train steps: {fix}"
+    return ""
+
+
+CHECKS: dict[str, Callable[[Sequence[Row]], str]] = {
+    "flat_reward": _flat_reward,
+    "reward_scale": _reward_scale,
+    "one_reward": _one_part,
+    "long_responses": _lengths,
+    "truncated": _truncated,
+    "repeated": _repeated,
+    "logprob_gap": _logprob_gap,
+    "no_update": _no_update,
+}
+"""Each gets at least `STEPS` rows and returns a sentence, or nothing."""
+
+
+def _number(row: Row, name: str) -> float | None:
+    value = row.get(name)
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _each(rows: Sequence[Row], name: str, least: float) -> bool:
+    """Whether a figure was at least so large in each of the newest steps."""
+    return all((value := _number(row, name)) is not None and value >= least for row in rows[-STEPS:])
+
+
+def _grown(rows: Sequence[Row], figure: Callable[[Row], float | None], factor: float) -> bool:
+    """Whether the mean of a figure over the newest steps is more than `factor` times that over the oldest ones."""
+
+    def known(some: Sequence[Row]) -> Iterator[float]:
+        return (value for row in some if (value := figure(row)) is not None)
+
+    old, new = [*known(rows[:STEPS])], [*known(rows[-STEPS:])]
+    return len(rows) >= 2 * STEPS and len(old) == len(new) == STEPS and fmean(new) > factor * fmean(old) > 0
