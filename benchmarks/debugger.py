@@ -2,8 +2,9 @@
 
     python benchmarks/debugger.py [EVENTS]
 
-Records a simulated run of so many events (default 990 000: about four minutes on a free core; a world has at most a million), then measures the
-CPU seconds of opening the record, of moves before and after the background has replayed it once, and of searches.
+Records a simulated run of so many events (default 990 000, about four minutes on a free core; at most a million), then
+measures the CPU seconds of opening the record, of moves before and after the background has replayed it once, and of
+searches.
 """
 
 import random

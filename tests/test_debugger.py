@@ -116,7 +116,7 @@ def test_without_a_terminal_the_command_says_what_to_use(
 ) -> None:
     assert cli.main(["debug", str(run)]) == 2
     said = capsys.readouterr().err
-    assert "needs a terminal" in said and "engine replay" in said and "--at EVENT" in said
+    assert "is not a terminal, which engine debug needs" in said and "engine replay" in said and "--at EVENT" in said
     for stream in ("stdin", "stdout"):
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
     monkeypatch.setenv("TERM", "dumb")

@@ -159,12 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_command(commands)
 
     _add_replay(commands)
-
-    debug = commands.add_parser("debug", help="go forward and backward through the record of a run, in the terminal")
-    takes_run(debug)
-    debug.add_argument("--at", metavar="PLACE", help="begin at tick=12, event=40, step=3 or time=12.5")
-    debug.add_argument("--break", dest="breakpoint", metavar="NAME=VALUE", help="first stop at, for example, group=17")
-    debug.set_defaults(run=_debug)
+    _add_debug(commands)
 
     top = commands.add_parser("top", help="watch a running run from another terminal; q leaves")
     top.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
@@ -213,6 +208,14 @@ def _add_replay(commands: Any) -> None:
     replay.add_argument("--group", type=int, metavar="G", help="with --at: show the history of a prompt group")
     takes_json(replay)
     replay.set_defaults(run=_replay)
+
+
+def _add_debug(commands: Any) -> None:
+    debug = commands.add_parser("debug", help="go forward and backward through the record of a run, in the terminal")
+    takes_run(debug)
+    debug.add_argument("--at", metavar="PLACE", help="begin at tick=12, event=40, step=3 or time=12.5")
+    debug.add_argument("--break", dest="breakpoint", metavar="NAME=VALUE", help="first stop at, for example, group=17")
+    debug.set_defaults(run=_debug)
 
 
 def _takes_config(parser: argparse.ArgumentParser) -> None:

@@ -55,8 +55,9 @@ def debug(run: str, open: Callable[[], Any], where: str | None, breakpoint: str 
 def require_terminal(run: str) -> None:
     """Raises: `ConfigError` if input or output is not a terminal that can show the panes."""
     fix = f"without one, use `engine replay {run} --at EVENT`, with --json for a program"
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise ConfigError("engine debug", None, "needs a terminal for input and output", fix)
+    for name, stream in (("stdin", sys.stdin), ("stdout", sys.stdout)):
+        if not stream.isatty():
+            raise ConfigError("stream", name, "is not a terminal, which engine debug needs", fix)
     if os.environ.get("TERM", "") in ("", "dumb", "unknown"):
         raise ConfigError("TERM", os.environ.get("TERM", ""), "is not a terminal that can show panes", fix)
 
@@ -81,7 +82,7 @@ def move_to(cursor: Cursor, where: str) -> None:
     moves[name](number)
 
 
-class Question(ModalScreen[str]):
+class LineDialog(ModalScreen[str]):
     """Asks for one line. Escape gives an empty answer."""
 
     BINDINGS: ClassVar[list[BindingType]] = [("escape", "leave", "cancel")]
@@ -132,7 +133,7 @@ class Debugger(App[None]):
     #small { display: none; padding: 1 2; }
     Debugger.too-small #panes, Debugger.too-small #head, Debugger.too-small #note { display: none; }
     Debugger.too-small #small { display: block; }
-    Question, Page { align: center middle; }
+    LineDialog, Page { align: center middle; }
     #dialog { width: 76; height: 7; border: round $accent; padding: 0 1; background: $surface; }
     #page { width: 90%; height: 90%; border: round $accent; padding: 0 1; background: $surface; }
     """
@@ -246,7 +247,7 @@ class Debugger(App[None]):
             if text:
                 self._try(lambda: self._break_at(text))
 
-        self.push_screen(Question("Stop where", EXAMPLES, self.wanted.text if self.wanted else ""), answered)
+        self.push_screen(LineDialog("Stop where", EXAMPLES, self.wanted.text if self.wanted else ""), answered)
 
     def _break_at(self, text: str) -> None:
         self.wanted = parse_breakpoint(text, self.cursor.added_states)
@@ -257,7 +258,7 @@ class Debugger(App[None]):
             if text:
                 self._try(lambda: move_to(self.cursor, text))
 
-        self.push_screen(Question("Go to", PLACES), answered)
+        self.push_screen(LineDialog("Go to", PLACES), answered)
 
     def action_mark(self) -> None:
         self.mark = self.cursor.tick.number

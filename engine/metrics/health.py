@@ -32,7 +32,7 @@ QUANTILES = ("reward_mean", "reward_std", "reward_min", "reward_p25", "reward_p5
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class HealthFinding:
     """Something that ruins a run."""
 
     check: str
@@ -40,24 +40,24 @@ class Finding:
     """A sentence that says what to do."""
 
 
-def findings(rows: Sequence[Row]) -> list[Finding]:
+def findings(rows: Sequence[Row]) -> list[HealthFinding]:
     """What the newest rows of train steps show, oldest row first."""
     rows = rows[-WINDOW:]
     if len(rows) < STEPS:
         return []
-    found = [Finding(name, text) for name, check in CHECKS.items() if (text := check(rows))]
+    found = [HealthFinding(name, text) for name, check in CHECKS.items() if (text := check(rows))]
     flat = any(one.check == "flat_reward" for one in found)
     return [one for one in found if not (flat and one.check == "no_update")]  # it is why nothing is updated
 
 
-def replicas_behind(versions: Mapping[int, int], newest: int, most: int) -> list[Finding]:
+def replicas_behind(versions: Mapping[int, int], newest: int, most: int) -> list[HealthFinding]:
     """Replicas that are up with weights more than `most` versions old."""
     late = [id for id, version in versions.items() if newest - version > most]
     if not late:
         return []
     names = f"replica{'s' * (len(late) > 1)} {', '.join(map(str, late[:8]))}"
     text = f"{names} did not take the newest {most} weights versions: `engine waits` says what they wait for"
-    return [Finding("old_weights", text)]
+    return [HealthFinding("old_weights", text)]
 
 
 def _flat_reward(rows: Sequence[Row]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from engine.errors import EngineError
 from engine.ids import ReplicaId, Version
 from engine.metrics.collector import RunMetrics
-from engine.metrics.health import Finding, findings, replicas_behind
+from engine.metrics.health import HealthFinding, findings, replicas_behind
 from engine.metrics.journal import plain
 from engine.metrics.waits import agent_wait, reward_wait, start_text, waits
 from engine.states.process import TRAINER
@@ -122,7 +122,7 @@ class Status:
         return ending_of(self.outcome or "", self.draining, self.running)
 
     @property
-    def health(self) -> list[Finding]:
+    def health(self) -> list[HealthFinding]:
         """What ruins the run, from the newest train steps and the replicas."""
         return [
             *findings([row for row in self.recent if "step" in row]),
