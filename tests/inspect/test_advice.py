@@ -1,0 +1,132 @@
+"""Advice: the estimate gives the time that a simulated run takes, and the advised setting makes it faster."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from steady_world import SteadyDice
+
+from engine.inspect.advice import advise, present_limits
+from engine.inspect.estimate import ScheduleSettings, estimate, measure
+from engine.inspect.history import History
+from engine.inspect.history_reader import read_history
+from engine.policies import PolicySet
+from engine.record import Header, read
+from engine.record.recorder import MemoryRecorder
+from engine.simulation.world import Setting, World
+from engine.states.limits import REWARDING, AddedState, Limits, Pool, ValidationLimits
+
+LIMITS = Limits(train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12, max_steps=8)
+QUICK: dict[str, Any] = {
+    "replicas": 2,
+    "slots": 6,
+    "prompts": 60,
+    "latency_s": 0.01,
+    "max_tokens": 60,
+    "sync_s": 0.5,
+    "train_s": 5.0,
+}
+SYNCHRONOUS = replace(LIMITS, max_staleness_steps=0, max_concurrent_groups=4)
+REWARDS = (AddedState(name=REWARDING, concurrency=1),)
+ROWS = ValidationLimits(rows=12, every=1, at_start=False, at_end=False)
+
+
+def run(limits: Limits = LIMITS, policies: dict[str, str] | None = None, **setting: Any) -> tuple[float, History]:
+    """The seconds until the last train step of a simulated run without chance, and its history."""
+    chosen = PolicySet.from_names(policies or {})
+    recorder = MemoryRecorder(Header(run="r", limits=limits.to_plain(), policies=dict(chosen.names)))
+    made = Setting(limits=limits, **{**QUICK, **setting})
+    world = World(made, chosen, recorder, check=False, dice=SteadyDice(made))
+    world.run()
+    history = read_history(read(recorder))
+    return history.trained[-1].finished_at, history
+
+
+CASES: dict[str, tuple[Limits, dict[str, str], dict[str, Any]]] = {
+    "asynchronous": (LIMITS, {}, {}),
+    "synchronous": (SYNCHRONOUS, {}, {}),
+    "training": (LIMITS, {}, {"train_s": 60.0}),
+    "aborting": (replace(LIMITS, sync_mode="abort"), {}, {"sync_s": 3.0}),
+    "waiting": (replace(LIMITS, sync_mode="wait"), {}, {"sync_s": 3.0}),
+    "rolling": (LIMITS, {"sync": "rolling"}, {"sync_s": 3.0}),
+    "sparse": (replace(LIMITS, sync_every=2), {}, {}),
+    "rewarded": (replace(LIMITS, added_states=REWARDS), {}, {"state_s": 6.0}),
+    "filtered": (LIMITS, {"filter": "zero-variance"}, {"spread": 0.6, "prompts": 120}),
+    "validated": (replace(LIMITS, validation=ROWS), {}, {"measure_s": 10.0}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_estimate_of_a_run_as_it_was_is_the_time_it_took(name: str) -> None:
+    limits, policies, setting = CASES[name]
+    took, history = run(limits, policies, **setting)
+    durations = measure(history, limits)
+    assert durations is not None
+    settings = ScheduleSettings(limits=limits, slots=(6, 6), rolling=policies.get("sync") == "rolling")
+    assert estimate(durations, settings) == pytest.approx(took, rel=0.05)
+
+
+Change = tuple[str, Any, Limits, dict[str, Any], dict[str, Any]]
+CHANGES: dict[str, Change] = {
+    "K": (
+        "scheduler.max_concurrent_groups", 12,
+        replace(LIMITS, max_concurrent_groups=4), {"max_concurrent_groups": 12}, {},
+    ),
+    "S": (
+        "scheduler.max_staleness_steps", 2,
+        SYNCHRONOUS, {"max_staleness_steps": 2, "max_concurrent_groups": 12}, {},
+    ),
+    "rewards": (
+        "reward.concurrency", 4,
+        replace(LIMITS, added_states=REWARDS), {"added_states": (AddedState(name=REWARDING, concurrency=4),)},
+        {"state_s": 12.0},
+    ),
+    "sync mode": (
+        "rollout.sync_mode", "keep",
+        replace(LIMITS, sync_mode="wait", max_staleness_steps=4), {"sync_mode": "keep"}, {"sync_s": 4.0},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_first_advice_makes_the_run_as_much_faster_as_it_says(name: str) -> None:
+    setting, value, limits, changed, others = CHANGES[name]
+    before, history = run(limits, **others)
+    first = advise(history).advice[0]
+    assert (first.setting, first.value, first.needs_gpus) == (setting, value, False)
+    after, _ = run(replace(limits, **changed), **others)
+    assert before / after == pytest.approx(first.faster, rel=0.05) and first.faster > 1.1
+
+
+def test_a_busy_trainer_needs_more_gpus_and_nothing_else() -> None:
+    _, history = run(train_s=200.0)
+    (only,) = advise(history).advice
+    assert only.text.startswith("with more GPUs, raise trainer.ranks from 1 to 2: about 1.8 × faster; the trainer was ")
+
+
+def test_a_balanced_run_has_nothing_to_gain() -> None:
+    limits = replace(LIMITS, max_staleness_steps=8, max_concurrent_groups=36, max_steps=30)
+    _, history = run(limits, replicas=1, slots=4, mean_tokens=30.0, max_tokens=10, train_s=8.0, sync_s=0.0, prompts=150)
+    counsel = advise(history)
+    assert not counsel.advice and counsel.lines[0].startswith("nothing to gain from a setting: the trainer was busy 9")
+
+
+def test_advice_names_k_where_it_must_follow_s() -> None:
+    _, history = run(SYNCHRONOUS)
+    assert " from 0 to 2 and scheduler.max_concurrent_groups from 4 to 12: " in advise(history).lines[0]
+    follows = replace(history, config={"scheduler": {"max_concurrent_groups": 0}})  # the engine chooses K
+    assert " from 0 to 2: " in advise(follows).lines[0]
+
+
+def test_there_is_no_advice_before_three_steps_or_for_a_shared_pool() -> None:
+    _, history = run(replace(LIMITS, max_steps=2))
+    assert advise(history).lines == ("no advice yet: it needs 3 finished train steps",)
+    shared = replace(LIMITS, pools=(Pool(tasks=("rollout", "train"), replicas=(0, 1)),))
+    _, history = run(shared)
+    assert "take turns" in advise(history).none
+
+
+def test_advice_starts_from_settings_that_were_changed_during_the_run() -> None:
+    _, history = run()
+    changed = replace(history, settings=((9.0, "scheduler.max_staleness_steps", "5"),))
+    assert present_limits(changed).max_staleness_steps == 5
