@@ -215,6 +215,7 @@ def _watch(config: "Config", directory: "RunDirectory", mode: "Mode") -> Trained
     from rich.console import Console
 
     from engine.cli import run as running
+    from engine.cli.explain import first_advice
     from engine.cli.interrupts import Interrupts
     from engine.cli.run_view import summary
 
@@ -229,7 +230,8 @@ def _watch(config: "Config", directory: "RunDirectory", mode: "Mode") -> Trained
         raise
     if status is None or status.outcome not in ("finished", "stopped"):
         raise RunFailed(f"{'no status' if status is None else status.reason}; the run is in {directory.shown}")
-    console.print(summary(status, where=directory.shown, wall_s=time.monotonic() - start_s))
+    wall_s = time.monotonic() - start_s
+    console.print(summary(status, where=directory.shown, wall_s=wall_s, advice=first_advice(directory.path)))
     return TrainedRun(directory.path, status.outcome, status.reason)
 
 

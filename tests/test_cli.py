@@ -580,7 +580,7 @@ def test_what_follows_a_run_that_failed_on_its_rewards_is_to_read_their_errors(
     launched(Misjudged)
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 1
     said = capsys.readouterr().out
-    steps = ("engine samples here --failed", "correct the cause, then engine resume here", "engine replay")
+    steps = ("engine samples here --failed", "correct the cause, then engine resume here", "engine explain")
     assert "next:\n  " + "\n  ".join(steps) in said
     said = refused(capsys, "samples", "here")
     assert "; the run has ended; `engine samples here --failed` shows those whose reward failed" in said

@@ -367,4 +367,4 @@ def test_what_to_type_next_imports_what_the_config_named(
     monkeypatch.chdir(tmp_path)
     Recorder(Path("here/schedule"), Header(run="x", limits={}, config={"run": {"extensions": named}})).close()
     said = list(_next_commands(run_directory.RunDirectory(Path("here")), finished=True))
-    assert said == ["next:", f"  engine replay here{flag}"]
+    assert said == ["next:", f"  engine explain here{flag}", f"  engine replay here{flag}"]

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.cli import evaluate, project, report, run_page, samples, timeline
+from engine.cli import evaluate, explain, project, report, run_page, samples, timeline
 from engine.cli import run as running
 from engine.cli.completion import SHELLS, PrintCompletion
 from engine.cli.control_commands import add_commands
@@ -168,6 +168,7 @@ def _parser() -> argparse.ArgumentParser:
 
     run_page.add_commands(commands)
     samples.add_command(commands)
+    explain.add_command(commands)
     timeline.add_command(commands)
     report.add_command(commands)
     add_commands(commands)

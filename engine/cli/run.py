@@ -198,6 +198,7 @@ def _train(config: "Config", directory: "RunDirectory", interrupts: Interrupts, 
     """Execute a run and show it, from the preparation of its model to the summary."""
     from rich.console import Console
 
+    from engine.cli.explain import first_advice
     from engine.cli.run_view import DATA, summary
 
     console = Console(highlight=False)
@@ -210,7 +211,8 @@ def _train(config: "Config", directory: "RunDirectory", interrupts: Interrupts, 
         error.add_note(f"the files of the run are in {where}")
         raise
     if status is not None:
-        console.print(summary(status, where=where, wall_s=time.monotonic() - began))
+        wall_s = time.monotonic() - began
+        console.print(summary(status, where=where, wall_s=wall_s, advice=first_advice(directory.path)))
         misjudged = status.outcome == "failed" and DATA in status.failures
         for line in _next_commands(directory, finished=status.outcome == "finished", misjudged=misjudged):
             print(line)
@@ -303,6 +305,7 @@ def _next_commands(directory: "RunDirectory", *, finished: bool, misjudged: bool
         yield f"  engine samples {place}"
     record = read(directory.schedule)
     named = " --extensions" if names_extensions(directory.path) else ""
+    yield f"  engine explain {place}{named}"
     yield f"  engine replay {place}{named}"
     first = list(islice(record.events(), 101))
     if any(getattr(event, "group", None) == 0 for event in first):

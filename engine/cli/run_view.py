@@ -317,8 +317,9 @@ def _replicas(status: Status) -> str:
     return "  ".join(parts) + (f"  and {more} more" if more else "") or "none is up"
 
 
-def summary(status: Status, *, where: str, wall_s: float | None = None) -> Table:
-    """The table that is shown after a run has ended. `wall_s`: seconds since the command began."""
+def summary(status: Status, *, where: str, wall_s: float | None = None, advice: str = "") -> Table:
+    """The table that is shown after a run has ended. `wall_s`: seconds since the command began. `advice`: the first
+    line of it."""
     table = Table(
         show_header=False, title=f"run {status.ending or 'interrupted'}", title_justify="left", title_style="bold"
     )
@@ -360,6 +361,8 @@ def summary(status: Status, *, where: str, wall_s: float | None = None) -> Table
         table.add_row("wall seconds", f"{status.elapsed_s:.1f}")
     else:
         table.add_row("wall seconds of this command", f"{wall_s:.1f}")
+    if advice:
+        table.add_row("advice", Text(advice))
     table.add_row("run directory", where)
     return table
 

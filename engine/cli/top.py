@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from math import ceil
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -23,6 +24,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from engine.cli.explain import AdviceWatch, first_advice
 from engine.cli.run_view import clock, panel
 from engine.control.client import RUN_OPENER
 from engine.errors import ConfigError
@@ -41,6 +43,8 @@ REPLICAS_SHOWN = 16
 ROWS_ALWAYS = 18
 """Rows of a screen without replicas and optional lines."""
 BAR_WIDTH = 24
+ADVICE_WIDTH = 60
+"""Letters of a line of advice, at least."""
 SILENCE_S = 5.0
 """A shorter silence is not shown; the run itself reports a long one."""
 HELD, FREE = "█", "░"
@@ -56,13 +60,13 @@ def watch(run: str, console: Console) -> str:
     status = ask(address, directory.shown)
     title = f"Step Engine  {directory.shown}"
     if not console.is_terminal:
-        console.print(screen(status, title))
+        console.print(screen(status, title, advice=first_advice(directory.path).partition(";")[0]))
         return f"as of {status.elapsed_s:.0f} s after its start"
     live = Live(console=console, screen=True, auto_refresh=False)
-    head, answered_at = title, time.monotonic()
+    head, answered_at, advice = title, time.monotonic(), AdviceWatch(directory.path)
     with suppress(KeyboardInterrupt), _keys() as pressed, live:
         while True:
-            live.update(screen(status, head, height=console.height), refresh=True)
+            live.update(screen(status, head, height=console.height, advice=advice.line), refresh=True)
             if pressed(EVERY_S) or status.outcome is not None:
                 break
             try:
@@ -101,18 +105,18 @@ def _no_run(address: str, shown: str, error: Exception) -> ConfigError:
     return ConfigError("RUN", shown, law, "use the engine version that started this run")
 
 
-def screen(status: Status, title: str, *, height: int = 50) -> RenderableType:
-    """The whole screen: the live view of the run, its state machines and its replicas."""
+def screen(status: Status, title: str, *, height: int = 50, advice: str = "") -> RenderableType:
+    """The whole screen: the live view of the run, its state machines, the first line of advice and its replicas."""
     further = (
         status.failures, status.silence, status.calls_now, *status.health, status.validation_now,
         *_progress_rows(status),
     )  # fmt: skip
-    room = height - ROWS_ALWAYS - sum(map(bool, further))
+    room = height - ROWS_ALWAYS - sum(map(bool, further)) - ceil(len(advice) / ADVICE_WIDTH)
     upper = panel(status, title, replicas=False)
-    return Group(upper, _machines(status), _replicas(status, max(1, min(REPLICAS_SHOWN, room))))
+    return Group(upper, _machines(status, advice), _replicas(status, max(1, min(REPLICAS_SHOWN, room))))
 
 
-def _machines(status: Status) -> RenderableType:
+def _machines(status: Status, advice: str) -> RenderableType:
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(style="bold", no_wrap=True, width=9)
     grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
@@ -126,6 +130,8 @@ def _machines(status: Status) -> RenderableType:
     grid.add_row("admission", Text(running).append(limit, style="cyan"))
     for name, said in _progress_rows(status).items():
         grid.add_row(name, said)
+    if advice:
+        grid.add_row("advice", Text(advice, overflow="fold", no_wrap=False))
     return Panel(grid, title="machines", title_align="left", padding=(0, 1))
 
 
