@@ -7,6 +7,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,23 @@ def test_the_state_of_the_example_keeps_its_contract(own: None) -> None:
     contract.judge = example("judge_state").Judge()
     contract.test_simulated_runs_keep_every_law()
     contract.test_work_changes_only_what_it_may()
+
+
+def test_a_state_before_generation_keeps_its_contract_and_is_told_what_it_may_change(own: None) -> None:
+    class RetrieverContract(JudgeContract):
+        state = "retrieving"
+
+    class Renumbering:
+        async def work(self, group: TrajectoryGroup) -> TrajectoryGroup:
+            return replace(group, prompt=replace(group.prompt, row=8))
+
+    contract = RetrieverContract()
+    contract.judge = example("added_states").Retrieve()
+    contract.test_simulated_runs_keep_every_law()
+    contract.test_work_changes_only_what_it_may()
+    contract.judge = Renumbering()
+    with pytest.raises(AssertionError, match="it may change text and fields only"):
+        contract.test_work_changes_only_what_it_may()
 
 
 def test_the_page_lists_exactly_the_stable_names() -> None:

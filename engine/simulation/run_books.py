@@ -548,6 +548,7 @@ class RunBooks:
                 for id in command.groups:
                     self.discarded[id] = self.trained
                     self.groups.pop(id, None)
+                    self.requeued.pop(id, None)
                     self.hangs.pop(id, None)
                     self.open["stage"].pop((id,), None)
                 self.unread = {step for step in self.unread if not self.discarded.keys() >= {*self.batches[step]}}
