@@ -208,3 +208,22 @@ def test_three_updates_each_serve_the_new_weights_while_a_request_is_kept(engine
         assert engine.tokens_sampled() - start == LONG + others, "a token was sampled twice"
 
     run(scenario())
+
+
+def test_close_fails_what_is_running_and_everything_later(engine: Any) -> None:
+    """The last test of the engine."""
+
+    async def scenario() -> None:
+        running = asyncio.create_task(engine.sample(greedy("running", LONG)))
+        failed = asyncio.create_task(engine.failed())
+        await hold(engine, 5)
+        assert not failed.done() and not running.done()
+        await engine.close()
+        assert not failed.done()
+        failed.cancel()
+        for call in (running, engine.sample(greedy("later")), engine.pause("keep"), engine.resume()):
+            with pytest.raises(EngineError, match="closed"):
+                await call
+        assert not engine.staging.exists()
+
+    run(scenario())
