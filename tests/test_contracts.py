@@ -219,7 +219,9 @@ def test_a_trainer_that_breaks_its_contract_is_told_the_law(trainer: Any, test: 
         getattr(Contract(), test)()
 
 
-def test_work_that_changes_tokens_is_told_the_law() -> None:
+def test_work_that_changes_tokens_is_told_the_law(own: None) -> None:
+    example("judge_state")
+
     class Rewriter:
         async def work(self, group: TrajectoryGroup) -> TrajectoryGroup:
             changed = deepcopy(group)
