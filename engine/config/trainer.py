@@ -246,8 +246,8 @@ class TrainerSection(Section):
                 "trainer.arguments", self.arguments, law, "remove them, or use trainer.backend: module:Class"
             )
         for name, info in type(self).model_fields.items() if self.custom else ():
-            value = getattr(self, name)
-            if name not in READ_FOR_CUSTOM and value not in (info.default, SETTLED.get(name, info.default)):
+            value, default = getattr(self, name), info.get_default(call_default_factory=True)
+            if name not in READ_FOR_CUSTOM and value not in (default, SETTLED.get(name, default)):
                 law = f"is not read with trainer.backend {self.backend}"
                 raise ConfigError(
                     f"trainer.{name}", value, law, "remove it, and give what the class reads as arguments"
