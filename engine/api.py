@@ -215,7 +215,7 @@ def _watch(config: "Config", directory: "RunDirectory", mode: "Mode") -> Trained
     from rich.console import Console
 
     from engine.cli import run as running
-    from engine.cli.explain import first_advice
+    from engine.cli.advice_line import first_advice
     from engine.cli.interrupts import Interrupts
     from engine.cli.run_view import summary
 

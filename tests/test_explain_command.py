@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from engine import cli
-from engine.cli.explain import first_advice
+from engine.cli.advice_line import first_advice
 from engine.cli.run_view import summary
 from engine.cli.top import screen
 from engine.metrics.status import read_status
@@ -98,6 +98,6 @@ def test_the_first_line_of_advice_is_in_the_table_and_in_top(run: Path, monkeypa
     console.print(screen(status, "top", advice=line.partition(";")[0]))
     shown = " ".join(console.export_text().replace("│", " ").split())
     assert shown.count(line.partition(" to ")[0]) == 2
-    monkeypatch.setattr("engine.cli.explain.MOST_RECORD_BYTES", 10)
+    monkeypatch.setattr("engine.cli.advice_line.MOST_RECORD_BYTES", 10)
     assert first_advice(run) == "the record is long; `engine explain` reads it"
     assert first_advice(run / "none") == ""

@@ -198,7 +198,7 @@ def _train(config: "Config", directory: "RunDirectory", interrupts: Interrupts, 
     """Execute a run and show it, from the preparation of its model to the summary."""
     from rich.console import Console
 
-    from engine.cli.explain import first_advice
+    from engine.cli.advice_line import first_advice
     from engine.cli.run_view import DATA, summary
 
     console = Console(highlight=False)

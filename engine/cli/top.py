@@ -24,7 +24,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from engine.cli.explain import AdviceWatch, first_advice
+from engine.cli.advice_line import AdviceWatch, first_advice
 from engine.cli.run_view import clock, panel
 from engine.control.client import RUN_OPENER
 from engine.errors import ConfigError

@@ -11,9 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import ConfigError, counted
-from engine.ids import NO_VERSION, GroupId, StepId
+from engine.ids import NO_VERSION, GroupId, ReplicaId, StepId
 from engine.inspect.advice import advise, percent
-from engine.inspect.history import FATES, GenerationAttempt, GroupRow, GroupWait, History, IdleSpan, StepRow
+from engine.inspect.history import (
+    FATES,
+    GenerationAttempt,
+    GroupRow,
+    GroupWait,
+    History,
+    IdleSpan,
+    StepRow,
+    SyncPhase,
+)
 
 READY = "generated"
 """State of a group that waits for its batch."""
@@ -61,7 +70,7 @@ BOUNDS = {
     "sync": "the replica of the last group of a batch took new weights",
     "parked": "the last group of a batch was parked, between two attempts",
     "not_started": "the last group of a batch had not started",
-    "other": "start, restarts, drains, or the end of the prompts",
+    "other": "the start, a restart, a drain, or the end of the run",
 }
 """What bounded the run: for what the trainer waited, if it did not work."""
 WAITS = ("waiting_for_groups", "waiting_for_stragglers")
@@ -187,10 +196,10 @@ class _Chains:
         for wait in history.waits:
             self.waits[wait.group].append(wait)
         self._span_starts = [span.start for span in history.idle]
-        self._syncs: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        self._syncs: dict[ReplicaId, list[SyncPhase]] = defaultdict(list)
         for sync in history.syncs:
             if sync.name != "staging":
-                self._syncs[sync.replica].append((sync.start, sync.end))
+                self._syncs[sync.replica].append(sync)
 
     def last_group(self, step: StepRow) -> GroupId | None:
         """The group of a batch that became ready last."""
@@ -204,7 +213,8 @@ class _Chains:
         """The idle spans that overlap a time, cut to it."""
         first = max(0, bisect_right(self._span_starts, start) - 1)
         found = []
-        for span in self.history.idle[first:]:
+        for index in range(first, len(self.history.idle)):
+            span = self.history.idle[index]
             if span.start >= end:
                 break
             if span.end > start:
@@ -239,13 +249,22 @@ class _Chains:
             if part <= 0:
                 continue
             low, high = max(start, attempt.start), min(end, attempt.end)
-            synced = sum(_overlap(low, high, *sync) for sync in self._syncs[attempt.replica])
+            synced = self._synced(attempt.replica, low, high)
             sums["sync"] += synced
             sums[bound] += part - synced
             left -= part
         ready = _overlap(start, end, self.ready_at(group), end) if self.ready_at(group) >= 0 else 0.0
         sums["other"] += min(max(left, 0.0), ready)
         sums["parked"] += max(0.0, left - ready)
+
+    def _synced(self, replica: ReplicaId, start: float, end: float) -> float:
+        """Seconds between two times in which a replica took new weights."""
+        syncs = self._syncs[replica]
+        sums, index = 0.0, bisect_right(syncs, start, key=lambda sync: sync.end)
+        while index < len(syncs) and syncs[index].start < end:
+            sums += _overlap(start, end, syncs[index].start, syncs[index].end)
+            index += 1
+        return sums
 
 
 def _overlap(start: float, end: float, first: float, last: float) -> float:

@@ -1,0 +1,45 @@
+"""The first line of advice about a run, for the table at its end and for `engine top`."""
+
+import threading
+import time
+from pathlib import Path
+
+from engine.errors import EngineError
+
+MOST_RECORD_BYTES = 1 << 20
+"""Reading a larger record would delay the end of a run by more than a few seconds."""
+ADVICE_EVERY_S = 30.0
+ADVICE_SHARE = 0.01
+"""Maximum share of a core that `engine top` uses to read the record."""
+
+
+def first_advice(run_dir: Path) -> str:
+    """The first line of advice about a run, or how to get it; empty if its record cannot be read here."""
+    from engine.inspect.advice import advise
+    from engine.inspect.history_reader import read_history
+
+    try:
+        if sum(path.stat().st_size for path in (run_dir / "schedule").iterdir()) > MOST_RECORD_BYTES:
+            return "the record is long; `engine explain` reads it"
+        return advise(read_history(run_dir)).lines[0]
+    except (EngineError, OSError):
+        return ""
+    except Exception as error:  # a defect here must not fail a run that has finished
+        return f"none: unexpected {type(error).__name__}: {error}"
+
+
+class AdviceWatch:
+    """The first line of advice about a running run, without figures. A thread reads its record again now and then."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.line = ""
+        self._run_dir = run_dir
+        self._never = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        pause_s = 0.0
+        while not self._never.wait(pause_s):
+            began = time.thread_time()
+            self.line = first_advice(self._run_dir).partition(";")[0]
+            pause_s = max(ADVICE_EVERY_S, (time.thread_time() - began) / ADVICE_SHARE)
