@@ -1,5 +1,6 @@
-"""The generator and the trainer of the examples on Ray: killed, restarted and resized like the built-in ones."""
+"""A trainer of the user and the generator of the example on Ray: killed, restarted, resized like the built-in ones."""
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,35 @@ from http_service_thread import EXAMPLES, http_service
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(300)]
 
 
+COUNTER = """
+from pathlib import Path
+import torch
+
+
+class Counter:
+    def __init__(self, setup):
+        self.steps = 0
+
+    def train(self, batch):
+        assert batch.step == self.steps
+        self.steps += 1
+
+    def weights(self):
+        return {"steps": torch.tensor([self.steps])}
+
+    def save(self, directory, step):
+        Path(directory, "steps").write_text(str(self.steps))
+
+    def load(self, directory):
+        self.steps = int(Path(directory, "steps").read_text())
+"""
+"""Needs no model, so that its process starts fast."""
+
+
 def tree(folder: Path, url: str) -> dict[str, Any]:
     rows = [{"prompt": f"{n}+2?", "answer": f"{n + 2}"} for n in range(8)]
     return {
-        "run": {"dir": str(folder), "epochs": None, "max_steps": 1000, "code_dir": str(EXAMPLES)},
+        "run": {"dir": str(folder), "epochs": None, "max_steps": 1000, "code_dir": str(folder)},
         "model": {"path": save_chat_model(folder / "model", "chatml", context=64)},
         "data": {"path": write_rows(folder / "rows.jsonl", *rows)},
         "reward": {"function": "engine.tasks.rewards:exact_match"},
@@ -33,9 +59,7 @@ def tree(folder: Path, url: str) -> dict[str, Any]:
             "arguments": {"url": url, "weights_dir": str(folder / "weights")},
             "replicas": 1, "slots": 2, "max_tokens": 4, "device": "cpu",
         },
-        "trainer": {
-            "backend": "huggingface_trainer:HuggingFaceTrainer", "device": "cpu", "checkpoint_every": 4, "threads": 1,
-        },
+        "trainer": {"backend": "counter:Counter", "device": "cpu", "checkpoint_every": 4, "threads": 1},
         "validation": {"at_start": False, "at_end": False},
         "control": {"enabled": False},
     }  # fmt: skip
@@ -44,6 +68,8 @@ def tree(folder: Path, url: str) -> dict[str, Any]:
 def test_classes_of_the_user_are_restarted_and_resized(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
+    (tmp_path / "counter.py").write_text(COUNTER, encoding="utf-8")
+    shutil.copy(EXAMPLES / "http_generator.py", tmp_path)
     with http_service() as url:
         config = parse_config(tree(tmp_path, url))
         with launch(config, run_dir) as run:
