@@ -355,7 +355,13 @@ def test_the_page_names_every_decision_every_policy_and_every_field() -> None:
     page = (EXAMPLES.parent / "docs" / "EXTENDING.md").read_text(encoding="utf-8")
     fields = [name for name in dir(View) if not name.startswith("_")]
     fields += [*GroupView._fields, *ReplicaView._fields, *ValidationView._fields, *PoolView._fields]
-    chosen = [name for decision in policies.DEFAULTS for name in (decision, *registry._REGISTERED[decision])]
+    own = [
+        name
+        for known in registry._REGISTERED.values()
+        for name, cls in known.items()
+        if cls.__module__.startswith("engine.")  # other tests of this process register theirs
+    ]
+    chosen = [*policies.DEFAULTS, *own]
     missing = [name for name in {*fields, *chosen} if f"`{name}`" not in page and f"`{name}(" not in page]
     assert not missing
 
