@@ -33,12 +33,13 @@ def add_command(commands: Any) -> None:
 
 def write(arguments: argparse.Namespace) -> int:
     """`engine report RUN`. Raises: `ConfigError` for wrong arguments and a file that cannot be written."""
+    from engine.inspect.advice import advise
     from engine.inspect.report import report_html
     from engine.inspect.timeline import timeline_of
 
     steps = None if arguments.samples is None else _steps(arguments.samples)
     run, history = history_of(arguments)
-    page = report_html(timeline_of(history), _rows(run), _samples(run, steps))
+    page = report_html(timeline_of(history), _rows(run), _samples(run, steps), advise(history).lines)
     path = Path(arguments.out or f"{history.run}.html")
     with writable("--out", path):
         path.write_text(page, encoding="utf-8", errors="replace")

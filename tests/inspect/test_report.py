@@ -1,5 +1,6 @@
 """The report of a run: its data, and the page in a real browser, headless Chromium driven by Playwright."""
 
+import html
 import json
 import shutil
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from engine.cli import main
+from engine.inspect.advice import advise
 from engine.inspect.history_reader import read_history
 from engine.inspect.report import _idle_bins, report_html
 from engine.inspect.timeline import timeline_of
@@ -169,6 +171,13 @@ def test_a_report_shows_advice_and_hides_secrets() -> None:
     page = report_html(timeline_of(read_history(record)), advice=["raise rollout.slots to 8: 12 % fewer seconds"])
     assert "<li>raise rollout.slots to 8: 12 % fewer seconds</li>" in page
     assert "hunter22" not in page and "***" in page
+
+
+def test_the_report_of_a_run_has_the_advice_about_it(run: Path, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    assert main(["report", str(run), "--out", str(path)]) == 0
+    advice = advise(read_history(run)).lines
+    assert "".join(f"<li>{html.escape(line)}</li>" for line in advice) in path.read_text(encoding="utf-8")
 
 
 def test_wrong_arguments_of_report_are_refused(run: Path, tmp_path: Path, capsys: Any) -> None:
