@@ -225,6 +225,27 @@ def test_a_trainer_that_breaks_its_contract_is_told_the_law(trainer: Any, test: 
         getattr(Contract(), test)()
 
 
+def test_a_trainer_without_a_score_keeps_its_contract() -> None:
+    class Plain:
+        """What `trainer.backend` requires."""
+
+        def __init__(self) -> None:
+            self.steps = 0
+
+        def train(self, batch: Batch) -> None:
+            self.steps += 1
+
+        def weights(self) -> int:
+            return self.steps
+
+    class Contract(TrainerContract):
+        def make(self) -> Any:
+            return Plain()
+
+    for name in (name for name in dir(Contract) if name.startswith("test_")):
+        getattr(Contract(), name)()
+
+
 def test_work_that_changes_tokens_is_told_the_law(own: None) -> None:
     example("judge_state")
 

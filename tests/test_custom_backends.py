@@ -22,6 +22,7 @@ from engine.scheduling.settings import MAX_STEPS
 Capture = pytest.CaptureFixture[str]
 
 MODULE = '''
+import abc
 import json
 from pathlib import Path
 import torch
@@ -123,6 +124,16 @@ class Counted(Trainer):
         return len(batch.groups)
 
 
+class Bare(Trainer, abc.ABC):
+    @abc.abstractmethod
+    def optimizer(self): ...
+
+
+class Quitter(Trainer):
+    def train(self, batch):
+        raise SystemExit(3)
+
+
 class Short(Generator):
     async def sample(self, work, weights, version):
         return [*await super().sample(work, weights, version)][1:]
@@ -186,6 +197,7 @@ OWN = {"backend": "mine:Generator", "arguments": {"answer": [3, 4]}}
         ("trainer", {"backend": "mine:ShortTrain"}, "define def train(self, batch: Batch) -> "),
         ("trainer", {"backend": "mine:AsyncSave"}, "its save() is a coroutine function, but it must block"),
         ("trainer", {"backend": "mine:a_function"}, "is of type function, not a class"),
+        ("trainer", {"backend": "mine:Bare"}, "is abstract: it lacks the method optimizer"),
         ("trainer", {"backend": "mine:Trainr"}, "did you mean Trainer?"),
         ("trainer", {"backend": "mine:Trainer", "arguments": {"shft": 2}}, "its arguments are shift"),
         ("trainer", {"backend": "mine:Trainer", "learning_rate": 0.1}, "trainer.learning_rate 0.1 is not read"),
@@ -238,7 +250,8 @@ def test_check_rehearses_the_examples_on_one_group(model: str, capsys: Capture) 
         ("trainer", {"backend": "mine:Doubled"}, "is a float64 tensor, not a dense one of float32, bfloat16, float16"),
         ("trainer", {"backend": "mine:Renamed"}, "model.layers.0.input_layernorm.weight is missing"),
         ("trainer", {"backend": "mine:Unsaved"}, "save() wrote no file into the directory that it was given"),
-        ("trainer", {"backend": "mine:Counted"}, "train() returned a int, not a dict of metrics or None"),
+        ("trainer", {"backend": "mine:Quitter"}, "cannot train a group: SystemExit: 3 (mine.py:"),
+        ("trainer", {"backend": "mine:Counted"}, "train() returned a value of type int, not a dict of metrics or None"),
         ("rollout", {**OWN, "backend": "mine:Short"}, "generate() returned 1 trajectories, not the 2 asked for"),
         ("rollout", {**OWN, "backend": "mine:Mute"}, "LookupError: no such service (mine.py:"),
     ],

@@ -95,6 +95,10 @@ def _check(
         raise ConfigError(field, spec, law, f"define {'; '.join(method.shown for method in lacking)}")
     for method in required:
         _check_method(found, spec, field, method)
+    if inspect.isabstract(found):
+        missing = sorted(getattr(found, "__abstractmethods__", ()))
+        law = f"is abstract: it lacks the {'methods' if missing[1:] else 'method'} {', '.join(missing)}"
+        raise ConfigError(field, spec, law, "define what its base class leaves open")
     try:
         signature = inspect.signature(found)
     except ValueError:

@@ -61,11 +61,11 @@ def _bounded(config: Config, work: Any) -> Any:
     except TimeoutError as error:
         law = f"has not finished one group after {LONGEST_S:g} s"
         raise ConfigError(GENERATOR, config.rollout.backend, law, "correct it, or make a smaller model") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _refusal(GENERATOR, config.rollout.backend, "cannot generate a group", error) from error
 
 
-def _refusal(field: str, spec: str, what: str, error: Exception) -> ConfigError:
+def _refusal(field: str, spec: str, what: str, error: BaseException) -> ConfigError:
     law = f"{what}: {type(error).__name__}: {message_of(error)}{place_of(error)}"
     return ConfigError(field, spec, law, "correct the class (docs/EXTENDING.md)")
 
@@ -135,7 +135,7 @@ def _trained(config: Config, inputs: Inputs, group: TrajectoryGroup) -> tuple[di
         doing = "cannot train a group"
         metrics = call(trainer.train, Batch(step=0, groups=[group], staleness=[0]))
         if metrics is not None and not isinstance(metrics, dict):
-            raise TypeError(f"train() returned a {type(metrics).__name__}, not a dict of metrics or None")
+            raise TypeError(f"train() returned a value of type {type(metrics).__name__}, not a dict of metrics or None")
         doing = "does not return its weights"
         weights = call(trainer.weights)
         check = weights_check(config, inputs.model)
@@ -152,7 +152,7 @@ def _trained(config: Config, inputs: Inputs, group: TrajectoryGroup) -> tuple[di
         return metrics or {}, weights
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _refusal(TRAINER, spec, doing, error) from error
     finally:
         for trainer in made:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from engine.errors import ConfigError, suggestion
+from engine.errors import ConfigError, describe_error, place_of, suggestion
 
 Local: TypeAlias = Mapping[str, Any]
 """Functions and classes of the program that other processes cannot import, by the field that names them. They travel
@@ -59,8 +59,8 @@ def _import(name: str, directory: str, spec: str, config_field: str) -> ModuleTy
             law = f"module {name!r} itself imports {error.name!r}, which is not installed"
             hint = f"install {error.name}"
         raise ConfigError(config_field, spec, law, hint) from error
-    except Exception as error:
-        law = f"importing module {name!r} failed: {type(error).__name__}: {error}"
+    except (Exception, SystemExit) as error:
+        law = f"importing module {name!r} failed: {describe_error(error)}{place_of(error)}"
         raise ConfigError(config_field, spec, law, f"make `import {name}` work") from error
 
 

@@ -123,15 +123,21 @@ def _check_advantage(own: OwnFunction) -> list[str]:
 
 
 def _called(own: OwnFunction, terms: Any) -> Any:
+    tensors = list(_tensors(terms))
+    before = [value._version for _, value in tensors]
     try:
-        return own(terms)
-    except Exception as error:
+        found = own(terms)
+    except (Exception, SystemExit) as error:
         law = f"raised on made tensors: {describe_error(error)}{place_of(error)}"
         missing = [name for name in ("entropies", "reference") if getattr(terms, name, terms) is None]
         if missing and "None" in str(error):
             ways = {"entropies": "@needs(entropies=True)", "reference": "trainer.reference_path"}
             law += "; " + " and ".join(f"terms.{name} is None without {ways[name]}" for name in missing)
         raise own.refuse(law) from error
+    for (name, value), version in zip(tensors, before, strict=True):
+        if value._version != version:
+            raise own.refuse(f"changed terms.{name} in place, but the engine reads it later; change a copy")
+    return found
 
 
 # -- what must hold ----------------------------------------------------------------------------------------------------

@@ -62,6 +62,9 @@ class Mask:
             law = f"a mask on {self.measure} needs a bound"
             raise ConfigError("trainer.masks.high", None, law, "set low, high or both")
         if is_own(self.measure):
+            if self.low is not None and self.high is not None and self.low > self.high:
+                law = f"is above high = {self.high:g}, so the mask would drop every token"
+                raise ConfigError("trainer.masks.low", self.low, law, "exchange them")
             return
         agreed = 1.0 if self.is_ratio else 0.0
         kept = f"low <= {agreed:g} <= high, because {agreed:g} is the {self.measure} of equal policies"

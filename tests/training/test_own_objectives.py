@@ -1,6 +1,7 @@
 """Losses, advantages, corrections and masks of the user: the examples by hand, the check, and the train step."""
 
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,8 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
     "rollouts": ("advantage", lambda terms: terms.groups.means(terms.rewards), "the shape [3] for 8 rollouts"),
     "a taken name": ("advantage", lambda terms: (terms.rewards, {"std": terms.rewards}), "reports itself"),
     "a negative weight": ("correction", lambda terms: terms.log_ratio, "returned a negative weight"),
+    "a change in place": ("correction", lambda terms: terms.weights.clamp_(max=2), "changed terms.weights in place"),
+    "an exit": ("loss", lambda terms: sys.exit(3), "raised on made tensors: SystemExit: 3"),
 }
 
 
@@ -115,6 +118,11 @@ def test_a_mask_and_its_arguments_are_checked_too() -> None:
         check_objective(TrainerSettings(masks=masks, **wrong))
     with pytest.raises(ConfigError, match=r"trainer\.masks\.0\.arguments .* did you mean scale\?"):
         check_objective(TrainerSettings(masks=masks, **own("masks.0.measure", lambda terms, scale: 0, scal=2)))
+
+
+def test_a_mask_that_no_value_can_pass_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.masks\.low 3 is above high = 2"):
+        Mask(measure="mine:function", low=3, high=2)
 
 
 def test_what_a_correct_objective_does_is_said() -> None:
