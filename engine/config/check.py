@@ -13,9 +13,9 @@ from engine.config.pools import layout, surprises
 from engine.config.reports import missing_package
 from engine.config.schema import Config
 from engine.errors import ConfigError, counted
+from engine.protocols.named_code import NO_LOCAL, Local
 from engine.rollout.vllm.engine_args import built_for_cpu, check_engine_args, workers_of
 from engine.states.limits import Limits
-from engine.tasks.rewards import NO_LOCAL, Local
 from engine.training.own_functions import is_own
 
 BACKENDS: dict[str, Callable[[Config], None]] = {

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from engine.config.schema import Config
 from engine.errors import ConfigError, counted
 from engine.protocols import Generator, GeneratorSetup, Restorable, Trainer, TrainerSetup
-from engine.tasks.rewards import NO_LOCAL, Local, find
+from engine.protocols.named_code import NO_LOCAL, Local, find
 
 GENERATOR, TRAINER = "rollout.backend", "trainer.backend"
 

@@ -21,12 +21,12 @@ from engine.config.prompts import check_prompts, load_tokenizer, renderer_of, st
 from engine.errors import EngineError
 from engine.protocols import Closable, StartsFromWeights, TrainerSetup
 from engine.protocols import Scorer as RoleScorer
+from engine.protocols.named_code import Local
 from engine.runtime.plan import Restore
 from engine.runtime.stacks import stacks_descriptor
 from engine.storage.checkpoints import FIRST, verify_checkpoint
 from engine.tasks.chat import turn_end
 from engine.tasks.quickstart import Progress
-from engine.tasks.rewards import Local
 from engine.tasks.warm_start import load_answers, warm_started
 from engine.training.named_tensors import require_named_tensors
 from engine.training.trainer_settings import TrainerSettings
