@@ -11,6 +11,7 @@
 `scheduler.states`. Used by the config layer and by the scheduler's builder.
 """
 
+import inspect
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -35,6 +36,12 @@ WHY_NOT = {
     "released": "a released group has ended",
 }
 
+
+METHODS = {
+    "enters": "def enters(self, view: View, group: GroupView) -> bool",
+    "work": "async def work(self, group: TrajectoryGroup) -> TrajectoryGroup",
+}
+"""The methods of a policy. `work` may be missing."""
 
 MEANING = {"waiting": "the group holds no place yet", "parked": "the group keeps its place and has no slot"}
 """What the phases of added states mean."""
@@ -81,11 +88,31 @@ def add_state(
         raise ConfigError(f"{FIELD}.state", state, law, "for example judging")
     if state in GROUP.states or state in triggers or state in _ADDED:
         raise ConfigError(f"{FIELD}.state", state, "is already a state or trigger of groups", "use another name")
-    if not isinstance(policy, type) or not callable(getattr(policy, "enters", None)):
-        raise ConfigError(f"{FIELD}.policy", policy, "must be a class with a method enters()", "see StatePolicy")
+    _check_policy(policy)
     AddedState(name=state, concurrency=concurrency, place=place)
     check_table(group_table(before=(state,)) if place == QUEUED else group_table((state,)))
     _ADDED[state] = _Added(policy=policy, concurrency=concurrency, place=place)
+
+
+def _check_policy(policy: Any) -> None:
+    """Raises: `ConfigError` with the expected definition of a method that is missing or cannot be called."""
+    where = f"{FIELD}.policy"
+    if not isinstance(policy, type) or not callable(getattr(policy, "enters", None)):
+        raise ConfigError(where, policy, "must be a class with a method enters()", f"define {METHODS['enters']}")
+    for name, definition in METHODS.items():
+        method = getattr(policy, name, None)
+        if method is None:
+            continue  # a state without work
+        values = ["self", "view", "group"] if name == "enters" else ["self", "group"]
+        if isinstance(inspect.getattr_static(policy, name), staticmethod | classmethod):
+            del values[0]
+        try:
+            inspect.signature(method).bind(*values)
+        except TypeError as error:
+            law = f"its {name}() cannot be called as the engine does: {error}"
+            raise ConfigError(where, policy.__name__, law, f"define {definition}") from error
+        if name == "work" and not inspect.iscoroutinefunction(method):
+            raise ConfigError(where, policy.__name__, "its work() is not a coroutine function", f"define {definition}")
 
 
 def check_table(table: Table) -> None:

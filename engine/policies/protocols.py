@@ -80,10 +80,11 @@ class ValidationPolicy(Protocol):
 
 class StatePolicy(Protocol):
     def enters(self, view: View, group: GroupView) -> bool:
-        """Whether a group enters the added state (`policies.add_state`) after its last token, or after the added state
-        before this one.
+        """Whether a group enters the added state (`policies.add_state`): when its prompt was drawn or after its last
+        token, or after the added state before this one.
 
         The class may also have `async def work(self, group: TrajectoryGroup) -> TrajectoryGroup`: the work on such a
-        group. It runs in its own instance and its own process. It may change only rewards. `DataFailure` counts against
-        the group's `data` budget, any other exception against its `infrastructure` budget.
+        group. It runs in its own instance and its own process. It may change only rewards, or before generation only
+        the prompt. `DataFailure` counts against the group's `data` budget, any other exception against its
+        `infrastructure` budget.
         """

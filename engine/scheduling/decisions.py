@@ -152,6 +152,7 @@ class Decisions:
         if isinstance(error, PolicyError):
             return error
         name = self.policies.names.get(decision, decision)
+        who = f"the policy of {decision}" if name == decision else f"the {decision} policy {name!r}"
         if isinstance(error, _Refused):
             shown = _shown(error.answer)
             did, answer = f"decided {shown}: {error.law}", shown
@@ -160,8 +161,7 @@ class Decisions:
         seen = self.describe_view()
         did = did.encode("utf-8", "replace").decode("utf-8")  # the record holds only valid Unicode
         return PolicyError(
-            f"the {decision} policy {name!r} {did}; it saw {seen}", decision=decision, policy=name, answer=answer,
-            view=seen,
+            f"{who} {did}; it saw {seen}", decision=decision, policy=name, answer=answer, view=seen
         )  # fmt: skip
 
     # memories

@@ -5,6 +5,7 @@ Policies get one `View` for a whole run; it is always current. Group facts are h
 
 import json
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from engine.ids import GroupId, ReplicaId, StepId, ValidationId, Version
@@ -14,7 +15,8 @@ from engine.states.machine import Phase
 from engine.states.replica import Replica
 from engine.states.state import State
 
-NOTHING: Mapping[str, Any] = {}
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""Read-only: every `GroupView` without values has it."""
 
 
 class GroupView(NamedTuple):

@@ -11,10 +11,11 @@ from engine.errors import ConfigError, PolicyError
 from engine.events import ProcessLost, RunResumed, StateFailed, StateLeft
 from engine.policies import custom_states
 from engine.record.codec import decode_command, encode_command
-from engine.states.group import GROUP, group_table
+from engine.states.group import GROUP, Group, group_table
 from engine.states.laws import check_all
 from engine.states.limits import AddedState, Limits
 from engine.states.machine import Phase, Table, transitions
+from engine.states.view import view_group
 from tests.core.custom_states import CHECKING
 from tests.core.scripted import Scripted
 
@@ -236,7 +237,7 @@ def test_a_resumed_run_generates_groups_again_that_were_in_states() -> None:
 def test_a_state_policy_in_error_is_named_and_with_builtin_every_group_enters(own: None) -> None:
     broken = add("broken", lambda self, view, group: 1 // 0)
     run = checked(broken)
-    with pytest.raises(PolicyError, match="the state broken policy 'state broken' raised ZeroDivisionError"):
+    with pytest.raises(PolicyError, match="the policy of state broken raised ZeroDivisionError"):
         run.finish(0)
     run = checked(broken, policies={"on_error": "builtin"})
     run.finish(0)
@@ -305,6 +306,13 @@ def test_groups_whose_prompts_were_lost_are_prepared_again_unless_they_had_begun
 # what is checked when a state is added
 
 
+def a_policy(**methods: Any) -> type:
+    return type("Own", (), {"enters": lambda self, view, group: True, **methods})
+
+
+async def no_group(self: Any) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -321,6 +329,12 @@ def test_groups_whose_prompts_were_lost_are_prepared_again_unless_they_had_begun
         ({"state": "checking"}, "is already a state or trigger"),
         ({"policy": object}, "must be a class with a method enters"),
         ({"policy": 7}, "must be a class with a method enters"),
+        (
+            {"policy": a_policy(enters=lambda self, group: True)},
+            r"its enters\(\) cannot be called .*; define def enters",
+        ),
+        ({"policy": a_policy(work=lambda self, group: group)}, r"is not a coroutine function; define async def work\("),
+        ({"policy": a_policy(work=no_group)}, r"its work\(\) cannot be called .*; define async def work\(self, group"),
         ({"concurrency": 0}, "scheduler.states.fresh.concurrency is 0, but must be at least 1"),
         ({"api": 2}, "needs a policy API version"),
     ],
@@ -328,12 +342,19 @@ def test_groups_whose_prompts_were_lost_are_prepared_again_unless_they_had_begun
 def test_a_state_that_breaks_a_law_is_refused(own: None, wrong: dict[str, Any], says: str) -> None:
     lawful: dict[str, Any] = {
         "machine": "group", "state": "fresh", "phase": "parked", "between": ("generated", "batched"),
-        "policy": type("Own", (), {"enters": lambda self, view, group: True}), "concurrency": 1,
+        "policy": a_policy(), "concurrency": 1,
     }  # fmt: skip
     with pytest.raises(ConfigError, match=says):
         policies.add_state(**{**lawful, **wrong})
     assert "fresh" not in policies.state_names()
     policies.add_state(**lawful)
+
+
+def test_what_a_policy_sees_of_a_group_cannot_be_changed() -> None:
+    seen = view_group(Group(id=0))
+    for values in (seen.fields, seen.rewards):
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            values["calls"] = 1  # type: ignore[index]
 
 
 PHASED = {"a": Phase.WAITING, "b": Phase.PARKED, "c": Phase.CONSUMED}
