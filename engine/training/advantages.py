@@ -176,7 +176,7 @@ def _own_advantages(
         response_tokens=torch.tensor([sum(sample.response_tokens for sample in rollout) for rollout in rollouts]),
     )
     with torch.no_grad():
-        values, metrics = parts_of(own, own(terms), terms.rewards)
+        values, metrics = parts_of(own, own.result(terms), terms.rewards)
     values = torch.where(values.abs() <= EQUAL_REWARDS, 0.0, values)
     split = [part.tolist() for part in values.split(counts.tolist())] if rollouts else [[] for _ in groups]
     return split, {f"advantage_{name}": float(metric.double().mean()) for name, metric in metrics.items() if rollouts}

@@ -156,7 +156,7 @@ def _own_correction(own: OwnFunction, terms: ImportanceTerms) -> ImportanceWeigh
 def _own_measure(own: OwnFunction, terms: ImportanceTerms) -> Tensor:
     """[tokens]. Raises: `ConfigError` for a result of the wrong form."""
     with torch.no_grad():
-        return parts_of(own, own(terms), terms.weights)[0]
+        return parts_of(own, own.result(terms), terms.weights)[0]
 
 
 def bounded(log_ratio: Tensor) -> Tensor:

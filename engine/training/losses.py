@@ -142,7 +142,7 @@ def _own_loss(own: OwnFunction, old: Tensor, terms: TokenTerms) -> Surrogate:
         current=terms.current, old=old, behavior=terms.behavior, advantages=terms.advantages, trajectories=terms.rows,
         reference=terms.reference, entropies=terms.entropy,
     )  # fmt: skip
-    losses, metrics = parts_of(own, own(given), terms.current)
+    losses, metrics = parts_of(own, own.result(given), terms.current)
     losses = losses if terms.sound is None else torch.where(terms.sound, losses, 0.0)
     nowhere = torch.zeros_like(losses, dtype=torch.bool)
     return Surrogate(losses, bounded((terms.current - old).detach()).exp(), nowhere, nowhere, None, metrics)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from engine.errors import ConfigError, suggestion
+from engine.errors import ConfigError, EngineError, describe_error, place_of, suggestion
 from engine.protocols.named_code import find
 from engine.protocols.objectives import Needs, needs_of
 
@@ -68,6 +68,17 @@ class OwnFunction:
 
     def __call__(self, terms: Any) -> Any:
         return self.load()(terms, **self.arguments)
+
+    def result(self, terms: Any) -> Any:
+        """What it returns in a train step. Raises: `EngineError` with the field, the function and the line that
+        raised."""
+        try:
+            return self(terms)
+        except EngineError:
+            raise
+        except Exception as error:
+            story = f"{self.field} {self.spec} raised {describe_error(error)}{place_of(error)}"
+            raise EngineError(story) from error
 
     def refuse(self, law: str) -> ConfigError:
         """The error that names the function, what is wrong with it, and how it should be defined."""

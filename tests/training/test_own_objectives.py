@@ -246,6 +246,13 @@ def test_an_own_advantage_that_is_zero_up_to_rounding_is_zero(
     assert (figures["zero_advantage_groups"], figures["trained_token_share"]) == (2.0, 0.0)
 
 
+def test_a_loss_that_raises_in_a_train_step_is_named_with_its_line() -> None:
+    settings = TrainerSettings(**own("loss", lambda terms: 1 / 0))
+    words = r"trainer\.loss mine:function raised ZeroDivisionError: division by zero \(test_own_objectives\.py:\d+, in"
+    with pytest.raises(EngineError, match=words):
+        evaluate(settings, terms([0.5], [0.5], [1.0]))
+
+
 def test_a_loss_that_changes_its_metrics_is_named() -> None:
     given = terms([0.5], [0.5], [1.0])
     settings = TrainerSettings(**own("loss", surrogate))
