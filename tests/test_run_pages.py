@@ -85,6 +85,21 @@ def test_the_list_has_every_run_newest_first_even_a_damaged_one(capsys: Capture)
     assert "20260101-000000-one     finished           4/4" in text and "UTC: 4 train steps" in text
 
 
+def test_a_damaged_file_or_an_odd_name_of_a_run_hides_no_other(capsys: Capture) -> None:
+    for name in ("20260101-000000-good", "20269999-999999-odd", "20260101-000000-lines", "20260101-000000-config"):
+        make_run(name)
+    with open("runs/20260101-000000-lines/metrics.jsonl", "ab") as file:
+        file.write(b'\xff\xfe\n[1]\n{"step": null, "reward_mean": "x"}\n' + b"[" * 100_000 + b"\n")
+    Path("runs/20260101-000000-config/config.yaml").write_bytes(b"model: \xff")
+    rows = {row["name"].rpartition("-")[2]: row for row in answered(capsys, "runs")["runs"]}
+    assert {name: row["state"] for name, row in rows.items()} == {
+        "good": "finished", "odd": "finished", "lines": "finished", "config": "damaged",
+    }  # fmt: skip
+    assert rows["lines"]["steps"] == 4 and rows["lines"]["reward_last"] == rows["good"]["reward_last"]
+    assert "finished: 4 train steps" in said(capsys, "show", "20260101-000000-lines")
+    assert "config.yaml' cannot be read" in refused(capsys, "show", "20260101-000000-config")
+
+
 def test_a_directory_that_has_no_runs_is_named(capsys: Capture) -> None:
     assert "DIR 'runs' is not a directory; start a run with `engine run`" in refused(capsys, "runs")
     Path("runs").mkdir()

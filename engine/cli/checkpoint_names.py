@@ -76,10 +76,9 @@ def best_step(directory: RunDirectory, field: str = "RUN") -> int:
 
 
 def _trainer_section(directory: RunDirectory) -> Mapping[str, Any]:
-    from engine.config.loading import parse_yaml
+    from engine.config.loading import read_yaml
 
-    text = directory.config.read_text(encoding="utf-8") if directory.config.exists() else ""
-    tree = parse_yaml(text, "config", str(directory.config))
+    tree = read_yaml(directory.config, "config") if directory.config.exists() else None
     return (tree.get("trainer") or {}) if isinstance(tree, dict) else {}
 
 

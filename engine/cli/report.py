@@ -1,13 +1,13 @@
 """`engine report`: writes what a run did into one HTML file. Called by the command line."""
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.cli.recorded_run import history_of, takes_run, writable
 from engine.errors import ConfigError
+from engine.metrics.journal import rows_of
 
 if TYPE_CHECKING:
     from engine.storage.run_directory import RunDirectory
@@ -39,7 +39,8 @@ def write(arguments: argparse.Namespace) -> int:
 
     steps = None if arguments.samples is None else _steps(arguments.samples)
     run, history = history_of(arguments)
-    page = report_html(timeline_of(history), _rows(run), _samples(run, steps), advise(history).lines)
+    rows = [row for row in rows_of(run.metrics) if "step" in row]
+    page = report_html(timeline_of(history), rows, _samples(run, steps), advise(history).lines)
     path = Path(arguments.out or f"{history.run}.html")
     with writable("--out", path):
         path.write_text(page, encoding="utf-8", errors="replace")
@@ -52,21 +53,6 @@ def _steps(text: str) -> list[int]:
     if not all(part.isdecimal() for part in parts):
         raise ConfigError("--samples", text, "must be numbers of train steps, separated by commas", "use 0,50,99")
     return [int(part) for part in parts]
-
-
-def _rows(run: "RunDirectory") -> list[dict[str, Any]]:
-    """The rows of train steps, with the trainer's figures; none if the run writes no metrics."""
-    if not run.metrics.exists():
-        return []
-    rows = []
-    for line in run.metrics.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # a line that is being written
-        if isinstance(row, dict) and "step" in row:
-            rows.append(row)
-    return rows
 
 
 def _samples(run: "RunDirectory", steps: list[int] | None) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ that cannot be read must never hide the others.
 import argparse
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -65,11 +66,11 @@ class RunFiles:
     @cached_property
     def configuration(self) -> dict[str, Any]:
         """The plain data of `config.yaml`; without it, that of the record, or its limits. Raises: `EngineError`."""
-        from engine.config.loading import parse_yaml
+        from engine.config.loading import read_yaml
 
         path = self.directory.config
         if path.exists():
-            tree = parse_yaml(path.read_text(encoding="utf-8"), "RUN", str(path))
+            tree = read_yaml(path, "RUN")
             return tree if isinstance(tree, dict) else {}
         from engine.record import read
 
@@ -110,8 +111,8 @@ class RunFiles:
     def started(self) -> str:
         """The time at which the directory was made, in UTC."""
         match = NAMED.fullmatch(self.directory.path.resolve().name)
-        if match:
-            return f"{datetime.strptime(match[1], '%Y%m%d-%H%M%S'):%Y-%m-%d %H:%M}"
+        with suppress(ValueError):  # the name has digits that are no date
+            return f"{datetime.strptime(match[1] if match else '', '%Y%m%d-%H%M%S'):%Y-%m-%d %H:%M}"
         made = (self.directory.config if self.directory.config.exists() else self.directory.schedule).stat().st_mtime
         return f"{datetime.fromtimestamp(made, UTC):%Y-%m-%d %H:%M}"
 
@@ -151,9 +152,11 @@ def runs_in(parent: Path) -> Iterator[RunDirectory]:
 def _listed(directory: RunDirectory) -> dict[str, Any]:
     """The row of a run, also of one that cannot be read."""
     run = RunFiles(directory)
-    first = next((row for row in rows_of(directory.metrics) if "step" in row), {})
-    last = last_row(directory.metrics, "step") or first
+    first: Mapping[str, Any] = {}
+    last: Mapping[str, Any] = {}
     try:
+        first = next((row for row in rows_of(directory.metrics) if "step" in row), {})
+        last = last_row(directory.metrics, "step") or first
         state, model, most = listed_state_of(directory), run.model, _section(run, "run").get("max_steps")
     except EngineError as error:
         state, model, most = RunState(FAILED, f"{DAMAGED}: {error}"), "-", None
@@ -180,7 +183,7 @@ STYLES = {"finished": "green", "running": "cyan", "waiting": "yellow", "failed":
 
 
 def _print_list(rows: Sequence[Mapping[str, Any]], console: "Console") -> None:
-    """Two lines for each run: its figures; and its model, its time and why it ended."""
+    """For each run a line with its figures, then its model, its time and why it ended."""
     from rich.text import Text
 
     from engine.cli.run_view import clock, figure
@@ -197,7 +200,7 @@ def _print_list(rows: Sequence[Mapping[str, Any]], console: "Console") -> None:
         console.print(line, soft_wrap=True)
         why = row["why"].partition(": ")[2] or row["why"]
         about = f"  {_short(row['model'])}, started {row['started']} UTC: {visible(why)}"
-        console.print(Text(about, style="dim", overflow="ellipsis", no_wrap=True))
+        console.print(Text(about, style="dim"))
 
 
 def _short(model: str) -> str:

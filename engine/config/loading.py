@@ -164,18 +164,23 @@ def _checked(tree: dict[str, Any], directory: str) -> Config:
         raise _first_of(error, tree) from None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, field: str) -> Any:
+    """Parse a file. `field`: names its origin in errors. Raises: `ConfigError`."""
     try:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
-            raise ConfigError("config", str(path), f"is larger than {MOST_BYTES} bytes", "give a configuration file")
+            raise ConfigError(field, str(path), f"is larger than {MOST_BYTES} bytes", "give a configuration file")
         text = data.decode("utf-8")
     except FileNotFoundError:
-        raise ConfigError("config", str(path), "does not exist", _nearest_file(path)) from None
+        raise ConfigError(field, str(path), "does not exist", _nearest_file(path)) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("config", str(path), f"cannot be read: {error}") from None
-    tree = parse_yaml(text, "config", str(path))
+        raise ConfigError(field, str(path), f"cannot be read: {error}") from None
+    return parse_yaml(text, field, str(path))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    tree = read_yaml(path, "config")
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         law = "has no sections"
         raise ConfigError("config", str(path), law, f"begin lines with section names: {', '.join(Config.model_fields)}")

@@ -17,10 +17,10 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from engine.commands import TrainStep
-from engine.errors import FULL, StorageFull
+from engine.errors import FULL, ConfigError, StorageFull
 from engine.events import RunResumed
 from engine.ids import GroupId, StepId
 from engine.metrics.intervals import Estimate
@@ -111,29 +111,44 @@ TAIL_BYTES = 1 << 18
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows in the metrics of a run, which may still be writing its last line; none without the file."""
+    """The rows in the metrics of a run, which may still be writing its last line; none without the file. Raises:
+    `ConfigError` if the file cannot be read."""
     if path.exists():
-        with open(path, encoding="utf-8") as file:
+        with _readable(path) as file:
             yield from rows_in(file)
 
 
 def last_row(path: Path, key: str) -> dict[str, Any] | None:
-    """The last row with a key among the last `TAIL_BYTES` of the metrics; None if there is none."""
+    """The last row with a key among the last `TAIL_BYTES` of the metrics; None if there is none. Raises: `ConfigError`
+    if the file cannot be read."""
     if not path.exists():
         return None
-    with open(path, "rb") as file:
+    with _readable(path) as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         return next((row for row in reversed([*rows_in(file)]) if key in row), None)
 
 
-def rows_in(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
-    """The rows among lines of text, without those that are incomplete."""
+@contextmanager
+def _readable(path: Path) -> Iterator[IO[bytes]]:
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except OSError as error:
+        raise ConfigError("RUN", str(path), f"cannot be read: {error.strerror or error}") from None
+
+
+NUMBERS = ("step", "validation", "steps")
+"""Keys of rows whose values are whole numbers."""
+
+
+def rows_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The rows among lines of text, without those that are incomplete or damaged."""
     for line in lines:
         try:
             row = json.loads(line)
-        except ValueError:
-            continue  # a line that is being written
-        if isinstance(row, dict):
+        except (ValueError, RecursionError):
+            continue  # a line that is being written, or that a crash of the machine damaged
+        if isinstance(row, dict) and all(isinstance(row[key], int) for key in NUMBERS if key in row):
             yield row
 
 
