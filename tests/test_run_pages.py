@@ -1,6 +1,7 @@
 """`engine runs`, `show`, `compare` and `--json`: what they say about runs, finished, damaged and starting ones."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -203,6 +204,16 @@ def test_json_is_one_object_that_begins_with_command_and_run(capsys: Capture, ar
     answer = answered(capsys, *arguments)
     assert list(answer)[:2] == ["command", "run"] and len(answer) > 2
     assert answer["command"] == arguments[0] and answer["run"] == ("runs/one" if "one" in arguments else None)
+
+
+@pytest.mark.parametrize("arguments", [("runs",), ("show", "one"), ("compare", "one", "one"), ("show", "one", "--json")])
+def test_a_reader_that_leaves_is_no_failure(monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]) -> None:
+    make_run("one")
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as left:
+        monkeypatch.setattr(sys, "stdout", left)
+        assert cli.main(arguments) == 0
 
 
 # -- completion --------------------------------------------------------------------------------------------------------

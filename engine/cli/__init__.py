@@ -26,6 +26,7 @@ from engine.cli.interrupts import (
     complain,
     discard_output,
     notes_of,
+    page_console,
     use_plain_letters,
 )
 from engine.cli.json_output import print_json, takes_json
@@ -404,8 +405,6 @@ def _states(arguments: argparse.Namespace) -> int:
 
 
 def _top(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from engine.cli.top import ask, watch
     from engine.metrics.address_files import FILE, address_of
     from engine.storage.run_directory import open_run
@@ -415,5 +414,5 @@ def _top(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json("top", run.shown, asdict(ask(address_of(run.path, run.shown), run.shown)))
         return DONE
-    print(watch(arguments.directory, Console(highlight=False)))
+    print(watch(arguments.directory, page_console()))
     return DONE

@@ -13,9 +13,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from io import TextIOWrapper
 from types import FrameType, TracebackType
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from engine.errors import visible
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 INTERRUPTED = 130
 """Exit code of a command that was interrupted or ended on request."""
@@ -46,6 +49,18 @@ def discard_output(stream: TextIO) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
+
+
+def page_console(*, stderr: bool = False) -> "Console":
+    """A console for what a command shows. If the reader has closed the pipe, it raises `BrokenPipeError`, as `print`
+    does; rich itself would end the process with exit code 1."""
+    from rich.console import Console
+
+    class PageConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return PageConsole(highlight=False, stderr=stderr)
 
 
 def use_plain_letters(stream: TextIO) -> None:

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.cli.interrupts import page_console
 from engine.cli.json_output import print_json, takes_json
 from engine.cli.run_state import ENDED, FAILED, FINISHED, NOT_BEGUN, RunState, listed_state_of, state_of
 from engine.errors import ConfigError, EngineError, RecordNotBegun, visible
@@ -136,7 +137,7 @@ def _runs(arguments: argparse.Namespace) -> int:
     if not rows:
         print(f"{arguments.directory} has no run")
         return 0
-    console = _console()
+    console = page_console()
     _print_list(rows, console)
     console.print(f"more: engine show {parent / rows[0]['name']}", soft_wrap=True)
     return 0
@@ -232,7 +233,7 @@ def _show(arguments: argparse.Namespace) -> int:
         return 0
     from rich.text import Text
 
-    console = _console()
+    console = page_console()
     style = STYLES.get(state.word, "yellow")
     console.print(Text(run.directory.shown, style="bold").append(f"  {run.model}, started {run.started} UTC", "dim"))
     console.print(Text(visible(state.text), style=style))
@@ -295,7 +296,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         return 0
     from rich.text import Text
 
-    console = _console()
+    console = page_console()
     for letter, run in zip("AB", runs, strict=True):
         console.print(
             Text(f"{letter}  ", style="bold").append(f"{run.directory.shown}  {run.model}, {run.started} UTC")
@@ -314,12 +315,6 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 # -- parts of a page ---------------------------------------------------------------------------------------------------
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
-    return Console(highlight=False)
 
 
 def _print_part(console: "Console", title: str, part: "RenderableType | None") -> None:

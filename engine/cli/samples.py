@@ -13,6 +13,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.cli.interrupts import page_console
 from engine.cli.json_output import json_line
 from engine.errors import ConfigError, suggestion, visible
 from engine.metrics.journal import validation_rows
@@ -75,8 +76,6 @@ def _count(least: int) -> Callable[[str], int]:
 
 def show(arguments: argparse.Namespace) -> int:
     """`engine samples RUN`. Raises: `ConfigError` for a run, a step or a group that has no samples."""
-    from rich.console import Console
-
     from engine.storage.run_directory import open_run
 
     run = open_run(arguments.directory)
@@ -91,7 +90,7 @@ def show(arguments: argparse.Namespace) -> int:
         kind = "whose reward failed" if arguments.failed else "of validations" if arguments.validation else ""
         law = f"has no samples {kind or 'of train steps'}"
         raise ConfigError("RUN", arguments.directory, law, _why_none(arguments, run))
-    console = Console(highlight=False, soft_wrap=False)
+    console = page_console()
     if arguments.compare is not None:
         _compare(arguments, shelf, console)
     else:
