@@ -128,6 +128,23 @@ def test_a_page_has_figures_curves_changed_fields_and_next_commands(capsys: Capt
     assert "curves" not in said(capsys, "show", "one")
 
 
+def test_a_page_hides_secrets_of_a_configuration(capsys: Capture) -> None:
+    config = make_run("one") / "config.yaml"
+    config.write_text("judge: {api_key: hunter22, url: 'https://me:hunter23@host/v1', pins: {secret: [hunter24, 7]}}\n")
+    for arguments in (["show", "one"], ["show", "one", "--json"], ["compare", "one", make_run("two").name]):
+        shown = said(capsys, *arguments)
+        assert "hunter" not in shown and "***" in shown
+
+
+def test_a_curve_takes_one_line_in_a_narrow_terminal(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"step": step, "reward_mean": 0.1, "loss": -1.2345e-05 * step} for step in range(100)]
+    metrics = make_run("one") / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setenv("COLUMNS", "80")
+    page = said(capsys, "show", "one").partition("curves over train steps")[2].partition("\n\n")[0].strip()
+    assert [line.split()[0] for line in page.splitlines()] == ["figure", "reward", "loss"]
+
+
 def test_a_curve_is_binned_over_the_steps_that_it_has() -> None:
     curve = curves([{"step": step, "reward_mean": value} for step, value in ((0, 1.0), (1, 3.0), (5, 7.0))])["reward"]
     assert curve.binned(3, 0, 5) == [2.0, None, 7.0]
@@ -206,7 +223,7 @@ def test_json_is_one_object_that_begins_with_command_and_run(capsys: Capture, ar
     assert answer["command"] == arguments[0] and answer["run"] == ("runs/one" if "one" in arguments else None)
 
 
-@pytest.mark.parametrize("arguments", [("runs",), ("show", "one"), ("compare", "one", "one"), ("show", "one", "--json")])
+@pytest.mark.parametrize("arguments", [("runs",), ("show", "one"), ("compare", "one", "one")])
 def test_a_reader_that_leaves_is_no_failure(monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]) -> None:
     make_run("one")
     read, write = os.pipe()

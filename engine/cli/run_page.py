@@ -17,6 +17,7 @@ from engine.cli.interrupts import page_console
 from engine.cli.json_output import print_json, takes_json
 from engine.cli.run_state import ENDED, FAILED, FINISHED, NOT_BEGUN, RunState, listed_state_of, state_of
 from engine.errors import ConfigError, EngineError, RecordNotBegun, visible
+from engine.errors.redaction import without_secrets
 from engine.metrics.health import findings
 from engine.metrics.journal import last_row, rows_of
 from engine.storage.checkpoints import list_checkpoints
@@ -32,8 +33,9 @@ PARENT = "runs"
 DAMAGED = "damaged"
 WIDEST_CURVE = 60
 """Maximum number of characters of a curve."""
-BESIDE_CURVE = 46
-"""Characters of a line beside a curve."""
+NARROWEST_CURVE = 8
+INDENT = 2
+"""Of the parts of a page."""
 NAMED = re.compile(r"(\d{8}-\d{6})-(.+)")
 
 
@@ -66,20 +68,21 @@ class RunFiles:
 
     @cached_property
     def configuration(self) -> dict[str, Any]:
-        """The plain data of `config.yaml`; without it, that of the record, or its limits. Raises: `EngineError`."""
+        """The plain data of `config.yaml`; without it, that of the record, or its limits. Secrets are hidden. Raises:
+        `EngineError`."""
         from engine.config.loading import read_yaml
 
         path = self.directory.config
         if path.exists():
             tree = read_yaml(path, "RUN")
-            return tree if isinstance(tree, dict) else {}
+            return without_secrets(tree) if isinstance(tree, dict) else {}
         from engine.record import read
 
         try:
             header = read(self.directory.schedule).header
         except RecordNotBegun:
             return {}
-        return dict(header.config) or {"limits": dict(header.limits)}
+        return without_secrets(header.config) or {"limits": dict(header.limits)}
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
@@ -255,11 +258,11 @@ def next_commands(run: RunFiles, state: RunState, checkpoints: Sequence[int]) ->
     """What a user may type next."""
     shown = run.directory.shown
     if state.is_running:
-        return [f"engine top {shown}", f"engine waits {shown}", f"engine samples {shown}"]
+        return [f"engine {command} {shown}" for command in ("top", "waits", "explain", "samples")]
     if state.code == NOT_BEGUN:
         return [f"engine status {shown}"]
     found = [f"engine resume {shown}"] if state.code in (ENDED, FAILED) else []
-    found += [f"engine samples {shown}", f"engine debug {shown}"]
+    found += [f"engine {command} {shown}" for command in ("samples", "explain", "report", "debug")]
     if checkpoints:
         found.append(f"engine evaluate {shown}@step-{checkpoints[-1]}")
     if state.code == FINISHED and checkpoints:
@@ -323,7 +326,7 @@ def _print_part(console: "Console", title: str, part: "RenderableType | None") -
 
     if part is not None:
         console.print(Text(f"\n{title}", style="bold"))
-        console.print(Padding(part, (0, 0, 0, 2)))
+        console.print(Padding(part, (0, 0, 0, INDENT)))
 
 
 def _grid(*columns: str, right: Sequence[str] = ()) -> "Table":
@@ -373,21 +376,24 @@ def _curve_table(runs: Sequence[RunFiles], width: int) -> "Table | None":
     steps = [step for curves in found for curve in curves.values() for step in curve.steps]
     if not steps:
         return None
-    table = _grid("figure", *[""] * (len(runs) > 1), "first", "last", "lowest", "highest", "curve",
-                  right=("first", "last", "lowest", "highest"))  # fmt: skip
-    room = max(8, min(WIDEST_CURVE, width - BESIDE_CURVE - 3 * (len(runs) > 1)))
+    heads = ("figure", *[""] * (len(runs) > 1), "first", "last", "lowest", "highest")
+    lines: list[tuple[list[str], Curve | None]] = []
     for label in labels:
-        values = [value for curves in found if label in curves for value in curves[label].values]
         for place, (letter, curves) in enumerate(zip("AB", found, strict=False)):
-            name = label if place == 0 else ""
             curve = curves.get(label)
+            ends = [None] * 4
+            if curve is not None:
+                ends = [curve.values[0], curve.values[-1], min(curve.values), max(curve.values)]
             own = [letter] if len(runs) > 1 else []
-            if curve is None:
-                table.add_row(name, *own, *["-"] * 4, "")
-                continue
-            ends = (curve.values[0], curve.values[-1], min(curve.values), max(curve.values))
-            drawn = bars(curve.binned(room, min(steps), max(steps)), min(values), max(values))
-            table.add_row(name, *own, *map(_number, ends), drawn)
+            lines.append(([label if place == 0 else "", *own, *map(_number, ends)], curve))
+    beside = sum(2 + max(map(len, column)) for column in zip(heads, *(cells for cells, _ in lines), strict=True))
+    room = max(NARROWEST_CURVE, min(WIDEST_CURVE, width - INDENT - beside))
+    table = _grid(*heads, "curve", right=("first", "last", "lowest", "highest"))
+    for place, (cells, curve) in enumerate(lines):
+        label = labels[place // len(runs)]
+        values = [value for curves in found if label in curves for value in curves[label].values]
+        drawn = curve.binned(room, min(steps), max(steps)) if curve is not None else []
+        table.add_row(*cells, bars(drawn, min(values), max(values)))
     return table
 
 

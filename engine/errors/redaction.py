@@ -1,7 +1,7 @@
 """Keeps secrets and long values out of messages: finds secrets in names and text, and masks and shortens values.
 
-`errors` calls it for each `ConfigError`, and `config.section` refuses the secrets that it finds. It must never return a
-secret, and never build a text much longer than the one shown.
+`errors` calls it for each `ConfigError`, `config.section` refuses the secrets that it finds, and pages about runs hide
+them. It must never return a secret, and never build a text much longer than the one shown.
 """
 
 import re
@@ -117,6 +117,18 @@ def masked(text: str) -> str:
         lambda found: f"{found[1]}{found[2]}{found[3]}{HIDDEN}" if is_secret_name(found[2]) else found[0],
         text,
     )
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """A configuration for a page, with every secret found in it replaced by `***`. `name`: the field that holds it."""
+    secret = is_secret_name(name)
+    if isinstance(value, Mapping):
+        return {key: without_secrets(inner, name if secret else str(key)) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(inner, name) for inner in value]
+    if secret and value not in (None, "") and not isinstance(value, bool):
+        return HIDDEN
+    return masked(value) if isinstance(value, str) else value
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from engine.errors.redaction import is_secret_name
+from engine.errors.redaction import without_secrets
 from engine.inspect.history import FATES, History
 from engine.inspect.timeline import Timeline
 from engine.inspect.timeline_files import began_at
@@ -268,19 +268,11 @@ def _samples(samples: Iterable[Mapping[str, Any]]) -> str:
 
 def _config(history: History) -> str:
     config = history.config or {"limits": history.limits, "policies": history.policies}
-    text = yaml.safe_dump(plain(_without_secrets(config)), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(plain(without_secrets(config)), sort_keys=False, allow_unicode=True)
     changes = "".join(
         f"<li>{at:.1f} s: {html.escape(setting)} = {html.escape(value)}</li>" for at, setting, value in history.settings
     )
     return f"<pre>{html.escape(text)}</pre>" + (f"<h3>Changed during the run</h3><ul>{changes}</ul>" if changes else "")
-
-
-def _without_secrets(value: Any, name: str = "") -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_secrets(one, str(key)) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_secrets(one, name) for one in value]
-    return "***" if isinstance(value, str) and value and is_secret_name(name) else value
 
 
 def _versions(history: History) -> str:
