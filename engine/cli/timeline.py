@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from engine.cli.recorded_run import history_of, takes_run, writable
 from engine.errors import ConfigError
@@ -33,16 +34,18 @@ def write(arguments: argparse.Namespace) -> int:
     from engine.inspect.timeline_files import PACKAGES, SUFFIXES, WRITERS, send_otlp
 
     if arguments.endpoint is not None and arguments.format != "otlp":
-        raise ConfigError("--endpoint", arguments.endpoint, "needs --format otlp", "add --format otlp")
+        raise ConfigError(
+            "--endpoint", arguments.endpoint, "must be used together with --format otlp", "add --format otlp"
+        )
     if arguments.endpoint is not None and arguments.out is not None:
         raise ConfigError(
             "--endpoint", arguments.endpoint, "cannot be used together with --out", "leave one of them out"
         )
+    url = None if arguments.endpoint is None else _collector(arguments.endpoint)
     require_packages(PACKAGES[arguments.format])
     _, history = history_of(arguments)
     timeline = timeline_of(history)
-    if arguments.endpoint is not None:
-        url = arguments.endpoint if "://" in arguments.endpoint else f"http://{arguments.endpoint}"
+    if url is not None:
         print(f"sent {send_otlp(timeline, url)} spans to {url}")
         return 0
     path = Path(arguments.out or history.run + SUFFIXES[arguments.format])
@@ -52,3 +55,16 @@ def write(arguments: argparse.Namespace) -> int:
     if arguments.format == "perfetto":
         print("open it at https://ui.perfetto.dev; the page does not upload it")
     return 0
+
+
+def _collector(endpoint: str) -> str:
+    """The address of a collector, without the path that all collectors have. Raises: `ConfigError`."""
+    url = (endpoint if "://" in endpoint else f"http://{endpoint}").rstrip("/").removesuffix("/v1/traces")
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        known = False
+    if not known:
+        raise ConfigError("--endpoint", endpoint, "must be an address of HTTP", "use HOST:PORT, such as localhost:4318")
+    return url

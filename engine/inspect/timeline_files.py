@@ -169,7 +169,7 @@ def send_otlp(timeline: Timeline, endpoint: str) -> int:
     try:
         for spans in _span_batches(timeline):
             if exporter.export(spans) is not SpanExportResult.SUCCESS:
-                raise EngineError(f"{endpoint} did not take the spans after the first {sent}; see the lines above")
+                raise EngineError(f"{endpoint} took {sent} spans, but not the next {len(spans)}; see the lines above")
             sent += len(spans)
     finally:
         exporter.shutdown()

@@ -154,7 +154,8 @@ def test_a_parquet_table_has_a_row_for_each_slice(run: Path, tmp_path: Path, tim
 def test_wrong_arguments_of_timeline_are_refused(run: Path, tmp_path: Path, capsys: Any) -> None:
     for arguments, message in (
         ([str(tmp_path / "none")], "does not exist"),
-        ([str(run), "--endpoint", "localhost:1"], "needs --format otlp; add --format otlp"),
+        ([str(run), "--endpoint", "localhost:1"], "must be used together with --format otlp; add --format otlp"),
+        ([str(run), "--format", "otlp", "--endpoint", "http://[bad"], "must be an address of HTTP; use HOST:PORT"),
         ([str(run), "--out", str(tmp_path / "no" / "file")], "cannot be written: No such file or directory"),
     ):
         assert main(["timeline", *arguments]) == 2
