@@ -14,6 +14,7 @@ from engine.cli.advice_line import first_advice
 from engine.cli.run_view import summary
 from engine.cli.top import screen
 from engine.metrics.status import read_status
+from engine.record.files import RecordLock
 from engine.record.frames import SCHEDULE
 from tests.inspect.recorded_worlds import LIMITS, recorded
 from tests.steady_world import steady_world
@@ -55,11 +56,15 @@ def test_every_question_has_an_answer_in_text_and_in_json(
     assert all(sentence in text for part in answer["parts"] for sentence in part["sentences"])
 
 
-def test_a_running_run_is_explained_up_to_now(tmp_path: Path, capsys: Capture) -> None:
+def test_a_run_without_an_end_is_explained_up_to_its_last_event(tmp_path: Path, capsys: Capture) -> None:
     recorded(LIMITS, steps=3, directory=tmp_path / "schedule")
     assert cli.main(["explain", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "It is running." in text and "2 train steps in" in text
+    assert "It was interrupted: its processes were killed; it can be resumed." in text and "2 train steps in" in text
+    lock = RecordLock(tmp_path / "schedule")
+    assert cli.main(["explain", str(tmp_path)]) == 0
+    assert "It is running." in capsys.readouterr().out
+    lock.release()
     assert cli.main(["explain", str(tmp_path), "--step", "2"]) == 0
     assert "is still" in capsys.readouterr().out
 

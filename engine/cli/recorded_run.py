@@ -3,10 +3,11 @@
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.cli.run_state import NO_EVENT
+from engine.cli.run_state import NO_EVENT, listed_state_of
 from engine.errors import ConfigError, RecordError, RecordNotBegun
 
 if TYPE_CHECKING:
@@ -23,13 +24,18 @@ def takes_run(parser: argparse.ArgumentParser) -> None:
 
 
 def history_of(arguments: argparse.Namespace) -> "tuple[RunDirectory, History]":
-    """The history of the run that the arguments name. Raises: `ConfigError`, `RecordError`."""
+    """The history of the run that the arguments name. Its record does not say that its processes were killed; its lock
+    does. Raises: `ConfigError`, `RecordError`."""
+    from engine.inspect.history import RUNNING
     from engine.inspect.history_reader import read_history
     from engine.storage.run_directory import open_run
 
     run = open_run(arguments.directory)
     with record_errors(run, extensions=arguments.extensions):
-        return run, read_history(run.path)
+        history = read_history(run.path)
+        if history.outcome == RUNNING and not (state := listed_state_of(run)).is_running:
+            history = replace(history, outcome=state.word, reason=state.reason)
+        return run, history
 
 
 @contextmanager

@@ -34,6 +34,11 @@ class RunState:
         """The first word of the text: `finished`, `running`, ...; `starting` for a run without an event."""
         return "starting" if self.code == NOT_BEGUN else re.split(r"[ :,]", self.text, maxsplit=1)[0]
 
+    @property
+    def reason(self) -> str:
+        """The text after its first colon; the whole text without one."""
+        return self.text.partition(": ")[2] or self.text
+
 
 def status(arguments: argparse.Namespace) -> int:
     """`engine status RUN`. Raises: `ConfigError` if there is no run, `RecordError` if its record is damaged."""

@@ -15,6 +15,7 @@ from engine.ids import NO_VERSION, GroupId, ReplicaId, StepId
 from engine.inspect.advice import advise, percent
 from engine.inspect.history import (
     FATES,
+    RUNNING,
     GenerationAttempt,
     GroupRow,
     GroupWait,
@@ -553,6 +554,10 @@ def _idle_parts(history: History) -> tuple[Part, ...]:
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
+TENSES = {RUNNING: "is", "interrupted": "was"}
+"""Verbs of the outcomes of a run; of the others: `has`."""
+
+
 def explain_run(history: History) -> Explanation:
     """Where the time of a run went, its slowest steps, idle time and waste by cause, and advice."""
     chains = _Chains(history)
@@ -566,7 +571,7 @@ def explain_run(history: History) -> Explanation:
     head = Part(
         f"run {history.run}",
         (
-            f"It {'is running' if history.outcome == 'running' else 'has ' + state}.",
+            f"It {TENSES.get(history.outcome, 'has')} {state}.",
             f"{counted(len(finished), 'train step')} in {seconds(history.end)}, "
             f"{counted(len(history.groups), 'group')} drawn, {history.events} events.",
         ),

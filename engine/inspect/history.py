@@ -241,7 +241,8 @@ class History:
     end: float
     """Time of the last event."""
     outcome: str
-    """`finished`, `stopped`, `failed`, or `running`: the record does not say how the run ended."""
+    """`finished`, `stopped`, `failed`, or `running`: the record does not say how the run ended. Readers that know that
+    no process is running it say `interrupted`."""
     reason: str
     notes: tuple[str, ...]
     """Remarks about the record, such as a torn end."""
