@@ -101,6 +101,16 @@ def test_a_damaged_file_or_an_odd_name_of_a_run_hides_no_other(capsys: Capture) 
     assert "config.yaml' cannot be read" in refused(capsys, "show", "20260101-000000-config")
 
 
+def test_names_and_models_of_runs_are_neither_markup_nor_control_characters(capsys: Capture) -> None:
+    config = make_run("a[red]\x1b[31m") / "config.yaml"
+    config.write_text('model: {path: "m[bold]\\u001b[31m"}')
+    shown = r"a[red]\x1b[31m"
+    for arguments in (["runs"], ["show", "a[red]\x1b[31m"], ["compare", *["a[red]\x1b[31m"] * 2]):
+        page = said(capsys, *arguments)
+        assert "\x1b" not in page and shown in page and r"m[bold]\x1b[31m" in page
+    assert f"engine debug 'runs/{shown}'" in said(capsys, "show", "a[red]\x1b[31m")
+
+
 def test_a_directory_that_has_no_runs_is_named(capsys: Capture) -> None:
     assert "DIR 'runs' is not a directory; start a run with `engine run`" in refused(capsys, "runs")
     Path("runs").mkdir()

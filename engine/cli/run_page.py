@@ -6,6 +6,7 @@ that cannot be read must never hide the others.
 
 import argparse
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -142,7 +143,7 @@ def _runs(arguments: argparse.Namespace) -> int:
         return 0
     console = page_console()
     _print_list(rows, console)
-    console.print(f"more: engine show {parent / rows[0]['name']}", soft_wrap=True)
+    _print_line(console, f"more: engine show {parent / rows[0]['name']}")
     return 0
 
 
@@ -192,19 +193,20 @@ def _print_list(rows: Sequence[Mapping[str, Any]], console: "Console") -> None:
 
     from engine.cli.run_view import clock, figure
 
-    wide = max(len(row["name"]) for row in rows)
+    names = [visible(row["name"]) for row in rows]
+    wide = max(map(len, names))
     head = f"{'run':<{wide}}  {'state':<11}  {'steps':>9}  {'reward':>14}  {'time':>7}"
     console.print(Text(head, style="dim"), soft_wrap=True)
-    for row in rows:
+    for name, row in zip(names, rows, strict=True):
         steps = f"{row['steps']}" + (f"/{row['max_steps']}" if row["max_steps"] is not None else "")
         reward = f"{figure(row['reward_first'], '.3f')} → {figure(row['reward_last'], '.3f')}"
-        line = Text(f"{row['name']:<{wide}}  ", style="bold")
+        line = Text(f"{name:<{wide}}  ", style="bold")
         line.append(f"{row['state']:<11}  ", style=f"not bold {STYLES.get(row['state'], 'yellow')}")
         line.append(f"{steps:>9}  {reward:>14}  {clock(row['seconds']):>7}", style="not bold")
         console.print(line, soft_wrap=True)
         why = row["why"].partition(": ")[2] or row["why"]
-        about = f"  {_short(row['model'])}, started {row['started']} UTC: {visible(why)}"
-        console.print(Text(about, style="dim"))
+        about = f"  {_short(row['model'])}, started {row['started']} UTC: {why}"
+        console.print(Text(visible(about), style="dim"))
 
 
 def _short(model: str) -> str:
@@ -238,7 +240,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
     console = page_console()
     style = STYLES.get(state.word, "yellow")
-    console.print(Text(run.directory.shown, style="bold").append(f"  {run.model}, started {run.started} UTC", "dim"))
+    console.print(Text(visible(run.directory.shown), style="bold").append(f"  {_about(run)}", "dim"))
     console.print(Text(visible(state.text), style=style))
     for finding in findings(run.rows):
         console.print(Text(visible(finding.text), style="yellow"))
@@ -247,27 +249,35 @@ def _show(arguments: argparse.Namespace) -> int:
     _print_part(console, "configuration, where it differs from the defaults", _fields_table(changed, "run", "default"))
     if checkpoints:
         console.print(Text("\ncheckpoints", style="bold"))
-        console.print("  " + ", ".join(f"step-{steps}" for steps in checkpoints), soft_wrap=True)
+        _print_line(console, "  " + ", ".join(f"step-{steps}" for steps in checkpoints))
     console.print(Text("\nnext", style="bold"))
     for command in commands:
-        console.print(f"  {command}", soft_wrap=True)
+        _print_line(console, f"  {command}")
     return 0
 
 
 def next_commands(run: RunFiles, state: RunState, checkpoints: Sequence[int]) -> list[str]:
     """What a user may type next."""
-    shown = run.directory.shown
-    if state.is_running:
-        return [f"engine {command} {shown}" for command in ("top", "waits", "explain", "samples")]
+    from engine.cli.run import names_extensions
+
+    shown = shlex.quote(run.directory.shown)
     if state.code == NOT_BEGUN:
         return [f"engine status {shown}"]
+    named = " --extensions" if names_extensions(run.directory.path) else ""
+    if state.is_running:
+        return [f"engine {command}" for command in (f"top {shown}", f"waits {shown}", f"explain {shown}{named}")]
     found = [f"engine resume {shown}"] if state.code in (ENDED, FAILED) else []
-    found += [f"engine {command} {shown}" for command in ("samples", "explain", "report", "debug")]
+    found += [f"engine samples {shown}", *(f"engine {command} {shown}{named}" for command in REPLAYING)]
     if checkpoints:
-        found.append(f"engine evaluate {shown}@step-{checkpoints[-1]}")
-    if state.code == FINISHED and checkpoints:
-        found.append(f"engine export {shown}@step-{checkpoints[-1]} --to MODEL")
+        newest = shlex.quote(f"{run.directory.shown}@step-{checkpoints[-1]}")
+        found.append(f"engine evaluate {newest}")
+        if state.code == FINISHED:
+            found.append(f"engine export {newest} --to MODEL")
     return found
+
+
+REPLAYING = ("explain", "report", "debug")
+"""Commands that need the extensions of a run."""
 
 
 def _plain_curves(run: RunFiles) -> dict[str, Any]:
@@ -301,9 +311,8 @@ def _compare(arguments: argparse.Namespace) -> int:
 
     console = page_console()
     for letter, run in zip("AB", runs, strict=True):
-        console.print(
-            Text(f"{letter}  ", style="bold").append(f"{run.directory.shown}  {run.model}, {run.started} UTC")
-        )
+        about = f"{visible(run.directory.shown)}  {_about(run)}"
+        console.print(Text(f"{letter}  ", style="bold").append(about, style="not bold"))
     _print_part(console, "configuration, where it differs", _fields_table(differing, "A", "B"))
     _print_part(console, "figures", _figure_table(runs))
     _print_part(console, "curves over train steps, on one scale", _curve_table(runs, console.width))
@@ -318,6 +327,17 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 # -- parts of a page ---------------------------------------------------------------------------------------------------
+
+
+def _print_line(console: "Console", text: str) -> None:
+    """Print a line that a user may copy: never wrapped, and not markup."""
+    from rich.text import Text
+
+    console.print(Text(visible(text)), soft_wrap=True)
+
+
+def _about(run: RunFiles) -> str:
+    return visible(f"{run.model}, started {run.started} UTC")
 
 
 def _print_part(console: "Console", title: str, part: "RenderableType | None") -> None:
@@ -381,7 +401,7 @@ def _curve_table(runs: Sequence[RunFiles], width: int) -> "Table | None":
     for label in labels:
         for place, (letter, curves) in enumerate(zip("AB", found, strict=False)):
             curve = curves.get(label)
-            ends = [None] * 4
+            ends: list[float | None] = [None] * 4
             if curve is not None:
                 ends = [curve.values[0], curve.values[-1], min(curve.values), max(curve.values)]
             own = [letter] if len(runs) > 1 else []
