@@ -652,22 +652,21 @@ function drawCurves() {
       cursor: { sync: { key: "curves" } },
     }, data, card));
   }
-  if (curves.validations.length) box.append(validationPlot(axis, lines));
+  if (curves.validations.length) drawValidations(axis, lines, box);
 }
 
-function validationPlot(axis, lines) {
+function drawValidations(axis, lines, box) {
   const card = element("div");
   card.className = "plot";
   card.append(element("h3", "validation accuracy"));
-  requestAnimationFrame(() => {
-    const found = [...meta.curves.validations].sort((a, b) => a[axis === "step" ? 0 : 1] - b[axis === "step" ? 0 : 1]);
-    plots.push(new uPlot({
-      width: card.clientWidth - 16, height: 210, scales: { x: { time: false } },
-      axes: ["", ""].map(() => ({ stroke: style("--soft"), grid: { stroke: style("--line"), width: 0.5 } })),
-      series: [{ label: axis }, { label: "accuracy", stroke: lines[1], width: 1.5, points: { show: true, size: 7 } }],
-    }, [found.map((row) => row[axis === "step" ? 0 : 1]), found.map((row) => row[2])], card));
-  });
-  return card;
+  box.append(card);
+  const column = axis === "step" ? 0 : 1;
+  const found = [...meta.curves.validations].sort((a, b) => a[column] - b[column]);
+  plots.push(new uPlot({
+    width: card.clientWidth - 16, height: 210, scales: { x: { time: false } },
+    axes: ["", ""].map(() => ({ stroke: style("--soft"), grid: { stroke: style("--line"), width: 0.5 } })),
+    series: [{ label: axis }, { label: "accuracy", stroke: lines[1], width: 1.5, points: { show: true, size: 7 } }],
+  }, [found.map((row) => row[column]), found.map((row) => row[2])], card));
 }
 
 // -- theme ------------------------------------------------------------------------------------------------------------
