@@ -89,7 +89,7 @@ class TestPage:
         assert page.locator(".plot canvas").count() == len(titles)
         assert page.locator("details.sample pre").nth(1).text_content() == HOSTILE
         assert "max_staleness_steps: 2" in page.locator("section[aria-label=Configuration] pre").text_content()
-        assert page.locator("section[aria-label=Advice]").count() == 0
+        assert page.locator("section[aria-label=Advice]").count() == 1
 
     def test_the_mouse_shows_and_follows_a_group(self, page: Any) -> None:
         box = page.locator("#timeline").bounding_box()
