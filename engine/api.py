@@ -77,12 +77,14 @@ class TrainedRun:
         """One row for each validation, as in metrics.jsonl."""
         return [row for row in self._rows() if "validation" in row]
 
-    def samples(self, *, validation: bool = False, failed: bool = False) -> list[dict[str, Any]]:
-        """The stored responses of train steps, of validations, or those whose reward failed. docs/SAMPLES.md lists the
-        columns."""
-        from engine.storage.samples import FAILED, TRAIN, VALIDATION, SampleFiles
+    def samples(
+        self, *, validation: bool = False, failed: bool = False, filtered: bool = False
+    ) -> list[dict[str, Any]]:
+        """The stored responses of train steps, of validations, those whose reward failed, or those of groups that the
+        filter dropped. docs/SAMPLES.md lists the columns."""
+        from engine.storage.samples import FAILED, FILTERED, TRAIN, VALIDATION, SampleFiles
 
-        kind = FAILED if failed else VALIDATION if validation else TRAIN
+        kind = FAILED if failed else FILTERED if filtered else VALIDATION if validation else TRAIN
         return list(SampleFiles(self._directory.samples).rows(kind))
 
     @property

@@ -22,10 +22,11 @@ from engine.protocols.user_code import calls_in
 from engine.runtime.plan import Plan, Restore
 from engine.runtime.process_port import SERVICES, Found, ProcessEnd, ProcessHandle, SentOrder, Sign, key_of, source_of
 from engine.runtime.stacks import dump_stacks, stacks_file, writes_to
+from engine.runtime.trajectory_service import unpacked
 from engine.runtime.wire import Message, pack_orders
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
 from engine.storage.group_codec import plain_prompt
-from engine.trajectory import Prompt
+from engine.trajectory import Prompt, TrajectoryGroup
 
 STORE_PATIENCE = 4
 """Factor on the heartbeat limit of the stores. The weights store copies whole models on the event loop that answers
@@ -225,6 +226,9 @@ class RayStores:
         self._trajectories = trajectories
         self._weights = weights
         self._gateway = gateway
+
+    async def read(self, groups: Sequence[GroupId]) -> list[TrajectoryGroup]:
+        return await unpacked(await self._trajectories.get.remote([*groups]))
 
     def discard(self, groups: Sequence[GroupId]) -> Any:
         return self._trajectories.discard.remote(groups)

@@ -31,6 +31,14 @@ RANGES = 12
 READS = 5
 """How often the files are read again because the run merged some of them meanwhile."""
 
+WHOSE = {
+    "train": "of train steps",
+    "validation": "of validations",
+    "failed": "whose reward failed",
+    "filtered": "of filtered groups",
+}
+"""Samples of each kind, in words."""
+
 Row = Mapping[str, Any]
 
 
@@ -57,6 +65,9 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--compare", metavar="A,B", help="two steps side by side, by prompt if they share any")
     parser.add_argument("--validation", action="store_true", help="responses of validations instead of train steps")
     parser.add_argument("--failed", action="store_true", help="responses whose reward failed, with the error")
+    parser.add_argument(
+        "--filtered", action="store_true", help="responses of groups that the filter dropped, with what it saw"
+    )
     parser.add_argument("--set", metavar="NAME", help="with --validation: only this validation set")
     parser.add_argument(
         "--limit", type=_count(1), default=SHOWN, metavar="N", help=f"show at most N (default: {SHOWN})"
@@ -85,10 +96,13 @@ def show(arguments: argparse.Namespace) -> int:
         if arguments.failed and getattr(arguments, option) not in (None, False):
             law = "cannot be used together with --failed: these responses have neither a step nor a reward"
             raise ConfigError(f"--{option}", getattr(arguments, option), law, "leave one of them out")
-    shelf = Shelf.of(run.path, validation=arguments.validation, failed=arguments.failed)
+    if arguments.filtered and (arguments.validation or arguments.failed):
+        option = "validation" if arguments.validation else "failed"
+        law = "cannot be used together with --filtered: the filter drops prompt groups whose rewards are known"
+        raise ConfigError(f"--{option}", True, law, "leave one of them out")
+    shelf = Shelf.of(run.path, _kind(arguments))
     if not shelf.numbers:
-        kind = "whose reward failed" if arguments.failed else "of validations" if arguments.validation else ""
-        law = f"has no samples {kind or 'of train steps'}"
+        law = f"has no samples {WHOSE[shelf.kind]}"
         raise ConfigError("RUN", arguments.directory, law, _why_none(arguments, run))
     console = page_console()
     if arguments.compare is not None:
@@ -98,12 +112,18 @@ def show(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _kind(arguments: argparse.Namespace) -> str:
+    return next((kind for kind in ("failed", "filtered", "validation") if getattr(arguments, kind)), "train")
+
+
 def _why_none(arguments: argparse.Namespace, run: "RunDirectory") -> str:
     from engine.cli.run_state import NOT_BEGUN, state_of
     from engine.storage.samples import FAILED, SampleFiles
 
     if arguments.failed:
         return "no reward has failed, or samples.per_step is 0"
+    if arguments.filtered:
+        return "the filter has dropped no group, scheduler.policies.filter is none, or samples.per_step is 0"
     state = state_of(run)
     if not state.is_running and state.code != NOT_BEGUN:
         failed = SampleFiles(run.samples).has(FAILED)
@@ -124,16 +144,16 @@ class Shelf:
     files: "SampleFiles"
     kind: str
     numbers: list[int]
-    """Train steps, or validations, with samples."""
+    """Train steps, validations, or groups, with samples."""
     steps: dict[int, int]
     """Train steps in the weights of each validation that has ended."""
 
     @staticmethod
-    def of(run_dir: Path, *, validation: bool, failed: bool = False) -> "Shelf":
-        from engine.storage.samples import FAILED, FOLDER, TRAIN, VALIDATION, SampleFiles
+    def of(run_dir: Path, kind: str) -> "Shelf":
+        from engine.storage.samples import FOLDER, VALIDATION, SampleFiles
 
-        files, kind = SampleFiles(run_dir / FOLDER), FAILED if failed else VALIDATION if validation else TRAIN
-        rows = validation_rows(run_dir / "metrics.jsonl") if validation else ()
+        files = SampleFiles(run_dir / FOLDER)
+        rows = validation_rows(run_dir / "metrics.jsonl") if kind == VALIDATION else ()
         steps = {row["validation"]: row["steps"] for row in rows if "steps" in row}
         return Shelf(files, kind, _read(lambda: files.numbers(kind)), steps)
 
@@ -214,7 +234,7 @@ def _list(arguments: argparse.Namespace, shelf: Shelf, console: "Console") -> No
     if not rows and arguments.set is not None and arguments.grep is None:
         _refuse_set(arguments.set, shelf.rows(numbers, lambda row: True))
     asked = (arguments.worst or 0) + (arguments.best or 0)
-    chosen = extremes(rows, arguments.worst, arguments.best, of_step=not everywhere and not shelf.validates)
+    chosen = extremes(rows, arguments.worst, arguments.best, of_step=not everywhere and shelf.kind == "train")
     shown = list(islice(chosen, arguments.limit))
     if arguments.json:
         for row in shown:
@@ -343,8 +363,8 @@ def card(row: Row) -> "RenderableType":
     from rich.panel import Panel
     from rich.text import Text
 
-    error = _labelled("error", row["error"]) if row["error"] is not None else []
-    parts = [*_labelled("prompt", row["prompt"]), *_labelled("response", row["response"]), *error]
+    why = [part for name in ("error", "filter") if row[name] is not None for part in _labelled(name, row[name])]
+    parts = [*_labelled("prompt", row["prompt"]), *_labelled("response", row["response"]), *why]
     body = Group(Text(figures(row), style="dim"), *parts)
     return Panel(body, title=Text(f"{place(row)}  {_whose(row)}"), title_align="left", border_style=_color(row))
 
@@ -380,7 +400,7 @@ def place(row: Row) -> str:
     """The step, validation or attempt of a sample, as text."""
     if row["kind"] == "failed":
         return f"attempt {row['attempt']}"
-    if row["kind"] == "train":
+    if row["kind"] in ("train", "filtered"):
         return f"step {row['step']}"
     return f"validation {row['validation']}" + (f" after {row['step']} steps" if row["step"] is not None else "")
 
@@ -423,4 +443,6 @@ def _figure(value: float | None, form: str) -> str:
 def _color(row: Row) -> str:
     if row["reward"] is None:
         return "dim"
+    if row["kind"] == "filtered":
+        return "yellow"
     return "green" if row["reward"] > 0 else "red"

@@ -62,7 +62,8 @@ class SamplesSection(Section):
         ge=0,
         le=100_000,
         description="Maximum number of responses kept for each train step: worst, best, random, longest, truncated. "
-        "Also the maximum number kept whose reward failed, for each replica and weights version. 0: none.",
+        "Also the maximum number of filtered ones before each train step, and of those whose reward failed for each "
+        "replica and weights version. 0: none.",
     )
     validation: int | None = Field(
         None,

@@ -40,8 +40,8 @@ class Transitions:
     """Pass it to the scheduler as `observe` (`changed` is faster), to `RunMetrics`, and to the driver as `books`, so
     that a run resumed from a snapshot continues its counts."""
 
-    __slots__ = ("_groups", "_others", "draining_since", "ended", "others_changed", "recoveries", "released",
-                 "replicas", "steps", "undone", "validations")  # fmt: skip
+    __slots__ = ("_groups", "_others", "draining_since", "ended", "filtered", "others_changed", "recoveries",
+                 "released", "replicas", "steps", "undone", "validations")  # fmt: skip
 
     def __init__(self) -> None:
         self._groups: dict[str, dict[str, int]] = {}
@@ -58,6 +58,8 @@ class Transitions:
         """Replicas that changed since then, by id."""
         self.ended: list[EndedValidation] = []
         """All validations that ended."""
+        self.filtered: list[GroupId] = []
+        """Groups that the filter dropped since `runtime.filtered_samples` last looked; empty during a replay."""
         self.released: dict[GroupId, str] | None = {}
         """During a replay: the final states of groups that ended without a train step, because the run may branch to a
         point before that. None once the replay is over."""
@@ -76,7 +78,10 @@ class Transitions:
                 self._groups[source][target] += 1
             except KeyError:
                 self._groups.setdefault(source, {})[target] = 1
-            if self.released is not None and target in RELEASED:
+            if self.released is None:
+                if target == "filtered":
+                    self.filtered.append(record.id)
+            elif target in RELEASED:
                 self._release(record.id, target)
             return
         self.others_changed = True

@@ -32,6 +32,7 @@ from engine.commands import (
 from engine.errors import reason_of
 from engine.events import Event, GroupFailed, StateFailed
 from engine.ids import GroupId
+from engine.runtime.filtered_samples import FilteredSamples
 from engine.runtime.process_port import SentOrder, Stores
 from engine.runtime.prompt_sources import Prompts, draw_prompts, read_prompt
 from engine.runtime.supervisor import Supervisor
@@ -63,6 +64,7 @@ class RunExecutor:
         prepares: Sequence[str] = (),
         described: Sequence[str] | None = None,
         held_out: int = 0,
+        filtered: FilteredSamples | None = None,
         post: Callable[..., None],
         finish: Callable[[FinishRun], None],
     ) -> None:
@@ -74,6 +76,7 @@ class RunExecutor:
         self._prepares = prepares
         self._described = described if prepares else None
         self._held_out = held_out
+        self._filtered = filtered
         self._post = post
         self._finish = finish
         self._discards: list[GroupId] = []
@@ -114,7 +117,9 @@ class RunExecutor:
                 self._order_replica(SentOrder(command))
         self.calls += self._supervisor.flush()
         if self._discards:
-            self._expect(self._stores.discard(self._discards), self._discard_orders)
+            filtered = [] if self._filtered is None else self._filtered.take()
+            discarded = self._sampled(filtered, self._discards) if filtered else self._stores.discard(self._discards)
+            self._expect(discarded, self._discard_orders)
             self.calls += self._stores.cut_agents(self._discards)
             self._discards, self._discard_orders = [], []
 
@@ -136,6 +141,14 @@ class RunExecutor:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _sampled(self, filtered: Sequence[GroupId], groups: Sequence[GroupId]) -> None:
+        """Keep samples of filtered groups, then discard all groups."""
+        assert self._filtered is not None
+        await self._filtered.keep(filtered, self._stores.read, self._spawn)
+        call = self._stores.discard(groups)
+        if call is not None:
+            await call
 
     async def _answer(self, call: Awaitable[object], numbers: list[int]) -> None:
         """Acknowledge orders after a call to a store. If it fails, they stay open; the loss of the store is reported

@@ -14,7 +14,7 @@ from engine.commands import Command
 from engine.ids import GroupId, Incarnation, StepId, Version
 from engine.runtime.plan import Restore
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
-from engine.trajectory import Prompt
+from engine.trajectory import Prompt, TrajectoryGroup
 
 # -- calls that are still open -----------------------------------------------------------------------------------------
 
@@ -171,6 +171,9 @@ class Processes(Protocol):
 
 class Stores(Protocol):
     """The executor's calls to the stores and the gateway. Await the result for the answer; None: already done."""
+
+    async def read(self, groups: Sequence[GroupId]) -> list[TrajectoryGroup]:
+        """The trajectories of groups."""
 
     def discard(self, groups: Sequence[GroupId]) -> Awaitable[object] | None:
         """Delete the trajectories of groups."""

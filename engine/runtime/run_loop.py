@@ -27,6 +27,7 @@ from engine.record.frames import Tick
 from engine.runtime.control_requests import Control
 from engine.runtime.driver import Driver
 from engine.runtime.executor import RunExecutor
+from engine.runtime.filtered_samples import FilteredSamples
 from engine.runtime.metrics_endpoint import Endpoint
 from engine.runtime.plan import Plan
 from engine.runtime.process_port import Found, Processes, Stores
@@ -39,6 +40,7 @@ from engine.storage.samples import FOLDER, samples_for_sinks
 from engine.storage.trajectories import StoreStats
 from engine.version import __version__
 from engine.workers.clock import LoopClock
+from engine.workers.sample_keeper import keeper_of
 
 # -- watchers of the status --------------------------------------------------------------------------------------------
 
@@ -177,6 +179,7 @@ class RunLoop:
             prepares=plan.limits.states_at(QUEUED),
             described=plan.described,
             held_out=len(plan.held_out),
+            filtered=self._filtered_samples(),
             post=self.post,
             finish=self._finish,
         )
@@ -187,6 +190,12 @@ class RunLoop:
         if plan.metrics_port is not None:
             self.endpoint = Endpoint(plan, self.metrics, self.driver, held, self.now, plan.metrics_port)
         self.control = Control(plan, self.metrics, self.driver, self.deliver, self.now, self.watchers.changed)
+
+    def _filtered_samples(self) -> FilteredSamples:
+        plan, state = self.plan, self.scheduler.state
+        keeper = keeper_of(plan.run_dir, plan.sample_policy)
+        filter = PolicySet.from_names(plan.policies).names["filter"]
+        return FilteredSamples(keeper, self.transitions.filtered, lambda: state.steps_trained, filter)
 
     def _watch_with(self, prompts: Prompts) -> None:
         """Let a source that depends on the run catch up with the record. Raises: `RecordError`."""

@@ -141,6 +141,11 @@ class TrajectoryService:
             await asyncio.Event().wait()
 
 
+async def unpacked(packed: Sequence[bytes | TrajectoryGroup]) -> list[TrajectoryGroup]:
+    """Groups that a store may have returned packed."""
+    return await on_a_thread(lambda: [unpack_group(one) if isinstance(one, bytes) else one for one in packed])
+
+
 class PackedTrajectories:
     """The client of a `TrajectoryService`: packs groups, and sends concurrent puts in one call."""
 
@@ -173,7 +178,7 @@ class PackedTrajectories:
     async def get(self, groups: Sequence[GroupId]) -> list[TrajectoryGroup]:
         with self._awaited(TRAJECTORY_STORE):
             packed = await self._store.get(list(groups))
-        return await on_a_thread(lambda: [unpack_group(one) for one in packed])
+        return await unpacked(packed)
 
     async def put_scores(
         self, step: StepId, task: str, groups: Sequence[GroupId], scores: Sequence[Sequence[ScoreRow]]

@@ -1,9 +1,9 @@
 """Samples: what the model said, as readable Parquet files in the `samples/` directory of a run.
 
 `workers.sample_keeper` writes them, `engine samples` reads them. A file holds the rows of one *unit*: a train step, a
-chunk of a validation or a failed attempt. It is written under a temporary name and renamed, so that a repeated unit
-replaces its own rows. The files of 256 steps or groups, or of 16 validations, are merged into one, so that a long run
-has few files:
+chunk of a validation, a failed attempt or a filtered group. It is written under a temporary name and renamed, so that a
+repeated unit replaces its own rows. The files of 256 steps or groups, or of 16 validations, are merged into one, so
+that a long run has few files:
 
     step-000050.parquet                  the rows of train step 50
     steps-000000-000255.parquet          those of 256 train steps
@@ -11,6 +11,8 @@ has few files:
     validations-000000-000015.parquet    those of 16 validations
     failure-000093-0001.parquet          attempt 1 of group 93, whose reward failed
     failures-000000-000255.parquet       those of 256 groups
+    filter-000050-000093.parquet         group 93, which the filter dropped before train step 50 ended
+    filters-000000-000255.parquet        those of 256 train steps
 
 pyarrow is imported late: the base installation lacks it. Must never leave a half-written file under its name.
 """
@@ -38,11 +40,12 @@ if TYPE_CHECKING:
 
 FOLDER = "samples"
 """The directory, in the run's directory."""
-TRAIN, VALIDATION, FAILED = "train", "validation", "failed"
-BLOCKS = {"step": 256, "validation": 16, "failure": 256}
-"""Number of train steps, of validations, and of groups with failures, in a merged file."""
-_FILES_OF = {TRAIN: "step", VALIDATION: "validation", FAILED: "failure"}
-_NUMBER_OF = {TRAIN: "step", VALIDATION: "validation", FAILED: "group"}
+TRAIN, VALIDATION, FAILED, FILTERED = "train", "validation", "failed", "filtered"
+BLOCKS = {"step": 256, "validation": 16, "failure": 256, "filter": 256}
+"""Number of train steps, of validations, of groups with failures, and of train steps with filtered groups, in a merged
+file."""
+_FILES_OF = {TRAIN: "step", VALIDATION: "validation", FAILED: "failure", FILTERED: "filter"}
+_NUMBER_OF = {TRAIN: "step", VALIDATION: "validation", FAILED: "group", FILTERED: "step"}
 """The column by which rows are found."""
 MOST_IN_SINKS = 256
 """Maximum number of samples of a validation that go to the sinks of metrics: the first ones."""
@@ -52,8 +55,8 @@ MERGE_EVERY = 32
 """Train steps after which a writer looks for files to merge."""
 
 _NAME = re.compile(
-    r"(step|validation|failure)-(\d{6,})(?:-(\d{4,}))?\.parquet|"
-    r"(steps|validations|failures)-(\d{6,})-(\d{6,})\.parquet"
+    r"(step|validation|failure|filter)-(\d{6,})(?:-(\d{4,}))?\.parquet|"
+    r"(steps|validations|failures|filters)-(\d{6,})-(\d{6,})\.parquet"
 )
 
 
@@ -62,8 +65,8 @@ class SamplePolicy:
     """Which samples a run keeps."""
 
     per_step: int = 8
-    """Maximum number of responses of each train step, and of failed ones of each weights version in each replica; 0:
-    none."""
+    """Maximum number of responses of each train step, of filtered ones before each train step, and of failed ones of
+    each weights version in each replica; 0: none."""
     validation: int | None = None
     """Maximum number of prompts of each validation set, the same in each validation; 0: none; None: all."""
     max_characters: int = 20_000
@@ -82,9 +85,9 @@ class SampleRow:
     """One response. A field that is None is unknown, or has no meaning for this kind of row."""
 
     kind: str
-    """`train`, `validation` or `failed`."""
+    """`train`, `validation`, `failed` or `filtered`."""
     step: StepId | None = None
-    """The train step, counted from 0, as in metrics.jsonl."""
+    """The train step, counted from 0, as in metrics.jsonl; of a filtered group, the first that had not ended."""
     validation: ValidationId | None = None
     chunk: int | None = None
     """The chunk of the validation."""
@@ -100,11 +103,13 @@ class SampleRow:
     prompt_row: int
     """Row of the prompt in its data source."""
     reasons: tuple[str, ...] = ()
-    """Why it was selected: `workers.sample_keeper.REASONS`, `validation` or `failed`."""
+    """Why it was selected: `workers.sample_keeper.REASONS`, `validation`, `failed` or `filtered`."""
     attempt: int | None = None
     """The attempt of the group that failed."""
     error: str | None = None
     """Why it failed."""
+    filter: str | None = None
+    """The filter that dropped its group, and what the filter saw."""
     prompt: str
     response: str
     answer: str | None = None
@@ -166,6 +171,10 @@ class SampleFiles:
         """Replace the rows of a failed attempt."""
         self._write(f"failure-{group:06d}-{attempt:04d}.parquet", rows)
 
+    def write_filtered(self, step: StepId, group: GroupId, rows: Sequence[SampleRow]) -> None:
+        """Replace the rows of a filtered group."""
+        self._write(f"filter-{step:06d}-{group:06d}.parquet", rows)
+
     def merge(self, *, ended: bool = False) -> None:
         """Merge the files of each block, but those of the newest block only if the run has `ended`. Call it from one
         process only."""
@@ -176,9 +185,9 @@ class SampleFiles:
                 self._merge(kind, block, [found for found in units if found.block == block])
 
     def rows(self, kind: str, numbers: Container[int] | None = None) -> Iterator[dict[str, Any]]:
-        """Rows of train steps (`TRAIN`), validations (`VALIDATION`) or failed attempts (`FAILED`), each unit once, in
-        the order of the files. `MAPPINGS` are decoded. `numbers`: only these steps, validations or groups. Reads one
-        row group at a time.
+        """Rows of train steps (`TRAIN`), validations (`VALIDATION`), failed attempts (`FAILED`) or filtered groups
+        (`FILTERED`), each unit once, in the order of the files. `MAPPINGS` are decoded. `numbers`: only these steps,
+        validations or groups. Reads one row group at a time.
 
         Raises: `RunDamaged` for a file that cannot be read, `FileNotFoundError` for one that was merged meanwhile."""
         names = [found for found in self.names() if found.kind == _FILES_OF[kind]]
@@ -194,7 +203,7 @@ class SampleFiles:
                             yield row | {name: json.loads(row[name] or "null") for name in MAPPINGS}
 
     def numbers(self, kind: str) -> list[int]:
-        """The train steps, the validations, or the groups with failed attempts, that have rows."""
+        """The train steps, the validations, or the groups with failed attempts, that have rows of this kind."""
         found: set[int] = set()
         for name in self.names():
             if name.kind == _FILES_OF[kind]:
@@ -343,7 +352,11 @@ class FileName:
     def stays(self, steps: int, validations: Sequence[ValidationId]) -> bool:
         if self.kind == "failure":
             return True
-        return self.last < steps if self.kind == "step" else all(number in validations for number in self.numbers)
+        return (
+            self.last < steps
+            if self.kind in ("step", "filter")
+            else all(number in validations for number in self.numbers)
+        )
 
 
 def number_of(row: Mapping[str, Any]) -> int:
@@ -352,7 +365,7 @@ def number_of(row: Mapping[str, Any]) -> int:
 
 
 def _unit_of(row: Mapping[str, Any]) -> tuple[str, int, int]:
-    chunk = {TRAIN: None, VALIDATION: row["chunk"], FAILED: row["attempt"]}[row["kind"]]
+    chunk = {TRAIN: None, VALIDATION: row["chunk"], FAILED: row["attempt"], FILTERED: row["group"]}[row["kind"]]
     return _FILES_OF[row["kind"]], number_of(row), chunk or 0
 
 

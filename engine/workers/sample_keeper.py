@@ -1,11 +1,11 @@
 """Selects responses, and keeps them as samples for people to read: `engine samples`.
 
-Called by the worker of the trainer, right after a train step and before the step is reported, and by replicas after a
-chunk of a validation. These processes have the texts anyway, so nothing is sent for the samples, and only selected rows
-are built. The samples of a step are on disk before the step is reported. A step that is trained again replaces them
-with the same selection, which is a pure function of the seed, the step and the responses' rewards, lengths and ends.
-Must never fail, or delay training for long: if a file cannot be written, or not in time, this is reported once, and the
-run continues.
+Called by the worker of the trainer, right after a train step and before the step is reported, by replicas after a
+chunk of a validation or a failed reward, and by `runtime.filtered_samples` for groups that the filter dropped. Trainer
+and replicas have the texts anyway, so nothing is sent for their samples, and only selected rows are built. The samples
+of a step are on disk before the step is reported. A step that is trained again replaces them with the same selection,
+which is a pure function of the seed, the step and the responses' rewards, lengths and ends. Must never fail, or delay
+training for long: if a file cannot be written, or not in time, this is reported once, and the run continues.
 """
 
 import asyncio
@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 
 from engine.commands import MeasureRows
 from engine.errors import reason_of
-from engine.ids import Version
+from engine.ids import StepId, Version
 from engine.protocols import Batch, RolloutFigures
 from engine.storage.samples import (
     FAILED,
+    FILTERED,
     FOLDER,
     MERGE_EVERY,
     TRAIN,
@@ -34,6 +35,7 @@ from engine.storage.samples import (
     lacks_pyarrow,
 )
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
+from engine.workers.group_reports import reward_figures
 from engine.workers.response_figures import is_cut_off, tokens_of
 from engine.workers.threads import on_a_thread
 
@@ -104,6 +106,9 @@ log = logging.getLogger(__name__)
 LONGEST_S = 30.0
 """Seconds after which a write counts as hung. Nothing more is written until it has ended."""
 
+FILTERED_GROUPS = 4
+"""Maximum number of filtered groups whose responses are kept before each train step."""
+
 Rollout = Sequence[Trajectory]
 """The segments of one response."""
 
@@ -155,6 +160,25 @@ class SampleKeeper:
             self._failures[version] += len(rollouts)
             whose = f"of group {group.group}, attempt {attempt}"
             await self._keep(whose, self._write_failure, group, rollouts, attempt, version, error)
+
+    async def keep_filtered(self, group: TrajectoryGroup, step: StepId, filter: str) -> None:
+        """Keep responses of a group that a filter dropped before the end of train step `step`. Never raises."""
+        await self._keep(f"of filtered group {group.group}", self._write_filtered, group, step, filter)
+
+    @property
+    def filtered_groups(self) -> int:
+        """Maximum number of filtered groups of which a response is kept before each train step."""
+        return self.policy.per_step // self._of_filtered if self.policy.per_step else 0
+
+    def count_filtered(self, step: StepId) -> int:
+        """Number of filtered groups before the end of a train step with samples. Raises: what `SampleFiles.rows`
+        raises."""
+        return len({row["group"] for row in self._files.rows(FILTERED, [step])})
+
+    @property
+    def _of_filtered(self) -> int:
+        """Maximum number of responses of a filtered group."""
+        return -(-self.policy.per_step // FILTERED_GROUPS)
 
     async def _keep(self, whose: str, write: Callable[..., None], *given: Any) -> None:
         if self._hung is not None and not self._hung.done():
@@ -232,6 +256,20 @@ class SampleKeeper:
             for number, rollout in enumerate(rollouts)
         ]  # fmt: skip
         self._files.write_failure(group.group, attempt, rows)
+
+    def _write_filtered(self, group: TrajectoryGroup, step: StepId, filter: str) -> None:
+        rollouts = group.rollouts
+        trainable, mean, spread = reward_figures(group)
+        seen = f"{trainable} trainable responses, mean reward {mean:.4g}, largest minus smallest reward {spread:.4g}"
+        chosen = select(self.policy.seed, step, [candidate(rollout) for rollout in rollouts], self._of_filtered)
+        rows = [
+            SampleRow(
+                kind=FILTERED, step=step, group=group.group, sample=number, reasons=(FILTERED, *reasons),
+                filter=f"{filter}: {seen}", **self._texts(group.prompt, rollouts[number]),
+            )
+            for number, reasons in chosen.items()
+        ]  # fmt: skip
+        self._files.write_filtered(step, group.group, rows)
 
     def _texts(self, prompt: Prompt, rollout: Rollout) -> dict[str, Any]:
         """The columns that every row has."""

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from engine.storage.samples import (
     BLOCKS,
+    FILTERED,
     TRAIN,
     VALIDATION,
     SampleFiles,
@@ -147,9 +149,11 @@ def test_a_run_that_goes_back_sets_later_samples_aside(tmp_path: Path) -> None:
     files = SampleFiles(directory)
     for step in (0, 5, 6, STEPS, STEPS + 4, STEPS + 5):
         files.write_step(step, [of_step(step, f"{step}")])
+        files.write_filtered(step, 9, [replace(of_step(step), kind=FILTERED, group=9)])
     for validation in (0, 1, 2, VALIDATIONS):
         files.write_chunk(validation, 0, [of_chunk(validation, 0)])
     files.merge()
+    assert len([*tmp_path.rglob("filter*")]) == 4, "three in one file"
     all_steps = said(files)
     assert put_samples_aside(directory, STEPS + 6, [*range(VALIDATIONS + 1)]) is None
     aside = put_samples_aside(directory, STEPS + 5, [0, 1, VALIDATIONS])
@@ -158,6 +162,7 @@ def test_a_run_that_goes_back_sets_later_samples_aside(tmp_path: Path) -> None:
     assert list(said(files, VALIDATION)) == [0, 100, 100 * VALIDATIONS]
     assert put_samples_aside(directory, 6, [0]) is not None
     assert said(files) == {0: "0", 5: "5"}
+    assert [row["step"] for row in files.rows(FILTERED)] == [0, 5]
     assert list(said(files, VALIDATION)) == [0]
     assert put_samples_aside(tmp_path / "none", 0, []) is None
 

@@ -15,7 +15,7 @@ from engine.events import Event
 from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
 from engine.runtime.plan import Plan, Restore
 from engine.runtime.process_port import ProcessEnd, ProcessHandle, SentOrder, Sign, Waits
-from engine.runtime.trajectory_service import PackedTrajectories, TrajectoryService
+from engine.runtime.trajectory_service import PackedTrajectories, TrajectoryService, unpacked
 from engine.runtime.worker import WORKERS, Peers, PlannedReplica, PlannedTrainer, PlannedWorker
 from engine.states.process import REPLICA, TRAINER, TRAJECTORY_STORE, name_of
 from engine.storage.group_codec import plain_prompt
@@ -277,6 +277,9 @@ class LocalStores:
     def __init__(self, store: TrajectoryService | LocalTrajectories, weights: LocalWeights) -> None:
         self._store = store
         self._weights = weights
+
+    async def read(self, groups: Sequence[GroupId]) -> list[TrajectoryGroup]:
+        return await unpacked(await self._store.get([*groups]))
 
     def discard(self, groups: Sequence[GroupId]) -> Awaitable[None]:
         return self._store.discard([*groups])
