@@ -1,14 +1,16 @@
-"""Draws docs/img/modes.svg, staleness.svg and recovery.svg from records of simulated runs.
+"""Draws docs/img/modes.svg, staleness.svg, recovery.svg and debug.svg from records of simulated runs.
 
 Run from the root: python docs/pictures.py. The runs are deterministic, so a test notices a picture that is not drawn
 again.
 """
 
+import asyncio
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from engine.config import load_config
+from engine.inspect.cursor import Cursor
 from engine.inspect.history import GenerationAttempt, History
 from engine.inspect.history_reader import read_history
 from engine.inspect.timeline import Slice, Timeline, timeline_of
@@ -33,8 +35,8 @@ MODES = {
 
 def simulated(
     preset: str, steps: int = STEPS, seed: int = 7, faults: Faults | None = None, prefixes: int = 0
-) -> History:
-    """The history of a small simulated run of a preset: lengths from 5 to 60 s, 20 s for a train step."""
+) -> MemoryRecorder:
+    """The record of a small simulated run of a preset: lengths from 5 to 60 s, 20 s for a train step."""
     small = [
         f"run.max_steps={steps}", f"scheduler.train_batch_size={BATCH}", "scheduler.samples_per_prompt=2",
         f"rollout.slots={SLOTS}", f"rollout.replicas={REPLICAS}", "trainer.checkpoint_every=0", "run.dir=nowhere",
@@ -52,6 +54,10 @@ def simulated(
     )  # fmt: skip
     World(setting, PolicySet.from_names(policies.names), recorder, check=False).run()
     recorder.close()
+    return recorder
+
+
+def history_of(recorder: MemoryRecorder) -> History:
     return read_history(read(recorder))
 
 
@@ -125,7 +131,7 @@ def rows_of(timeline: Timeline, top: float) -> tuple[dict[int, float], list[str]
 
 def modes() -> str:
     """Three modes on one scale. A group has the color of the step that trains on it."""
-    runs = {preset: timeline_of(simulated(preset)) for preset in MODES}
+    runs = {preset: timeline_of(history_of(simulated(preset))) for preset in MODES}
     scale = Scale(max(timeline.history.end for timeline in runs.values()))
     parts: list[str] = []
     top = 22.0
@@ -150,7 +156,7 @@ def _colored(scale: Scale, timeline: Timeline, slice: Slice, places: dict[int, f
 
 def staleness() -> str:
     """A bar for each group, from its start to its training, in the color of its staleness."""
-    history = simulated("fully_async", steps=7)
+    history = history_of(simulated("fully_async", steps=7))
     scale = Scale(history.end)
     groups = sorted((group for group in history.groups if group.state == "consumed"), key=lambda one: one.started_at)
     trains = {step.step: next(p for p in step.phases if p.name == "training") for step in history.trained}
@@ -179,7 +185,7 @@ def staleness() -> str:
 
 def recovery() -> str:
     """A replica dies: its groups go on elsewhere, from their stored prefixes."""
-    history = simulated("fully_async", steps=4, seed=CRASH_SEED, faults=Faults(die=0.02), prefixes=4)
+    history = history_of(simulated("fully_async", steps=4, seed=CRASH_SEED, faults=Faults(die=0.02), prefixes=4))
     timeline = timeline_of(history)
     scale = Scale(history.end)
     places, labels, bottom = rows_of(timeline, 32)
@@ -221,7 +227,30 @@ def _arrow(source: tuple[float, float], target: tuple[float, float]) -> str:
     return f'<path d="{line}" fill="none" stroke="{TEXT}" stroke-width="0.9"/><path d="{head}" fill="{TEXT}"/>'
 
 
-PICTURES = {"modes.svg": modes, "staleness.svg": staleness, "recovery.svg": recovery}
+def debug() -> str:
+    """`engine debug --at event=74` in a terminal of 120 columns. It needs the extra `inspect`."""
+    from engine.cli.debugger import Debugger  # late: the other pictures need no textual
+
+    recorder = simulated("fully_async")
+    cursor = Cursor(lambda: read(recorder))
+    cursor.seek_event(DEBUGGED_EVENT)
+
+    async def screenshot() -> str:
+        app = Debugger(cursor, "runs/latest")
+        async with app.run_test(size=DEBUGGER_SIZE) as pilot:
+            await app.workers.wait_for_complete()
+            await pilot.pause()
+            return app.export_screenshot(title="engine debug")
+
+    return asyncio.run(screenshot())
+
+
+DEBUGGED_EVENT = 74
+"""A version is published: the next step is trained and the replicas get orders."""
+DEBUGGER_SIZE = (120, 28)
+"""Columns and rows of the terminal."""
+
+PICTURES = {"modes.svg": modes, "staleness.svg": staleness, "recovery.svg": recovery, "debug.svg": debug}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():
