@@ -74,6 +74,15 @@ def training() -> Dashboard:
             {"{{figure}}": figure("~.*entropy.*")},
         )
     )
+    page = page.with_panel(
+        graph(
+            "Health checks that find something",
+            "0: no check. The alert EngineHealthFinding covers them; `engine top RUN` says what to do.",
+            "suffix: findings",
+            {"{{check}}": of(names.HEALTH_FINDING)},
+            steps=True,
+        )
+    )
     page = page.with_panel(graph("Learning rate", "Follows its schedule.", "sci", {"{{figure}}": figure("lr")}))
     page = page.with_row(row("Agents and environments"))
     page = page.with_panel(

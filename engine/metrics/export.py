@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from engine.metrics import names
 from engine.metrics.collector import RunMetrics
 from engine.metrics.counts import Histogram, OldestGroup
+from engine.metrics.health import ALL_CHECKS, run_findings
 from engine.metrics.names import ADMISSION_LIMITS, METRICS, REPLICA_GROUP_ENDS, REPLICA_STATES, Metric
 from engine.metrics.waits import unrewarded_groups
 from engine.states.process import KINDS, PROCESS, Process
@@ -141,6 +142,7 @@ class Exporter(Collector):
             names.TRAINER_BUSY.name: lambda: _labelled(idle.trainer_busy_s),
             names.TRAINER_IDLE.name: lambda: _labelled(idle.trainer_idle_s),
             names.TRAINER_FIGURE.name: lambda: _labelled(m.figures),
+            names.HEALTH_FINDING.name: self._health,
             names.SOURCE_REWARD.name: lambda: _by_source(m.sources, "reward_mean"),
             names.SOURCE_SHARE.name: lambda: _by_source(m.sources, "share"),
             **{
@@ -253,6 +255,15 @@ class Exporter(Collector):
             names.UNREWARDED.name: lambda: _one(unrewarded_groups(metrics.state)),
             names.PROCESS_DEATHS.name: lambda: _labelled(metrics.deaths),
         }
+
+    def _health(self) -> Samples:
+        m, state = self._metrics, self._metrics.state
+        versions = {r.id: r.version for r in list(state.replicas.values()) if r.state != "down"}
+        rows = list(m.steps.recent)
+        found = {
+            one.check for one in run_findings(rows, versions, state.latest_version, state.limits.max_staleness_steps)
+        }
+        return [((check,), check in found) for check in ALL_CHECKS]
 
     def _of_sources(self, figure: str) -> Samples:
         mixed = self._metrics.mixed

@@ -1,12 +1,13 @@
 """What ruins a run, found in the rows of its newest train steps: one list of checks.
 
-Called by `status`, for the live view and `engine top`, and by `engine show`. Pure. A check needs some figures of the
-rows; where a trainer does not report them, it finds nothing. A sentence has no figure that changes from step to step,
-so that a view prints it once.
+Called by `status`, for the live view and `engine top`, by `export`, for alerts, and by `engine show`. Pure. A check
+needs some figures of the rows; where a trainer does not report them, it finds nothing. A sentence has no figure that
+changes from step to step, so that a view prints it once.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -25,6 +26,9 @@ REPEATED = 0.95
 """Shares of responses that are reported."""
 GAP = 0.5
 """Mean gap between the log-probs of sampler and trainer that is reported, as by the alert `EngineLogprobGap`."""
+GAP_FACTOR = 3.0
+"""Growth of a mean gap that is reported, once the gap is at least `GAP_GROWN`."""
+GAP_GROWN = 0.1
 GAPS = "logprob_gap_mean_"
 """Prefix of the mean gaps by cause."""
 QUANTILES = ("reward_mean", "reward_std", "reward_min", "reward_p25", "reward_p50", "reward_p75", "reward_max")
@@ -50,6 +54,13 @@ def findings(rows: Sequence[Row]) -> list[HealthFinding]:
     return [one for one in found if not (flat and one.check == "no_update")]  # it is why nothing is updated
 
 
+def run_findings(rows: Sequence[Row], versions: Mapping[int, int], newest: int, staleness: int) -> list[HealthFinding]:
+    """What the newest rows of `metrics.jsonl` and the weights versions of the replicas that are up show. `staleness`:
+    the bound S."""
+    steps = [row for row in rows if "step" in row]
+    return [*findings(steps), *replicas_behind(versions, newest, staleness + 1)]
+
+
 def replicas_behind(versions: Mapping[int, int], newest: int, most: int) -> list[HealthFinding]:
     """Replicas that are up with weights more than `most` versions old."""
     late = [id for id, version in versions.items() if newest - version > most]
@@ -57,7 +68,7 @@ def replicas_behind(versions: Mapping[int, int], newest: int, most: int) -> list
         return []
     names = f"replica{'s' * (len(late) > 1)} {', '.join(map(str, late[:8]))}"
     text = f"{names} did not take the newest {most} weights versions: `engine waits` says what they wait for"
-    return [HealthFinding("old_weights", text)]
+    return [HealthFinding(OLD_WEIGHTS, text)]
 
 
 def _flat_reward(rows: Sequence[Row]) -> str:
@@ -131,14 +142,18 @@ def _repeated(rows: Sequence[Row]) -> str:
 
 
 def _logprob_gap(rows: Sequence[Row]) -> str:
-    names = sorted(name for name in rows[-1] if name.startswith(GAPS) and _each(rows, name, GAP))
-    if not names:
+    gaps = sorted(name for name in rows[-1] if name.startswith(GAPS))
+    large = [name for name in gaps if _each(rows, name, GAP)]
+    grown = [
+        name for name in gaps if _each(rows, name, GAP_GROWN) and _grown(rows, partial(_number, name=name), GAP_FACTOR)
+    ]
+    causes = ", ".join(name.removeprefix(GAPS) for name in large or grown)
+    if not causes:
         return ""
-    causes = ", ".join(name.removeprefix(GAPS) for name in names)
-    return (
-        f"the log-probs of sampler and trainer differ by more than {GAP:g} on average for {causes} tokens: "
-        "docs/OBJECTIVES.md explains the gaps"
-    )
+    how = f"differ by more than {GAP:g} on average"
+    if not large:
+        how = f"differ more than {GAP_FACTOR:g} times as much as at the start of the newest {WINDOW} train steps"
+    return f"the log-probs of sampler and trainer {how} for {causes} tokens: docs/OBJECTIVES.md explains the gaps"
 
 
 def _no_update(rows: Sequence[Row]) -> str:
@@ -146,6 +161,15 @@ def _no_update(rows: Sequence[Row]) -> str:
         if all(_number(row, name) == 0.0 for row in rows[-STEPS:]):
             return f"the weights do not change: {name} was 0 in each of the last {STEPS} train steps: {fix}"
     return ""
+
+
+def _unused_source(rows: Sequence[Row]) -> str:
+    sources = rows[-1].get("sources") or {}
+    unused = [name for name, figures in sources.items() if figures.get("drawn") == 0]
+    if len(rows) < WINDOW or not unused:
+        return ""
+    names = ", ".join(f"`{name}`" for name in unused)
+    return f"no prompt of data.sources {names} has been drawn: raise its weight, or look when its curriculum begins"
 
 
 CHECKS: dict[str, Callable[[Sequence[Row]], str]] = {
@@ -157,8 +181,12 @@ CHECKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "repeated": _repeated,
     "logprob_gap": _logprob_gap,
     "no_update": _no_update,
+    "unused_source": _unused_source,
 }
 """Each gets at least `STEPS` rows and returns a sentence, or nothing."""
+OLD_WEIGHTS = "old_weights"
+ALL_CHECKS = (*CHECKS, OLD_WEIGHTS)
+"""Every value of `HealthFinding.check`."""
 
 
 def _number(row: Row, name: str) -> float | None:

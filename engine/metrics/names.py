@@ -9,6 +9,7 @@ the id of a group, a step or a version, because the number of series must not gr
 from dataclasses import dataclass, field
 
 from engine.events import DrainRequested, Event, ReplicaLeaves, ReplicasWanted, SettingChanged, StopRequested
+from engine.metrics.health import ALL_CHECKS
 from engine.states.group import GROUP
 from engine.states.limits import SYNC_MODES
 from engine.states.process import KINDS, PROCESS
@@ -305,6 +306,12 @@ TRAINER_FIGURE = _gauge(
     "Metrics that the trainer reported for its newest step, and those of its responses, by name. At most "
     f"{FIGURES_KEPT} names are exported.",
     {"figure": ()},
+)
+HEALTH_FINDING = _gauge(
+    "engine_health_finding",
+    "0 or 1",
+    "Whether a health check finds something that ruins the run, by check. The live view says what to do.",
+    {"check": ALL_CHECKS},
 )
 SOURCE_REWARD = _gauge(
     "engine_source_reward_mean",

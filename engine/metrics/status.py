@@ -11,7 +11,7 @@ from typing import Any
 from engine.errors import EngineError
 from engine.ids import ReplicaId, Version
 from engine.metrics.collector import RunMetrics
-from engine.metrics.health import HealthFinding, findings, replicas_behind
+from engine.metrics.health import HealthFinding, run_findings
 from engine.metrics.journal import plain
 from engine.metrics.waits import agent_wait, reward_wait, start_text, waits
 from engine.states.process import TRAINER
@@ -124,10 +124,7 @@ class Status:
     @property
     def health(self) -> list[HealthFinding]:
         """What ruins the run, from the newest train steps and the replicas."""
-        return [
-            *findings([row for row in self.recent if "step" in row]),
-            *replicas_behind(self.replica_versions, self.version, self.max_staleness_steps + 1),
-        ]
+        return run_findings(self.recent, self.replica_versions, self.version, self.max_staleness_steps)
 
     @property
     def accuracy(self) -> float | None:

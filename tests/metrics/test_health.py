@@ -33,6 +33,7 @@ CASES: dict[str, Callable[[int], Row]] = {
     "repeated": lambda step: {"repeated_share": 1.0},
     "logprob_gap": lambda step: {"logprob_gap_mean_stale": 0.7},
     "no_update": lambda step: {"lr": 0.0},
+    "unused_source": lambda step: {"sources": {"math": {"drawn": 4 * step, "groups": 4}, "code": {"drawn": 0}}},
 }
 
 
@@ -45,7 +46,7 @@ def test_a_sound_run_has_no_finding() -> None:
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_each_check_finds_what_it_is_for_and_nothing_else(check: str) -> None:
-    (found,) = findings(rows(CASES[check]))
+    (found,) = findings(rows(CASES[check], steps=32 if check == "unused_source" else 20))
     assert found.check == check
     recovered = [*rows(CASES[check], steps=40), *rows(steps=40)]
     assert findings(recovered) == []
@@ -53,8 +54,15 @@ def test_each_check_finds_what_it_is_for_and_nothing_else(check: str) -> None:
 
 def test_a_sentence_stays_the_same_while_the_cause_does() -> None:
     for check, change in CASES.items():
-        texts = {findings(rows(change, steps))[0].text for steps in (18, 19, 20)}
+        texts = {findings(rows(change, steps))[0].text for steps in (33, 34, 35)}
         assert len(texts) == 1, check
+
+
+def test_a_log_prob_gap_that_grows_is_found_before_it_is_large() -> None:
+    grows = findings(rows(lambda step: {"logprob_gap_mean_fresh": 0.01 * (1 + step)}))
+    assert [one.check for one in grows] == ["logprob_gap"] and "3 times as much" in grows[0].text
+    assert findings(rows(lambda step: {"logprob_gap_mean_fresh": 0.001 * (1 + step)})) == [], "it is still tiny"
+    assert findings(rows(lambda step: {"logprob_gap_mean_fresh": 0.2})) == [], "it does not grow"
 
 
 def test_replicas_with_old_weights_are_named() -> None:
