@@ -67,6 +67,11 @@ def load_recorded_extensions(directory: Path, *, named: bool) -> None:
         load_extensions_of(read(directory / "schedule").header.config)
 
 
+def output_path(arguments: argparse.Namespace, run: "RunDirectory", suffix: str) -> Path:
+    """The file that `--out` names; by default, one with the name of the run's directory, in the working directory."""
+    return Path(arguments.out or f"{run.path.resolve().name}{suffix}")
+
+
 @contextmanager
 def writable(option: str, path: Path) -> Iterator[None]:
     """Raises: `ConfigError` if the file cannot be written."""

@@ -2,10 +2,9 @@
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.cli.recorded_run import history_of, takes_run, writable
+from engine.cli.recorded_run import history_of, output_path, takes_run, writable
 from engine.errors import ConfigError
 from engine.metrics.journal import rows_of
 
@@ -41,7 +40,7 @@ def write(arguments: argparse.Namespace) -> int:
     run, history = history_of(arguments)
     rows = [row for row in rows_of(run.metrics) if "step" in row]
     page = report_html(timeline_of(history), rows, _samples(run, steps), advise(history).lines)
-    path = Path(arguments.out or f"{history.run}.html")
+    path = output_path(arguments, run, ".html")
     with writable("--out", path):
         path.write_text(page, encoding="utf-8", errors="replace")
     print(f"the report is {path} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser")

@@ -1,11 +1,10 @@
 """`engine timeline`: writes the schedule of a run for other tools. Called by the command line."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from engine.cli.recorded_run import history_of, takes_run, writable
+from engine.cli.recorded_run import history_of, output_path, takes_run, writable
 from engine.errors import ConfigError
 
 
@@ -43,12 +42,12 @@ def write(arguments: argparse.Namespace) -> int:
         )
     url = None if arguments.endpoint is None else _collector(arguments.endpoint)
     require_packages(PACKAGES[arguments.format])
-    _, history = history_of(arguments)
+    run, history = history_of(arguments)
     timeline = timeline_of(history)
     if url is not None:
         print(f"sent {send_otlp(timeline, url)} spans to {url}")
         return 0
-    path = Path(arguments.out or history.run + SUFFIXES[arguments.format])
+    path = output_path(arguments, run, SUFFIXES[arguments.format])
     with writable("--out", path):
         WRITERS[arguments.format](timeline, path)
     print(f"{len(timeline.slices)} slices and {len(timeline.arrows)} arrows are in {path}")

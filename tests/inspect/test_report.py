@@ -180,6 +180,12 @@ def test_the_report_of_a_run_has_the_advice_about_it(run: Path, tmp_path: Path) 
     assert "".join(f"<li>{html.escape(line)}</li>" for line in advice) in path.read_text(encoding="utf-8")
 
 
+def test_a_report_is_named_after_the_directory_of_its_run(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(run)]) == 0  # the record names the run with slashes
+    assert [path.name for path in tmp_path.iterdir()] == [f"{run.name}.html"]
+
+
 def test_wrong_arguments_of_report_are_refused(run: Path, tmp_path: Path, capsys: Any) -> None:
     for arguments, message in (
         ([str(run), "--samples", "one"], "must be numbers of train steps, separated by commas; use 0,50,99"),
