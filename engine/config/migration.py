@@ -1,8 +1,8 @@
 """The names that other systems give to settings, and the fields that replace them here.
 
 `loading` reads this table when a configuration has an unknown key; `python -m engine.config.migration` prints the
-tables of the pages in docs/migrate/, which a test compares. A row is of one flag, or of several whose names begin
-alike (`rollout.val_kwargs.*`). It must never guess: a flag without a counterpart says why.
+tables of the pages in docs/migrate/, which a test compares. A row is for one flag, or for several with the same
+prefix (`rollout.val_kwargs.*`). It must never guess: the row of a flag without a counterpart says why.
 """
 
 import re
@@ -59,7 +59,7 @@ TRL = (
     Flag("reward_weights", "reward.functions", "`weight` of each function"),
     Flag("mask_truncated_completions", "trainer.filter_overlong"),
     Flag("top_entropy_quantile", "trainer.masks",
-          "a measure of yours that `needs(entropies=True)`, with a fixed bound; "
+          "your own measure that `needs(entropies=True)`, with a fixed bound; "
         "a quantile over the batch has no counterpart"),
     Flag("off_policy_mask_threshold", "trainer.masks", "`mean_k1` with `negative_only: true`"),
     Flag("use_bias_correction_kl", "trainer.kl_loss_ratio"),
@@ -74,7 +74,7 @@ TRL = (
     Flag("vllm_tensor_parallel_size", "rollout.engine_args", "`tensor_parallel_size`"),
     Flag("vllm_enable_sleep_mode", "", "replicas sleep whenever their pool's other tasks work"),
     Flag("vllm_max_model_length", "rollout.engine_args", "`max_model_len`"),
-    Flag("max_staleness", "scheduler.max_staleness_steps", "TRL discards older samples; here none gets older"),
+    Flag("max_staleness", "scheduler.max_staleness_steps", "TRL discards older samples; here no sample gets older"),
     Flag("weight_sync_steps", "scheduler.sync_every"),
     Flag("chat_template_kwargs", "data.chat_template_kwargs"),
     Flag("gradient_checkpointing", "trainer.activation_checkpointing"),
@@ -93,8 +93,8 @@ TRL = (
     Flag("eval_steps", "validation.every"),
     Flag("eval_strategy", "validation.every, validation.at_end"),
     Flag("resume_from_checkpoint", "engine resume"),
-    Flag("report_to", TRACKERS, "trackio has none"),
-    Flag("sync_ref_model", "", "the reference model stays as it is"),
+    Flag("report_to", TRACKERS, "trackio is not supported"),
+    Flag("sync_ref_model", "", "the reference model never changes"),
     Flag("disable_dropout", "", "the model is always in evaluation mode"),
     Flag("top_k", "", "training with truncated sampling biases the importance ratio; `rollout.top_p` has a switch"),
     Flag("min_p", "", "as `top_k`"),
@@ -119,7 +119,7 @@ VERL = (
     Flag("data.truncation", "data.overlong", "error: `error`; left: `truncate_left`"),
     Flag("data.shuffle", "data.shuffle"),
     Flag("data.seed", "run.seed"),
-    Flag("data.return_raw_chat", "", "messages are used as they are"),
+    Flag("data.return_raw_chat", "", "messages are used unchanged"),
     Flag("actor_rollout_ref.hybrid_engine", "pools", "False: no pool with both tasks; True: one pool"),
     Flag("actor_rollout_ref.model.path", "model.path"),
     Flag("actor_rollout_ref.model.use_remove_padding", "trainer.packing"),
@@ -323,7 +323,7 @@ AREAL = (
     Flag("experiment_name", "run.name"),
     Flag("trial_name", "run.name"),
     Flag("seed", "run.seed"),
-    Flag("enable_offload", "pools", "in one pool, replicas sleep and the trainer leaves the GPU by turns"),
+    Flag("enable_offload", "pools", "in one pool, replicas and trainer take turns on the GPU"),
     Flag("total_train_epochs", "run.epochs"),
     Flag("total_train_steps", "run.max_steps"),
     Flag("tokenizer_path", "", "the tokenizer is beside the model"),
@@ -345,7 +345,7 @@ AREAL = (
     Flag("gconfig.top_p", "rollout.top_p"),
     Flag("gconfig.top_k", "", "training with truncated sampling biases the importance ratio"),
     Flag("actor.path", "model.path"),
-    Flag("actor.init_from_scratch", "model.make", "only for the made models"),
+    Flag("actor.init_from_scratch", "model.make", "only for the built-in tiny models"),
     Flag("actor.disable_dropout", "", "the model is always in evaluation mode"),
     Flag("actor.gradient_checkpointing", "trainer.activation_checkpointing"),
     Flag("actor.dtype", "trainer.bf16", "weights are trained in float32 and computed in bfloat16"),
@@ -385,7 +385,7 @@ AREAL = (
     Flag("train_dataset.batch_size", "scheduler.train_batch_size"),
     Flag("train_dataset.shuffle", "data.shuffle"),
     Flag("train_dataset.max_length", "data.max_prompt_tokens"),
-    Flag("train_dataset.type", "", "the columns say it"),
+    Flag("train_dataset.type", "", "the columns determine it"),
     Flag("train_dataset.pin_memory", "", "prompts stay texts"),
     Flag("train_dataset.num_workers", "", "prompts stay texts"),
     Flag("valid_dataset.path", "data.validation_path"),
