@@ -105,7 +105,7 @@ def test_the_state_of_the_example_keeps_its_contract(own: None) -> None:
     contract.test_work_changes_only_what_it_may()
 
 
-def test_a_state_before_generation_keeps_its_contract_and_is_told_what_it_may_change(own: None) -> None:
+def test_a_state_before_generation_keeps_its_contract_or_the_law_is_named(own: None) -> None:
     class RetrieverContract(JudgeContract):
         state = "retrieving"
 
@@ -170,7 +170,7 @@ class Endless(EMBED.Guesser):  # type: ignore[misc]
         (Endless, "test_an_aborted_group_resumes_from_its_prefix", "must keep the tokens of GroupWork.partial"),
     ],
 )
-def test_a_generator_that_breaks_its_contract_is_told_the_law(generator: Any, test: str, words: str) -> None:
+def test_the_law_that_a_generator_breaks_is_named(generator: Any, test: str, words: str) -> None:
     class Contract(GeneratorContract):
         def make(self) -> Any:
             return generator()
@@ -216,7 +216,7 @@ class Silent(Learner):
         (Silent, "test_train_returns_metrics", "must return a dict of metrics or None, not str"),
     ],
 )
-def test_a_trainer_that_breaks_its_contract_is_told_the_law(trainer: Any, test: str, words: str) -> None:
+def test_the_law_that_a_trainer_breaks_is_named(trainer: Any, test: str, words: str) -> None:
     class Contract(TrainerContract):
         def make(self) -> Any:
             return trainer()
@@ -246,7 +246,7 @@ def test_a_trainer_without_a_score_keeps_its_contract() -> None:
         getattr(Contract(), name)()
 
 
-def test_work_that_changes_tokens_is_told_the_law(own: None) -> None:
+def test_work_that_changes_tokens_is_refused_with_the_law(own: None) -> None:
     example("judge_state")
 
     class Rewriter:
@@ -261,7 +261,7 @@ def test_work_that_changes_tokens_is_told_the_law(own: None) -> None:
         contract.test_work_changes_only_what_it_may()
 
 
-def test_a_policy_that_breaks_a_law_is_told_it(own: None) -> None:
+def test_the_law_that_a_policy_breaks_is_named(own: None) -> None:
     @policies.register("admission", "greedy")
     class Greedy:
         def admit(self, view: Any, legal: int) -> int:

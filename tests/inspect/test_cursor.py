@@ -170,7 +170,7 @@ def test_a_growing_record_is_followed(tmp_path: Path, runs: tuple[Path, Replayed
     recorder.close()
 
 
-def test_a_state_behind_another_decision_is_unknown(
+def test_the_state_after_a_diverging_decision_is_unknown(
     runs: tuple[Path, Replayed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, plain = runs

@@ -220,7 +220,7 @@ class Mortal(vllm_engines.Rented):
         await self.engine.close()
 
 
-def test_groups_of_an_engine_that_is_killed_are_ended_by_the_other() -> None:
+def test_the_other_engine_finishes_the_groups_of_a_killed_engine() -> None:
     """Last: no later test uses that engine."""
     mortal = vllm_engines.rent(model(), Mortal)
     mortal.hold(30)

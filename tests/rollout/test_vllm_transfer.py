@@ -176,7 +176,7 @@ def test_weights_of_another_model_are_refused_before_the_pause(engine: Any) -> N
     run(scenario())
 
 
-def test_an_engine_whose_process_is_killed_fails_who_waits(engine: Any) -> None:
+def test_waiting_calls_fail_if_the_process_of_the_engine_is_killed(engine: Any) -> None:
     """The last test of each engine."""
 
     async def scenario() -> None:

@@ -150,7 +150,7 @@ def test_parameters_without_new_weights_are_named_by_vllms_names() -> None:
     assert not_loaded(fused, None, quantized=False) == [], "the model does not say what it loaded"
 
 
-def test_several_workers_are_processes_of_the_replica_unless_the_user_chooses_otherwise() -> None:
+def test_several_workers_are_processes_of_the_replica_by_default() -> None:
     def chosen(engine_args: dict[str, Any]) -> Any:
         return all_engine_args("model", 8, 0, engine_args).get("distributed_executor_backend")
 

@@ -135,7 +135,7 @@ def fetched(directory: Path, trainer: Pages, **options: Any) -> RunResult:
                run_dir=directory, **options)  # fmt: skip
 
 
-def test_generators_and_trainers_see_what_states_made_of_a_prompt_also_after_a_resume(tmp_path: Path) -> None:
+def test_generators_and_trainers_see_the_changed_prompt_even_after_a_resume(tmp_path: Path) -> None:
     first = Pages()
     assert fetched(tmp_path, first, steps=4).outcome == "finished"
     last = Pages()

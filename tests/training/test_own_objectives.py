@@ -125,7 +125,7 @@ def test_a_mask_that_no_value_can_pass_is_refused() -> None:
         Mask(measure="mine:function", low=3, high=2)
 
 
-def test_what_a_correct_objective_does_is_said() -> None:
+def test_the_check_describes_a_correct_objective() -> None:
     settings = TrainerSettings(**own("loss", lambda terms: (surrogate(terms), {"old": terms.old})))
     found = check_objective(settings)
     assert found.metrics == ("old",)
@@ -232,13 +232,13 @@ def test_a_loss_gets_entropies_if_it_needs_them(model_path: str, batch: Callable
     assert trainer.train(batch(0, 2))["entropy"] > 0
 
 
-def test_a_trajectory_that_is_left_out_has_no_part_in_an_own_loss() -> None:
+def test_a_trajectory_that_is_left_out_does_not_affect_a_custom_loss() -> None:
     given = without_unsound(terms([0.4, 0.5, 0.2], [0.4, 0.5, 0.2], [2.0, math.nan, math.nan], lengths=(1, 2)))
     result, gradient = evaluate(TrainerSettings(**own("loss", lambda terms: 1.0 + surrogate(terms))), given)
     assert result.losses.tolist() == [-1.0, 0.0, 0.0] and gradient == [-2.0, 0.0, 0.0]
 
 
-def test_an_own_advantage_that_is_zero_up_to_rounding_is_zero(
+def test_a_custom_advantage_within_rounding_of_zero_is_zero(
     model_path: str, batch: Callable[[int, int], Batch]
 ) -> None:
     settings = TrainerSettings(threads=1, **own("advantage", lambda terms: 1e-9 * terms.rewards))

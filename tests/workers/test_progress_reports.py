@@ -34,7 +34,7 @@ def test_what_progresses_all_the_time_is_reported_once_in_each_interval() -> Non
     play(scene())
 
 
-def test_an_order_is_reported_in_the_interval_of_its_kind_and_only_while_it_is_carried_out() -> None:
+def test_only_an_open_order_is_reported_in_the_interval_of_its_kind() -> None:
     async def scene() -> None:
         events: list[OrderProgressed] = []
         progress = SerialProgress(lambda order: 10.0 if order is TrainStep else 40.0, events.append)
