@@ -103,7 +103,7 @@ class TestPage:
         page.mouse.click(box["x"] + x, box["y"] + y)
         assert page.input_value("#group") == group and facts(page)["group"] == group
         links = page.locator("#details .links").all_inner_texts()
-        assert any(text.startswith(("began because of", "made begin")) for text in links)
+        assert any(text.startswith(("caused by", "caused")) for text in links)
         page.locator("#details .links button").first.click()
         assert page.locator("#details h3").inner_text() != ""
 
