@@ -199,7 +199,7 @@ OWN = {"backend": "mine:Generator", "arguments": {"answer": [3, 4]}}
         ("trainer", {"backend": "mine:a_function"}, "is of type function, not a class"),
         ("trainer", {"backend": "mine:Bare"}, "is abstract: it lacks the method optimizer"),
         ("trainer", {"backend": "mine:Trainr"}, "did you mean Trainer?"),
-        ("trainer", {"backend": "mine:Trainer", "arguments": {"shft": 2}}, "its arguments are shift"),
+        ("trainer", {"backend": "mine:Trainer", "arguments": {"shft": 2}}, "its arguments are now shift"),
         ("trainer", {"backend": "mine:Trainer", "learning_rate": 0.1}, "trainer.learning_rate 0.1 is not read"),
         ("trainer", {"arguments": {"shift": 2}}, "only a trainer of your own has arguments"),
         ("rollout", {"backend": "mine:Trainer"}, "lacks the methods generate, abort, truncate, pause"),
@@ -218,7 +218,7 @@ def test_check_names_what_a_class_lacks_with_the_expected_signature(
     assert str(caught.value).startswith(f"{section}.")
 
 
-def test_an_agent_beside_a_generator_of_ones_own_is_refused(model: str) -> None:
+def test_an_agent_with_a_custom_generator_is_refused(model: str) -> None:
     with pytest.raises(ConfigError, match="is set too, but a generator of your own runs whole rollouts"):
         load_config(configured(model, rollout=OWN, agent={"rollout": "mine:a_function"}))
 
@@ -298,7 +298,7 @@ def test_classes_of_a_script_run_without_an_import(model: str) -> None:
     assert type(plan_of(config, Path("run"), local=local).make_trainer()) is Trainer
 
 
-def test_weights_that_no_sampler_can_install_end_the_run_by_name(model: str) -> None:
+def test_the_run_fails_and_names_weights_that_no_sampler_can_install(model: str) -> None:
     config = load_config(configured(model, trainer={"backend": "mine:Renamed"}))
     plan = replace(plan_of(config, Path("run")), control_port=None, metrics_port=None)
     with pytest.raises(Exception, match=r"last error: .*model.layers.0.input_layernorm.weight is missing"):

@@ -77,7 +77,7 @@ def test_a_breakpoint_without_a_match_is_named_and_moves_nothing(run: Path) -> N
         await press(app, pilot, "b")
         app.screen.query_one(Input).value = "group=99999"
         await press(app, pilot, "enter")
-        assert "is in no tick after tick 0" in [*app._notifications][-1].message
+        assert "no tick after tick 0 matches" in [*app._notifications][-1].message
         assert app.cursor.tick.number == 0
 
     drive(run, script)
@@ -86,7 +86,7 @@ def test_a_breakpoint_without_a_match_is_named_and_moves_nothing(run: Path) -> N
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        ("step=77", "is in no tick"),
+        ("step=77", "is not in the record"),
         ("tick=-1", "does not exist"),
         ("event=99999", "does not exist"),
         ("time=1e9", "is not in the run"),

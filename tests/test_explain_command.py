@@ -36,7 +36,7 @@ def refused(capsys: Capture, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("option", "about", "says"),
     [
-        ([], {}, "what bounded the run"),
+        ([], {}, "bottlenecks"),
         (["--step", "2"], {"step": 2}, "The step before it ended at"),
         (["--group", "3"], {"group": 3}, "its attempt 1 began on replica"),
         (["--at", "30"], {"at": 30.0}, "Replica 0: up"),
@@ -104,5 +104,5 @@ def test_the_first_line_of_advice_is_in_the_table_and_in_top(run: Path, monkeypa
     shown = " ".join(console.export_text().replace("│", " ").split())
     assert shown.count(line.partition(" to ")[0]) == 2
     monkeypatch.setattr("engine.cli.advice_line.MOST_RECORD_BYTES", 10)
-    assert first_advice(run) == "the record is long; `engine explain` reads it"
+    assert first_advice(run) == "the record is long: use `engine explain`"
     assert first_advice(run / "none") == ""

@@ -88,7 +88,7 @@ def test_every_field_that_replaces_another_system_s_exists() -> None:
         ({"trainer": {"learning_rat": 1}}, "did you mean trainer.learning_rate?"),
     ],
 )
-def test_a_key_of_another_system_is_answered_with_its_field(setting: dict[str, Any], words: str) -> None:
+def test_the_error_for_a_key_of_another_system_names_the_field(setting: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match="unknown key") as raised:
         parse_config({"model": {"make": "arithmetic"}, **setting})
     assert words in str(raised.value)

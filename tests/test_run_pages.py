@@ -162,7 +162,7 @@ def test_a_curve_is_binned_over_the_steps_that_it_has() -> None:
     assert curves([{"step": 0, "reward_mean": None, "loss": float("nan"), "tokens": "many"}]) == {}
 
 
-def test_fields_that_differ_are_those_with_other_values_than_the_default() -> None:
+def test_differing_fields_are_those_without_the_default_value() -> None:
     tree = parse_yaml(
         "model: {make: arithmetic}\ntrainer: {lora: {rank: 8}}\nscheduler: {train_batch_size: 8}", "f", ""
     )
@@ -183,7 +183,7 @@ def test_equal_runs_have_no_difference(capsys: Capture) -> None:
     assert "the schedules are the same in every tick" in said(capsys, "compare", "one", "two")
 
 
-def test_a_comparison_names_fields_figures_and_the_first_other_decision(capsys: Capture) -> None:
+def test_a_comparison_names_fields_figures_and_the_first_different_decision(capsys: Capture) -> None:
     make_run("one")
     make_run("two", max_staleness_steps=3, slots=1)
     found = answered(capsys, "compare", "one", "two")
@@ -212,7 +212,7 @@ def test_the_first_difference_is_an_event_a_command_or_an_end(tmp_path: Path) ->
     assert "the schedulers decided differently" in str(decided)
     shorter = copied("shorter", whole=False)
     assert (shorter.tick, shorter.kind, shorter.at[1]) == (changed.number, "end", None)
-    assert "then the record of the second ends" in str(shorter)
+    assert "then the record of the second run ends" in str(shorter)
 
 
 # -- --json ------------------------------------------------------------------------------------------------------------

@@ -73,4 +73,4 @@ def test_the_wheel_alone_checks_a_configuration_with_data_of_ones_own(bare: Path
     (tmp_path / "run.yaml").write_text(config)
     said = done(bare / "engine", "check", "run.yaml", cwd=tmp_path)
     assert "ok: data.path has 1 prompt\n" in said and "ok: reward.function rewards:score can be imported" in said
-    assert "note: prompts and reward are not tried: this needs the package transformers" in said
+    assert "note: prompts and reward are not tested: this needs the package transformers" in said

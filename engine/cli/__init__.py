@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"step-engine {__version__}")
     parser.add_argument(
-        "--completion", action=PrintCompletion, choices=SHELLS, help="print the completion script of a shell"
+        "--completion", action=PrintCompletion, choices=SHELLS, help="print the completion script for a shell"
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
@@ -213,10 +213,15 @@ def _add_replay(commands: Any) -> None:
 
 
 def _add_debug(commands: Any) -> None:
-    debug = commands.add_parser("debug", help="go forward and backward through the record of a run, in the terminal")
+    debug = commands.add_parser("debug", help="step forward and backward through the record of a run in the terminal")
     takes_run(debug)
     debug.add_argument("--at", metavar="PLACE", help="begin at tick=12, event=40, step=3 or time=12.5")
-    debug.add_argument("--break", dest="breakpoint", metavar="NAME=VALUE", help="first stop at, for example, group=17")
+    debug.add_argument(
+        "--break",
+        dest="breakpoint",
+        metavar="NAME=VALUE",
+        help="go to the first match of a breakpoint, such as group=17",
+    )
     debug.set_defaults(run=_debug)
 
 

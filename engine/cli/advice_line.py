@@ -20,7 +20,7 @@ def first_advice(run_dir: Path) -> str:
 
     try:
         if sum(path.stat().st_size for path in (run_dir / "schedule").iterdir()) > MOST_RECORD_BYTES:
-            return "the record is long; `engine explain` reads it"
+            return "the record is long: use `engine explain`"
         return advise(read_history(run_dir)).lines[0]
     except (EngineError, OSError):
         return ""
@@ -29,7 +29,7 @@ def first_advice(run_dir: Path) -> str:
 
 
 class AdviceWatch:
-    """The first line of advice about a running run, without figures. A thread reads its record again now and then."""
+    """The first line of advice about a running run, without figures. A thread reads its record again at intervals."""
 
     def __init__(self, run_dir: Path) -> None:
         self.line = ""

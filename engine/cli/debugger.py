@@ -1,4 +1,4 @@
-"""`engine debug RUN`: time travel through a record, in the terminal.
+"""`engine debug RUN`: steps through a record in the terminal, forward and backward.
 
 Called by the CLI. It shows a `Cursor` of `engine.inspect`, which has all the logic, and needs the package textual. A
 search and the notes about blocks run on other threads, each with a cursor of its own. It must never write into the run.
@@ -247,7 +247,7 @@ class Debugger(App[None]):
             if text:
                 self._try(lambda: self._break_at(text))
 
-        self.push_screen(LineDialog("Stop where", EXAMPLES, self.wanted.text if self.wanted else ""), answered)
+        self.push_screen(LineDialog("Stop at", EXAMPLES, self.wanted.text if self.wanted else ""), answered)
 
     def _break_at(self, text: str) -> None:
         self.wanted = parse_breakpoint(text, self.cursor.added_states)
@@ -317,7 +317,7 @@ class Debugger(App[None]):
         except EngineError as error:
             said = str(error)
         if not said and found is None and not worker.is_cancelled:
-            said = f"{wanted.text} is in no tick {'after' if forward else 'before'} tick {here}"
+            said = f"no tick {'after' if forward else 'before'} tick {here} matches {wanted.text}"
         self.call_from_thread(self._found, found, said)
 
     def _found(self, tick: int | None, said: str) -> None:

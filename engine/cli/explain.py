@@ -1,4 +1,4 @@
-"""`engine explain`: why a run took the time it took, and what would make it faster. Called by the command line."""
+"""`engine explain`: where the time of a run went, and what would make it faster. Called by the command line."""
 
 import argparse
 import math
@@ -13,13 +13,13 @@ def add_command(commands: Any) -> None:
     """Add the command to the parsers of the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "explain",
-        help="say why a run, a step or a group took its time, and what to change",
-        description="Without an option: where the time of the run went, and advice. Also for a running run, up to now.",
+        help="explain where the time of a run, a step or a group went, and what to change",
+        description="Explain where the time of a run went, and give advice. A running run is explained up to now.",
     )
     takes_run(parser)
     question = parser.add_mutually_exclusive_group()
     question.add_argument("--step", type=int, metavar="T", help="what train step T waited for")
-    question.add_argument("--group", type=int, metavar="G", help="the story of prompt group G")
+    question.add_argument("--group", type=int, metavar="G", help="the history of prompt group G")
     question.add_argument("--at", type=float, metavar="TIME", help="what happened this many seconds after the start")
     question.add_argument("--idle", action="store_true", help="every idle second and unused token, by cause")
     takes_json(parser)

@@ -14,7 +14,7 @@ from engine.metrics.journal import plain
 
 def takes_json(parser: argparse.ArgumentParser) -> None:
     """Add `--json` to a command."""
-    parser.add_argument("--json", action="store_true", help="print one object of JSON instead of text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def print_json(command: str, run: object, fields: Mapping[str, Any]) -> None:

@@ -19,8 +19,8 @@ def add_command(commands: Any) -> None:
     """Add the command to the parsers of the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "report",
-        help="write timeline, curves, idle time and samples of a run into one HTML file",
-        description="Write one HTML file that needs no network: also of a running run, up to its present.",
+        help="write the timeline, curves, idle time and samples of a run to one HTML file",
+        description="Write one HTML file that needs no network. A running run is shown up to now.",
     )
     takes_run(parser)
     parser.add_argument("--out", metavar="FILE", help="the file (default: the run's name, in the working directory)")

@@ -47,13 +47,13 @@ def add_commands(commands: Any) -> None:
     takes_json(runs)
     runs.set_defaults(run=_runs)
     show: argparse.ArgumentParser = commands.add_parser(
-        "show", help="one page: configuration, figures, curves, checkpoints and the end of a run"
+        "show", help="show configuration, figures, curves, checkpoints and the end of a run on one page"
     )
     show.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
     takes_json(show)
     show.set_defaults(run=_show)
     compare: argparse.ArgumentParser = commands.add_parser(
-        "compare", help="two runs side by side: configuration, figures, curves, and where the schedules part"
+        "compare", help="compare configuration, figures, curves and schedules of two runs"
     )
     compare.add_argument("one", metavar="RUN", help="the directory of a run, or its name under runs/")
     compare.add_argument("other", metavar="RUN2", help="another run")

@@ -12,8 +12,8 @@ def add_command(commands: Any) -> None:
     """Add the command to the parsers of the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "timeline",
-        help="write the schedule of a run for Perfetto, OpenTelemetry or as Parquet",
-        description="Write what every slot and the trainer did, when and why: also of a running run, to its present.",
+        help="export the schedule of a run to Perfetto, OpenTelemetry or Parquet",
+        description="Export what every slot and the trainer did, when and why. A running run is exported up to now.",
     )
     takes_run(parser)
     parser.add_argument(

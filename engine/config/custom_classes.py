@@ -111,7 +111,7 @@ def _check(
         known = ", ".join(list(signature.parameters)[1:]) or "none"
         section = field.partition(".")[0]
         raise ConfigError(
-            f"{section}.arguments", dict(arguments), law, f"define {made}; now its arguments are {known}"
+            f"{section}.arguments", dict(arguments), law, f"define {made}; its arguments are now {known}"
         ) from error
 
 
@@ -121,7 +121,7 @@ def _check_method(found: Any, spec: str, field: str, required: Required) -> None
         parameters = list(inspect.signature(getattr(required.protocol, required.name)).parameters)
         inspect.signature(method).bind(*parameters)
     except TypeError as error:
-        law = f"its {required.name}() cannot be called as the engine does: {error}"
+        law = f"its {required.name}() cannot be called in the way that the engine calls it: {error}"
         raise ConfigError(field, spec, law, f"define {required.shown}") from error
     except ValueError:
         return  # a method written in C

@@ -115,13 +115,13 @@ def check_environment(config: Config, model: str, data: "Dataset", local: Local 
 
 
 def _untried(adapter: Any) -> Iterator[str]:
-    """A note if the adapter of another package has not been tried with the version that is installed."""
+    """A note if the adapter of another package was not tested with the installed version."""
     package, tried = getattr(adapter, "package", ""), getattr(adapter, "tried", "")
     with suppress(PackageNotFoundError):
         if package and not f"{(found := version(package))}.".startswith(f"{tried}."):
             yield (
-                f"note: {package} {found} has not been tried with {adapter.__module__}:{adapter.__qualname__}, but "
-                f"{tried} has (docs/ENVIRONMENTS.md)"
+                f"note: {adapter.__module__}:{adapter.__qualname__} was tested with {package} {tried}, not with the "
+                f"installed {found} (docs/ENVIRONMENTS.md)"
             )
 
 

@@ -80,7 +80,7 @@ def check_inputs(
     if config.model.make is None and files and _has_transformers():
         yield from _check_prompts(config, files, rehearse, local)
     elif config.model.make is None and files and rehearse:
-        yield f"note: prompts and reward are not tried: {missing_package('transformers')}"
+        yield f"note: prompts and reward are not tested: {missing_package('transformers')}"
     if rehearse_agent is not None and config.agent.given is not None and sources and _has_transformers():
         yield from rehearse_agent(config, sources[0].data.prompt(0))
     if rehearse_backends is not None and (config.rollout.custom or config.trainer.custom):
@@ -88,7 +88,7 @@ def check_inputs(
             yield from rehearse_backends(config, sources[0].data.prompt(0))
         else:
             why = missing_package("transformers") if sources else "model.make has no model before the run"
-            yield f"note: your generator and trainer are not tried: {why}"
+            yield f"note: your generator and trainer are not tested: {why}"
     if config.environment.class_name is not None:
         from engine.config.episodes import check_environment, load_environment
 
@@ -171,12 +171,12 @@ WARM_START = "model.warm_start.path"
 
 
 def _objective_lines(config: Config, local: Local) -> Iterator[str]:
-    """Lines on the user's functions of the objective, which are called on made tensors. Raises: ConfigError."""
+    """Lines on the user's functions of the objective, which are called on synthetic tensors. Raises: ConfigError."""
     settings = config.trainer_settings.with_local(local)
     if not settings.own_functions():
         return
     if find_spec("torch") is None:
-        yield f"note: the objective is not tried: {missing_package('torch')}"
+        yield f"note: the objective is not tested: {missing_package('torch')}"
         return
     from engine.training.objective_check import check_objective
 

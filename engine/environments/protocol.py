@@ -84,9 +84,9 @@ class Environment:
     """
 
     package: ClassVar[str] = ""
-    """The package that an adapter needs; `engine check` notes a version that it was not tried with."""
+    """The package that an adapter needs; `engine check` notes a version that it was not tested with."""
     tried: ClassVar[str] = ""
-    """The beginning of the versions that it was tried with, such as `0.4`."""
+    """The beginning of the versions that it was tested with, such as `0.4`."""
 
     @property
     def tools(self) -> Sequence[Tool]:

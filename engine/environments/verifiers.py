@@ -55,7 +55,7 @@ def load(name: str, **arguments: Any) -> Any:
 
     if not hasattr(verifiers, "load_environment"):
         if not verifiers.__version__.startswith("0.4."):
-            warnings.warn(f"verifiers {verifiers.__version__} has not been tried, but 0.4 has", stacklevel=2)
+            warnings.warn(f"the adapter was tested with verifiers 0.4, not {verifiers.__version__}", stacklevel=2)
         try:
             return TasksetEnvironment(name, arguments)
         except ImportError as error:

@@ -84,7 +84,7 @@ def advise(history: History) -> Counsel:
     if durations is None or len(durations.train) < FEWEST_STEPS or not slots:
         return Counsel(none=f"no advice yet: it needs {FEWEST_STEPS} finished train steps")
     if limits.trains_in_turns:
-        return Counsel(none="no advice: its estimates do not cover replicas and a trainer that take turns on a pool")
+        return Counsel(none="no advice: the estimate does not cover a trainer and replicas that take turns on a pool")
     rolling = {**history.policies, **_changed_policies(history)}.get("sync", DEFAULTS["sync"]) == "rolling"
     case = _Case(history, durations, ScheduleSettings(limits=limits, slots=slots, rolling=rolling))
     free: list[Advice] = []
@@ -99,7 +99,7 @@ def advise(history: History) -> Counsel:
     chosen = [*free, *_by_gain(paid)][:MOST_LINES]
     if chosen:
         return Counsel(advice=tuple(chosen))
-    return Counsel(none=f"nothing to gain from a setting: {case.bound()}")
+    return Counsel(none=f"no setting would make the run much faster: {case.bound()}")
 
 
 def _by_gain(found: list[Advice]) -> list[Advice]:
@@ -218,14 +218,14 @@ def _staleness(case: _Case) -> Iterator[Candidate]:
     waited = case.trainer.get("waiting_for_stragglers", 0.0)
     why = f"{percent(case.idle.get('staleness_bound', 0.0))} of slot time was idle because the bound was reached"
     if waited > case.idle.get("staleness_bound", 0.0):
-        why = f"the trainer waited {percent(waited)} of the time for groups whose deadline was bound"
+        why = f"the trainer waited {percent(waited)} of the time for groups at their deadline"
     for value in (before + 1, before + 2):
         most = limits.train_batch_size * (value + 1)
         workers = max(limits.max_concurrent_groups, min(most, sum(case.settings.slots)))
         also = "" if workers == limits.max_concurrent_groups else _also_workers(case, workers)
         settings = case.with_limits(max_staleness_steps=value, max_concurrent_groups=workers)
         if limits.async_ratio is None:
-            cost = "groups get older"
+            cost = "staleness increases"
             yield _change(STALENESS, before, value, why, cost=cost, also=also), settings
 
 
@@ -239,7 +239,7 @@ def _also_workers(case: _Case, workers: int) -> str:
 def _workers(case: _Case) -> Iterator[Candidate]:
     limits, before, slots = case.limits, case.limits.max_concurrent_groups, sum(case.settings.slots)
     most = limits.ahead + limits.surplus
-    why = f"{percent(case.idle.get('worker_bound', 0.0))} of slot time was idle because K groups ran"
+    why = f"{percent(case.idle.get('worker_bound', 0.0))} of slot time was idle because K groups were running"
     for value in sorted({min(most, slots), min(most, ceil(slots / case.durations.slot_share))}):
         if value > before:
             settings = case.with_limits(max_concurrent_groups=value)
@@ -292,7 +292,7 @@ def _validation(case: _Case) -> Iterator[Candidate]:
         return
     measuring = sum(chunk.end - chunk.start for chunk in case.history.chunks)
     slot_s = case.history.busy_s + sum(case.history.idle_s.values())
-    why = f"held-out rows took {percent(measuring / slot_s)} of slot time, and held replicas back from new weights"
+    why = f"held-out rows took {percent(measuring / slot_s)} of slot time, and delayed weight syncs"
     for value in (2 * limits.every, 4 * limits.every):
         settings = case.with_limits(validation=replace(limits, every=value))
         yield _change("validation.every", limits.every, value, why, cost="fewer validations"), settings

@@ -175,7 +175,7 @@ class Cursor:
         """Move to the first tick with an event or a command about a train step. Raises: see `seek`."""
         found = self.twin().find(parse_breakpoint(f"step={step}"), 0) if step >= 0 else None
         if found is None:
-            raise ConfigError("step", step, "is in no tick of the record", "steps are counted from 0")
+            raise ConfigError("step", step, "is not in the record", "steps are counted from 0")
         self.seek(found)
 
     def next(self, breakpoint: Breakpoint) -> bool:

@@ -34,11 +34,11 @@ SHOWN = 8
 
 SLOT_CAUSES = {
     "weight_sync": "its replica took new weights",
-    "pool": "another task had its pool",
+    "pool": "another task used its pool",
     "draining": "the replica or the run drained",
     "reward": "its groups waited for rewards or the work of an added state",
     "agent": "its group waited for an agent or an environment",
-    "worker_bound": "K groups ran (scheduler.max_concurrent_groups)",
+    "worker_bound": "K groups were running (scheduler.max_concurrent_groups)",
     "staleness_bound": "the staleness bound was reached (scheduler.max_staleness_steps)",
     "no_prompts": "the prompts were used up",
     "waiting_for_prompts": "prompts were being drawn",
@@ -53,7 +53,7 @@ TRAINER_CAUSES = {
     "waiting_for_groups": "fewer groups were ready than a batch needs",
     "waiting_for_stragglers": "enough groups were ready, but the step had to take one that still ran",
     "publishing": "weights were published",
-    "pool": "replicas had its pool",
+    "pool": "replicas used its pool",
     "waiting_for_weight_sync": "a replica did not have the newest weights",
     "waiting_for_replicas": "no replica was up",
     "no_prompts": "the prompts were used up",
@@ -66,14 +66,14 @@ BOUNDS = {
     "scoring": "scoring",
     "publishing": "publishing weights",
     "generation": "the last group of a batch was generated",
-    "stragglers": "a group whose deadline was bound was generated",
+    "stragglers": "a group at its deadline was generated",
     "rewards": "the last group of a batch waited for its rewards or the work of an added state",
     "sync": "the replica of the last group of a batch took new weights",
     "parked": "the last group of a batch was parked, between two attempts",
     "not_started": "the last group of a batch had not started",
     "other": "the start, a restart, a drain, or the end of the run",
 }
-"""What bounded the run: for what the trainer waited, if it did not work."""
+"""The bottlenecks: what the trainer waited for while it did not work."""
 WAITS = ("waiting_for_groups", "waiting_for_stragglers")
 
 
@@ -332,17 +332,17 @@ def _step_phases(step: StepRow, start: float) -> str:
 
 
 def _step_wait(chains: _Chains, step: StepRow, bounds: Mapping[str, float], *, bound: bool) -> list[str]:
-    """For what the trainer waited, and why no other group would do. `bound`: it waited for a deadline."""
+    """What the trainer waited for, and why no other group could replace it. `bound`: it waited for a deadline."""
     waited = sum(s for name, s in bounds.items() if name not in ("training", "scoring", "publishing", "other"))
     group = chains.last_group(step)
     if group is None:
         return ["It has no batch yet."]
     if waited <= 0:
-        return [f"The trainer did not wait for groups: group {group}, its last, was ready before the trainer was."]
+        return [f"The trainer did not wait for groups: group {group}, its last, was ready before the trainer."]
     row = chains.history.groups[group]
     story = f"The trainer waited {seconds(waited)} for group {group}{_story(chains, row)}."
     if bound:
-        why = f"No other group could take its place: its deadline, step {row.deadline}, was bound."
+        why = f"No other group could replace it: step {row.deadline} was its deadline."
         return [story, why]
     return [story, f"It was the last of the {counted(len(step.groups), 'group')} of the batch to become ready."]
 
@@ -547,7 +547,7 @@ def _idle_parts(history: History) -> tuple[Part, ...]:
     return (
         _part("slots: where their time went", "slot s", slots, words, busy),
         _part("trainer: where its time went", "s", history.trainer_s, TRAINER_CAUSES),
-        _part("sampled tokens: what became of them", "tokens", history.tokens, FATES, used),
+        _part("sampled tokens: their fates", "tokens", history.tokens, FATES, used),
     )
 
 
@@ -576,7 +576,7 @@ def explain_run(history: History) -> Explanation:
             f"{counted(len(history.groups), 'group')} drawn, {history.events} events.",
         ),
     )
-    path = _part("what bounded the run", "s", sums, BOUNDS)
+    path = _part("bottlenecks", "s", sums, BOUNDS)
     slowest = sorted(zip(turns, bounds, strict=True), key=lambda one: one[0][1] - one[0][2])[:SLOWEST]
     reasons = [_slow_step(chains, turn, bound) for turn, bound in slowest]
     counsel = advise(history)

@@ -21,7 +21,7 @@ NOT_COMPARED = ("id", "at")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleDifference:
-    """Where two schedules part."""
+    """The first difference of two schedules."""
 
     tick: int
     at: tuple[float | None, float | None]
@@ -41,7 +41,7 @@ class ScheduleDifference:
     def __str__(self) -> str:
         times = ["-" if at is None else f"{at:.3f} s" for at in self.at]
         if self.kind == "end":
-            which = "first" if self.at[0] is None else "second"
+            which = "first run" if self.at[0] is None else "second run"
             return f"the schedules are the same for {counted(self.tick, 'tick')}; then the record of the {which} ends"
         why = "something else happened" if self.kind == "event" else "the schedulers decided differently"
         field = f", field {self.field}" if self.field else ""

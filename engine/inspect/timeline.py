@@ -49,7 +49,7 @@ class Slice(NamedTuple):
 
 
 class Arrow(NamedTuple):
-    """From a slice that ended to one that it made begin, by their places in `Timeline.slices`."""
+    """From a slice to one that began because it ended, by their places in `Timeline.slices`."""
 
     source: int
     target: int

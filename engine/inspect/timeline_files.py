@@ -160,7 +160,7 @@ def write_otlp(timeline: Timeline, path: Path) -> None:
 
 def send_otlp(timeline: Timeline, endpoint: str) -> int:
     """Send spans to a collector (OTLP over HTTP). Its headers, certificate and timeout are OpenTelemetry's environment
-    variables. Returns the number of spans. Raises: `EngineError` if it does not take them."""
+    variables. Returns the number of spans. Raises: `EngineError` if it refuses them."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import SpanExportResult
 

@@ -1,4 +1,4 @@
-"""What ruins a run, found in the rows of its newest train steps: one list of checks.
+"""Common training failures, found in the rows of the newest train steps: one list of checks.
 
 Called by `status`, for the live view and `engine top`, by `export`, for alerts, and by `engine show`. Pure. A check
 needs some figures of the rows; where a trainer does not report them, it finds nothing. A sentence has no figure that
@@ -16,7 +16,7 @@ Row = Mapping[str, Any]
 STEPS = 5
 """Train steps in a row in which something must hold."""
 WINDOW = 32
-"""Train steps that are looked at."""
+"""Number of the newest train steps that the checks read."""
 SCALE_FACTOR = 10.0
 """Growth of the largest reward, in absolute value, that is reported."""
 LENGTH_FACTOR = 3.0
@@ -37,7 +37,7 @@ QUANTILES = ("reward_mean", "reward_std", "reward_min", "reward_p25", "reward_p5
 
 @dataclass(frozen=True, slots=True)
 class HealthFinding:
-    """Something that ruins a run."""
+    """A common training failure."""
 
     check: str
     text: str
@@ -67,7 +67,7 @@ def replicas_behind(versions: Mapping[int, int], newest: int, most: int) -> list
     if not late:
         return []
     names = f"replica{'s' * (len(late) > 1)} {', '.join(map(str, late[:8]))}"
-    text = f"{names} did not take the newest {most} weights versions: `engine waits` says what they wait for"
+    text = f"{names} did not install the newest {most} weights versions: `engine waits` says what they wait for"
     return [HealthFinding(OLD_WEIGHTS, text)]
 
 
@@ -106,7 +106,7 @@ def _one_part(rows: Sequence[Row]) -> str:
         return ""
     part = moving[0].removeprefix("reward_")
     return (
-        f"only the reward `{part}` differs between the last {2 * STEPS} train steps, so it does all the work; the "
+        f"only the reward `{part}` changed in the last {2 * STEPS} train steps; the "
         "other rewards are constant: check them with `engine samples`"
     )
 
@@ -136,8 +136,8 @@ def _repeated(rows: Sequence[Row]) -> str:
     if not _each(rows, "repeated_share", REPEATED):
         return ""
     return (
-        f"at least {REPEATED:.0%} of the responses of each of the last {STEPS} train steps repeat another one of their "
-        "group: raise rollout.temperature or trainer.entropy_coef"
+        f"at least {REPEATED:.0%} of the responses of each of the last {STEPS} train steps repeat another response of "
+        "their group: raise rollout.temperature or trainer.entropy_coef"
     )
 
 
@@ -195,7 +195,7 @@ def _number(row: Row, name: str) -> float | None:
 
 
 def _each(rows: Sequence[Row], name: str, least: float) -> bool:
-    """Whether a figure was at least so large in each of the newest steps."""
+    """Whether a figure was at least this large in each of the newest steps."""
     return all((value := _number(row, name)) is not None and value >= least for row in rows[-STEPS:])
 
 

@@ -60,7 +60,7 @@ def _bounded(config: Config, work: Any) -> Any:
         raise
     except TimeoutError as error:
         law = f"has not finished one group after {LONGEST_S:g} s"
-        raise ConfigError(GENERATOR, config.rollout.backend, law, "correct it, or make a smaller model") from error
+        raise ConfigError(GENERATOR, config.rollout.backend, law, "correct it, or use a smaller model") from error
     except (Exception, SystemExit) as error:
         raise _refusal(GENERATOR, config.rollout.backend, "cannot generate a group", error) from error
 

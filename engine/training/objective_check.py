@@ -1,4 +1,4 @@
-"""Tries the user's functions of an objective on made tensors, before a run trains with them.
+"""Checks the user's functions of an objective on synthetic tensors, before a run trains with them.
 
 Called by `engine check` and by every trainer at its start. The tensors are the same each time: trajectories of
 different lengths, advantages of both signs and of 0, ratios on both sides of 1.
@@ -82,7 +82,7 @@ def _check_loss(own: OwnFunction, settings: TrainerSettings) -> list[str]:
     try:
         (gradient,) = torch.autograd.grad(losses.sum(), terms.current, allow_unused=True)
     except Exception as error:
-        raise own.refuse(f"has no backward pass: {describe_error(error)}") from error
+        raise own.refuse(f"raised in the backward pass: {describe_error(error)}") from error
     if gradient is None:
         raise own.refuse("returned a loss without a gradient by terms.current")
     if not gradient.isfinite().all():
@@ -128,7 +128,7 @@ def _called(own: OwnFunction, terms: Any) -> Any:
     try:
         found = own(terms)
     except (Exception, SystemExit) as error:
-        law = f"raised on made tensors: {describe_error(error)}{place_of(error)}"
+        law = f"raised on synthetic tensors: {describe_error(error)}{place_of(error)}"
         missing = [name for name in ("entropies", "reference") if getattr(terms, name, terms) is None]
         if missing and "None" in str(error):
             ways = {"entropies": "@needs(entropies=True)", "reference": "trainer.reference_path"}
@@ -162,7 +162,7 @@ def _require_separable(own: OwnFunction, whole: Tensor, alone: Callable[[Tensor,
     for trajectory in range(len(LENGTHS)):
         keep = of == trajectory
         if not torch.allclose(alone(keep, whole), whole[keep], rtol=1e-4, atol=1e-5, equal_nan=True):
-            law = f"depends on the other trajectories of its pass: trajectory {trajectory} gets other values alone"
+            law = f"depends on the other trajectories of its pass: trajectory {trajectory} gets different values alone"
             raise own.refuse(f"{law}; use terms.trajectories.means and .sums, never a mean over all tokens")
 
 

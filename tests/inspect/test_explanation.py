@@ -70,7 +70,7 @@ def test_a_step_waits_for_a_straggler_whose_deadline_is_bound() -> None:
     assert explanation.figures["last_group"] == 1
     assert "The trainer waited 33 s for group 1 on replica 0, started at version 0 at 0.0 s, 60 tokens long" in said
     assert "aborted once by the sync to version 1" in said
-    assert "No other group could take its place: its deadline, step 1, was bound." in said
+    assert "No other group could replace it: step 1 was its deadline." in said
     assert seconds_of(explanation)["stragglers"] == 28.0  # before that, other groups were missing too
 
 
@@ -109,7 +109,7 @@ def test_idle_slots_and_trainer_have_the_cause_that_the_world_was_built_with() -
     assert [(one.name, one.share) for one in tokens.shares] == [("trained", 1.0)]
 
 
-def test_the_story_of_a_group_says_when_where_and_what_became_of_it() -> None:
+def test_the_history_of_a_group_names_times_replicas_and_its_end() -> None:
     limits = Limits(train_batch_size=4, max_staleness_steps=1, max_concurrent_groups=8, max_steps=3, sync_mode="abort")
     history = known(limits, lambda group: 40 if group == 1 else 4)
     lines = explain_group(history, 1).parts[0].lines()

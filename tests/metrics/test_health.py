@@ -45,7 +45,7 @@ def test_a_sound_run_has_no_finding() -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_each_check_finds_what_it_is_for_and_nothing_else(check: str) -> None:
+def test_each_health_check_finds_only_its_own_failure(check: str) -> None:
     (found,) = findings(rows(CASES[check], steps=32 if check == "unused_source" else 20))
     assert found.check == check
     recovered = [*rows(CASES[check], steps=40), *rows(steps=40)]
@@ -68,4 +68,4 @@ def test_a_log_prob_gap_that_grows_is_found_before_it_is_large() -> None:
 def test_replicas_with_old_weights_are_named() -> None:
     assert replicas_behind({0: 7, 1: 6}, newest=7, most=2) == []
     (found,) = replicas_behind({0: 7, 1: 4, 2: 3}, newest=7, most=2)
-    assert "replicas 1, 2 did not take the newest 2 weights versions" in found.text
+    assert "replicas 1, 2 did not install the newest 2 weights versions" in found.text

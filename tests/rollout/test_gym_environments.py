@@ -91,7 +91,7 @@ def test_an_untried_version_of_a_package_is_noted() -> None:
         package, tried = "pytest", "0.4"
 
     (note,) = _untried(Adapter)
-    assert note.startswith("note: pytest ") and "has not been tried" in note and "but 0.4 has" in note
+    assert "was tested with pytest 0.4, not with the installed" in note
     Adapter.tried = pytest.__version__
     assert [*_untried(Adapter)] == [*_untried(Environment)] == []
 

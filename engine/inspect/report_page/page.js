@@ -560,7 +560,7 @@ class TimelineView {
     }
     const parts = [element("h3", slices.get("title", place)), facts];
     slices.linked(place).forEach((places, way) => {
-      if (places.length) parts.push(this.buttons(way ? "made begin" : "began because of", places));
+      if (places.length) parts.push(this.buttons(way ? "caused" : "caused by", places));
     });
     byId("details").replaceChildren(...parts);
     this.draw();
