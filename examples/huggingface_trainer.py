@@ -22,7 +22,7 @@ STATE = "training_state.pt"
 
 
 class Reinforce(Trainer):
-    """Hugging Face's trainer with another loss. `temperature`: at which responses were sampled."""
+    """Hugging Face's trainer with another loss. `temperature`: the sampling temperature of the responses."""
 
     temperature: float = 1.0
     current_gradient_accumulation_steps = 1  # set by a loop that is not used here
