@@ -123,7 +123,7 @@ class Status:
 
     @property
     def health(self) -> list[HealthFinding]:
-        """What ruins the run, from the newest train steps and the replicas."""
+        """Common training failures, from the newest train steps and the replicas."""
         return run_findings(self.recent, self.replica_versions, self.version, self.max_staleness_steps)
 
     @property

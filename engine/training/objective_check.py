@@ -171,7 +171,7 @@ def _first(values: Tensor, where: Tensor) -> str:
     return f"{float(values.detach()[index]):g} at item {index}"
 
 
-# -- made tensors ------------------------------------------------------------------------------------------------------
+# -- synthetic tensors -------------------------------------------------------------------------------------------------
 
 
 def _grouping(sizes: tuple[int, ...]) -> Grouping:

@@ -97,7 +97,7 @@ class OwnFunction:
             if not self.arguments:
                 raise self.refuse(f"cannot be called with its terms alone: {error}") from error
         except ValueError:
-            return  # a builtin without a signature: the call on made tensors shows whether it fits
+            return  # a builtin without a signature: the call on synthetic tensors shows whether it fits
         try:
             inspect.signature(found).bind(None, **self.arguments)
         except TypeError as error:

@@ -1,6 +1,6 @@
 """The results of the user's functions, checked before anything uses them.
 
-Called by the train step at each call, and by `objective_check.py` on made tensors.
+Called by the train step at each call, and by `objective_check.py` on synthetic tensors.
 """
 
 from collections.abc import Mapping
