@@ -20,6 +20,7 @@ from engine.protocols import Batch, Generated, GroupWork
 from engine.runtime.local import SimpleGenerator
 from engine.testing import GeneratorContract, PolicyContract, StateContract, TrainerContract
 from engine.trajectory import TrajectoryGroup
+from tests.shipped_policies import SHIPPED
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -68,15 +69,7 @@ class TestLearner(TrainerContract):
         return Learner()
 
 
-BUILT_IN = [
-    (decision, name)
-    for decision in registry.DEFAULTS
-    for name in policies.names(decision)
-    if registry.is_built_in(decision, name)
-]
-
-
-@pytest.mark.parametrize(("decision", "name"), BUILT_IN)
+@pytest.mark.parametrize(("decision", "name"), [(decision, name) for decision in SHIPPED for name in SHIPPED[decision]])
 def test_the_built_in_policies_keep_their_contract(decision: str, name: str) -> None:
     contract = PolicyContract()
     contract.decision, contract.name, contract.worlds = decision, name, 1

@@ -22,6 +22,7 @@ from engine.states.limits import AddedState, Limits, ValidationLimits
 from engine.states.view import GroupView, PoolView, ReplicaView, ValidationView, View
 from engine.storage import run_directory
 from tests.core.scripted import Scripted
+from tests.shipped_policies import SHIPPED
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PLAIN = "model:\n  make: arithmetic\nscheduler:\n  train_batch_size: 4\n  max_staleness_steps: 2\n"
@@ -355,13 +356,7 @@ def test_the_page_names_every_decision_every_policy_and_every_field() -> None:
     page = (EXAMPLES.parent / "docs" / "EXTENDING.md").read_text(encoding="utf-8")
     fields = [name for name in dir(View) if not name.startswith("_")]
     fields += [*GroupView._fields, *ReplicaView._fields, *ValidationView._fields, *PoolView._fields]
-    own = [
-        name
-        for known in registry._REGISTERED.values()
-        for name, cls in known.items()
-        if cls.__module__.startswith("engine.")  # other tests of this process register theirs
-    ]
-    chosen = [*policies.DEFAULTS, *own]
+    chosen = [name for decision in SHIPPED for name in (decision, *SHIPPED[decision])]
     missing = [name for name in {*fields, *chosen} if f"`{name}`" not in page and f"`{name}(" not in page]
     assert not missing
 

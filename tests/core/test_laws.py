@@ -16,6 +16,7 @@ from engine.states.limits import CONFLICTS, SYNC_MODES, Limits, Pool, Validation
 from engine.states.timeouts import AUTO, KINDS, Timeouts
 from tests.core.adversary import AT_REST, Adversary
 from tests.core.custom_states import CHECKING, WEIGHING
+from tests.shipped_policies import SHIPPED
 
 LAYOUTS: tuple[tuple[Pool, ...], ...] = (
     (),
@@ -109,7 +110,7 @@ def generating(limits: Limits, replicas: int) -> int:
 
 def any_policies() -> st.SearchStrategy[dict[str, str]]:
     """Any built-in policy for every decision."""
-    return st.fixed_dictionaries({d: st.sampled_from(policies.names(d)) for d in policies.DEFAULTS})
+    return st.fixed_dictionaries({d: st.sampled_from(names) for d, names in SHIPPED.items()})
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -291,7 +292,7 @@ class AnyOrder(RuleBasedStateMachine):
         scheduler, said = self.world.scheduler, str(value)
         decision = setting.removeprefix(POLICIES)
         if decision in policies.DEFAULTS:
-            said = policies.names(decision)[choice % len(policies.names(decision))]
+            said = SHIPPED[decision][choice % len(SHIPPED[decision])]
         elif decision == "on_error":
             said = policies.registry.ON_ERROR[choice % 2]
         try:

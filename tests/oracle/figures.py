@@ -8,10 +8,11 @@ from math import floor
 from random import Random
 from typing import Any
 
-from engine.policies import DEFAULTS, names, register
+from engine.policies import DEFAULTS, register
 from engine.states.limits import CONFLICTS, SYNC_MODES, AddedState, Limits, Pool, ValidationLimits
 from engine.states.timeouts import Timeouts
 from tests.core.custom_states import CHECKING, FETCHING, WEIGHING
+from tests.shipped_policies import SHIPPED
 
 STEPS = 10
 """Maximum train steps of a world that has a limit."""
@@ -58,9 +59,6 @@ def any_limits(random: Random) -> Limits:
         timeouts=Timeouts.every(None, group_s=one([None, None, 40.0])), straggler_factor=one([None, None, 1.1]),
         give_up_s=one([0.0, 5.0]), keeps_batches=every > 0 and one([True, False]),
     )  # fmt: skip
-
-
-SHIPPED = {decision: tuple(names(decision)) for decision in DEFAULTS}
 
 
 @register("admission", "oracle-halves")
