@@ -97,7 +97,7 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
     "a taken name": ("advantage", lambda terms: (terms.rewards, {"std": terms.rewards}), "reports itself"),
     "a negative weight": ("correction", lambda terms: terms.log_ratio, "returned a negative weight"),
     "a change in place": ("correction", lambda terms: terms.weights.clamp_(max=2), "changed terms.weights in place"),
-    "an exit": ("loss", lambda terms: sys.exit(3), "raised on made tensors: SystemExit: 3"),
+    "an exit": ("loss", lambda terms: sys.exit(3), "raised on synthetic tensors: SystemExit: 3"),
 }
 
 
