@@ -45,7 +45,11 @@ def test_a_backend_reports_partial_results_every_few_tokens(kind: Kind) -> None:
         partial: list[SampleResult] = []
         result = await backend.sample(request(partial))
         assert len(result.token_ids) == LONG - 1
-        assert [len(one.token_ids) for one in partial] == list(range(EVERY, LONG - 1, EVERY))
+        counts = [len(one.token_ids) for one in partial]
+        if kind.exact:
+            assert counts == list(range(EVERY, LONG - 1, EVERY))
+        else:  # vLLM hands a slow reader several tokens at once
+            assert counts and all(after - before >= EVERY for before, after in pairwise([0, *counts]))
         for one in partial:
             assert_begins(result, one)
 
