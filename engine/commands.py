@@ -310,6 +310,23 @@ class EnterState(Command):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InspectStep(Command):
+    """Run the work of an added state of train steps → `StepInspected` or `InspectionFailed`.
+
+    It inspects the batch of `step` before it is trained, or, with a `version`, these weights in their store before
+    replicas get them; `step` is then the last step in them, -1 for none."""
+
+    tag: ClassVar[int] = 35
+    step: StepId
+    attempt: int
+    state: str
+    version: Version = NO_VERSION
+    groups: tuple[GroupId, ...] = ()
+    """The batch; empty for weights."""
+    staleness: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParkGroup(Command):
     """Stop a running group and store its tokens → `GroupAborted`, or `GroupGenerated` or `GroupFailed` if it ended."""
 
@@ -368,6 +385,6 @@ COMMANDS: dict[int, type[Command]] = {
         DrawPrompts, StartGroup, ResumeGroup, AbortGroup, TruncateGroup, DiscardGroups, StageWeights, PauseReplica,
         InstallWeights, ResumeReplica, StopProcess, RetireWeights, ScoreBatch, TrainStep, PublishWeights,
         SaveCheckpoint, SetTimer, CancelTimer, FinishRun, MeasureRows, StopMeasuring, EnterState,
-        ParkGroup, StartProcess, DeleteCheckpoint, ProbeProcess,
+        InspectStep, ParkGroup, StartProcess, DeleteCheckpoint, ProbeProcess,
     )
 }  # fmt: skip

@@ -391,6 +391,31 @@ class StateFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepInspected(Event):
+    """An added state of train steps has inspected a batch or, with a `version`, these weights."""
+
+    tag: ClassVar[int] = 55
+    step: StepId
+    attempt: int
+    state: str
+    version: Version = NO_VERSION
+    refused: str = ""
+    """Why it refuses them, which ends the run; empty: they pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectionFailed(Event):
+    """An added state of train steps could not decide about a batch or about weights."""
+
+    tag: ClassVar[int] = 56
+    step: StepId
+    attempt: int
+    state: str
+    reason: str
+    version: Version = NO_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerRecovered(Event):
     """A restarted scheduler recovered its state from the record. It reissues every open order."""
 
@@ -526,8 +551,8 @@ EVENTS: dict[int, type[Event]] = {
         RunStarted, PromptsDrawn, GroupGenerated, GroupAborted, GroupFailed, ProcessUp, ProcessLost, WeightsStaged,
         ReplicaPaused, WeightsInstalled, SyncFailed, BatchScored, StepTrained, StepFailed, WeightsPublished,
         PublishFailed, CheckpointSaved, CheckpointFailed, TimerFired, StopRequested, PrefixStored, RunResumed,
-        RowsMeasured, RowsFailed, StateLeft, StateFailed, SchedulerRecovered, DrainRequested, ReplicaLeaves,
-        ReplicasWanted, SettingChanged, OrderDone, DrawFailed, CheckpointDamaged, ProcessWaits,
-        RunInterrupted, ProcessProbed, CallsMeasured, OrderProgressed,
+        RowsMeasured, RowsFailed, StateLeft, StateFailed, StepInspected, InspectionFailed, SchedulerRecovered,
+        DrainRequested, ReplicaLeaves, ReplicasWanted, SettingChanged, OrderDone, DrawFailed, CheckpointDamaged,
+        ProcessWaits, RunInterrupted, ProcessProbed, CallsMeasured, OrderProgressed,
     )
 }  # fmt: skip

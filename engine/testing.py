@@ -22,12 +22,21 @@ from typing import Any
 
 from engine.errors import reason_of
 from engine.policies import added_states
-from engine.protocols import Batch, Closable, Generated, Generator, GroupWork, Restorable, Trainer
+from engine.protocols import (
+    Batch,
+    Closable,
+    Generated,
+    Generator,
+    GroupWork,
+    PublishedWeights,
+    Restorable,
+    Trainer,
+)
 from engine.simulation.proof import Seen, prove
-from engine.states.limits import QUEUED, Limits
+from engine.states.limits import PUBLISHING, QUEUED, SCORING, Limits
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 from engine.workers.group_reports import Versions, check_generated
-from engine.workers.stage import check_prepared, check_worked
+from engine.workers.stage import check_inspected, check_prepared, check_worked
 
 __all__ = ["GeneratorContract", "PolicyContract", "StateContract", "TrainerContract"]
 
@@ -306,6 +315,14 @@ class StateContract:
         """A group for the work; without its trajectories if the state lies before generation."""
         return response_group()
 
+    def batch(self) -> Batch:
+        """A batch for the work of a state before training."""
+        return Batch(step=0, groups=[response_group(0), response_group(1)], staleness=[0, 0])
+
+    def weights(self) -> Any:
+        """Weights for the work of a state before replicas get them, as your trainer's `weights` returns them."""
+        return {}
+
     def limits(self) -> Limits:
         """As in `PolicyContract`; the state is added to them."""
         return Limits(train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12, max_steps=6)
@@ -319,11 +336,21 @@ class StateContract:
         if work is None:
             return
         group, (added,) = self.group(), added_states((self.state,))
+        if added.place in (SCORING, PUBLISHING):
+            published = PublishedWeights(version=1, steps=1, weights=self.weights())
+            given = self.batch() if added.place == SCORING else published
+            _checked(check_inspected, self.state, asyncio.run(asyncio.wait_for(work.work(given), LIMIT_S)))
+            return
         check = check_worked
         if added.place == QUEUED:
             group, check = replace(group, trajectories=[]), check_prepared
         found = asyncio.run(asyncio.wait_for(work.work(deepcopy(group)), LIMIT_S))
-        try:
-            check(self.state, group, found)
-        except Exception as error:
-            raise AssertionError(reason_of(error)) from error
+        _checked(check, self.state, group, found)
+
+
+def _checked(check: Callable[..., None], *given: Any) -> None:
+    """Make a check of a run. Raises: `AssertionError`."""
+    try:
+        check(*given)
+    except Exception as error:
+        raise AssertionError(reason_of(error)) from error

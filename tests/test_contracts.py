@@ -115,6 +115,29 @@ def test_a_state_before_generation_keeps_its_contract_or_the_law_is_named(own: N
         contract.test_work_changes_only_what_it_may()
 
 
+def test_a_state_of_train_steps_keeps_its_contract_and_is_told_what_it_must_return(own: None) -> None:
+    states = example("added_states")
+
+    class InspectorContract(StateContract):
+        state, worlds, does = "inspecting", 2, states.InspectBatch()
+
+        def work(self) -> Any:
+            return self.does
+
+    class Approving:
+        async def work(self, given: Any) -> Any:
+            return True
+
+    contract = InspectorContract()
+    contract.test_simulated_runs_keep_every_law()
+    contract.test_work_changes_only_what_it_may()
+    contract.state, contract.does = "vetting", states.VetWeights()
+    contract.test_work_changes_only_what_it_may()
+    contract.does = Approving()
+    with pytest.raises(AssertionError, match="must return None if it lets them pass, or a text with the reason"):
+        contract.test_work_changes_only_what_it_may()
+
+
 def test_the_page_lists_exactly_the_stable_names() -> None:
     page = (EXAMPLES.parent / "docs" / "API.md").read_text(encoding="utf-8")
     listed: dict[str, set[str]] = {}

@@ -84,7 +84,14 @@ def test_the_example_of_added_states_is_proved_and_drawn(capsys: pytest.CaptureF
     assert main(["states", str(EXAMPLES / "added_states.yaml")]) == 0
     drawn = capsys.readouterr().out
     assert "queued --> retrieving : retrieving" in drawn and "retrieving --> queued : prepare" in drawn
+    assert "scoring --> inspecting : inspecting" in drawn and "publishing --> vetting : vetting" in drawn
     assert re.search(r"\| retrieving +\| waiting +\| prepare", drawn)
+
+
+def test_weights_that_only_gpus_receive_cannot_be_inspected() -> None:
+    nccl = ["rollout.transport=distributed", "rollout.transport_backend=nccl"]
+    with pytest.raises(ConfigError, match="added state vetting, which inspects weights, has no GPU to receive them"):
+        load_config(EXAMPLES / "added_states.yaml", nccl)
 
 
 def test_a_module_beside_the_config_is_imported_and_proved(

@@ -392,17 +392,15 @@ def _debug(arguments: argparse.Namespace) -> int:
 def _states(arguments: argparse.Namespace) -> int:
     from engine.inspect import machines_plain, machines_text
 
-    added: tuple[tuple[str, ...], ...] = ()
+    limits = None
     if arguments.config is not None:
         from engine.config import load_config
-        from engine.states.limits import GENERATED, QUEUED
 
         limits = load_config(arguments.config).limits
-        added = (limits.states_at(GENERATED), limits.states_at(QUEUED))
     if arguments.json:
-        print_json("states", None, {"machines": machines_plain(*added)})
+        print_json("states", None, {"machines": machines_plain(limits)})
     else:
-        print(machines_text(arguments.format, *added))
+        print(machines_text(arguments.format, limits))
     return DONE
 
 

@@ -11,7 +11,7 @@ from engine.config.validation import validation_sets
 from engine.errors import ConfigError, suggestion
 from engine.rollout.vllm.engine_args import LORA_RANKS
 from engine.scheduling.settings import require_time_for_rewards
-from engine.states.limits import Limits, ValidationLimits
+from engine.states.limits import PUBLISHING, Limits, ValidationLimits
 from engine.states.validation_figures import metric_names
 from engine.training.trainer_settings import TrainerSettings
 
@@ -28,6 +28,7 @@ def refuse_unlawful(config: Sections, limits: Limits, settings: TrainerSettings)
     require_time_for_rewards(limits.timeouts, config.reward.longest_s)
     _refuse_validation(config)
     _refuse_best(config, limits.validation)
+    _refuse_inspections_by_gpu(config, limits)
 
 
 def _refuse_samples(config: Sections, settings: TrainerSettings) -> None:
@@ -150,3 +151,11 @@ def _refuse_best(config: Sections, limits: ValidationLimits | None) -> None:
                 f"must be a multiple of {field} = {step} with trainer.keep_best: only measured checkpoints can be best"
             )
             raise ConfigError("validation.every", every, law, f"use {max(step, every - every % step)}")
+
+
+def _refuse_inspections_by_gpu(config: Sections, limits: Limits) -> None:
+    """Raises: `ConfigError` for an added state that inspects weights, if only a process with a GPU can receive them."""
+    states, rollout = limits.states_at(PUBLISHING), config.rollout
+    if states and rollout.transport != "object_store" and rollout.transport_backend == "nccl":
+        law = f"the process of the added state {states[0]}, which inspects weights, has no GPU to receive them"
+        raise ConfigError("rollout.transport_backend", "nccl", law, "use gloo, or remove the state")

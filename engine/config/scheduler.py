@@ -151,7 +151,8 @@ class SchedulerSection(Section):
         (),
         strict=False,
         max_length=100,
-        description="Added states that groups pass before or after generation, in order.",
+        description="Added states that groups pass before or after generation, and train steps before training or "
+        "before replicas get their weights; those of a place in this order.",
     )
     policy_fields: tuple[str, ...] = Field(
         (),
@@ -161,7 +162,7 @@ class SchedulerSection(Section):
         "boolean.",
     )
     state_timeout_s: float = Field(
-        600.0, gt=0, le=86_400, description="Seconds that an added state may work on one group."
+        600.0, gt=0, le=86_400, description="Seconds that an added state may work on one group, batch or version."
     )
     policies: PoliciesSection = Field(default_factory=PoliciesSection, description="The policies.")
 

@@ -16,7 +16,7 @@ from statistics import median
 from engine.ids import GroupId, ReplicaId, StepId, Version
 from engine.inspect.history import History
 from engine.policies.built_in import select_in_order
-from engine.states.limits import Limits
+from engine.states.limits import GENERATED, PUBLISHING, QUEUED, SCORING, AddedState, Limits
 
 MOST_STEPS = 64
 """Maximum number of train steps whose durations are used: the newest."""
@@ -89,17 +89,24 @@ def measure(history: History, limits: Limits) -> Durations | None:
     for sync in history.syncs:
         if sync.outcome == "done":
             syncs[sync.name].append(sync.end - sync.start)
+    trains = ("scoring", *limits.states_at(SCORING), "training")
+    publishes = ("publishing", *limits.states_at(PUBLISHING))
     chunks = [chunk for chunk in history.chunks if chunk.outcome == "measured"]
     return Durations(
         groups=tuple(work[id] for id in ids), kept=tuple(row.state not in ("filtered", "failed") for row in ended),
-        states=tuple(_work_in(history, state.name, state.concurrency, ids) for state in limits.added_states),
+        states=tuple(_work_in(history, state.name, state.concurrency, ids) for state in _of_groups(limits)),
         slot_share=_slot_share(history, busy_s),
-        train=tuple(one.get("scoring", 0.0) + one.get("training", 0.0) for one in seconds),
-        publish=_typical(one["publishing"] for one in seconds if "publishing" in one),
+        train=tuple(sum(one.get(phase, 0.0) for phase in trains) for one in seconds),
+        publish=_typical(sum(one.get(name, 0.0) for name in publishes) for one in seconds if "publishing" in one),
         stage=_typical(syncs["staging"]), pause=min(syncs["pausing"], default=0.0),
         install=_typical(syncs["installing"]), chunk=_typical(chunk.end - chunk.start for chunk in chunks),
         chunks=max((chunk.chunk + 1 for chunk in chunks), default=0),
     )  # fmt: skip
+
+
+def _of_groups(limits: Limits) -> list[AddedState]:
+    """The added states of groups."""
+    return [state for state in limits.added_states if state.place in (QUEUED, GENERATED)]
 
 
 def _typical(seconds: Iterable[float]) -> float:
@@ -236,7 +243,7 @@ class _Model:
         self.ready: list[tuple[int, StepId]] = []
         self.ready_due: Counter[StepId] = Counter()
         self.parked: list[tuple[StepId, int, _Generation]] = []
-        self.lines: list[deque[int]] = [deque() for _ in self.limits.added_states]
+        self.lines: list[deque[int]] = [deque() for _ in _of_groups(self.limits)]
         self.working = [0] * len(self.lines)
         self.validations: list[_Validation] = []
 
@@ -445,7 +452,7 @@ class _Model:
 
     def _work(self, state: int) -> None:
         line, took = self.lines[state], self.took.states[state]
-        while line and self.working[state] < self.limits.added_states[state].concurrency:
+        while line and self.working[state] < _of_groups(self.limits)[state].concurrency:
             self.working[state] += 1
             id = line.popleft()
             self._after(took[id % len(took)], self._worked, state, id)

@@ -53,6 +53,7 @@ TRAINER_CAUSES = {
     "waiting_for_groups": "fewer groups were ready than a batch needs",
     "waiting_for_stragglers": "enough groups were ready, but the step had to take one that still ran",
     "publishing": "weights were published",
+    "inspecting": "an added state inspected a batch or weights",
     "pool": "replicas used its pool",
     "waiting_for_weight_sync": "a replica did not have the newest weights",
     "waiting_for_replicas": "no replica was up",
@@ -65,6 +66,7 @@ BOUNDS = {
     "training": "training",
     "scoring": "scoring",
     "publishing": "publishing weights",
+    "inspecting": "an added state inspected a batch or weights",
     "generation": "the last group of a batch was generated",
     "stragglers": "a group at its deadline was generated",
     "rewards": "the last group of a batch waited for its rewards or the work of an added state",
@@ -333,7 +335,8 @@ def _step_phases(step: StepRow, start: float) -> str:
 
 def _step_wait(chains: _Chains, step: StepRow, bounds: Mapping[str, float], *, bound: bool) -> list[str]:
     """What the trainer waited for, and why no other group could replace it. `bound`: it waited for a deadline."""
-    waited = sum(s for name, s in bounds.items() if name not in ("training", "scoring", "publishing", "other"))
+    works = ("training", "scoring", "publishing", "inspecting", "other")
+    waited = sum(s for name, s in bounds.items() if name not in works)
     group = chains.last_group(step)
     if group is None:
         return ["It has no batch yet."]

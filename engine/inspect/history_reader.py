@@ -15,6 +15,7 @@ from engine.commands import (
     AbortGroup,
     Command,
     FinishRun,
+    InspectStep,
     InstallWeights,
     MeasureRows,
     ParkGroup,
@@ -72,7 +73,6 @@ from engine.inspect.history import (
 from engine.inspect.moment import open_record
 from engine.metrics.collector import RunMetrics
 from engine.metrics.idle import Period
-from engine.metrics.names import STEP_PHASES
 from engine.metrics.transitions import Transitions
 from engine.record import Header, Record, Tick, replay
 from engine.record.replayer import build_scheduler
@@ -385,7 +385,7 @@ class _StepReader:
         event = next((c.cause for c in tick.commands if _works_on(c, step)), tick.last)
         if step in self._open:
             self._end_phase(step, state, tick.at, event)
-        if state in STEP_PHASES:
+        if state != "waiting" and state != "finished":
             self._open[step] = (state, tick.at, event)
         elif state == "finished":
             self._notes(step)["finished_at"] = tick.at
@@ -433,7 +433,7 @@ class _StepReader:
 
 
 def _works_on(command: Command, step: StepId) -> bool:
-    if isinstance(command, TrainStep | ScoreBatch):
+    if isinstance(command, TrainStep | ScoreBatch | InspectStep):
         return command.step == step
     return isinstance(command, PublishWeights) and command.steps == step + 1
 

@@ -3,22 +3,30 @@
 from typing import Any
 
 from engine.states.group import GROUP, group_table
+from engine.states.limits import GENERATED, PUBLISHING, QUEUED, SCORING, Limits
 from engine.states.machine import Table
 from engine.states.pool import POOL
 from engine.states.process import PROCESS
 from engine.states.replica import REPLICA
-from engine.states.step import STEP
+from engine.states.step import STEP, step_table
 from engine.states.validation import VALIDATION
 from engine.states.version import VERSION
 
 MACHINES = (GROUP, STEP, PROCESS, REPLICA, VERSION, VALIDATION, POOL)
 
 
-def machines_text(format: str, after: tuple[str, ...] = (), before: tuple[str, ...] = ()) -> str:
-    """Every machine in a format: `mermaid`, `table` or `both`. `after`, `before`: states added to the group's machine
-    after its generation and before it."""
+def tables_of(limits: Limits | None) -> tuple[Table, ...]:
+    """Every machine, with the states that a run adds."""
+    if limits is None:
+        return MACHINES
+    at = limits.states_at
+    return (group_table(at(GENERATED), at(QUEUED)), step_table(at(SCORING), at(PUBLISHING)), *MACHINES[2:])
+
+
+def machines_text(format: str, limits: Limits | None = None) -> str:
+    """Every machine in a format: `mermaid`, `table` or `both`. `limits`: of a run, which may add states."""
     parts: list[str] = []
-    for table in (group_table(after, before), *MACHINES[1:]):
+    for table in tables_of(limits):
         parts.append(f"## {table.name}\n")
         if format != "table":
             parts.append(f"```mermaid\n{mermaid(table)}\n```\n")
@@ -27,7 +35,7 @@ def machines_text(format: str, after: tuple[str, ...] = (), before: tuple[str, .
     return "\n".join(parts).rstrip()
 
 
-def machines_plain(after: tuple[str, ...] = (), before: tuple[str, ...] = ()) -> dict[str, Any]:
+def machines_plain(limits: Limits | None = None) -> dict[str, Any]:
     """Every machine as plain data, by name."""
     return {
         table.name: {
@@ -37,7 +45,7 @@ def machines_plain(after: tuple[str, ...] = (), before: tuple[str, ...] = ()) ->
                 {"trigger": t.trigger, "from": t.sources, "to": t.target, "when": t.why} for t in table.transitions
             ],
         }
-        for table in (group_table(after, before), *MACHINES[1:])
+        for table in tables_of(limits)
     }
 
 

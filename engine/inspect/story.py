@@ -14,11 +14,13 @@ from engine.errors import counted
 from engine.events import (
     BatchScored,
     Event,
+    InspectionFailed,
     OrderProgressed,
     ProcessLost,
     PromptsDrawn,
     ReplicaPaused,
     StepFailed,
+    StepInspected,
     StepTrained,
     SyncFailed,
     WeightsInstalled,
@@ -191,7 +193,7 @@ def _versions(versions: list[dict[str, Any]]) -> str:
 
 
 ABOUT_ITS_REPLICA = (ReplicaPaused, WeightsInstalled, SyncFailed)
-ABOUT_ITS_STEP = (BatchScored, StepTrained, StepFailed)
+ABOUT_ITS_STEP = (BatchScored, StepTrained, StepFailed, StepInspected, InspectionFailed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    InspectionFailed,
     ProcessLost,
     ProcessUp,
     PublishFailed,
@@ -37,7 +38,7 @@ from engine.events import (
     TimerFired,
     WeightsInstalled,
 )
-from engine.ids import StepId
+from engine.ids import NO_VERSION, StepId
 from engine.metrics.counts import BATCH, GeneratedGroups, GroupCounts, Histogram, Replicas, RunProgress
 from engine.metrics.idle import IdleTime
 from engine.metrics.journal import Row, StepRows, bounds_in, sets_of
@@ -174,6 +175,7 @@ class RunMetrics:
             WeightsInstalled: self.replicas.on_install,
             SyncFailed: self._sync_failed,
             StepFailed: lambda event: self._retry("train_step", f"train step {event.step}: {event.reason}"),
+            InspectionFailed: self._inspection_failed,
             PublishFailed: lambda event: self._retry("publish", f"version {event.version}: {event.reason}"),
             RowsMeasured: self._rows_measured,
             RowsFailed: lambda event: self._retry("validation", f"validation {event.validation}: {event.reason}"),
@@ -359,6 +361,12 @@ class RunMetrics:
         cause = "group_data" if event.cause == "data" else "group_infrastructure"
         self.failed_group[cause] = event.group
         self._retry(cause, f"group {event.group}, {event.state}: {event.reason}")
+
+    def _inspection_failed(self, event: InspectionFailed) -> None:
+        if event.version == NO_VERSION:
+            self._retry("train_step", f"train step {event.step}, {event.state}: {event.reason}")
+        else:
+            self._retry("publish", f"version {event.version}, {event.state}: {event.reason}")
 
     def _calls_measured(self, event: CallsMeasured) -> None:
         before = self.calls.get(event.function)

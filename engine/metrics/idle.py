@@ -334,6 +334,8 @@ class IdleTime:
         elif waits:
             lease = state.pools.of("train")
             self.trainer_cause = "pool" if lease.shared and lease.task == ROLLOUT else "waiting_for_weight_sync"
+        elif state.orders.open("inspect"):
+            self.trainer_cause = "inspecting"
         elif state.publishing:
             self.trainer_cause = "publishing"
         elif state.draining and step is None:

@@ -310,7 +310,7 @@ class StepRows:
         if entry is None:
             entry = self._open[step] = _OpenGroup({"step": step}, entered_at=at)
             entry.seconds["collecting"] = at - self._collecting_since
-        entry.seconds[entry.phase] += at - entry.entered_at
+        entry.seconds[entry.phase] = entry.seconds.get(entry.phase, 0.0) + at - entry.entered_at  # added states, too
         entry.entered_at = at
         entry.phase = {"finished": "publishing"}.get(state, state)
 

@@ -47,6 +47,7 @@ TRAINER_IDLE_CAUSES = (
     "waiting_for_groups",
     "waiting_for_stragglers",
     "publishing",
+    "inspecting",
     "pool",
     "waiting_for_weight_sync",
     "waiting_for_replicas",
@@ -56,9 +57,10 @@ TRAINER_IDLE_CAUSES = (
     "starting",
 )
 """Why no batch is scored or trained, in the order of the values: fewer groups are ready than a batch needs; enough are
-ready, but the step must take groups that still run; weights are being published; replicas in its pool do not sleep yet;
-a replica does not have the newest weights, for which `train_after_sync` waits; no replica is up; there are no more
-prompts; the run drains; the trainer restarts; the run is starting."""
+ready, but the step must take groups that still run; weights are being published; an added state inspects a batch or
+weights; replicas in its pool do not sleep yet; a replica does not have the newest weights, for which
+`train_after_sync` waits; no replica is up; there are no more prompts; the run drains; the trainer restarts; the run is
+starting."""
 
 TRAINER_TASKS = ("scoring", "training")
 STEP_PHASES = ("collecting", "scoring", "training", "publishing")

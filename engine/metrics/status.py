@@ -13,7 +13,7 @@ from engine.ids import ReplicaId, Version
 from engine.metrics.collector import RunMetrics
 from engine.metrics.health import HealthFinding, run_findings
 from engine.metrics.journal import plain
-from engine.metrics.waits import agent_wait, reward_wait, start_text, waits
+from engine.metrics.waits import agent_wait, inspected, reward_wait, start_text, waits
 from engine.states.process import TRAINER
 from engine.states.state import State
 
@@ -273,6 +273,9 @@ def _trainer_now(metrics: RunMetrics) -> str:
     if idle.trainer_task is not None and formed is not None:
         return f"{idle.trainer_task} step {formed.id} on {_groups(len(formed.groups))}"
     cause = idle.trainer_cause
+    if cause == "inspecting" and (order := next(iter(state.orders.open("inspect").values()), None)):
+        inspection: Any = order.command
+        return f"state {inspection.state} inspects {inspected(inspection)}"
     if cause == "publishing":
         return f"publishing version {state.latest_version + 1}, after step {state.steps_trained - 1}"
     if formed is not None:

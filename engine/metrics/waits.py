@@ -15,6 +15,7 @@ from engine.commands import (
     DiscardGroups,
     DrawPrompts,
     EnterState,
+    InspectStep,
     InstallWeights,
     MeasureRows,
     ParkGroup,
@@ -36,7 +37,7 @@ from engine.commands import (
 )
 from engine.errors import counted
 from engine.events import ProcessLost
-from engine.ids import GroupId
+from engine.ids import NO_VERSION, GroupId
 from engine.protocols import SLOTS
 from engine.states.limits import GENERATED
 from engine.states.orders import DATA_SOURCE, DEADLINE, DRAIN, FILL, LIMIT, RELATIONS, TIMERS, Order, owner_text
@@ -84,7 +85,15 @@ def waits(state: State, since: Since | None = None) -> list[Wait]:
 
 
 LAST = 9
-RANK = {"train": 0, "score": 0, "publish": 0, "sync": 1, "start": 1, "stop": 1, "group": 2, "stage": 3, "rows": 4}
+RANK = {
+    **dict.fromkeys(("train", "score", "inspect", "publish"), 0),
+    "sync": 1,
+    "start": 1,
+    "stop": 1,
+    "group": 2,
+    "stage": 3,
+    "rows": 4,
+}
 """By subject: orders that block the next train step come first."""
 
 
@@ -290,6 +299,13 @@ def _batch(command: Any) -> str:
     return f"step {command.step} on {_groups(len(command.groups))}{again}"
 
 
+def inspected(command: Any) -> str:
+    """What an `InspectStep` inspects."""
+    if command.version != NO_VERSION:
+        return f"version {command.version}, which no replica has yet"
+    return f"the batch of {_batch(command)}"
+
+
 def _pauses(like: list[Order], state: State) -> str:
     command: Any = like[0].command
     if command.mode == "sleep":
@@ -377,6 +393,7 @@ WORDS: dict[type[Command], Words] = {
     MeasureRows: _measures,
     StopMeasuring: _says("stopping its measurements"),
     EnterState: _works,
+    InspectStep: lambda like, state: f"inspecting {inspected(like[0].command)}",
 }
 """For each class of orders but timers, what its owner is doing."""
 

@@ -1,4 +1,5 @@
-"""Registry of custom states: states that users add to groups, before generation or after it.
+"""Registry of custom states: states that users add to groups, before generation or after it, and to train steps, before
+training or before replicas get the weights.
 
     policies.add_state(
         machine="group", state="judging", phase="parked", between=("generated", "batched"), policy=Judge, concurrency=4
@@ -6,6 +7,7 @@
     policies.add_state(
         machine="group", state="booting", phase="waiting", between=("queued", "generating"), policy=Boot, concurrency=8
     )
+    policies.add_state(machine="step", state="vetting", between=("scoring", "training"), policy=Vet)
 
 `add_state` checks a new state against the laws that every state must keep. A run lists the states that it uses in
 `scheduler.states`. Used by the config layer and by the scheduler's builder.
@@ -13,7 +15,7 @@
 
 import inspect
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +23,10 @@ from engine.errors import ConfigError, describe_error, suggestion
 from engine.policies.protocols import StatePolicy
 from engine.policies.registry import API_VERSION, require_api
 from engine.states.group import BETWEEN, GROUP, PHASE_AT, group_table
-from engine.states.limits import QUEUED, REWARDING, AddedState
+from engine.states.limits import GENERATED, PUBLISHING, QUEUED, REWARDING, SCORING, AddedState
 from engine.states.machine import Table
+from engine.states.step import BETWEEN as BETWEEN_STEPS
+from engine.states.step import STEP, step_table
 
 FIELD = "policies.add_state"
 NAME = re.compile(r"[a-z][a-z0-9_-]*")
@@ -41,7 +45,12 @@ METHODS = {
     "enters": "def enters(self, view: View, group: GroupView) -> bool",
     "work": "async def work(self, group: TrajectoryGroup) -> TrajectoryGroup",
 }
-"""The methods of a policy. `work` may be missing."""
+"""The methods of a policy of groups. `work` may be missing."""
+STEP_METHODS = {
+    "enters": "def enters(self, view: View, step: StepView) -> bool",
+    "work": "async def work(self, given: Batch | PublishedWeights) -> str | None",
+}
+"""The methods of a policy of train steps."""
 
 MEANING = {"waiting": "the group holds no place yet", "parked": "the group keeps its place and has no slot"}
 """What the phases of added states mean."""
@@ -58,52 +67,78 @@ _ADDED: dict[str, _Added] = {}
 
 
 def add_state(
-    *, machine: str, state: str, phase: str, between: tuple[str, str], policy: Any, concurrency: int,
-    api: int = API_VERSION,
+    *, machine: str, state: str, phase: str | None = None, between: tuple[str, str], policy: Any,
+    concurrency: int = 1, api: int = API_VERSION,
 ) -> None:  # fmt: skip
-    """Register a state that groups pass through before they are generated, or before a step may take them.
+    """Register a state that groups pass through before they are generated, or before a step may take them; or that
+    train steps pass through before they are trained, or before replicas get their weights.
 
-    Args: `between` says where: `("queued", "generating")`, whose phase is waiting, or `("generated", "batched")`, whose
-    phase is parked. `policy` is a class that is created without arguments for each run; its `enters(view, group)` says
-    which groups enter the state. `concurrency` is the maximum number of groups in the state at once; a run may set
-    another.
+    Args: `between` says where. `machine="group"`: `("queued", "generating")`, whose phase is waiting, or
+    `("generated", "batched")`, whose phase is parked. `machine="step"`: `("scoring", "training")` or
+    `("publishing", "finished")`, without a phase. `policy` is a class that is created without arguments for each run;
+    its `enters` says which groups or steps enter the state. `concurrency` is the maximum number of groups in the state
+    at once; a run may set another.
     Raises: `ConfigError`, which names the law that the state would break.
     """
     require_api(api, f"state {state!r}")
-    if machine != GROUP.name:
-        raise ConfigError(
-            f"{FIELD}.machine", machine, "must be group: only prompt groups can have custom states", "use group"
-        )
-    place = next((place for place, ends in BETWEEN.items() if tuple(between) == ends), None)
+    if machine not in (GROUP.name, STEP.name):
+        law = "must be group or step: only prompt groups and train steps can have custom states"
+        raise ConfigError(f"{FIELD}.machine", machine, law, "use group or step")
+    of_step = machine == STEP.name
+    places = BETWEEN_STEPS if of_step else BETWEEN
+    place = next((place for place, ends in places.items() if tuple(between) == ends), None)
     if place is None:
         law = "a custom state lies before a group's generation, or between its last token and its train step"
-        raise ConfigError(f"{FIELD}.between", between, law, f"use {' or '.join(map(str, BETWEEN.values()))}")
-    wanted = PHASE_AT[place].name.lower()
-    if phase != wanted:
-        law = WHY_NOT.get(phase, "is not a phase")
-        raise ConfigError(f"{FIELD}.phase", phase, law, f"use {wanted}: {MEANING[wanted]}")
-    triggers = {transition.trigger for transition in GROUP.transitions}
-    if not isinstance(state, str) or not NAME.fullmatch(state):
-        law = "must be a word of lower-case letters, digits, - and _"
-        raise ConfigError(f"{FIELD}.state", state, law, "for example judging")
-    if state in GROUP.states or state in triggers or state in _ADDED:
-        raise ConfigError(f"{FIELD}.state", state, "is already a state or trigger of groups", "use another name")
-    _check_policy(policy)
+        if of_step:
+            law = "a custom state of train steps lies before the training, or before replicas get the weights"
+        raise ConfigError(f"{FIELD}.between", between, law, f"use {' or '.join(map(str, places.values()))}")
+    _require_phase(place, phase)
+    _require_name(state, step_table(checks=("-",)) if of_step else GROUP)
+    _check_policy(policy, STEP_METHODS if of_step else METHODS)
+    if of_step and concurrency != 1:
+        raise ConfigError(f"{FIELD}.concurrency", concurrency, "must be 1: steps are inspected one by one", "use 1")
     AddedState(name=state, concurrency=concurrency, place=place)
-    check_table(group_table(before=(state,)) if place == QUEUED else group_table((state,)))
+    tables = {QUEUED: group_table(before=(state,)), GENERATED: group_table((state,)),
+              SCORING: step_table((state,)), PUBLISHING: step_table(checks=(state,))}  # fmt: skip
+    check_table(tables[place])
     _ADDED[state] = _Added(policy=policy, concurrency=concurrency, place=place)
 
 
-def _check_policy(policy: Any) -> None:
+def _require_phase(place: str, phase: str | None) -> None:
+    """Raises: `ConfigError` unless this is the phase of states in a place; train steps have none."""
+    if place not in PHASE_AT:
+        if phase is not None:
+            raise ConfigError(f"{FIELD}.phase", phase, "train steps have no phases", "leave it out")
+        return
+    wanted = PHASE_AT[place].name.lower()
+    if phase != wanted:
+        law = WHY_NOT.get(phase or "", "is not a phase")
+        raise ConfigError(f"{FIELD}.phase", phase, law, f"use {wanted}: {MEANING[wanted]}")
+
+
+def _require_name(state: Any, table: Table) -> None:
+    """Raises: `ConfigError` unless a new state of a machine may have this name."""
+    triggers = {transition.trigger for transition in table.transitions}
+    if not isinstance(state, str) or not NAME.fullmatch(state):
+        law = "must be a word of lower-case letters, digits, - and _"
+        raise ConfigError(f"{FIELD}.state", state, law, "for example judging")
+    if state in table.states or state in triggers or state in _ADDED:
+        law = f"is already a state or trigger of {table.name}s"
+        raise ConfigError(f"{FIELD}.state", state, law, "use another name")
+
+
+def _check_policy(policy: Any, methods: Mapping[str, str]) -> None:
     """Raises: `ConfigError` with the expected definition of a method that is missing or cannot be called."""
     where = f"{FIELD}.policy"
-    if not isinstance(policy, type) or not callable(getattr(policy, "enters", None)):
-        raise ConfigError(where, policy, "must be a class with a method enters()", f"define {METHODS['enters']}")
-    for name, definition in METHODS.items():
+    required = ("enters",) if methods is METHODS else ("enters", "work")
+    for name in required:
+        if not isinstance(policy, type) or not callable(getattr(policy, name, None)):
+            raise ConfigError(where, policy, f"must be a class with a method {name}()", f"define {methods[name]}")
+    for name, definition in methods.items():
         method = getattr(policy, name, None)
         if method is None:
             continue  # a state without work
-        values = ["self", "view", "group"] if name == "enters" else ["self", "group"]
+        values = ["self", "view", "subject"] if name == "enters" else ["self", "subject"]
         if isinstance(inspect.getattr_static(policy, name), staticmethod | classmethod):
             del values[0]
         try:

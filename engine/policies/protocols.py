@@ -13,11 +13,11 @@ answer is rejected, and is rebuilt by replay, so that a resumed run has it too.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.events import GroupGenerated
 from engine.ids import GroupId, ReplicaId, Version
-from engine.states.view import GroupView, View
+from engine.states.view import GroupView, StepView, View
 
 
 class AdmissionPolicy(Protocol):
@@ -76,6 +76,18 @@ class ValidationPolicy(Protocol):
         """Whether to validate a version that contains `steps` train steps; the version before it contains
         `steps_before`. For version 0, the initial weights, both are 0. If `view.limits.validation.at_end` is set, the
         last version is always validated."""
+
+
+class StepStatePolicy(Protocol):
+    """An added state of train steps: it inspects batches before they are trained, or weights before replicas get
+    them."""
+
+    def enters(self, view: View, step: StepView) -> bool:
+        """Whether a batch or a version is inspected; if not, it passes."""
+
+    async def work(self, given: Any) -> str | None:
+        """Inspect a `protocols.Batch` or `protocols.PublishedWeights`. None: it passes. A text: it is refused for this
+        reason, and the run ends; it can be resumed. Changes are lost. After an exception it is inspected again."""
 
 
 class StatePolicy(Protocol):

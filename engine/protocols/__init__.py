@@ -39,6 +39,7 @@ __all__ = [
     "MeasuresCalls",
     "Offloadable",
     "Prompt",
+    "PublishedWeights",
     "ReportsProgress",
     "Restorable",
     "RolloutFigures",
@@ -242,6 +243,17 @@ class Batch:
 
 Scores = Sequence[Sequence[Sequence[float]]]
 """For each group and each of its trajectories: the log-prob of every token whose `loss_mask` is 1, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedWeights:
+    """A version in the weights store, which an added state inspects before any replica gets it."""
+
+    version: Version
+    steps: int
+    """Train steps in it."""
+    weights: Any
+    """What the trainer's `weights` returned; of the built-in trainer, the tensors by name. Read-only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from engine.commands import (
     DrawPrompts,
     EnterState,
     FinishRun,
+    InspectStep,
     ProbeProcess,
     PublishWeights,
     ResumeGroup,
@@ -102,6 +103,7 @@ class RunExecutor:
             ProbeProcess: supervisor.probe,
             FinishRun: finish,
             EnterState: self._enter,
+            InspectStep: lambda command: supervisor.order(ADDED_STATES, 0, SentOrder(command)),
             ScoreBatch: self._score,
             **dict.fromkeys(TRAINER_COMMANDS, lambda command: supervisor.order(TRAINER, 0, SentOrder(command))),
         }

@@ -21,7 +21,7 @@ from engine.storage.samples import SamplePolicy
 from engine.trajectory import Prompt
 from engine.workers.measurement import Answer
 from engine.workers.scorer import OF_TRAINED_WEIGHTS
-from engine.workers.stage import Work
+from engine.workers.stage import Inspection, Work
 
 if TYPE_CHECKING:
     from engine.gateway.agents import GatewayParts
@@ -129,6 +129,9 @@ class Plan:
     checked before they are published."""
     make_scorer: Callable[[tuple[str, ...]], Scorer] | None = None
     """Makes the scorer of these tasks in a separate pool (`Limits.scorers`); None: the trainer scores."""
+    make_inspection: Callable[[str], Inspection] | None = None
+    """Makes what a simulation does in place of the work of an added state of train steps: it has no tensors and no
+    text. None: the work itself."""
     make_work: Callable[[str], Work] | None = None
     """Makes the work of an added state whose policy has no `work`; None: groups pass unchanged."""
     described: tuple[str, ...] | None = None

@@ -17,7 +17,7 @@ from engine.ids import NO_VERSION, Incarnation, StepId
 from engine.policies.custom_states import work_of
 from engine.protocols import Closable, ReportsProgress, Trainer
 from engine.runtime.plan import Plan, Restore, Rollout
-from engine.states.limits import QUEUED, REWARDING, ValidationLimits
+from engine.states.limits import GENERATED, PUBLISHING, QUEUED, REWARDING, SCORING, ValidationLimits
 from engine.states.orders import RELATIONS
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 from engine.storage.trajectories import Trajectories
@@ -29,7 +29,7 @@ from engine.workers.progress_reports import SerialProgress
 from engine.workers.replica import ReplicaWorker
 from engine.workers.sample_keeper import HeldOutRow, SampleKeeper, keeper_of
 from engine.workers.scorer import ScorerWorker
-from engine.workers.stage import StageWorker, Work, unchanged
+from engine.workers.stage import Inspection, StageWorker, Work, unchanged
 from engine.workers.threads import on_a_thread
 from engine.workers.trainer import Report, TrainerWorker, with_offloading
 
@@ -317,8 +317,8 @@ class PlannedScorer(PlannedQueue):
 
 
 class PlannedStages(PlannedWorker):
-    """The worker of added states, user coroutines that run concurrently. Its orders are `EnterState` and
-    `DiscardGroups`."""
+    """The worker of added states, user coroutines that run concurrently. Its orders are `EnterState`, `InspectStep`
+    and `DiscardGroups`."""
 
     kind = ADDED_STATES
     _worker: StageWorker | None = None
@@ -326,7 +326,9 @@ class PlannedStages(PlannedWorker):
     async def _open(self, peers: Peers, restore: Restore | None) -> None:
         self._worker = StageWorker(
             works=await on_a_thread(self._works),
+            inspections=await on_a_thread(self._inspections),
             trajectories=peers.trajectories,
+            weights=peers.weights,
             emit=peers.emit,
             timeout_s=self.plan.state_timeout_s,
             untimed=(REWARDING,),
@@ -341,9 +343,16 @@ class PlannedStages(PlannedWorker):
 
         plan = self.plan
         load_extensions_of(plan.config)
-        own = {state.name: work_of(state.name) for state in plan.limits.added_states}
+        of_groups = [*plan.limits.states_at(QUEUED), *plan.limits.states_at(GENERATED)]
+        own = {name: work_of(name) for name in of_groups}
         made = {name: plan.make_work(name) for name, work in own.items() if work is None and plan.make_work is not None}
         return {name: work or made.get(name, unchanged) for name, work in own.items()}
+
+    def _inspections(self) -> dict[str, Inspection]:
+        """The same for the states of train steps."""
+        plan = self.plan
+        names = [*plan.limits.states_at(SCORING), *plan.limits.states_at(PUBLISHING)]
+        return {name: (plan.make_inspection or work_of)(name) for name in names}
 
     def _carry_out(self, command: Any, prompt: Prompt | None) -> None:
         assert self._worker is not None

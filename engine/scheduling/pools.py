@@ -5,11 +5,10 @@ holds one lease, granted when its inputs exist, earliest step first. Replicas in
 once no formed step needs the pool.
 """
 
-from typing import Any
-
-from engine.commands import InstallWeights, PauseReplica, ResumeReplica, ScoreBatch, TrainStep
+from engine.commands import InstallWeights, PauseReplica, ResumeReplica, ScoreBatch
 from engine.ids import StepId
 from engine.scheduling.core import Core
+from engine.scheduling.inspections import train_or_inspect
 from engine.states.pool import ROLLOUT, PoolLease
 from engine.states.replica import GONE, Replica
 from engine.states.step import Step
@@ -136,15 +135,13 @@ def _replicas_of(core: Core, lease: PoolLease) -> list[Replica]:
 def _order_task(core: Core, step: Step, task: str, lease: PoolLease) -> None:
     state = core.state
     state.lease(lease, task, step.id)
-    order: dict[str, Any] = {
-        "step": step.id, "attempt": step.attempt, "groups": step.groups, "number": core.orders.number,
-        "cause": core.orders.cause_among(step.groups),
-    }  # fmt: skip
     if task == TRAIN:
-        state.fire_step(step, "train")
-        core.orders.add(TrainStep(**order, staleness=step.staleness))
-    else:
-        core.orders.add(ScoreBatch(**order, task=task))
+        train_or_inspect(core, step)
+        return
+    core.orders.add(
+        ScoreBatch(step=step.id, attempt=step.attempt, groups=step.groups, task=task, number=core.orders.number,
+                   cause=core.orders.cause_among(step.groups))
+    )  # fmt: skip
 
 
 def _send_all_to_sleep(core: Core, lease: PoolLease) -> None:

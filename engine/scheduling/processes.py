@@ -5,10 +5,11 @@ those that exceeded their limits. A store or the gateway cannot be replaced
 while the run continues: the run stops, and begins again from its record.
 """
 
-from engine.commands import EnterState, PublishWeights, SaveCheckpoint, ScoreBatch, StopProcess, TrainStep
+from engine.commands import EnterState, InspectStep, PublishWeights, SaveCheckpoint, ScoreBatch, StopProcess, TrainStep
 from engine.events import (
     CallsMeasured,
     Event,
+    InspectionFailed,
     ProcessLost,
     ProcessUp,
     ProcessWaits,
@@ -22,16 +23,18 @@ from engine.scheduling.lifetimes import launch_replicas, may_restart, reset_proc
 from engine.scheduling.steps import (
     beginning_of_trainer,
     delete_checkpoints,
+    fail_inspection,
     fail_publication,
     fail_step,
+    on_weights_stored,
     order_checkpoint,
     order_publication,
-    take_published,
     take_saved,
     why_trainer_cannot_begin,
 )
 from engine.scheduling.weights import join_replica, note_none_left
 from engine.scheduling.work_times import mark
+from engine.states.limits import SCORING
 from engine.states.orders import Order
 from engine.states.process import (
     ADDED_STATES,
@@ -187,7 +190,7 @@ def _lose_trainer(core: Core, process: Process, event: ProcessLost) -> None:
     done = []  # done, but their reports are lost
     for order in failed:
         if isinstance(order.command, PublishWeights) and order.command.version <= event.published:
-            take_published(core, order.id)
+            on_weights_stored(core, order.id)
             done.append(order)
         elif isinstance(order.command, SaveCheckpoint) and order.command.steps in event.saved:
             take_saved(core, order.id)
@@ -204,6 +207,9 @@ def _lose_trainer(core: Core, process: Process, event: ProcessLost) -> None:
         core.orders.end_run("failed", _why_spent(core, process, reason, event))
         return
     start_process(core, process, **beginning)
+    for step in state.formed_steps:  # what the trainer computed of a batch that is inspected is lost
+        if step.state in state.limits.states_at(SCORING):
+            fail_step(core, step.id, reason, charged=False)
     _repeat_lost_orders(core, [order for order in failed if order not in done], charged, reason)
     if "version" in beginning and state.limits.checkpoint_every and not state.checkpoint_pending:
         order_checkpoint(core)  # a resume could not begin from the checkpoints on disk
@@ -248,6 +254,10 @@ def _repeat_lost_orders(core: Core, failed: list[Order], costly: list[Order], re
                 StateFailed(group=command.group, attempt=command.attempt, state=command.state,
                             cause="infrastructure", reason=reason)
             )  # fmt: skip
+        elif isinstance(command, InspectStep):
+            lost = InspectionFailed(step=command.step, attempt=command.attempt, state=command.state,
+                                    version=command.version, reason=reason)  # fmt: skip
+            fail_inspection(core, lost, charged=charged)
     for step, charged in steps.items():
         fail_step(core, step, reason, charged=charged)
     delete_checkpoints(core)  # those that the trainer was to delete

@@ -25,6 +25,7 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    InspectionFailed,
     OrderDone,
     OrderProgressed,
     PrefixStored,
@@ -47,6 +48,7 @@ from engine.events import (
     StateFailed,
     StateLeft,
     StepFailed,
+    StepInspected,
     StepTrained,
     StopRequested,
     SyncFailed,
@@ -159,7 +161,9 @@ HANDLERS: Mapping[type[Event], Callable[[Core, Any], None]] = {
     BatchScored: steps.on_batch_scored,
     StepTrained: steps.on_step_trained,
     StepFailed: lambda core, event: steps.fail_step(core, event.step, event.reason),
-    WeightsPublished: lambda core, event: steps.take_published(core, event.version),
+    StepInspected: steps.on_step_inspected,
+    InspectionFailed: steps.fail_inspection,
+    WeightsPublished: lambda core, event: steps.on_weights_stored(core, event.version),
     PublishFailed: lambda core, event: steps.fail_publication(core, event.version, event.reason),
     CheckpointSaved: steps.on_checkpoint,
     CheckpointFailed: steps.on_checkpoint,
@@ -228,9 +232,9 @@ class Scheduler:
         state = self.state = State(limits, observe)
         self.view = View(state)
         decisions = self.decisions = Decisions(policies or PolicySet.from_names({}), state, self.view)
-        for name in state.stages.by_name:
-            policy = build_state(name)
-            decisions.add(f"state {name}", policy, policy.enters)
+        for added in limits.added_states:
+            policy = build_state(added.name)
+            decisions.add(f"state {added.name}", policy, policy.enters)
         self._core = Core(state, Orders(state), decisions)
 
     @property

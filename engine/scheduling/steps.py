@@ -9,24 +9,29 @@ from itertools import islice
 from typing import Any
 
 from engine.commands import DeleteCheckpoint, PublishWeights, SaveCheckpoint, TruncateGroup
+from engine.errors import counted
 from engine.events import (
     BatchScored,
     CheckpointDamaged,
     CheckpointFailed,
     CheckpointSaved,
+    InspectionFailed,
     OrderDone,
+    StepInspected,
     StepTrained,
 )
-from engine.ids import GroupId, StepId, Version
+from engine.ids import NO_VERSION, GroupId, StepId, Version
 from engine.policies.built_in import DECISIONS
 from engine.scheduling.core import Core
 from engine.scheduling.groups import drop_group
+from engine.scheduling.inspections import inspect_weights, inspect_weights_again, publishing_step, train_or_inspect
 from engine.scheduling.lifetimes import note_process_progress
 from engine.scheduling.pools import release_pools, scores_ahead
 from engine.states.group import Group
 from engine.states.laws import check_batch, check_room
+from engine.states.limits import PUBLISHING, SCORING
 from engine.states.orders import DEADLINE
-from engine.states.process import SCORER
+from engine.states.process import ADDED_STATES, SCORER
 from engine.states.step import Step
 from engine.states.view import view_group
 
@@ -219,8 +224,9 @@ def on_batch_scored(core: Core, event: BatchScored) -> None:
 
 
 def fail_step(core: Core, id: StepId, reason: str, *, charged: bool = True) -> None:
-    """An attempt to score or train a step failed. It counts only if `charged`."""
+    """An attempt to score, inspect or train a step failed. It counts only if `charged`."""
     step = core.state.steps[id]
+    core.state.orders.withdraw("inspect", (NO_VERSION, id))
     for task in core.state.scoring(step):
         core.state.orders.withdraw("score", (id, task))
     step.failures += charged
@@ -256,9 +262,12 @@ def on_step_trained(core: Core, event: StepTrained) -> None:
 
 
 def begin_step_again(core: Core, step: Step) -> None:
-    """Score and train a formed batch again."""
-    if step.state in ("scoring", "training"):
-        core.state.fire_step(step, "retry")
+    """Score, inspect and train a formed batch again; publish the weights of a trained one again."""
+    state = core.state
+    if step.state in state.limits.states_at(PUBLISHING):
+        state.fire_step(step, "republish")
+    elif step.state in ("scoring", "training", *state.limits.states_at(SCORING)):
+        state.fire_step(step, "retry")
         step.attempt += 1
         step.done = ()
 
@@ -293,14 +302,52 @@ def order_publication(core: Core) -> None:
     )  # fmt: skip
 
 
-def take_published(core: Core, published: Version) -> None:
-    """A version is in the weights store."""
+def on_weights_stored(core: Core, version: Version) -> None:
+    """A version is in the weights store. Replicas get it once every added state has let it pass."""
+    core.state.publish_failures = 0
+    if not inspect_weights(core, version):
+        _take_published(core, version)
+
+
+def on_step_inspected(core: Core, event: StepInspected) -> None:
+    """A batch or a version may pass, or the run ends: the same weights and batch would be refused again."""
     state = core.state
-    state.publish_failures = 0
+    note_process_progress(state.process(ADDED_STATES, 0))
+    if event.refused:
+        subject = f"the batch of train step {event.step}"
+        if event.version != NO_VERSION:
+            subject = f"weights version {event.version}, after {counted(event.step + 1, 'train step')}"
+        core.orders.end_run("failed", f"state {event.state} refused {subject}: {event.refused}")
+    elif event.version == NO_VERSION:
+        train_or_inspect(core, state.steps[event.step], event.state)
+    else:
+        state.publish_failures = 0
+        if not inspect_weights(core, event.version, event.state):
+            _take_published(core, event.version)
+
+
+def fail_inspection(core: Core, failed: InspectionFailed, *, charged: bool = True) -> None:
+    """An attempt to inspect a batch or a version failed. It counts only if `charged`."""
+    state = core.state
+    reason = f"state {failed.state}: {failed.reason}"
+    if failed.version == NO_VERSION:
+        fail_step(core, failed.step, reason, charged=charged)
+        return
+    state.publish_failures += charged
+    if charged and state.publish_failures >= state.limits.infrastructure_attempts:
+        tried = f"version {failed.version} could not be inspected in {counted(state.publish_failures, 'attempt')}"
+        core.orders.end_run("failed", f"{tried}; last error: {reason}")
+        return
+    inspect_weights_again(core, failed.version, failed.state)
+
+
+def _take_published(core: Core, published: Version) -> None:
+    """A version is in the weights store, and replicas may have it."""
+    state = core.state
     state.publish(published)
     state.forget_versions()
-    step = state.training_step
-    if step is not None and step.state == "publishing":
+    step = publishing_step(core)
+    if step is not None:
         state.fire_step(step, "published")
         _finish_step(core, step)
 
@@ -327,10 +374,11 @@ def beginning_of_trainer(core: Core) -> dict[str, Any] | None:
     kept = state.checkpoints.stored_batches
     if all(step in kept for step in redo):
         return {"steps": saved, "updates": state.updates_in[saved], "redo": redo}
-    if state.steps_in[state.latest_version] == trained and state.latest_version in state.versions:
-        updates = state.updates_in[trained]
-        return {"steps": trained, "version": state.latest_version, "updates": updates}
-    return None
+    inspected, latest = state.inspected_version, state.latest_version
+    if inspected is None and (state.steps_in[latest] != trained or latest not in state.versions):
+        return None
+    version = latest if inspected is None else inspected
+    return {"steps": trained, "version": version, "updates": state.updates_in[trained]}
 
 
 def why_trainer_cannot_begin(core: Core) -> str:

@@ -12,10 +12,11 @@ from bisect import bisect_right
 from typing import Any
 
 from engine.commands import ParkGroup, ProbeProcess
-from engine.events import ProcessProbed, SchedulerRecovered, StateFailed, stamp
+from engine.events import InspectionFailed, ProcessProbed, SchedulerRecovered, StateFailed, stamp
 from engine.scheduling.core import Core
 from engine.scheduling.groups import lose_replica, on_state_failed
 from engine.scheduling.lifetimes import REASON_LENGTH, stop_process
+from engine.scheduling.steps import fail_inspection
 from engine.scheduling.validation import cut_rows
 from engine.scheduling.work_times import (
     NEVER_STILL,
@@ -128,7 +129,7 @@ def _handle_exceeded_limit(core: Core, order: Order) -> None:
         _park_overdue(core, order, f"an attempt exceeded its time limit of {limit_s:g} s (timeouts.group_s)")
     elif order.subject == "rows":
         cut_rows(core, order, reason)
-    elif order.subject == "stage" and not is_silent(core.state, order):
+    elif order.subject in ("stage", "inspect") and not is_silent(core.state, order):
         _fail_stage(core, order, reason)
     elif order.subject == "stop":
         core.orders.end_run("stopped", reason, again=True)
@@ -153,9 +154,16 @@ def _is_parked_as_overdue(state: State, order: Order) -> bool:
 
 
 def _fail_stage(core: Core, order: Order, reason: str) -> None:
-    """Fail the attempt as a `StateFailed` would; its process keeps running. A late answer is a stale echo."""
+    """Fail the attempt as its event would; its process keeps running. A late answer is a stale echo."""
     command: Any = order.command
-    core.state.orders.withdraw("stage", order.id)
+    core.state.orders.withdraw(order.subject, order.id)
+    if order.subject == "inspect":
+        unanswered = InspectionFailed(
+            step=command.step, attempt=command.attempt, state=command.state, version=command.version,
+            reason=reason[:REASON_LENGTH],
+        )  # fmt: skip
+        fail_inspection(core, unanswered)
+        return
     failed = StateFailed(
         group=command.group, attempt=command.attempt, state=command.state, cause="infrastructure",
         reason=reason[:REASON_LENGTH],

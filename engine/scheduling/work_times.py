@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from engine.commands import PauseReplica, StartProcess
 from engine.events import Event, ProcessWaits
+from engine.ids import NO_VERSION
 from engine.states.orders import FAILURES, KINDS_OF_SUBJECTS, Order, works_in_order
 from engine.states.state import State
 from engine.states.timeouts import BITS, CUT, MOST_S
@@ -110,7 +111,7 @@ def note_matched(state: State, event: Event, matched: Iterable[Order]) -> None:
         if order.subject not in check.least:
             continue
         process = state.process_of(order.owner)
-        if process is not None and order.subject == "stage":
+        if process is not None and order.subject in ("stage", "inspect"):
             process.last_answer = _work_time(state, order)
         if type(event) in TEACH_NOTHING or (order.subject == "start" and not could_work(state, order)):
             continue  # when it had room to start is not known
@@ -156,7 +157,9 @@ def _subject_of(state: State, order: Order) -> CountsExceeded | None:
             found = state.find_process(command.kind, command.index)
         case "train" | "score":
             found = state.steps.get(command.step)
-        case "publish":
+        case "inspect" if command.version == NO_VERSION:
+            found = state.steps.get(command.step)
+        case "publish" | "inspect":
             found = state.limit_check
         case "checkpoint":
             found = state.checkpoints

@@ -22,7 +22,8 @@ from engine.states.limits import QUEUED, Limits
 WORK: dict[type[c.Command], tuple[str, ...]] = {
     c.StartGroup: ("generate", "group"), c.ResumeGroup: ("generate", "group"), c.ParkGroup: ("park", "group"),
     c.StageWeights: ("sync", "replica"), c.PauseReplica: ("sync", "replica"), c.InstallWeights: ("sync", "replica"),
-    c.EnterState: ("stage", "group"), c.ScoreBatch: ("score", "step", "task"), c.TrainStep: ("train", "step"),
+    c.EnterState: ("stage", "group"), c.InspectStep: ("inspect", "version", "step"),
+    c.ScoreBatch: ("score", "step", "task"), c.TrainStep: ("train", "step"),
     c.PublishWeights: ("publish", "version"), c.SaveCheckpoint: ("save", "steps"),
     c.DeleteCheckpoint: ("delete", "steps"),
 }  # fmt: skip
@@ -33,7 +34,8 @@ TIMED = {c.ScoreBatch: "score", c.TrainStep: "train", c.PublishWeights: "publish
 ANSWERS: dict[type[e.Event], tuple[type[c.Command], ...]] = {
     e.GroupGenerated: ENDS, e.GroupAborted: ENDS, e.GroupFailed: ENDS, e.PrefixStored: ENDS[:2],
     e.OrderProgressed: (*ENDS[:2], *TIMED),
-    e.StateLeft: (c.EnterState,), e.StateFailed: (c.EnterState,),
+    e.StateLeft: (c.EnterState,), e.StateFailed: (c.EnterState,), e.StepInspected: (c.InspectStep,),
+    e.InspectionFailed: (c.InspectStep,),
     e.WeightsStaged: (c.StageWeights,), e.ReplicaPaused: (c.PauseReplica,), e.WeightsInstalled: (c.InstallWeights,),
     e.SyncFailed: (c.StageWeights, c.PauseReplica, c.InstallWeights), e.BatchScored: (c.ScoreBatch,),
     e.StepTrained: (c.TrainStep,), e.StepFailed: (c.TrainStep, c.ScoreBatch), e.WeightsPublished: (c.PublishWeights,),
@@ -175,6 +177,10 @@ class RunBooks:
         self.steps_in: dict[Version, StepId] = {0: 0}
         self.stored: set[Version] = {0}
         """Versions in the weights store."""
+        self.inspected: Version | None = None
+        """The version in the store that may not be used yet: an added state has not let it pass."""
+        self.gated: set[tuple[StepId, int]] = set()
+        """Steps and attempts whose batch was inspected before its training."""
         self.resumed = False
         """The next version may hold no new step."""
         self.saved: set[StepId] = set()
@@ -213,7 +219,7 @@ class RunBooks:
 
     @property
     def newest(self) -> Version:
-        return max(self.steps_in)
+        return max(version for version in self.steps_in if version != self.inspected)
 
     @property
     def loaded(self) -> set[Version]:
@@ -226,7 +232,7 @@ class RunBooks:
         """Versions to be retired. A drain retires none: the resume begins with an empty store."""
         if self.drain is not None or self.newest not in self.stored:
             return set()
-        return self.stored - self.loaded - {self.newest}
+        return self.stored - self.loaded - {self.newest, self.inspected}
 
     @property
     def surplus(self) -> list[StepId]:
@@ -278,6 +284,11 @@ class RunBooks:
                 self.groups[event.group].ready = True
             case e.StateFailed():
                 self._charge_group(event.group, event.cause)
+            case e.StepInspected() if event.version != NO_VERSION:
+                self.inspected = None
+                self.failures.pop("publication", None)
+            case e.InspectionFailed():
+                self._charge(event.step if event.version == NO_VERSION else "publication")
             case e.PromptsDrawn():
                 self.drawn = max(self.drawn, event.first + event.count)
             case e.WeightsInstalled() | e.SyncFailed():
@@ -463,6 +474,9 @@ class RunBooks:
             for (id,) in self.open["stage"]:
                 self._charge_group(id, "infrastructure", sure=sure)
             self.open["stage"].clear()
+            for version, step in self.open["inspect"]:
+                self._charge(step if version == NO_VERSION else "publication", sure=sure)
+            self.open["inspect"].clear()
         elif kind in ("trainer", "scorer"):
             apart = [task for tasks in self._scorers for task in tasks]
             mine = self._scorers[index] if kind == "scorer" else {*self.limits.scoring_tasks} - {*apart}
@@ -473,6 +487,8 @@ class RunBooks:
                     self._charge("publication", sure=sure)
                 for work in ("train", "publish", "save", "delete"):
                     self.open[work].clear()
+                for key in [key for key in self.open["inspect"] if key[0] == NO_VERSION]:
+                    del self.open["inspect"][key]
             for step in steps:
                 self._charge(step, sure=sure)
             self.open["score"] = {key: order for key, order in self.open["score"].items() if key[0] not in steps}
@@ -488,6 +504,9 @@ class RunBooks:
             wanted = kind != "replica" or index < event.replicas
             self.processes[kind, index] = ProcessBook(life=process.life, wanted=wanted)
         self.stored.clear()
+        if self.inspected is not None:
+            del self.steps_in[self.inspected]
+            self.inspected = None
         self.failures.pop("publication", None)
         if not event.kept:
             self._branch(event.steps)
@@ -510,6 +529,7 @@ class RunBooks:
         self.requeued |= {id: group.charges for id, group in self.groups.items()}
         self.groups.clear()
         self.failures.clear()
+        self.gated.clear()
         self.unread.clear()
         self.taken = {id: step for id, step in self.taken.items() if step < steps}
         self.discarded = {id: at for id, at in self.discarded.items() if at < steps} | dict.fromkeys(self.taken, 0)
@@ -555,6 +575,10 @@ class RunBooks:
             case c.ScoreBatch() | c.TrainStep():
                 self.batches[command.step] = command.groups
                 self.taken.update(dict.fromkeys(command.groups, command.step))
+            case c.InspectStep() if command.version == NO_VERSION:
+                self.gated.add((command.step, command.attempt))
+            case c.InspectStep():
+                self.inspected = command.version
             case c.RetireWeights():
                 self.stored.discard(command.version)
             case c.StageWeights() | c.PauseReplica() | c.ResumeReplica():

@@ -28,9 +28,9 @@ class Finding(EngineError):
 
 
 def _turn(command: c.Command) -> int:
-    """When a command of a tick is judged: groups cut short and stops cost attempts, and discards free places, before
-    any other command of the tick."""
-    if isinstance(command, c.StopProcess) or (isinstance(command, c.ParkGroup) and command.reason):
+    """When a command of a tick is judged: groups cut short and stops cost attempts, discards free places, and weights
+    that are inspected may not be used, before any other command of the tick."""
+    if isinstance(command, c.StopProcess | c.InspectStep) or (isinstance(command, c.ParkGroup) and command.reason):
         return 0
     return 1 if isinstance(command, c.DiscardGroups) else 2
 
@@ -57,6 +57,7 @@ class RunLedger:
                 law(self, command)
             self.books.enter(command)
         if self.end is None:
+            self.owes_the_end_of_what_is_refused()
             self.owes_the_end_of_spent_attempts(commands)
             self.owes_a_version_and_a_checkpoint()
             if not all(isinstance(fact, GROUP_FACTS) for fact in self.books.facts):
@@ -158,7 +159,7 @@ class RunLedger:
 
     # train steps
 
-    def trains_each_group_once(self, command: c.TrainStep | c.ScoreBatch) -> None:
+    def trains_each_group_once(self, command: c.TrainStep | c.ScoreBatch | c.InspectStep) -> None:
         """A batch has finished groups that no other step has taken, and is the same in every attempt."""
         books, size = self.books, len(command.groups)
         known = books.batches.get(command.step, command.groups)
@@ -181,17 +182,36 @@ class RunLedger:
             self._expect(staleness <= group.bound, f"group {id} is {staleness} stale, above {group.bound}", command)
             self.worst_staleness = max(self.worst_staleness, staleness)
 
-    def trains_in_order(self, command: c.TrainStep) -> None:
+    def trains_in_order(self, command: c.TrainStep | c.InspectStep) -> None:
         """A step is trained alone, after the step before it, and not while weights are published."""
         self._expect(command.step == self.books.trained, f"step {self.books.trained} is next", command)
         self._expect(not self.books.open["train"], "two steps are trained at once", command)
-        self._expect(not self.books.open["publish"], "a step is trained while weights are published", command)
+        stored = not self.books.open["publish"] and self.books.inspected is None
+        self._expect(stored, "a step is trained while weights are published", command)
 
-    def trains_after_sync(self, command: c.TrainStep) -> None:
-        """With `train_after_sync`, every replica has the newest weights, but for those that validations hold back."""
+    def trains_what_passed(self, command: c.TrainStep) -> None:
+        """No batch is trained while an added state inspects it, or after one has refused it."""
+        inspected = (NO_VERSION, command.step) in self.books.open["inspect"]
+        self._expect(not inspected, "a batch is trained that is inspected", command)
+
+    def inspects_what_is_next(self, command: c.InspectStep) -> None:
+        """A batch is inspected when it could be trained, a version when it is in the store and no replica has it."""
+        if command.version == NO_VERSION:
+            for law in (RunLedger.trains_each_group_once, RunLedger.trains_in_order, RunLedger.trains_after_sync):
+                law(self, command)
+            return
+        newest = max(self.books.steps_in)
+        self._expect(command.version == newest, f"version {newest} is the newest", command)
+        self._expect(command.version in self.books.stored, "a version is inspected that is not in the store", command)
+        self._expect(command.step == self.books.trained - 1, f"{self.books.trained} steps are trained", command)
+
+    def trains_after_sync(self, command: c.TrainStep | c.InspectStep) -> None:
+        """With `train_after_sync`, every replica has the newest weights, but for those that validations hold back, when
+        a step is trained, or before that inspected for the first time."""
         books, validation = self.books, self.books.limits.validation
         shared = validation is not None and validation.own_from is None
-        if not books.limits.train_after_sync or shared or books.drain is not None:
+        gated = (command.step, command.attempt) in books.gated
+        if not books.limits.train_after_sync or shared or books.drain is not None or gated:
             return
         for (kind, index), process in books.processes.items():
             validates = validation is not None and index >= (validation.own_from or 0)
@@ -212,6 +232,7 @@ class RunLedger:
     def stages_what_is_stored(self, command: c.StageWeights) -> None:
         older = self.books.process("replica", command.replica).version
         self._expect(command.version in self.books.stored, "a version is staged that is not in the store", command)
+        self._expect(command.version != self.books.inspected, "a version is staged before it has passed", command)
         self._expect(command.version > older, f"the replica has version {older}", command)
 
     def retires_what_is_unused(self, command: c.RetireWeights) -> None:
@@ -291,7 +312,7 @@ class RunLedger:
         books = self.books
         if books.drain is None or (command.outcome, command.reason) != ("stopped", books.drain):
             return
-        for work in ("generate", "score", "train", "publish", "save"):
+        for work in ("generate", "score", "inspect", "train", "publish", "save"):
             self._expect(not books.open[work], f"a drain ends with open orders to {work}", command)
         self._expect(self._is_saved(), f"a drain ends without a checkpoint of step {books.trained}", command)
 
@@ -300,11 +321,16 @@ class RunLedger:
 
     def fails_when_attempts_are_spent(self, command: c.FinishRun) -> None:
         """A failed step or publication ends the run only if it was the last attempt."""
-        facts = self.books.facts
-        if command.outcome == "failed" and facts and all(isinstance(x, e.StepFailed | e.PublishFailed) for x in facts):
+        facts, failures = self.books.facts, e.StepFailed | e.PublishFailed | e.InspectionFailed
+        if command.outcome == "failed" and facts and all(isinstance(x, failures) for x in facts):
             self._expect(bool(self.books.may_be_spent), "the run fails although attempts are left", command)
 
     # commands that a tick must have given
+
+    def owes_the_end_of_what_is_refused(self) -> None:
+        """A run ends when a batch or weights are refused."""
+        refused = [fact for fact in self.books.facts if isinstance(fact, e.StepInspected) and fact.refused]
+        self._expect(not refused, "the run continues with what was refused", refused)
 
     def owes_the_end_of_spent_attempts(self, commands: Sequence[c.Command]) -> None:
         """Work without attempts left ends, and aborted groups are discarded."""
@@ -346,8 +372,9 @@ LAWS: dict[type[c.Command], tuple[Law, ...]] = {
     c.ScoreBatch: (RunLedger.trains_each_group_once,),
     c.TrainStep: (
         RunLedger.trains_each_group_once, RunLedger.trains_nothing_stale, RunLedger.trains_in_order,
-        RunLedger.trains_after_sync,
+        RunLedger.trains_after_sync, RunLedger.trains_what_passed,
     ),
+    c.InspectStep: (RunLedger.inspects_what_is_next,),
     c.PublishWeights: (RunLedger.publishes_every_step,),
     c.StageWeights: (RunLedger.stages_what_is_stored,),
     c.PauseReplica: (RunLedger.pauses_as_configured,),

@@ -394,3 +394,14 @@ def work_of(dice: Dice, state: str) -> Callable[[TrajectoryGroup], Awaitable[Tra
         return group
 
     return work
+
+
+def inspection_of(dice: Dice) -> Callable[[Any], Awaitable[None]]:
+    """The work of an added state of train steps, which lets everything pass: a refusal would end the run."""
+
+    async def work(given: Any) -> None:
+        await dice.work(dice.setting.state_s)
+        if dice.chance(dice.setting.faults.fail_state):
+            raise Fault("fault")
+
+    return work

@@ -31,7 +31,16 @@ from engine.runtime.supervisor import Supervisor
 from engine.scheduling.scheduler import Scheduler
 from engine.simulation.run_checks import Finding, Judge
 from engine.simulation.run_settings import Faults, Setting
-from engine.simulation.simulated_models import SAMPLES, Dice, SimGenerator, SimScorer, SimTrainer, restore, work_of
+from engine.simulation.simulated_models import (
+    SAMPLES,
+    Dice,
+    SimGenerator,
+    SimScorer,
+    SimTrainer,
+    inspection_of,
+    restore,
+    work_of,
+)
 from engine.simulation.virtual_processes import VirtualProcess, VirtualProcesses
 from engine.states.laws import check_all
 from engine.states.limits import QUEUED
@@ -170,6 +179,7 @@ class World:
             restore_trainer=restore,
             make_scorer=lambda tasks: SimScorer(self.dice),
             make_work=lambda state: work_of(self.dice, state),
+            make_inspection=lambda state: inspection_of(self.dice),
             run_dir=None if self._directory is None else Path(self._directory.name),
             held_out=[Prompt(row=row, text="") for row in range(rows)],
             trajectories="memory",

@@ -9,7 +9,8 @@ from typing import Any
 
 from engine.commands import InstallWeights, PauseReplica, StageWeights
 from engine.errors import InvariantViolated
-from engine.ids import GroupId, ReplicaId
+from engine.ids import NO_VERSION, GroupId, ReplicaId
+from engine.states.limits import PUBLISHING, SCORING
 from engine.states.machine import Phase
 from engine.states.orders import LIMIT, stage_owner
 from engine.states.pool import ROLLOUT
@@ -174,6 +175,7 @@ def check_orders(state: State) -> None:
     require(list(orders.open("train")) == training, "law 10: a step is trained unordered, or is not", steps=training)
     require(all(step in state.steps for step, _ in orders.open("score")), "law 10: a step that is over is scored")
     require(all(at > state.latest_version for at in orders.open("publish")), "law 10: a version is published twice")
+    _check_inspections(state)
     require(not orders.open("retire").keys() & state.versions.keys(), "law 10: a version is dropped that is live")
     require(not orders.open("abort").keys() & running, "law 10: a group is aborted that runs")
     gone = orders.open("delete").keys() - {*state.checkpoints.steps}
@@ -195,6 +197,20 @@ def check_orders(state: State) -> None:
         ordered = None if sync is None else type(sync.command)
         fits = ordered in IN_SYNC.get(replica.state, (None, StageWeights))
         require(fits, "law 10: a replica and its order disagree", replica=replica.id, state=replica.state)
+
+
+def _check_inspections(state: State) -> None:
+    """A step in an added state is inspected, and no replica may have the version that is."""
+    inspections = [*state.orders.open("inspect")]
+    gates, checks = state.limits.states_at(SCORING), state.limits.states_at(PUBLISHING)
+    batches = [(NO_VERSION, step.id) for step in state.formed_steps if step.state in gates]
+    versions = [key for key in inspections if key[0] != NO_VERSION]
+    found = [key for key in inspections if key not in versions]
+    require(found == batches, "law 10: a batch is inspected unordered, or is not", steps=batches)
+    hidden = all(version > state.latest_version for version, _ in versions)
+    require(hidden and len(versions) <= 1, "law 10: a version is inspected that replicas may have", versions=versions)
+    checked = any(step.state in checks for step in state.formed_steps)
+    require(bool(versions) or not checked, "law 10: weights are to be inspected, and were not ordered to be")
 
 
 def check_processes(state: State) -> None:

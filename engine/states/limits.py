@@ -207,7 +207,9 @@ class Pool:
 
 
 QUEUED, GENERATED = "queued", "generated"
-"""The places of added states."""
+"""The places of added states of groups."""
+SCORING, PUBLISHING = "scoring", "publishing"
+"""The places of added states of train steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,9 +218,10 @@ class AddedState:
 
     name: str
     concurrency: int
-    """Groups worked on at once in this state; the others wait in it, first come first served."""
+    """Groups worked on at once in this state; the others wait in it, first come first served. Of a train step: 1."""
     place: str = GENERATED
-    """The state after which it comes: `queued`, before generation, or `generated`, after it."""
+    """The state after which it comes. Of groups: `queued`, before generation, or `generated`, after it. Of train steps:
+    `scoring`, before the batch is trained, or `publishing`, before replicas get the weights."""
 
     def __post_init__(self) -> None:
         if type(self.concurrency) is not int or self.concurrency < 1:
@@ -273,7 +276,7 @@ class Limits:
     over_sample: float = 0.0
     """Groups started beyond what the bound needs, in batches; those not wanted once a batch is full are dropped."""
     added_states: tuple[AddedState, ...] = ()
-    """What a group passes through between its last token and `generated`, in order."""
+    """What groups and train steps pass through besides the states of their tables, in order."""
     keeps_batches: bool = False
     """Trajectories stay in their store until a checkpoint contains their step: it can be trained again from them."""
     timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
@@ -498,7 +501,7 @@ class Limits:
             raise ConfigError("scheduler.states", names, "names a state twice", "name each once")
 
     def states_at(self, place: str) -> tuple[str, ...]:
-        """The names of the added states in a place, in the order in which groups pass through them."""
+        """The names of the added states in a place, in their order."""
         return tuple(state.name for state in self.added_states if state.place == place)
 
     @property

@@ -23,6 +23,7 @@ from engine.commands import (
     DrawPrompts,
     EnterState,
     FinishRun,
+    InspectStep,
     InstallWeights,
     MeasureRows,
     ParkGroup,
@@ -52,6 +53,7 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    InspectionFailed,
     OrderDone,
     OrderProgressed,
     PrefixStored,
@@ -67,6 +69,7 @@ from engine.events import (
     StateFailed,
     StateLeft,
     StepFailed,
+    StepInspected,
     StepTrained,
     SyncFailed,
     TimerFired,
@@ -191,6 +194,8 @@ RELATIONS: dict[type[Command], Relation] = {
     StopMeasuring: _acknowledged("stop rows", ("replica",), "replica", "cut"),
     EnterState: Relation(subject="stage", id=("group",), owner="state", echo=("attempt", "state"),
                          answers=(StateLeft, StateFailed), limit="stage"),
+    InspectStep: Relation(subject="inspect", id=("version", "step"), owner="state", echo=("attempt", "state"),
+                          answers=(StepInspected, InspectionFailed), limit="stage"),
 }  # fmt: skip
 """Every order. `CancelTimer` (withdraws its timer) and `FinishRun` (withdraws everything) are not orders."""
 
@@ -203,7 +208,7 @@ KINDS_OF_SUBJECTS: dict[str, str] = {
 
 FAILURES: frozenset[type[Event]] = frozenset((
     DrawFailed, GroupAborted, GroupFailed, SyncFailed, ProcessLost, StepFailed, PublishFailed, CheckpointFailed,
-    RowsFailed, StateFailed,
+    RowsFailed, StateFailed, InspectionFailed,
 ))  # fmt: skip
 """Answers that do not say that the order was carried out."""
 

@@ -1,4 +1,4 @@
-"""The added states of groups: which groups wait for their work, in which order.
+"""The added states of groups: which groups wait for their work, in which order. Those of train steps have no queue.
 
 `states/state.py` updates it when groups enter and leave; `scheduling/groups.py` drives it. The order book alone says
 whose work is ordered. The ledger counts a group in a state before generation as waiting, and in a state after it as
@@ -31,10 +31,11 @@ class Stage:
 
 
 class Stages:
-    """Every added state of a run, in the order in which groups pass through them."""
+    """Every added state of a run's groups, in the order in which groups pass through them."""
 
     def __init__(self, added: tuple[AddedState, ...], orders: OrderBook) -> None:
-        self.by_name = {state.name: Stage(number, state, orders) for number, state in enumerate(added)}
+        of_groups = [state for state in added if state.place in (QUEUED, GENERATED)]
+        self.by_name = {state.name: Stage(number, state, orders) for number, state in enumerate(of_groups)}
         stages = self.by_name.values()
         self.at = {place: tuple(stage for stage in stages if stage.place == place) for place in (QUEUED, GENERATED)}
         """By place."""

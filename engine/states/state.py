@@ -17,16 +17,16 @@ from engine.ids import NO_VERSION, GroupId, ReplicaId, StepId, Version
 from engine.states.checkpoints import Checkpoints
 from engine.states.group import Group, group_table
 from engine.states.ledger import Deadlines, Ledger
-from engine.states.limits import GENERATED, QUEUED, Limits
+from engine.states.limits import GENERATED, PUBLISHING, QUEUED, SCORING, Limits
 from engine.states.machine import Phase, SharedMachine
-from engine.states.orders import KINDS_OF_SUBJECTS, OrderBook, Owner, owner_of
+from engine.states.orders import KINDS_OF_SUBJECTS, OrderBook, Owner, owner_of, stage_owner
 from engine.states.paces import Paces
 from engine.states.pool import POOL, PoolLease, Pools
 from engine.states.process import ADDED_STATES, PROCESS, SCORER, Process, name_of
 from engine.states.process import REPLICA as REPLICA_KIND
 from engine.states.replica import REPLICA, FreeSlots, Replica
 from engine.states.stage_queues import Stages
-from engine.states.step import STEP, Step
+from engine.states.step import Step, step_table
 from engine.states.timeouts import LimitCheck
 from engine.states.validation import VALIDATION, Validations
 from engine.states.version import VERSION, WeightsVersion
@@ -129,7 +129,7 @@ class State:
         self.orders = OrderBook(limits.scored_apart)
         self.pools = Pools(limits)
         self.stages = Stages(limits.added_states, self.orders)
-        self._worker_of = {stage.owner: name_of(ADDED_STATES, 0) for stage in self.stages.by_name.values()}
+        self._worker_of = {stage_owner(added.name): name_of(ADDED_STATES, 0) for added in limits.added_states}
         for index, tasks in enumerate(limits.scorers()):
             self._worker_of.update((self.orders.scorer(task), name_of(SCORER, index)) for task in tasks)
         """The process that executes the orders of an owner with another name."""
@@ -199,7 +199,15 @@ class State:
             self._leave[Phase.WAITING], self._enter[Phase.WAITING] = self._leave_waiting, self._enter_waiting
         self._group_machine = SharedMachine(table, observe)
         self._machines = [
-            SharedMachine(table, self._noting(observe)) for table in (STEP, REPLICA, VERSION, POOL, PROCESS, VALIDATION)
+            SharedMachine(table, self._noting(observe))
+            for table in (
+                step_table(limits.states_at(SCORING), limits.states_at(PUBLISHING)),
+                REPLICA,
+                VERSION,
+                POOL,
+                PROCESS,
+                VALIDATION,
+            )
         ]
         (
             self._step_machine, self._replica_machine, self._version_machine, self._pool_machine, self._process_machine,
@@ -470,7 +478,7 @@ class State:
         if process.kind == SCORER:
             return [self.orders.scorer(task) for task in self.limits.scorers()[process.index]]
         if process.kind == ADDED_STATES:
-            return [stage.owner for stage in self.stages.by_name.values()]
+            return [stage_owner(added.name) for added in self.limits.added_states]
         return [owner_of(process.kind, process.index)]
 
     def process_of(self, owner: Owner) -> Process | None:
@@ -562,8 +570,13 @@ class State:
 
     @property
     def publishing(self) -> bool:
-        """A version is on its way to the store."""
-        return bool(self.orders.open("publish"))
+        """A version is on its way to the store, or is inspected there."""
+        return bool(self.orders.open("publish")) or self.inspected_version is not None
+
+    @property
+    def inspected_version(self) -> Version | None:
+        """The version in the store that an added state of train steps inspects; no replica may have it yet."""
+        return next((version for version, _ in self.orders.open("inspect") if version != NO_VERSION), None)
 
     @property
     def checkpoint_pending(self) -> bool:

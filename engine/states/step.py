@@ -1,9 +1,10 @@
 """The train step: one outer step of the trainer over a batch of groups. Driven by `scheduling/steps.py`."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from engine.ids import GroupId, StepId
-from engine.states.machine import Table, transitions
+from engine.states.machine import Table, Transition, transitions
 
 STEP = Table(
     name="step",
@@ -19,6 +20,34 @@ STEP = Table(
     ),
     terminal=("finished",),
 )
+
+BETWEEN = {"scoring": ("scoring", "training"), "publishing": ("publishing", "finished")}
+"""Where added states of train steps lie, by place."""
+LET_IN = "an added state: its policy lets the step in, and no added state before it refused"
+
+
+@lru_cache
+def step_table(gates: tuple[str, ...] = (), checks: tuple[str, ...] = ()) -> Table:
+    """The table of steps that pass through `gates` before they are trained and through `checks` before replicas get
+    their weights, in their order; the same object for the same states."""
+    if not gates and not checks:
+        return STEP
+    also = {"train": gates, "retry": gates, "published": checks}
+    rows = [
+        Transition(trigger=row.trigger, sources=(*row.sources, *also.get(row.trigger, ())), target=row.target,
+                   why=row.why)
+        for row in STEP.transitions
+    ]  # fmt: skip
+    for place, added in (("scoring", gates), ("publishing", checks)):
+        rows += [
+            Transition(trigger=name, sources=(place, *added[:number]), target=name, why=LET_IN)
+            for number, name in enumerate(added)
+        ]
+    if checks:
+        why = "the run resumes: its weights are published again"
+        rows.append(Transition(trigger="republish", sources=checks, target="publishing", why=why))
+    states = (*STEP.states, *gates, *checks)
+    return Table(name=STEP.name, states=states, transitions=tuple(rows), terminal=STEP.terminal)
 
 
 @dataclass(eq=False)

@@ -47,6 +47,19 @@ class GroupView(NamedTuple):
     """Mean of each named reward over the rollouts that have it, once generated."""
 
 
+class StepView(NamedTuple):
+    """What an added state of train steps is asked about: a formed batch, or stored weights that no replica has."""
+
+    step: StepId
+    """The step that the batch is for; the last step in the weights, -1 for none."""
+    version: Version
+    """Version of the weights; -1 for a batch."""
+    attempt: int
+    groups: tuple[GroupId, ...] = ()
+    """The groups of the batch: `View.group` has each. Empty for weights."""
+    staleness: tuple[int, ...] = ()
+
+
 class ReplicaView(NamedTuple):
     """One replica. `running` of its `slots` are busy, with groups or a validation; `staged` is the version in its host
     memory, if any."""

@@ -1,4 +1,6 @@
-"""The worker of added states: passes a stored group to the user's coroutine, checks, stores and reports the result.
+"""The worker of added states: passes stored groups, batches and weights to the user's coroutines.
+
+Checks, stores and reports what becomes of a group, and reports whether a batch or weights pass.
 
 Called by `runtime.worker`. The scheduler decides how many groups run at once. Must never let work change a token,
 nor store a group again that was discarded meanwhile.
@@ -10,13 +12,14 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from engine.commands import EnterState
+from engine.commands import EnterState, InspectStep
 from engine.errors import DataFailure, EngineError, clean, reason_of
-from engine.events import Event, StateFailed, StateLeft
-from engine.ids import GroupId, Incarnation
-from engine.protocols import Closable, Fallible
+from engine.events import Event, InspectionFailed, StateFailed, StateLeft, StepInspected
+from engine.ids import NO_VERSION, GroupId, Incarnation
+from engine.protocols import Batch, Closable, Fallible, PublishedWeights
 from engine.protocols.user_code import awaited
 from engine.storage.trajectories import Trajectories, copy_group, copy_prompt
+from engine.storage.weights import Weights
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 from engine.workers.call_reports import CallReports
 from engine.workers.group_reports import (
@@ -37,6 +40,9 @@ Work = Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup]]
 """The work on a group in a state. It returns the group. After generation it may change rewards; before generation, the
 group has no trajectories, and it may change the text and the fields of the prompt."""
 
+Inspection = Callable[[Any], Awaitable[str | None]]
+"""The work of a state of train steps, on a `Batch` or `PublishedWeights`: why it refuses them; None: they pass."""
+
 KEPT = (
     "prompt_ids",
     "token_ids",
@@ -52,7 +58,13 @@ KEPT = (
 
 
 REMEMBERED_ATTEMPTS = 16_384
-"""Number of groups whose last reported attempt is remembered, to detect repeats."""
+"""Number of subjects whose last reported attempt is remembered, to detect repeats."""
+Subject = GroupId | tuple[str, int, int]
+"""What an order is about: a group, or a state with a version and a step."""
+
+
+def _subject(command: EnterState | InspectStep) -> Subject:
+    return command.group if isinstance(command, EnterState) else (command.state, command.version, command.step)
 
 
 async def unchanged(group: TrajectoryGroup) -> TrajectoryGroup:
@@ -61,7 +73,8 @@ async def unchanged(group: TrajectoryGroup) -> TrajectoryGroup:
 
 
 class StageWorker:
-    """Executes `EnterState` orders with the state's entry in `works`.
+    """Executes `EnterState` orders with the state's entry in `works`, and `InspectStep` orders with that in
+    `inspections`.
 
     `timeout_s` limits each execution, except in `untimed` states, whose work limits its own calls. `emit` receives
     events. `described`: the columns that policies see; None: they see only figures. `broken(reason)` is called when
@@ -72,7 +85,9 @@ class StageWorker:
         self,
         *,
         works: Mapping[str, Work],
+        inspections: Mapping[str, Inspection] | None = None,
         trajectories: Trajectories,
+        weights: Weights | None = None,
         emit: Callable[[Event], None],
         broken: Callable[[str], None],
         timeout_s: float | None = None,
@@ -81,30 +96,33 @@ class StageWorker:
         described: Sequence[str] | None = None,
     ) -> None:
         self._works = works
+        self._inspections = inspections or {}
         self._trajectories = trajectories
+        self._weights = weights
         self._emit = emit
         self._timeout_s = timeout_s
         self._untimed = untimed
         self._described = described
-        self._running: dict[GroupId, tuple[int, asyncio.Task[None]]] = {}
-        self._reported: OrderedDict[GroupId, int] = OrderedDict()
-        """The last reported attempt of each group, to detect repeated orders."""
+        self._running: dict[Subject, tuple[int, asyncio.Task[None]]] = {}
+        self._reported: OrderedDict[Subject, int] = OrderedDict()
+        """The last reported attempt of each subject, to detect repeated orders."""
         self._tasks = WorkerTasks("the added states", broken)
-        own: list[object] = list(works.values())
+        own: list[object] = [*works.values(), *self._inspections.values()]
         self._calls = CallReports("added states", 0, incarnation, own, emit)
         for work in own:
             if isinstance(work, Fallible):
                 self._tasks.spawn(self._listen(work, broken))
 
-    def carry_out(self, command: EnterState, prompt: Prompt | None = None) -> None:
+    def carry_out(self, command: EnterState | InspectStep, prompt: Prompt | None = None) -> None:
         """Start an order and return at once. A repeat changes nothing; a newer attempt cancels an older one. `prompt`:
         of a group that is not generated yet."""
-        number, task = self._running.get(command.group, (0, None))
-        if max(number, self._reported.get(command.group, 0)) >= command.attempt:
+        subject = _subject(command)
+        number, task = self._running.get(subject, (0, None))
+        if max(number, self._reported.get(subject, 0)) >= command.attempt:
             return
         if task is not None:
             self._tasks.cancel(task)
-        self._running[command.group] = (command.attempt, self._tasks.spawn(self._carry_out(command, prompt)))
+        self._running[subject] = (command.attempt, self._tasks.spawn(self._carry_out(command, prompt)))
 
     def discard(self, groups: Sequence[GroupId]) -> None:
         """Cancel the work on dropped groups, without a report."""
@@ -118,7 +136,7 @@ class StageWorker:
         self._running.clear()
         self._calls.close()
         await self._tasks.close()
-        works: list[object] = list(self._works.values())
+        works: list[object] = [*self._works.values(), *self._inspections.values()]
         for work in works:
             if isinstance(work, Closable):
                 try:
@@ -129,9 +147,13 @@ class StageWorker:
     async def _listen(self, work: Fallible, broken: Callable[[str], None]) -> None:
         broken(clean(str(await awaited(work.failed))))
 
-    async def _carry_out(self, command: EnterState, prompt: Prompt | None) -> None:
+    async def _carry_out(self, command: EnterState | InspectStep, prompt: Prompt | None) -> None:
         try:
-            event: Event = await (self._left(command) if prompt is None else self._prepared(command, prompt))
+            event: Event
+            if isinstance(command, InspectStep):
+                event = await self._inspected(command)
+            else:
+                event = await (self._left(command) if prompt is None else self._prepared(command, prompt))
         except DataFailure as error:
             event = self._failed(command, "data", error)
         except Exception as error:
@@ -141,16 +163,17 @@ class StageWorker:
                 raise
             event = self._failed(command, "infrastructure", error)
         if self._wanted(command):  # work may have caught its own cancellation
-            del self._running[command.group]
-            self._reported[command.group] = command.attempt
-            self._reported.move_to_end(command.group)
+            subject = _subject(command)
+            del self._running[subject]
+            self._reported[subject] = command.attempt
+            self._reported.move_to_end(subject)
             if len(self._reported) > REMEMBERED_ATTEMPTS:
                 self._reported.popitem(last=False)
             self._emit(event)
 
-    def _wanted(self, command: EnterState) -> bool:
-        """Whether this is the newest order for its group, the group was not dropped and the worker is not closed."""
-        return self._running.get(command.group, (0, None))[0] == command.attempt
+    def _wanted(self, command: EnterState | InspectStep) -> bool:
+        """Whether this is the newest order for its subject, which was not dropped, and the worker is not closed."""
+        return self._running.get(_subject(command), (0, None))[0] == command.attempt
 
     async def _prepared(self, command: EnterState, prompt: Prompt) -> StateLeft:
         """Store a group without trajectories: what a replica needs of it is its prompt."""
@@ -172,13 +195,38 @@ class StageWorker:
         work = self._works.get(command.state)
         if work is None:
             raise EngineError(f"no work is defined for the state {command.state}")
+        return await self._called(command, work, copy_group(kept), f"group {command.group}")
+
+    async def _called(self, command: EnterState | InspectStep, work: Any, given: Any, what: str) -> Any:
+        """The result of the user's work on `given`, within the time limit."""
         timeout_s = None if command.state in self._untimed else self._timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                return await awaited(work, copy_group(kept))
+                return await awaited(work, given)
         except TimeoutError as error:
-            story = f"the work of {command.state} exceeded its limit of {timeout_s} s on group {command.group}"
-            raise EngineError(str(error) or story, group=command.group) from error
+            story = f"the work of {command.state} exceeded its limit of {timeout_s} s on {what}"
+            raise EngineError(str(error) or story) from error
+
+    async def _inspected(self, command: InspectStep) -> StepInspected:
+        """Ask a state of train steps about a batch or a version."""
+        work = self._inspections.get(command.state)
+        if work is None:
+            raise EngineError(f"no work is defined for the state {command.state}")
+        given: Batch | PublishedWeights
+        if command.version == NO_VERSION:
+            what = f"the batch of step {command.step}"
+            groups = [copy_group(group) for group in await self._trajectories.get(command.groups)]
+            given = Batch(step=command.step, groups=groups, staleness=list(command.staleness))
+        else:
+            assert self._weights is not None  # only a run with such states has these orders
+            what, weights = f"version {command.version}", await self._weights.get(command.version)
+            given = PublishedWeights(version=command.version, steps=command.step + 1, weights=weights)
+        refused = await self._called(command, work, given, what)
+        check_inspected(command.state, refused)
+        return StepInspected(
+            step=command.step, attempt=command.attempt, state=command.state, version=command.version,
+            refused=clean(refused or ""),
+        )  # fmt: skip
 
     async def _left(self, command: EnterState) -> StateLeft:
         (kept,) = await self._trajectories.get([command.group])
@@ -191,11 +239,24 @@ class StageWorker:
             reward_spread=spread, described="" if self._described is None else describe(group, self._described),
         )  # fmt: skip
 
-    def _failed(self, command: EnterState, cause: str, error: BaseException) -> StateFailed:
+    def _failed(self, command: EnterState | InspectStep, cause: str, error: BaseException) -> Event:
+        if isinstance(command, InspectStep):
+            log.warning("the inspection %s failed on step %d", command.state, command.step, exc_info=error)
+            return InspectionFailed(
+                step=command.step, attempt=command.attempt, state=command.state, version=command.version,
+                reason=reason_of(error),
+            )  # fmt: skip
         log.warning("%s failed on group %d (%s)", command.state, command.group, cause, exc_info=error)
         return StateFailed(
             group=command.group, attempt=command.attempt, state=command.state, cause=cause, reason=reason_of(error)
         )
+
+
+def check_inspected(state: str, result: Any) -> None:
+    """Raise unless a state of train steps returned None or a reason. Raises: `EngineError`."""
+    if result is not None and (not isinstance(result, str) or not result.strip()):
+        law = "must return None if it lets them pass, or a text with the reason if it refuses them"
+        raise EngineError(f"the work of {state} {law}, not {result!r:.80}")
 
 
 def check_prepared(state: str, before: TrajectoryGroup, after: Any) -> None:

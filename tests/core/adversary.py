@@ -18,6 +18,7 @@ from engine.commands import (
     DrawPrompts,
     EnterState,
     FinishRun,
+    InspectStep,
     ProbeProcess,
     PublishWeights,
     RetireWeights,
@@ -52,7 +53,7 @@ from engine.simulation.run_checks import Judge
 from engine.states.laws import check_all
 from engine.states.limits import Limits
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
-from tests.core.agents import SimReplica, SimStore, SimTrainer, state_answer
+from tests.core.agents import SimReplica, SimStore, SimTrainer, inspection_answer, state_answer
 from tests.core.states import require_same_state
 
 AT_REST = "the test wants it to rest"
@@ -102,7 +103,7 @@ class Adversary:
         self.timers: list[SetTimer] = []
         self.due: dict[int, float] = {}
         """When each timer is to fire."""
-        self.judged: list[EnterState] = []
+        self.judged: list[EnterState | InspectStep] = []
         """Work of added states in progress; it may end in any order."""
         self.probes: list[ProbeProcess] = []
         """Whoever is probed may say that it waits for any process, or say nothing."""
@@ -182,7 +183,7 @@ class Adversary:
                 case DiscardGroups():
                     self.store.discard(command.groups)
                     self.done.append(command.number)
-                case EnterState():
+                case EnterState() | InspectStep():
                     self.judged.append(command)
                 case RetireWeights():
                     self.done.append(command.number)
@@ -398,7 +399,11 @@ class Adversary:
 
     def leave(self, index: int, cause: str = "") -> None:
         """The work of an added state ends, or fails for `cause`."""
-        self._post(2000)(state_answer(self.judged.pop(index % len(self.judged)), cause))
+        order = self.judged.pop(index % len(self.judged))
+        if isinstance(order, InspectStep):
+            self._post(2000)(inspection_answer(order, succeed=not cause))
+        else:
+            self._post(2000)(state_answer(order, cause))
 
     def sources(self) -> list[int]:
         return [source for source, waiting in self.up.items() if waiting]

@@ -13,6 +13,7 @@ from engine.commands import (
     Command,
     DeleteCheckpoint,
     EnterState,
+    InspectStep,
     InstallWeights,
     MeasureRows,
     ParkGroup,
@@ -36,6 +37,7 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    InspectionFailed,
     OrderDone,
     OrderProgressed,
     PrefixStored,
@@ -46,6 +48,7 @@ from engine.events import (
     StateFailed,
     StateLeft,
     StepFailed,
+    StepInspected,
     StepTrained,
     SyncFailed,
     WeightsInstalled,
@@ -329,6 +332,12 @@ def state_answer(order: EnterState, cause: str = "", spread: float = 1.0) -> Sta
     if cause:
         return StateFailed(**place, state=order.state, cause=cause, reason="fault")
     return StateLeft(**place, state=order.state, trainable=2, reward_mean=0.5, reward_spread=spread)
+
+
+def inspection_answer(order: InspectStep, *, succeed: bool, refused: str = "") -> StepInspected | InspectionFailed:
+    """The answer of an added state of train steps."""
+    subject = {"step": order.step, "attempt": order.attempt, "state": order.state, "version": order.version}
+    return StepInspected(**subject, refused=refused) if succeed else InspectionFailed(**subject, reason="fault")
 
 
 class SimTrainer:

@@ -316,7 +316,8 @@ async def no_group(self: Any) -> None: ...
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"machine": "step"}, "machine is 'step', but must be group: only prompt groups"),
+        ({"machine": "pool"}, "machine is 'pool', but must be group or step: only prompt groups"),
+        ({"machine": "step"}, "lies before the training, or before replicas get the weights; use"),
         ({"phase": "ready"}, "a train step may take a ready group.*; use parked"),
         ({"phase": "running"}, "law 2 would count a slot that this group no longer has"),
         ({"phase": "waiting"}, "law 4 would not count"),

@@ -15,7 +15,7 @@ from engine.scheduling.settings import POLICIES, check_setting, live_settings
 from engine.states.limits import CONFLICTS, SYNC_MODES, Limits, Pool, ValidationLimits
 from engine.states.timeouts import AUTO, KINDS, Timeouts
 from tests.core.adversary import AT_REST, Adversary
-from tests.core.custom_states import CHECKING, WEIGHING
+from tests.core.custom_states import CHECKING, GATING, PROVING, SIFTING, WEIGHING
 from tests.shipped_policies import SHIPPED
 
 LAYOUTS: tuple[tuple[Pool, ...], ...] = (
@@ -59,7 +59,10 @@ def limits(draw: st.DrawFn) -> Limits:
         data_attempts=draw(st.integers(1, 2)),
         checkpoint_every=(every := draw(st.integers(0, 2))),
         validation=draw(st.none() | validations()),
-        added_states=draw(st.sampled_from([(), (), (WEIGHING,), (WEIGHING, CHECKING)])),
+        added_states=(
+            *draw(st.sampled_from([(), (), (WEIGHING,), (WEIGHING, CHECKING)])),
+            *draw(st.sampled_from([(), (GATING,), (PROVING,), (GATING, SIFTING, PROVING)])),
+        ),
         pools=pools,
         train_after_sync=not shared and draw(st.booleans()),
         timeouts=draw(timeouts()),

@@ -5,9 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
+
 from engine import policies
-from engine.errors import DataFailure
-from engine.protocols import Batch, GroupWork
+from engine.errors import DataFailure, RunFailed
+from engine.protocols import Batch, GroupWork, PublishedWeights
 from engine.record import read
 from engine.record.replayer import replay
 from engine.runtime.local import RunResult, SimpleGenerator, SimpleTrainer, response, run
@@ -142,4 +144,57 @@ def test_generators_and_trainers_see_the_changed_prompt_even_after_a_resume(tmp_
     result = fetched(tmp_path, last, steps=None, resume=True)
     assert result.groups == {"consumed": 19, "filtered": 0, "dropped": 0, "failed": 1}
     assert sorted(last.pages) == sorted(f"{row}{row}" if row % 2 else "" for row in range(20) if row != 3)
+    assert replay(read(tmp_path / "schedule")).identical
+
+
+class Guard:
+    """Refuses what `refused` names."""
+
+    refused: ClassVar[str] = ""
+    passed: ClassVar[list[tuple[str, Any]]] = []
+
+    def enters(self, view: Any, step: Any) -> bool:
+        return True
+
+    async def work(self, given: Batch | PublishedWeights) -> str | None:
+        found = ("batch", given.step) if isinstance(given, Batch) else ("weights", given.weights)
+        if found[0] == self.refused:
+            return "it is closed"
+        Guard.passed.append(found)
+        return None
+
+
+policies.add_state(machine="step", state="guarding-batches", between=("scoring", "training"), policy=Guard)
+policies.add_state(machine="step", state="guarding-weights", between=("publishing", "finished"), policy=Guard)
+GUARDS = policies.added_states(("guarding-batches", "guarding-weights"))
+
+
+@pytest.mark.parametrize(
+    ("refused", "subject"),
+    [("batch", "batches refused the batch of train step 0"), ("weights", "weights refused weights version 1, after 1")],
+)
+def test_a_run_whose_batch_or_weights_were_refused_inspects_them_again_after_a_resume(
+    tmp_path: Path, refused: str, subject: str
+) -> None:
+    sampled: list[int] = []
+
+    class Versions(SimpleGenerator):
+        async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+            sampled.append(version)
+            return [response([1, 2], reward=float(index), version=version) for index in range(work.samples)]
+
+    def guarded(**options: Any) -> RunResult:
+        limits = Limits(train_batch_size=2, max_staleness_steps=0, max_concurrent_groups=2, added_states=GUARDS,
+                        checkpoint_every=1, max_steps=2)  # fmt: skip
+        return run(generators=lambda replica: Versions(), trainer=Pages(), prompts=["?"] * 8, limits=limits, samples=2,
+                   run_dir=tmp_path, **options)  # fmt: skip
+
+    Guard.refused, Guard.passed = refused, []
+    with pytest.raises(RunFailed, match=f"state guarding-{subject}.*: it is closed"):
+        guarded()
+    assert set(sampled) == {0}
+    Guard.refused, Guard.passed = "", []
+    assert guarded(resume=True).outcome == "finished"
+    first = [("weights", 0), ("batch", 0)] if refused == "batch" else []
+    assert Guard.passed == [*first, ("weights", 2), ("batch", 1), ("weights", 4)]
     assert replay(read(tmp_path / "schedule")).identical

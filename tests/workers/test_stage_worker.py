@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from engine.commands import EnterState
+from engine.commands import EnterState, InspectStep
 from engine.errors import DataFailure, EngineError
-from engine.events import Event, GroupGenerated, StateFailed, StateLeft
-from engine.protocols import Generated, GroupWork
+from engine.events import Event, GroupGenerated, InspectionFailed, StateFailed, StateLeft, StepInspected
+from engine.protocols import Generated, GroupWork, PublishedWeights
 from engine.rollout.reward_parts import RewardPart, RewardParts
 from engine.rollout.scoring import MAX_HANGING_CALLS, Grader, RewardWork
 from engine.runtime.local import response
-from engine.runtime.local.local_processes import LocalTrajectories
+from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
 from engine.states.limits import REWARDING
 from engine.storage.trajectories import copy_group
 from engine.trajectory import Prompt, StepReward, Trajectory, TrajectoryGroup
@@ -392,3 +392,70 @@ def test_the_work_before_generation_may_change_only_the_prompt(says: str) -> Non
         assert await bench.trajectories.partial(9) is None
 
     play(lambda: Bench(work), scene)
+
+
+async def refuses(given: Any) -> str | None:
+    """Refuses what it is given, and says what that was."""
+    if isinstance(given, PublishedWeights):
+        return f"version {given.version} after {given.steps} steps: {given.weights}"
+    given.groups[0].trajectories.clear()  # a copy
+    return f"step {given.step}, groups {[group.group for group in given.groups]}, staleness {given.staleness}"
+
+
+def inspecting(work: Any) -> Callable[[], Bench]:
+    def make() -> Bench:
+        bench, weights = Bench(praise), LocalWeights()
+        weights.store.put(5, "the weights")
+        bench.worker = StageWorker(
+            works={}, inspections={"gate": work}, trajectories=bench.trajectories, weights=weights, emit=bench._emit,
+            broken=bench._break,
+        )  # fmt: skip
+        return bench
+
+    return make
+
+
+BATCH = InspectStep(step=2, attempt=1, state="gate", groups=(3, 4), staleness=(0, 1), cause=0)
+WEIGHTS = InspectStep(step=2, attempt=1, state="gate", version=5, cause=0)
+
+
+def test_a_state_of_train_steps_is_given_the_batch_and_the_weights() -> None:
+    async def scene(bench: Bench) -> None:
+        for order, says in (
+            (BATCH, "step 2, groups [3, 4], staleness [0, 1]"),
+            (WEIGHTS, "version 5 after 3 steps: the weights"),
+        ):
+            bench.events.clear()
+            bench.worker.carry_out(order)
+            bench.worker.carry_out(order)  # a repeat changes nothing
+            answer = StepInspected(step=2, attempt=1, state="gate", version=order.version, refused=says)
+            assert await bench.until(1) == answer
+        assert len((await bench.trajectories.get([3]))[0].trajectories) == 3
+
+    play(inspecting(refuses), scene)
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        (None, ""),
+        (True, "must return None if it lets them pass, or a text with the reason if it refuses them, not True"),
+        ("  ", "must return None"),
+        (RuntimeError("the judge is away"), "the judge is away"),
+    ],
+)
+def test_an_inspection_lets_pass_or_fails_with_what_its_work_did(result: Any, says: str) -> None:
+    async def work(given: Any) -> Any:
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    async def scene(bench: Bench) -> None:
+        bench.worker.carry_out(BATCH)
+        event = await bench.until(1)
+        if result is None:
+            assert event == StepInspected(step=2, attempt=1, state="gate")
+        else:
+            assert isinstance(event, InspectionFailed) and says in event.reason
+
+    play(inspecting(work), scene)

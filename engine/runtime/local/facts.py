@@ -23,6 +23,7 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    InspectionFailed,
     OrderDone,
     OrderProgressed,
     PrefixStored,
@@ -43,6 +44,7 @@ from engine.events import (
     StateFailed,
     StateLeft,
     StepFailed,
+    StepInspected,
     StepTrained,
     SyncFailed,
     TimerFired,
@@ -54,6 +56,7 @@ from engine.ids import NO_VERSION
 from engine.record.codec import plain_event
 from engine.record.msgpack_values import CodecError
 from engine.scheduling.scheduler import Scheduler
+from engine.states.limits import PUBLISHING, SCORING
 from engine.states.orders import NUMBERED, RELATIONS, Order, Relation
 from engine.states.process import KINDS, REPLICA, TRAINER
 from engine.states.state import State
@@ -114,6 +117,8 @@ COUNTED = ("attempt", "incarnation")
 """Fields whose numbers begin with 1."""
 SYNC = (WeightsStaged, ReplicaPaused, WeightsInstalled)
 """The facts of a sync, in this order."""
+INSPECTION = (StepInspected, InspectionFailed)
+"""The answers to an `InspectStep`. Of a batch they have no version, of the initial weights no step."""
 ABORTING = ("abort", "sleep")
 """Modes of a pause that first stops the groups of its replica."""
 CAUSES = ("infrastructure", "data")
@@ -161,7 +166,8 @@ def _problems(fact: Any, scheduler: Scheduler, now: float) -> Iterator[str]:
 def _number_problems(fact: Any) -> Iterator[str]:
     for field in fields(fact):
         value = getattr(fact, field.name)
-        least = NO_VERSION if field.name in MAY_BE_NONE else int(field.name in COUNTED)
+        none = field.name in MAY_BE_NONE or (isinstance(fact, INSPECTION) and field.name in ("version", "step"))
+        least = NO_VERSION if none else int(field.name in COUNTED)
         for number in value if isinstance(value, tuple) else [value]:
             if type(number) is int and number < least and field.name != "id":
                 yield f"{field.name} is {number}, but must be at least {least}"
@@ -217,6 +223,10 @@ def _unordered_problems(fact: Any, state: State) -> Iterator[str]:
             yield from _exceeds("attempt", fact.attempt, run.chunks[fact.chunk].attempt)
     elif isinstance(fact, StateLeft | StateFailed):
         yield from _unknown("added state", fact.state, [*state.stages.by_name])
+    elif isinstance(fact, INSPECTION):
+        yield from _unknown(
+            "added state", fact.state, [*state.limits.states_at(SCORING), *state.limits.states_at(PUBLISHING)]
+        )
     elif isinstance(fact, (*SYNC, SyncFailed)):
         replica = state.replicas[fact.replica]
         if fact.incarnation == replica.incarnation:

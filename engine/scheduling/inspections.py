@@ -1,0 +1,74 @@
+"""Added states of train steps: who inspects a batch before it is trained, and weights before replicas get them.
+
+`pools.py` asks before it trains a batch, `steps.py` when a version is in the weights store and when an inspection has
+ended. An inspection lets its subject pass or ends the run: nothing here changes a batch or a version.
+"""
+
+from engine.commands import InspectStep, TrainStep
+from engine.ids import NO_VERSION, Version
+from engine.scheduling.core import Core
+from engine.states.limits import PUBLISHING, SCORING
+from engine.states.step import Step
+from engine.states.view import StepView
+
+
+def train_or_inspect(core: Core, step: Step, after: str = "") -> None:
+    """Order the next inspection of a batch, behind the state `after`; if none is left, order the training."""
+    about = StepView(step.id, NO_VERSION, step.attempt, step.groups, step.staleness)
+    name = _next_state(core, SCORING, about, after)
+    cause = core.orders.cause_among(step.groups)
+    if name:
+        core.state.fire_step(step, name)
+        core.orders.add(
+            InspectStep(step=step.id, attempt=step.attempt, state=name, groups=step.groups, staleness=step.staleness,
+                        cause=cause)
+        )  # fmt: skip
+        return
+    core.state.fire_step(step, "train")
+    core.orders.add(
+        TrainStep(step=step.id, attempt=step.attempt, groups=step.groups, staleness=step.staleness,
+                  number=core.orders.number, cause=cause)
+    )  # fmt: skip
+
+
+def inspect_weights(core: Core, version: Version, after: str = "") -> bool:
+    """Order the next inspection of a version in the store, behind the state `after`. False if none is left."""
+    state = core.state
+    about = StepView(state.steps_trained - 1, version, state.publishing_attempt)
+    name = _next_state(core, PUBLISHING, about, after)
+    if not name:
+        return False
+    step = publishing_step(core)
+    if step is not None:  # after a resume there may be none
+        state.fire_step(step, name)
+    _order_inspection(core, version, name)
+    return True
+
+
+def inspect_weights_again(core: Core, version: Version, name: str) -> None:
+    """Order an inspection that failed once more."""
+    core.state.publishing_attempt += 1
+    _order_inspection(core, version, name)
+
+
+def _order_inspection(core: Core, version: Version, name: str) -> None:
+    core.orders.add(
+        InspectStep(step=core.state.steps_trained - 1, version=version, attempt=core.state.publishing_attempt,
+                    state=name, cause=core.orders.cause)
+    )  # fmt: skip
+
+
+def publishing_step(core: Core) -> Step | None:
+    """The trained step whose weights are being published or inspected."""
+    step = core.state.training_step
+    places = ("publishing", *core.state.limits.states_at(PUBLISHING))
+    return step if step is not None and step.state in places else None
+
+
+def _next_state(core: Core, place: str, about: StepView, after: str) -> str:
+    """The next state in a place whose policy wants to inspect; empty if there is none."""
+    names = core.state.limits.states_at(place)
+    for name in names[names.index(after) + 1 if after else 0 :]:
+        if core.decisions.ask(f"state {name}", (about,), (bool,)):
+            return name
+    return ""
