@@ -23,7 +23,7 @@ STEPS = 32
 
 
 class SteadyDice(Dice):
-    """Durations without chance, so that a change of one setting is seen beside it. Lengths still vary."""
+    """Constant durations, so that the effect of one changed setting is visible. Lengths still vary."""
 
     def vary(self, seconds: float) -> float:
         return seconds

@@ -123,7 +123,7 @@ class Explanation:
         return "\n\n".join("\n".join(block) for block in [*blocks, *(part.lines() for part in self.parts)])
 
     def plain(self) -> dict[str, Any]:
-        """For JSON: the same keys for every question."""
+        """The JSON object. Every question has the same keys."""
         parts = [
             {
                 "heading": part.heading, "sentences": list(part.sentences), "unit": part.unit,
