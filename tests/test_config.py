@@ -18,12 +18,11 @@ from engine.config.hardware import gpu_count
 from engine.config.loading import expected, fields
 from engine.config.model import ArithmeticSection
 from engine.config.paths import PATHS
-from engine.config.trainer import TrainerSection
 from engine.errors import ConfigError
 from engine.states.limits import Limits
 from engine.tasks.arithmetic import Division
 from engine.tasks.quickstart import Quickstart
-from engine.training.trainer_settings import Mask, TrainerSettings
+from engine.training.trainer_settings import Mask
 
 MADE = {"model": {"make": "arithmetic"}}
 
@@ -443,19 +442,6 @@ def test_every_number_has_a_bound() -> None:
     for path, info in fields():
         if info.annotation in (int, float, int | None, float | None):
             assert any(hasattr(rule, "ge") or hasattr(rule, "gt") for rule in info.metadata), path
-
-
-def test_the_trainer_section_is_the_trainers_settings() -> None:
-    shared = {"policy_mini_batch_size", "temperature", "seed", "own"}
-    ours = {name: info.default for name, info in TrainerSection.model_fields.items()}
-    assert ours["correction"] == "auto", "the backend decides; a trainer alone does not know it"
-    ours["correction"] = TrainerSettings().correction
-    theirs = {f.name: f.default for f in dataclasses.fields(TrainerSettings) if f.name not in shared}
-    assert {name: ours.get(name) for name in theirs} == theirs
-    elsewhere = {"checkpoint_every", "keep_checkpoints", "keep_checkpoints_every", "keep_best"}
-    elsewhere |= {"device_memory_gb", "gpus_per_rank", "loss_arguments", "advantage_arguments", "correction_arguments"}
-    elsewhere |= {"backend", "arguments"}
-    assert set(ours) - set(theirs) == elsewhere
 
 
 def test_the_section_of_a_made_model_is_its_makers_settings() -> None:

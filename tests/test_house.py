@@ -26,7 +26,7 @@ ENGINE = ROOT / "engine"
 # -- who may import whom (docs/ARCHITECTURE.md draws it) ---------------------------------------------------------------
 
 TYPES = {"ids", "errors", "trajectory"}
-BOTTOM = {*TYPES, "protocols"}
+BOTTOM = {*TYPES, "protocols", "section"}
 EVENTS = {*TYPES, "events", "commands"}
 STATES = {*EVENTS, "states"}
 POLICIES = {*STATES, "policies"}
@@ -40,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "ids": TYPES,
     "errors": TYPES,
     "trajectory": TYPES,
+    "section": TYPES,
     "protocols": BOTTOM,
     "extras": BOTTOM,
     "version": BOTTOM,
@@ -64,7 +65,7 @@ ALLOWED: dict[str, set[str]] = {
     "environments": {*BOTTOM, "tasks"},
     "rollout": {*BOTTOM, *WORK, "extras"},
     "gateway": {*BOTTOM, "rollout", "control"},  # agents' calls become requests to a replica
-    "config": {*SCHEDULING, "protocols", *WORK, "extras"},
+    "config": {*SCHEDULING, "protocols", "section", *WORK, "extras"},
     # the loop, and what surrounds it
     "runtime": RUNTIME,
     "simulation": {*RUNTIME, "runtime"},

@@ -6,8 +6,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from engine.config.section import NAMED, Section
 from engine.errors import ConfigError
+from engine.section import NAMED, Section
 
 TOOL_PARSER: Any = Field(
     "hermes",

@@ -9,8 +9,8 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from engine.config.section import Section
 from engine.errors import ConfigError
+from engine.section import Section
 
 RAY_ADDRESS = "RAY_ADDRESS"
 """Ray's environment variable with the address of a cluster."""

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from engine.config.section import Section
 from engine.errors import ConfigError, suggestion
+from engine.section import Section
 from engine.tasks.chat import GIVEN, ChatSettings
 from engine.tasks.source_files import Curriculum, CurriculumStage, PassRate, SourceFiles
 

@@ -19,9 +19,10 @@ from engine.config.extensions import load_extensions_of
 from engine.config.migration import exact_hint, loose_hint
 from engine.config.paths import RUNS, absolute_paths
 from engine.config.schema import Config
-from engine.config.section import FORMS, NAMED, refuse_secrets
+from engine.config.secrets import refuse_secrets
 from engine.errors import ALIKE, ConfigError, suggestion
 from engine.errors.redaction import shortened
+from engine.section import FORMS, NAMED
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -14,9 +14,9 @@ from engine.config.gpus import GpuDivision, divide_gpus, needs_of
 from engine.config.hardware import gpu_count, gpu_memory_gb, memory_bytes
 from engine.config.model_description import numbers_in, read_json
 from engine.config.schema import Config
-from engine.config.trainer import LoraSection
 from engine.errors import ConfigError
 from engine.rollout.vllm.engine_args import MEMORY_SHARE, built_for_cpu, memory_args, workers_of
+from engine.training.lora import Lora
 from engine.training.named_tensors import Shapes
 from engine.training.trainer_settings import TrainerSettings
 
@@ -390,7 +390,7 @@ def _larger_changes(config: Config) -> Iterator[list[dict[str, Any]]]:
     if not t.cpu_offload:
         yield [{"cpu_offload": True}]
     if t.lora is None:
-        yield [{"lora": LoraSection()}]
+        yield [{"lora": Lora()}]
 
 
 def _changes(config: Config, more: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -426,7 +426,7 @@ def adapter_estimate(model: Model, rank: int) -> int:
 
 
 def _shown_setting(value: Any) -> str:
-    return f"{{rank: {value.rank}}}" if isinstance(value, LoraSection) else str(value).lower()
+    return f"{{rank: {value.rank}}}" if isinstance(value, Lora) else str(value).lower()
 
 
 def shown(parts: Mapping[str, float]) -> str:

@@ -7,8 +7,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from engine.config.scheduler import divisor
-from engine.config.section import Section
 from engine.errors import ConfigError
+from engine.section import Section
 from engine.tasks.arithmetic import Division
 from engine.tasks.lookup import LookupModel
 from engine.tasks.quickstart import Quickstart

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from engine.config.section import Section
 from engine.extras import install_command
+from engine.section import Section
 
 
 class TensorBoardSection(Section):

@@ -12,10 +12,11 @@ from typing import Any
 from engine.config.loading import load_config, parse_config
 from engine.config.paths import moved
 from engine.config.schema import Config
-from engine.config.section import Section, refuse_secrets
+from engine.config.secrets import refuse_secrets
 from engine.errors import ConfigError
 from engine.errors.redaction import described
 from engine.scheduling.settings import FIGURES, POLICIES, live_settings
+from engine.section import Section
 
 FREE = (
     "metrics",

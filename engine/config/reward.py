@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from engine.config.section import NAMED, Section
 from engine.errors import ConfigError, suggestion
+from engine.section import NAMED, Section
 from engine.states.limits import BOUNDS
 
 OTHER_FIGURES = ("mean", "std", "min", "max", "p25", "p50", "p75")

@@ -5,9 +5,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from engine.config.section import DEVICE, GENERATOR, Section
 from engine.errors import ConfigError
 from engine.rollout.vllm.engine_args import refuse_own, workers_of
+from engine.section import DEVICE, GENERATOR, Section
 from engine.states.limits import BOUNDS
 
 # -- servers -----------------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from engine.config.section import Section
 from engine.errors import ConfigError
 from engine.policies import DEFAULTS
+from engine.section import Section
 from engine.states.limits import BOUNDS, ROUNDING
 from engine.states.timeouts import DEFAULT, FLOOR_S, KINDS, MOST_S, SLOW_FLOOR_S, Timeouts
 

@@ -14,7 +14,7 @@ from pydantic import ModelWrapValidatorHandler, model_validator
 from engine.config.deterministic import settle_deterministic
 from engine.config.laws import refuse_unlawful
 from engine.config.pools import check_pools, limit_pools, rewarding, settle_pools
-from engine.config.section import refuse_secrets
+from engine.config.secrets import refuse_secrets
 from engine.config.sections import Sections
 from engine.config.trainer import settled_correction
 from engine.config.validation import validation_limits

@@ -17,10 +17,10 @@ from engine.config.reports import SamplesSection, SinksSection
 from engine.config.reward import RewardSection
 from engine.config.rollout import RolloutSection
 from engine.config.scheduler import SchedulerSection, TimeoutsSection
-from engine.config.section import HostName, Section
 from engine.config.trainer import TrainerSection
 from engine.config.validation import ValidationSection
 from engine.errors import ConfigError
+from engine.section import HostName, Section
 from engine.states.limits import BOUNDS, TASKS
 
 

@@ -5,18 +5,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from engine.config.section import DEVICE, TRAINER, Section
 from engine.errors import ConfigError
+from engine.section import DEVICE, TRAINER, Section
 from engine.states.limits import BOUNDS
-from engine.training.lora import ALL_LINEAR, CONFIG_FILE, Lora
+from engine.training.lora import CONFIG_FILE, Lora
 from engine.training.named_tensors import Shapes
 from engine.training.own_functions import OwnFunction, is_own
-from engine.training.trainer_settings import OWN_FIELDS, Mask, TrainerSettings
+from engine.training.trainer_settings import OWN_FIELDS, StepChoices, TrainerSettings
 
-MOST_STEPS = 1 << 40
-MOST_TOKENS = 1_000_000_000
 READ_FOR_CUSTOM = {
     "backend", "arguments", "device", "gpus_per_rank", "threads", "checkpoint_every", "keep_checkpoints",
     "keep_checkpoints_every", "keep_best",
@@ -24,20 +22,6 @@ READ_FOR_CUSTOM = {
 """Settings that the engine reads, or passes on, if the trainer is a class of the user."""
 SETTLED = {"correction": "none", "packing": "off"}
 """Values that the engine itself may have set."""
-
-
-class MaskSection(Section):
-    """Keeps tokens, or whole trajectories, whose measure lies between the bounds (docs/OBJECTIVES.md)."""
-
-    measure: str = Field(
-        description="token_ratio, geometric_ratio, product_ratio, {token,mean,sum}_{k1,k2,k3}, or module:function."
-    )
-    arguments: dict[str, Any] = Field(
-        default_factory=dict, max_length=64, description="Arguments of the function that `measure` names."
-    )
-    low: float | None = Field(None, ge=-1000, le=1000, description="Lower bound; null: none.")
-    high: float | None = Field(None, ge=-1000, le=1000, description="Upper bound; null: none.")
-    negative_only: bool = Field(False, description="Drop only tokens with a negative advantage.")
 
 
 class KeepBestSection(Section):
@@ -49,30 +33,8 @@ class KeepBestSection(Section):
     mode: Literal["max", "min"] = Field("max", description="Whether the largest or the smallest value is best.")
 
 
-class LoraSection(Section):
-    """A low-rank adapter: `engine.training.lora.Lora` says what each field means, and checks it."""
-
-    rank: int = Field(16, ge=1, le=4096, description="Rank of the adapter's matrices.")
-    alpha: float = Field(32.0, gt=0, le=1_000_000, description="The product of the matrices is scaled by alpha / rank.")
-    target_modules: list[str] = Field(
-        default_factory=lambda: [ALL_LINEAR],
-        max_length=64,
-        description="Linear layers to adapt: all-linear, or names such as q_proj.",
-    )
-    dropout: float = Field(0.0, ge=0, le=0, description="Must be 0: with dropout, the sampler's log-probs differ.")
-
-    @field_validator("target_modules", mode="before")
-    @classmethod
-    def _one_name_is_a_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
-    def settings(self) -> Lora:
-        """The settings for the trainer and the samplers. Raises: ConfigError."""
-        return Lora(rank=self.rank, alpha=self.alpha, target_modules=tuple(self.target_modules), dropout=self.dropout)
-
-
-class TrainerSection(Section):
-    """The train step: `training.trainer_settings.TrainerSettings` says what each choice means, and checks it."""
+class TrainerSection(StepChoices):
+    """The train step, and what the engine does with its trainer. `TrainerSettings` checks combinations of choices."""
 
     backend: str = Field(
         "torch", pattern=TRAINER, description="Trainer: torch (built in), or your trainer as module:Class."
@@ -80,143 +42,16 @@ class TrainerSection(Section):
     arguments: dict[str, Any] = Field(
         default_factory=dict, max_length=256, description="Keyword arguments of your trainer's class."
     )
-    learning_rate: float = Field(1e-6, gt=0, le=1, description="AdamW's peak learning rate.")
-    betas: tuple[float, float] = Field((0.9, 0.999), strict=False, description="AdamW's decay rates, each in [0, 1).")
-    adam_eps: float = Field(1e-8, gt=0, le=1, description="AdamW's denominator term.")
-    weight_decay: float = Field(0.0, ge=0, le=1, description="Decoupled weight decay; applies to matrices only.")
-    max_grad_norm: float = Field(1.0, ge=0, description="Maximum gradient norm; 0: no clipping.")
-    lr_schedule: str = Field("constant", description="After the warm-up: constant, linear to 0, or cosine to 0.")
-    lr_warmup_steps: int = Field(
-        0, ge=0, le=MOST_STEPS, description="Optimizer steps over which the learning rate rises."
-    )
-    lr_total_steps: int = Field(
-        0, ge=0, le=MOST_STEPS, description="Optimizer steps of the whole run; needed for linear and cosine."
-    )
-    advantage: str = Field(
-        "grpo",
-        description="Estimator: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, distillation, or "
-        "module:function.",
-    )
-    advantage_arguments: dict[str, Any] = Field(
-        default_factory=dict, max_length=64, description="Arguments of the function that `advantage` names."
-    )
-    loss: str = Field(
-        "ppo_clip",
-        description="Loss: ppo_clip, gspo, cispo, decoupled_ppo (ppo_clip with old_policy proximal), or "
-        "module:function.",
-    )
-    loss_arguments: dict[str, Any] = Field(
-        default_factory=dict, max_length=64, description="Arguments of the function that `loss` names."
-    )
-    old_policy: str = Field(
-        "behavior", description="Denominator of the ratio: behavior, or proximal (weights before the step)."
-    )
-    clip_low: float = Field(0.2, gt=0, le=1, description="The ratio is clipped below at 1 - clip_low.")
-    clip_high: float = Field(0.28, gt=0, le=100, description="The ratio is clipped above at 1 + clip_high.")
-    clip_dual: float = Field(
-        0.0, ge=0, le=1000, description="Dual clip: bound of the ratio for negative advantages, such as 3; 0: none."
-    )
-    correction: str = Field(
-        "auto",
-        description="none, token_tis or sequence_tis (truncated importance sampling), or module:function; auto: "
-        "token_tis with the vllm and openai backends, else none.",
-    )
-    correction_arguments: dict[str, Any] = Field(
-        default_factory=dict, max_length=64, description="Arguments of the function that `correction` names."
-    )
-    correction_cap: float = Field(2.0, gt=0, description="Maximum importance weight.")
-    masks: tuple[MaskSection, ...] = Field(
-        (), strict=False, max_length=12, description="Bounds outside which tokens or trajectories are dropped."
-    )
-    kl_loss_coef: float = Field(
-        0.0, ge=0, le=100, description="Coefficient of the KL to the reference in the loss; 0: none."
-    )
-    kl_loss: str = Field("k3", description="Estimator of the KL in the loss: k1 (with kl_loss_ratio), k2 or k3.")
-    kl_loss_ratio: bool = Field(
-        False, description="Weight the estimate by current / behavior, so that its gradient is the KL's."
-    )
-    kl_reward_coef: float = Field(0.0, ge=0, le=100, description="Coefficient of the KL in the reward; 0: none.")
-    kl_reward: str = Field("k1", description="Estimator of the KL in the reward: k1, k2 or k3.")
-    entropy_coef: float = Field(0.0, ge=0, le=100, description="Coefficient of the entropy bonus in the loss; 0: none.")
-    reference_path: str | None = Field(
-        None, min_length=1, description="Reference model, or teacher; null: the initial weights."
-    )
-    overlong_cache_tokens: int = Field(
-        0,
-        ge=0,
-        le=MOST_TOKENS,
-        description="Number of tokens before overlong_max_tokens over which the reward falls (DAPO); 0: no penalty.",
-    )
-    overlong_max_tokens: int = Field(
-        0,
-        ge=0,
-        le=MOST_TOKENS,
-        description="Response length with the full penalty; 0: rollout.max_tokens, or rollout.context with agents.",
-    )
-    overlong_penalty: float = Field(1.0, ge=0, description="Full penalty of an overlong response.")
-    filter_overlong: bool = Field(
-        False, description="Do not train on responses that were cut off; their rewards still count in the baseline."
-    )
-    aggregation: str = Field(
-        "token_mean", description="How losses of tokens are combined: token_mean, sequence_mean or constant."
-    )
-    aggregation_tokens: int = Field(
-        0,
-        ge=0,
-        le=MOST_TOKENS,
-        description="Divisor of constant aggregation; 0: rollout.max_tokens, or rollout.context with agents.",
-    )
-    rollback: bool = Field(
-        True,
-        description="Copy weights and moments before a train step of several optimizer steps, to undo a failed one.",
-    )
-    epochs_per_batch: int = Field(1, ge=1, le=1000, description="Passes over each batch.")
-    micro_batch_tokens: int = Field(
-        16_384, ge=1, le=MOST_TOKENS, description="Maximum tokens of one forward pass, including padding."
-    )
-    packing: Literal["auto", "on", "off"] = Field(
-        "auto", description="Pack trajectories end to end, without padding; auto: if the model's attention supports it."
-    )
-    shared_prompts: Literal["auto", "on", "off"] = Field(
-        "auto", description="Compute a prompt once for its trajectories; auto: if this saves 15 % of the tokens."
-    )
-    bf16: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="Compute with bfloat16 weights, rounded from float32; auto: on CUDA devices that support it.",
-    )
-    publish_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Type of published weights; auto: the samplers' type."
-    )
-    fp32_head: bool = Field(
-        False, description="With bf16: compute logits in float32. No effect on models that scale or cap their logits."
-    )
-    activation_checkpointing: bool | Literal["auto"] = Field(
-        "auto",
-        description="Keep only the layers' inputs for the backward pass: less memory, a third more time; auto: on "
-        "GPUs.",
-    )
-    lora: LoraSection | None = Field(
-        None, description="Train a low-rank adapter instead of the whole model; null: the whole model."
-    )
-    ranks: int = Field(
-        1, ge=1, le=64, description="Processes on one machine that shard the trained model (FSDP2); 1: not sharded."
-    )
+    correction: str = Field("auto", description=StepChoices.model_fields["correction"].description)
     gpus_per_rank: int = Field(
         0, ge=0, le=8, description="GPUs that Ray reserves for each rank; 0: one if the cluster has GPUs, else none."
     )
-    cpu_offload: bool = Field(
-        False,
-        description="On GPUs: keep the shards of several ranks, or the optimizer of a single one, in host memory.",
-    )
-    device: str = Field("auto", pattern=DEVICE, description="Device of the trainer: auto, cpu, cuda or cuda:N.")
+    device: str = Field("auto", pattern=DEVICE, description=StepChoices.model_fields["device"].description)
     device_memory_gb: float = Field(
         0.0,
         ge=0,
         le=100_000,
         description="Memory of each rank's device; `engine check` refuses what cannot fit; 0: unknown.",
-    )
-    threads: int = Field(
-        0, ge=0, le=1024, description="CPU threads of the trainer; 0: from its pool's share, or torch's default."
     )
     checkpoint_every: int = Field(
         10,
@@ -264,13 +99,8 @@ class TrainerSection(Section):
     ) -> TrainerSettings:
         """The settings for the trainer. `shared`: settings from other sections. `samplers`: the type of the samplers'
         weights, for `publish_dtype`. `code_dir`: the directory of the user's functions. Raises: ConfigError."""
-        elsewhere = {"checkpoint_every", "keep_checkpoints", "keep_checkpoints_every", "keep_best"}
-        elsewhere |= {"device_memory_gb", "gpus_per_rank", "backend", "arguments"}
-        elsewhere |= {f"{field}_arguments" for field in OWN_FIELDS}
-        own = self.model_dump(exclude=elsewhere)
-        own["masks"] = tuple(Mask(**mask.model_dump(exclude={"arguments"})) for mask in self.masks)
+        own = {name: getattr(self, name) for name in StepChoices.model_fields}
         own["own"] = tuple(self._own_functions(code_dir))
-        own["lora"] = None if self.lora is None else self.lora.settings()
         for field in ("aggregation_tokens", "overlong_max_tokens"):
             own[field] = own[field] or response_tokens
         if self.publish_dtype == "auto":

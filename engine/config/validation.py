@@ -7,9 +7,9 @@ from pydantic import Field
 from engine.config.data import Paths
 from engine.config.reward import RewardSection
 from engine.config.rollout import RolloutSection
-from engine.config.section import NAMED as FUNCTION
-from engine.config.section import Section
 from engine.errors import ConfigError, suggestion
+from engine.section import NAMED as FUNCTION
+from engine.section import Section
 from engine.states.limits import HELD_OUT, ValidationLimits, ValidationSet
 from engine.tasks.answers import NAMED as ANSWER
 from engine.tasks.answers import NONE

@@ -1,6 +1,6 @@
 """Keeps secrets and long values out of messages: finds secrets in names and text, and masks and shortens values.
 
-`errors` calls it for each `ConfigError`, `config.section` refuses the secrets that it finds, and pages about runs hide
+`errors` calls it for each `ConfigError`, `config.secrets` refuses the secrets that it finds, and pages about runs hide
 them. It must never return a secret, and never build a text much longer than the one shown.
 """
 

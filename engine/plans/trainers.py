@@ -8,7 +8,7 @@ other run has deleted them. It must never change the other run.
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def start_of(config: Config, run_dir: Path, model: str) -> tuple[TrainerSettings
     Raises: see `start_weights`."""
     settings, begin = config.trainer_settings, start_weights(config, run_dir, model)
     if begin != model and settings.needs_reference and settings.reference_path is None:
-        settings = replace(settings, reference_path=model)
+        settings = settings.model_copy(update={"reference_path": model})
     return settings, begin
 
 
@@ -161,14 +161,16 @@ def make_warm_start(config: Config, model: str, progress: Progress | None) -> st
     wanted = warm_start_of(config)
     data, answers = load_answers(wanted, config.data.prompt_field)
     check_prompts(config, tokenizer, model, {"model.warm_start.path": data})
-    settings = replace(
-        config.trainer_settings, kl_loss_coef=0.0, kl_reward_coef=0.0, reference_path=None, publish_dtype="float32",
-        advantage="grpo", loss="ppo_clip", correction="none", masks=(), own=(),
+    plain = dict(
+        kl_loss_coef=0.0, kl_reward_coef=0.0, reference_path=None, publish_dtype="float32", advantage="grpo",
+        loss="ppo_clip", correction="none", masks=(), own=(),
     )  # fmt: skip
+    settings = config.trainer_settings.model_copy(update=plain)
     return warm_started(
         Path(config.run.dir) / ".made", model, wanted,
         [(data.prompt(row), answer) for row, answer in enumerate(answers)],
-        encode=encode, settings=asdict(config.data.chat_settings()) | {"lora": settings.lora and asdict(settings.lora)},
+        encode=encode,
+        settings=asdict(config.data.chat_settings()) | {"lora": settings.lora and settings.lora.model_dump()},
         longest=described.get_text_config().max_position_embeddings,
         export=partial(export_model, dtype=str(described.dtype or "float32").removeprefix("torch.")),
         learner=lambda: make_learner(model, settings),

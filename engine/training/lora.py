@@ -9,11 +9,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
+
+from pydantic import Field, field_validator, model_validator
 
 from engine.errors import ConfigError
+from engine.section import Section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,30 +30,38 @@ _PREFIX = "base_model.model."
 """Prefix of the names of a model's parameters in peft's files."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lora:
+class Lora(Section):
     """A low-rank adapter (arXiv 2106.09685): W x becomes W x + alpha / rank · B A x, and only A and B are trained.
 
-    Raises `ConfigError` for invalid `target_modules`. The section `trainer.lora` checks the numbers.
+    The section `trainer.lora` of a configuration. Raises `ConfigError` for invalid `target_modules`.
     """
 
-    rank: int = 16
+    rank: int = Field(16, ge=1, le=4096, description="Rank of the adapter's matrices.")
     """Number of rows of A and of columns of B."""
-    alpha: float = 32.0
-    """The product of A and B is scaled by alpha / rank."""
-    target_modules: tuple[str, ...] = (ALL_LINEAR,)
-    """Last parts of the names of the linear layers to adapt, such as `q_proj`; or only `all-linear`: every linear layer
-    except the model's head."""
-    dropout: float = 0.0
-    """Only 0: with dropout, the trainer's log-probs would differ from the sampler's on the same weights."""
+    alpha: float = Field(32.0, gt=0, le=1_000_000, description="The product of the matrices is scaled by alpha / rank.")
+    target_modules: tuple[str, ...] = Field(
+        (ALL_LINEAR,),
+        strict=False,
+        max_length=64,
+        description="Linear layers to adapt: all-linear, or names such as q_proj.",
+    )
+    """Last parts of the names of linear layers; all-linear: every one except the model's head."""
+    dropout: float = Field(0.0, ge=0, le=0, description="Must be 0: with dropout, the sampler's log-probs differ.")
 
-    def __post_init__(self) -> None:
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _one_name_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _laws(self) -> Self:
         if not self.target_modules:
             law = "names no layer"
             raise ConfigError(f"{FIELD}.target_modules", [], law, f"use {ALL_LINEAR}, or a list such as [q_proj]")
         if ALL_LINEAR in self.target_modules and len(self.target_modules) > 1:
             law = f"{ALL_LINEAR} contains every other name"
             raise ConfigError(f"{FIELD}.target_modules", list(self.target_modules), law, f"use only {ALL_LINEAR}")
+        return self
 
     def targets(self, available: list[str]) -> list[str]:
         """Names of the layers to adapt, from the `available` ones. Raises `ConfigError` for an unknown name, with the

@@ -6,7 +6,6 @@ models that its tasks need and no others, and must never train one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -145,12 +144,8 @@ def load_reference(
 
 def _tolerant(settings: TrainerSettings) -> TrainerSettings:
     """The settings without the requirement of packed rows: a reference model need not support them."""
-    relaxed = {"on": "auto"}
-    return replace(
-        settings,
-        packing=relaxed.get(settings.packing, settings.packing),
-        shared_prompts=relaxed.get(settings.shared_prompts, settings.shared_prompts),
-    )
+    required = [name for name in ("packing", "shared_prompts") if getattr(settings, name) == "on"]
+    return settings.model_copy(update=dict.fromkeys(required, "auto"))
 
 
 def tokens_of(model: Any) -> int:

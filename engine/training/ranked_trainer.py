@@ -70,7 +70,7 @@ class RankedTrainer:
         self._start(settings.ranks)
         threads = settings.threads or len(os.sched_getaffinity(0))
         job = Job(
-            model_path=model_path, settings=replace(settings, threads=max(1, threads // settings.ranks)),
+            model_path=model_path, settings=settings.model_copy(update={"threads": max(1, threads // settings.ranks)}),
             scored_apart=tuple(scored_apart), index=0, count=settings.ranks,
             rendezvous=os.path.join(self._folder.name, "rendezvous"),
         )  # fmt: skip

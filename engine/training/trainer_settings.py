@@ -1,8 +1,8 @@
 """The settings of a trainer: every choice of the train step in one frozen record, checked when it is made.
 
-The sections `trainer`, `scheduler` and `rollout` of a configuration become `TrainerSettings`. The sections bound
-each number; this module checks combinations of choices. It must not import torch, so that a configuration is checked
-without loading it.
+`StepChoices` are the settings that a user gives, with their bounds: `config.trainer.TrainerSection` adds what a trainer
+does not read, and `TrainerSettings` what comes from other sections, and checks combinations. It must not import torch,
+so that a configuration is checked without loading it.
 
 **The default formulas for asynchronous training** are `loss="ppo_clip"` with the behavior log-probs as the old
 policy and `correction="none"`: one ratio, current / behavior, carries the whole off-policy correction, each token is
@@ -15,10 +15,13 @@ log-probs are rounded differently. docs/OBJECTIVES.md tables every choice with i
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
 
 from engine.errors import ConfigError
+from engine.section import Section
 from engine.training.lora import Lora
 from engine.training.own_functions import OwnFunction, is_own
 
@@ -36,25 +39,33 @@ OWN_FIELDS = ("advantage", "loss", "correction")
 """Fields that also take `module:function`."""
 LR_SCHEDULE_NAMES = ("constant", "linear", "cosine")
 
+MOST_STEPS = 1 << 40
+MOST_TOKENS = 1_000_000_000
 GSPO_WIDEST_CLIP = 0.1
 """GSPO's ratio is a geometric mean over a sequence: bounds of tokens, 0.2 and more, never bind (the paper: 3e-4)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mask:
-    """Keeps the tokens or the whole trajectories with a measure in [low, high]. Raises `ConfigError`.
+class Mask(Section):
+    """Keeps the tokens or the whole trajectories with a measure in [low, high] (docs/OBJECTIVES.md). Raises
+    `ConfigError`.
 
     A missing bound is open. Every allowed mask keeps tokens on which the policies agree (a ratio of 1, a KL of 0).
     """
 
-    measure: str
-    """One of `MASK_NAMES`: `corrections.py` says how each is computed. Or `module:function`."""
-    low: float | None = None
-    high: float | None = None
-    negative_only: bool = False
-    """Drop only tokens with a negative advantage (DeepSeek-V3.2, arXiv 2512.02556)."""
+    measure: str = Field(
+        description="token_ratio, geometric_ratio, product_ratio, {token,mean,sum}_{k1,k2,k3}, or module:function."
+    )
+    """`corrections.py` says how each is computed."""
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, max_length=64, description="Arguments of the function that `measure` names."
+    )
+    low: float | None = Field(None, ge=-1000, le=1000, description="Lower bound; null: none.")
+    high: float | None = Field(None, ge=-1000, le=1000, description="Upper bound; null: none.")
+    negative_only: bool = Field(False, description="Drop only tokens with a negative advantage.")
+    """DeepSeek-V3.2, arXiv 2512.02556."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _laws(self) -> Self:
         if self.measure not in MASK_NAMES and not is_own(self.measure):
             law, fix = "is not a measure", f"use one of {', '.join(MASK_NAMES)}, or module:function"
             raise ConfigError("trainer.masks.measure", self.measure, law, fix)
@@ -65,7 +76,7 @@ class Mask:
             if self.low is not None and self.high is not None and self.low > self.high:
                 law = f"is above high = {self.high:g}, so the mask would drop every token"
                 raise ConfigError("trainer.masks.low", self.low, law, "exchange them")
-            return
+            return self
         agreed = 1.0 if self.is_ratio else 0.0
         kept = f"low <= {agreed:g} <= high, because {agreed:g} is the {self.measure} of equal policies"
         if self.low is not None and (self.low > agreed or (self.is_ratio and self.low <= 0)):
@@ -73,6 +84,7 @@ class Mask:
             raise ConfigError("trainer.masks.low", self.low, law, "use 0.5" if self.is_ratio else "use null")
         if self.high is not None and self.high < agreed:
             raise ConfigError("trainer.masks.high", self.high, kept, "use 2.0" if self.is_ratio else "use 0.1")
+        return self
 
     @property
     def is_ratio(self) -> bool:
@@ -89,133 +101,195 @@ class Mask:
         return OwnFunction(field="", spec=self.measure).name if is_own(self.measure) else self.measure
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSettings:
-    """All choices of the train step. Raises `ConfigError` for unknown names and for contradictory values."""
+class StepChoices(Section):
+    """The choices of the train step that a configuration gives, each within its own bounds."""
 
-    learning_rate: float = 1e-6
-    """AdamW's peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's decay rates of the first and second moment."""
-    adam_eps: float = 1e-8
-    """AdamW's denominator term."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay, of matrices only: biases and norm gains are never decayed."""
-    max_grad_norm: float = 1.0
-    """Maximum L2 norm of an optimizer minibatch's gradient; larger gradients are scaled down. 0: no limit."""
-    lr_schedule: str = "constant"
-    """After the warm-up: `constant`, or down to 0 at `lr_total_steps`: `linear`, or along half a `cosine`."""
-    lr_warmup_steps: int = 0
-    """Optimizer steps over which the rate rises linearly; step i (from 0) uses (i + 1) / lr_warmup_steps of the
-    peak."""
-    lr_total_steps: int = 0
-    """Optimizer steps of the whole run; needed by `linear` and `cosine` only."""
+    learning_rate: float = Field(1e-6, gt=0, le=1, description="AdamW's peak learning rate.")
+    betas: tuple[float, float] = Field((0.9, 0.999), strict=False, description="AdamW's decay rates, each in [0, 1).")
+    adam_eps: float = Field(1e-8, gt=0, le=1, description="AdamW's denominator term.")
+    weight_decay: float = Field(0.0, ge=0, le=1, description="Decoupled weight decay; applies to matrices only.")
+    """Biases and norm gains are never decayed."""
+    max_grad_norm: float = Field(1.0, ge=0, description="Maximum gradient norm; 0: no clipping.")
+    """The L2 norm of an optimizer minibatch's gradient."""
+    lr_schedule: str = Field("constant", description="After the warm-up: constant, linear to 0, or cosine to 0.")
+    """The last two reach 0 at `lr_total_steps`."""
+    lr_warmup_steps: int = Field(
+        0, ge=0, le=MOST_STEPS, description="Optimizer steps over which the learning rate rises."
+    )
+    """Step i (from 0) uses (i + 1) / lr_warmup_steps of the peak."""
+    lr_total_steps: int = Field(
+        0, ge=0, le=MOST_STEPS, description="Optimizer steps of the whole run; needed for linear and cosine."
+    )
 
-    advantage: str = "grpo"
-    """`grpo`, `dr_grpo`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline` or `distillation`: see
-    `advantages.py`. Or `module:function`."""
-    loss: str = "ppo_clip"
-    """`ppo_clip`, `gspo`, `cispo`, or `decoupled_ppo`, which is `ppo_clip` with `old_policy: proximal`:
-    see `losses.py`. Or `module:function`."""
-    old_policy: str = "behavior"
-    """Whom the loss's ratio is measured against: `behavior` (who sampled), or `proximal`, the weights before the
-    step; then the loss is weighed by proximal / behavior, at the price of a forward pass."""
-    clip_low: float = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
-    clip_high: float = 0.28
-    """The ratio is clipped above at 1 + clip_high; above clip_low it leaves room for unlikely tokens (DAPO)."""
-    clip_dual: float = 0.0
-    """c of dual clip, with any loss that clips the ratio: with a negative advantage it counts as c at most; 0: no such
-    bound."""
-    correction: str = "none"
-    """`none`, or the importance weight truncated at `correction_cap`: each token's own (`token_tis`), or one of its
-    whole trajectory (`sequence_tis`). Or `module:function`."""
-    correction_cap: float = 2.0
-    """C of truncated importance sampling."""
-    masks: tuple[Mask, ...] = ()
-    """What is dropped for disagreeing with the trainer, after the correction: all of them hold at once."""
-    own: tuple[OwnFunction, ...] = ()
-    """The functions that `advantage`, `loss`, `correction` and `masks` name, with their arguments."""
-    kl_loss_coef: float = 0.0
-    """Times KL(current ‖ reference), added to the loss; 0: none."""
-    kl_loss: str = "k3"
-    """Its estimator, `k1`, `k2` or `k3`: see `kl.py`."""
-    kl_loss_ratio: bool = False
-    """Weigh it by current / behavior, which makes every estimator's gradient that of the KL; `k1` needs it."""
-    kl_reward_coef: float = 0.0
-    """Times KL(behavior ‖ reference), taken off the rewards before advantages; 0: none."""
-    kl_reward: str = "k1"
-    """Its estimator."""
-    entropy_coef: float = 0.0
-    """Times the entropy of each token's distribution, taken off the loss; 0: none."""
-    reference_path: str | None = None
-    """Where the reference model's weights are; None: the weights that this run began with."""
-    overlong_cache_tokens: int = 0
-    """DAPO's soft punishment: over the last so many tokens before `overlong_max_tokens`, a response's reward falls
-    linearly by `overlong_penalty`; 0: none."""
-    overlong_max_tokens: int = 0
-    """Response tokens, those of tools included, from which the whole penalty is due; usually the response budget."""
-    overlong_penalty: float = 1.0
-    """The whole penalty."""
-    filter_overlong: bool = False
-    """Train no token of a response that was cut off at the length limit. Its reward stays in the baseline (DAPO)."""
-    aggregation: str = "token_mean"
+    advantage: str = Field(
+        "grpo",
+        description="Estimator: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, distillation, or "
+        "module:function.",
+    )
+    """See `advantages.py`."""
+    advantage_arguments: dict[str, Any] = Field(
+        default_factory=dict, max_length=64, description="Arguments of the function that `advantage` names."
+    )
+    loss: str = Field(
+        "ppo_clip",
+        description="Loss: ppo_clip, gspo, cispo, decoupled_ppo (ppo_clip with old_policy proximal), or "
+        "module:function.",
+    )
+    """See `losses.py`."""
+    loss_arguments: dict[str, Any] = Field(
+        default_factory=dict, max_length=64, description="Arguments of the function that `loss` names."
+    )
+    old_policy: str = Field(
+        "behavior", description="Denominator of the ratio: behavior, or proximal (weights before the step)."
+    )
+    """With `proximal`, the loss is weighed by proximal / behavior, at the price of a forward pass."""
+    clip_low: float = Field(0.2, gt=0, le=1, description="The ratio is clipped below at 1 - clip_low.")
+    clip_high: float = Field(0.28, gt=0, le=100, description="The ratio is clipped above at 1 + clip_high.")
+    """Above clip_low it leaves room for unlikely tokens (DAPO)."""
+    clip_dual: float = Field(
+        0.0, ge=0, le=1000, description="Dual clip: bound of the ratio for negative advantages, such as 3; 0: none."
+    )
+    """With any loss that clips the ratio."""
+    correction: str = Field(
+        "none",
+        description="none, token_tis or sequence_tis (truncated importance sampling), or module:function; auto: "
+        "token_tis with the vllm and openai backends, else none.",
+    )
+    """The importance weight truncated at `correction_cap` is each token's own, or one of its whole trajectory."""
+    correction_arguments: dict[str, Any] = Field(
+        default_factory=dict, max_length=64, description="Arguments of the function that `correction` names."
+    )
+    correction_cap: float = Field(2.0, gt=0, description="Maximum importance weight.")
+    masks: tuple[Mask, ...] = Field(
+        (), strict=False, max_length=12, description="Bounds outside which tokens or trajectories are dropped."
+    )
+    """After the correction; all of them hold at once."""
+    kl_loss_coef: float = Field(
+        0.0, ge=0, le=100, description="Coefficient of the KL to the reference in the loss; 0: none."
+    )
+    kl_loss: str = Field("k3", description="Estimator of the KL in the loss: k1 (with kl_loss_ratio), k2 or k3.")
+    """Of KL(current ‖ reference): see `kl.py`."""
+    kl_loss_ratio: bool = Field(
+        False, description="Weight the estimate by current / behavior, so that its gradient is the KL's."
+    )
+    kl_reward_coef: float = Field(0.0, ge=0, le=100, description="Coefficient of the KL in the reward; 0: none.")
+    """Times KL(behavior ‖ reference), taken off the rewards before advantages."""
+    kl_reward: str = Field("k1", description="Estimator of the KL in the reward: k1, k2 or k3.")
+    entropy_coef: float = Field(0.0, ge=0, le=100, description="Coefficient of the entropy bonus in the loss; 0: none.")
+    reference_path: str | None = Field(
+        None, min_length=1, description="Reference model, or teacher; null: the initial weights."
+    )
+    overlong_cache_tokens: int = Field(
+        0,
+        ge=0,
+        le=MOST_TOKENS,
+        description="Number of tokens before overlong_max_tokens over which the reward falls (DAPO); 0: no penalty.",
+    )
+    """The reward falls linearly, by `overlong_penalty`."""
+    overlong_max_tokens: int = Field(
+        0,
+        ge=0,
+        le=MOST_TOKENS,
+        description="Response length with the full penalty; 0: rollout.max_tokens, or rollout.context with agents.",
+    )
+    """Tokens of tools included."""
+    overlong_penalty: float = Field(1.0, ge=0, description="Full penalty of an overlong response.")
+    filter_overlong: bool = Field(
+        False, description="Do not train on responses that were cut off; their rewards still count in the baseline."
+    )
+    aggregation: str = Field(
+        "token_mean", description="How losses of tokens are combined: token_mean, sequence_mean or constant."
+    )
     """Over an optimizer minibatch: `token_mean` (DAPO), `sequence_mean` (GRPO) or `constant` (Dr.GRPO): see
     `losses.py`."""
-    aggregation_tokens: int = 0
-    """The divisor of `constant`, in tokens per trajectory; usually the response budget `max_tokens`."""
+    aggregation_tokens: int = Field(
+        0,
+        ge=0,
+        le=MOST_TOKENS,
+        description="Divisor of constant aggregation; 0: rollout.max_tokens, or rollout.context with agents.",
+    )
+    """In tokens per trajectory."""
 
-    rollback: bool = True
-    """Before a train step of several optimizer steps, copy weights and moments to host memory (12 bytes per parameter),
-    so that a step that fails can be undone and tried again; each of several `ranks` copies its own shards. Without the
+    rollback: bool = Field(
+        True,
+        description="Copy weights and moments before a train step of several optimizer steps, to undo a failed one.",
+    )
+    """The copy is in host memory (12 bytes per parameter); each of several `ranks` copies its own shards. Without the
     copy, as in a train step of one optimizer step, the trainer's process is replaced if a step fails after an optimizer
     step has begun."""
+    epochs_per_batch: int = Field(1, ge=1, le=1000, description="Passes over each batch.")
+    """The minibatches of each pass are the same, in the same order."""
+    micro_batch_tokens: int = Field(
+        16_384, ge=1, le=MOST_TOKENS, description="Maximum tokens of one forward pass, including padding."
+    )
+    """A longer trajectory gets a pass of its own. Changes speed and memory only. Small models on a CPU are fastest at
+    2048 to 4096, because the activations then fit in its caches."""
+    packing: Literal["auto", "on", "off"] = Field(
+        "auto", description="Pack trajectories end to end, without padding; auto: if the model's attention supports it."
+    )
+    """docs/TRAINING.md. Changes speed, memory and rounding only."""
+    shared_prompts: Literal["auto", "on", "off"] = Field(
+        "auto", description="Compute a prompt once for its trajectories; auto: if this saves 15 % of the tokens."
+    )
+    """Needs packed rows; changes speed, memory and rounding only."""
+    bf16: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Compute with bfloat16 weights, rounded from float32; auto: on CUDA devices that support it.",
+    )
+    """The optimizer updates float32 weights with float32 moments and gradients, since an update of 1e-6 is lost in
+    bfloat16."""
+    publish_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Type of published weights; auto: the samplers' type."
+    )
+    """A trainer alone takes `auto` as the type in the model's `config.json`. The trained weights stay float32."""
+    fp32_head: bool = Field(
+        False, description="With bf16: compute logits in float32. No effect on models that scale or cap their logits."
+    )
+    activation_checkpointing: bool | Literal["auto"] = Field(
+        "auto",
+        description="Keep only the layers' inputs for the backward pass: less memory, a third more time; auto: on "
+        "GPUs.",
+    )
+    """Gradients are the same."""
+    lora: Lora | None = Field(
+        None, description="Train a low-rank adapter instead of the whole model; null: the whole model."
+    )
+    """Only the adapter is published and saved."""
+    ranks: int = Field(
+        1, ge=1, le=64, description="Processes on one machine that shard the trained model (FSDP2); 1: not sharded."
+    )
+    """Each holds a shard of weights, gradients and moments."""
+    cpu_offload: bool = Field(
+        False,
+        description="On GPUs: keep the shards of several ranks, or the optimizer of a single one, in host memory.",
+    )
+    """Several ranks keep on the device only what a layer needs; one rank keeps its bfloat16 weights there."""
+    device: str = Field("auto", description="Device of the trainer: auto, cpu, cuda or cuda:N.")
+    threads: int = Field(
+        0, ge=0, le=1024, description="CPU threads of the trainer; 0: from its pool's share, or torch's default."
+    )
+    """Torch's threads in the whole process."""
+
+
+class TrainerSettings(StepChoices):
+    """All choices of the train step. Raises `ConfigError` for unknown names and for contradictory values."""
+
+    own: tuple[OwnFunction, ...] = ()
+    """The functions that `advantage`, `loss`, `correction` and `masks` name, with their arguments."""
     policy_mini_batch_size: int = 0
     """Groups per optimizer step; 0 takes the whole batch in one."""
-    epochs_per_batch: int = 1
-    """Passes over each batch; the minibatches of each pass are the same, in the same order."""
-    micro_batch_tokens: int = 16384
-    """Input tokens per forward pass, padding included. A longer trajectory gets a pass of its own. Changes speed and
-    memory only. Small models on a CPU are fastest at 2048 to 4096, because the activations then fit in its caches."""
-    packing: str = "auto"
-    """Lay trajectories end to end, without padding: `on`, `off`, or `auto` = on where the model's attention supports
-    it (docs/TRAINING.md). Changes speed, memory and rounding only."""
-    shared_prompts: str = "auto"
-    """Compute the prompt of several trajectories once in each pass: `on`, `off`, or `auto` = if that saves 15 %
-    of their tokens. Needs packed rows; changes speed, memory and rounding only."""
-
     temperature: float = 1.0
     """The rollout's sampling temperature: the logits are divided by it, since the behavior log-probs are after it."""
-    bf16: str = "auto"
-    """Passes with bfloat16 weights: `on`, `off`, or `auto` = on if a CUDA device supports it. The optimizer updates
-    float32 weights with float32 moments and gradients, since an update of 1e-6 is lost in bfloat16."""
-    publish_dtype: str = "auto"
-    """Type of published weights: `float32`, `bfloat16`, `float16`, or `auto` = the type in the model's `config.json`,
-    in which the samplers load it. The trained weights stay float32."""
-    fp32_head: bool = False
-    """With bf16: compute the logits in float32 all the same."""
-    activation_checkpointing: bool | str = "auto"
-    """Keep only the input of each layer for the backward pass and compute the rest again: a third more time, a
-    fraction of the memory. Gradients are the same. `auto`: on CUDA devices."""
-    lora: Lora | None = None
-    """Train a low-rank adapter, and publish and save only that; None: the whole model."""
-    ranks: int = 1
-    """Processes that hold the model together, each a shard of weights, gradients and moments (FSDP2)."""
-    cpu_offload: bool = False
-    """On CUDA. Several ranks keep their shards in host memory, and on the device only what a layer needs; one rank
-    keeps its bfloat16 weights on the device, and the optimizer's weights, gradients and moments in host memory."""
-    device: str = "auto"
-    """A torch device, or `auto`: CUDA where there is one."""
-    threads: int = 0
-    """Torch's threads in this whole process; 0 leaves them alone."""
     seed: int = 0
     """Seeds torch at construction: only weights that a checkpoint lacks are drawn from it."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _laws(self) -> Self:
         self._check_names()
         self._check_step()
         for field, holds, law, value in self._objective_laws():
             self._require(field, holds, law, value)
+        return self
 
     @property
     def needs_proximal(self) -> bool:
@@ -270,11 +344,11 @@ class TrainerSettings:
             if one.function is not None:
                 law = "belongs to a script or a notebook, or is inside a function, so that the ranks cannot import it"
                 raise ConfigError(one.field, one.spec, law, "put it in a module, or use trainer.ranks: 1")
-        return replace(self, own=own)
+        return self.model_copy(update={"own": own})
 
     def plain(self) -> dict[str, Any]:
         """The settings as plain data, without the user's functions themselves."""
-        return {name: value for name, value in asdict(replace(self, own=())).items() if name != "own"}
+        return self.model_dump(exclude={"own"})
 
     @property
     def shapes_by_reference(self) -> bool:

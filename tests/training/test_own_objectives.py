@@ -121,7 +121,7 @@ def test_a_mask_and_its_arguments_are_checked_too() -> None:
 
 
 def test_a_mask_that_no_value_can_pass_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.masks\.low 3 is above high = 2"):
+    with pytest.raises(ConfigError, match=r"trainer\.masks\.low 3.0 is above high = 2"):
         Mask(measure="mine:function", low=3, high=2)
 
 
