@@ -138,7 +138,7 @@ def main(steps: int, batch: int) -> None:
     torch.set_num_threads(1)
     seen: dict[tuple[bool, int], Seen] = {}
     with tempfile.TemporaryDirectory() as directory:
-        made = prepare(Path(directory), configured(steps, batch, True).model.arithmetic.quickstart(0))
+        made = prepare(Path(directory), configured(steps, batch, True).model.arithmetic)
         for deterministic in (True, False):
             for replicas in (1, 2):
                 with contextlib.redirect_stderr(None):

@@ -226,7 +226,7 @@ class Bench:
         self.made: dict[str, Prepared] = {}
         for name, workload in WORKLOADS.items():
             model = load_config(CONFIGS / "sync.yaml", [*workload.made, *warmup]).model.arithmetic
-            self.made[name] = prepare(directory / "made", model.quickstart(0))
+            self.made[name] = prepare(directory / "made", model)
 
     def config(self, mode: str, overrides: Sequence[str], name: str, steps: int) -> Config:
         """A preset on the model that was made for a workload."""

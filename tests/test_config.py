@@ -1,6 +1,5 @@
 """What a user may write in a configuration, and what each mistake reports: field, value, law and fix."""
 
-import dataclasses
 import importlib.util
 import re
 from functools import cache
@@ -16,12 +15,9 @@ from engine.config import Config, check_config, load_config, parse_config
 from engine.config.check import check_gpus, check_nccl
 from engine.config.hardware import gpu_count
 from engine.config.loading import expected, fields
-from engine.config.model import ArithmeticSection
 from engine.config.paths import PATHS
 from engine.errors import ConfigError
 from engine.states.limits import Limits
-from engine.tasks.arithmetic import Division
-from engine.tasks.quickstart import Quickstart
 from engine.training.trainer_settings import Mask
 
 MADE = {"model": {"make": "arithmetic"}}
@@ -442,12 +438,6 @@ def test_every_number_has_a_bound() -> None:
     for path, info in fields():
         if info.annotation in (int, float, int | None, float | None):
             assert any(hasattr(rule, "ge") or hasattr(rule, "gt") for rule in info.metadata), path
-
-
-def test_the_section_of_a_made_model_is_its_makers_settings() -> None:
-    assert ArithmeticSection().quickstart(0) == Quickstart()
-    fields_there = [f.name for kind in (Quickstart, Division) for f in dataclasses.fields(kind)]
-    assert set(ArithmeticSection.model_fields) == set(fields_there) - {"seed", "family"}
 
 
 def test_the_heads_offered_instead_hold() -> None:

@@ -172,7 +172,7 @@ def _surprises(config: Config, slots: int) -> Iterator[str]:
         }
         yield f"validation.conflict {v.conflict}: a measurement {outcome[v.conflict]}"
     if config.model.make == "arithmetic":
-        longest = config.model.arithmetic.family().most_tokens
+        longest = config.model.arithmetic.most_tokens
         if r.max_tokens < longest:
             yield f"rollout.max_tokens = {r.max_tokens} is less than the {longest} tokens of the longest correct answer"
     yield from surprises(config)

@@ -16,26 +16,6 @@ Paths = FilePath | Annotated[list[FilePath], Field(min_length=1, max_length=10_0
 MOST_SOURCES = 64
 
 
-class PassRateSection(Section):
-    """Selects the rows of a source by how often they are solved."""
-
-    min: float | None = Field(None, ge=-1e9, le=1e9, description="Minimum pass rate; null: none.")
-    max: float | None = Field(None, ge=-1e9, le=1e9, description="Maximum pass rate; null: none.")
-    column: str | None = Field(
-        None,
-        min_length=1,
-        description="Column with a pass rate from before the run; rows outside the bounds are left out. null: use the "
-        "mean reward of the row's newest group in this run.",
-    )
-    rest_passes: int | None = Field(
-        1,
-        ge=1,
-        le=1_000_000,
-        description="Without a column: number of passes over the source that skip a row outside the bounds; null: "
-        "all later passes.",
-    )
-
-
 class SourceSection(Section):
     """One of several sources of training prompts."""
 
@@ -56,7 +36,7 @@ class SourceSection(Section):
     columns: dict[FilePath, FilePath] = Field(
         default_factory=dict, max_length=1000, description="New names of columns, by their names in the files."
     )
-    pass_rate: PassRateSection | None = Field(None, description="Which rows are drawn; null: all.")
+    pass_rate: PassRate | None = Field(None, description="Which rows are drawn; null: all.")
 
 
 class StageSection(Section):
@@ -159,7 +139,7 @@ class DataSection(Section):
                 prompt_field=source.prompt_field or self.prompt_field,
                 columns=source.columns,
                 weight=source.weight,
-                pass_rate=None if source.pass_rate is None else PassRate(**source.pass_rate.model_dump()),
+                pass_rate=source.pass_rate,
             )
             for source in self.sources
         ]
@@ -207,7 +187,7 @@ def _refuse_sources(data: DataSection) -> None:
             _refuse_pass_rate(f"{field}.pass_rate", source.pass_rate)
 
 
-def _refuse_pass_rate(field: str, wanted: PassRateSection) -> None:
+def _refuse_pass_rate(field: str, wanted: PassRate) -> None:
     if wanted.min is None and wanted.max is None:
         raise ConfigError(field, None, "min and max are both null", "set one of them, for example max: 0.9")
     if wanted.min is not None and wanted.max is not None and wanted.min > wanted.max:

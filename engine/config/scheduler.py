@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, nearest_divisor
 from engine.policies import DEFAULTS
 from engine.section import Section
 from engine.states.limits import BOUNDS, ROUNDING
@@ -174,16 +174,10 @@ class SchedulerSection(Section):
         object.__setattr__(self, "max_concurrent_groups", self.max_concurrent_groups or self.most_groups())
         if batch % self.policy_mini_batch_size:
             mini, law = self.policy_mini_batch_size, f"must divide scheduler.train_batch_size = {batch}"
-            raise ConfigError("scheduler.policy_mini_batch_size", mini, law, f"use {divisor(batch, mini)}")
+            raise ConfigError("scheduler.policy_mini_batch_size", mini, law, f"use {nearest_divisor(batch, mini)}")
         return self
 
     def most_groups(self) -> int:
         """The largest valid K."""
         ahead = self.max_staleness_steps if self.async_ratio is None else self.async_ratio
         return sum(floor(share * self.train_batch_size + ROUNDING) for share in (1 + ahead, self.over_sample))
-
-
-def divisor(number: int, near: int) -> int:
-    """The divisor of `number` closest to `near`; if two are equally close, the smaller."""
-    pairs = ((low, number // low) for low in range(1, int(number**0.5) + 1) if number % low == 0)
-    return min((d for pair in pairs for d in pair), key=lambda d: (abs(d - near), d))

@@ -132,6 +132,12 @@ ALIKE = 0.8
 """Least similarity at which a file name is suggested. It is high, because file names share a suffix."""
 
 
+def nearest_divisor(number: int, near: int) -> int:
+    """The divisor of `number` closest to `near`; if two are equally close, the smaller."""
+    pairs = ((low, number // low) for low in range(1, int(number**0.5) + 1) if number % low == 0)
+    return min((d for pair in pairs for d in pair), key=lambda d: (abs(d - near), d))
+
+
 def suggestion(name: str, known: Iterable[str], otherwise: str = "", *, prefix: str = "", alike: float = 0.6) -> str:
     """The fix for an unknown name: "did you mean X?" with the nearest known name, else `otherwise`. `prefix`: text
     before the name, such as its section or directory. `alike`: the least similarity, up to 1."""

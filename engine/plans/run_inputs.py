@@ -62,9 +62,9 @@ def inputs_of(config: Config, progress: Progress | None = None) -> Inputs:
     if config.model.make is not None:
         made, seed = Path(config.run.dir) / ".made", config.run.seed
         if config.model.make == "lookup":
-            ready = prepare_lookup(made, config.model.lookup.model(seed), progress)
+            ready = prepare_lookup(made, config.model.lookup, progress, seed=seed)
         else:
-            ready = prepare(made, config.model.arithmetic.quickstart(seed), progress)
+            ready = prepare(made, config.model.arithmetic, progress, seed=seed)
         made_source = SourceFiles(name="", field="data.path", path=ready.training_path)
         return Inputs(ready.model_path, (made_source,), ready.validation_path, ready.reward, "prompt")
     path, data, reward = config.model.path, config.data, config.reward

@@ -13,10 +13,12 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
+from pydantic import Field
+
+from engine.section import Section
 from engine.trajectory import Prompt, Trajectory
 
 ALPHABET = "0123456789-="
@@ -75,17 +77,19 @@ class Question(NamedTuple):
         return {"prompt": self.prompt, "answer": str(self.answer), "steps": self.steps}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Division:
-    """A family of questions. The number of steps is log-normal: p99 / median = exp(2.33 * spread), 5.7 by default.
+class Division(Section):
+    """A family of questions. The number of steps is log-normal: p99 / median = exp(2.33 * spread), 5.7 by default."""
 
-    A divisor must have one digit and a dividend at most three: the section `model.arithmetic` checks this.
-    """
-
-    largest_divisor: int = 9
-    median_steps: float = 4.0
-    spread: float = 0.75
-    most_steps: int = 24
+    largest_divisor: int = Field(9, ge=2, le=9, description="Largest divisor in a question, a single digit.")
+    median_steps: float = Field(4.0, ge=1, le=24, description="Median number of subtractions that an answer takes.")
+    spread: float = Field(
+        0.75,
+        ge=0,
+        le=3,
+        description="Log-normal spread of the number of subtractions: p99 / median = exp(2.33 spread).",
+    )
+    most_steps: int = Field(24, ge=1, le=24, description="Subtractions of the longest answer; each is 6 tokens.")
+    """A dividend has at most three digits."""
 
     @property
     def most_tokens(self) -> int:

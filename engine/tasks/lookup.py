@@ -9,11 +9,13 @@ import json
 import random
 import string
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
-from engine.tasks.quickstart import MadeModel, Prepared, Progress, made_once
+from pydantic import Field, model_validator
+
+from engine.errors import ConfigError
+from engine.tasks.quickstart import MOST_MADE, MadeModel, Prepared, Progress, made_once
 from engine.tasks.tokenizer import CHAT_END, CHAT_START, save_chat_tokenizer
 
 KEYS = string.ascii_lowercase
@@ -30,19 +32,25 @@ WORDS = (
 """Texts that are one token each, so that an episode is short."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class LookupModel(MadeModel):
-    """Parameters of `model.make: lookup`. Field names are those of the config section `model.lookup`."""
+    """The model and rows of `environments.lookup`: the section `model.lookup`."""
 
-    recipe: ClassVar[int] = 1
-    warmup_steps: int = 400
-    warmup_learning_rate: float = 5e-3
-    most_steps: int = 4
-    """Maximum number of links to follow."""
-    haste: float = 0.3
-    """Share of warm-up turns that answer before every link has been followed."""
-    wrong_tool: float = 0.15
-    """Share of warm-up turns that call a tool that does not exist."""
+    recipe: ClassVar[int] = 2
+    warmup_steps: int = Field(400, ge=0, le=MOST_MADE, description="Supervised steps before the run.")
+    most_steps: int = Field(4, ge=1, le=9, description="Maximum number of links in a question.")
+    haste: float = Field(
+        0.3, ge=0, le=1, description="Share of warm-up turns that answer before every link is followed."
+    )
+    wrong_tool: float = Field(
+        0.15, ge=0, le=1, description="Share of warm-up turns that call a tool that does not exist."
+    )
+
+    @model_validator(mode="after")
+    def _laws(self) -> Self:
+        if self.haste + self.wrong_tool > 1:
+            law = f"must be at most {1 - self.wrong_tool:g}: with wrong_tool = {self.wrong_tool:g}, the sum may be 1"
+            raise ConfigError("model.lookup.haste", self.haste, law, "lower one of them")
+        return self
 
 
 class Row(NamedTuple):
@@ -76,10 +84,13 @@ def rows(seed: str, most_steps: int) -> Iterator[Row]:
         yield Row(draws.choice(KEYS), draws.randint(1, most_steps), dict(sorted(links.items())))
 
 
-def prepare_lookup(directory: str | Path, wanted: LookupModel, progress: Progress | None = None) -> Prepared:
+def prepare_lookup(
+    directory: str | Path, wanted: LookupModel, progress: Progress | None = None, *, seed: int = 0
+) -> Prepared:
     """Make the model and the rows under `directory`, or find earlier ones. Several processes may call this at once."""
-    target = Path(directory).expanduser().resolve() / f"lookup-{wanted.key()}"
-    made, reused = made_once(target, lambda workplace: _make(workplace, wanted, progress or (lambda done, text: None)))
+    target = Path(directory).expanduser().resolve() / f"lookup-{wanted.key(seed)}"
+    progress = progress or (lambda done, text: None)
+    made, reused = made_once(target, lambda workplace: _make(workplace, wanted, seed, progress))
     return Prepared(
         model_path=str(target / "model"),
         training_path=str(target / "train.jsonl"),
@@ -91,43 +102,39 @@ def prepare_lookup(directory: str | Path, wanted: LookupModel, progress: Progres
     )
 
 
-def _make(workplace: Path, wanted: LookupModel, progress: Progress) -> dict[str, Any]:
+def _make(workplace: Path, wanted: LookupModel, seed: int, progress: Progress) -> dict[str, Any]:
     progress(0.0, "making data")
     for name, count in {"train": wanted.train_prompts, "validation": wanted.validation_prompts}.items():
-        source = rows(f"{name} {wanted.seed}", wanted.most_steps)
+        source = rows(f"{name} {seed}", wanted.most_steps)
         lines = (json.dumps(next(source).as_data()) + "\n" for _ in range(count))
         (workplace / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     model_directory = workplace / "model"
     model_directory.mkdir()
     save_chat_tokenizer(model_directory, WORDS)
-    measured = _warm_up(model_directory, wanted, progress)
+    measured = _warm_up(model_directory, wanted, seed, progress)
     progress(1.0, f"model ready after {measured['seconds']:.0f} s of supervised warm-up")
-    return {"recipe": wanted.recipe, "parameters": asdict(wanted), "warm_up": measured}
+    return {"recipe": wanted.recipe, "parameters": {"seed": seed, **wanted.model_dump()}, "warm_up": measured}
 
 
-def _warm_up(directory: Path, wanted: LookupModel, progress: Progress) -> dict[str, Any]:
+def _warm_up(directory: Path, wanted: LookupModel, seed: int, progress: Progress) -> dict[str, Any]:
     progress(0.0, "loading torch")
     from engine.training import warmup  # Brings torch, which only the preparing process needs.
 
-    shape = warmup.ModelShape(
-        hidden_size=wanted.hidden_size, layers=wanted.layers, heads=wanted.heads, positions=256
-    )  # fmt: skip
+    shape = warmup.ModelShape(hidden_size=64, layers=2, heads=4, positions=256)
     settings = warmup.WarmUp(
         steps=wanted.warmup_steps,
-        examples_per_step=wanted.warmup_batch,
-        learning_rate=wanted.warmup_learning_rate,
+        examples_per_step=32,
+        learning_rate=5e-3,
         whole_every=wanted.warmup_steps + 1,
     )
-    turns = worked_turns(wanted)
-    return warmup.make_model(
-        str(directory), shape, settings, warmup.Material(short=turns, whole=turns), wanted.seed, progress
-    )
+    turns = worked_turns(wanted, seed)
+    return warmup.make_model(str(directory), shape, settings, warmup.Material(short=turns, whole=turns), seed, progress)
 
 
-def worked_turns(wanted: LookupModel) -> Iterator[tuple[str, str]]:
+def worked_turns(wanted: LookupModel, seed: int) -> Iterator[tuple[str, str]]:
     """Careless episodes, turn by turn: the conversation as the chat template writes it, and the model's answer."""
-    draws = random.Random(f"habits {wanted.seed}")
-    for row in rows(f"warm-up {wanted.seed}", wanted.most_steps):
+    draws = random.Random(f"habits {seed}")
+    for row in rows(f"warm-up {seed}", wanted.most_steps):
         conversation = _message("user", row.question)
         key, left = row.start, row.steps
         while True:

@@ -18,11 +18,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
+from pydantic import Field, model_validator
+
+from engine.errors import ConfigError, nearest_divisor
+from engine.section import Section
 from engine.tasks.arithmetic import ALPHABET, STEP_TOKENS, Division, Question, QuestionPool
 from engine.tasks.tokenizer import END, save_character_tokenizer
 
@@ -30,44 +34,58 @@ Progress: TypeAlias = Callable[[float, str], None]
 
 MARKER = "complete.json"
 MAKING = ".making-"
+MOST_MADE = 10_000_000
+"""Maximum number of prompts, and of supervised steps, of a model that the engine makes."""
 FRESH_S = 5.0
 """A directory younger than this is not swept, because its process locks it only a moment after making it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MadeModel:
+class MadeModel(Section):
     """Parameters of a model and rows that the engine makes."""
 
     recipe: ClassVar[int]
     """Increase it when the same parameters begin to make a different result."""
-    seed: int = 0
-    layers: int = 2
-    hidden_size: int = 64
-    heads: int = 4
-    train_prompts: int = 4096
-    validation_prompts: int = 128
-    warmup_steps: int
-    warmup_batch: int = 32
-    warmup_learning_rate: float
+    train_prompts: int = Field(4096, ge=1, le=MOST_MADE, description="Prompts in the training set.")
+    validation_prompts: int = Field(128, ge=1, le=MOST_MADE, description="Validation prompts.")
+    warmup_steps: int = Field(ge=0, le=MOST_MADE, description="Supervised steps before the run.")
 
-    def key(self) -> str:
-        """A hash of all parameters."""
-        text = json.dumps({"recipe": self.recipe, **asdict(self)}, sort_keys=True)
+    def key(self, seed: int) -> str:
+        """A hash of all parameters and the seed."""
+        text = json.dumps({"recipe": self.recipe, "seed": seed, **self.model_dump()}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Quickstart(MadeModel):
-    """Parameters of the quickstart. Field names are those of the config section `model.arithmetic`."""
+class Quickstart(MadeModel, Division):
+    """The model and data of the quickstart: the section `model.arithmetic`."""
 
-    recipe: ClassVar[int] = 5
-    warmup_steps: int = 800
-    warmup_learning_rate: float = 6e-3
-    short_steps: int = 6
-    """Most warm-up examples contain at most this many steps of a solution."""
-    carelessness: float = 0.55
-    """Probability that a step across a ten in the warm-up is one too small. The run then unlearns this."""
-    family: Division = field(default_factory=Division)
+    recipe: ClassVar[int] = 6
+    layers: int = Field(2, ge=1, le=64, description="Transformer layers.")
+    hidden_size: int = Field(64, ge=8, le=8192, description="Width of the model.")
+    heads: int = Field(4, ge=1, le=64, description="Attention heads; must divide half of hidden_size.")
+    warmup_steps: int = Field(800, ge=0, le=MOST_MADE, description="Supervised steps before the run.")
+    warmup_batch: int = Field(32, ge=1, le=MOST_MADE, description="Worked solutions per supervised step.")
+    warmup_learning_rate: float = Field(6e-3, gt=0, le=1, description="Learning rate of the supervised steps.")
+    short_steps: int = Field(
+        6, ge=1, le=24, description="Number of steps to which most supervised examples cut an answer."
+    )
+    carelessness: float = Field(
+        0.55,
+        ge=0,
+        le=1,
+        description="Probability that a supervised step across a ten is 1 too small; the run unlearns it.",
+    )
+
+    @model_validator(mode="after")
+    def _laws(self) -> Self:
+        if self.hidden_size % (2 * self.heads):
+            law = f"must divide half of hidden_size = {self.hidden_size}"
+            fix = (
+                f"use {nearest_divisor(self.hidden_size // 2, self.heads)}"
+                if self.hidden_size % 2 == 0
+                else "use an even hidden_size"
+            )
+            raise ConfigError("model.arithmetic.heads", self.heads, law, fix)
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,17 +103,19 @@ class Prepared:
     reused: bool
 
 
-def prepare(directory: str | Path, parameters: Quickstart | None = None, progress: Progress | None = None) -> Prepared:
+def prepare(
+    directory: str | Path, parameters: Quickstart | None = None, progress: Progress | None = None, *, seed: int = 0
+) -> Prepared:
     """Make the quickstart under `directory`, or find an earlier one. Several processes may call this at once."""
     wanted = parameters or Quickstart()
-    target = Path(directory).expanduser().resolve() / f"arithmetic-{wanted.key()}"
-    made, reused = made_once(target, lambda workplace: _make(workplace, wanted, progress or _silent))
+    target = Path(directory).expanduser().resolve() / f"arithmetic-{wanted.key(seed)}"
+    made, reused = made_once(target, lambda workplace: _make(workplace, wanted, seed, progress or _silent))
     return Prepared(
         model_path=str(target / "model"),
         training_path=str(target / "train.jsonl"),
         validation_path=str(target / "validation.jsonl"),
         reward="engine.tasks.arithmetic:reward",
-        most_tokens=wanted.family.most_tokens,
+        most_tokens=wanted.most_tokens,
         warm_up=made["warm_up"],
         reused=reused,
     )
@@ -162,20 +182,20 @@ def _silent(done: float, text: str) -> None:
     pass
 
 
-def _make(workplace: Path, wanted: Quickstart, progress: Progress) -> dict[str, Any]:
+def _make(workplace: Path, wanted: Quickstart, seed: int, progress: Progress) -> dict[str, Any]:
     progress(0.0, "making data")
-    pool = QuestionPool(wanted.family, wanted.seed)
+    pool = QuestionPool(wanted, seed)
     _write_rows(workplace / "train.jsonl", islice(pool.training("rows"), wanted.train_prompts))
     _write_rows(workplace / "validation.jsonl", pool.held_out("rows", wanted.validation_prompts))
     model_directory = workplace / "model"
     model_directory.mkdir()
     save_character_tokenizer(model_directory, ALPHABET)
-    measured = _warm_up(model_directory, wanted, pool, progress)
+    measured = _warm_up(model_directory, wanted, seed, pool, progress)
     progress(1.0, f"model ready after {measured['seconds']:.0f} s of supervised warm-up")
-    return {"recipe": wanted.recipe, "parameters": asdict(wanted), "warm_up": measured}
+    return {"recipe": wanted.recipe, "parameters": {"seed": seed, **wanted.model_dump()}, "warm_up": measured}
 
 
-def _warm_up(directory: Path, wanted: Quickstart, pool: QuestionPool, progress: Progress) -> dict[str, Any]:
+def _warm_up(directory: Path, wanted: Quickstart, seed: int, pool: QuestionPool, progress: Progress) -> dict[str, Any]:
     progress(0.0, "loading torch")
     from engine.training import warmup  # Brings torch, which only the preparing process needs.
 
@@ -183,19 +203,19 @@ def _warm_up(directory: Path, wanted: Quickstart, pool: QuestionPool, progress: 
         hidden_size=wanted.hidden_size,
         layers=wanted.layers,
         heads=wanted.heads,
-        positions=max(512, 2 * wanted.family.most_tokens),
+        positions=max(512, 2 * wanted.most_tokens),
     )
     settings = warmup.WarmUp(
         steps=wanted.warmup_steps,
         examples_per_step=wanted.warmup_batch,
         learning_rate=wanted.warmup_learning_rate,
     )
-    slips = random.Random(f"slips {wanted.seed}")
+    slips = random.Random(f"slips {seed}")
     material = warmup.Material(
         short=_worked(pool.evenly("short"), wanted, slips, STEP_TOKENS * wanted.short_steps),
-        whole=_worked(pool.training("whole"), wanted, slips, wanted.family.most_tokens),
+        whole=_worked(pool.training("whole"), wanted, slips, wanted.most_tokens),
     )
-    return warmup.make_model(str(directory), shape, settings, material, wanted.seed, progress)
+    return warmup.make_model(str(directory), shape, settings, material, seed, progress)
 
 
 def _worked(

@@ -10,22 +10,34 @@ from dataclasses import dataclass, replace
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
 from engine.errors import ConfigError, suggestion
+from engine.section import Section
 
 if TYPE_CHECKING:
     from engine.tasks.dataset import Dataset
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassRate:
-    """Bounds of a pass rate. With `column`, the rate was measured before the run, and rows outside the bounds are left
-    out. Without it, the rate is the mean reward of a row's newest group, and the next passes skip rows outside."""
+class PassRate(Section):
+    """Selects the rows of a source by how often they are solved. With `column`, the rate was measured before the run,
+    and rows outside the bounds are left out. Without it, the next passes skip rows outside."""
 
-    min: float | None = None
-    max: float | None = None
-    column: str | None = None
-    rest_passes: int | None = 1
-    """None: all later passes."""
+    min: float | None = Field(None, ge=-1e9, le=1e9, description="Minimum pass rate; null: none.")
+    max: float | None = Field(None, ge=-1e9, le=1e9, description="Maximum pass rate; null: none.")
+    column: str | None = Field(
+        None,
+        min_length=1,
+        description="Column with a pass rate from before the run; rows outside the bounds are left out. null: use the "
+        "mean reward of the row's newest group in this run.",
+    )
+    rest_passes: int | None = Field(
+        1,
+        ge=1,
+        le=1_000_000,
+        description="Without a column: number of passes over the source that skip a row outside the bounds; null: "
+        "all later passes.",
+    )
 
     def holds(self, rate: float) -> bool:
         return (self.min is None or rate >= self.min) and (self.max is None or rate <= self.max)

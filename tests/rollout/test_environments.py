@@ -439,7 +439,7 @@ def test_the_answer_of_a_lookup_row_is_where_its_links_end(seed: int, most_steps
 
 
 def test_the_habits_of_the_warm_up_are_as_frequent_as_asked() -> None:
-    turns = worked_turns(LookupModel(haste=0.5, wrong_tool=0.25))
+    turns = worked_turns(LookupModel(haste=0.5, wrong_tool=0.25), 0)
     answers = [next(turns) for _ in range(4000)]
     wrong = sum("search" in answer for _, answer in answers)
     right = sum("lookup" in answer for _, answer in answers)

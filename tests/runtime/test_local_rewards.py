@@ -14,7 +14,7 @@ from engine.events import GroupFailed
 from engine.plans.configured_plan import plan_of
 from engine.runtime.local import run_plan
 from engine.storage.samples import FAILED, TRAIN, SampleFiles
-from engine.tasks.quickstart import prepare
+from engine.tasks.quickstart import Quickstart, prepare
 
 sys.path.append(str(Path(__file__).parent.parent / "actors"))
 from ray_plans import SMALLEST, check_record, events_of
@@ -45,8 +45,7 @@ def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def tree(folder: Path, *functions: dict[str, Any], **reward: Any) -> dict[str, Any]:
-    made = prepare(folder / ".made", parse_config({"model": {"make": "arithmetic", "arithmetic": SMALLEST}})
-                   .model.arithmetic.quickstart(3))  # fmt: skip
+    made = prepare(folder / ".made", Quickstart(**SMALLEST), seed=3)
     return {
         "run": {"dir": str(folder), "max_steps": 2, "seed": 3, "code_dir": str(folder)},
         "model": {"path": made.model_path},
