@@ -28,7 +28,7 @@ from engine.metrics.status import Status, read_status
 from engine.record import Header, Recorder
 from engine.record.files import RecordLock
 from engine.record.frames import SCHEDULE
-from engine.record.segment_log import Index, preamble, seal_of, store_index
+from engine.record.segment_log import Index, preamble, store_index
 from engine.states.group import GROUP
 from engine.states.machine import Table
 from engine.states.pool import POOL
@@ -950,28 +950,6 @@ def test_a_corrupted_schedule_is_refused_with_file_and_offset(capsys: Capture, r
     path.write_bytes(data)
     said = refused(capsys, "replay", str(recorded))
     assert path.name in said and re.search(r"at byte \d+", said)
-
-
-def test_a_torn_tail_is_cut_and_said(capsys: Capture, recorded: Path) -> None:
-    store_index(recorded / "schedule", Index([None]))  # nobody closed the record
-    path = segment(recorded)
-    path.write_bytes(path.read_bytes()[:-3])
-    assert cli.main(["replay", str(recorded)]) == 0
-    assert "cut" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("cut", [3, 200])
-def test_the_end_of_a_finished_run_that_is_missing_is_refused(capsys: Capture, recorded: Path, cut: int) -> None:
-    path = segment(recorded)
-    path.write_bytes(path.read_bytes()[:-cut])
-    said = refused(capsys, "replay", str(recorded))
-    assert path.name in said and "closed" in said
-
-
-def test_a_run_whose_newest_segments_are_missing_is_not_resumed(capsys: Capture, recorded: Path) -> None:
-    store_index(recorded / "schedule", Index([seal_of(segment(recorded)), None]))
-    said = refused(capsys, "resume", str(recorded))
-    assert "00000001.seg is missing, but index.json lists it" in said
 
 
 def test_an_event_and_the_story_of_a_group_are_shown(capsys: Capture, recorded: Path) -> None:
