@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from engine.runtime.local import RunResult, SimpleGenerator, SimpleTrainer, resp
 from engine.runtime.prompt_sources import CountedPrompts
 from engine.scheduling import lifetimes
 from engine.states.limits import Limits
-from engine.states.timeouts import Timeouts
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 
 sys.path.append(str(Path(__file__).parent.parent / "workers"))
@@ -169,29 +167,6 @@ def test_a_retry_gets_the_fields_of_its_prompt_as_they_were() -> None:
     assert len(seen) == 4 + 4 + 2 * 4 and set(seen) == {'{"answer": "4", "messages": ["2 + 2"]}'}
 
 
-class Hanging(Counting):
-    """Its second step returns only after `free`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.free = threading.Event()
-
-    def train(self, batch: Batch) -> dict[str, float]:
-        if self.steps:
-            self.free.wait()
-        return super().train(batch)
-
-
-def test_a_trainer_that_hangs_ends_the_run_with_the_cause() -> None:
-    trainer = Hanging()
-    said = r"the trainer is lost: the trainer exceeded its time limit of 0\.2 s \(timeouts\.train_s\)"
-    try:
-        with pytest.raises(RunFailed, match=said):
-            run(trainer=trainer, limits=limits(timeouts=Timeouts.every(None, train_s=0.2, cut_s=0.2)))
-    finally:
-        trainer.free.set()
-
-
 def test_epochs_pass_over_the_prompts_again() -> None:
     trainer = Counting()
     assert run(trainer=trainer, epochs=3, prompts=["a", "b", "c", "d"]).groups["consumed"] == 12
@@ -277,15 +252,6 @@ def test_a_prompt_that_cannot_be_read_fails_its_group_alone() -> None:
     assert "its prompt cannot be read: ValueError: line 4 is damaged" in events_of(result, GroupFailed)[0].reason
 
 
-def test_a_run_whose_trainer_always_fails_says_so() -> None:
-    class Broken(Counting):
-        def train(self, batch: Batch) -> dict[str, float]:
-            raise RuntimeError("the GPU fell off")
-
-    with pytest.raises(RunFailed, match=r"train step 0 failed 5 times; last error: RuntimeError: the GPU fell off"):
-        run(trainer=Broken())
-
-
 def test_a_step_whose_metrics_have_a_wrong_type_is_not_trained_twice() -> None:
     class Wrong(Counting):
         def train(self, batch: Batch) -> Any:
@@ -322,20 +288,6 @@ def test_a_data_source_that_fails_now_and_then_costs_no_prompt(odd: Any) -> None
     assert replay(read(result.record)).identical
 
 
-@pytest.mark.parametrize("odd", [(99, False), (-3, False), (0, False), OSError("no such file")])
-def test_a_data_source_that_always_fails_ends_the_run_by_name(odd: Any) -> None:
-    class Broken(Sometimes):
-        def draw(self, first: int, count: int) -> tuple[int, bool]:
-            if isinstance(odd, OSError):
-                raise odd
-            return odd  # type: ignore[no-any-return]
-
-    with pytest.raises(
-        RunFailed, match=r"the data source failed 5 times in a row; last error: .*(Broken\.draw|no such)"
-    ):
-        run(prompts=Broken(odd))
-
-
 def test_metrics_that_cannot_be_used_lose_no_step(tmp_path: Path) -> None:
     class Odd(Counting):
         def train(self, batch: Batch) -> Any:
@@ -350,23 +302,6 @@ def test_metrics_that_cannot_be_used_lose_no_step(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [row["step"] for row in result.metrics] == list(range(8))
     assert rows[1]["loss"] == result.metrics[1]["loss"] == 0.5
     assert not {"large", "7"} & set(rows[1]) and 7 not in result.metrics[1]
-
-
-def test_a_train_step_that_fails_once_is_done_again_with_the_same_batch() -> None:
-    class Shaky(Counting):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[list[int]] = []
-
-        def train(self, batch: Batch) -> dict[str, float]:
-            self.seen.append([group.group for group in batch.groups])
-            if len(self.seen) == 2:
-                raise RuntimeError("a bit flipped")
-            return super().train(batch)
-
-    trainer = Shaky()
-    assert run(trainer=trainer).groups["consumed"] == 30
-    assert trainer.seen[1] == trainer.seen[2]
 
 
 def test_a_lost_replica_is_replaced_where_a_factory_was_given() -> None:
@@ -461,15 +396,6 @@ class Mortal(Steady):
         return "its engine ended"
 
 
-def test_a_replica_is_replaced_for_as_long_as_the_run_trains_between_its_deaths() -> None:
-    trainer = Counting()
-    result = run(generators=lambda replica: Mortal(12), replacements=1, trainer=trainer)
-    assert sorted(trainer.groups) == list(range(30))
-    lost = events_of(result, ProcessLost)
-    assert len(lost) >= 2, "more than it may in a row"
-    assert [e.incarnation for e in lost] == list(range(1, len(lost) + 1))
-
-
 def test_a_replica_that_only_dies_is_replaced_so_many_times() -> None:
     made: list[int] = []
 
@@ -531,16 +457,6 @@ def test_a_replica_that_is_given_up_and_fails_by_itself_is_lost_once(turns: int)
     )
     assert result.outcome == "finished"
     assert len(events_of(result, ProcessLost)) == 1
-
-
-def test_a_run_directory_takes_record_metrics_and_checkpoints(tmp_path: Path) -> None:
-    result = run(run_dir=tmp_path / "one", limits=limits(checkpoint_every=3))
-    assert result.record == tmp_path / "one" / "schedule"
-    assert replay(read(result.record)).identical
-    rows = [json.loads(line) for line in (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(8))
-    assert rows[1]["loss"] == 0.5
-    assert sorted(p.name for p in (tmp_path / "one" / "checkpoints").iterdir()) == ["step-000006", "step-000008"]
 
 
 @pytest.mark.parametrize(
