@@ -60,7 +60,6 @@ class GatewayServer:
         model: str,
         parser: Parser,
         max_body_bytes: int,
-        bounds: ConnectionBounds | None = None,
     ) -> None:
         self._agents = agents
         self._chat = chat
@@ -73,7 +72,7 @@ class GatewayServer:
             "/v1/completions": ("POST", self._completions),
         }
         most = min(CONNECTIONS, max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
-        bounds = bounds or ConnectionBounds(connections=most, head_s=HEAD_S, body_s=BODY_S, body_bytes=max_body_bytes)
+        bounds = ConnectionBounds(connections=most, head_s=HEAD_S, body_s=BODY_S, body_bytes=max_body_bytes)
         self._listener = Listener(self._speak_openai, _refusal, bounds, cancels=True)
 
     async def start(self, host: str, port: int) -> str:

@@ -20,8 +20,6 @@ from engine.metrics.listening_address import listen
 
 log = logging.getLogger(__name__)
 
-BOUNDS = ConnectionBounds()
-
 Describe = Callable[[], dict[str, Any]]
 """Returns the content of `/status` as plain JSON data."""
 
@@ -37,7 +35,6 @@ class MetricsServer:
         port: int = 0,
         hosts: Sequence[str] = (),
         describe: Describe | None = None,
-        bounds: ConnectionBounds = BOUNDS,
     ) -> None:
         """`hosts`: additional host names under which requests are accepted. Raises: ConfigError if it cannot listen
         there."""
@@ -46,7 +43,7 @@ class MetricsServer:
         sock = listen(host, port)
         self.host = host
         self.port: int = sock.getsockname()[1]
-        self._listener = Listener(self._answer, _refusal, bounds, hosts=Hosts(host, hosts))
+        self._listener = Listener(self._answer, _refusal, ConnectionBounds(), hosts=Hosts(host, hosts))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="metrics", daemon=True)
         self._thread.start()

@@ -9,7 +9,6 @@ from openai import AsyncOpenAI
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from engine.control.http_listener import ConnectionBounds
 from engine.gateway.agents import Agents
 from engine.gateway.gateway_server import GatewayServer
 from engine.gateway.sessions import SessionBounds
@@ -132,7 +131,6 @@ class Rig:
         timeout_s: float = 60.0,
         max_body_bytes: int = 1 << 20,
         reward: Any = length_of,
-        bounds: ConnectionBounds | None = None,
         forced_calls: str = "refuse",
     ) -> None:
         self.tokens = tokenizer(template)
@@ -145,7 +143,6 @@ class Rig:
             model="tiny",
             parser=PARSERS[parser] if isinstance(parser, str) else parser,
             max_body_bytes=max_body_bytes,
-            bounds=bounds,
         )
         params = SamplingParams(max_tokens=max_tokens, stop_ids=(1,))
         self.generators = [

@@ -1,4 +1,4 @@
-"""The metrics endpoint among strangers: other hosts' names, requests that never end, what is repeated of them."""
+"""The metrics endpoint among strangers: other hosts' names, and what is repeated of requests."""
 
 import logging
 import socket
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from engine.control.http_listener import ConnectionBounds
 from engine.metrics.metrics_server import MetricsServer
 
 SECRET = b"hunter2-and-more"
@@ -73,20 +72,3 @@ def test_nothing_of_a_request_is_repeated(
         answer = send(server, request_sent)
     assert answer.split()[1][:1] in (b"4", b"5")
     assert SECRET not in answer and SECRET.decode() not in caplog.text + "".join(capfd.readouterr())
-
-
-@pytest.mark.parametrize("begun", [b"", b"GET /met", b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n"])
-def test_a_request_that_never_ends_is_given_up(begun: bytes) -> None:
-    with serving(bounds=ConnectionBounds(head_s=0.1)) as server:
-        assert send(server, begun) == b""
-
-
-def test_those_who_wait_give_way_to_those_who_ask() -> None:
-    with serving(bounds=ConnectionBounds(connections=4, head_s=3600.0)) as server:
-        waiting = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(12)]
-        try:
-            assert b'"step"' in ask(server, b"Host: localhost")
-            assert [connection.recv(1) for connection in waiting[:9]] == [b""] * 9, "the oldest were closed"
-        finally:
-            for connection in waiting:
-                connection.close()
