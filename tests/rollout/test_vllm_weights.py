@@ -176,40 +176,6 @@ def test_only_the_version_in_force_is_kept(engine: Any) -> None:
     run(scenario())
 
 
-def test_three_updates_each_serve_the_new_weights_while_a_request_is_kept(engine: Any) -> None:
-    first = engine.version
-
-    async def update(version: int) -> int:
-        await engine.stage(version, model_of(engine, version).state_dict())
-        await engine.pause("keep")
-        await engine.install(version)
-        before: int = engine.tokens_sampled()
-        hold(engine, 50)  # the kept one stops there, in time for the next update
-        await engine.resume()
-        return before
-
-    async def scenario() -> None:
-        assert_samples(model_of(engine, first), await engine.sample(greedy("a", 40)))
-        start = engine.tokens_sampled()
-        kept = asyncio.create_task(engine.sample(greedy("kept", LONG)))
-        seams, others = [], 0
-        await hold(engine, 10)
-        for version in range(first + 1, first + 4):
-            seams.append(await update(version) - start - others)
-            result = await engine.sample(greedy(f"{version}"))
-            others += len(result.token_ids)
-            assert result.spans == [Span(0, 40, version)]
-            assert_samples(model_of(engine, version), result)
-        assert not kept.done()
-        go_on(engine)
-        result = await kept
-        ends = [0, *seams, LONG]
-        assert result.spans == [Span(ends[i], ends[i + 1], first + i) for i in range(4)]
-        assert engine.tokens_sampled() - start == LONG + others, "a token was sampled twice"
-
-    run(scenario())
-
-
 def test_close_fails_what_is_running_and_everything_later(engine: Any) -> None:
     """The last test of the engine."""
 
