@@ -29,7 +29,6 @@ from engine.trajectory import Prompt
 if TYPE_CHECKING:
     from engine.tasks.dataset import Dataset
     from engine.tasks.source_files import LoadedSource
-    from engine.tasks.warm_start import WarmStart  # it needs the extra `train`
 from engine.training.packable import why_padded
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
@@ -275,17 +274,8 @@ def _data_sets(config: Config) -> dict[str, "Dataset"]:
     if config.model.warm_start.path is not None:
         from engine.tasks.warm_start import load_answers
 
-        files[WARM_START], _ = load_answers(warm_start_of(config), config.data.prompt_field)
+        files[WARM_START], _ = load_answers(config.model.warm_start, config.data.prompt_field)
     return files
-
-
-def warm_start_of(config: Config) -> "WarmStart":
-    """What `model.warm_start` asks for, if its path is set."""
-    from engine.tasks.warm_start import WarmStart
-
-    section = config.model.warm_start
-    assert section.path is not None
-    return WarmStart(**section.model_dump(), seed=config.run.seed)
 
 
 def local_directory(model: str, field: str = "model.path") -> Path | None:

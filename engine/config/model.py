@@ -9,21 +9,7 @@ from engine.errors import ConfigError
 from engine.section import Section
 from engine.tasks.lookup import LookupModel
 from engine.tasks.quickstart import Quickstart
-
-
-class WarmStartSection(Section):
-    """Supervised training on written answers before the run begins."""
-
-    path: str | None = Field(
-        None,
-        min_length=1,
-        description="Prompts with answers: a file, a directory of datasets, or a glob, as in data.path; null: no warm "
-        "start.",
-    )
-    answer_field: str = Field("answer", min_length=1, description="Column with the answer.")
-    epochs: int = Field(1, ge=1, le=1000, description="Passes over the file.")
-    batch_size: int = Field(32, ge=1, le=65_536, description="Answers per optimizer step.")
-    learning_rate: float = Field(1e-5, gt=0, le=1, description="AdamW's peak learning rate.")
+from engine.tasks.warm_start import WarmStart
 
 
 class ModelSection(Section):
@@ -37,9 +23,7 @@ class ModelSection(Section):
     )
     arithmetic: Quickstart = Field(default_factory=Quickstart, description="Parameters of `make: arithmetic`.")
     lookup: LookupModel = Field(default_factory=LookupModel, description="Parameters of `make: lookup`.")
-    warm_start: WarmStartSection = Field(
-        default_factory=WarmStartSection, description="Supervised training before the run begins."
-    )
+    warm_start: WarmStart = Field(default_factory=WarmStart, description="Supervised training before the run begins.")
     checkpoint_path: str | None = Field(
         None, min_length=1, description="Directory of a run's checkpoint whose weights the run begins with."
     )

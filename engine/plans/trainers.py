@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.config import Config
 from engine.config.custom_classes import trainer_class
-from engine.config.inputs import check_checkpoint, warm_start_of
+from engine.config.inputs import check_checkpoint
 from engine.config.model_description import files_of, tensor_shapes
 from engine.config.prompts import check_prompts, load_tokenizer, renderer_of, stop_ids_of
 from engine.errors import EngineError
@@ -158,7 +158,7 @@ def make_warm_start(config: Config, model: str, progress: Progress | None) -> st
     def encode(prompt: Prompt, answer: str) -> tuple[list[int], list[int]]:
         return renderer.ids(prompt), [*tokenizer.encode(answer, add_special_tokens=False), end]
 
-    wanted = warm_start_of(config)
+    wanted = config.model.warm_start
     data, answers = load_answers(wanted, config.data.prompt_field)
     check_prompts(config, tokenizer, model, {"model.warm_start.path": data})
     plain = dict(
@@ -169,7 +169,7 @@ def make_warm_start(config: Config, model: str, progress: Progress | None) -> st
     return warm_started(
         Path(config.run.dir) / ".made", model, wanted,
         [(data.prompt(row), answer) for row, answer in enumerate(answers)],
-        encode=encode,
+        seed=config.run.seed, encode=encode,
         settings=asdict(config.data.chat_settings()) | {"lora": settings.lora and settings.lora.model_dump()},
         longest=described.get_text_config().max_position_embeddings,
         export=partial(export_model, dtype=str(described.dtype or "float32").removeprefix("torch.")),

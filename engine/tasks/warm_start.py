@@ -11,13 +11,15 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from pydantic import Field
 
 from engine.errors import ConfigError, suggestion
 from engine.errors.redaction import described
 from engine.ids import StepId
+from engine.section import Section
 from engine.tasks.dataset import Dataset
 from engine.tasks.quickstart import Progress, made_once
 from engine.trajectory import Prompt
@@ -38,21 +40,25 @@ class Learner(Protocol):
     def save(self, directory: str, step: StepId) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmStart:
-    """Field names are those of the config section `model.warm_start`."""
+class WarmStart(Section):
+    """Supervised training on written answers before the run begins: the section `model.warm_start`."""
 
-    path: str
-    answer_field: str = "answer"
-    epochs: int = 1
-    batch_size: int = 32
-    learning_rate: float = 1e-5
-    seed: int = 0
+    path: str | None = Field(
+        None,
+        min_length=1,
+        description="Prompts with answers: a file, a directory of datasets, or a glob, as in data.path; null: no warm "
+        "start.",
+    )
+    answer_field: str = Field("answer", min_length=1, description="Column with the answer.")
+    epochs: int = Field(1, ge=1, le=1000, description="Passes over the file.")
+    batch_size: int = Field(32, ge=1, le=65_536, description="Answers per optimizer step.")
+    learning_rate: float = Field(1e-5, gt=0, le=1, description="AdamW's peak learning rate.")
 
 
 def load_answers(wanted: WarmStart, prompt_field: str) -> tuple[Dataset, list[str]]:
     """The prompts, and the answer to each. Raises: `ConfigError` for a row without one, or with one that is not
     text, with its number."""
+    assert wanted.path is not None
     data = Dataset.load(wanted.path, prompt_field=prompt_field, config_field=f"{FIELD}.path")
     answers = []
     for row in range(len(data)):
@@ -77,6 +83,7 @@ def warm_started(
     wanted: WarmStart,
     rows: Sequence[tuple[Prompt, str]],
     *,
+    seed: int,
     encode: Callable[[Prompt, str], Answer],
     settings: Mapping[str, Any],
     longest: int,
@@ -101,7 +108,7 @@ def warm_started(
             if len(prompt) + len(answer) > longest:
                 law = f"row {row} has {len(prompt) + len(answer)} tokens, but the model takes {longest}"
                 raise ConfigError(f"{FIELD}.path", wanted.path, law, "shorten or remove the row")
-        batches = _batches(len(encoded), wanted)
+        batches = _batches(len(encoded), wanted, seed)
         began = last_report = time.monotonic()
         losses = []
         taught = learner()
@@ -122,26 +129,28 @@ def warm_started(
         progress(1.0, f"warm start done: loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(batches)} steps, {seconds} s")
         return {"steps": len(batches), "first_loss": losses[0], "last_loss": losses[-1], "seconds": seconds}
 
-    target = directory.expanduser().resolve() / f"warm-start-{_key(model, wanted, settings, rows)}"
+    target = directory.expanduser().resolve() / f"warm-start-{_key(model, wanted, seed, settings, rows)}"
     made_once(target, make)
     return str(target / "model")
 
 
-def _key(model: str, wanted: WarmStart, settings: Mapping[str, Any], rows: Sequence[tuple[Prompt, str]]) -> str:
+def _key(
+    model: str, wanted: WarmStart, seed: int, settings: Mapping[str, Any], rows: Sequence[tuple[Prompt, str]]
+) -> str:
     answers = hashlib.sha256()
     for prompt, answer in rows:
         answers.update(json.dumps([prompt.text, prompt.fields, answer], sort_keys=True, default=str).encode())
     made_of = {"recipe": RECIPE, "model": model, "answers": answers.hexdigest(), "settings": settings}
-    made_of |= asdict(wanted)
+    made_of |= {"seed": seed, **wanted.model_dump()}
     text = json.dumps(made_of, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _batches(rows: int, wanted: WarmStart) -> list[list[int]]:
+def _batches(rows: int, wanted: WarmStart, seed: int) -> list[list[int]]:
     batches = []
     for epoch in range(wanted.epochs):
         order = list(range(rows))
-        random.Random(f"warm start {wanted.seed} {epoch}").shuffle(order)
+        random.Random(f"warm start {seed} {epoch}").shuffle(order)
         batches += [order[start : start + wanted.batch_size] for start in range(0, rows, wanted.batch_size)]
     return batches
 
