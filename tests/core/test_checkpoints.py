@@ -17,12 +17,10 @@ from engine.events import (
     SettingChanged,
 )
 from engine.metrics.waits import waits
-from engine.record.msgpack_values import pack, unpack
-from engine.record.snapshots import restore, snapshot
 from engine.states.checkpoints import Checkpoints
 from engine.states.limits import Limits
 from tests.core.scripted import Scripted
-from tests.core.states import require_same_state, state_of
+from tests.core.states import state_of
 from tests.core.test_recovery import until_trained, world
 
 
@@ -284,15 +282,6 @@ def test_damage_to_newer_checkpoints_does_not_bring_back_what_was_forgotten() ->
 
 
 # records
-
-
-def test_a_snapshot_knows_the_checkpoints_and_what_is_to_be_deleted() -> None:
-    run = run_of(keep_checkpoints=1)
-    save(run, 3, deletes=False)
-    again = restore([unpack(pack(part)) for part in snapshot(run.scheduler)])
-    assert again.state.checkpoints.steps == [1, 2, 3]
-    assert [*again.state.orders.open("delete")] == [1, 2]
-    require_same_state(again, run.scheduler)
 
 
 def test_what_is_on_the_disk_is_what_the_state_says_after_crashes() -> None:

@@ -35,14 +35,11 @@ from engine.events import (
 )
 from engine.ids import NO_VERSION
 from engine.metrics.waits import waits
-from engine.record.msgpack_values import pack, unpack
-from engine.record.snapshots import restore, snapshot
 from engine.states.limits import Pool
 from engine.states.process import KINDS, Process
-from engine.states.tree import declared
 from tests.core.custom_states import CHECKING
 from tests.core.scripted import Scripted
-from tests.core.states import require_same_state, state_of
+from tests.core.states import state_of
 from tests.core.test_departures import paused, small
 
 APART = (
@@ -613,42 +610,6 @@ def test_a_process_that_is_not_wanted_is_not_started_by_a_resume() -> None:
 
 
 # snapshots
-
-
-def test_a_snapshot_holds_processes_that_start_and_stop() -> None:
-    run = small(replicas=3, scoring_tasks=("ref_logprobs",), pools=(
-        Pool(tasks=("rollout",), replicas=(0, 1, 2)), Pool(tasks=("train",), replicas=()),
-        Pool(tasks=("ref_logprobs",), replicas=()),
-    ))  # fmt: skip
-    lose(run, "trainer")
-    lose(run, "scorer")
-    lose(run, "replica", 1)
-    run.tell(ProcessWaits(kind="replica", index=1, incarnation=2, reason="no GPU is free"))
-    run.tell(ReplicaLeaves(replica=0, incarnation=1, reason="spot instance"))
-    run.tell(ReplicasWanted(replicas=2))
-    paused(run, 2)
-    states = {p.id: p.state for p in processes(run)}
-    assert states == {
-        "replica 0": "up", "replica 1": "starting", "replica 2": "stopping", "trainer": "starting",
-        "scorer 0": "starting", "trajectory store": "up", "weights store": "up",
-    }  # fmt: skip
-    again = restore([unpack(pack(part)) for part in snapshot(run.scheduler)])
-    require_same_state(again, run.scheduler)
-    fields = list(declared(Process))
-    restored = Scripted.__new__(Scripted)
-    restored.state = again.state
-    for mine, theirs in zip(processes(run), processes(restored), strict=True):
-        assert [getattr(mine, name) for name in fields] == [getattr(theirs, name) for name in fields]
-    for kind, index in (("replica", 1), ("replica", 2), ("trainer", 0)):
-        life = process(run, kind, index).incarnation
-        event = ProcessLost(kind=kind, index=index, incarnation=life, reason="killed", final=kind == "replica")
-        run.tell(event)
-        again.tick((event,))
-        require_same_state(again, run.scheduler)
-
-
-def processes(run: Scripted) -> list[Process]:
-    return [*(replica.process for replica in run.state.replicas.values()), *run.state.processes.values()]
 
 
 def test_no_two_processes_have_one_name() -> None:

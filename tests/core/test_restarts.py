@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from engine.commands import FinishRun
 from engine.events import DrainRequested, ProcessLost, RunInterrupted, RunResumed, StopRequested
-from engine.record.msgpack_values import pack, unpack
-from engine.record.snapshots import restore, snapshot
 from tests.core.scripted import Scripted
 from tests.core.states import state_of
 from tests.core.test_departures import joined, small
@@ -139,15 +137,6 @@ def test_a_run_that_a_user_has_stopped_stays_stopped() -> None:
     run.tell(StopRequested(reason="enough"))
     before = state_of(run.scheduler)
     assert interrupt(run) is None and state_of(run.scheduler) == before
-
-
-def test_the_count_survives_a_snapshot() -> None:
-    run = trains(run_restarts=2)
-    step(run)
-    lose_store(run)
-    resume(run)
-    again = restore(unpack(pack(snapshot(run.scheduler))))
-    assert (again.state.restarts, again.state.restarted_at) == (1, 1)
 
 
 @settings(max_examples=60)

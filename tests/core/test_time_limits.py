@@ -46,15 +46,12 @@ from engine.events import (
     WeightsInstalled,
     WeightsStaged,
 )
-from engine.record.msgpack_values import pack, unpack
-from engine.record.snapshots import restore, snapshot
 from engine.scheduling.work_times import limit_of, time_taken
 from engine.states.limits import Limits, Pool, ValidationLimits
 from engine.states.orders import LIMIT
 from engine.states.timeouts import AUTO, KINDS, Timeouts
 from tests.core.custom_states import CHECKING
 from tests.core.scripted import Scripted
-from tests.core.states import require_same_state
 from tests.core.test_validation import Measured
 
 HOUR = 3600.0
@@ -835,17 +832,6 @@ def test_a_trainer_that_hangs_after_a_resume_is_stopped() -> None:
     run.tell(RunResumed(steps=2, replicas=1, consumed=(), released=(), kept=True))
     (stop,) = [command for command in run.wait(200.0) if isinstance(command, StopProcess)]
     assert stop.kind == "trainer" and "in DeleteCheckpoint (steps 1)" in stop.reason
-
-
-def test_history_is_in_the_snapshot() -> None:
-    run = small(every(AUTO, floor_s=100.0))
-    checkpoints(run)
-    wait(run, run.clock + 110.0)
-    assert any(order.overdue for order in run.state.orders.all()) and run.state.limit_check.clock > 100.0
-    again = restore([unpack(pack(part)) for part in snapshot(run.scheduler)])
-    require_same_state(again, run.scheduler)
-    for name in ("clock", "at", "interval", "cursor", "exceeded", "longest", "least"):
-        assert getattr(again.state.limit_check, name) == getattr(run.state.limit_check, name)
 
 
 def test_a_scheduler_that_is_new_or_stood_still_gives_every_order_its_full_time() -> None:
