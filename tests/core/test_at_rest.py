@@ -2,13 +2,12 @@
 
 import pytest
 
-from engine.commands import FinishRun, ParkGroup, SetTimer, StopProcess, TrainStep
+from engine.commands import FinishRun, ParkGroup, SetTimer, TrainStep
 from engine.errors import InvariantViolated
 from engine.events import (
     BatchScored,
     CheckpointSaved,
     DrainRequested,
-    ReplicaLeaves,
     ReplicasWanted,
     RunResumed,
     SettingChanged,
@@ -50,15 +49,6 @@ def test_in_a_drain_a_formed_batch_does_not_wait_for_weights_that_nobody_gets() 
     run.train()
     run.publish()
     assert run.ordered(FinishRun)[-1].outcome == "stopped"
-
-
-def test_a_replica_that_is_taken_away_leaves_whatever_number_is_wanted() -> None:
-    run = small()
-    run.tell(ReplicaLeaves(replica=1, incarnation=1, reason="spot instance"))
-    run.tell(ReplicasWanted(replicas=2))
-    paused(run, 1)
-    (stop,) = run.ordered(StopProcess)
-    assert (stop.kind, stop.index, stop.incarnation) == ("replica", 1, 1)
 
 
 def test_a_replica_that_stays_after_all_is_waited_for_while_a_run_drains() -> None:

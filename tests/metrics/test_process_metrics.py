@@ -1,16 +1,12 @@
 """Processes that are lost, start and stop: what metrics, the status, `engine top` and `engine waits` say of them."""
 
-import io
-
 import pytest
-from rich.console import Console
 from steady_world import SteadyWorld, steady_world
 
 from engine import events as fact
-from engine.cli.top import screen
 from engine.inspect.story import summarize, summary_lines
 from engine.metrics.export import registry
-from engine.metrics.status import plain_status, read_status, status_of
+from engine.metrics.status import read_status
 from engine.metrics.waits import waits
 from engine.states.limits import AddedState, Limits
 from tests.core.states import state_of
@@ -75,17 +71,6 @@ def test_a_replica_that_was_let_go_is_neither_lost_nor_counted() -> None:
     assert own.get_sample_value("engine_processes", {"kind": "replica", "state": "gone"}) == 0
     assert own.get_sample_value("engine_process_deaths_total", {"kind": "replica"}) == 0
     assert world.metrics.retries["replica_lost"] == 0
-
-
-def test_top_shows_a_replica_that_starts() -> None:
-    world = trained(2)
-    lose(world, "replica", 0)
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(screen(status_of(plain_status(world.metrics, world.time)), "Step Engine  runs/latest"))
-    text = console.export_text()
-    assert "1 of 2 wanted, 1 lost" in text
-    (row,) = [line for line in text.splitlines() if " starting " in line]
-    assert row.strip("│ ").split()[:2] == ["0", "starting"] and "v0" not in row
 
 
 def test_a_restarting_trainer_is_counted_and_shown_with_the_steps_it_repeats() -> None:
