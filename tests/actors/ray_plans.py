@@ -21,7 +21,7 @@ from engine.states.limits import Limits
 from engine.trajectory import Trajectory
 
 sys.path.extend(str(Path(__file__).resolve().parent.parent / folder) for folder in ("workers", "storage"))
-from token_generator import Running, TokenGenerator
+from token_generator import TokenGenerator
 
 PROMPTS = 40
 
@@ -138,20 +138,6 @@ def paced(replica: int) -> TokenGenerator:
 def slow(replica: int) -> TokenGenerator:
     """As `paced`, for runs that continue while a test does something else: a few steps a second."""
     return TokenGenerator(length=10, free=True, pace_s=0.05, stretch=20)
-
-
-class Spanning(TokenGenerator):
-    """The first long groups get a few tokens of the initial weights, and no more of them."""
-
-    def _sample(self, running: Running) -> None:
-        long = self.length_of(running.work.group) > self.length
-        if self.version > 0 or not long or running.group.tokens < 3:
-            super()._sample(running)
-
-
-def spanning(replica: int) -> TokenGenerator:
-    """As `paced`, but no long group ends before new weights are installed under it."""
-    return Spanning(length=10, free=True, pace_s=0.002, stretch=100)
 
 
 def endless(replica: int) -> TokenGenerator:

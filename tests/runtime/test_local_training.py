@@ -16,21 +16,13 @@ from engine.events import BatchScored, GroupGenerated, StateLeft
 from engine.plans.configured_plan import plan_of
 from engine.protocols import Batch
 from engine.runtime.local import run_plan
-from engine.states.limits import Pool
 from engine.storage import run_directory
-from engine.training.model_scorer import ModelScorer
 from engine.training.model_trainer import ModelTrainer
 
 sys.path.append(str(Path(__file__).parent.parent / "actors"))
 from ray_plans import SMALLEST, check_record, events_of
 
 STEPS, BATCH = 8, 4
-APART = (
-    Pool(tasks=("rollout", "reward", "validation"), replicas=(0, 1)),
-    Pool(tasks=("train",)),
-    Pool(tasks=("old_logprobs",)),
-    Pool(tasks=("ref_logprobs",)),
-)
 
 
 def tree(made: Path, **rollout: Any) -> dict[str, Any]:
@@ -115,46 +107,6 @@ def test_the_configured_reward_is_given_in_a_pool_of_its_own(tmp_path: Path) -> 
     left = {event.group for event in events_of(tmp_path / "run", StateLeft) if event.state == "rewarding"}
     assert len(left) >= 8 and left <= {event.group for event in events_of(tmp_path / "run", GroupGenerated)}
     assert result.validations[-1]["accuracy"] is not None, "held-out prompts are rewarded where they are answered"
-    check_record(tmp_path / "run")
-
-
-class Both(ModelTrainer):
-    """Holds what it is given against what it would have scored itself."""
-
-    def train(self, batch: Batch) -> dict[str, float]:
-        own = ModelScorer(self.model_path, self.settings, ("old_logprobs", "ref_logprobs"))
-        own.load(self.weights())
-        for task in ("old_logprobs", "ref_logprobs"):
-            given = [[list(row) for row in group] for group in batch.scores[task]]
-            assert given == own.score(batch, task), f"{task} of step {batch.step}"
-        assert self.reference is None
-        return super().train(batch)
-
-
-def test_the_built_in_scorers_give_the_trainer_what_it_would_have_scored(tmp_path: Path) -> None:
-    config = {
-        "run": {"dir": str(tmp_path), "max_steps": 3, "seed": 3},
-        "model": {"make": "arithmetic", "arithmetic": SMALLEST},
-        "scheduler": {"train_batch_size": 4, "policy_mini_batch_size": 2, "samples_per_prompt": 4},
-        "rollout": {"slots": 6, "max_tokens": 40},
-        "trainer": {
-            "learning_rate": 1e-3, "checkpoint_every": 0, "threads": 1, "old_policy": "proximal", "kl_loss_coef": 0.1,
-            "overlong_cache_tokens": 39,
-        },
-        "validation": {"at_start": False, "at_end": False},
-    }  # fmt: skip
-    (tmp_path / "run").mkdir()
-    planned = plan_of(parse_config(config), tmp_path / "run")
-    settings = parse_config(config).trainer_settings
-    model = planned.make_scorer.args[0]  # type: ignore[union-attr]
-    watched = replace(
-        planned,
-        limits=replace(planned.limits, pools=APART),
-        make_trainer=lambda: Both(model, settings, scored_apart=("old_logprobs", "ref_logprobs")),
-        scorer_threads=(1,),
-    )
-    result = run_plan(watched)
-    assert (result.outcome, result.steps) == ("finished", 3), result.reason
     check_record(tmp_path / "run")
 
 
