@@ -224,11 +224,6 @@ def test_a_damaged_store_is_refused_with_a_remedy_and_force_from_works_without_i
     assert (aside / "steps").read_text() == "2", "the newer one is put aside, not touched"
 
 
-def test_in_memory_nothing_is_kept(scene: Scene) -> None:
-    scene.fill()
-    assert not scene.history(trajectories="memory").event(replicas=1).kept
-
-
 def test_trajectories_are_put_aside_where_the_run_goes_on_without_them(scene: Scene) -> None:
     """Their groups begin again, and count their attempts from 1 again."""
     scene.fill()

@@ -121,13 +121,6 @@ def test_a_run_replays_identically(sync_mode: str, faults: Faults) -> None:
         assert report.events == recorder.next_event > 60 and report.commands > 60
 
 
-def test_a_run_on_disk_replays_identically(tmp_path: Path) -> None:
-    recorder = record_run(tmp_path, segment_bytes=1500)
-    assert len(list(tmp_path.glob("*.seg"))) > 2
-    report = replay(read(tmp_path))
-    assert report.identical and report.events == recorder.next_event
-
-
 def test_a_changed_record_diverges() -> None:
     whole = record_run()
     ticks = list(read(whole).ticks())

@@ -29,7 +29,7 @@ from engine.commands import (
     StartProcess,
     TrainStep,
 )
-from engine.errors import ConfigError, PolicyError, RecordError, RecordHeld, RunDamaged, RunFinished
+from engine.errors import ConfigError, PolicyError, RecordHeld, RunFinished
 from engine.events import (
     EVENTS,
     Event,
@@ -48,7 +48,7 @@ from engine.events import (
 )
 from engine.policies import registry
 from engine.policies.registry import register
-from engine.record.segment_log import INDEX, SUFFIX, segment_name
+from engine.record.segment_log import SUFFIX
 from engine.runtime.local import Session, answer
 from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import ValidationLimits
@@ -394,23 +394,6 @@ def test_the_reference_names_every_order() -> None:
         row = next((row for row in rows if f"`{command.__name__}" in row.split("|")[1]), None)
         assert row is not None, f"{command.__name__} is not in the table"
         assert all(f"`{event.__name__}" in row for event in relation.answers), row
-
-
-def test_a_resume_refuses_a_record_without_its_index(tmp_path: Path) -> None:
-    """The index knows the end of a closed segment, so frames cut off at the end would else be lost unseen."""
-    loop = made(directory=tmp_path)
-    segment, ends = tmp_path / "schedule" / segment_name(0), []
-    while loop.session.outcome is None:
-        loop.tell(loop.fact_for(loop.session.open_orders[0]))
-        ends.append(segment.stat().st_size)
-    loop.session.close()
-    with segment.open("rb+") as file:
-        file.truncate(ends[len(ends) // 2])
-    with pytest.raises(RecordError, match="the segment ends here, but it was closed after"):
-        Session.resume(tmp_path)
-    (segment.parent / INDEX).unlink()
-    with pytest.raises(RunDamaged, match=r"index\.json is missing; restore it from a copy"):
-        Session.resume(tmp_path)
 
 
 def test_a_session_that_is_dropped_does_not_hold_its_record(tmp_path: Path) -> None:
