@@ -104,48 +104,12 @@ def refused(capture: Capture, *arguments: str) -> str:
 
 # -- bad configurations ------------------------------------------------------------------------------------------------
 
-BAD_FIELDS: dict[str, tuple[str, str, list[str]]] = {
-    "K below B": ("scheduler.max_concurrent_groups", "3", ["is 3", "B <= K <= B", "from 4 to 12"]),
-    "K above B(S+1)": ("scheduler.max_concurrent_groups", "13", ["is 13", "B <= K <= B", "from 4 to 12"]),
-    "mini does not divide B": ("scheduler.policy_mini_batch_size", "3", ["is 3", "divide", "= 4", "use 2"]),
-    "S < k - 1": ("scheduler.sync_every", "4", ["max_staleness_steps", "S >= sync_every - 1", "3"]),
-    "unknown key": ("scheduler.train_batch_sise", "4", ["unknown", "scheduler.train_batch_size"]),
-    "unknown section": ("schedular.train_batch_size", "4", ["unknown", "scheduler"]),
-    "wrong type": ("scheduler.train_batch_size", "four", ["'four'", "whole number"]),
-    "out of bounds": ("metrics.port", "70000", ["70000", "65535"]),
-    "not a choice": ("rollout.sync_mode", "later", ["'later'", "keep"]),
-    "not registered": ("scheduler.policies.deadline", "never", ["never", "wait"]),
-}
-
 
 @pytest.mark.parametrize("command", ["check", "run"])
-@pytest.mark.parametrize("case", BAD_FIELDS)
-def test_a_field_out_of_law_is_named_with_its_value_and_its_fix(capsys: Capture, case: str, command: str) -> None:
-    path, value, words = BAD_FIELDS[case]
-    said = refused(capsys, command, write_config(), "--set", f"{path}={value}")
-    section = path.split(".")[0]
-    assert section in said
-    for word in words:
-        assert word in said, (word, said)
+def test_a_field_out_of_law_is_named_with_its_value_and_its_fix(capsys: Capture, command: str) -> None:
+    said = refused(capsys, command, write_config(), "--set", "scheduler.max_concurrent_groups=3")
+    assert all(word in said for word in ("scheduler", "is 3", "B <= K <= B", "from 4 to 12")), said
     assert not Path("runs").exists(), "nothing is left behind"
-
-
-def test_a_missing_file_is_named_with_the_nearest(capsys: Capture) -> None:
-    write_config("quickstart.yaml")
-    said = refused(capsys, "run", "quickstrat.yaml")
-    assert "quickstrat.yaml" in said and "does not exist" in said and "did you mean quickstart.yaml" in said
-
-
-@pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2", "run: {seed: 1, seed: 2}", ""])
-def test_a_file_that_is_no_configuration_is_refused(capsys: Capture, text: str) -> None:
-    Path("broken.yaml").write_text(text, encoding="utf-8")
-    assert "broken.yaml" in refused(capsys, "check", "broken.yaml")
-
-
-@pytest.mark.parametrize("override", ["scheduler.train_batch_size", "=4", "run.seed.more=4"])
-def test_an_override_that_is_none_is_refused(capsys: Capture, override: str) -> None:
-    said = refused(capsys, "check", write_config(run={"seed": 1}), "--set", override)
-    assert "--set" in said or "run.seed" in said
 
 
 def test_an_override_wins(capsys: Capture) -> None:
@@ -156,31 +120,17 @@ def test_an_override_wins(capsys: Capture) -> None:
 # -- bad data and rewards ----------------------------------------------------------------------------------------------
 
 
-def spoil_data(text: str | None) -> Callable[[], None]:
-    def spoil() -> None:
-        path = Path("prompts.jsonl")
-        path.unlink() if text is None else path.write_text(text, encoding="utf-8")
+def spoil(name: str, text: str | None) -> Callable[[], None]:
+    def write() -> None:
+        Path(name).unlink() if text is None else Path(name).write_text(text, encoding="utf-8")
 
-    return spoil
-
-
-def spoil_reward(text: str | None) -> Callable[[], None]:
-    def spoil() -> None:
-        path = Path("my_reward.py")
-        path.unlink() if text is None else path.write_text(text, encoding="utf-8")
-
-    return spoil
+    return write
 
 
 BAD_INPUTS: dict[str, tuple[Callable[[], None], list[str]]] = {
-    "no data": (spoil_data(None), ["data.path", "prompts.jsonl", "does not exist"]),
-    "empty data": (spoil_data(""), ["data.path", "prompts.jsonl", "has no rows", "at least one row"]),
-    "no prompt": (spoil_data('{"question": "?"}\n'), ["data.path", "line 1", "'question'"]),
-    "not JSON": (spoil_data('{"prompt": "?"}\n{"prompt"\n'), ["data.path", "line 2"]),
-    "no reward module": (spoil_reward(None), ["reward.function", "my_reward:score", "no module named"]),
-    "no reward function": (spoil_reward("def skore(p, t): return 1.0\n"), ["reward.function", "did you mean skore"]),
-    "reward does not import": (spoil_reward("1 / 0\n"), ["reward.function", "ZeroDivisionError"]),
-    "reward takes nothing": (spoil_reward("def score(): return 1.0\n"), ["reward.function", "(prompt, trajectory)"]),
+    "no data": (spoil("prompts.jsonl", None), ["data.path", "prompts.jsonl", "does not exist"]),
+    "no prompt": (spoil("prompts.jsonl", '{"question": "?"}\n'), ["data.path", "line 1", "'question'"]),
+    "no reward module": (spoil("my_reward.py", None), ["reward.function", "my_reward:score", "no module named"]),
 }
 
 
@@ -198,9 +148,9 @@ def fresh_imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("command", ["check", "run"])
 @pytest.mark.parametrize("case", BAD_INPUTS)
 def test_bad_data_and_rewards_are_refused_before_anything_starts(capsys: Capture, case: str, command: str) -> None:
-    spoil, words = BAD_INPUTS[case]
+    spoilt, words = BAD_INPUTS[case]
     write_data()
-    spoil()
+    spoilt()
     said = refused(capsys, command, write_config(**own_data()))
     for word in words:
         assert word in said, (word, said)
