@@ -143,19 +143,6 @@ REFUSED: dict[str, tuple[str, list[Any], dict[str, dict[str, Any]], list[str]]] 
         ["model.path 'no-one/has-this-model-7f3a' is neither a directory nor in the local cache"],
     ),
     "no model name": ("my model", [], {}, ["model.path", "is neither a directory nor a hub name"]),
-    "broken JSON": ("base", [{"prompt": "a"}, '{"prompt": "b", "ans'], {}, ["data.path", "line 2 is not valid JSON"]),
-    "another field": (
-        "base",
-        [{"question": "a"}],
-        {"data": {"prompt_field": "questoin"}},
-        ["data.path", "line 1 has neither 'questoin'", "did you mean question?"],
-    ),
-    "mixed prompts": (
-        "chatml",
-        [{"prompt": "a"}, {"messages": CHAT}],
-        {},
-        ["data.path", "line 2 is a list of messages, but line 1 is a text"],
-    ),
     "mixed columns": (
         "base",
         [{"prompt": "a", "answer": "1"}, {"prompt": "b", "anwser": "2"}],
@@ -185,12 +172,6 @@ REFUSED: dict[str, tuple[str, list[Any], dict[str, dict[str, Any]], list[str]]] 
         [{"messages": CHAT}, {"messages": [{"role": "system", "content": "a"}]}],
         {},
         ["data.path", "row 1: the chat template refuses these messages"],
-    ),
-    "too long": (
-        "base",
-        ["a", "a" * 64],
-        {},
-        ["data.path", "row 1 has 65 tokens; 1 of 2 prompts", "set data.overlong"],
     ),
     "reward without a value": (
         "base",

@@ -218,16 +218,6 @@ def test_only_the_error_of_a_missing_module_says_where_modules_are_searched(conf
         load_config(file, ["run.extensions=[none.such]"])
 
 
-def test_a_module_that_cannot_be_imported_is_named(
-    config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["check", str(config("import nowhere_to_be_found", "states: []"))]) == 2
-    said = capsys.readouterr().err
-    assert (
-        "run.extensions 'mine' cannot be imported: ModuleNotFoundError: No module named 'nowhere_to_be_found'" in said
-    )
-
-
 def test_a_module_that_fails_after_it_has_registered_fails_by_the_same_error_again(
     config: Callable[..., Path],
 ) -> None:
