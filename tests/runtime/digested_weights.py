@@ -7,42 +7,28 @@ from typing import Any
 import pytest
 import torch
 
-from engine.ids import StepId, Version
+from engine.ids import Version
 from engine.rollout.torch.torch_backend import TorchBackend
 from engine.training.model_trainer import ModelTrainer
-from engine.training.ranked_trainer import RankedTrainer
 from engine.training.shared_weights import PublishedTensors
 
 sys.path.append(str(Path(__file__).parent.parent))
 from reference_sync import digest
 
 
-class Notes:
-    """Notes the digest of every version that a trainer publishes, and the types in it; and of what it saves."""
+class Digested(ModelTrainer):
+    """Notes the digest of every version that it publishes, and the types in it."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.digests: list[str] = []
         self.kinds: set[torch.dtype] = set()
-        self.saved: list[str] = []
 
     def weights(self) -> PublishedTensors:
-        weights: PublishedTensors = super().weights()  # type: ignore[misc]
+        weights = super().weights()
         self.digests.append(digest(weights))
         self.kinds |= {tensor.dtype for tensor in weights.values()}
         return weights
-
-    def save(self, directory: str, step: StepId) -> None:
-        super().save(directory, step)  # type: ignore[misc]
-        self.saved.append(digest(super().weights()))  # type: ignore[misc]
-
-
-class Digested(Notes, ModelTrainer):
-    """A trainer of one rank."""
-
-
-class DigestedRanks(Notes, RankedTrainer):
-    """One of several."""
 
 
 def note_installs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Version, str]]:
