@@ -115,6 +115,18 @@ class Renamed(Trainer):
         return {f"module.{name}": value for name, value in super().weights().items()}
 
 
+class Broken(Trainer):
+    def weights(self):
+        weights = super().weights()
+        next(iter(weights.values())).view(-1)[-1] = float("nan")
+        return weights
+
+
+class Talkative(Trainer):
+    def train(self, batch):
+        return super().train(batch) | {"note": "fine", 3: 1.0}
+
+
 class Unsaved(Trainer):
     def save(self, directory, step): ...
 
@@ -249,6 +261,7 @@ def test_check_rehearses_the_examples_on_one_group(model: str, capsys: Capture) 
         ("trainer", {"backend": "mine:Nameless"}, "a name is 0, not a text"),
         ("trainer", {"backend": "mine:Doubled"}, "is a float64 tensor, not a dense one of float32, bfloat16, float16"),
         ("trainer", {"backend": "mine:Renamed"}, "model.layers.0.input_layernorm.weight is missing"),
+        ("trainer", {"backend": "mine:Broken"}, "model.embed_tokens.weight has a value that is not finite"),
         ("trainer", {"backend": "mine:Unsaved"}, "save() wrote no file into the directory that it was given"),
         ("trainer", {"backend": "mine:Quitter"}, "cannot train a group: SystemExit: 3 (mine.py:"),
         ("trainer", {"backend": "mine:Counted"}, "train() returned a value of type int, not a dict of metrics or None"),
@@ -263,6 +276,19 @@ def test_the_rehearsal_names_what_a_run_would_refuse(
     message = capsys.readouterr().err
     assert said in message
     assert f"{section}.backend" in message
+
+
+def test_the_rehearsal_of_two_classes_refuses_weights_that_are_not_finite(model: str, capsys: Capture) -> None:
+    assert main(["check", configured(model, rollout=OWN, trainer={"backend": "mine:Broken"})]) == 2
+    assert "weights() must return finite tensors; model.embed_tokens.weight has" in capsys.readouterr().err
+
+
+def test_the_rehearsal_names_metrics_that_a_run_skips(model: str, capsys: Capture) -> None:
+    assert main(["check", configured(model, trainer={"backend": "mine:Talkative"})]) == 0
+    said = capsys.readouterr().out
+    assert "mine:Talkative trains one group: 1 metric, weights, a checkpoint" in said
+    assert "note: trainer.backend mine:Talkative: train() returned the metric 'note' as a str, which is not" in said
+    assert "train() returned a metric named 3, a int; a name must be a str: skipped" in said
 
 
 def test_both_classes_run_in_one_process_and_the_engine_scores(model: str) -> None:
@@ -298,10 +324,17 @@ def test_classes_of_a_script_run_without_an_import(model: str) -> None:
     assert type(plan_of(config, Path("run"), local=local).make_trainer()) is Trainer
 
 
-def test_the_run_fails_and_names_weights_that_no_sampler_can_install(model: str) -> None:
-    config = load_config(configured(model, trainer={"backend": "mine:Renamed"}))
+@pytest.mark.parametrize(
+    ("trainer", "said"),
+    [
+        ("Renamed", "layers.0.input_layernorm.weight is missing"),
+        ("Broken", "embed_tokens.weight has a value that"),
+    ],
+)
+def test_the_run_fails_and_names_weights_that_no_sampler_can_install(trainer: str, said: str, model: str) -> None:
+    config = load_config(configured(model, trainer={"backend": f"mine:{trainer}"}))
     plan = replace(plan_of(config, Path("run")), control_port=None, metrics_port=None)
-    with pytest.raises(Exception, match=r"last error: .*model.layers.0.input_layernorm.weight is missing"):
+    with pytest.raises(Exception, match=f"last error: .*model.{said}"):
         run_plan(plan)
 
 

@@ -23,6 +23,7 @@ from engine.protocols import Batch, Closable, Generated, Generator, GroupWork
 from engine.runtime.plan import Rollout
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 from engine.workers.group_reports import Versions, check_generated
+from engine.workers.trainer import read_metric
 
 LONGEST_S = 120.0
 """Maximum seconds to generate one group and to bring weights into the generator."""
@@ -40,10 +41,11 @@ def rehearse_backends(config: Config, prompt: Prompt) -> Iterator[str]:
         yield f"ok: {GENERATOR} {config.rollout.backend} generates a group of {group.tokens} tokens, with {found}"
     if config.trainer.custom:
         metrics, weights, trained = *_trained(config, inputs, group or _made_group(config, prompt)), True
-        yield (
-            f"ok: {TRAINER} {config.trainer.backend} trains one group: {counted(len(metrics), 'metric')}, weights"
-            f"{', a checkpoint' if config.trainer.checkpoint_every else ''}"
-        )
+        problems = [problem for name, value in metrics.items() if (problem := read_metric(name, value)[1])]
+        found = f"{counted(len(metrics) - len(problems), 'metric')}, weights"
+        found += ", a checkpoint" if config.trainer.checkpoint_every else ""
+        yield f"ok: {TRAINER} {config.trainer.backend} trains one group: {found}"
+        yield from (f"note: {TRAINER} {config.trainer.backend}: train() returned {one}: skipped" for one in problems)
     if config.rollout.custom and trained:
         _bounded(config, _synchronized(config, inputs, weights))
         yield f"ok: {GENERATOR} {config.rollout.backend} installs the weights of {config.trainer.backend}"

@@ -28,7 +28,7 @@ from engine.storage.checkpoints import FIRST, verify_checkpoint
 from engine.tasks.chat import turn_end
 from engine.tasks.quickstart import Progress
 from engine.tasks.warm_start import load_answers, warm_started
-from engine.training.named_tensors import require_named_tensors
+from engine.training.named_tensors import require_finite, require_named_tensors
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import Prompt
 
@@ -111,9 +111,11 @@ def make_custom_trainer(config: Config, model: str, local: Local) -> Any:
 
 
 def weights_check(config: Config, model: str) -> Callable[[Any], None] | None:
-    """The value of `Plan.check_weights`: a class of the user must return what the built-in samplers can install."""
-    if not config.trainer.custom or config.rollout.custom:
+    """The value of `Plan.check_weights`: a custom trainer must return what the generator can install."""
+    if not config.trainer.custom:
         return None
+    if config.rollout.custom:
+        return require_finite
     files = files_of(model)
     return partial(require_named_tensors, {} if files is None else tensor_shapes(files))
 

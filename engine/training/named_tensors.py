@@ -4,6 +4,7 @@ Called before a run, on checkpoints, and in the trainer's process, on what a tra
 import torch when it is loaded: every process of a run loads it with the plan.
 """
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,4 +51,25 @@ def _problem(ours: Shapes, weights: Any) -> str:
         if value.is_sparse or (kind not in TYPES and name in ours):
             return f"{name} is a {'sparse' if value.is_sparse else kind} tensor, not a dense one of {', '.join(TYPES)}"
     difference = first_difference(ours, {name: tuple(value.shape) for name, value in weights.items()})
-    return difference.replace("has shape None, but", "is missing; it has shape") if difference else ""
+    if difference:
+        return difference.replace("has shape None, but", "is missing; it has shape")
+    return _not_finite(weights)
+
+
+def require_finite(weights: Any) -> None:
+    """Raises: `EngineError` if `weights` returned a dict with a tensor that has a NaN or an infinity. Accepts anything
+    else, because only a custom generator reads it."""
+    problem = _not_finite(weights) if isinstance(weights, Mapping) and "torch" in sys.modules else ""
+    if problem:
+        raise EngineError(f"weights() must return finite tensors; {problem}")
+
+
+def _not_finite(weights: Mapping[Any, Any]) -> str:
+    """Names the first tensor with a NaN or an infinity. Reads each value once and copies none."""
+    import torch
+
+    for name, value in weights.items():
+        tensor = isinstance(value, torch.Tensor) and str(value.dtype).removeprefix("torch.") in TYPES and value.numel()
+        if tensor and not all(bound.isfinite() for bound in value.aminmax()):
+            return f"{name} has a value that is not finite"
+    return ""

@@ -68,14 +68,9 @@ class Figures:
             return {}
         figures: dict[str, Figure] = {}
         for name, value in items:
-            problem, figure = _name_problem(name), figure_of(value)
-            if problem:
-                self._warn(step, _shown(name), f"a metric named {_shown(name)}, {problem}")
-            elif figure is None:
-                law = "which is not a real number that fits a float"
-                self._warn(step, name, f"the metric {name!r} as a {type(value).__name__}, {law}")
-            elif name == UPDATES and not 0 <= figure <= MOST_UPDATES:
-                self._warn(step, name, f"the metric {name!r} as {figure}, which must be from 0 to {MOST_UPDATES}")
+            figure, problem = read_metric(name, value)
+            if figure is None:
+                self._warn(step, _shown(name), problem)
             else:
                 figures[str(name)] = figure
         return figures
@@ -95,6 +90,19 @@ def figure_of(value: Any) -> Figure | None:
         return int(real) if type(real) in (int, bool) and abs(real) < 2**63 else figure
     except BaseException:  # whatever the value's own conversion raises
         return None
+
+
+def read_metric(name: Any, value: Any) -> tuple[Figure | None, str]:
+    """A usable metric; or None, and what is wrong with it, as the end of a sentence with "returned". Never raises."""
+    problem = _name_problem(name)
+    if problem:
+        return None, f"a metric named {_shown(name)}, {problem}"
+    figure = figure_of(value)
+    if figure is None:
+        return None, f"the metric {name!r} as a {type(value).__name__}, which is not a real number that fits a float"
+    if name == UPDATES and not 0 <= figure <= MOST_UPDATES:
+        return None, f"the metric {name!r} as {figure}, which must be from 0 to {MOST_UPDATES}"
+    return figure, ""
 
 
 def _name_problem(name: Any) -> str:
