@@ -91,8 +91,19 @@ def _check_loss(own: OwnFunction, settings: TrainerSettings) -> list[str]:
     if idle.any() and not own.needs.zero_advantages:
         law = f"has a gradient where the advantage is 0 ({_first(gradient, idle)}), but such trajectories are skipped"
         raise ConfigError(own.field, own.spec, law, "decorate it with @needs(zero_advantages=True) of engine.protocols")
+    if not gradient.any() and not _trains_fresh_tokens(own, terms):
+        raise own.refuse("has a gradient of 0 at every token, also where the ratio is 1: it would train nothing")
     _require_separable(own, losses, lambda keep, whole: parts_of(own, own(_only(terms, keep)), whole[keep])[0])
     return list(metrics)
+
+
+def _trains_fresh_tokens(own: OwnFunction, terms: LossTerms) -> bool:
+    """Whether the loss has a gradient where the current policy is the old one. Elsewhere it may clip."""
+    current = terms.current.detach().requires_grad_()
+    fresh = replace(terms, current=current, old=current.detach(), behavior=current.detach())
+    losses, _ = parts_of(own, own(fresh), current)
+    (gradient,) = torch.autograd.grad(losses.sum(), current, allow_unused=True)
+    return gradient is not None and bool(gradient.any())
 
 
 def _check_weights(own: OwnFunction, settings: TrainerSettings) -> None:

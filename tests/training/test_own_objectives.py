@@ -89,6 +89,7 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
     "no gradient": ("loss", lambda terms: surrogate(terms).detach(), "without a gradient"),
     "another gradient": ("loss", lambda terms: torch.ones(14, requires_grad=True) * 2, "by terms.current"),
     "a gradient at 0": ("loss", lambda terms: surrogate(terms) - terms.current, "needs(zero_advantages=True)"),
+    "no training": ("loss", lambda terms: terms.current * 0, "a gradient of 0 at every token"),
     "the pass": ("loss", lambda terms: surrogate(terms) * terms.old.mean(), "depends on the other trajectories"),
     "an exception": ("loss", lambda terms: surrogate(terms) / terms.length, "AttributeError"),
     "no reference": ("loss", lambda terms: surrogate(terms) * terms.reference, "None without trainer.reference_path"),
@@ -123,6 +124,14 @@ def test_a_mask_and_its_arguments_are_checked_too() -> None:
 def test_a_mask_that_no_value_can_pass_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.masks\.low 3.0 is above high = 2"):
         Mask(measure="mine:function", low=3, high=2)
+
+
+def test_a_loss_that_clips_every_stale_token_is_accepted() -> None:
+    def strict(terms: LossTerms) -> Any:
+        inside = (terms.log_ratio.detach().abs() < 1e-5).float()
+        return -terms.log_ratio * inside * terms.advantages
+
+    assert check_objective(TrainerSettings(**own("loss", strict))).metrics == ()
 
 
 def test_the_check_describes_a_correct_objective() -> None:
