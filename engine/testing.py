@@ -161,10 +161,7 @@ class GeneratorContract:
 
     def _check(self, work: GroupWork, found: Generated, version: int = 0) -> None:
         """As a replica checks it."""
-        try:
-            check_generated(work, found, Versions(admitted=version, oldest=version, newest=version))
-        except Exception as error:
-            raise AssertionError(reason_of(error)) from error
+        _checked(check_generated, work, found, Versions(admitted=version, oldest=version, newest=version))
 
     def _run(self, scenario: Callable[[Generator], Awaitable[None]]) -> None:
         generator = self.make()
@@ -296,7 +293,7 @@ class PolicyContract:
         )  # fmt: skip
 
     def test_simulated_runs_keep_every_law(self) -> None:
-        prove(self.limits(), {self.decision: self.name}, self.worlds, Seen(described=()))
+        _checked(prove, self.limits(), {self.decision: self.name}, self.worlds, Seen(described=()))
 
 
 class StateContract:
@@ -328,14 +325,14 @@ class StateContract:
         return Limits(train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12, max_steps=6)
 
     def test_simulated_runs_keep_every_law(self) -> None:
-        limits = replace(self.limits(), added_states=added_states((self.state,)))
-        prove(limits, {}, self.worlds, Seen(described=()))
+        limits = replace(self.limits(), added_states=_checked(added_states, (self.state,)))
+        _checked(prove, limits, {}, self.worlds, Seen(described=()))
 
     def test_work_changes_only_what_it_may(self) -> None:
         work = self.work()
         if work is None:
             return
-        group, (added,) = self.group(), added_states((self.state,))
+        group, (added,) = self.group(), _checked(added_states, (self.state,))
         if added.place in (SCORING, PUBLISHING):
             published = PublishedWeights(version=1, steps=1, weights=self.weights())
             given = self.batch() if added.place == SCORING else published
@@ -348,9 +345,9 @@ class StateContract:
         _checked(check, self.state, group, found)
 
 
-def _checked(check: Callable[..., None], *given: Any) -> None:
-    """Make a check of a run. Raises: `AssertionError`."""
+def _checked(check: Callable[..., Any], *given: Any) -> Any:
+    """The result of a check that a run makes. Raises: `AssertionError`."""
     try:
-        check(*given)
+        return check(*given)
     except Exception as error:
         raise AssertionError(reason_of(error)) from error

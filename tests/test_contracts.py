@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from engine import policies
-from engine.errors import ConfigError
 from engine.policies import custom_states, registry
 from engine.protocols import Batch, Generated, GroupWork
 from engine.runtime.local import SimpleGenerator
@@ -285,5 +284,14 @@ def test_the_law_that_a_policy_breaks_is_named(own: None) -> None:
 
     contract = PolicyContract()
     contract.decision, contract.name = "admission", "greedy"
-    with pytest.raises(ConfigError, match="breaks a law in a simulated run"):
+    with pytest.raises(AssertionError, match="breaks a law in a simulated run"):
         contract.test_simulated_runs_keep_every_law()
+
+
+def test_the_contract_of_a_state_that_is_not_registered_says_so() -> None:
+    contract = StateContract()
+    contract.state = "jugding"
+    for test in (contract.test_simulated_runs_keep_every_law, contract.test_work_changes_only_what_it_may):
+        contract.work = object  # type: ignore[method-assign]
+        with pytest.raises(AssertionError, match=r"scheduler\.states 'jugding' is not a registered state"):
+            test()
