@@ -130,13 +130,13 @@ def on_state_left(core: Core, event: StateLeft) -> None:
     state = core.state
     note_process_progress(state.process(ADDED_STATES, 0))
     group, stage = state.groups[event.group], state.stages.by_name[event.state]
+    group.described = event.described or group.described
     if stage.place == QUEUED:
         group.prepared = True
         if not enter_added_state(core, group, QUEUED, stage.number):
             state.fire_group(group, "prepare")
         return
     group.reward_mean = event.reward_mean
-    group.described = event.described or group.described
     if enter_added_state(core, group, GENERATED, stage.number):
         return
     outcome = GroupGenerated(

@@ -7,6 +7,7 @@ nor store a group again that was discarded meanwhile.
 """
 
 import asyncio
+import json
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -24,6 +25,7 @@ from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 from engine.workers.call_reports import CallReports
 from engine.workers.group_reports import (
     describe,
+    describe_prompt,
     judged_problem,
     reward_figures,
     reward_problem,
@@ -188,6 +190,7 @@ class StageWorker:
         return StateLeft(
             group=command.group, attempt=command.attempt, state=command.state, trainable=0, reward_mean=0.0,
             reward_spread=0.0,
+            described="" if self._described is None else json.dumps(describe_prompt(group.prompt, self._described)),
         )  # fmt: skip
 
     async def _worked(self, command: EnterState, kept: TrajectoryGroup) -> Any:

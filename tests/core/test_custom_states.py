@@ -269,6 +269,18 @@ def test_groups_before_generation_hold_no_place_and_start_in_the_order_of_the_dr
     check_all(run.state)
 
 
+def test_policies_see_the_fields_that_a_state_before_generation_has_changed() -> None:
+    run = fetched()
+    order = run.ordered(EnterState)[-1]
+    known = '{"source": "", "fields": {"level": 2}}'
+    run.tell(
+        StateLeft(group=order.group, attempt=order.attempt, state=order.state, trainable=0, reward_mean=0.0,
+                  reward_spread=0.0, described=known)
+    )  # fmt: skip
+    group = run.view.group(order.group)
+    assert group is not None and group.fields == {"level": 2}
+
+
 def test_a_group_that_cannot_be_prepared_fails_without_a_place() -> None:
     run = fetched(data_attempts=2)
     fail(run, 0)

@@ -394,6 +394,26 @@ def test_the_work_before_generation_may_change_only_the_prompt(says: str) -> Non
     play(lambda: Bench(work), scene)
 
 
+def test_the_changed_fields_of_a_prompt_are_reported() -> None:
+    async def level(group: TrajectoryGroup) -> Any:
+        return replace(group, prompt=replace(group.prompt, fields={"level": 2, "page": "..."}))
+
+    def described() -> Bench:
+        bench = Bench(level)
+        bench.worker = StageWorker(
+            works={"judging": level}, trajectories=bench.trajectories, emit=bench._emit, broken=bench._break,
+            described=("level",),
+        )  # fmt: skip
+        return bench
+
+    async def scene(bench: Bench) -> None:
+        bench.order(group=9, attempt=1, prompt=PROMPT)
+        event = await bench.until(1)
+        assert isinstance(event, StateLeft) and event.described == '{"source": "", "fields": {"level": 2}}'
+
+    play(described, scene)
+
+
 async def refuses(given: Any) -> str | None:
     """Refuses what it is given, and says what that was."""
     if isinstance(given, PublishedWeights):
