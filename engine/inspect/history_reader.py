@@ -390,7 +390,9 @@ class _StepReader:
         elif state == "finished":
             self._notes(step)["finished_at"] = tick.at
 
-    def batch(self, command: TrainStep) -> None:
+    def batch(self, command: TrainStep | InspectStep) -> None:
+        if not command.groups:
+            return  # weights are inspected
         notes = self._notes(command.step)
         notes["groups"], notes["staleness"] = command.groups, command.staleness
         for id, staleness in zip(command.groups, command.staleness, strict=True):
@@ -539,7 +541,8 @@ class _HistoryReader:
             SettingChanged: lambda event: self._settings.append((event.at, event.setting, event.value)),
         }  # fmt: skip
         self._on_command: dict[type[Command], Callable[[Any, float], None]] = {
-            MeasureRows: groups.measure, TrainStep: lambda command, at: self._steps.batch(command),
+            MeasureRows: groups.measure,
+            **dict.fromkeys((InspectStep, TrainStep), lambda command, at: self._steps.batch(command)),
             PublishWeights: lambda command, at: self._steps.publish(command), StartProcess: processes.start,
             StageWeights: processes.sync, PauseReplica: processes.sync, InstallWeights: processes.sync,
             SaveCheckpoint: processes.save,
@@ -654,6 +657,7 @@ class _HistoryReader:
         outcome = self.state.outcome
         self._close_all(self._at, RUNNING, NO_EVENT)
         if self._period is not None:
+            self._metrics.at = self._at  # the newest ticks may be limit checks, which no figure counts
             self._add_span(self._period, self._metrics.idle.sums)
         groups = self._groups.rows()
         return History(

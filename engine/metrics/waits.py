@@ -302,7 +302,7 @@ def _batch(command: Any) -> str:
 def inspected(command: Any) -> str:
     """What an `InspectStep` inspects."""
     if command.version != NO_VERSION:
-        return f"version {command.version}, which no replica has yet"
+        return f"weights version {command.version}"
     return f"the batch of {_batch(command)}"
 
 

@@ -1,5 +1,6 @@
 """Records of simulated runs, for the tests of what reads records."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from engine.record import Header, Record, Recorder, read
 from engine.record.recorder import MemoryRecorder
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits
+from engine.states.state import State
 
 LIMITS = Limits(
     train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=8, sync_mode="abort", max_steps=6
@@ -15,16 +17,20 @@ LIMITS = Limits(
 
 
 def recorded(
-    limits: Limits = LIMITS, steps: int | None = None, directory: Path | None = None, run: str = "r", **setting: Any
-) -> Record:
-    """The record of a run, in memory or in a directory; it breaks off after so many train steps, while groups run."""
+    limits: Limits = LIMITS, steps: int | None = None, directory: Path | None = None, run: str = "r",
+    until: Callable[[State], bool] | None = None, **setting: Any,
+) -> Record:  # fmt: skip
+    """The record of a run, in memory or in a directory; it breaks off after so many train steps, while groups run, or
+    when `until` holds."""
     header = Header(run=run, limits=limits.to_plain(), policies=PolicySet.from_names({}).names)
     recorder = MemoryRecorder(header) if directory is None else Recorder(directory, header)
     world = World(Setting(limits=limits, **setting), recorder=recorder, check=False)
-    if steps is None:
+    if steps is not None:
+        until = lambda state: state.steps_trained == steps and state.ledger.running > 0  # noqa: E731
+    if until is None:
         world.run()
     else:
-        assert world.run_until(lambda state: state.steps_trained == steps and state.ledger.running > 0)
+        assert world.run_until(until)
         world.close()
     recorder.close()
     return read(recorder if directory is None else directory)

@@ -1,6 +1,7 @@
 """The history of a run, as timeline, report and explanation use it: compared with the scheduler's own books."""
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from engine.simulation.world import Faults
 from engine.states.limits import Limits
 from engine.states.machine import Phase
 from engine.states.state import State
+from tests.core.custom_states import GATING, PROVING
 from tests.inspect.recorded_worlds import LIMITS, faulty_record, recorded
 from tests.oracle import clock_removal, worlds
 from tests.oracle.worlds import RunReport
@@ -132,6 +134,19 @@ def test_a_running_run_is_read_to_its_present_end() -> None:
     running = [attempt for attempt in history.attempts if attempt.outcome == RUNNING]
     assert running and all(a.end == history.end and a.ended_by == NO_EVENT for a in running)
     assert [row["step"] for row in history.rows] == [0, 1, 2] and history.trained[3].phases[-1].outcome == RUNNING
+
+
+def test_a_step_whose_batch_is_inspected_has_its_groups() -> None:
+    limits = replace(LIMITS, added_states=(GATING, PROVING))
+
+    def reached(state: State) -> bool:
+        return state.now > 300 and any(step.state == "gating" for step in state.steps.values())
+
+    history = read_history(recorded(limits, seed=1, state_s=1000.0, until=reached))
+    step = history.steps[-1]
+    assert (step.phases[-1].name, step.phases[-1].outcome) == ("gating", RUNNING)
+    assert (history.idle[-1].trainer, history.idle[-1].end) == ("inspecting", history.end), "limit checks included"
+    assert len(step.groups) == len(step.staleness) == LIMITS.train_batch_size
 
 
 def test_a_record_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
