@@ -18,12 +18,13 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from engine.actors.launch import start
+from engine.policies import added_states
 from engine.protocols import Batch, GroupWork
 from engine.record import Recorder
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
@@ -31,11 +32,15 @@ from engine.runtime.plan import Plan, Restore, Rollout
 from engine.runtime.prompt_sources import CountedPrompts, listed
 from engine.states.limits import Limits, Pool
 from engine.trajectory import Trajectory
+from tests.torture.inspections import DEATH, STATES
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "STEP_ENGINE_TORTURE"
 ACTORS = ("RolloutActor", "TrainerActor", "ScorerActor", "TrajectoryStoreActor", "WeightsStoreActor", "SchedulerActor")
 TREE = "tree"
+STATES_ACTOR = "AddedStatesActor"
+INSPECTING = "inspecting"
+"""The mode in which death comes while an added state inspects a batch or weights."""
 SAMPLES = 2
 
 
@@ -50,18 +55,25 @@ class Point:
     checkpoint_every: int
     victim: str
     kills: tuple[int, ...]
-    """Bytes of the record at each death, counted from where the life that dies began."""
+    """Bytes of the record at each death, counted from where the life that dies began; with a `state`, the number of the
+    step, or of the steps in the weights, that it inspects then."""
+    state: str = ""
+    """The added state whose work brings death."""
 
     @classmethod
     def of(cls, seed: int, mode: str) -> "Point":
         random = Random(f"{mode}-{seed}")
         victim = TREE if mode == TREE else ACTORS[seed % len(ACTORS)]
         kills = random.randint(1, 2) if mode == TREE else 1
-        return cls(
+        point = cls(
             seed=seed, staleness=random.choice((0, 0, 2)), steps=random.randint(6, 10), batch=4,
             checkpoint_every=random.choice((1, 2, 3)), victim=victim,
             kills=tuple(random.randint(200, 7000) for _ in range(kills)),
         )  # fmt: skip
+        if mode != INSPECTING:
+            return point
+        state, victim = ("batch-torture", "weights-torture")[seed // 2 % 2], (TREE, STATES_ACTOR)[seed % 2]
+        return replace(point, state=state, victim=victim, kills=(random.randint(1, 5),))
 
 
 def digest(*parts: Any) -> str:
@@ -147,6 +159,7 @@ def plan(run_dir: Path, point: Point, dies_at: int | None) -> Plan:
         max_concurrent_groups=point.batch * (point.staleness + 1), checkpoint_every=point.checkpoint_every,
         keeps_batches=point.seed % 3 > 0,  # a third branches
         scoring_tasks=("ref_logprobs",) if apart else (), pools=pools if apart else (),
+        added_states=added_states(tuple(STATES)) if point.state else (),
     )  # fmt: skip
     return Plan(
         limits=limits, samples=SAMPLES, replicas=2, slots=8,
@@ -155,6 +168,7 @@ def plan(run_dir: Path, point: Point, dies_at: int | None) -> Plan:
         make_scorer=(lambda tasks: Reference()) if apart else None,
         trajectories="disk" if point.seed % 3 else "memory", run_dir=run_dir, snapshot_every=60,
         resume=(run_dir / "schedule" / "00000000.seg").exists(),
+        config={"run": {"extensions": ["tests.torture.inspections"]}} if point.state else {},
     )  # fmt: skip
 
 
@@ -216,6 +230,9 @@ def main() -> int:
     point = Point.of(seed, mode)
     run_dir.mkdir(exist_ok=True)
     dies_at = point.kills[life] if life < len(point.kills) else None
+    if point.state:
+        told = {"state": point.state, "number": dies_at, "victim": point.victim, "sprung": str(run_dir / "sprung")}
+        os.environ[DEATH], dies_at = json.dumps(told), None
     with start(plan(run_dir, point, dies_at)) as run:
         status = run.wait()
     print(json.dumps({"outcome": status.outcome, "step": status.step}))

@@ -31,7 +31,7 @@ from engine.record import read
 from engine.record.replayer import build_scheduler, replay
 from engine.states.laws import check_all
 from engine.storage.checkpoints import list_checkpoints, verify_checkpoint
-from tests.torture.chain import ACTORS, FIRST, MARK, ROOT, TREE, Point, last_weights, marked, strike
+from tests.torture.chain import ACTORS, FIRST, INSPECTING, MARK, ROOT, TREE, Point, last_weights, marked, strike
 
 LIVES = 8
 LIFE_S = 240.0
@@ -207,7 +207,8 @@ def table(results: list[Result]) -> str:
     return "\n".join([
         *head,
         *[
-            f"| {r.point.victim} | {r.point.seed} | {r.point.staleness} | {r.point.steps} | {r.point.checkpoint_every} "
+            f"| {r.point.victim} {r.point.state} | {r.point.seed}"
+            f" | {r.point.staleness} | {r.point.steps} | {r.point.checkpoint_every} "
             f"| {r.lives} | {', '.join(map(str, r.killed_at)) or '-'} | {r.redone} | {r.seconds:.0f} |"
             for r in results
         ],
@@ -226,7 +227,7 @@ def one(seed: int, mode: str) -> Result | None:
             again = f"python -m tests.torture.torture --mode {mode} --seed {seed}"
             print(f"{mode} {seed}: {kind}\n  again: {again}", flush=True)
             return None
-    died = f"{result.point.victim}, {result.lives} lives, {result.redone} steps again"
+    died = f"{result.point.victim} {result.point.state}, {result.lives} lives, {result.redone} steps again"
     print(f"{mode} {seed}: {died}, {result.seconds:.0f} s", flush=True)
     return result
 
@@ -250,15 +251,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trees", type=int, default=200, help="points at which the whole tree is killed")
     parser.add_argument("--actors", type=int, default=50, help=f"points at which one actor is: {', '.join(ACTORS)}")
+    parser.add_argument("--inspecting", type=int, default=20, help="points at which death comes in an added state")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--mode", choices=(TREE, "actor"))
+    parser.add_argument("--mode", choices=(TREE, "actor", INSPECTING))
     parser.add_argument("--seed", type=int)
     parser.add_argument("--jobs", type=int, default=1, help="points at a time, each a Ray of its own")
     parser.add_argument("--table", type=Path, help="write the results there")
     chosen = parser.parse_args()
     points = [(seed, TREE) for seed in range(chosen.first, chosen.first + chosen.trees)]
     points += [(seed, "actor") for seed in range(chosen.first, chosen.first + chosen.actors)]
-    points.sort(key=lambda point: (point[0] - chosen.first) / (chosen.trees if point[1] == TREE else chosen.actors))
+    points += [(seed, INSPECTING) for seed in range(chosen.first, chosen.first + chosen.inspecting)]
+    count = {TREE: chosen.trees, "actor": chosen.actors, INSPECTING: chosen.inspecting}
+    points.sort(key=lambda point: (point[0] - chosen.first) / count[point[1]])
     if chosen.seed is not None:
         points = [(chosen.seed, chosen.mode or TREE)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that whatever runs is ended with this
