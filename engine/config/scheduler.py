@@ -56,14 +56,8 @@ class TimeoutsSection(Section):
 
     def limits(self, **process_limits: float) -> Timeouts:
         """The time limits for the scheduler. `process_limits`: the limits that processes apply themselves, by kind."""
-        kinds: dict[str, Any] = {f"{kind}_s": getattr(self, f"{kind}_s") for kind in KINDS}
-        return Timeouts(
-            **kinds,
-            floor_s=self.floor_s,
-            cut_s=self.cut_s,
-            max_s=self.max_s,
-            process_limits=tuple(process_limits.items()),
-        )
+        given: dict[str, Any] = dict(self)
+        return Timeouts(**given, process_limits=tuple(process_limits.items()))
 
 
 REGISTERED = r"^[a-z][a-z0-9_-]*$"
