@@ -1,8 +1,9 @@
 """The simulated worlds on which the advice of `engine explain` is judged, and the changes that it may advise.
 
 Used by `benchmarks/advice.py`. Committed before the advice was written. Worlds with an even number may be looked at
-while rules are written; those with an odd number are held out. A world is one of eleven families, with sizes and
-durations drawn from its number. In some families nothing can be improved by a setting.
+while rules are written; those with an odd number are held out. A world is one of sixteen families, with sizes and
+durations drawn from its number. In the last five families, two or three parts of the run are equally busy, so that no
+change of one setting gains 3 %; they were committed before the advice was judged on them.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,9 +18,13 @@ from engine.simulation.simulated_models import Dice
 from engine.simulation.world import Setting, World
 from engine.states.limits import REWARDING, AddedState, Limits, ValidationLimits
 
-COUNT = 66
+IMPROVABLE = 66
+"""Number of worlds of the first families: six of each."""
+COUNT = 96
 """Number of worlds: six of each family."""
 STEPS = 32
+SATURATED_STEPS = 96
+"""Train steps of a world in which nothing is to be gained: in fewer, a faster start would count."""
 
 
 class SteadyDice(Dice):
@@ -240,9 +245,65 @@ FAMILIES: tuple[Callable[[Random, int], Setting], ...] = (
 )  # fmt: skip
 
 
+def _saturated(random: Random, number: int, *, train: float, rewards: float = 0.0) -> Setting:
+    """A setting whose slots are always busy. `train` and `rewards`: time that training and rewards need, as a share of
+    the time that generation needs."""
+    replicas, slots = random.choice((2, 4)), random.choice((2, 3, 4))
+    workers, mean = replicas * slots, random.uniform(60, 120)
+    batch = workers // random.choice((1, 2))
+    limits = Limits(
+        train_batch_size=batch, max_steps=SATURATED_STEPS, max_staleness_steps=random.choice((4, 5)),
+        max_concurrent_groups=workers,
+    )  # fmt: skip
+    setting = Setting(
+        limits=limits, replicas=replicas, slots=slots, prompts=batch * (SATURATED_STEPS + 8), seed=number,
+        latency_s=0.001, train_s=1.0, sync_s=0.0, token_s=1.0, mean_tokens=mean, max_tokens=int(0.5 * mean),
+    )  # fmt: skip
+    dice, groups = SteadyDice(setting), range(batch * SATURATED_STEPS)
+    rollout_s = sum(dice.length(group) for group in groups) / SATURATED_STEPS / workers
+    if rewards:
+        concurrency = random.choice((1, 2, 3))
+        limits = replace(limits, added_states=(AddedState(name=REWARDING, concurrency=concurrency),))
+        setting = replace(setting, limits=limits, state_s=rewards * rollout_s * concurrency / batch)
+    return replace(setting, train_s=train * rollout_s)
+
+
+def _training_and_slots(random: Random, number: int) -> Setting:
+    """Training takes exactly as long as generation: what makes one faster waits for the other."""
+    return _saturated(random, number, train=1.0)
+
+
+def _rewards_and_slots(random: Random, number: int) -> Setting:
+    """Rewards take exactly as long as generation, and training is fast."""
+    return _saturated(random, number, train=random.uniform(0.2, 0.5), rewards=1.0)
+
+
+def _training_and_rewards(random: Random, number: int) -> Setting:
+    """Training and rewards take equally long, and half of the slots would be enough."""
+    share = random.uniform(1.5, 2)
+    return _saturated(random, number, train=share, rewards=share)
+
+
+def _everything(random: Random, number: int) -> Setting:
+    """Training, rewards and generation take equally long."""
+    return _saturated(random, number, train=1.0, rewards=1.0)
+
+
+def _nearly_even(random: Random, number: int) -> Setting:
+    """Training takes 1 or 2 % longer or less than generation: the gain of one change is below 3 %."""
+    return _saturated(random, number, train=random.choice((0.98, 0.99, 1.01, 1.02)))
+
+
+SATURATED: tuple[Callable[[Random, int], Setting], ...] = (
+    _training_and_slots, _rewards_and_slots, _training_and_rewards, _everything, _nearly_even,
+)  # fmt: skip
+"""The families in which nothing is to be gained."""
+
+
 def world_of(number: int) -> AdviceWorld:
     """World `number`, from 0."""
-    family = FAMILIES[number // 2 % len(FAMILIES)]
+    families, index = (FAMILIES, number) if number < IMPROVABLE else (SATURATED, number - IMPROVABLE)
+    family = families[index // 2 % len(families)]
     setting = family(Random(f"advice {number}"), number)
     return AdviceWorld(number=number, family=family.__name__[1:], setting=setting, policies={})
 
