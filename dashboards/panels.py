@@ -6,9 +6,10 @@ Grafana's ids; `suffix:` makes a custom unit.
 
 from collections.abc import Mapping, Sequence
 
-from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, statetimeline, timeseries
+from grafana_foundation_sdk.builders import common, dashboard, heatmap, prometheus, stat, statetimeline, timeseries
 from grafana_foundation_sdk.models import common as common_models
 from grafana_foundation_sdk.models import dashboard as models
+from grafana_foundation_sdk.models import prometheus as prometheus_models
 
 from dashboards.queries import REPLICA, RUN
 from engine.metrics.names import REPLICA_STATE, UPTIME
@@ -22,7 +23,7 @@ Thresholds = Sequence[tuple[float | None, str]]
 """(lowest value, color); None: no lower limit."""
 
 PLAIN: Thresholds = ((None, "text"),)
-Panel = stat.Panel | timeseries.Panel | statetimeline.Panel
+Panel = heatmap.Panel | stat.Panel | timeseries.Panel | statetimeline.Panel
 
 
 def thresholds(steps: Thresholds) -> dashboard.ThresholdsConfig:
@@ -105,6 +106,13 @@ def timeline(
     panel = panel.height(8).span(span).with_target(query(expression, legend, "A")).merge_values(True)
     panel = panel.mappings([models.ValueMap(options=named)])
     return panel.show_value(common_models.VisibilityMode.AUTO).line_width(0).fill_opacity(70)
+
+
+def heat(title: str, good: str, expression: str, *, span: int = 12) -> heatmap.Panel:
+    """A histogram over time: a query that keeps the label `le`."""
+    target = query(expression, "{{le}}", "A").format(prometheus_models.PromQueryFormat.HEATMAP)
+    panel = heatmap.Panel().title(title).description(good).datasource(SOURCE).height(8).span(span)
+    return panel.with_target(target).calculate(False)
 
 
 def row(title: str) -> dashboard.Row:

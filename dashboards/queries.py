@@ -38,6 +38,11 @@ def mean(metric: Metric, by: str = "", **labels: str) -> str:
     return f"{rate(metric, '_sum', by, **labels)} / {rate(metric, '_count', by, **labels)}"
 
 
+def buckets(metric: Metric, **labels: str) -> str:
+    """The newest values of a histogram, by bucket."""
+    return f"sum by (le) (increase({of(metric, '_bucket', **labels)}[{WINDOW}]))"
+
+
 def quantile(share: float, metric: Metric, by: str = "", **labels: str) -> str:
     """A quantile of a histogram's newest values, as exact as its buckets."""
     labels_left = "le" + (f", {by}" if by else "")

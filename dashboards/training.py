@@ -7,8 +7,8 @@ themselves.
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 from dashboards.overview import STALENESS_SPREAD
-from dashboards.panels import board, glance, graph, row
-from dashboards.queries import mean, of, rate
+from dashboards.panels import board, glance, graph, heat, row
+from dashboards.queries import buckets, mean, of, rate
 from engine.metrics import names
 
 
@@ -145,6 +145,13 @@ def training() -> Dashboard:
             "short",
             {"{{figure}}": figure("~reward_.*"), "newest step": of(names.REWARD)},
             low=None,
+        )
+    )
+    page = page.with_panel(
+        heat(
+            "Responses by reward",
+            "Moves to higher rewards. All in one bucket: there is nothing to learn from.",
+            buckets(names.REWARD_HISTOGRAM, figure="reward"),
         )
     )
     page = page.with_panel(

@@ -300,7 +300,9 @@ def test_both_classes_run_in_one_process_and_the_engine_scores(model: str) -> No
     result = run_plan(plan)
     assert (result.outcome, result.steps, result.version) == ("finished", 4, 4)
     assert [row["steps"] for row in result.metrics] == [1.0, 2.0, 3.0, 4.0]
-    assert {row["reward_max"] for row in result.metrics} == {0.25}, "the reward of the configuration"
+    assert {row["reward_histograms"]["reward"][-1][1] for row in result.metrics} == {0.25}, (
+        "the reward of the configuration"
+    )
     assert [row["outcome"] for row in result.validations if row["version"] == 4] == ["reported"]
     again = run_plan(replace(plan, resume=True, settings=[(MAX_STEPS, "6")]))
     assert (again.outcome, again.steps) == ("finished", 6)

@@ -25,7 +25,7 @@ ENGINE = ROOT / "engine"
 
 # -- who may import whom (docs/ARCHITECTURE.md draws it) ---------------------------------------------------------------
 
-TYPES = {"ids", "errors", "trajectory"}
+TYPES = {"ids", "errors", "trajectory", "reward_histogram"}
 BOTTOM = {*TYPES, "protocols", "section"}
 EVENTS = {*TYPES, "events", "commands"}
 STATES = {*EVENTS, "states"}
@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": TYPES,
     "trajectory": TYPES,
     "section": TYPES,
+    "reward_histogram": set(),
     "protocols": BOTTOM,
     "extras": BOTTOM,
     "version": BOTTOM,

@@ -12,8 +12,8 @@ from engine.errors import ConfigError, suggestion
 from engine.section import NAMED, Section
 from engine.states.limits import BOUNDS
 
-OTHER_FIGURES = ("mean", "std", "min", "max", "p25", "p50", "p75")
-"""Names that a function cannot have, because the metrics `reward_mean`, `reward_p50` and so on have other meanings."""
+OTHER_FIGURES = ("mean", "std", "histograms")
+"""Names that a function cannot have, because the metrics `reward_mean` and so on have other meanings."""
 
 
 class NamedReward(Section):

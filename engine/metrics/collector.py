@@ -49,6 +49,7 @@ from engine.metrics.names import (
     PHASE_BUCKETS,
     REQUESTS,
     RETRY_CAUSES,
+    REWARD_FUNCTIONS_KEPT,
     STALENESS_BUCKETS,
     STEP_PHASES,
     VALIDATION_BUCKETS,
@@ -56,6 +57,7 @@ from engine.metrics.names import (
 from engine.metrics.transitions import Transitions
 from engine.protocols import SLOTS
 from engine.record.frames import Tick
+from engine.reward_histogram import BOUNDS, HISTOGRAMS
 from engine.states.orders import LIMIT
 from engine.states.process import KINDS, REPLICA
 from engine.states.state import State
@@ -128,6 +130,8 @@ class RunMetrics:
         self.decision_s = Histogram(DECISION_BUCKETS)
         self.figures: dict[str, float] = {}
         """The trainer's metrics for the newest step that it reported."""
+        self.reward_counts: dict[str, Histogram] = {}
+        """Rewards of the responses of all reported steps: `reward`, and `reward_NAME` of each function."""
         self.sources: dict[str, Mapping[str, float]] = {}
         """Figures of the newest reported step by data source."""
         self.mixed: SourceFigures | None = None
@@ -262,6 +266,11 @@ class RunMetrics:
             }
             metrics = {**metrics, SOURCES: self.sources}
         self.steps.report(step, metrics)
+        for name, buckets in metrics.get(HISTOGRAMS, {}).items():
+            if name in self.reward_counts or len(self.reward_counts) <= REWARD_FUNCTIONS_KEPT:
+                counted = self.reward_counts.setdefault(name, Histogram(BOUNDS))
+                for _, high, count in buckets:
+                    counted.add(high, count)
         for name in [name for name in self.figures if name.startswith(OF_A_KIND) and name not in metrics]:
             del self.figures[name]  # no token was of this kind
         for name, value in metrics.items():

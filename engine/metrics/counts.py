@@ -65,6 +65,11 @@ class Histogram:
         if self.largest is None or value > self.largest:
             self.largest = value
 
+    def add(self, value: float, count: int) -> None:
+        """Count a value as often as `count` says, without sum and extremes."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.count += count
+
     def observe_all(self, values: Sequence[float], whose: Sequence[int]) -> None:
         """Count many values, oldest first. Faster than one by one, with the same result."""
         if not values:

@@ -111,8 +111,12 @@ class Exporter(Collector):
         }
         if metric.name in alone:
             return [((), alone[metric.name])]
-        labelled = {names.SYNC_SECONDS.name: m.replicas.sync_s, names.STEP_SECONDS.name: m.phase_s}
-        return [((label,), histogram) for label, histogram in labelled[metric.name].items()]
+        labelled = {
+            names.SYNC_SECONDS.name: m.replicas.sync_s,
+            names.STEP_SECONDS.name: m.phase_s,
+            names.REWARD_HISTOGRAM.name: m.reward_counts,
+        }
+        return [((label,), histogram) for label, histogram in list(labelled[metric.name].items())]
 
     # the functions that read each metric, by its name
 

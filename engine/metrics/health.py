@@ -11,6 +11,8 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+from engine.reward_histogram import HISTOGRAMS, REWARD, value_range
+
 Row = Mapping[str, Any]
 
 STEPS = 5
@@ -31,8 +33,6 @@ GAP_FACTOR = 3.0
 GAP_GROWN = 0.1
 GAPS = "logprob_gap_mean_"
 """Prefix of the mean gaps by cause."""
-QUANTILES = ("reward_mean", "reward_std", "reward_min", "reward_p25", "reward_p50", "reward_p75", "reward_max")
-"""Figures of rewards that are no reward function's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,8 @@ def replicas_behind(versions: Mapping[int, int], newest: int, most: int) -> list
 
 def _flat_reward(rows: Sequence[Row]) -> str:
     def is_flat(row: Row) -> bool:
-        lows = row.get("reward_min"), row.get("reward_max")
-        same = lows[0] is not None and lows[0] == lows[1]
+        ends = value_range(row)
+        same = ends is not None and ends[0] == ends[1]
         return same or bool(row.get("groups") and row.get("zero_advantage_groups") == row["groups"])
 
     if not all(map(is_flat, rows[-STEPS:])):
@@ -87,8 +87,8 @@ def _flat_reward(rows: Sequence[Row]) -> str:
 
 def _reward_scale(rows: Sequence[Row]) -> str:
     def scale(row: Row) -> float | None:
-        ends = [_number(row, name) for name in ("reward_min", "reward_max")]
-        return None if None in ends else max(abs(end) for end in ends if end is not None)
+        ends = value_range(row)
+        return None if ends is None else max(map(abs, ends))
 
     if not _grown(rows, scale, SCALE_FACTOR):
         return ""
@@ -99,7 +99,7 @@ def _reward_scale(rows: Sequence[Row]) -> str:
 
 
 def _one_part(rows: Sequence[Row]) -> str:
-    names = [name for name in rows[-1] if name.startswith("reward_") and name not in QUANTILES]
+    names = [name for name in rows[-1].get(HISTOGRAMS) or () if name != REWARD]
     values = {name: {row.get(name) for row in rows[-2 * STEPS :]} for name in names}
     moving = [name for name in names if len(values[name]) > 1]
     if len(rows) < 2 * STEPS or len(names) < 2 or len(moving) != 1:

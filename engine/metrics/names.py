@@ -105,6 +105,8 @@ STALENESS_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
 VALIDATION_BUCKETS = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 SYNC_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 PHASE_BUCKETS = (0.01, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 7200.0)
+REWARD_FUNCTIONS_KEPT = 16
+"""Maximum number of reward functions with a histogram; the first names count."""
 GROUP_BUCKETS = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 7200.0)
 TOKEN_BUCKETS = tuple(float(1 << power) for power in range(3, 18))
 DECISION_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
@@ -307,6 +309,13 @@ TRAINER_FIGURE = _gauge(
     "as reported",
     "Metrics that the trainer reported for its newest step, and those of its responses, by name. At most "
     f"{FIGURES_KEPT} names are exported.",
+    {"figure": ()},
+)
+REWARD_HISTOGRAM = _histogram(
+    "engine_response_rewards",
+    "reward",
+    "Rewards of the responses of trained steps: `reward`, and `reward_NAME` of at most "
+    f"{REWARD_FUNCTIONS_KEPT} reward functions. Without sum and count, because rewards may be negative.",
     {"figure": ()},
 )
 HEALTH_FINDING = _gauge(

@@ -21,6 +21,7 @@ from engine.errors import ConfigError
 from engine.extras import install_command
 from engine.metrics.journal import Journal
 from engine.record.files import write_private
+from engine.reward_histogram import HISTOGRAMS, Histograms, edges_and_counts
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ Samples = Callable[[Row], Sequence[Row]]
 class Client(Protocol):
     """Writes rows to one sink. Used only on the sink's thread; may raise anything."""
 
-    def write(self, step: int, figures: Mapping[str, float]) -> None: ...
+    def write(self, step: int, figures: Mapping[str, float], histograms: Histograms) -> None: ...
     def show(self, step: int, name: str, samples: Sequence[Row]) -> None:
         """Show samples of a train step (`name`: `train`) or a validation (`validation`)."""
 
@@ -55,30 +56,45 @@ class TensorBoard:
 
         self._directory = Path(options.get("dir") or directory / "tensorboard")
         self._writer = Writer(str(self._directory))
-        self._texts: Any = None
+        self._others: Any = None
 
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
+    def write(self, step: int, figures: Mapping[str, float], histograms: Histograms) -> None:
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
+        if histograms:
+            self._write_histograms(step, histograms)
+
+    def _write_histograms(self, step: int, histograms: Histograms) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.histogram.metadata import create_summary_metadata
+        from tensorboard.util.tensor_util import make_tensor_proto
+
+        about = create_summary_metadata(display_name=None, description=None)
+        for name, buckets in histograms.items():
+            triples = make_tensor_proto([[float(number) for number in bucket] for bucket in buckets], dtype="float64")
+            self._add(step, Summary(value=[Summary.Value(tag=f"rewards/{name}", metadata=about, tensor=triples)]))
 
     def show(self, step: int, name: str, samples: Sequence[Row]) -> None:
-        """Write samples as texts of a separate run, `samples`, because TensorBoard reads only the newer of two files in
-        a directory."""
-        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.plugins.text.summary_v2 import text_pb
+
+        self._add(step, text_pb(f"samples/{name}", as_markdown(samples)))
+
+    def _add(self, step: int, summary: Any) -> None:
+        """Write what the writer cannot: texts and histograms. They are a separate run, `samples`, because TensorBoard
+        reads only the newer of two files in a directory."""
+        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        if self._texts is None:
-            self._texts = EventFileWriter(str(self._directory / "samples"))
-        summary = text_pb(f"samples/{name}", as_markdown(samples))
-        self._texts.add_event(Event(wall_time=time.time(), step=step, summary=summary))
-        self._texts.flush()
+        if self._others is None:
+            self._others = EventFileWriter(str(self._directory / "samples"))
+        self._others.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        self._others.flush()
 
     def close(self) -> None:
         self._writer.close()
-        if self._texts is not None:
-            self._texts.close()
+        if self._others is not None:
+            self._others.close()
 
 
 class WeightsAndBiases:
@@ -89,6 +105,7 @@ class WeightsAndBiases:
 
         self._end = wandb.teardown
         self._table = wandb.Table
+        self._histogram: Any = wandb.Histogram  # it also takes lists, which its types do not say
         self._step = 0
         self._run = wandb.init(
             project=options.get("project") or "step-engine",
@@ -102,9 +119,13 @@ class WeightsAndBiases:
             settings=wandb.Settings(silent=True, console="off"),
         )
 
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
+    def write(self, step: int, figures: Mapping[str, float], histograms: Histograms) -> None:
         self._step = max(self._step, step)  # W&B's steps must not decrease, but a validation may measure older weights
-        self._run.log(dict(figures), step=self._step)
+        drawn = {}
+        for name, buckets in histograms.items():
+            edges, counts = edges_and_counts(buckets)
+            drawn[f"rewards/{name}"] = self._histogram(np_histogram=(counts, edges))
+        self._run.log({**figures, **drawn}, step=self._step)
 
     def show(self, step: int, name: str, samples: Sequence[Row]) -> None:
         self._step = max(self._step, step)
@@ -158,7 +179,7 @@ class MLflow:
         write_private(noted, id + "\n")
         return id, ()
 
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
+    def write(self, step: int, figures: Mapping[str, float], histograms: Histograms) -> None:
         now = round(time.time() * 1000)
         named = {name.replace("@", "_at_"): value for name, value in figures.items()}  # MLflow refuses an @
         self._client.log_batch(self._id, [self._metric(name, value, now, step) for name, value in named.items()])
@@ -238,7 +259,7 @@ class Sink:
             return
         for row in iter(self._queue.get, None):
             try:
-                client.write(*figures_at(row))
+                client.write(*figures_at(row), row.get(HISTOGRAMS) or {})
             except Exception:
                 self.lost += 1
                 if self.lost == 1:

@@ -1,4 +1,4 @@
-"""Figures of the responses of a train step: how they end, whether they repeat, and the spread of their rewards.
+"""Figures of the responses of a train step: how they end, whether they repeat, and how their rewards are spread.
 
 Used by the trainer's worker, which has the texts, for any trainer. They become metrics of the step.
 """
@@ -6,19 +6,18 @@ Used by the trainer's worker, which has the texts, for any trainer. They become 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+from engine.reward_histogram import REWARD, Bucket, histogram_of
 from engine.trajectory import MAX_TURNS, Trajectory, TrajectoryGroup
 
 CUT_OFF = ("length", "truncated", MAX_TURNS)
 """The finish reasons of responses that did not end by themselves."""
-QUANTILES = {"reward_min": 0.0, "reward_p25": 0.25, "reward_p50": 0.5, "reward_p75": 0.75, "reward_max": 1.0}
-"""Names of quantiles, with the share of the responses, sorted by reward, that lies below each."""
-NAMES = ("accuracy", "truncated_share", "empty_share", "repeated_share", "unparsable_share", *QUANTILES)
+NAMES = ("accuracy", "truncated_share", "empty_share", "repeated_share", "unparsable_share")
 """All figures."""
 
 
 def response_figures(groups: Sequence[TrajectoryGroup], correct: Sequence[str] = ()) -> dict[str, float]:
-    """Shares of all responses in a batch, and quantiles of their rewards; nothing for an empty batch. With several
-    reward functions, `reward_<name>` is the mean value of each function over the responses to which it applies.
+    """Shares of all responses in a batch; nothing for an empty batch. With several reward functions, `reward_<name>` is
+    the mean value of each function over the responses to which it applies.
 
     For rollouts of several turns: `agent_<name>`, the mean of each figure over the rollouts that have it, and
     `agent_max_turns_share`, the share of them that reached their limit of turns.
@@ -33,17 +32,23 @@ def response_figures(groups: Sequence[TrajectoryGroup], correct: Sequence[str] =
         return {}
     have_texts = any(trajectory.text for rollout in rollouts for trajectory in rollout)
     distinct = sum(len({_identity(rollout) for rollout in group.rollouts}) for group in groups)
-    rewards = sorted(float(rollout[0].reward) for rollout in rollouts if rollout[0].reward is not None)
     return {
         "accuracy": fmean(rollout[-1].is_right(correct) for rollout in rollouts),
         "truncated_share": sum(is_cut_off(rollout) for rollout in rollouts) / len(rollouts),
         "empty_share": sum(_is_empty(rollout, have_texts) for rollout in rollouts) / len(rollouts),
         "unparsable_share": sum(rollout[-1].unparsable for rollout in rollouts) / len(rollouts),
         "repeated_share": 1.0 - distinct / len(rollouts),
-        **{name: rewards[round(share * (len(rewards) - 1))] for name, share in QUANTILES.items() if rewards},
         **_means("reward_", [rollout[0].reward_parts for rollout in rollouts]),
         **_agent_figures(rollouts),
     }
+
+
+def reward_histograms(groups: Sequence[TrajectoryGroup]) -> dict[str, list[Bucket]]:
+    """The histogram of the rewards of a batch, as `reward`, and those of its reward functions, as `reward_<name>`."""
+    firsts = [rollout[0] for group in groups for rollout in group.rollouts]
+    rewards = {REWARD: [float(one.reward) for one in firsts if one.reward is not None]}
+    rewards |= _by_name("reward_", [one.reward_parts for one in firsts])
+    return {name: histogram_of(values) for name, values in rewards.items() if values}
 
 
 def source_figures(groups: Sequence[TrajectoryGroup]) -> dict[str, dict[str, float]]:
@@ -64,11 +69,15 @@ def _figures_of_source(own: Sequence[TrajectoryGroup], groups: int) -> dict[str,
 
 
 def _means(prefix: str, figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: fmean(values) for name, values in _by_name(prefix, figures).items()}
+
+
+def _by_name(prefix: str, figures: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     values: dict[str, list[float]] = {}
     for one in figures:
         for name, value in one.items():
-            values.setdefault(name, []).append(value)
-    return {f"{prefix}{name}": fmean(values[name]) for name in sorted(values)}
+            values.setdefault(f"{prefix}{name}", []).append(value)
+    return dict(sorted(values.items()))
 
 
 def _agent_figures(rollouts: Sequence[Sequence[Trajectory]]) -> dict[str, float]:

@@ -26,13 +26,14 @@ from engine.events import (
 )
 from engine.ids import GroupId, StepId
 from engine.protocols import Batch, Explainable, Offloadable, RolloutFigures, Trainer
+from engine.reward_histogram import HISTOGRAMS
 from engine.storage.checkpoints import checkpoint_path, remove_checkpoint, save_checkpoint
 from engine.storage.trajectories import Trajectories
 from engine.storage.weights import Trained, Weights
 from engine.trajectory import SOURCES
 from engine.workers.order_queue import OrderQueue
 from engine.workers.progress_reports import SerialProgress
-from engine.workers.response_figures import response_figures, source_figures
+from engine.workers.response_figures import response_figures, reward_histograms, source_figures
 from engine.workers.sample_keeper import SampleKeeper
 
 # -- metrics of a user's trainer ---------------------------------------------------------------------------------------
@@ -45,7 +46,7 @@ LONGEST_NAME = 200
 """Maximum length of a metric's name, in characters."""
 MAX_WARNINGS = 100
 """Maximum number of metrics that get a warning."""
-RESERVED = ("step", SOURCES, "validation", "sets")
+RESERVED = ("step", SOURCES, HISTOGRAMS, "validation", "sets")
 """Keys of the rows in `metrics.jsonl` by which readers tell what a row is about."""
 UPDATES = "optimizer_steps"
 """The metric that counts the optimizer's updates of a step. The record has it."""
@@ -322,7 +323,10 @@ class TrainerWorker(OrderQueue[Command]):
         scores = {task: await self._trajectories.scores(step, task, ids) for task in self._scored_apart}
         batch = Batch(step=step, groups=groups, staleness=list(staleness), scores=scores)
         responses: dict[str, Figure] = await self._call(response_figures, groups, self._correct)
-        sources: dict[str, Any] = await self._call(source_figures, groups)
+        tables = {
+            SOURCES: await self._call(source_figures, groups),
+            HISTOGRAMS: await self._call(reward_histograms, groups),
+        }
         metrics: object = await self._call(self.trainer.train, batch)
         if metrics is not None and not isinstance(metrics, Mapping):
             law = f"train() must return a dict of metrics or None, not {type(metrics).__name__}"
@@ -333,7 +337,7 @@ class TrainerWorker(OrderQueue[Command]):
             figures = await self._call(self._figures.read, step, metrics)
         if self._samples is not None:
             await self._samples.keep_step(batch, await self._rollout_figures())
-        return {**responses, **figures, **({SOURCES: sources} if sources else {})}
+        return {**responses, **figures, **{name: table for name, table in tables.items() if table}}
 
     async def _rollout_figures(self) -> Sequence[Sequence[RolloutFigures]]:
         """The trainer's figures of the rollouts that it has just trained; empty if it has none."""

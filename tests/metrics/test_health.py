@@ -10,11 +10,20 @@ from engine.metrics.health import CHECKS, findings, replicas_behind
 Row = dict[str, Any]
 
 
+def histograms(most: float) -> Row:
+    """Rewards from 0 to `most`, of two functions."""
+    return {
+        "reward": [[0.0, 0.0, 8], [0.9, most, 8]],
+        "reward_right": [[0.0, 0.0, 16]],
+        "reward_form": [[1.0, 1.0, 16]],
+    }
+
+
 def sound(step: int) -> Row:
     """A row of a run that learns."""
     return {
         "step": step, "groups": 4, "tokens": 400 + 10 * step, "reward_mean": 0.3 + 0.01 * step, "reward_std": 0.4,
-        "reward_min": 0.0, "reward_max": 1.0, "reward_right": 0.2 + 0.01 * step, "reward_form": 0.8 + 0.001 * step,
+        "reward_right": 0.2 + 0.01 * step, "reward_form": 0.8 + 0.001 * step, "reward_histograms": histograms(1.0),
         "zero_advantage_groups": 1.0, "truncated_share": 0.1, "repeated_share": 0.5, "grad_norm": 0.1, "lr": 1e-4,
         "logprob_gap_mean_fresh": 0.01,
     }  # fmt: skip
@@ -26,7 +35,7 @@ def rows(change: Callable[[int], Row] = lambda step: {}, steps: int = 20) -> lis
 
 CASES: dict[str, Callable[[int], Row]] = {
     "flat_reward": lambda step: {"zero_advantage_groups": 4.0, "grad_norm": 0.0},
-    "reward_scale": lambda step: {"reward_max": 2.0**step},
+    "reward_scale": lambda step: {"reward_histograms": histograms(2.0**step)},
     "one_reward": lambda step: {"reward_right": 0.0},
     "long_responses": lambda step: {"tokens": 400 * (1 + step)},
     "truncated": lambda step: {"truncated_share": 0.5},
@@ -50,6 +59,12 @@ def test_each_health_check_finds_only_its_own_failure(check: str) -> None:
     assert found.check == check
     recovered = [*rows(CASES[check], steps=40), *rows(steps=40)]
     assert findings(recovered) == []
+
+
+def test_equal_rewards_of_all_responses_are_flat() -> None:
+    equal = findings(rows(lambda step: {"reward_histograms": {"reward": [[0.5, 0.5, 16]]}}))
+    assert [one.check for one in equal] == ["flat_reward"]
+    assert findings(rows(lambda step: {"reward_histograms": {"reward": [[0.4, 0.5, 16]]}})) == []
 
 
 def test_a_sentence_stays_the_same_while_the_cause_does() -> None:

@@ -16,7 +16,8 @@ from engine.metrics.document import PAGE, TABLE, up_to_date
 from engine.metrics.export import ExternalFigures, registry
 from engine.metrics.listening_address import check_address
 from engine.metrics.metrics_server import MetricsServer
-from engine.metrics.names import FIGURES_KEPT, METRICS
+from engine.metrics.names import FIGURES_KEPT, METRICS, REWARD_FUNCTIONS_KEPT, REWARD_HISTOGRAM, Metric
+from engine.reward_histogram import BOUNDS, HISTOGRAMS, histogram_of
 from engine.states.limits import ValidationLimits
 from engine.trajectory import SOURCES
 
@@ -41,7 +42,10 @@ def test_names_follow_the_conventions() -> None:
         assert "seconds" not in metric.unit or "seconds" in metric.name
 
 
-SUFFIXES = {"histogram": ("_bucket", "_count", "_sum"), "counter": ("",), "gauge": ("",)}
+def suffixes(metric: Metric) -> tuple[str, ...]:
+    """A histogram with buckets below 0 has neither sum nor count."""
+    whole = ("_bucket",) if metric is REWARD_HISTOGRAM else ("_bucket", "_count", "_sum")
+    return whole if metric.kind == "histogram" else ("",)
 
 
 def half_way(**others: Any) -> SteadyWorld:
@@ -78,7 +82,7 @@ def test_exactly_these_names_are_scraped_over_http(tmp_path: Path) -> None:
     server = MetricsServer(registry(metrics, everything(tmp_path)))
     try:
         assert server.port > 0
-        assert set(scrape(server)) == {m.name + suffix for m in METRICS for suffix in SUFFIXES[m.kind]}
+        assert set(scrape(server)) == {m.name + suffix for m in METRICS for suffix in suffixes(m)}
         assert scrape(server)["engine_source_share"] == {(("source", "code"),): 0.0, (("source", "math"),): 1.0}
     finally:
         server.close()
@@ -87,7 +91,7 @@ def test_exactly_these_names_are_scraped_over_http(tmp_path: Path) -> None:
 def test_a_run_without_surroundings_leaves_out_what_belongs_to_them() -> None:
     server = MetricsServer(registry(half_way().metrics))
     try:
-        assert set(scrape(server)) == {m.name + s for m in METRICS if not m.where for s in SUFFIXES[m.kind]}
+        assert set(scrape(server)) == {m.name + s for m in METRICS if not m.where for s in suffixes(m)}
     finally:
         server.close()
 
@@ -110,6 +114,19 @@ def test_a_trainer_that_renames_figures_every_step_does_not_create_endless_serie
         metrics.report(step, {f"loss_of_step_{step}": 1.0})
     (family,) = [f for f in registry(metrics).collect() if f.name == "engine_trainer_figure"]
     assert len(family.samples) == FIGURES_KEPT
+
+
+def test_rewards_of_all_steps_are_counted_in_buckets_for_a_bounded_number_of_functions() -> None:
+    metrics = steady_world().metrics
+    for rewards in ([0.0, 1.0, 1.0], [-1.0, 7.5, 2e7]):
+        metrics.report(0, {HISTOGRAMS: {"reward": histogram_of(rewards)}})
+    metrics.report(1, {HISTOGRAMS: {f"reward_{number}": histogram_of([0.5]) for number in range(30)}})
+    (family,) = [f for f in registry(metrics).collect() if f.name == REWARD_HISTOGRAM.name]
+    assert len(family.samples) == (1 + REWARD_FUNCTIONS_KEPT) * (len(BOUNDS) + 1)
+    counted = {s.labels["le"]: s.value for s in family.samples if s.labels["figure"] == "reward"}
+    assert [counted[le] for le in ("-1.5", "-1.0", "0.0", "0.9", "1.0", "10.0", "1000000.0", "+Inf")] == [
+        0, 1, 2, 2, 4, 5, 5, 6,
+    ]  # fmt: skip
 
 
 def test_figures_of_a_kind_of_tokens_end_with_the_step_that_has_none() -> None:

@@ -24,6 +24,7 @@ from engine.metrics.sinks import (
     figures_of,
     open_row_writer,
 )
+from engine.reward_histogram import Histograms
 from engine.states.limits import ValidationLimits
 
 RUN = "20260101-000000-sunk"
@@ -75,6 +76,12 @@ def test_tensorboard(tmp_path: Path) -> None:
         for point in texts.Tensors(f"samples/{name}"):
             shown[name, point.step] = tensor_util.make_ndarray(point.tensor_proto).item().decode()
     assert sorted(shown) == [("train", 0), ("train", 2), ("validation", 0), ("validation", 4)]
+    drawn = {
+        point.step: tensor_util.make_ndarray(point.tensor_proto).tolist() for point in texts.Tensors("rewards/reward")
+    }
+    assert drawn == {row["step"]: row["reward_histograms"]["reward"] for row in rows}
+    about = texts.SummaryMetadata("rewards/reward").plugin_data
+    assert about.plugin_name == "histograms", "TensorBoard draws it"
     figures = "group: 5, reasons: best, random, reward: 0.5"
     assert shown["train", 2] == f"{figures}\n\n**prompt**\n\n    3+4=\n\n**response**\n\n    step 2:\n    <b>7</b>"
 
@@ -121,6 +128,10 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert table["columns"] == ["group", "reasons", "reward", "advantage", "prompt", "response"]
     assert table["data"] == [[5, "best, random", 0.5, None, "3+4=", "step 2:\n<b>7</b>"]]
     assert "validation/accuracy" in logged[0] and "validation/accuracy" in logged[4]
+    assert {row["rewards/reward/_type"] for row in logged[:4]} == {"histogram"}
+    assert [sum(row["rewards/reward/values"]) for row in logged[:4]] == [
+        sum(count for *_, count in row["reward_histograms"]["reward"]) for row in rows
+    ]
     for name in ("reward_mean", "loss", "seconds/training"):
         assert [row[name] for row in logged[:4]] == pytest.approx([figures_of(row)[name] for row in rows])
 
@@ -208,7 +219,7 @@ def test_weights_and_biases_has_both_lives_under_one_id(tmp_path: Path, monkeypa
 class Broken:
     """A client that takes nothing."""
 
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
+    def write(self, step: int, figures: Mapping[str, float], histograms: Histograms) -> None:
         raise ConnectionError("no route to host")
 
     def show(self, step: int, name: str, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -225,7 +236,7 @@ class Stuck:
         self.go = threading.Event()
         self.steps: list[int] = []
 
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
+    def write(self, step: int, figures: Mapping[str, float], histograms: Histograms) -> None:
         self.go.wait()
         self.steps.append(step)
 

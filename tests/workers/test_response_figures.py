@@ -1,13 +1,12 @@
 """Figures of a batch's responses: what is cut off, empty or repeated, and how rewards are spread."""
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.reward_histogram import BOUNDS, edges_and_counts, histogram_of
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
-from engine.workers.response_figures import QUANTILES, response_figures, source_figures
+from engine.workers.response_figures import response_figures, reward_histograms, source_figures
 
 
 def said(
@@ -62,7 +61,7 @@ def test_the_segments_of_a_rollout_are_one_response() -> None:
     whole = [said("a", end="length", reward=2.0), said("b", reward=2.0, continues=True)]
     figures = response_figures([group(*whole, *whole, said("a", reward=4.0))])
     assert (figures["truncated_share"], figures["repeated_share"]) == (0, pytest.approx(1 / 3))
-    assert [figures[name] for name in QUANTILES] == [2, 2, 2, 4, 4]
+    assert reward_histograms([group(*whole, *whole, said("a", reward=4.0))]) == {"reward": [(2, 2, 2), (3, 4, 1)]}
 
 
 def test_figures_of_agents_are_means_over_the_rollouts_that_have_them() -> None:
@@ -76,16 +75,26 @@ def test_figures_of_agents_are_means_over_the_rollouts_that_have_them() -> None:
     assert not any(name.startswith("agent_") for name in response_figures([group(plain)]))
 
 
-@given(st.lists(st.floats(-1e9, 1e9) | st.none(), min_size=1))
-def test_quantiles_are_rewards_in_order(rewards: list[float | None]) -> None:
-    figures = response_figures([group(said(reward=reward)) for reward in rewards])
-    there = sorted(reward for reward in rewards if reward is not None)
-    found = [figures[name] for name in QUANTILES if name in figures]
-    assert found == sorted(found) and set(found) <= set(there)
-    assert (found[0], found[-1]) == (there[0], there[-1]) if there else not found
-    if len(there) % 2:
-        assert figures["reward_p50"] == there[len(there) // 2]
-    assert all(map(math.isfinite, found))
+@given(st.lists(st.floats(-1e9, 1e9), min_size=1))
+def test_every_reward_is_in_one_bucket_and_the_ends_are_exact(rewards: list[float]) -> None:
+    buckets = histogram_of(rewards)
+    assert (buckets[0][0], buckets[-1][1]) == (min(rewards), max(rewards))
+    for place, (low, high, count) in enumerate(buckets):
+        inside = [reward for reward in rewards if low < reward <= high or (place == 0 and reward == low)]
+        assert len(inside) == count > 0
+        assert place in (0, len(buckets) - 1) or (low in BOUNDS and high in BOUNDS)
+    edges, counts = edges_and_counts(buckets)
+    assert len(edges) == len(counts) + 1 and edges == sorted(set(edges)), "bins adjoin, and each has a width"
+    assert [count for count in counts if count] == [count for *_, count in buckets]
+
+
+def test_each_reward_function_has_a_histogram_of_the_responses_to_which_it_applies() -> None:
+    some = [said(reward=1.0), said(reward=0.0), said(reward=None)]
+    some[0].reward_parts, some[1].reward_parts = {"right": 1.0, "brief": 0.5}, {"right": 0.0}
+    assert reward_histograms([group(*some)]) == {
+        "reward": [(0, 0, 1), (0.9, 1, 1)], "reward_brief": [(0.5, 0.5, 1)], "reward_right": [(0, 0, 1), (0.9, 1, 1)],
+    }  # fmt: skip
+    assert reward_histograms([]) == {}
 
 
 def test_means_of_parts_are_over_the_responses_to_which_they_apply() -> None:

@@ -27,6 +27,7 @@ from engine.events import (
     WeightsPublished,
 )
 from engine.protocols import Batch
+from engine.reward_histogram import HISTOGRAMS
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
 from engine.runtime.plan import Plan, Redo, Restore, Rollout
@@ -102,8 +103,9 @@ class Bench:
 
     def _report(self, step: int, figures: Mapping[str, Any]) -> None:
         """Keep the trainer's own figures."""
-        self.responses = {name: figure for name, figure in figures.items() if name in NAMES}
-        self.figures.append((step, {name: figure for name, figure in figures.items() if name not in NAMES}))
+        known = (*NAMES, HISTOGRAMS)
+        self.responses = {name: figure for name, figure in figures.items() if name in known}
+        self.figures.append((step, {name: figure for name, figure in figures.items() if name not in known}))
 
     def _emit(self, event: Event) -> None:
         self.events.append(event)
@@ -135,14 +137,15 @@ def test_a_step_reports_figures_of_its_responses_unless_its_trainer_has_its_own(
     class Own(SimpleTrainer):
         def train(self, batch: Batch) -> dict[str, float]:
             batch.groups.clear()
-            return {"reward_max": 7.0}
+            return {"accuracy": 7.0}
 
     async def scene() -> None:
         bench = Bench(Own())
         await bench.fill(2, 4)
         await bench.answer(train())
         figures = {name: 0.0 if name.endswith("_share") else 1.0 for name in NAMES}
-        assert bench.responses == figures | {"reward_max": 7.0}
+        histograms = {"reward": [(1.0, 1.0, 2)]}
+        assert bench.responses == figures | {"accuracy": 7.0, HISTOGRAMS: histograms}
 
     play(scene)
 

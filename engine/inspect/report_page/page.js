@@ -652,7 +652,50 @@ function drawCurves() {
       cursor: { sync: { key: "curves" } },
     }, data, card));
   }
+  for (const [name, rows] of Object.entries(curves.histograms)) drawHistograms(name, rows, x, axis, box);
   if (curves.validations.length) drawValidations(axis, lines, box);
+}
+
+// The rewards of each step: a column of buckets, the more responses the darker.
+function drawHistograms(name, rows, x, axis, box) {
+  const card = element("div");
+  card.className = "plot";
+  card.append(element("h3", `${name.replaceAll("_", " ")}: responses by value`));
+  box.append(card);
+  const ends = rows.flatMap((row) => row.flatMap(([low, high]) => [low, high]));
+  const low = ends.reduce((a, b) => Math.min(a, b)), high = ends.reduce((a, b) => Math.max(a, b));
+  const margin = (high - low) * 0.05 || 0.5;
+  const mean = rows.map((row) => {
+    const whole = row.reduce((sum, [, , count]) => sum + count, 0);
+    return whole ? row.reduce((sum, [from, to, count]) => sum + (from + to) / 2 * count, 0) / whole : null;
+  });
+  const draw = (plot) => {
+    const { ctx } = plot, pixels = devicePixelRatio || 1;
+    const width = Math.max(1, Math.abs(plot.valToPos(x[1] ?? x[0], "x", true) - plot.valToPos(x[0], "x", true)));
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(plot.bbox.left, plot.bbox.top, plot.bbox.width, plot.bbox.height);
+    ctx.clip();
+    ctx.fillStyle = COLORS.blue;
+    rows.forEach((row, place) => {
+      const whole = row.reduce((sum, [, , count]) => sum + count, 0);
+      const left = plot.valToPos(x[place], "x", true) - width / 2;
+      for (const [from, to, count] of row) {
+        const top = plot.valToPos(to, "y", true), height = plot.valToPos(from, "y", true) - top;
+        const least = Math.max(height, 5 * pixels);
+        ctx.globalAlpha = 0.1 + 0.9 * count / whole;
+        ctx.fillRect(left, top - (least - height) / 2, width, least);
+      }
+    });
+    ctx.restore();
+  };
+  plots.push(new uPlot({
+    width: card.clientWidth - 16, height: 210,
+    scales: { x: { time: false }, y: { range: [low - margin, high + margin] } },
+    axes: ["", ""].map(() => ({ stroke: style("--soft"), grid: { stroke: style("--line"), width: 0.5 } })),
+    series: [{ label: axis }, { label: "mean of the buckets", stroke: COLORS.orange, width: 1 }],
+    cursor: { sync: { key: "curves" } }, hooks: { drawAxes: [draw] },
+  }, [x, mean], card));
 }
 
 function drawValidations(axis, lines, box) {
