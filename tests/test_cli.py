@@ -980,6 +980,21 @@ def test_the_process_ends_with_the_code(capsys: Capture) -> None:
     assert capsys.readouterr().out == "step-engine 0.1.0\n"
 
 
+def test_an_interrupt_during_the_imports_prints_no_traceback() -> None:
+    code = """
+import sys
+class Interrupted:
+    def find_spec(self, name, path, target=None):
+        if name == "engine.cli":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+from engine.__main__ import main
+sys.exit(main())
+"""
+    ended = python("-c", code)
+    assert (ended.returncode, ended.stderr) == (130, "engine: interrupted\n")
+
+
 def test_light_commands_load_nothing_heavy() -> None:
     config = write_config()
     code = (

@@ -95,16 +95,20 @@ def test_a_replica_samples_after_these_tokens(
             ["note: 3 prompts x 5 epochs = 8 train steps, fewer than run.max_steps 9, so the run ends early; set "],
         ),
         ({"max_steps": 2}, []),
+        (
+            {"max_steps": 1, "epochs": None},
+            ["note: run.max_steps 1 x scheduler.train_batch_size 2 = 2 prompts, so most of the 5 prompts are "],
+        ),
         ({"max_steps": 9, "epochs": None}, []),
         ({}, []),
     ],
 )
-def test_data_that_ends_before_the_train_steps_is_noted(
+def test_data_that_the_train_steps_do_not_need_or_exceed_is_noted(
     models: dict[str, str], tmp_path: Path, run: dict[str, Any], said: list[str]
 ) -> None:
-    rows = [{"prompt": text, "answer": "4"} for text in "abc"]
+    rows = [{"prompt": text, "answer": "4"} for text in ("abcde" if run == {"max_steps": 1, "epochs": None} else "abc")]
     lines = [*check_inputs(configured(models["base"], tmp_path, *rows, run=run))]
-    found = [line for line in lines if "train steps, fewer" in line]
+    found = [line for line in lines if line.startswith("note: ")]
     assert len(found) == len(said) and all(line.startswith(words) for line, words in zip(found, said, strict=True))
 
 

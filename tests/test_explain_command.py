@@ -69,6 +69,15 @@ def test_a_run_without_an_end_is_explained_up_to_its_last_event(tmp_path: Path, 
     assert "is still" in capsys.readouterr().out
 
 
+def test_what_ruins_the_training_is_said_before_the_advice(run: Path, capsys: Capture) -> None:
+    rows = [{"step": step, "truncated_share": 0.9} for step in range(6)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cli.main(["explain", str(run)]) == 0
+    assert "were cut off: raise rollout.max_tokens" in capsys.readouterr().out.partition("\nadvice\n")[0]
+    assert cli.main(["explain", str(run), "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)["figures"]["health"]) == ["truncated"]
+
+
 def test_unknown_steps_groups_and_times_are_refused_with_the_allowed_range(run: Path, capsys: Capture) -> None:
     said = refused(capsys, str(run), "--step", "6")
     assert "--step 6 does not exist: the record has 6 train steps; use a number from 0 to 5" in said
@@ -87,7 +96,8 @@ def test_a_foreign_empty_newer_or_damaged_record_is_refused(run: Path, tmp_path:
     damaged = bytearray(whole)
     damaged[len(whole) // 2] ^= 0xFF
     segment.write_bytes(damaged)
-    assert "at byte" in refused(capsys, str(run))
+    said = refused(capsys, str(run))
+    assert "at byte" in said and "engine: restore this file from a copy of the run's directory" in said
     segment.write_bytes(whole[:-3])
     assert "at byte" in refused(capsys, str(run))
     head = SCHEDULE.magic + struct.pack("<III", SCHEDULE.version + 1, 0, 0)

@@ -13,7 +13,7 @@ from steady_world import SteadyWorld
 from engine import cli
 from engine.config.differences import changed_fields, differing_fields
 from engine.config.loading import parse_yaml
-from engine.events import GroupGenerated
+from engine.events import GroupGenerated, SettingChanged
 from engine.inspect import open_record
 from engine.inspect.run_figures import curves
 from engine.inspect.schedule_difference import schedule_difference
@@ -31,8 +31,8 @@ def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("COLUMNS", "100")
 
 
-def make_run(name: str, steps: int = 4, slots: int = 2, max_staleness_steps: int = 1) -> Path:
-    """A finished run under runs/."""
+def make_run(name: str, steps: int = 4, slots: int = 2, max_staleness_steps: int = 1, then: int | None = None) -> Path:
+    """A finished run under runs/. `then`: another run.max_steps, from the second step on."""
     directory = Path("runs") / name
     directory.mkdir(parents=True)
     text = f"model: {{make: arithmetic}}\nrun: {{max_steps: {steps}}}\nrollout: {{slots: {slots}}}\n"
@@ -42,7 +42,11 @@ def make_run(name: str, steps: int = 4, slots: int = 2, max_staleness_steps: int
         timeouts=Timeouts.every(None),
     )  # fmt: skip
     recorder = Recorder(directory / "schedule", Header(run=name, limits=limits.to_plain()))
-    SteadyWorld(limits, slots=slots, journal=Journal(directory / "metrics.jsonl"), recorder=recorder).run()
+    world = SteadyWorld(limits, slots=slots, journal=Journal(directory / "metrics.jsonl"), recorder=recorder)
+    if then is not None:
+        world.until(lambda state: state.steps_trained == 1)
+        world.tell(SettingChanged(setting="run.max_steps", value=str(then)))
+    world.run()
     recorder.close()
     return directory
 
@@ -84,6 +88,13 @@ def test_the_list_has_every_run_newest_first_even_a_damaged_one(capsys: Capture)
     assert rows[2]["why"] == "finished: 4 train steps" and "at byte" in rows[0]["why"]
     text = said(capsys, "runs")
     assert "20260101-000000-one     finished           4/4" in text and "UTC: 4 train steps" in text
+
+
+def test_a_list_and_a_page_show_the_last_number_of_train_steps(capsys: Capture) -> None:
+    make_run("longer", then=6)
+    (row,) = answered(capsys, "runs")["runs"]
+    assert (row["state"], row["steps"], row["max_steps"]) == ("finished", 6, 6)
+    assert answered(capsys, "show", "longer")["configuration"]["run.max_steps"]["value"] == 6
 
 
 def test_a_damaged_file_or_an_odd_name_of_a_run_hides_no_other(capsys: Capture) -> None:

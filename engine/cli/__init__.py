@@ -32,7 +32,7 @@ from engine.cli.interrupts import (
 from engine.cli.json_output import print_json, takes_json
 from engine.cli.recorded_run import record_errors, takes_run
 from engine.cli.run_state import require_address
-from engine.errors import ConfigError, EngineError, RecordError, visible
+from engine.errors import ConfigError, EngineError, RecordDamaged, RecordError, visible
 from engine.extras import EXTRAS, FOR_RUNS, missing_package, require_versions
 from engine.runtime.garbage_collection import rare_collection
 from engine.version import __version__
@@ -50,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser().parse_args(argv)
     except ModuleNotFoundError as error:
         return _explain(error)
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return INTERRUPTED
     use_plain_letters(sys.stdout)
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(VisibleFormatter())
@@ -77,7 +80,7 @@ def _explain(error: Exception) -> int:
     if own is not None:
         bad_input = isinstance(own, ConfigError | RecordError)
         complain(str(own) if bad_input or type(own) is EngineError else f"{type(own).__name__}: {own}")
-        for note in notes_of(error):
+        for note in [*notes_of(error), *([own.fix] if isinstance(own, RecordDamaged) else [])]:
             complain(note)
         return BAD_INPUT if bad_input else FAILED
     missing = extra_for(error)

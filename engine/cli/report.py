@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.cli.recorded_run import history_of, output_path, takes_run, writable
 from engine.errors import ConfigError
-from engine.metrics.journal import rows_of
+from engine.metrics.journal import step_rows
 
 if TYPE_CHECKING:
     from engine.storage.run_directory import RunDirectory
@@ -38,8 +38,7 @@ def write(arguments: argparse.Namespace) -> int:
 
     steps = None if arguments.samples is None else _steps(arguments.samples)
     run, history = history_of(arguments)
-    rows = [row for row in rows_of(run.metrics) if "step" in row]
-    page = report_html(timeline_of(history), rows, _samples(run, steps), advise(history).lines)
+    page = report_html(timeline_of(history), step_rows(run.metrics), _samples(run, steps), advise(history).lines)
     path = output_path(arguments, run, ".html")
     with writable("--out", path):
         path.write_text(page, encoding="utf-8", errors="replace")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from engine.cli.run_state import ENDED, FAILED, FINISHED, NOT_BEGUN, RunState, l
 from engine.errors import ConfigError, EngineError, RecordNotBegun, visible
 from engine.errors.redaction import without_secrets
 from engine.metrics.health import findings
-from engine.metrics.journal import last_row, rows_of
+from engine.metrics.journal import last_row, rows_of, step_rows
 from engine.storage.checkpoints import list_checkpoints
 from engine.storage.run_directory import RunDirectory, open_run
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from engine.inspect.run_figures import Curve
+    from engine.record import Record
 
 PARENT = "runs"
 DAMAGED = "damaged"
@@ -69,26 +71,26 @@ class RunFiles:
 
     @cached_property
     def configuration(self) -> dict[str, Any]:
-        """The plain data of `config.yaml`; without it, that of the record, or its limits. Secrets are hidden. Raises:
-        `EngineError`."""
+        """The plain data of `config.yaml`, with the settings that were changed since; without it, that of the record,
+        or its limits. Secrets are hidden. Raises: `EngineError`."""
         from engine.config.loading import read_yaml
-
-        path = self.directory.config
-        if path.exists():
-            tree = read_yaml(path, "RUN")
-            return without_secrets(tree) if isinstance(tree, dict) else {}
         from engine.record import read
 
+        path = self.directory.config
+        tree = read_yaml(path, "RUN") if path.exists() else None
         try:
-            header = read(self.directory.schedule).header
+            record = read(self.directory.schedule)
         except RecordNotBegun:
-            return {}
-        return without_secrets(header.config) or {"limits": dict(header.limits)}
+            return without_secrets(tree) if isinstance(tree, dict) else {}
+        if tree is None and not record.header.config:
+            return {"limits": dict(record.header.limits)}
+        tree = without_secrets(record.header.config if tree is None else tree)
+        return _with_changes(tree, record) if isinstance(tree, dict) else {}
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """The rows of train steps, in order."""
-        return [row for row in rows_of(self.directory.metrics) if "step" in row]
+        return step_rows(self.directory.metrics)
 
     @cached_property
     def validations(self) -> list[dict[str, Any]]:
@@ -120,6 +122,20 @@ class RunFiles:
             return f"{datetime.strptime(match[1] if match else '', '%Y%m%d-%H%M%S'):%Y-%m-%d %H:%M}"
         made = (self.directory.config if self.directory.config.exists() else self.directory.schedule).stat().st_mtime
         return f"{datetime.fromtimestamp(made, UTC):%Y-%m-%d %H:%M}"
+
+
+def _with_changes(tree: dict[str, Any], record: "Record") -> dict[str, Any]:
+    """A configuration with the settings that a resume or `engine set` changed."""
+    from engine.scheduling.settings import FIGURES
+    from engine.states.limits import Limits
+
+    before, now = Limits.from_plain(dict(record.header.limits)), record.limits()
+    for path, (field, *_) in FIGURES.items():
+        value = attrgetter(field)(now)
+        section, _, name = path.rpartition(".")
+        if value != attrgetter(field)(before) and isinstance(tree.get(section, {}), dict):
+            tree = {**tree, section: {**tree.get(section, {}), name: value}}
+    return tree
 
 
 # -- engine runs -------------------------------------------------------------------------------------------------------

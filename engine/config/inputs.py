@@ -247,9 +247,18 @@ def first_prompts(config: Config) -> list[Prompt]:
 
 
 def _end_lines(config: Config, rows: int) -> Iterator[str]:
-    """A note if the data ends before the train steps do."""
+    """A note if the data ends before the train steps do, or if most prompts are never drawn."""
     run = config.run
-    if not rows or run.epochs is None or run.max_steps is None:
+    if not rows or run.max_steps is None:
+        return
+    drawn = run.max_steps * config.scheduler.train_batch_size
+    if 2 * drawn < rows:
+        yield (
+            f"note: run.max_steps {run.max_steps} x scheduler.train_batch_size {config.scheduler.train_batch_size} = "
+            f"{counted(drawn, 'prompt')}, so most of the {rows} prompts are never drawn; to use them, raise "
+            "run.max_steps"
+        )
+    if run.epochs is None:
         return
     steps = -(-rows * run.epochs // config.scheduler.train_batch_size)
     if steps < run.max_steps:

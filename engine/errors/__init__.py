@@ -167,6 +167,15 @@ class RecordError(EngineError):
         super().__init__(f"{path}: at byte {offset}: {reason}", path=path, offset=offset, reason=reason)
 
 
+class RecordDamaged(RecordError):
+    """Bytes of a record were lost or changed."""
+
+    fix = (
+        "restore this file from a copy of the run's directory; without a copy, docs/OPERATIONS.md, "
+        '"What a resume refuses", says how to continue'
+    )
+
+
 class RecordHeld(RecordError):
     """Another process is writing this schedule record."""
 

@@ -24,6 +24,7 @@ from engine.inspect.history import (
     StepRow,
     SyncPhase,
 )
+from engine.metrics.health import HealthFinding
 
 READY = "generated"
 """State of a group that waits for its batch."""
@@ -561,8 +562,9 @@ TENSES = {RUNNING: "is", "interrupted": "was"}
 """Verbs of the outcomes of a run; of the others: `has`."""
 
 
-def explain_run(history: History) -> Explanation:
-    """Where the time of a run went, its slowest steps, idle time and waste by cause, and advice."""
+def explain_run(history: History, health: Sequence[HealthFinding] = ()) -> Explanation:
+    """Where the time of a run went, its slowest steps, idle time and waste by cause, what ruins its training, and
+    advice."""
     chains = _Chains(history)
     turns = _turns(history)
     bounds = [chains.bounds(step, start, end) for step, start, end in turns]
@@ -585,12 +587,12 @@ def explain_run(history: History) -> Explanation:
     counsel = advise(history)
     parts = (
         head, path, *([Part("slowest steps", tuple(reasons))] if reasons else []), *_idle_parts(history),
-        Part("advice", counsel.lines),
+        *([Part("health", tuple(one.text for one in health))] if health else []), Part("advice", counsel.lines),
     )  # fmt: skip
     figures = {
         "outcome": history.outcome, "seconds": history.end, "steps": len(finished), "groups": len(history.groups),
         "events": history.events, "bounds": sums, **_idle_figures(history),
-        "slowest": [turn[0].step for turn, _ in slowest],
+        "slowest": [turn[0].step for turn, _ in slowest], "health": {one.check: one.text for one in health},
     }  # fmt: skip
     return _explanation(history, {}, parts, figures, tuple(one.plain() for one in counsel.advice))
 

@@ -106,6 +106,11 @@ def validation_rows(path: Path) -> Iterator[dict[str, Any]]:
     return (row for row in rows_of(path) if "validation" in row)
 
 
+def step_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of train steps in the metrics of a run. Raises: `ConfigError` if the file cannot be read."""
+    return [row for row in rows_of(path) if "step" in row]
+
+
 TAIL_BYTES = 1 << 18
 """More than the rows of a train step and of its validations."""
 

@@ -14,8 +14,8 @@ from itertools import chain
 from pathlib import Path
 
 from engine.commands import FinishRun
-from engine.errors import RecordError, RecordNotBegun
-from engine.events import Event
+from engine.errors import RecordDamaged, RecordError, RecordNotBegun
+from engine.events import Event, SettingChanged
 from engine.ids import EventId
 from engine.record.frames import (
     REJECTED_START,
@@ -32,6 +32,8 @@ from engine.record.frames import (
 from engine.record.msgpack_values import CodecError
 from engine.record.recorder import MemoryRecorder
 from engine.record.segment_log import PREAMBLE_BYTES, Payload, SegmentLog, Torn, open_log
+from engine.scheduling.settings import FIGURES, changed_limits
+from engine.states.limits import Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class Record:
             if begins != (ticks, position):
                 found = f"found {what} {begins[0]} from event {begins[1]}"
                 reason = f"{found}, but expected tick {ticks} from event {position}"
-                raise RecordError(payload.path, payload.offset, reason)
+                raise RecordDamaged(payload.path, payload.offset, reason)
             if type(frame) is Tick:
                 ticks, position = ticks + 1, position + len(frame.events)
             yield frame
@@ -150,11 +152,26 @@ class Record:
     def outcome(self) -> FinishRun | None:
         """The end of the run, if the last tick ended it. Decodes only the ticks after the newest snapshot that has
         any. Raises: `RecordError`."""
+        _, ticks = self._newest_ticks()
+        return next((order for tick in ticks[-1:] for order in tick.commands if isinstance(order, FinishRun)), None)
+
+    def limits(self) -> Limits:
+        """The limits at the end of the record, with all changed settings; decodes as little as `outcome`. Raises:
+        `RecordError`."""
+        place, ticks = self._newest_ticks()
+        limits = Limits.from_plain(dict(self.header.limits if place is None else self.snapshot(place).plain[1]))
+        for event in (event for tick in ticks for event in tick.events):
+            if isinstance(event, SettingChanged) and event.setting in FIGURES:
+                limits = changed_limits(limits, event.setting, event.value)
+        return limits
+
+    def _newest_ticks(self) -> tuple[Place | None, list[Tick]]:
+        """The newest snapshot that ticks follow, and these ticks; without one, all ticks."""
         for after in chain(self.snapshots(), (None,)):
             ticks = [frame for frame in self.frames_and_snapshots(after=after) if type(frame) is Tick]
             if ticks:
-                return next((order for order in ticks[-1].commands if isinstance(order, FinishRun)), None)
-        return None
+                return after, ticks
+        return None, []
 
     def verify(self, before: Place) -> int:
         """Check the checksums of all segments before that of a snapshot, without decoding them. Returns their size in
@@ -189,5 +206,5 @@ def _decode(payload: Payload, answers: bool) -> Tick | Rejected | Snapshot:
     try:
         frame = decode_frame(payload.data, answers)
     except CodecError as error:
-        raise RecordError(payload.path, payload.offset, str(error)) from None
+        raise RecordDamaged(payload.path, payload.offset, str(error)) from None
     return replace(frame, path=payload.path, offset=payload.offset) if isinstance(frame, Snapshot) else frame

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 from zlib import crc32
 
-from engine.errors import FULL, EngineError, RecordError, RecordHeld, RunDamaged, StorageFull
+from engine.errors import FULL, EngineError, RecordDamaged, RecordError, RecordHeld, RunDamaged, StorageFull
 from engine.record.files import RecordLock, fsync, open_private, open_regular, private_opener, require_regular
 
 # -- the index ---------------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class SegmentLog:
                 raise RecordError(segment.path, 0, f"cannot be read: {error.strerror or error}") from None
         size = max((payload.end for payload in self.payloads_of(at)), default=PREAMBLE_BYTES)
         if segment.seal is not None:
-            raise RecordError(segment.path, 0, f"was changed after it was written: its checksum differs from {INDEX}")
+            raise RecordDamaged(segment.path, 0, f"was changed after it was written: its checksum differs from {INDEX}")
         return size
 
     def require_index(self) -> None:
@@ -277,7 +277,7 @@ class SegmentLog:
             length, checksum = _FRAME.unpack(head)
             behind = offset + FRAME_BYTES + length
             if length > most:
-                raise RecordError(path, offset, f"a frame claims {length} bytes, but at most {most} are allowed")
+                raise RecordDamaged(path, offset, f"a frame claims {length} bytes, but at most {most} are allowed")
             if not length:
                 return self._end(segment, file, offset, "an empty frame", ends=offset)
             if behind > size:
@@ -290,7 +290,7 @@ class SegmentLog:
         if segment.seal is not None and offset != segment.seal.bytes:
             there = "ends here" if offset < segment.seal.bytes else "continues to here"
             law = f"the segment {there}, but it was closed after {segment.seal.bytes} bytes"
-            raise RecordError(path, offset, law)
+            raise RecordDamaged(path, offset, law)
 
     def _has_preamble(self, segment: SegmentFile, file: BinaryIO, size: int) -> bool:
         """False if the last segment was torn before its first frame. Raises: `RecordError` if it is damaged."""
@@ -302,7 +302,7 @@ class SegmentLog:
                 self.torn = Torn(path, 0, size)
                 return False
         if size < PREAMBLE_BYTES:
-            raise RecordError(path, 0, "the file is too short for a segment: it was cut or damaged")
+            raise RecordDamaged(path, 0, "the file is too short for a segment: it was cut or damaged")
         magic, version, number, epoch = _PREAMBLE.unpack_from(head)
         if magic in contents.development_magics:
             raise RecordError(
@@ -312,7 +312,7 @@ class SegmentLog:
         if magic != contents.magic:
             raise RecordError(path, 0, f"not a segment of a {contents.name}")
         if _CRC.unpack_from(head, _PREAMBLE.size)[0] != crc32(head[: _PREAMBLE.size]):
-            raise RecordError(path, 0, "the segment's first bytes are damaged")
+            raise RecordDamaged(path, 0, "the segment's first bytes are damaged")
         if not 1 <= version <= contents.version:
             law = f"the format version is {version}, but at most {contents.version} is known; use a newer engine"
             raise RecordError(path, len(magic), law)
@@ -333,19 +333,19 @@ class SegmentLog:
         last = segment is self.segments[-1]
         if not last or segment.seal is not None:
             law = f"{problem}, and {'the segment was closed' if last else 'segments follow'}"
-            raise RecordError(segment.path, offset, law)
+            raise RecordDamaged(segment.path, offset, law)
         file.seek(offset)
         rest = file.read()
         if ends is not None and rest[ends - offset :].strip(b"\0"):
-            raise RecordError(segment.path, offset, problem)
+            raise RecordDamaged(segment.path, offset, problem)
         if ends is None:
             complete = len(rest) > FRAME_BYTES and crc32(rest[FRAME_BYTES:]) == _FRAME.unpack_from(rest)[1]
         else:
             complete = ends > offset and not _lacks_bytes(rest[: ends - offset], offset)
         if complete:
-            raise RecordError(segment.path, offset, f"{problem}, although it is complete")
+            raise RecordDamaged(segment.path, offset, f"{problem}, although it is complete")
         if self._holds_whole_frame(rest):
-            raise RecordError(segment.path, offset, f"{problem}, and whole frames follow")
+            raise RecordDamaged(segment.path, offset, f"{problem}, and whole frames follow")
         self.torn = Torn(segment.path, offset, len(rest))
 
     def _holds_whole_frame(self, rest: bytes) -> bool:
@@ -377,7 +377,7 @@ def open_log(directory: Path, contents: Contents, *, missing_end: bool = False) 
     names = [name for name in _names_in(directory) if name >= segment_name(first)]  # earlier ones are being deleted
     for number, name in enumerate(names, first):
         if name != segment_name(number):
-            raise RecordError(str(directory), 0, f"{segment_name(number)} is missing, but {name} exists")
+            raise RecordDamaged(str(directory), 0, f"{segment_name(number)} is missing, but {name} exists")
         require_regular(directory / name)
     if len(names) < len(seals) and not (missing_end and names):
         lost = directory / segment_name(first + len(names))
@@ -400,7 +400,7 @@ def read_payload(handle: int, path: Path, offset: int, bytes: int) -> Payload:
     data = os.pread(handle, bytes, offset)
     length, checksum = _FRAME.unpack_from(data) if len(data) == bytes else (0, 0)
     if FRAME_BYTES + length != bytes or crc32(memoryview(data)[FRAME_BYTES:]) != checksum:
-        raise RecordError(str(path), offset, "the frame is damaged: its checksum does not match")
+        raise RecordDamaged(str(path), offset, "the frame is damaged: its checksum does not match")
     return Payload(data[FRAME_BYTES:], str(path), offset)
 
 
