@@ -1,4 +1,4 @@
-"""A generator of your own: it requests samples from an HTTP service, here `http_service.py`.
+"""A custom generator: it requests samples from an HTTP service, here `http_service.py`.
 
 `rollout.backend: http_generator:HttpGenerator` names it. The service samples tokens; the engine scores them with the
 reward of the configuration, because the trajectories have none.

@@ -1,6 +1,6 @@
-"""A trainer of your own: each train step is a step of Hugging Face's `Trainer`, with the loss of REINFORCE.
+"""A custom trainer: each train step is a step of Hugging Face's `Trainer`, with the loss of REINFORCE.
 
-    engine check examples/own_backends.yaml
+    engine check examples/custom_backends.yaml
 
 `trainer.backend: huggingface_trainer:HuggingFaceTrainer` names it. The engine places its process, gives it batches,
 publishes its weights to the replicas, and restores it from its checkpoints.

@@ -1,4 +1,4 @@
-"""A custom state: a slow judge between rollout and training, which is asked about at most four groups at once.
+"""An added state: a slow judge between rollout and training, which is asked about at most four groups at once.
 
     python examples/judge_state.py
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from engine import policies
-from engine.policies import custom_states, registry
+from engine.policies import registry, state_registry
 from engine.protocols import Batch, Generated, GroupWork
 from engine.runtime.local import SimpleGenerator
 from engine.testing import GeneratorContract, PolicyContract, StateContract, TrainerContract
@@ -35,11 +35,11 @@ def example(name: str) -> Any:
 @pytest.fixture
 def own() -> Iterator[None]:
     """Forget what a test registers."""
-    before = {*registry.registered(), *custom_states.registered()}
+    before = {*registry.registered(), *state_registry.registered()}
     yield
-    new = [cls for cls in (*registry.registered(), *custom_states.registered()) if cls not in before]
+    new = [cls for cls in (*registry.registered(), *state_registry.registered()) if cls not in before]
     registry.forget(new)
-    custom_states.forget(new)
+    state_registry.forget(new)
 
 
 # -- the engine's own classes ------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def test_a_state_before_generation_keeps_its_contract_or_the_law_is_named(own: N
             return replace(group, prompt=replace(group.prompt, row=8))
 
     contract = RetrieverContract()
-    contract.judge = example("added_states").Retrieve()
+    contract.judge = example("states/before_generation").Retrieve()
     contract.test_simulated_runs_keep_every_law()
     contract.test_work_changes_only_what_it_may()
     contract.judge = Renumbering()
@@ -115,10 +115,8 @@ def test_a_state_before_generation_keeps_its_contract_or_the_law_is_named(own: N
 
 
 def test_a_state_of_train_steps_keeps_its_contract_and_is_told_what_it_must_return(own: None) -> None:
-    states = example("added_states")
-
     class InspectorContract(StateContract):
-        state, worlds, does = "inspecting", 2, states.InspectBatch()
+        state, worlds, does = "inspecting", 2, example("states/before_training").InspectBatch()
 
         def work(self) -> Any:
             return self.does
@@ -130,7 +128,7 @@ def test_a_state_of_train_steps_keeps_its_contract_and_is_told_what_it_must_retu
     contract = InspectorContract()
     contract.test_simulated_runs_keep_every_law()
     contract.test_work_changes_only_what_it_may()
-    contract.state, contract.does = "vetting", states.VetWeights()
+    contract.state, contract.does = "vetting", example("states/before_publication").VetWeights()
     contract.test_work_changes_only_what_it_may()
     contract.does = Approving()
     with pytest.raises(AssertionError, match="must return None if it lets them pass, or a text with the reason"):

@@ -213,7 +213,7 @@ OWN = {"backend": "mine:Generator", "arguments": {"answer": [3, 4]}}
         ("trainer", {"backend": "mine:Trainr"}, "did you mean Trainer?"),
         ("trainer", {"backend": "mine:Trainer", "arguments": {"shft": 2}}, "its arguments are now shift"),
         ("trainer", {"backend": "mine:Trainer", "learning_rate": 0.1}, "trainer.learning_rate 0.1 is not read"),
-        ("trainer", {"arguments": {"shift": 2}}, "only a trainer of your own has arguments"),
+        ("trainer", {"arguments": {"shift": 2}}, "only a custom trainer has arguments"),
         ("rollout", {"backend": "mine:Trainer"}, "lacks the methods generate, abort, truncate, pause"),
         ("rollout", {"backend": "mine:Deaf"}, "define async def pause(self, mode: str) -> None"),
         ("rollout", {"backend": "mine:Generator"}, "missing a required argument: 'answer'"),
@@ -231,7 +231,7 @@ def test_check_names_what_a_class_lacks_with_the_expected_signature(
 
 
 def test_an_agent_with_a_custom_generator_is_refused(model: str) -> None:
-    with pytest.raises(ConfigError, match="is set too, but a generator of your own runs whole rollouts"):
+    with pytest.raises(ConfigError, match="is set too, but a custom generator runs whole rollouts"):
         load_config(configured(model, rollout=OWN, agent={"rollout": "mine:a_function"}))
 
 
@@ -341,7 +341,7 @@ def test_the_run_fails_and_names_weights_that_no_sampler_can_install(trainer: st
 
 
 def test_the_example_of_a_configuration_is_accepted() -> None:
-    lines = check_config(load_config(EXAMPLES / "own_backends.yaml"))
+    lines = check_config(load_config(EXAMPLES / "custom_backends.yaml"))
     assert any("HttpGenerator has the 8 methods generate," in line for line in lines)
 
 

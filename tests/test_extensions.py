@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from engine import policies
 from engine.cli import main
 from engine.cli.run import _next_commands
 from engine.config import extensions, load_config, load_extensions, parse_config
 from engine.errors import ConfigError
-from engine.policies import PolicySet, custom_states, registry
+from engine.policies import PolicySet, registry, state_registry
 from engine.record import Header, Recorder
 from engine.simulation.proof import prove, scaled_down
 from engine.states.limits import AddedState, Limits, ValidationLimits
@@ -32,16 +33,16 @@ PLAIN = "model:\n  make: arithmetic\nscheduler:\n  train_batch_size: 4\n  max_st
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test registers, imports and puts on the path is known to that test alone."""
     known = {decision: dict(names) for decision, names in registry._REGISTERED.items()}
-    states, modules, path = dict(custom_states._ADDED), set(sys.modules), list(sys.path)
+    states, modules, path = dict(state_registry._ADDED), set(sys.modules), list(sys.path)
     monkeypatch.setattr(extensions, "_loaded", set(extensions._loaded))
     yield
     for decision, names in known.items():
         registry._REGISTERED[decision] = names
-    custom_states._ADDED.clear()
-    custom_states._ADDED.update(states)
+    state_registry._ADDED.clear()
+    state_registry._ADDED.update(states)
     sys.path[:] = path
     for name in set(sys.modules) - modules:
-        if name in ("mine", "packaged", "custom_policy", "embed", "added_states"):
+        if name in ("mine", "packaged", "custom_policy", "embed", *PLACES):
             del sys.modules[name]
 
 
@@ -78,10 +79,30 @@ policies.add_state(
 """
 
 
-def test_the_example_of_added_states_is_proved_and_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(EXAMPLES / "added_states.yaml")]) == 0
+PLACES = {
+    "before_generation": ("retrieving", "queued"),
+    "after_generation": ("judging", "generated"),
+    "before_training": ("inspecting", "scoring"),
+    "before_publication": ("vetting", "publishing"),
+}
+"""The example of each place, with its state."""
+
+
+@pytest.mark.parametrize("example", PLACES)
+def test_each_place_of_added_states_has_an_example(example: str) -> None:
+    limits = load_config(EXAMPLES / "states" / f"{example}.yaml").limits
+    assert [(state.name, state.place) for state in limits.added_states] == [PLACES[example]]
+
+
+def test_the_examples_of_added_states_are_proved_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = yaml.safe_load((EXAMPLES / "states" / "before_training.yaml").read_text(encoding="utf-8"))
+    tree["run"] |= {"extensions": [*PLACES], "code_dir": str(EXAMPLES / "states")}
+    tree["scheduler"]["states"] = [state for state, _ in PLACES.values()]
+    config = tmp_path / "all.yaml"
+    config.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    assert main(["check", str(config)]) == 0
     assert "24 simulated runs keep every law under state retrieving, state judging" in capsys.readouterr().out
-    assert main(["states", str(EXAMPLES / "added_states.yaml")]) == 0
+    assert main(["states", str(config)]) == 0
     drawn = capsys.readouterr().out
     assert "queued --> retrieving : retrieving" in drawn and "retrieving --> queued : prepare" in drawn
     assert "scoring --> inspecting : inspecting" in drawn and "publishing --> vetting : vetting" in drawn
@@ -91,7 +112,7 @@ def test_the_example_of_added_states_is_proved_and_drawn(capsys: pytest.CaptureF
 def test_weights_that_only_gpus_receive_cannot_be_inspected() -> None:
     nccl = ["rollout.transport=distributed", "rollout.transport_backend=nccl"]
     with pytest.raises(ConfigError, match="added state vetting, which inspects weights, has no GPU to receive them"):
-        load_config(EXAMPLES / "added_states.yaml", nccl)
+        load_config(EXAMPLES / "states" / "before_publication.yaml", nccl)
 
 
 def test_a_module_beside_the_config_is_imported_and_proved(
@@ -130,7 +151,7 @@ def test_the_state_in_which_groups_are_rewarded_comes_with_its_pool_alone(config
         match=r"scheduler\.states 'rewardin' is not a registered state; (register|use one of (?!.*rewarding))",
     ):
         load_config(config("", "states: [rewardin]"))
-    assert "rewarding" not in custom_states.state_names()
+    assert "rewarding" not in state_registry.state_names()
 
 
 @pytest.mark.parametrize(
@@ -226,7 +247,7 @@ def test_a_module_that_fails_after_it_has_registered_fails_by_the_same_error_aga
     for _ in range(2):
         with pytest.raises(ConfigError, match="'mine' cannot be imported: RuntimeError: out of order"):
             load_config(file)
-    assert "judged" not in custom_states.state_names() and "mine" not in registry.names("admission")
+    assert "judged" not in state_registry.state_names() and "mine" not in registry.names("admission")
     (file.parent / "mine.py").write_text(good, encoding="utf-8")
     importlib.invalidate_caches()
     assert load_config(file).scheduler.states == ("judged",)
@@ -276,7 +297,7 @@ def test_an_installed_package_is_imported_when_a_config_is_read(tmp_path: Path) 
     install(tmp_path, a_policy("admission", "admit(self, view, legal)", "return legal"))
     file = tmp_path / "run.yaml"
     file.write_text(f"{PLAIN}  policies: {{admission: mine}}\n", encoding="utf-8")
-    assert load_config(file).policies().own == ["admission mine"]
+    assert load_config(file).policies().custom == ["admission mine"]
     load_extensions()  # once is enough
 
 
@@ -285,7 +306,7 @@ def test_an_entry_point_may_be_a_function(tmp_path: Path) -> None:
         tmp_path, f"def begin():\n{'    '.join(['', *JUDGE.strip().splitlines(keepends=True)])}", "own = packaged:begin"
     )
     load_extensions()
-    assert "judged" in custom_states.state_names()
+    assert "judged" in state_registry.state_names()
 
 
 def test_a_broken_package_is_named_with_the_reason(tmp_path: Path) -> None:
@@ -346,7 +367,7 @@ def test_the_example_runs_in_one_process() -> None:
 
 
 def test_the_names_of_the_engines_own_policies_need_no_proof() -> None:
-    assert PolicySet.from_names({"admission": "whole-batches", "on_error": "builtin"}).own == []
+    assert PolicySet.from_names({"admission": "whole-batches", "on_error": "builtin"}).custom == []
 
 
 def test_the_page_names_every_decision_every_policy_and_every_field() -> None:

@@ -312,10 +312,10 @@ def _rehearse_agent(config: "Config", prompt: "Prompt") -> Iterator[str]:
     return rehearse_agent(config, prompt)
 
 
-def _rehearse_backends(config: "Config", prompt: "Prompt") -> Iterator[str]:
+def _rehearse_backends(config: "Config") -> Iterator[str]:
     from engine.plans.backend_rehearsal import rehearse_backends  # imports optional packages
 
-    return rehearse_backends(config, prompt)
+    return rehearse_backends(config)
 
 
 def _proof(config: "Config") -> list[str]:
@@ -325,12 +325,12 @@ def _proof(config: "Config") -> list[str]:
     from engine.simulation.proof import Seen, prove
 
     policies = config.policies()
-    own = [*policies.own, *(f"state {name}" for name in config.scheduler.states)]
-    if not own:
+    custom = [*policies.custom, *(f"state {name}" for name in config.scheduler.states)]
+    if not custom:
         return []
     seen = Seen(described=config.described, rows=first_prompts(config), rewards=tuple(config.reward.names))
     count = prove(config.limits, policies.names, seen=seen)
-    return [f"ok: {count} simulated runs keep every law under {', '.join(own)}"]
+    return [f"ok: {count} simulated runs keep every law under {', '.join(custom)}"]
 
 
 # -- engine export -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from engine.errors import ConfigError, counted
 from engine.protocols.named_code import NO_LOCAL, Local
 from engine.rollout.vllm.engine_args import built_for_cpu, check_engine_args, workers_of
 from engine.states.limits import Limits
-from engine.training.own_functions import is_own
+from engine.training.custom_functions import is_custom
 
 BACKENDS: dict[str, Callable[[Config], None]] = {
     "vllm": lambda config: check_engine_args(config.rollout.engine_args),
@@ -65,7 +65,7 @@ def _concurrency(limits: Limits) -> str:
 
 def _correction(config: Config) -> Iterator[str]:
     t = config.trainer
-    if t.correction != "none" and not is_own(t.correction):
+    if t.correction != "none" and not is_custom(t.correction):
         yield f"importance weights are at most trainer.correction_cap = {t.correction_cap:g} ({t.correction})"
 
 
@@ -149,7 +149,7 @@ def _surprises(config: Config, slots: int) -> Iterator[str]:
     if r.top_p < 1:
         yield f"top_p = {r.top_p:g} biases the importance ratio: only the behavior log-probs are truncated; use 1"
     t = config.trainer
-    bounded = t.clip_dual or t.loss == "cispo" or is_own(t.loss) or t.custom
+    bounded = t.clip_dual or t.loss == "cispo" or is_custom(t.loss) or t.custom
     if r.backend != "torch" and t.correction == "none" and not bounded:
         yield (
             f"trainer.correction none: {r.backend} rounds differently from the trainer, and nothing bounds ratios "

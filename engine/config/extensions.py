@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from engine.errors import ConfigError, EngineError, describe_error
-from engine.policies import custom_states, registry
+from engine.policies import registry, state_registry
 
 GROUP = "step_engine.extensions"
 """Entry points of this group name a module, or a function in a module that takes no arguments."""
@@ -82,15 +82,15 @@ def _whole() -> Iterator[None]:
     """Undo the registrations of a block that fails, so that a second try fails with the same error. The registrations
     of modules that were imported completely in the block stay, because Python does not import these modules again."""
     modules = set(sys.modules)
-    before = {*registry.registered(), *custom_states.registered()}
+    before = {*registry.registered(), *state_registry.registered()}
     try:
         yield
     except Exception:
         imported = set(sys.modules) - modules
-        new = [cls for cls in (*registry.registered(), *custom_states.registered()) if cls not in before]
+        new = [cls for cls in (*registry.registered(), *state_registry.registered()) if cls not in before]
         halves = [cls for cls in new if cls.__module__ not in imported]
         registry.forget(halves)
-        custom_states.forget(halves)
+        state_registry.forget(halves)
         raise
 
 

@@ -172,7 +172,7 @@ WARM_START = "model.warm_start.path"
 def _objective_lines(config: Config, local: Local) -> Iterator[str]:
     """Lines on the user's functions of the objective, which are called on synthetic tensors. Raises: ConfigError."""
     settings = config.trainer_settings.with_local(local)
-    if not settings.own_functions():
+    if not settings.custom_functions():
         return
     if find_spec("torch") is None:
         yield f"note: the objective is not tested: {missing_package('torch')}"

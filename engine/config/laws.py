@@ -84,7 +84,7 @@ def _refuse_two_players(config: Sections) -> None:
     if path is not None and config.agent.given is not None:
         raise ConfigError("environment.class_name", path, f"{config.agent.given} is set too", "remove one of them")
     if config.rollout.custom and (player := config.agent.given or ("environment.class_name" if path else None)):
-        law = f"{player} is set too, but a generator of your own runs whole rollouts"
+        law = f"{player} is set too, but a custom generator runs whole rollouts"
         raise ConfigError("rollout.backend", config.rollout.backend, law, "remove one of them")
     if made and path is None and config.agent.given is None:
         law = "model.make lookup builds a model and rows, but no reward: an environment gives it"

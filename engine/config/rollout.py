@@ -201,7 +201,7 @@ class RolloutSection(Section):
             law = f"only the vllm backend has this transport, and rollout.backend is {self.backend}"
             raise ConfigError("rollout.transport", self.transport, law, "use distributed")
         if self.arguments and not self.custom:
-            law = f"only a generator of your own has arguments, and rollout.backend is {self.backend}"
+            law = f"only a custom generator has arguments, and rollout.backend is {self.backend}"
             raise ConfigError(
                 "rollout.arguments", self.arguments, law, "remove them, or use rollout.backend: module:Class"
             )

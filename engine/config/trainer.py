@@ -10,10 +10,10 @@ from pydantic import Field, model_validator
 from engine.errors import ConfigError
 from engine.section import DEVICE, TRAINER, Section
 from engine.states.limits import BOUNDS
+from engine.training.custom_functions import CustomFunction, is_custom
 from engine.training.lora import CONFIG_FILE, Lora
 from engine.training.named_tensors import Shapes
-from engine.training.own_functions import OwnFunction, is_own
-from engine.training.trainer_settings import OWN_FIELDS, StepChoices, TrainerSettings
+from engine.training.trainer_settings import CUSTOM_FIELDS, StepChoices, TrainerSettings
 
 READ_FOR_CUSTOM = {
     "backend", "arguments", "device", "gpus_per_rank", "threads", "checkpoint_every", "keep_checkpoints",
@@ -76,7 +76,7 @@ class TrainerSection(StepChoices):
     @model_validator(mode="after")
     def _laws(self) -> Self:
         if self.arguments and not self.custom:
-            law = "only a trainer of your own has arguments, and trainer.backend is torch"
+            law = "only a custom trainer has arguments, and trainer.backend is torch"
             raise ConfigError(
                 "trainer.arguments", self.arguments, law, "remove them, or use trainer.backend: module:Class"
             )
@@ -100,21 +100,21 @@ class TrainerSection(StepChoices):
         """The settings for the trainer. `shared`: settings from other sections. `samplers`: the type of the samplers'
         weights, for `publish_dtype`. `code_dir`: the directory of the user's functions. Raises: ConfigError."""
         own = {name: getattr(self, name) for name in StepChoices.model_fields}
-        own["own"] = tuple(self._own_functions(code_dir))
+        own["custom"] = tuple(self._custom_functions(code_dir))
         for field in ("aggregation_tokens", "overlong_max_tokens"):
             own[field] = own[field] or response_tokens
         if self.publish_dtype == "auto":
             own["publish_dtype"] = samplers
         return TrainerSettings(**own, **shared)
 
-    def _own_functions(self, code_dir: str | None) -> Iterator[OwnFunction]:
+    def _custom_functions(self, code_dir: str | None) -> Iterator[CustomFunction]:
         """Raises: `ConfigError` for arguments of a built-in name."""
-        named = [(field, field, getattr(self, field), getattr(self, f"{field}_arguments")) for field in OWN_FIELDS]
+        named = [(field, field, getattr(self, field), getattr(self, f"{field}_arguments")) for field in CUSTOM_FIELDS]
         for index, mask in enumerate(self.masks):
             named.append((f"masks.{index}.measure", f"masks.{index}", mask.measure, mask.arguments))
         for path, owner, spec, arguments in named:
-            if is_own(spec):
-                yield OwnFunction(field=f"trainer.{path}", spec=spec, directory=code_dir, arguments=arguments)
+            if is_custom(spec):
+                yield CustomFunction(field=f"trainer.{path}", spec=spec, directory=code_dir, arguments=arguments)
             elif arguments:
                 field = f"trainer.{owner}{'.' if owner != path else '_'}arguments"
                 law = f"trainer.{path} {spec} is built in and takes no arguments"
@@ -130,7 +130,7 @@ def settled_correction(trainer: TrainerSection, backend: str) -> TrainerSection:
     """
     if trainer.correction != "auto":
         return trainer
-    bounded = (trainer.loss == "cispo" or is_own(trainer.loss)) and trainer.old_policy == "behavior"
+    bounded = (trainer.loss == "cispo" or is_custom(trainer.loss)) and trainer.old_policy == "behavior"
     bounded = bounded or trainer.custom
     correction = "none" if backend == "torch" or bounded else "token_tis"
     return trainer.model_copy(update={"correction": correction})

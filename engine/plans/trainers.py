@@ -28,7 +28,7 @@ from engine.storage.checkpoints import FIRST, verify_checkpoint
 from engine.tasks.chat import turn_end
 from engine.tasks.quickstart import Progress
 from engine.tasks.warm_start import load_answers, warm_started
-from engine.training.named_tensors import require_finite, require_named_tensors
+from engine.training.named_tensors import Shapes, require_finite, require_named_tensors
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import Prompt
 
@@ -116,8 +116,13 @@ def weights_check(config: Config, model: str) -> Callable[[Any], None] | None:
         return None
     if config.rollout.custom:
         return require_finite
+    return partial(require_named_tensors, shapes_of(model))
+
+
+def shapes_of(model: str) -> Shapes:
+    """The shape of each tensor of a model, a path or a hub name, by its name; empty if unknown."""
     files = files_of(model)
-    return partial(require_named_tensors, {} if files is None else tensor_shapes(files))
+    return {} if files is None else tensor_shapes(files)
 
 
 def make_scorer(model: str, settings: Any, tasks: Sequence[str]) -> RoleScorer:
@@ -165,7 +170,7 @@ def make_warm_start(config: Config, model: str, progress: Progress | None) -> st
     check_prompts(config, tokenizer, model, {"model.warm_start.path": data})
     plain = dict(
         kl_loss_coef=0.0, kl_reward_coef=0.0, reference_path=None, publish_dtype="float32", advantage="grpo",
-        loss="ppo_clip", correction="none", masks=(), own=(),
+        loss="ppo_clip", correction="none", masks=(), custom=(),
     )  # fmt: skip
     settings = config.trainer_settings.model_copy(update=plain)
     return warm_started(

@@ -152,7 +152,7 @@ class PolicySet:
         return self.names.get("on_error", ON_ERROR[0])
 
     @property
-    def own(self) -> list[str]:
+    def custom(self) -> list[str]:
         """The policies that are not built in, as `decision name`."""
         return [
             f"{decision} {name}"

@@ -1,4 +1,4 @@
-"""What a user's own objective gets and returns (docs/OBJECTIVES.md#your-own-objective).
+"""What a user's own objective gets and returns (docs/OBJECTIVES.md#custom-objectives).
 
 The train step calls the functions that `trainer.loss`, `trainer.advantage`, `trainer.correction` and `trainer.masks`
 name. A call sees whole trajectories, but never a whole batch: which of them share a pass depends on

@@ -14,7 +14,7 @@ from engine.commands import Command, DiscardGroups, StartProcess
 from engine.errors import ConfigError, EngineError, reason_of
 from engine.events import Event
 from engine.ids import NO_VERSION, Incarnation, StepId
-from engine.policies.custom_states import work_of
+from engine.policies.state_registry import work_of
 from engine.protocols import Closable, ReportsProgress, Trainer
 from engine.runtime.plan import Plan, Restore, Rollout
 from engine.states.limits import GENERATED, PUBLISHING, QUEUED, REWARDING, SCORING, ValidationLimits

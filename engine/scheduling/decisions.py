@@ -47,7 +47,7 @@ class Decisions:
     def use(self, policies: PolicySet) -> None:
         """Use these policies from now on. A policy object that is already in use keeps its memory."""
         self.policies = policies
-        self._own_filter = any(name.startswith("filter ") for name in policies.own)
+        self._custom_filter = any(name.startswith("filter ") for name in policies.custom)
         self._methods.update({decision: _method(policies, decision) for decision in DEFAULTS})
         for decision in DEFAULTS:
             policy = getattr(policies, decision)
@@ -104,7 +104,7 @@ class Decisions:
     def keeps(self, outcome: GroupGenerated) -> bool:
         """Ask the filter about a group. A user's filter gets a copy, because it could change the event before it is
         recorded."""
-        kept: bool = self.ask("filter", (replace(outcome) if self._own_filter else outcome,), (bool,))
+        kept: bool = self.ask("filter", (replace(outcome) if self._custom_filter else outcome,), (bool,))
         return kept
 
     def another_attempt(self, group: Group, cause: str) -> bool:

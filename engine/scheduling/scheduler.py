@@ -58,7 +58,7 @@ from engine.events import (
     WeightsStaged,
 )
 from engine.policies import PolicySet
-from engine.policies.custom_states import build_state
+from engine.policies.state_registry import build_state
 from engine.scheduling import departures, ending, groups, lifetimes, processes, steps, time_limits, validation, weights
 from engine.scheduling.core import Core
 from engine.scheduling.decisions import Decisions

@@ -49,11 +49,11 @@ def prove(limits: Limits, policies: Mapping[str, str], worlds: int = WORLDS, see
     for seed in range(worlds):
         problem = _problem(small, named, seed, Faults() if seed % 2 == 0 else ROUGH, seen)
         if problem:
-            chosen = PolicySet.from_names(policies).own
-            own = ", ".join([*chosen, *(state.name for state in limits.added_states)])
+            chosen = PolicySet.from_names(policies).custom
+            custom = ", ".join([*chosen, *(state.name for state in limits.added_states)])
             field = "scheduler.policies" if chosen or not limits.added_states else "scheduler.states"
             law = f"breaks a law in a simulated run with {small.train_batch_size} groups per step: {problem}"
-            raise ConfigError(field, own or "built-in", law)
+            raise ConfigError(field, custom or "built-in", law)
     return worlds
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from engine.protocols import AdvantageTerms, Grouping
 from engine.training.batch import Sample, by_rollout
+from engine.training.custom_functions import CustomFunction
+from engine.training.custom_results import parts_of
 from engine.training.kl import estimate
-from engine.training.own_functions import OwnFunction
-from engine.training.own_results import parts_of
 from engine.training.trainer_settings import TrainerSettings
 
 # -- baselines ---------------------------------------------------------------------------------------------------------
@@ -127,12 +127,12 @@ def set_advantages(groups: Sequence[Sequence[Sample]], settings: TrainerSettings
     rollouts = [by_rollout(group) for group in groups]
     rewards = [[shaped_reward(rollout, settings) for rollout in group] for group in rollouts]
     steps = [centered_steps([_steps_of(rollout) for rollout in group], settings.advantage) for group in rollouts]
-    own, metrics = settings.own_function("advantage"), dict[str, float]()
-    if own is not None:
-        advantages, metrics = _own_advantages(own, rollouts, rewards, settings)
+    custom, metrics = settings.custom_function("advantage"), dict[str, float]()
+    if custom is not None:
+        advantages, metrics = _custom_advantages(custom, rollouts, rewards, settings)
     else:
         advantages = ADVANTAGES[settings.advantage](rewards)
-    if settings.kl_reward_coef > 0 and not settings.kl_reward_per_token and own is None:
+    if settings.kl_reward_coef > 0 and not settings.kl_reward_per_token and custom is None:
         advantages = [
             [outcome + kl for outcome, kl in zip(*each, strict=True)]
             for each in zip(advantages, kl_advantages(rollouts, settings), strict=True)
@@ -158,8 +158,11 @@ def set_advantages(groups: Sequence[Sequence[Sample]], settings: TrainerSettings
     return metrics
 
 
-def _own_advantages(
-    own: OwnFunction, groups: Sequence[Sequence[Rollout]], rewards: Sequence[Sequence[float]], settings: TrainerSettings
+def _custom_advantages(
+    custom: CustomFunction,
+    groups: Sequence[Sequence[Rollout]],
+    rewards: Sequence[Sequence[float]],
+    settings: TrainerSettings,
 ) -> tuple[list[list[float]], dict[str, float]]:
     """The user's advantages [groups][rollouts] of R - β Σ KL, exactly 0 where they are so up to rounding; and the means
     of what the function measures."""
@@ -176,7 +179,7 @@ def _own_advantages(
         response_tokens=torch.tensor([sum(sample.response_tokens for sample in rollout) for rollout in rollouts]),
     )
     with torch.no_grad():
-        values, metrics = parts_of(own, own.result(terms), terms.rewards)
+        values, metrics = parts_of(custom, custom.result(terms), terms.rewards)
     values = torch.where(values.abs() <= EQUAL_REWARDS, 0.0, values)
     split = [part.tolist() for part in values.split(counts.tolist())] if rollouts else [[] for _ in groups]
     return split, {f"advantage_{name}": float(metric.double().mean()) for name, metric in metrics.items() if rollouts}

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from engine.protocols import Grouping, ImportanceTerms
+from engine.training.custom_functions import CustomFunction
+from engine.training.custom_results import parts_of
 from engine.training.kl import estimate
-from engine.training.own_functions import OwnFunction
-from engine.training.own_results import parts_of
 from engine.training.trainer_settings import Mask, TrainerSettings
 
 MAX_LOG_RATIO = 20.0
@@ -131,32 +131,32 @@ def _on_scale(mask: Mask, bound: float) -> float:
 def corrected(terms: ImportanceTerms, settings: TrainerSettings) -> ImportanceWeights:
     """The weights after the correction and the masks of the settings."""
     rows, log_ratio = terms.trajectories, terms.log_ratio
-    own = settings.own_function("correction")
-    if own is None:
+    custom = settings.custom_function("correction")
+    if custom is None:
         weights = CORRECTIONS[settings.correction](terms.weights, log_ratio, rows, settings.correction_cap)
     else:
-        weights = _own_correction(own, terms)
+        weights = _custom_correction(custom, terms)
     if not settings.masks:
         return weights
-    measures = settings.own_measures()
+    measures = settings.custom_measures()
     dropped = []
     for mask in settings.masks:
         measure = measures.get(mask.measure)
-        values = measured(mask.measure, log_ratio, rows) if measure is None else _own_measure(measure, terms)
+        values = measured(mask.measure, log_ratio, rows) if measure is None else _custom_measure(measure, terms)
         dropped.append(drop(mask, values, rows, terms.advantages))
     kept = ~torch.stack([each.tokens for each in dropped]).any(0)
     return ImportanceWeights(torch.where(kept, weights.used, 0.0), weights.truncated, kept, tuple(dropped))
 
 
-def _own_correction(own: OwnFunction, terms: ImportanceTerms) -> ImportanceWeights:
-    used = _own_measure(own, terms)
+def _custom_correction(custom: CustomFunction, terms: ImportanceTerms) -> ImportanceWeights:
+    used = _custom_measure(custom, terms)
     return ImportanceWeights(used, used != terms.weights)
 
 
-def _own_measure(own: OwnFunction, terms: ImportanceTerms) -> Tensor:
+def _custom_measure(custom: CustomFunction, terms: ImportanceTerms) -> Tensor:
     """[tokens]. Raises: `ConfigError` for a result of the wrong form."""
     with torch.no_grad():
-        return parts_of(own, own.result(terms), terms.weights)[0]
+        return parts_of(custom, custom.result(terms), terms.weights)[0]
 
 
 def bounded(log_ratio: Tensor) -> Tensor:

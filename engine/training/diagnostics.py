@@ -13,9 +13,9 @@ from engine.errors import EngineError
 from engine.protocols import Grouping, RolloutFigures
 from engine.training.batch import CAUSES, FRESH, MOVED, STALENESS_BUCKETS, Sample, by_rollout
 from engine.training.corrections import ImportanceWeights, bounded, bounded_for, effective_sample_share
+from engine.training.custom_functions import is_custom
 from engine.training.kl import estimate
 from engine.training.losses import TokenLosses, TokenTerms
-from engine.training.own_functions import is_own
 from engine.training.ranks import Ranks
 from engine.training.trainer_settings import KL_NAMES, TrainerSettings
 
@@ -147,7 +147,7 @@ class Diagnostics:
         tokens = max(1.0, sums["tokens"])
         clips = {f"clip_share_{side}": sums[f"clip_{side}"] / tokens for side in ("low", "high")}
         metrics = {
-            **({} if is_own(self._settings.loss) else clips),
+            **({} if is_custom(self._settings.loss) else clips),
             **{f"loss_{name}": sums[f"own_{name}"] / tokens for name in self._own_metrics},
             "approx_kl": sums["kl"] / tokens,
             "entropy_estimate": sums["surprise"] / tokens,

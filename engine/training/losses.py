@@ -16,9 +16,9 @@ from torch import Tensor
 
 from engine.protocols import Grouping, ImportanceTerms, LossTerms
 from engine.training.corrections import ImportanceWeights, bounded, corrected
+from engine.training.custom_functions import CustomFunction
+from engine.training.custom_results import parts_of
 from engine.training.kl import kl_losses
-from engine.training.own_functions import OwnFunction
-from engine.training.own_results import parts_of
 from engine.training.trainer_settings import TrainerSettings
 
 
@@ -120,8 +120,10 @@ def policy_loss(terms: TokenTerms, settings: TrainerSettings) -> TokenLosses:
     """
     old = terms.proximal if settings.needs_proximal else terms.behavior
     log_ratio = terms.current - old
-    own = settings.own_function("loss")
-    surrogate = LOSSES[settings.loss](log_ratio, terms, settings) if own is None else _own_loss(own, old, terms)
+    custom = settings.custom_function("loss")
+    surrogate = (
+        LOSSES[settings.loss](log_ratio, terms, settings) if custom is None else _custom_loss(custom, old, terms)
+    )
     log_ratio = log_ratio.detach()
     importance = terms.proximal - terms.behavior if settings.needs_proximal else log_ratio
     raw = bounded(importance).exp() if settings.needs_proximal else surrogate.weights
@@ -136,13 +138,13 @@ def policy_loss(terms: TokenTerms, settings: TrainerSettings) -> TokenLosses:
     return TokenLosses(losses, bounded(log_ratio), weights, *marks, importance, surrogate.metrics)
 
 
-def _own_loss(own: OwnFunction, old: Tensor, terms: TokenTerms) -> Surrogate:
+def _custom_loss(custom: CustomFunction, old: Tensor, terms: TokenTerms) -> Surrogate:
     """The user's loss, 0 where a trajectory is left out. Raises: `ConfigError` for a result of the wrong form."""
     given = LossTerms(
         current=terms.current, old=old, behavior=terms.behavior, advantages=terms.advantages, trajectories=terms.rows,
         reference=terms.reference, entropies=terms.entropy,
     )  # fmt: skip
-    losses, metrics = parts_of(own, own.result(given), terms.current)
+    losses, metrics = parts_of(custom, custom.result(given), terms.current)
     losses = losses if terms.sound is None else torch.where(terms.sound, losses, 0.0)
     nowhere = torch.zeros_like(losses, dtype=torch.bool)
     return Surrogate(losses, bounded((terms.current - old).detach()).exp(), nowhere, nowhere, None, metrics)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from engine.errors import ConfigError, describe_error, place_of
 from engine.protocols import AdvantageTerms, Grouping, ImportanceTerms, LossTerms
-from engine.training.own_functions import OwnFunction
-from engine.training.own_results import parts_of
+from engine.training.custom_functions import CustomFunction
+from engine.training.custom_results import parts_of
 from engine.training.trainer_settings import TrainerSettings
 
 LENGTHS = (1, 4, 7, 2)
@@ -43,27 +43,27 @@ def check_objective(settings: TrainerSettings) -> CheckedObjective:
     """Call each function of the user. Raises: `ConfigError` that names the function, the law that it breaks and the
     expected signature."""
     metrics, lines = list[str](), list[str]()
-    for own in settings.own_functions():
-        own.check_signature()
-        if own.field == "trainer.loss":
-            metrics = _check_loss(own, settings)
-            lines.append(_described(own, "a loss for each token", metrics) + _skipping(own))
-        elif own.field == "trainer.advantage":
-            lines.append(_described(own, "an advantage for each rollout", _check_advantage(own)))
+    for custom in settings.custom_functions():
+        custom.check_signature()
+        if custom.field == "trainer.loss":
+            metrics = _check_loss(custom, settings)
+            lines.append(_described(custom, "a loss for each token", metrics) + _skipping(custom))
+        elif custom.field == "trainer.advantage":
+            lines.append(_described(custom, "an advantage for each rollout", _check_advantage(custom)))
         else:
-            _check_weights(own, settings)
-            lines.append(_described(own, "a number for each token", []))
+            _check_weights(custom, settings)
+            lines.append(_described(custom, "a number for each token", []))
     return CheckedObjective(tuple(metrics), tuple(lines))
 
 
-def _described(own: OwnFunction, what: str, metrics: list[str]) -> str:
-    prefix = own.field.rpartition(".")[2]
+def _described(custom: CustomFunction, what: str, metrics: list[str]) -> str:
+    prefix = custom.field.rpartition(".")[2]
     named = f", and the metrics {', '.join(f'{prefix}_{name}' for name in metrics)}" if metrics else ""
-    return f"{own.field} {own.spec} returns {what}{named}"
+    return f"{custom.field} {custom.spec} returns {what}{named}"
 
 
-def _skipping(own: OwnFunction) -> str:
-    if own.needs.zero_advantages:
+def _skipping(custom: CustomFunction) -> str:
+    if custom.needs.zero_advantages:
         return "; it trains every trajectory"
     return "; trajectories with an advantage of 0 are skipped"
 
@@ -71,110 +71,112 @@ def _skipping(own: OwnFunction) -> str:
 # -- the calls ---------------------------------------------------------------------------------------------------------
 
 
-def _check_loss(own: OwnFunction, settings: TrainerSettings) -> list[str]:
+def _check_loss(custom: CustomFunction, settings: TrainerSettings) -> list[str]:
     """Names of its metrics."""
-    terms = _loss_terms(own, settings)
-    losses, metrics = parts_of(own, _called(own, terms), terms.current)
-    _check_names(own, metrics)
-    _require_finite(own, losses)
+    terms = _loss_terms(custom, settings)
+    losses, metrics = parts_of(custom, _called(custom, terms), terms.current)
+    _check_names(custom, metrics)
+    _require_finite(custom, losses)
     if not losses.requires_grad:
-        raise own.refuse("returned a loss without a gradient: it must depend on terms.current")
+        raise custom.refuse("returned a loss without a gradient: it must depend on terms.current")
     try:
         (gradient,) = torch.autograd.grad(losses.sum(), terms.current, allow_unused=True)
     except Exception as error:
-        raise own.refuse(f"raised in the backward pass: {describe_error(error)}") from error
+        raise custom.refuse(f"raised in the backward pass: {describe_error(error)}") from error
     if gradient is None:
-        raise own.refuse("returned a loss without a gradient by terms.current")
+        raise custom.refuse("returned a loss without a gradient by terms.current")
     if not gradient.isfinite().all():
-        raise own.refuse(f"has a gradient that is not finite: {_first(gradient, ~gradient.isfinite())}")
+        raise custom.refuse(f"has a gradient that is not finite: {_first(gradient, ~gradient.isfinite())}")
     idle = (terms.advantages == 0) & (gradient != 0)
-    if idle.any() and not own.needs.zero_advantages:
+    if idle.any() and not custom.needs.zero_advantages:
         law = f"has a gradient where the advantage is 0 ({_first(gradient, idle)}), but such trajectories are skipped"
-        raise ConfigError(own.field, own.spec, law, "decorate it with @needs(zero_advantages=True) of engine.protocols")
-    if not gradient.any() and not _trains_fresh_tokens(own, terms):
-        raise own.refuse("has a gradient of 0 at every token, also where the ratio is 1: it would train nothing")
-    _require_separable(own, losses, lambda keep, whole: parts_of(own, own(_only(terms, keep)), whole[keep])[0])
+        raise ConfigError(
+            custom.field, custom.spec, law, "decorate it with @needs(zero_advantages=True) of engine.protocols"
+        )
+    if not gradient.any() and not _trains_fresh_tokens(custom, terms):
+        raise custom.refuse("has a gradient of 0 at every token, also where the ratio is 1: it would train nothing")
+    _require_separable(custom, losses, lambda keep, whole: parts_of(custom, custom(_only(terms, keep)), whole[keep])[0])
     return list(metrics)
 
 
-def _trains_fresh_tokens(own: OwnFunction, terms: LossTerms) -> bool:
+def _trains_fresh_tokens(custom: CustomFunction, terms: LossTerms) -> bool:
     """Whether the loss has a gradient where the current policy is the old one. Elsewhere it may clip."""
     current = terms.current.detach().requires_grad_()
     fresh = replace(terms, current=current, old=current.detach(), behavior=current.detach())
-    losses, _ = parts_of(own, own(fresh), current)
+    losses, _ = parts_of(custom, custom(fresh), current)
     (gradient,) = torch.autograd.grad(losses.sum(), current, allow_unused=True)
     return gradient is not None and bool(gradient.any())
 
 
-def _check_weights(own: OwnFunction, settings: TrainerSettings) -> None:
+def _check_weights(custom: CustomFunction, settings: TrainerSettings) -> None:
     """Of a correction or a mask."""
-    loss = _loss_terms(own, settings)
+    loss = _loss_terms(custom, settings)
     terms = ImportanceTerms(
         log_ratio=loss.log_ratio.detach(), weights=loss.log_ratio.detach().exp(), current=loss.current.detach(),
         behavior=loss.behavior, advantages=loss.advantages, trajectories=loss.trajectories,
         entropies=None if loss.entropies is None else loss.entropies.detach(),
     )  # fmt: skip
-    values = parts_of(own, _called(own, terms), terms.weights)[0]
-    if own.field == "trainer.correction":
-        _require_finite(own, values)
+    values = parts_of(custom, _called(custom, terms), terms.weights)[0]
+    if custom.field == "trainer.correction":
+        _require_finite(custom, values)
         if (values < 0).any():
-            raise own.refuse(f"returned a negative weight: {_first(values, values < 0)}")
-    _require_separable(own, values, lambda keep, whole: parts_of(own, own(_only(terms, keep)), whole[keep])[0])
+            raise custom.refuse(f"returned a negative weight: {_first(values, values < 0)}")
+    _require_separable(custom, values, lambda keep, whole: parts_of(custom, custom(_only(terms, keep)), whole[keep])[0])
 
 
-def _check_advantage(own: OwnFunction) -> list[str]:
+def _check_advantage(custom: CustomFunction) -> list[str]:
     """Names of its metrics."""
     tokens = torch.arange(1, len(REWARDS) + 1)
     rewards = torch.tensor(REWARDS, dtype=torch.float64)
     terms = AdvantageTerms(rewards=rewards, groups=_grouping(GROUPS), tokens=tokens, response_tokens=tokens + 1)
-    values, metrics = parts_of(own, _called(own, terms), rewards)
-    _check_names(own, metrics)
-    _require_finite(own, values)
+    values, metrics = parts_of(custom, _called(custom, terms), rewards)
+    _check_names(custom, metrics)
+    _require_finite(custom, values)
     return list(metrics)
 
 
-def _called(own: OwnFunction, terms: Any) -> Any:
+def _called(custom: CustomFunction, terms: Any) -> Any:
     tensors = list(_tensors(terms))
     before = [value._version for _, value in tensors]
     try:
-        found = own(terms)
+        found = custom(terms)
     except (Exception, SystemExit) as error:
         law = f"raised on synthetic tensors: {describe_error(error)}{place_of(error)}"
         missing = [name for name in ("entropies", "reference") if getattr(terms, name, terms) is None]
         if missing and "None" in str(error):
             ways = {"entropies": "@needs(entropies=True)", "reference": "trainer.reference_path"}
             law += "; " + " and ".join(f"terms.{name} is None without {ways[name]}" for name in missing)
-        raise own.refuse(law) from error
+        raise custom.refuse(law) from error
     for (name, value), version in zip(tensors, before, strict=True):
         if value._version != version:
-            raise own.refuse(f"changed terms.{name} in place, but the engine reads it later; change a copy")
+            raise custom.refuse(f"changed terms.{name} in place, but the engine reads it later; change a copy")
     return found
 
 
 # -- what must hold ----------------------------------------------------------------------------------------------------
 
 
-def _check_names(own: OwnFunction, metrics: Any) -> None:
+def _check_names(custom: CustomFunction, metrics: Any) -> None:
     for name in metrics:
         if not METRIC.fullmatch(name):
-            raise own.refuse(f"returned a metric with the name {name!r}; use lower-case letters, digits and _")
-        if name in TAKEN[own.field]:
-            raise own.refuse(f"returned a metric with the name {name!r}, which the engine reports itself")
+            raise custom.refuse(f"returned a metric with the name {name!r}; use lower-case letters, digits and _")
+        if name in TAKEN[custom.field]:
+            raise custom.refuse(f"returned a metric with the name {name!r}, which the engine reports itself")
 
 
-def _require_finite(own: OwnFunction, values: Tensor) -> None:
+def _require_finite(custom: CustomFunction, values: Tensor) -> None:
     if not values.isfinite().all():
-        raise own.refuse(f"returned a value that is not finite: {_first(values, ~values.isfinite())}")
+        raise custom.refuse(f"returned a value that is not finite: {_first(values, ~values.isfinite())}")
 
 
-def _require_separable(own: OwnFunction, whole: Tensor, alone: Callable[[Tensor, Tensor], Tensor]) -> None:
+def _require_separable(custom: CustomFunction, whole: Tensor, alone: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Each trajectory must get the same values beside others and alone: which ones share a pass is up to the engine."""
     of = _grouping(LENGTHS).of
     for trajectory in range(len(LENGTHS)):
         keep = of == trajectory
         if not torch.allclose(alone(keep, whole), whole[keep], rtol=1e-4, atol=1e-5, equal_nan=True):
             law = f"depends on the other trajectories of its pass: trajectory {trajectory} gets different values alone"
-            raise own.refuse(f"{law}; use terms.trajectories.means and .sums, never a mean over all tokens")
+            raise custom.refuse(f"{law}; use terms.trajectories.means and .sums, never a mean over all tokens")
 
 
 def _first(values: Tensor, where: Tensor) -> str:
@@ -189,7 +191,7 @@ def _grouping(sizes: tuple[int, ...]) -> Grouping:
     return Grouping(torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)), len(sizes))
 
 
-def _loss_terms(own: OwnFunction, settings: TrainerSettings) -> LossTerms:
+def _loss_terms(custom: CustomFunction, settings: TrainerSettings) -> LossTerms:
     trajectories = _grouping(LENGTHS)
     places = torch.arange(sum(LENGTHS), dtype=torch.float32)
     current = -0.05 - 0.3 * (places * 7 % 5)

@@ -22,8 +22,8 @@ from pydantic import Field, model_validator
 
 from engine.errors import ConfigError
 from engine.section import Section
+from engine.training.custom_functions import CustomFunction, is_custom
 from engine.training.lora import Lora
-from engine.training.own_functions import OwnFunction, is_own
 
 ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "distillation")
 LOSS_NAMES = ("ppo_clip", "decoupled_ppo", "gspo", "cispo")
@@ -35,7 +35,7 @@ MASK_NAMES = (
     "token_k1", "token_k2", "token_k3", "mean_k1", "mean_k2", "mean_k3", "sum_k1", "sum_k2", "sum_k3",
 )  # fmt: skip
 AGGREGATION_NAMES = ("token_mean", "sequence_mean", "constant")
-OWN_FIELDS = ("advantage", "loss", "correction")
+CUSTOM_FIELDS = ("advantage", "loss", "correction")
 """Fields that also take `module:function`."""
 LR_SCHEDULE_NAMES = ("constant", "linear", "cosine")
 
@@ -66,13 +66,13 @@ class Mask(Section):
 
     @model_validator(mode="after")
     def _laws(self) -> Self:
-        if self.measure not in MASK_NAMES and not is_own(self.measure):
+        if self.measure not in MASK_NAMES and not is_custom(self.measure):
             law, fix = "is not a measure", f"use one of {', '.join(MASK_NAMES)}, or module:function"
             raise ConfigError("trainer.masks.measure", self.measure, law, fix)
         if self.low is None and self.high is None:
             law = f"a mask on {self.measure} needs a bound"
             raise ConfigError("trainer.masks.high", None, law, "set low, high or both")
-        if is_own(self.measure):
+        if is_custom(self.measure):
             if self.low is not None and self.high is not None and self.low > self.high:
                 law = f"is above high = {self.high:g}, so the mask would drop every token"
                 raise ConfigError("trainer.masks.low", self.low, law, "exchange them")
@@ -98,7 +98,7 @@ class Mask(Section):
     @property
     def name(self) -> str:
         """The measure as a part of the names of metrics."""
-        return OwnFunction(field="", spec=self.measure).name if is_own(self.measure) else self.measure
+        return CustomFunction(field="", spec=self.measure).name if is_custom(self.measure) else self.measure
 
 
 class StepChoices(Section):
@@ -274,7 +274,7 @@ class StepChoices(Section):
 class TrainerSettings(StepChoices):
     """All choices of the train step. Raises `ConfigError` for unknown names and for contradictory values."""
 
-    own: tuple[OwnFunction, ...] = ()
+    custom: tuple[CustomFunction, ...] = ()
     """The functions that `advantage`, `loss`, `correction` and `masks` name, with their arguments."""
     policy_mini_batch_size: int = 0
     """Groups per optimizer step; 0 takes the whole batch in one."""
@@ -299,8 +299,8 @@ class TrainerSettings(StepChoices):
     @property
     def needs_reference(self) -> bool:
         """Whether log-probs of the reference model are read."""
-        own = is_own(self.loss) and self.reference_path is not None
-        return self.kl_loss_coef > 0 or self.kl_reward_coef > 0 or self.distills or own
+        custom = is_custom(self.loss) and self.reference_path is not None
+        return self.kl_loss_coef > 0 or self.kl_reward_coef > 0 or self.distills or custom
 
     @property
     def distills(self) -> bool:
@@ -310,45 +310,45 @@ class TrainerSettings(StepChoices):
     @property
     def needs_every_token(self) -> bool:
         """Whether the loss has a gradient also where the advantage is 0. Imports the user's loss."""
-        own = self.own_function("loss")
-        return self.kl_loss_coef > 0 or self.entropy_coef > 0 or (own is not None and own.needs.zero_advantages)
+        custom = self.custom_function("loss")
+        return self.kl_loss_coef > 0 or self.entropy_coef > 0 or (custom is not None and custom.needs.zero_advantages)
 
     @property
     def needs_entropies(self) -> bool:
         """Whether the entropy of each token's distribution is read. Imports the user's functions."""
-        readers = [one for one in self.own_functions() if one.field != "trainer.advantage"]
+        readers = [one for one in self.custom_functions() if one.field != "trainer.advantage"]
         return self.entropy_coef > 0 or any(one.needs.entropies for one in readers)
 
-    def own_functions(self) -> tuple[OwnFunction, ...]:
-        """The user's functions: those of `own`, and for other names `module:function` without arguments."""
-        named = {f"trainer.{field}": getattr(self, field) for field in OWN_FIELDS}
+    def custom_functions(self) -> tuple[CustomFunction, ...]:
+        """The user's functions: those of `custom`, and for other names `module:function` without arguments."""
+        named = {f"trainer.{field}": getattr(self, field) for field in CUSTOM_FIELDS}
         named |= {f"trainer.masks.{index}.measure": mask.measure for index, mask in enumerate(self.masks)}
-        given = {one.field: one for one in self.own}
+        given = {one.field: one for one in self.custom}
         return tuple(
-            given.get(path) or OwnFunction(field=path, spec=spec) for path, spec in named.items() if is_own(spec)
+            given.get(path) or CustomFunction(field=path, spec=spec) for path, spec in named.items() if is_custom(spec)
         )
 
-    def own_function(self, field: str) -> OwnFunction | None:
+    def custom_function(self, field: str) -> CustomFunction | None:
         """The user's `advantage`, `loss` or `correction`; None if a built-in one is used."""
-        return next((one for one in self.own_functions() if one.field == f"trainer.{field}"), None)
+        return next((one for one in self.custom_functions() if one.field == f"trainer.{field}"), None)
 
-    def own_measures(self) -> dict[str, OwnFunction]:
+    def custom_measures(self) -> dict[str, CustomFunction]:
         """The user's measures of masks, by their names `module:function`."""
-        return {one.spec: one for one in self.own_functions() if one.field.endswith(".measure")}
+        return {one.spec: one for one in self.custom_functions() if one.field.endswith(".measure")}
 
     def with_local(self, local: Mapping[str, Any]) -> Self:
         """The settings with the functions in `local`, by field, which cannot be imported. Raises: `ConfigError` for
         several ranks, whose processes would have to import them."""
-        own = tuple(replace(one, function=local.get(one.field)) for one in self.own_functions())
-        for one in own if self.ranks > 1 else ():
+        custom = tuple(replace(one, function=local.get(one.field)) for one in self.custom_functions())
+        for one in custom if self.ranks > 1 else ():
             if one.function is not None:
                 law = "belongs to a script or a notebook, or is inside a function, so that the ranks cannot import it"
                 raise ConfigError(one.field, one.spec, law, "put it in a module, or use trainer.ranks: 1")
-        return self.model_copy(update={"own": own})
+        return self.model_copy(update={"custom": custom})
 
     def plain(self) -> dict[str, Any]:
         """The settings as plain data, without the user's functions themselves."""
-        return self.model_dump(exclude={"own"})
+        return self.model_dump(exclude={"custom"})
 
     @property
     def shapes_by_reference(self) -> bool:
@@ -362,7 +362,7 @@ class TrainerSettings(StepChoices):
 
     def scoring_tasks(self, groups: int) -> tuple[str, ...]:
         """What each batch of so many groups is scored by before it is trained, in order. A batch of a single optimizer
-        step needs no `old_logprobs`: its own forward pass is under the weights before the step."""
+        step needs no `old_logprobs`: its custom forward pass is under the weights before the step."""
         reference = ("ref_logprobs",) if self.needs_reference else ()
         old = ("old_logprobs",) if self.needs_proximal and self.optimizer_steps(groups) > 1 else ()
         return (*reference, *old)
@@ -370,7 +370,7 @@ class TrainerSettings(StepChoices):
     @property
     def compares_siblings(self) -> bool:
         """Whether a trajectory without siblings on its prompt teaches nothing."""
-        return self.advantage not in ("reinforce_pp", "distillation") and not is_own(self.advantage)
+        return self.advantage not in ("reinforce_pp", "distillation") and not is_custom(self.advantage)
 
     @property
     def normalises_over_batch(self) -> bool:
@@ -379,7 +379,7 @@ class TrainerSettings(StepChoices):
 
     @property
     def kl_reward_per_token(self) -> bool:
-        """Whether the KL in the reward is each token's own from there on, not the whole trajectory's."""
+        """Whether the KL in the reward is each token's custom from there on, not the whole trajectory's."""
         return self.advantage == "reinforce_pp"
 
     def learning_rate_at(self, optimizer_step: int) -> float:
@@ -404,14 +404,14 @@ class TrainerSettings(StepChoices):
         }
         for field, names in choices.items():
             value = getattr(self, field)
-            own = field in OWN_FIELDS
-            if value not in names and not (own and is_own(value)):
-                fix = f"use one of {', '.join(names)}" + (", or module:function" if own else "")
+            custom = field in CUSTOM_FIELDS
+            if value not in names and not (custom and is_custom(value)):
+                fix = f"use one of {', '.join(names)}" + (", or module:function" if custom else "")
                 raise ConfigError(f"trainer.{field}", value, "is not allowed", fix)
 
     def _check_step(self) -> None:
         self._require("betas", all(0 <= beta < 1 for beta in self.betas), "must each be in [0, 1)", "(0.9, 0.999)")
-        law = "is one device, but each of several ranks needs its own"
+        law = "is one device, but each of several ranks needs its custom"
         self._require("device", self.ranks == 1 or ":" not in self.device, law, "cuda, or auto")
         law = "has no effect with one rank without bfloat16 weights"
         fits = not self.cpu_offload or self.ranks > 1 or self.bf16 != "off"
@@ -433,11 +433,11 @@ class TrainerSettings(StepChoices):
         yield "clip_dual", not self.clip_dual or self.clip_dual > 1, law, "3.0"
         law = "cispo bounds its weights by clip_high; it has no ratio that clip_dual could bound"
         yield "clip_dual", not self.clip_dual or self.loss != "cispo", law, "0"
-        own = is_own(self.loss)
+        custom = is_custom(self.loss)
         law = "is not read by your loss"
-        yield "clip_dual", not self.clip_dual or not own, law, "0, and a bound in trainer.loss_arguments"
+        yield "clip_dual", not self.clip_dual or not custom, law, "0, and a bound in trainer.loss_arguments"
         law = "with trainer.old_policy behavior, your loss contains the importance ratio itself"
-        fits = self.correction == "none" or not own or self.needs_proximal
+        fits = self.correction == "none" or not custom or self.needs_proximal
         yield "correction", fits, law, "none, or trainer.old_policy: proximal"
         for field in ("clip_low", "clip_high") if self.loss == "gspo" else ():
             law = f"must be at most {GSPO_WIDEST_CLIP:g} with gspo, which clips a geometric mean over the sequence"

@@ -28,7 +28,7 @@ from engine.actors.launch import start
 from engine.errors import ConfigError, RunFailed
 from engine.events import ProcessLost, StateLeft
 from engine.metrics.status import Status
-from engine.policies import custom_states
+from engine.policies import state_registry
 from engine.protocols import Batch
 from engine.runtime.plan import DistributedSettings, Plan
 from engine.runtime.prompt_sources import listed
@@ -73,7 +73,7 @@ def refereeing() -> Iterator[None]:
     import refereeing_state
 
     yield
-    custom_states.forget([refereeing_state.Judge])
+    state_registry.forget([refereeing_state.Judge])
 
 
 @pytest.mark.usefixtures("refereeing")

@@ -23,7 +23,7 @@ from engine.storage.checkpoints import checkpoint_path, save_checkpoint
 from engine.storage.durable_trajectories import DurableStore
 from engine.storage.group_codec import pack_group
 from engine.trajectory import Prompt, TrajectoryGroup
-from tests.core.custom_states import CHECKING, WEIGHING
+from tests.core.added_states import CHECKING, WEIGHING
 from tests.core.test_recovery import busy, world
 from tests.killed_writers import leave_open
 

@@ -12,7 +12,7 @@ from engine.states.limits import Pool
 from engine.states.orders import LIMIT
 from engine.states.state import State
 from engine.states.timeouts import Timeouts
-from tests.core.custom_states import CHECKING
+from tests.core.added_states import CHECKING
 from tests.core.scripted import Scripted
 
 

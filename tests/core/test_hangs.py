@@ -16,7 +16,7 @@ from engine.states.limits import Limits, Pool, ValidationLimits
 from engine.states.orders import RELATIONS
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER
 from engine.states.timeouts import SLOW_FLOOR_S, TIMES_FLOOR, TIMES_LONGEST, Timeouts
-from tests.core.custom_states import CHECKING
+from tests.core.added_states import CHECKING
 
 every = Timeouts.every
 

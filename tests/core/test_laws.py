@@ -14,8 +14,8 @@ from engine.record.replayer import replay
 from engine.scheduling.settings import POLICIES, check_setting, live_settings
 from engine.states.limits import CONFLICTS, SYNC_MODES, Limits, Pool, ValidationLimits
 from engine.states.timeouts import AUTO, KINDS, Timeouts
+from tests.core.added_states import CHECKING, GATING, PROVING, SIFTING, WEIGHING
 from tests.core.adversary import AT_REST, Adversary
-from tests.core.custom_states import CHECKING, GATING, PROVING, SIFTING, WEIGHING
 from tests.shipped_policies import SHIPPED
 
 LAYOUTS: tuple[tuple[Pool, ...], ...] = (

@@ -67,8 +67,8 @@ from engine.states.orders import (
 )
 from engine.states.process import REPLICA
 from engine.states.timeouts import Timeouts
+from tests.core.added_states import WEIGHING
 from tests.core.adversary import Adversary
-from tests.core.custom_states import WEIGHING
 from tests.core.scripted import Scripted
 from tests.core.test_laws import any_policies, generating, limits
 from tests.core.test_worlds import ROUGH

@@ -30,7 +30,7 @@ from engine.record.replayer import replay
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.view import GroupView, View
-from tests.core.custom_states import CHECKING
+from tests.core.added_states import CHECKING
 from tests.core.scripted import Scripted
 from tests.core.test_scenarios import small
 

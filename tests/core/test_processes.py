@@ -37,7 +37,7 @@ from engine.ids import NO_VERSION
 from engine.metrics.waits import waits
 from engine.states.limits import Pool
 from engine.states.process import KINDS, Process
-from tests.core.custom_states import CHECKING
+from tests.core.added_states import CHECKING
 from tests.core.scripted import Scripted
 from tests.core.states import state_of
 from tests.core.test_departures import paused, small

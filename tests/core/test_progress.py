@@ -29,8 +29,8 @@ from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, Pool, ValidationLimits
 from engine.states.timeouts import Timeouts
 from engine.states.view import GroupView, View
+from tests.core.added_states import CHECKING
 from tests.core.adversary import Adversary
-from tests.core.custom_states import CHECKING
 from tests.core.scripted import Scripted
 from tests.core.test_departures import paused
 from tests.core.test_laws import LAYOUTS

@@ -17,8 +17,8 @@ from engine.record.recovery import recover
 from engine.record.replayer import replay
 from engine.record.segment_log import Index, store_index
 from engine.states.limits import Limits
+from tests.core.added_states import CHECKING
 from tests.core.adversary import Adversary
-from tests.core.custom_states import CHECKING
 from tests.core.states import require_same_state
 from tests.core.test_laws import ANY, any_policies, limits
 

@@ -50,7 +50,7 @@ from engine.scheduling.work_times import limit_of, time_taken
 from engine.states.limits import Limits, Pool, ValidationLimits
 from engine.states.orders import LIMIT
 from engine.states.timeouts import AUTO, KINDS, Timeouts
-from tests.core.custom_states import CHECKING
+from tests.core.added_states import CHECKING
 from tests.core.scripted import Scripted
 from tests.core.test_validation import Measured
 

@@ -18,7 +18,7 @@ from engine.simulation.world import Faults
 from engine.states.limits import Limits
 from engine.states.machine import Phase
 from engine.states.state import State
-from tests.core.custom_states import GATING, PROVING
+from tests.core.added_states import GATING, PROVING
 from tests.inspect.recorded_worlds import LIMITS, faulty_record, recorded
 from tests.oracle import clock_removal, worlds
 from tests.oracle.worlds import RunReport

@@ -16,7 +16,7 @@ from engine.record import Header, Record, Recorder, Tick, read, replay
 from engine.scheduling.scheduler import Scheduler
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, Pool
-from tests.core.custom_states import CHECKING
+from tests.core.added_states import CHECKING
 from tests.core.scripted import Scripted
 
 LIMITS = Limits(

@@ -26,7 +26,7 @@ from engine.simulation.simulated_models import row_reward
 from engine.simulation.world import Faults
 from engine.states.limits import AddedState, Limits, Pool, ValidationLimits
 from engine.states.timeouts import Timeouts
-from tests.core.custom_states import CHECKING
+from tests.core.added_states import CHECKING
 from tests.core.scripted import Scripted
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from engine.policies import DEFAULTS, register
 from engine.states.limits import CONFLICTS, SYNC_MODES, AddedState, Limits, Pool, ValidationLimits
 from engine.states.timeouts import Timeouts
-from tests.core.custom_states import CHECKING, FETCHING, GATING, PROVING, SIFTING, WEIGHING
+from tests.core.added_states import CHECKING, FETCHING, GATING, PROVING, SIFTING, WEIGHING
 from tests.shipped_policies import SHIPPED
 
 STEPS = 10

@@ -10,7 +10,7 @@ from test_local_runs import Steady
 
 import engine.runtime.local
 from engine.errors import ConfigError
-from engine.policies import custom_states
+from engine.policies import state_registry
 from engine.protocols import Batch, GroupWork
 from engine.runtime.local import RunResult, SimpleGenerator, SimpleTrainer, response
 from engine.states.limits import AddedState, Limits, Pool
@@ -164,7 +164,9 @@ def test_what_is_dropped_while_it_is_rewarded_makes_place_for_the_next() -> None
 
 def test_the_example_of_a_slow_judge_never_asks_it_more_than_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
-    monkeypatch.setattr(custom_states, "_ADDED", dict(custom_states._ADDED))  # no other test knows the example's state
+    monkeypatch.setattr(
+        state_registry, "_ADDED", dict(state_registry._ADDED)
+    )  # no other test knows the example's state
     import judge_state
 
     book = judge_state.Book()

@@ -27,7 +27,7 @@ from engine.errors import ConfigError, TrainerSpoiled
 from engine.plans.trainers import make_trainer
 from engine.protocols import Batch
 from engine.runtime.stacks import dump_stacks, register_stacks, stacks_file
-from engine.training.own_functions import OwnFunction
+from engine.training.custom_functions import CustomFunction
 from engine.training.trainer_settings import TrainerSettings
 
 MakeBatch = Callable[..., Batch]
@@ -68,10 +68,10 @@ def test_three_steps_equal_those_of_one_rank_and_resume_on_any_number(
 
 def test_a_loss_of_the_user_trains_the_same_on_two_ranks(of_ranks: OfRanks, batch: MakeBatch) -> None:
     examples = Path(__file__).resolve().parents[2] / "examples"
-    loss = OwnFunction(field="trainer.loss", spec="own_objectives:sapo", directory=str(examples))
+    loss = CustomFunction(field="trainer.loss", spec="custom_objectives:sapo", directory=str(examples))
     found = []
     for count in (1, 2):
-        with of_ranks(count, loss=loss.spec, own=(loss,)) as trainer:
+        with of_ranks(count, loss=loss.spec, custom=(loss,)) as trainer:
             figures = trainer.train(batch(0))
             found.append((dict(trainer.weights()), figures["loss_gate"], figures["loss"]))
     (one, *figures), (two, *others) = found
@@ -173,7 +173,7 @@ def test_ranks_die_with_their_parent(model_path: str) -> None:
     program = f"""
 import os, signal
 from engine.training.ranked_trainer import RankedTrainer
-from engine.training.own_functions import OwnFunction
+from engine.training.custom_functions import CustomFunction
 from engine.training.trainer_settings import TrainerSettings
 trainer = RankedTrainer({model_path!r}, TrainerSettings(ranks=2))
 os.kill(trainer.pids[0], signal.SIGSTOP)

@@ -120,7 +120,7 @@ async def run_async(
     (`GroupWork.held_out`), as `limits.validation` says, or before and after training. `make_scorer`: makes the scorer
     of tasks that `limits.pools` separates from `train`. `works`: the work of those `limits.added_states` whose policies
     have no `work`; it has `state_timeout_s` for each group. `policy_fields`: columns of a prompt's `fields` that added
-    states and a filter of your own see.
+    states and a custom filter see.
 
     `run_dir`: directory of the record, `metrics.jsonl`, checkpoints and trajectories (`trajectories`: `disk` or
     `memory`); None: all stay in memory. `resume`: continue the run in it, with the same limits and a trainer in its

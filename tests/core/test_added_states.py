@@ -9,14 +9,14 @@ from engine import policies
 from engine.commands import AbortGroup, DiscardGroups, EnterState, FinishRun, TrainStep, TruncateGroup
 from engine.errors import ConfigError, PolicyError
 from engine.events import ProcessLost, RunResumed, StateFailed, StateLeft
-from engine.policies import custom_states
+from engine.policies import state_registry
 from engine.record.codec import decode_command, encode_command
 from engine.states.group import GROUP, Group, group_table
 from engine.states.laws import check_all
 from engine.states.limits import AddedState, Limits
 from engine.states.machine import Phase, Table, transitions
 from engine.states.view import view_group
-from tests.core.custom_states import CHECKING
+from tests.core.added_states import CHECKING
 from tests.core.scripted import Scripted
 
 
@@ -34,10 +34,10 @@ policies.add_state(
 @pytest.fixture
 def own() -> Iterator[None]:
     """States that a test adds are known to that test alone."""
-    before = dict(custom_states._ADDED)
+    before = dict(state_registry._ADDED)
     yield
-    custom_states._ADDED.clear()
-    custom_states._ADDED.update(before)
+    state_registry._ADDED.clear()
+    state_registry._ADDED.update(before)
 
 
 def add(state: str, enters: Any, concurrency: int = 1) -> AddedState:
@@ -386,7 +386,7 @@ def test_a_table_with_a_trap_or_a_state_out_of_reach_is_refused(
 ) -> None:
     table = Table(name="own", states=("a", "b", "c"), transitions=transitions(*rows), terminal=("c",), phases=phases)
     with pytest.raises(ConfigError, match=says):
-        custom_states.check_table(table)
+        state_registry.check_table(table)
 
 
 def test_one_table_serves_the_same_states_and_the_plain_one_none() -> None:

@@ -1,7 +1,7 @@
 """The user's functions of an objective: `module:function` in place of a built-in name.
 
-`TrainerSettings` has one `OwnFunction` for each. It is imported where it is first called: in the trainer, in a scorer
-and by `engine check`. Must not import torch; `objective_check.py` tries the functions on tensors.
+`TrainerSettings` has one `CustomFunction` for each. It is imported where it is first called: in the trainer, in a
+scorer and by `engine check`. Must not import torch; `objective_check.py` tries the functions on tensors.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ SIGNATURES = {
 """By the last part of the field."""
 
 
-def is_own(name: str) -> bool:
+def is_custom(name: str) -> bool:
     """Whether a name is `module:function`, not a built-in one."""
     return ":" in name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnFunction:
+class CustomFunction:
     """A function of the user, with its arguments."""
 
     field: str

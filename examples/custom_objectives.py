@@ -1,4 +1,4 @@
-"""Two published objectives that the engine does not ship, for `examples/own_objectives.yaml` (docs/OBJECTIVES.md)."""
+"""Two published objectives that the engine does not ship, for `custom_objectives.yaml` (docs/OBJECTIVES.md)."""
 
 from math import comb
 from typing import Any

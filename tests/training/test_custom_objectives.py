@@ -13,27 +13,27 @@ from token_terms import evaluate, terms
 from engine.cli import main
 from engine.errors import ConfigError, EngineError
 from engine.protocols import AdvantageTerms, Batch, Grouping, LossTerms, needs
+from engine.training.custom_functions import CustomFunction
 from engine.training.diagnostics import Diagnostics
 from engine.training.losses import without_unsound
 from engine.training.model_trainer import ModelTrainer
 from engine.training.objective_check import check_objective
-from engine.training.own_functions import OwnFunction
 from engine.training.trainer_settings import Mask, TrainerSettings
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-CONFIG = str(EXAMPLES / "own_objectives.yaml")
+CONFIG = str(EXAMPLES / "custom_objectives.yaml")
 
 
-def own(field: str, function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Settings in which `function` is the user's own."""
-    one = OwnFunction(field=f"trainer.{field}", spec="mine:function", arguments=arguments, function=function)
-    return {"own": (one,)} | ({field: one.spec} if "." not in field else {})
+def custom(field: str, function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Settings in which `function` is a custom one."""
+    one = CustomFunction(field=f"trainer.{field}", spec="mine:function", arguments=arguments, function=function)
+    return {"custom": (one,)} | ({field: one.spec} if "." not in field else {})
 
 
 def example(name: str, field: str, **arguments: Any) -> dict[str, Any]:
-    spec = f"own_objectives:{name}"
-    one = OwnFunction(field=f"trainer.{field}", spec=spec, directory=str(EXAMPLES), arguments=arguments)
-    return {field: spec, "own": (one,)}
+    spec = f"custom_objectives:{name}"
+    one = CustomFunction(field=f"trainer.{field}", spec=spec, directory=str(EXAMPLES), arguments=arguments)
+    return {field: spec, "custom": (one,)}
 
 
 # -- the examples, by hand ---------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def test_pass_at_k_shares_a_hit_with_the_other_rollouts_of_its_subsets() -> None
     rewards = torch.tensor([1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0], dtype=torch.float64)
     groups = Grouping(torch.arange(3).repeat_interleave(4), 3)
     given = AdvantageTerms(rewards=rewards, groups=groups, tokens=rewards, response_tokens=rewards)
-    [function] = TrainerSettings(**example("pass_at_k", "advantage", k=2)).own_functions()
+    [function] = TrainerSettings(**example("pass_at_k", "advantage", k=2)).custom_functions()
     assert function(given).tolist() == pytest.approx([1 / 4, -1 / 12, -1 / 12, -1 / 12, *[0.0] * 8])
 
 
@@ -106,7 +106,7 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
 def test_a_function_that_cannot_be_used_is_named_with_its_signature(case: str) -> None:
     field, function, words = WRONG[case]
     with pytest.raises(ConfigError) as raised:
-        check_objective(TrainerSettings(**own(field, function)))
+        check_objective(TrainerSettings(**custom(field, function)))
     assert str(raised.value).startswith(f"trainer.{field} ")
     assert "'mine:function'" in str(raised.value) and words in str(raised.value)
     assert "define it as def function(terms: " in str(raised.value) or case == "a gradient at 0"
@@ -114,11 +114,11 @@ def test_a_function_that_cannot_be_used_is_named_with_its_signature(case: str) -
 
 def test_a_mask_and_its_arguments_are_checked_too() -> None:
     masks = (Mask(measure="mine:function", high=1.0),)
-    wrong = own("masks.0.measure", lambda terms, scale: terms.log_ratio.sum() * scale, scale=2)
+    wrong = custom("masks.0.measure", lambda terms, scale: terms.log_ratio.sum() * scale, scale=2)
     with pytest.raises(ConfigError, match=r"trainer\.masks\.0\.measure .*the shape \[\] for 14 tokens"):
         check_objective(TrainerSettings(masks=masks, **wrong))
     with pytest.raises(ConfigError, match=r"trainer\.masks\.0\.arguments .* did you mean scale\?"):
-        check_objective(TrainerSettings(masks=masks, **own("masks.0.measure", lambda terms, scale: 0, scal=2)))
+        check_objective(TrainerSettings(masks=masks, **custom("masks.0.measure", lambda terms, scale: 0, scal=2)))
 
 
 def test_a_mask_that_no_value_can_pass_is_refused() -> None:
@@ -131,11 +131,11 @@ def test_a_loss_that_clips_every_stale_token_is_accepted() -> None:
         inside = (terms.log_ratio.detach().abs() < 1e-5).float()
         return -terms.log_ratio * inside * terms.advantages
 
-    assert check_objective(TrainerSettings(**own("loss", strict))).metrics == ()
+    assert check_objective(TrainerSettings(**custom("loss", strict))).metrics == ()
 
 
 def test_the_check_describes_a_correct_objective() -> None:
-    settings = TrainerSettings(**own("loss", lambda terms: (surrogate(terms), {"old": terms.old})))
+    settings = TrainerSettings(**custom("loss", lambda terms: (surrogate(terms), {"old": terms.old})))
     found = check_objective(settings)
     assert found.metrics == ("old",)
     assert found.lines == (
@@ -147,7 +147,7 @@ def test_the_check_describes_a_correct_objective() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (["trainer.loss=own_objectives:sapp"], "did you mean sapo?"),
+        (["trainer.loss=custom_objectives:sapp"], "did you mean sapo?"),
         (["trainer.loss_arguments.positiv=2"], "trainer.loss_arguments"),
         (["trainer.loss=gspo", "trainer.clip_low=0.1", "trainer.clip_high=0.1"], "is built in and takes no arguments"),
         (["trainer.correction=token_tis"], "your loss contains the importance ratio itself"),
@@ -205,8 +205,8 @@ def test_the_built_in_formulas_written_as_own_functions_train_the_same(
     mine = TrainerSettings(
         **shared, loss="m:clipped", advantage="m:centered", correction="m:truncated",
         masks=(Mask(measure="m:near", low=0.1, high=8.0),),
-        own=tuple(
-            OwnFunction(field=field, spec=f"m:{function.__name__}", arguments=arguments, function=function)
+        custom=tuple(
+            CustomFunction(field=field, spec=f"m:{function.__name__}", arguments=arguments, function=function)
             for field, (function, arguments) in functions.items()
         ),
     )  # fmt: skip
@@ -231,40 +231,42 @@ def test_trajectories_without_an_advantage_are_skipped_unless_the_loss_needs_the
 
     shares = []
     for function in (surrogate, everywhere):
-        trainer = ModelTrainer(model_path, TrainerSettings(threads=1, **own("loss", function)))
+        trainer = ModelTrainer(model_path, TrainerSettings(threads=1, **custom("loss", function)))
         shares.append(trainer.train(as_batch(0, [same, different]))["trained_token_share"])
     assert shares == [0.5, 1.0]
 
 
 def test_a_loss_gets_entropies_if_it_needs_them(model_path: str, batch: Callable[[int, int], Batch]) -> None:
-    trainer = ModelTrainer(model_path, TrainerSettings(threads=1, **own("loss", weighed_by_entropy)))
+    trainer = ModelTrainer(model_path, TrainerSettings(threads=1, **custom("loss", weighed_by_entropy)))
     assert trainer.train(batch(0, 2))["entropy"] > 0
 
 
 def test_a_trajectory_that_is_left_out_does_not_affect_a_custom_loss() -> None:
     given = without_unsound(terms([0.4, 0.5, 0.2], [0.4, 0.5, 0.2], [2.0, math.nan, math.nan], lengths=(1, 2)))
-    result, gradient = evaluate(TrainerSettings(**own("loss", lambda terms: 1.0 + surrogate(terms))), given)
+    result, gradient = evaluate(TrainerSettings(**custom("loss", lambda terms: 1.0 + surrogate(terms))), given)
     assert result.losses.tolist() == [-1.0, 0.0, 0.0] and gradient == [-2.0, 0.0, 0.0]
 
 
 def test_a_custom_advantage_within_rounding_of_zero_is_zero(
     model_path: str, batch: Callable[[int, int], Batch]
 ) -> None:
-    settings = TrainerSettings(threads=1, **own("advantage", lambda terms: 1e-9 * terms.rewards))
+    settings = TrainerSettings(threads=1, **custom("advantage", lambda terms: 1e-9 * terms.rewards))
     figures = ModelTrainer(model_path, settings).train(batch(0, 2))
     assert (figures["zero_advantage_groups"], figures["trained_token_share"]) == (2.0, 0.0)
 
 
 def test_a_loss_that_raises_in_a_train_step_is_named_with_its_line() -> None:
-    settings = TrainerSettings(**own("loss", lambda terms: 1 / 0))
-    words = r"trainer\.loss mine:function raised ZeroDivisionError: division by zero \(test_own_objectives\.py:\d+, in"
+    settings = TrainerSettings(**custom("loss", lambda terms: 1 / 0))
+    words = (
+        r"trainer\.loss mine:function raised ZeroDivisionError: division by zero \(test_custom_objectives\.py:\d+, in"
+    )
     with pytest.raises(EngineError, match=words):
         evaluate(settings, terms([0.5], [0.5], [1.0]))
 
 
 def test_a_loss_that_changes_its_metrics_is_named() -> None:
     given = terms([0.5], [0.5], [1.0])
-    settings = TrainerSettings(**own("loss", surrogate))
+    settings = TrainerSettings(**custom("loss", surrogate))
     result, _ = evaluate(settings, given)
     sound = given._replace(sound=torch.tensor([True]))
     with pytest.raises(EngineError, match=r"returned the metrics \(none\), but kept when it was checked"):
