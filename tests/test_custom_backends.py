@@ -12,10 +12,13 @@ from chat_tokenizers import save_chat_model, write_rows
 from http_service_thread import EXAMPLES, http_service
 
 from engine.cli import main
-from engine.config import check_config, load_config
+from engine.config import check_config, extensions, load_config
 from engine.config.custom_classes import OF_GENERATORS
 from engine.errors import ConfigError
+from engine.plans import state_rehearsal
+from engine.plans.backend_rehearsal import rehearse_backends
 from engine.plans.configured_plan import plan_of
+from engine.policies import state_registry
 from engine.runtime.local.run import run_plan
 from engine.scheduling.settings import MAX_STEPS
 
@@ -289,6 +292,123 @@ def test_the_rehearsal_names_metrics_that_a_run_skips(model: str, capsys: Captur
     assert "mine:Talkative trains one group: 1 metric, weights, a checkpoint" in said
     assert "note: trainer.backend mine:Talkative: train() returned the metric 'note' as a str, which is not" in said
     assert "train() returned a metric named 3, a int; a name must be a str: skipped" in said
+
+
+STATES = """
+import asyncio
+from dataclasses import replace
+from engine import policies
+
+
+class Enters:
+    def enters(self, view, subject):
+        return True
+
+
+class Retrieve(Enters):
+    async def work(self, group):
+        return replace(group, prompt=replace(group.prompt, text=group.prompt.text + "!"))
+
+
+class Judge(Enters):
+    async def work(self, group):
+        for trajectory in group.trajectories:
+            trajectory.reward = 0.5
+        return group
+
+
+class Gate(Enters):
+    async def work(self, batch):
+        return None if batch.groups[0].trajectories else "an empty group"
+
+
+class Vet(Enters):
+    async def work(self, published):
+        return None if any(value.any() for value in published.weights.values()) else "all zeros"
+
+
+class Endless(Enters):
+    async def work(self, batch):
+        await asyncio.Event().wait()
+
+
+class Raising(Enters):
+    async def work(self, batch):
+        raise LookupError("no such gate")
+
+
+class Approving(Enters):
+    async def work(self, batch):
+        return True
+
+
+class Cutting(Enters):
+    async def work(self, group):
+        group.trajectories[0].token_ids.pop()
+        return group
+
+
+BEFORE, AFTER = ("queued", "generating"), ("generated", "batched")
+policies.add_state(machine="group", state="m-retrieve", phase="waiting", between=BEFORE, policy=Retrieve)
+for name, policy in (("m-judge", Judge), ("m-cutting", Cutting)):
+    policies.add_state(machine="group", state=name, phase="parked", between=AFTER, policy=policy)
+for name, policy in (("m-gate", Gate), ("m-endless", Endless), ("m-raising", Raising), ("m-approving", Approving)):
+    policies.add_state(machine="step", state=name, between=("scoring", "training"), policy=policy)
+policies.add_state(machine="step", state="m-vet", between=("publishing", "finished"), policy=Vet)
+"""
+
+
+@pytest.fixture
+def states(beside_the_config: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A module `mystates` whose states are known to one test alone."""
+    Path("mystates.py").write_text(STATES, encoding="utf-8")
+    monkeypatch.setattr(extensions, "_loaded", set(extensions._loaded))
+    before = {*state_registry.registered()}
+    yield
+    state_registry.forget({*state_registry.registered()} - before)
+    sys.modules.pop("mystates", None)
+
+
+def rehearsed(model: str, *names: str) -> list[str]:
+    changes = {"run": {"extensions": ["mystates"]}, "scheduler": {"states": [*names], "state_timeout_s": 20.0}}
+    return [*rehearse_backends(load_config(configured(model, **changes)))]
+
+
+@pytest.mark.usefixtures("states")
+def test_the_rehearsal_calls_the_work_of_each_state(model: str) -> None:
+    assert rehearsed(model, "m-retrieve", "m-judge", "m-gate", "m-vet") == [
+        "ok: state m-retrieve does its work",
+        "ok: state m-judge does its work",
+        "ok: state m-gate does its work",
+        "note: state m-vet refuses weights of zeros: all zeros",
+    ]
+
+
+@pytest.mark.usefixtures("states")
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("m-endless", r"its work has not ended after 0\.1 s"),
+        ("m-raising", "its work failed: LookupError: no such gate .mystates.py:.*, in work.; define async def work"),
+        ("m-approving", r".* must return None if it lets them pass, or a text .*, not True"),
+        ("m-cutting", r".* changed token_ids of trajectory 0; it may change rewards only; define async def work"),
+    ],
+)
+def test_the_rehearsal_names_a_state_whose_work_a_run_would_refuse(
+    state: str, said: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if state == "m-endless":
+        monkeypatch.setattr(state_rehearsal, "LONGEST_S", 0.1)
+    with pytest.raises(ConfigError, match=f"scheduler.states is '{state}': {said}"):
+        rehearsed(model, state)
+
+
+def test_classes_are_not_rehearsed_before_the_first_run_makes_the_model(capsys: Capture) -> None:
+    tree = {"run": {"dir": "runs"}, "model": {"make": "arithmetic"}, "trainer": {"backend": "mine:Trainer"}}
+    Path("made.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    assert main(["check", "made.yaml"]) == 0
+    why = "model.make builds the model when a run starts; repeat the check after a first run"
+    assert f"note: your classes are not tested on a group: {why}" in capsys.readouterr().out
 
 
 def test_both_classes_run_in_one_process_and_the_engine_scores(model: str) -> None:

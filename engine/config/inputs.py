@@ -21,6 +21,7 @@ from engine.errors import ConfigError, counted
 from engine.extras import missing_package
 from engine.protocols.named_code import NO_LOCAL, Local
 from engine.tasks.answers import answer_of
+from engine.tasks.quickstart import MadeModel
 from engine.tasks.tokenizer import END, PAD, UNKNOWN
 from engine.training.lora import WEIGHTS_FILE
 from engine.training.named_tensors import Shapes, first_difference
@@ -40,8 +41,9 @@ LEAST_STORE_BYTES = 256 << 20
 
 
 Rehearse = Callable[[Config, Prompt], Iterator[str]]
-"""Runs the configured agent, or the user's generator and trainer, once on a prompt. Yields lines like those of
-`check_inputs`."""
+"""Runs the configured agent once on a prompt. Yields lines like those of `check_inputs`."""
+RehearseBackends = Callable[[Config], Iterator[str]]
+"""Runs the user's generator, trainer and added states once on the first prompt. Yields such lines, too."""
 
 
 def check_inputs(
@@ -49,7 +51,7 @@ def check_inputs(
     *,
     rehearse: bool = False,
     rehearse_agent: Rehearse | None = None,
-    rehearse_backends: Rehearse | None = None,
+    rehearse_backends: RehearseBackends | None = None,
     local: Local = NO_LOCAL,
 ) -> Iterator[str]:
     """Lines like those of `check_config`. `rehearse`: add those of `dry_run`, which calls the reward; `rehearse_agent`,
@@ -82,12 +84,9 @@ def check_inputs(
         yield f"note: prompts and reward are not tested: {missing_package('transformers')}"
     if rehearse_agent is not None and config.agent.given is not None and sources and _has_transformers():
         yield from rehearse_agent(config, sources[0].data.prompt(0))
-    if rehearse_backends is not None and (config.rollout.custom or config.trainer.custom):
-        if sources and _has_transformers():
-            yield from rehearse_backends(config, sources[0].data.prompt(0))
-        else:
-            why = missing_package("transformers") if sources else "model.make has no model before the run"
-            yield f"note: your generator and trainer are not tested: {why}"
+    if rehearse_backends is not None and (config.rollout.custom or config.trainer.custom or config.scheduler.states):
+        why = _why_no_rehearsal(config)
+        yield from [f"note: your classes are not tested on a group: {why}"] if why else rehearse_backends(config)
     if config.environment.class_name is not None:
         from engine.config.episodes import check_environment, load_environment
 
@@ -96,6 +95,19 @@ def check_inputs(
         else:
             load_environment(config, local)
             yield f"ok: environment.class_name {config.environment.class_name} can be imported"
+
+
+def _why_no_rehearsal(config: Config) -> str:
+    """Why the user's classes cannot be called before the run; empty if they can."""
+    made: dict[str | None, MadeModel] = {"arithmetic": config.model.arithmetic, "lookup": config.model.lookup}
+    model = made.get(config.model.make)
+    if not _has_transformers():
+        return missing_package("transformers")
+    if model is not None and not model.exists(Path(config.run.dir) / ".made", config.run.seed):
+        return "model.make builds the model when a run starts; repeat the check after a first run"
+    if config.several_turns:
+        return "only a run makes a group of several turns"
+    return ""
 
 
 def _model_lines(config: Config, directory: Path | None) -> Iterator[str]:

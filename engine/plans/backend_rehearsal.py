@@ -1,7 +1,8 @@
-"""Generates and trains one group with the user's classes before a run: `engine check` calls it.
+"""Generates and trains one group with the user's classes, and passes it through the added states, before a run:
+`engine check` calls it.
 
 Makes an object of each class that `rollout.backend` and `trainer.backend` name, and calls its methods in the order of a
-run, each at least once. It must never leave an object open or a file behind.
+run, each at least once; then calls the work of each added state. It must never leave an object open or a file behind.
 """
 
 import asyncio
@@ -18,9 +19,12 @@ from engine.config.prompts import load_tokenizer, renderer_of, stop_ids_of
 from engine.errors import ConfigError, counted, message_of, place_of
 from engine.plans.rollouts import make_rollout
 from engine.plans.run_inputs import Inputs, inputs_of
-from engine.plans.trainers import make_custom_trainer, weights_check
+from engine.plans.state_rehearsal import rehearse_states
+from engine.plans.trainers import make_custom_trainer, shapes_of, weights_check
 from engine.protocols import Batch, Closable, Generated, Generator, GroupWork
 from engine.runtime.plan import Rollout
+from engine.tasks.warm_start import WarmStart
+from engine.training.named_tensors import zeros_of
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 from engine.workers.group_reports import Versions, check_generated
 from engine.workers.trainer import read_metric
@@ -29,10 +33,12 @@ LONGEST_S = 120.0
 """Maximum seconds to generate one group and to bring weights into the generator."""
 
 
-def rehearse_backends(config: Config, prompt: Prompt) -> Iterator[str]:
+def rehearse_backends(config: Config) -> Iterator[str]:
     """Lines like those of `check_inputs`. Raises: `ConfigError` for a class whose object cannot be made, or that raises
-    or returns what a run would refuse."""
-    inputs = inputs_of(config)
+    or returns what a run would refuse, and for such work of an added state."""
+    cold = config.model.model_copy(update={"warm_start": WarmStart()})
+    inputs = inputs_of(config.model_copy(update={"model": cold}))
+    prompt = inputs.sources[0].load().data.prompt(0)
     group, weights, trained = None, None, False
     if config.rollout.custom:
         group = _bounded(config, _generated(config, inputs, prompt))
@@ -40,7 +46,8 @@ def rehearse_backends(config: Config, prompt: Prompt) -> Iterator[str]:
         found = f"rewards from {min(rewards):g} to {max(rewards):g}" if rewards else "no rewards yet"
         yield f"ok: {GENERATOR} {config.rollout.backend} generates a group of {group.tokens} tokens, with {found}"
     if config.trainer.custom:
-        metrics, weights, trained = *_trained(config, inputs, group or _made_group(config, prompt)), True
+        made = group or _made_group(config, inputs.model, prompt)
+        metrics, weights, trained = *_trained(config, inputs, made), True
         problems = [problem for name, value in metrics.items() if (problem := read_metric(name, value)[1])]
         found = f"{counted(len(metrics) - len(problems), 'metric')}, weights"
         found += ", a checkpoint" if config.trainer.checkpoint_every else ""
@@ -49,6 +56,9 @@ def rehearse_backends(config: Config, prompt: Prompt) -> Iterator[str]:
     if config.rollout.custom and trained:
         _bounded(config, _synchronized(config, inputs, weights))
         yield f"ok: {GENERATOR} {config.rollout.backend} installs the weights of {config.trainer.backend}"
+    if config.scheduler.states:
+        made = group or _made_group(config, inputs.model, prompt)
+        yield from rehearse_states(config, made, weights if trained else zeros_of(shapes_of(inputs.model)))
 
 
 def _bounded(config: Config, work: Any) -> Any:
@@ -100,10 +110,8 @@ async def _synchronized(config: Config, inputs: Inputs, weights: Any) -> None:
         await generator.close()
 
 
-def _made_group(config: Config, prompt: Prompt) -> TrajectoryGroup:
-    """A group without a generator: the same answer several times, every other one right."""
-    path = config.model.path
-    assert path is not None  # there is a prompt, so no model is to be made
+def _made_group(config: Config, path: str, prompt: Prompt) -> TrajectoryGroup:
+    """A group without a generator: the same answer several times, every other one right. `path`: of the model."""
     tokenizer = load_tokenizer(path)
     stops = stop_ids_of(tokenizer, path, config.rollout.stop, config.data.chat_settings())
     ids = [*tokenizer.encode(MADE_ANSWER, add_special_tokens=False), stops[0]][-config.rollout.max_tokens :]

@@ -35,6 +35,7 @@ WORDS = (
 class LookupModel(MadeModel):
     """The model and rows of `environments.lookup`: the section `model.lookup`."""
 
+    kind: ClassVar[str] = "lookup"
     recipe: ClassVar[int] = 2
     warmup_steps: int = Field(400, ge=0, le=MOST_MADE, description="Supervised steps before the run.")
     most_steps: int = Field(4, ge=1, le=9, description="Maximum number of links in a question.")
@@ -88,7 +89,7 @@ def prepare_lookup(
     directory: str | Path, wanted: LookupModel, progress: Progress | None = None, *, seed: int = 0
 ) -> Prepared:
     """Make the model and the rows under `directory`, or find earlier ones. Several processes may call this at once."""
-    target = Path(directory).expanduser().resolve() / f"lookup-{wanted.key(seed)}"
+    target = wanted.place(directory, seed)
     progress = progress or (lambda done, text: None)
     made, reused = made_once(target, lambda workplace: _make(workplace, wanted, seed, progress))
     return Prepared(

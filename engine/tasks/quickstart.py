@@ -43,6 +43,7 @@ FRESH_S = 5.0
 class MadeModel(Section):
     """Parameters of a model and rows that the engine makes."""
 
+    kind: ClassVar[str]
     recipe: ClassVar[int]
     """Increase it when the same parameters begin to make a different result."""
     train_prompts: int = Field(4096, ge=1, le=MOST_MADE, description="Prompts in the training set.")
@@ -54,10 +55,19 @@ class MadeModel(Section):
         text = json.dumps({"recipe": self.recipe, "seed": seed, **self.model_dump()}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    def place(self, directory: str | Path, seed: int) -> Path:
+        """Where it is, or will be."""
+        return Path(directory).expanduser().resolve() / f"{self.kind}-{self.key(seed)}"
+
+    def exists(self, directory: str | Path, seed: int) -> bool:
+        """Whether an earlier run has made it."""
+        return (self.place(directory, seed) / MARKER).is_file()
+
 
 class Quickstart(MadeModel, Division):
     """The model and data of the quickstart: the section `model.arithmetic`."""
 
+    kind: ClassVar[str] = "arithmetic"
     recipe: ClassVar[int] = 6
     layers: int = Field(2, ge=1, le=64, description="Transformer layers.")
     hidden_size: int = Field(64, ge=8, le=8192, description="Width of the model.")
@@ -108,7 +118,7 @@ def prepare(
 ) -> Prepared:
     """Make the quickstart under `directory`, or find an earlier one. Several processes may call this at once."""
     wanted = parameters or Quickstart()
-    target = Path(directory).expanduser().resolve() / f"arithmetic-{wanted.key(seed)}"
+    target = wanted.place(directory, seed)
     made, reused = made_once(target, lambda workplace: _make(workplace, wanted, seed, progress or _silent))
     return Prepared(
         model_path=str(target / "model"),

@@ -26,6 +26,13 @@ def first_difference(ours: Shapes, theirs: Shapes) -> str:
     return ""
 
 
+def zeros_of(shapes: Shapes) -> dict[str, Any]:
+    """Synthetic weights in float32, without memory of their own before they are written."""
+    import torch
+
+    return {name: torch.zeros(shape) for name, shape in shapes.items()}
+
+
 def require_named_tensors(ours: Shapes, weights: Any) -> None:
     """Raises: `EngineError` that names the first reason why the built-in samplers cannot install what `weights`
     returned. `ours`: see `first_difference`."""

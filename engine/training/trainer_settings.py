@@ -362,7 +362,7 @@ class TrainerSettings(StepChoices):
 
     def scoring_tasks(self, groups: int) -> tuple[str, ...]:
         """What each batch of so many groups is scored by before it is trained, in order. A batch of a single optimizer
-        step needs no `old_logprobs`: its custom forward pass is under the weights before the step."""
+        step needs no `old_logprobs`: its own forward pass is under the weights before the step."""
         reference = ("ref_logprobs",) if self.needs_reference else ()
         old = ("old_logprobs",) if self.needs_proximal and self.optimizer_steps(groups) > 1 else ()
         return (*reference, *old)
@@ -379,7 +379,7 @@ class TrainerSettings(StepChoices):
 
     @property
     def kl_reward_per_token(self) -> bool:
-        """Whether the KL in the reward is each token's custom from there on, not the whole trajectory's."""
+        """Whether the KL in the reward is each token's own from there on, not the whole trajectory's."""
         return self.advantage == "reinforce_pp"
 
     def learning_rate_at(self, optimizer_step: int) -> float:
@@ -411,7 +411,7 @@ class TrainerSettings(StepChoices):
 
     def _check_step(self) -> None:
         self._require("betas", all(0 <= beta < 1 for beta in self.betas), "must each be in [0, 1)", "(0.9, 0.999)")
-        law = "is one device, but each of several ranks needs its custom"
+        law = "is one device, but each of several ranks needs its own"
         self._require("device", self.ranks == 1 or ":" not in self.device, law, "cuda, or auto")
         law = "has no effect with one rank without bfloat16 weights"
         fits = not self.cpu_offload or self.ranks > 1 or self.bf16 != "off"
