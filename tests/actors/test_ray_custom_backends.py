@@ -1,7 +1,9 @@
-"""A trainer of the user and the generator of the example on Ray: killed, restarted, resized like the built-in ones."""
+"""A custom trainer, the generator of the example and states of train steps on Ray: killed, restarted, resized, resumed
+like the built-in ones."""
 
 import shutil
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +11,18 @@ import pytest
 from ray_plans import check_record, events_of
 from test_ray_lives import kill, until_step
 
-from engine.actors.launch import launch
+from engine.actors.launch import RunHandle, launch
 from engine.config.loading import parse_config
 from engine.control.requests import Scale
-from engine.events import ProcessLost, WeightsInstalled
+from engine.events import InspectionFailed, ProcessLost, StepInspected, WeightsInstalled
+from engine.metrics.status import Status
+from engine.policies import state_registry
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from chat_tokenizers import save_chat_model, write_rows
 from http_service_thread import EXAMPLES, http_service
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(600)]
 
 
 COUNTER = """
@@ -44,16 +48,43 @@ class Counter:
         self.steps = int(Path(directory, "steps").read_text())
 """
 """Needs no model, so that its process starts fast."""
+SENTRIES = """
+import os
+import signal
+from pathlib import Path
+
+from engine import policies
+
+
+class Sentry:
+    def enters(self, view, step):
+        return True
+
+    async def work(self, given):
+        marker = Path(__file__).with_name("sentry-died")
+        if getattr(given, "step", -1) == 2 and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if hasattr(given, "weights") and int(given.weights["steps"]) != given.steps:
+            return "these are other weights"
+
+
+policies.add_state(machine="step", state="sentry-batch", between=("scoring", "training"), policy=Sentry)
+policies.add_state(machine="step", state="sentry-weights", between=("publishing", "finished"), policy=Sentry)
+"""
+"""Its process dies once, while it inspects the batch of step 2."""
 
 
 def tree(folder: Path, url: str) -> dict[str, Any]:
     rows = [{"prompt": f"{n}+2?", "answer": f"{n + 2}"} for n in range(8)]
     return {
-        "run": {"dir": str(folder), "epochs": None, "max_steps": 1000, "code_dir": str(folder)},
+        "run": {"dir": str(folder), "epochs": None, "max_steps": 1000, "code_dir": str(folder),
+                "extensions": ["sentries"]},
         "model": {"path": save_chat_model(folder / "model", "chatml", context=64)},
         "data": {"path": write_rows(folder / "rows.jsonl", *rows)},
         "reward": {"function": "engine.tasks.rewards:exact_match"},
-        "scheduler": {"train_batch_size": 2, "samples_per_prompt": 2, "max_staleness_steps": 1},
+        "scheduler": {"train_batch_size": 2, "samples_per_prompt": 2, "max_staleness_steps": 1,
+                      "states": ["sentry-batch", "sentry-weights"]},
         "rollout": {
             "backend": "http_generator:HttpGenerator",
             "arguments": {"url": url, "weights_dir": str(folder / "weights")},
@@ -65,21 +96,42 @@ def tree(folder: Path, url: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_classes_of_the_user_are_restarted_and_resized(tmp_path: Path) -> None:
+@pytest.fixture
+def states() -> Iterator[None]:
+    before = {*state_registry.registered()}
+    yield
+    state_registry.forget({*state_registry.registered()} - before)
+    sys.modules.pop("sentries", None)
+
+
+def drained(run: RunHandle, until: Callable[[Status], bool]) -> Status:
+    for status in run.updates():
+        if until(status):
+            run.drain("enough")
+    return status
+
+
+@pytest.mark.usefixtures("states")
+def test_custom_classes_and_states_of_steps_are_restarted_resized_and_resumed(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (tmp_path / "counter.py").write_text(COUNTER, encoding="utf-8")
+    (tmp_path / "sentries.py").write_text(SENTRIES, encoding="utf-8")
     shutil.copy(EXAMPLES / "http_generator.py", tmp_path)
     with http_service() as url:
         config = parse_config(tree(tmp_path, url))
         with launch(config, run_dir) as run:
             until_step(run, 3)
             kill("TrainerAct")
+            kill("RolloutAct")
             run._tell(Scale(replicas=2))
-            for status in run.updates():  # noqa: B007
-                if len({event.replica for event in events_of(run_dir, WeightsInstalled)}) == 2:
-                    run.drain("enough")
-            assert status.outcome == "stopped"
-    assert check_record(run_dir).state.steps_trained > 3
-    lost = [event.kind for event in events_of(run_dir, ProcessLost)]
-    assert lost[0] == "trainer"
+            installed = lambda: {event.replica for event in events_of(run_dir, WeightsInstalled)}  # noqa: E731
+            assert drained(run, lambda status: len(installed()) == 2).outcome == "stopped"
+        steps = check_record(run_dir).state.steps_trained
+        with launch(config, run_dir, resume=True) as run:
+            assert drained(run, lambda status: status.step > steps + 1).outcome == "stopped"
+    assert check_record(run_dir).state.steps_trained > steps > 3
+    lost = {event.kind for event in events_of(run_dir, ProcessLost)}
+    assert {"trainer", "replica", "added states"} <= lost
+    passed = {event.state for event in events_of(run_dir, StepInspected)}
+    assert passed == {"sentry-batch", "sentry-weights"} and not events_of(run_dir, InspectionFailed)
