@@ -33,15 +33,12 @@ FATES = {
 
 
 class GenerationAttempt(NamedTuple):
-    """One attempt to generate a group, in a slot of one life of a replica."""
+    """One attempt to generate a group, in one life of a replica."""
 
     group: GroupId
     attempt: int
     replica: ReplicaId
     incarnation: Incarnation
-    slot: int
-    """The lowest track of this life that was free. More than the replica has slots while trajectories that ended make
-    room for others."""
     start: float
     end: float
     resumed: bool
@@ -67,14 +64,13 @@ class GenerationAttempt(NamedTuple):
 
 
 class RowsAttempt(NamedTuple):
-    """Held-out rows that a replica measured, in a slot."""
+    """Held-out rows that a replica measured."""
 
     validation: ValidationId
     chunk: int
     attempt: int
     replica: ReplicaId
     incarnation: Incarnation
-    slot: int
     start: float
     end: float
     outcome: str

@@ -4,8 +4,10 @@ Its callers write it to files (`timeline_files`), into the report, and as pictur
 Must not read records.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 from engine.ids import NO_VERSION, GroupId
@@ -97,7 +99,7 @@ class Timeline:
             names = ("validation", "version", "steps", "outcome", "accuracy", "reward_mean", "rows", "reason")
             return {name: value[name] for name in names if value[name] not in (None, "")}
         shown = {name: getattr(value, name) for name in value._fields}
-        hidden = ("start", "end", "name", "slot")
+        hidden = ("start", "end", "name")
         return {name: fact for name, fact in shown.items() if name not in hidden and fact != ""}
 
     def _of_attempt(self, value: GenerationAttempt) -> dict[str, Any]:
@@ -143,10 +145,9 @@ def _order(track: Track) -> tuple[Any, ...]:
 
 
 def _slices(history: History) -> Iterator[tuple[Track, Slice]]:
-    attempts: list[GenerationAttempt | RowsAttempt] = [*history.attempts, *history.chunks]
-    for attempt in attempts:
+    for attempt, slot in _seated(history):
         kind = "generating" if isinstance(attempt, GenerationAttempt) else "measuring"
-        track = Track(name_of(REPLICA, attempt.replica), f"slot {attempt.slot}")
+        track = Track(name_of(REPLICA, attempt.replica), f"slot {slot}")
         yield track, Slice(0, kind, attempt.start, attempt.end, attempt)
     for sync in history.syncs:
         yield Track(name_of(REPLICA, sync.replica), WEIGHTS), Slice(0, sync.name, sync.start, sync.end, sync)
@@ -166,6 +167,20 @@ def _slices(history: History) -> Iterator[tuple[Track, Slice]]:
         place = next((place for place, end in enumerate(ends) if end <= start), len(ends))
         ends[place : place + 1] = [row["elapsed_s"]]
         yield Track("validation", f"validation {place}"), Slice(0, "validation", start, row["elapsed_s"], row)
+
+
+def _seated(history: History) -> Iterator[tuple[GenerationAttempt | RowsAttempt, int]]:
+    """Each attempt with the lowest slot of its life of a replica that was free. There are more than the replica has
+    while trajectories that ended make room for others."""
+    attempts: list[GenerationAttempt | RowsAttempt] = [*history.attempts, *history.chunks]
+    lives: dict[tuple[int, int], tuple[list[tuple[float, int]], list[int]]] = defaultdict(lambda: ([], []))
+    for attempt in sorted(attempts, key=lambda attempt: (attempt.start, attempt.end)):
+        busy, free = lives[attempt.replica, attempt.incarnation]
+        while busy and busy[0][0] <= attempt.start:
+            heappush(free, heappop(busy)[1])
+        slot = heappop(free) if free else len(busy)
+        heappush(busy, (attempt.end, slot))
+        yield attempt, slot
 
 
 def _arrows(history: History, slices: tuple[Slice, ...]) -> Iterator[Arrow]:
