@@ -207,7 +207,9 @@ class GroupBuilder:
             notes.state, notes.oldest, notes.newest = state, oldest, newest
             self.tokens["open"] += tokens
 
-    def add(self, attempts: Iterable[Any], waits: Iterable[Any], rows: Iterable[Any], tokens: Mapping[str, int]) -> None:
+    def add(
+        self, attempts: Iterable[Any], waits: Iterable[Any], rows: Iterable[Any], tokens: Mapping[str, int]
+    ) -> None:
         """Take the groups that another builder has finished."""
         self.attempts += map(GenerationAttempt._make, attempts)
         self.waits += map(GroupWait._make, waits)

@@ -3,7 +3,7 @@
 Called by the commands that show a run. It replays the schedule, because only the scheduler knows why a group was
 released and why a slot was idle: events and commands do not say it. Idle time is classified by `metrics.RunMetrics`, as
 during the run. The stretches between snapshots of a long record are replayed at once, one process each; what they
-report is joined by `history_builder`. Must not write.
+report is joined by `history_builder`, and kept in the `history_cache`. Must write nothing else.
 """
 
 import multiprocessing
@@ -59,6 +59,7 @@ from engine.events import (
 from engine.ids import GroupId, StepId
 from engine.inspect.history import NO_EVENT, RUNNING, STOPPED, History
 from engine.inspect.history_builder import Call, GroupBuilder, HistoryBuilder
+from engine.inspect.history_cache import HistoryCache
 from engine.inspect.moment import open_record
 from engine.metrics.collector import RunMetrics
 from engine.metrics.idle import Period
@@ -92,7 +93,7 @@ def read_history(run: str | Path | Record, stretch_events: int = STRETCH_EVENTS)
     record = run if isinstance(run, Record) else open_record(run)
     stretches = _stretches(record, stretch_events)
     if len(stretches) > 1:
-        history = _join(record, _replay_at_once(record, stretches))
+        history = _join(record, _found(record, stretches))
         if history is not None:
             return history
     builder = HistoryBuilder()
@@ -146,6 +147,21 @@ def _stretches(record: Record, least: int) -> list[_Stretch]:
     return [_Stretch(begin, end) for begin, end in zip(places, [*places[1:], None], strict=True)]
 
 
+def _found(record: Record, stretches: Sequence[_Stretch]) -> Iterator[bytes | None]:
+    """What `replay_stretch` returned or returns for each, in order."""
+    cache = HistoryCache(record)
+    missing = [stretch for stretch in stretches if not cache.holds(stretch)]
+    replayed = _replay_at_once(record, missing)
+    for stretch in stretches:
+        data = next(replayed) if stretch in missing else cache.load(stretch)
+        if data is None and stretch not in missing:  # its file is damaged, or of other source code
+            data = replay_stretch(record, stretch)
+            missing.append(stretch)
+        if data is not None and stretch in missing and stretch.end is not None:
+            cache.keep(stretch, data)
+        yield data
+
+
 _record: Record
 """In a process that replays stretches."""
 
@@ -162,7 +178,7 @@ def _replay_recorded(stretch: _Stretch) -> bytes | None:
 def _replay_at_once(record: Record, stretches: Sequence[_Stretch]) -> Iterator[bytes | None]:
     """What `replay_stretch` returns for each, in order."""
     count = min(len(stretches), len(os.sched_getaffinity(0)))
-    if count == 1 or threading.active_count() > 1:  # a process with threads must not be forked
+    if count <= 1 or threading.active_count() > 1:  # a process with threads must not be forked
         yield from (replay_stretch(record, stretch) for stretch in stretches)
         return
     fork = multiprocessing.get_context("fork")  # its processes have the user's policies, and import nothing
@@ -193,6 +209,7 @@ def replay_stretch(record: Record, stretch: _Stretch) -> bytes | None:
     return msgpack.packb(found)
 
 
+REPORTS = {name: getattr(HistoryBuilder, name) for name in dir(HistoryBuilder) if not name.startswith("_")}
 OF_ONE_GROUP = ("cut", "begin", "move", "reward")
 OF_ALL_GROUPS = ("draw", "pause", "lose", "batch")
 """Reports that builders of single groups need, too."""
@@ -208,7 +225,7 @@ def _join(record: Record, stretches: Iterator[bytes | None]) -> History | None:
         replayed.append(_Replayed._make(found.replayed))
         builder.add(found.attempts, found.waits, found.rows, found.tokens)
         for name, *arguments in found.calls:
-            getattr(builder, name)(*arguments)
+            REPORTS[name](builder, *arguments)
     return _history(record, builder, replayed)
 
 

@@ -115,6 +115,7 @@ CONTENTS = (
     "checkpoints",
     "samples",
     "logs",
+    "history-cache",
     "tensorboard",
     "wandb",
     "config.yaml",

@@ -1,5 +1,6 @@
 """The history of a run, as timeline, report and explanation use it: compared with the scheduler's own books."""
 
+import zlib
 from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import pairwise
@@ -9,11 +10,14 @@ from typing import Any
 import pytest
 
 from engine.errors import ConfigError, EngineError, RecordError
-from engine.inspect.history import FATES, NO_EVENT, RUNNING, History
+from engine.inspect import history_reader
+from engine.inspect.history import FATES, NO_EVENT, RUNNING, History, IdleSpan
 from engine.inspect.history_reader import read_history
-from engine.record import Header, Record, Recorder, read, replay
+from engine.inspect.timeline import timeline_of
+from engine.record import Header, Record, Recorder, Tick, read, replay, snapshots
 from engine.record.recorder import MemoryRecorder
 from engine.record.replayer import build_scheduler
+from engine.record.snapshots import snapshot
 from engine.simulation.world import Faults
 from engine.states.limits import Limits
 from engine.states.machine import Phase
@@ -66,9 +70,76 @@ def test_a_history_agrees_with_the_schedulers_books(family: Any, number: int) ->
     consumed = {group.group: group.tokens for group in history.groups if group.state == "consumed"}
     assert history.tokens["trained"] == sum(consumed.values())
     assert all(value.start <= value.end for value in history.intervals())
-    tracks = sorted((v.replica, v.incarnation, v.slot, v.start, v.end) for v in (*history.attempts, *history.chunks))
-    assert all(a[4] <= b[3] for a, b in pairwise(tracks) if a[:3] == b[:3]), "two groups overlap in one slot"
+    slices = [one for one in timeline_of(history).slices if one.kind in ("generating", "measuring")]
+    tracks = sorted((one.track, one.value.incarnation, one.start, one.end) for one in slices)
+    assert all(a[3] <= b[2] for a, b in pairwise(tracks) if a[:2] == b[:2]), "two groups overlap in one slot"
     assert len(history.rows) >= len([step for step in history.trained if step.finished_at >= 0])
+
+
+def with_snapshots(record: Record, directory: Path, every: int = 25) -> Record:
+    """The record with a snapshot after so many ticks."""
+    scheduler, recorder = build_scheduler(record.header), Recorder(directory, record.header)
+
+    def write(tick: Tick) -> None:
+        recorder.write(tick.events, tick.commands)
+        if (tick.number + 1) % every == 0:
+            recorder.snapshot(snapshot(scheduler))
+
+    replay(record, build=lambda header: scheduler, watch=write)
+    recorder.close()
+    return read(directory)
+
+
+def comparable(history: History) -> History:
+    """The history with rounded sums of idle time instead of its spans, which end at each snapshot."""
+    causes = {"busy": history.busy_s, **history.idle_s, **history.trainer_s}
+    sums = IdleSpan(0.0, history.end, 0.0, tuple(sorted((name, round(s, 6)) for name, s in causes.items() if s)), "")
+    return replace(history, idle=(sums,))
+
+
+@pytest.mark.parametrize(("family", "number"), WORLDS)
+def test_stretches_of_a_record_give_the_history_of_the_whole(family: Any, number: int, tmp_path: Path) -> None:
+    record = with_snapshots(record_of(family, number), tmp_path / "schedule")
+    whole = comparable(read_history(record, stretch_events=10**9))
+    assert comparable(read_history(record, stretch_events=25)) == whole, "from a replay"
+    assert comparable(read_history(record, stretch_events=25)) == whole, "from the cache"
+
+
+@pytest.fixture
+def long(tmp_path: Path) -> Record:
+    return with_snapshots(faulty_record(), tmp_path / "schedule")
+
+
+def test_only_what_is_new_is_replayed(long: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = read_history(long, 25)
+    replayed = []
+    original = history_reader.replay_stretch
+    monkeypatch.setattr(history_reader, "replay_stretch", lambda *a: replayed.append(a[1]) or original(*a))
+    assert read_history(tmp_path, 25) == before
+    assert [stretch.end for stretch in replayed] == [None], "the end of the record may grow"
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: zlib.compress(b"of other code")])
+def test_a_file_of_the_cache_that_cannot_be_used_is_written_again(long: Record, damage: Any, tmp_path: Path) -> None:
+    before = read_history(long, 25)
+    files = {path: path.read_bytes() for path in (tmp_path / "history-cache").iterdir()}
+    assert files
+    for path, data in files.items():
+        path.write_bytes(damage(data))
+    assert read_history(long, 25) == before
+    assert {path: path.read_bytes() for path in files} == files
+
+
+def test_a_snapshot_of_another_engine_is_passed_over(long: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = read_history(long, 10**9)
+    monkeypatch.setattr(snapshots, "declarations", lambda: [["State", "another field"]])
+    assert comparable(read_history(long, 25)) == comparable(whole)
+
+
+def test_a_record_in_memory_keeps_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    read_history(faulty_record(), 25)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(
