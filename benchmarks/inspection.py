@@ -1,10 +1,12 @@
-"""Seconds to read the history of a recorded run, and to write its Perfetto trace and its report.
+"""Seconds to read the history of a recorded run, the first time and again, and to write its Perfetto trace and its
+report.
 
     python benchmarks/inspection.py [--groups 100000] [--together 64]
 
-Uses one core. The record is that of `benchmarks/scheduler.py`: 16 replicas with 16 slots each, batches of 64 groups,
-new weights on every replica after each step. `--together` is the number of events that arrive at once: 64 is a run
-whose scheduler is busy all the time, 1 is one whose events arrive alone, where every event costs a whole tick.
+The first reading uses all cores. The record is that of `benchmarks/scheduler.py`: 16 replicas with 16 slots each,
+batches of 64 groups, new weights on every replica after each step. `--together` is the number of events that arrive at
+once: 64 is a run whose scheduler is busy all the time, 1 is one whose events arrive alone, where every event costs a
+whole tick.
 """
 
 import argparse
@@ -40,7 +42,7 @@ def make_record(directory: Path, groups: int) -> None:
     scheduler, echo = Scheduler(limits), machine.Echo(machine.SLOTS)
     header = Header(run="benchmark", limits=limits.to_plain(), policies=dict(scheduler.policies.names))
     recorder = Recorder(directory / "schedule", header)
-    driver = Driver(scheduler, machine.Steady(), recorder, echo)
+    driver = Driver(scheduler, machine.Steady(), recorder, echo, snapshot_every=25_000)
     driver.deliver(RunStarted(replicas=machine.REPLICAS))
     machine.drive(driver, echo, scheduler, groups)
     recorder.close()
@@ -62,7 +64,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place, rare_collection():
         directory = Path(place)
         timed("make the record", lambda: make_record(directory, arguments.groups))
-        history = timed("read the history", lambda: read_history(directory))
+        timed("read the history", lambda: read_history(directory))
+        history = timed("read it again", lambda: read_history(directory))
         print(f"{history.events} events in {history.ticks} ticks, {len(history.attempts)} attempts")
         timeline = timed("make the timeline", lambda: timeline_of(history))
         timed("write the trace", lambda: write_perfetto(timeline, directory / "trace.pftrace"))
