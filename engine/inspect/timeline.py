@@ -174,7 +174,7 @@ def _seated(history: History) -> Iterator[tuple[GenerationAttempt | RowsAttempt,
     while trajectories that ended make room for others."""
     attempts: list[GenerationAttempt | RowsAttempt] = [*history.attempts, *history.chunks]
     lives: dict[tuple[int, int], tuple[list[tuple[float, int]], list[int]]] = defaultdict(lambda: ([], []))
-    for attempt in sorted(attempts, key=lambda attempt: (attempt.start, attempt.end)):
+    for attempt in sorted(attempts, key=lambda attempt: (attempt.start, attempt[0])):
         busy, free = lives[attempt.replica, attempt.incarnation]
         while busy and busy[0][0] <= attempt.start:
             heappush(free, heappop(busy)[1])
