@@ -97,7 +97,7 @@ def read_history(run: str | Path | Record, stretch_events: int = STRETCH_EVENTS)
         if history is not None:
             return history
     builder = HistoryBuilder()
-    watcher = _Watcher(lambda name, *arguments: getattr(builder, name)(*arguments))
+    watcher = _StretchWatcher(lambda name, *arguments: getattr(builder, name)(*arguments))
     return _history(record, builder, [watcher.replay(record, _Stretch(None, None))])
 
 
@@ -189,7 +189,7 @@ def _replay_at_once(record: Record, stretches: Sequence[_Stretch]) -> Iterator[b
 def replay_stretch(record: Record, stretch: _Stretch) -> bytes | None:
     """A `_Finished`, packed; None if this engine cannot begin at the snapshot. Raises: see `read_history`."""
     calls: list[Call] = []
-    watcher = _Watcher(lambda *call: calls.append(call))
+    watcher = _StretchWatcher(lambda *call: calls.append(call))
     try:
         replayed = watcher.replay(record, stretch)
     except CodecError:
@@ -273,7 +273,7 @@ class _Rows(StepRows):
         """The builder writes the rows of steps that are finished at its end."""
 
 
-class _Watcher:
+class _StretchWatcher:
     """Watches the replay of a stretch, and reports what a `HistoryBuilder` needs."""
 
     def __init__(self, report: Report) -> None:
