@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -57,6 +59,25 @@ def test_a_new_project_passes_its_check_and_its_own_test(capsys: Capture, monkey
     clean = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), "."))}
     tested = subprocess.run([*python, "test_my_rewards.py"], env=clean, capture_output=True, text=True)
     assert tested.stdout == "5 responses get the expected reward\n", tested.stdout + tested.stderr
+
+
+def test_the_files_and_commands_of_the_tutorial_work(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "TUTORIAL.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    commands = [line for line in "".join(blocks).splitlines() if line.startswith("engine ")]
+    assert [cli._parser().parse_args(shlex.split(line)[1:]).run for line in commands], "each is understood"
+    assert cli.main(shlex.split(commands[0])[1:]) == 0
+    monkeypatch.chdir("smallest")
+    files = re.findall(r"^```(?:python|yaml)\n(# (\S+)\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert [name for _, name in files] == ["make_data.py", "my_rewards.py", "config.yaml"]
+    for text, name in files:
+        Path(name).write_text(text, encoding="utf-8")
+    capsys.readouterr()
+    subprocess.run([sys.executable, "make_data.py"], check=True)
+    row = json.loads(Path("data.jsonl").read_text().partition("\n")[0])
+    said = checked(capsys, ".")
+    assert f"    | <|im_start|>user\n    | {row['question']}<|im_end|>" in said
+    assert "my_rewards:score returns" in said and "model.warm_start.path has 1024" in said
 
 
 def test_a_new_project_for_a_model_of_ones_own_passes_its_check(capsys: Capture, tmp_path: Path) -> None:
