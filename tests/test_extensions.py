@@ -13,7 +13,7 @@ import yaml
 
 from engine import policies
 from engine.cli import main
-from engine.cli.run import _next_commands
+from engine.cli.run import _follow_up_commands
 from engine.config import extensions, load_config, load_extensions, parse_config
 from engine.errors import ConfigError
 from engine.policies import PolicySet, registry, state_registry
@@ -385,5 +385,5 @@ def test_what_to_type_next_imports_what_the_config_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Recorder(Path("here/schedule"), Header(run="x", limits={}, config={"run": {"extensions": named}})).close()
-    said = list(_next_commands(run_directory.RunDirectory(Path("here")), finished=True))
+    said = list(_follow_up_commands(run_directory.RunDirectory(Path("here")), finished=True))
     assert said == ["next:", f"  engine explain here{flag}", f"  engine replay here{flag}"]

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.cli import evaluate, explain, project, report, run_page, samples, timeline
+from engine.cli import evaluate, explain, project, report_command, run_page, samples, timeline_command
 from engine.cli import run as running
 from engine.cli.completion import SHELLS, PrintCompletion
 from engine.cli.control_commands import add_commands
@@ -173,8 +173,8 @@ def _parser() -> argparse.ArgumentParser:
     run_page.add_commands(commands)
     samples.add_command(commands)
     explain.add_command(commands)
-    timeline.add_command(commands)
-    report.add_command(commands)
+    timeline_command.add_command(commands)
+    report_command.add_command(commands)
     add_commands(commands)
 
     check = commands.add_parser("check", help="check whether a configuration can run")

@@ -214,7 +214,7 @@ def _train(config: "Config", directory: "RunDirectory", interrupts: Interrupts, 
         wall_s = time.monotonic() - began
         console.print(summary(status, where=where, wall_s=wall_s, advice=first_advice(directory.path)))
         misjudged = status.outcome == "failed" and DATA in status.failures
-        for line in _next_commands(directory, finished=status.outcome == "finished", misjudged=misjudged):
+        for line in _follow_up_commands(directory, finished=status.outcome == "finished", misjudged=misjudged):
             print(line)
     if interrupts.count or interrupts.waiting:
         complain(f"interrupted; the run is in {where}")
@@ -289,7 +289,7 @@ def _follow(handle: "RunHandle", view: "RunView", interrupts: Interrupts) -> "St
             interrupts.waiting = True  # last, because a further interrupt must be raised inside the `try` above
 
 
-def _next_commands(directory: "RunDirectory", *, finished: bool, misjudged: bool = False) -> Iterator[str]:
+def _follow_up_commands(directory: "RunDirectory", *, finished: bool, misjudged: bool = False) -> Iterator[str]:
     """`misjudged`: the run failed, and attempts failed on their prompt, agent or reward."""
     from engine.record import read
     from engine.storage.samples import FAILED, TRAIN, SampleFiles

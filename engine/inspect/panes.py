@@ -80,10 +80,11 @@ def order_lines(state: State, now: float) -> list[str]:
     for order in state.orders.all():
         together.setdefault((order.subject, owner_text(order.owner).removeprefix("the ")), []).append(order)
     lines = [f"{len(state.orders)} open, {state.stale_echoes} stale echoes so far"]
+    wide = max([11, *(len(owner) for _, owner in together)])
     for (subject, owner), orders in together.items():
         age = max(now - order.at for order in orders)
         ids = few(_id_text(order) for order in orders)
-        lines.append(f"{subject:<9} {owner:<11} {len(orders):>3} {age:>6.1f} s  {ids}")
+        lines.append(f"{subject:<9} {owner:<{wide}} {len(orders):>3} {age:>6.1f} s  {ids}")
     return lines
 
 
