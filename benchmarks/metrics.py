@@ -2,6 +2,9 @@
 a scrape.
 
     python benchmarks/metrics.py [--live 1000 1000000]
+    python benchmarks/metrics.py --step
+
+`--step`: milliseconds of CPU time of samples, response figures, health checks and idle accounting in one train step.
 
 Uses one core and no executor: driver, scheduler, machines, laws and record as in `scheduler.py`, on which this is
 based. Scrapes come over HTTP, as from Prometheus, both alone and while the scheduler works as fast as it can. Garbage
@@ -9,6 +12,7 @@ is collected as in the scheduler's process.
 """
 
 import argparse
+import asyncio
 import gc
 import statistics
 import subprocess
@@ -17,6 +21,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 from scheduler import REPLICAS, Echo, Wall, drive
@@ -24,14 +29,21 @@ from scheduler import REPLICAS, Echo, Wall, drive
 from engine.events import RunStarted
 from engine.metrics.collector import RunMetrics
 from engine.metrics.export import ExternalFigures, registry
+from engine.metrics.health import WINDOW, findings
 from engine.metrics.metrics_server import MetricsServer
 from engine.metrics.transitions import Transitions
+from engine.protocols import Batch
 from engine.record.frames import Header
 from engine.record.recorder import Recorder
+from engine.reward_histogram import HISTOGRAMS
 from engine.runtime.driver import Driver
 from engine.runtime.garbage_collection import collect_rarely, freeze_objects
 from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import Limits
+from engine.storage.samples import SamplePolicy
+from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
+from engine.workers.response_figures import response_figures, reward_histograms
+from engine.workers.sample_keeper import SampleKeeper
 
 SCRAPES, PAUSE_S = 40, 0.2
 ASKS = """
@@ -121,14 +133,71 @@ def cost(live: int, groups: int, runs: int) -> tuple[float, float, float]:
     return low, middle, high
 
 
+def batch_of(groups: int, samples: int, tokens: int) -> Batch:
+    """A batch of different responses with two rewards each, as a reward function leaves them."""
+    found = []
+    for group in range(groups):
+        responses = [
+            Trajectory(
+                token_ids=[7] * tokens, logprobs=[-0.5] * tokens, spans=[Span(0, tokens, 0)], reward=float(one % 3),
+                text=f"{group} {one} " * (tokens // 2), finish_reason="stop",
+                reward_parts={"right": float(one % 2), "short": one / samples},
+            )
+            for one in range(samples)
+        ]  # fmt: skip
+        prompt = Prompt(row=group, text=f"What is {group} + {group}?")
+        found.append(TrajectoryGroup(group=group, prompt=prompt, trajectories=responses))
+    return Batch(step=0, groups=found, staleness=[0] * groups)
+
+
+def of_a_step(groups: int, samples: int, tokens: int, runs: int = 10) -> None:
+    """Print the CPU time of each part of a train step; medians. The first time, with its imports, does not count."""
+    batch = batch_of(groups, samples, tokens)
+    responses = response_figures(batch.groups) | {HISTOGRAMS: reward_histograms(batch.groups)}
+    row = {"step": 0, "groups": groups, "tokens": groups * samples * tokens, "lr": 1e-6, **responses}
+    rows = [row | {"step": step} for step in range(WINDOW)]
+    with tempfile.TemporaryDirectory() as place:
+        keeper = SampleKeeper(Path(place), SamplePolicy())
+        counted = Run(1_000, Path(place) / "counted", metrics=True)
+        bare = Run(1_000, Path(place) / "bare", metrics=False)
+        parts: dict[str, Callable[[], object]] = {
+            "response figures and histograms": lambda: (
+                response_figures(batch.groups),
+                reward_histograms(batch.groups),
+            ),
+            "samples": lambda: asyncio.run(keeper.keep_step(batch, ())),
+            "health checks, once": lambda: findings(rows),
+        }
+        total = 0.0
+        for name, work in parts.items():
+            work()
+            total += (milliseconds := statistics.median(_cpu_ms(work) for _ in range(runs)))
+            print(f"{name:<34} {milliseconds:8.2f} ms")
+        times = [(bare.microseconds(2_000), counted.microseconds(2_000)) for _ in range(5)]
+        accounting = statistics.median(more - less for less, more in times) * groups / 1e3
+        print(f"{'idle accounting and all counters':<34} {accounting:8.2f} ms")
+        print(f"{'together':<34} {total + accounting:8.2f} ms of CPU for {groups} x {samples} x {tokens} tokens")
+
+
+def _cpu_ms(work: Callable[[], object]) -> float:
+    began = time.process_time()
+    work()
+    return 1e3 * (time.process_time() - began)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--step", action="store_true", help="only the parts of a train step")
     parser.add_argument("--live", type=int, nargs="+", default=[1_000, 1_000_000])
     parser.add_argument("--groups", type=int, default=40_000, help="groups timed per run")
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
     collect_rarely()
     freeze_objects()
+    if args.step:
+        of_a_step(groups=16, samples=8, tokens=32)
+        of_a_step(groups=64, samples=8, tokens=1024)
+        return
     bare, counted, scraped = cost(1_000, args.groups, args.runs)
     print(f"us/group  without {bare:.1f}  with metrics {counted:.1f}  scraped every second {scraped:.1f}", flush=True)
     print("live groups   scrape, nothing else: CPU ms  wall p50  max   while groups go through: wall p50  max")
