@@ -1,4 +1,4 @@
-"""The engine arguments of a vLLM replica that the run computes: the memory of a shared GPU, the size of a batch."""
+"""What the engine gives vLLM: the memory of a shared GPU, the size of a batch, how its processes start."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from engine.config.loading import parse_config
 from engine.ids import ReplicaId
 from engine.plans.rollouts import vllm_args
 from engine.plans.run_inputs import Inputs
-from engine.rollout.vllm.engine_args import all_engine_args, memory_args
+from engine.rollout.vllm.engine_args import all_engine_args, memory_args, prepare_environment
 from engine.runtime.plan import Plan, Rollout
 from engine.states.limits import Limits
 
@@ -69,3 +69,14 @@ def test_a_rollout_gets_its_part_of_a_shared_gpu() -> None:
         replace(plan, rollout_gpus=gpus).rollout_maker(4)
     replace(plan, make_sharing_rollout=None).rollout_maker(5)
     assert (shared, whole) == ([(3, 0.5)], [4, 4, 4, 5])
+
+
+@pytest.mark.parametrize("for_cpu", [True, False])
+def test_an_engine_on_gpus_is_not_forked_from_a_process_that_may_know_cuda(
+    for_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment: dict[str, str] = {}
+    monkeypatch.setattr("os.environ", environment)
+    monkeypatch.setattr("engine.rollout.vllm.engine_args.built_for_cpu", lambda: for_cpu)
+    prepare_environment(1)
+    assert environment.get("VLLM_WORKER_MULTIPROC_METHOD") == (None if for_cpu else "spawn")

@@ -166,5 +166,7 @@ def prepare_environment(threads: int, *, logged: bool = False) -> None:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),
     }
+    if not built_for_cpu():  # vLLM would fork, and then fails if this process has so much as counted the GPUs
+        proposals["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     for name, value in proposals.items():
         os.environ.setdefault(name, value)
