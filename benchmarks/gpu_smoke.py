@@ -2,11 +2,12 @@
 
     python benchmarks/gpu_smoke.py [--budget 360] [--parts facts,gradients] [--device auto] [--out FILE]
 
-It needs no Ray, no vLLM and no network: models are made on the spot, with random weights in the shapes of Qwen3-0.6B
-and Qwen3-4B. Each part runs in a separate process and prints one line of JSON. A part that fails has `error` and the
-end of its standard error, next to the figures that it had so far, and the others still run. Parts are in the order of
-their value; when the budget is used up, those that remain are named as skipped. `--device cpu` runs tiny shapes to test
-the program, and skips what needs a GPU; `auto` is the GPU if there is one.
+It needs no network: models are made on the spot, with random weights in the shapes of Qwen2.5-0.5B, Qwen3-0.6B and
+Qwen3-4B. Only the parts `vllm` and `vllm-run` need vLLM and Ray. Each part runs in a separate process and prints one
+line of JSON. A part that fails has `error` and the end of its standard error, next to the figures that it had so far,
+and the others still run. Parts are in the order of their value; when the budget is used up, those that remain are named
+as skipped. `--device cpu` runs tiny shapes to test the program, and skips what needs a GPU; `auto` is the GPU if there
+is one.
 """
 
 import argparse
@@ -58,7 +59,8 @@ PARTS = {
     "transfers": Part("kernels.transfers", 90, needs_gpu=True),
     "repeat": Part("training.repeat", 90),
     "host-optimizer": Part("training.host_optimizer", 150, needs_gpu=True),
-    "vllm": Part("machine.vllm", 240, needs_gpu=True),
+    "vllm": Part("engines.engine_alone", 300),
+    "vllm-run": Part("engines.whole_run", 300),
 }
 """By name, the most valuable first."""
 

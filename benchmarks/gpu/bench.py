@@ -44,12 +44,13 @@ class Shape:
 
 SHAPES = {
     "0.15b": Shape(1024, 3072, 6, 16, 8, vocab_size=VOCABULARY),
+    "0.5b": Shape(896, 4864, 24, 14, 2, head_dim=64),
     "0.6b": Shape(1024, 3072, 28, 16, 8),
     "4b": Shape(2560, 9728, 36, 32, 8),
 }
-"""The last two are those of Qwen3-0.6B and Qwen3-4B."""
-TINY = Shape(32, 64, 2, 4, 2, head_dim=8, vocab_size=VOCABULARY)
-"""In place of all of them on a CPU."""
+"""The last three are those of Qwen2.5-0.5B, Qwen3-0.6B and Qwen3-4B."""
+TINY = Shape(32, 64, 2, 4, 2, head_dim=32, vocab_size=VOCABULARY)
+"""In place of all of them on a CPU. vLLM for CPUs has no smaller heads."""
 
 
 class Bench:

@@ -1,6 +1,5 @@
 """Parts about the machine and what is installed there: versions, the tests for GPUs, a run with vLLM."""
 
-import json
 import os
 import platform
 import shutil
@@ -82,27 +81,3 @@ def tests(bench: Bench) -> Iterator[Figures]:
         yield {str(case.get("name")): found[0] if found else "passed"}
     if done.returncode:
         raise SystemExit(f"pytest ended with {done.returncode}")
-
-
-# -- vLLM --------------------------------------------------------------------------------------------------------------
-
-
-def vllm(bench: Bench) -> Iterator[Figures]:
-    """Three steps of a run with vLLM."""
-    config = ROOT / "configs" / "gpu_1.yaml"
-    if find_spec("vllm") is None:
-        yield {"skipped": "vLLM is not installed"}
-    elif not config.exists():
-        yield {"skipped": f"{config.relative_to(ROOT)} does not exist"}
-    else:
-        runs = bench.folder / "runs"
-        changes = ["--set", "run.max_steps=3", "--set", f"run.dir={runs}"]
-        command = [sys.executable, "-m", "engine.cli", "run", str(config), *changes]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        yield {"status": done.returncode, "output": done.stdout[-1000:]}
-        for file in runs.rglob("metrics.jsonl"):
-            rows = [json.loads(line) for line in file.read_text().splitlines()]
-            yield {"steps": [{name: row.get(name) for name in ("step", "elapsed_s", "loss")} for row in rows]}
-        if done.returncode:
-            print(done.stderr, file=sys.stderr)
-            raise SystemExit(f"engine run ended with {done.returncode}")

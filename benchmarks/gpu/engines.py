@@ -1,0 +1,221 @@
+"""The parts with vLLM: an engine of its own, and a whole run of `configs/gpu_1.yaml`.
+
+No network: the model has random weights and the shape of the configuration's, its tokenizer has bytes, and the rows are
+made. The reward is the share of even tokens.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from engine.rollout.backend import SampleRequest, SamplingParams
+from engine.tasks.tokenizer import save_chat_tokenizer
+from engine.training.batch import Sample, sample_of_answer
+from engine.training.model_trainer import ModelTrainer
+from engine.training.trainer_settings import TrainerSettings
+from gpu.bench import Bench, Figures
+from gpu.sampling import TRAINERS, gaps, plain_logprobs
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "configs" / "gpu_1.yaml"
+FIGURES = (
+    "step", "elapsed_s", "tokens", "reward_mean", "loss", "grad_norm", "seconds", "trainer_seconds", "staleness_mean",
+    "ratio_mean", "tis_truncated_share", "behavior_kl_k3", "logprob_gap_max", "logprob_gap_max_fresh",
+    "logprob_gap_mean_fresh", "logprob_gap_mean_stale",
+)  # fmt: skip
+"""Of a train step in `metrics.jsonl`."""
+
+
+def with_tokenizer(path: str) -> str:
+    """The same directory of a model, which then has a tokenizer."""
+    if not (Path(path) / "tokenizer.json").exists():
+        save_chat_tokenizer(path)
+    return path
+
+
+def missing() -> Figures | None:
+    """Why a part with vLLM is skipped."""
+    return {"skipped": "vLLM is not installed"} if find_spec("vllm") is None else None
+
+
+# -- an engine alone ---------------------------------------------------------------------------------------------------
+
+
+def engine_alone(bench: Bench) -> Iterator[Figures]:
+    """An engine of vLLM without a run: its start, speed, installs and sleep, and its log-probs against those of a plain
+    forward pass and of the trainer, before and after new weights."""
+    if skipped := missing():
+        yield skipped
+        return
+    path = with_tokenizer(bench.model("0.5b"))
+    found: list[tuple[str, list[Sample], list[Any]]] = []
+    measured = measure(bench, path, found)
+    with asyncio.Runner() as runner, suppress(StopAsyncIteration):
+        while True:
+            yield runner.run(next_of(measured))
+    for model, samples, sampled in found:
+        bench.empty()
+        compared = {"plain forward, bfloat16": gaps(plain_logprobs(bench, model, samples), sampled)}
+        bench.empty()
+        trainer = ModelTrainer(model, TrainerSettings(device=bench.device.type, **TRAINERS["trainer, bfloat16"]))
+        compared["trainer, bfloat16"] = gaps(trainer.policy.score(samples), sampled)
+        del trainer
+        yield {f"log-probs, {'first' if model == path else 'installed'} weights": compared}
+
+
+async def next_of(steps: AsyncIterator[Figures]) -> Figures:
+    return await anext(steps)
+
+
+def moved(bench: Bench, path: str) -> dict[str, torch.Tensor]:
+    """Other weights of the same model, which are also written to a directory."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.add_(0.02 * tensor.std() * torch.randn_like(tensor)) if tensor.ndim > 1 else None
+    model.save_pretrained(bench.folder / "changed")
+    return load_file(bench.folder / "changed" / "model.safetensors")
+
+
+async def measure(bench: Bench, path: str, found: list[tuple[str, list[Sample], list[Any]]]) -> AsyncIterator[Figures]:
+    """Adds to `found`, for the first and for installed weights: their directory, samples and their log-probs."""
+    from engine.rollout.vllm.vllm_backend import VllmBackend
+
+    rows, tokens = bench.sized(32, 4), bench.sized(256, 8)
+    arguments = {"max_model_len": 1024, "enable_sleep_mode": bench.gpu}
+    arguments |= {"gpu_memory_utilization": 0.4} if bench.gpu else {"dtype": "bfloat16", "enforce_eager": True}
+    began = time.perf_counter()
+    log = bench.folder / "vllm.log"
+    backend = await asyncio.to_thread(lambda: VllmBackend(path, rows=rows, engine_args=arguments, log=log))
+    yield {"start": {"s": time.perf_counter() - began, "gb": used_gb(bench)}}
+    drawn = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 256, (64,), generator=drawn).tolist() for _ in range(rows)]
+
+    async def sample(seed: int) -> list[Any]:
+        params = SamplingParams(max_tokens=tokens)
+        return await asyncio.gather(*(
+            backend.sample(SampleRequest(id=f"{seed}-{row}", prompt_ids=ids, params=params, seed=seed * rows + row))
+            for row, ids in enumerate(prompts)
+        ))  # fmt: skip
+
+    async def timed(work: Any) -> tuple[dict[str, float], Any]:
+        began = time.perf_counter()
+        result = await work
+        return {"s": time.perf_counter() - began, "gb": used_gb(bench)}, result
+
+    def samples_in(results: list[Any]) -> tuple[list[Sample], list[Any]]:
+        pairs = zip(prompts, results, strict=True)
+        return [sample_of_answer(ids, one.token_ids) for ids, one in pairs], [torch.tensor(r.logprobs) for r in results]
+
+    try:
+        await sample(0)
+        figures, first = await timed(sample(1))
+        figures["tokens_per_s"] = sum(len(one.token_ids) for one in first) / figures["s"]
+        again = await sample(1)
+        yield {"sample": figures, "repeats": [one.token_ids for one in first] == [one.token_ids for one in again]}
+        found.append((path, *samples_in(first)))
+        sums = await backend._engine.compute_weight_checksums()
+        weights = await asyncio.to_thread(moved, bench, path)
+        await backend.pause("keep")
+        yield {"stage": (await timed(backend.stage(1, weights)))[0]}
+        yield {"install": (await timed(backend.install(1)))[0]}
+        others = await backend._engine.compute_weight_checksums()
+        yield {"weights": {"parameters": len(flat(sums)), "changed by the install": differing(sums, others)}}
+        yield {"sleep": (await timed(backend.sleep()))[0], "wake": (await timed(backend.wake()))[0]}
+        yield {"changed by sleep": differing(others, await backend._engine.compute_weight_checksums())}
+        await backend.resume()
+        second = await sample(1)
+        yield {"versions": sorted({span.version for one in second for span in one.spans})}
+        found.append((str(bench.folder / "changed"), *samples_in(second)))
+    finally:
+        await backend.close()
+
+
+def flat(sums: Any, name: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings and lists."""
+    if isinstance(sums, dict):
+        pairs = [(f"{name}/{key}", value) for key, value in sums.items()]
+    elif isinstance(sums, list | tuple):
+        pairs = [(f"{name}/{index}", value) for index, value in enumerate(sums)]
+    else:
+        return {name: sums}
+    return {inner: leaf for key, value in pairs for inner, leaf in flat(value, key).items()}
+
+
+def differing(one: Any, other: Any) -> int:
+    before, after = flat(one), flat(other)
+    return sum(before.get(name) != after.get(name) for name in before.keys() | after.keys())
+
+
+def used_gb(bench: Bench) -> float:
+    """Of the device, by all processes."""
+    if not bench.gpu:
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 1e9
+
+
+# -- a whole run -------------------------------------------------------------------------------------------------------
+
+
+def whole_run(bench: Bench) -> Iterator[Figures]:
+    """Three steps of `configs/gpu_1.yaml`, and the replay of their record."""
+    if skipped := missing():
+        yield skipped
+        return
+    runs = bench.folder / "runs"
+    done = command(bench, "run", str(CONFIG), *changes(bench, runs))
+    yield {"status": done.returncode, "output": done.stdout[-1000:]}
+    for file in runs.rglob("metrics.jsonl"):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        yield {"steps": [{name: row[name] for name in FIGURES if name in row} for row in rows]}
+        yield {"replay": command(bench, "replay", str(file.parent)).stdout[-300:]}
+    if done.returncode:
+        for log in runs.rglob("logs/*"):
+            print(f"-- {log}\n{log.read_text(errors='replace')[-1500:]}", file=sys.stderr)
+        print(done.stderr, file=sys.stderr)
+        raise SystemExit(f"engine run ended with {done.returncode}")
+
+
+def command(bench: Bench, *words: str) -> "subprocess.CompletedProcess[str]":
+    """Run a command of the engine, whose actors find the reward."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run([sys.executable, "-m", "engine.cli", *words], capture_output=True, text=True,
+                          cwd=bench.folder, env={**os.environ, "PYTHONPATH": path})  # fmt: skip
+
+
+def changes(bench: Bench, runs: Path, steps: int = 3) -> list[str]:
+    """What of the configuration must differ without a network; on a CPU, also what makes it small."""
+    rows = bench.folder / "rows.jsonl"
+    asked = "Tom has {n} apples and buys {m} more on each of {d} days. How many has he?"
+    rows.write_text("".join(
+        json.dumps({"question": asked.format(n=n, m=n % 7, d=n % 5 + 2)}) + "\n"
+        for n in range(1, 513)
+    ))  # fmt: skip
+    fields: dict[str, Any] = {
+        "run.max_steps": steps, "run.dir": runs, "model.path": with_tokenizer(bench.model("0.5b")), "data.path": rows,
+        "data.validation_path": rows, "reward.function": "gpu.rewards:even_share", "validation.at_start": "false",
+        "validation.at_end": "false",
+    }  # fmt: skip
+    if not bench.gpu:
+        fields |= {
+            "scheduler.train_batch_size": 2, "scheduler.samples_per_prompt": 2, "scheduler.max_concurrent_groups": 3,
+            "rollout.max_tokens": 8, "rollout.engine_args.gpu_memory_utilization": "null",
+            "rollout.engine_args.enforce_eager": "true", "rollout.engine_args.dtype": "float32",
+            "trainer.micro_batch_tokens": 512,
+        }  # fmt: skip
+    return [word for name, value in fields.items() for word in ("--set", f"{name}={value}")]
