@@ -77,6 +77,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {*RUNTIME, "runtime", "simulation"},
     "api": {*RUNTIME, *WORK, "runtime", "cli", "extras"},
     "__init__": {*POLICIES, "api", "runtime", "environments", "version"},
+    "__main__": {"cli"},
 }
 
 PURE = (*TYPES, "events", "commands", "states", "policies", "scheduling")
@@ -373,7 +374,7 @@ def test_a_sleeping_replica_is_let_by() -> None:
     assert list(nothing_sleeps(Source("engine/workers/replica.py", text))) == []
 
 
-BESIDE = {*BOTTOM, "extras", "version", "__init__"}
+BESIDE = {*BOTTOM, "extras", "version", "__init__", "__main__"}
 """What the picture of the layers leaves out: files that every folder may import."""
 
 

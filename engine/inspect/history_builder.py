@@ -442,7 +442,7 @@ class HistoryBuilder(GroupBuilder):
     def _end_sync(self, replica: ReplicaId, at: float, outcome: str, event: EventId) -> None:
         if replica in self._open_syncs:
             fields, start, cause = self._open_syncs.pop(replica)
-            self.syncs.append(SyncPhase(*fields, start, at, outcome, cause, event))
+            self.syncs.append(SyncPhase._make((*fields, start, at, outcome, cause, event)))
 
     # the rest
 
