@@ -55,6 +55,7 @@ PARTS = {
     "offload": Part("training.offload", 90),
     "fsdp": Part("training.fsdp", 90),
     "attention": Part("kernels.attention", 60, needs_gpu=True),
+    "attention-kernels": Part("training.attention_kernels", 150),
     "long-row": Part("training.long_row", 60),
     "transfers": Part("kernels.transfers", 90, needs_gpu=True),
     "repeat": Part("training.repeat", 90),

@@ -31,6 +31,21 @@ def test_the_line_says_how_rows_are_laid_out(tmp_path: Path) -> None:
     assert "padded to the longest" in packing_line(config(packing="off"), plain)
 
 
+def test_the_line_says_what_computes_attention(tmp_path: Path) -> None:
+    plain = written(tmp_path)
+    gpu: dict[str, Any] = {"device": "cuda"}
+    assert "by torch.nn.attention.varlen" in packing_line(config(**gpu), plain)
+    assert "by sdpa" in packing_line(config(**gpu, attention="sdpa"), plain)
+    assert "by sdpa" in packing_line(config(**gpu, bf16="off"), plain)
+    assert "by sdpa" in packing_line(config(device="cpu"), plain)
+
+
+@pytest.mark.parametrize("impossible", [{"packing": "off"}, {"device": "cpu"}, {"bf16": "off"}])
+def test_an_attention_that_cannot_be_computed_is_refused(impossible: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.attention is 'varlen'.*for example auto"):
+        config(attention="varlen", **impossible)
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -64,6 +79,10 @@ def test_sharing_needs_packed_rows_and_determinism_refuses_them() -> None:
         config(packing="off", shared_prompts="on")
     fixed = parse_config({"model": {"make": "arithmetic"}, "rollout": {"deterministic": True}})
     assert fixed.trainer.packing == "off"
+    with pytest.raises(ConfigError, match=r"trainer\.compile is True.*deterministic"):
+        parse_config(
+            {"model": {"make": "arithmetic"}, "rollout": {"deterministic": True}, "trainer": {"compile": True}}
+        )
     with pytest.raises(ConfigError, match=r"trainer\.packing is 'on'.*deterministic"):
         parse_config(
             {"model": {"make": "arithmetic"}, "rollout": {"deterministic": True}, "trainer": {"packing": "on"}}

@@ -76,26 +76,32 @@ def gradients(bench: Bench) -> Iterator[Figures]:
         found, seconds = gradient_of(trainer, batch)
         parts = {name: float((found[name] - exact[name]).norm() / exact[name].norm()) for name in exact}
         worst = max(parts, key=lambda name: parts[name])
-        difference = sum(float((found[name] - exact[name]).square().sum()) for name in exact)
-        whole = sum(float(value.square().sum()) for value in exact.values())
         yield {
-            kind: {"error": (difference / whole) ** 0.5, "worst": [worst, parts[worst]], "seconds": seconds,
+            kind: {"error": error_of(found, exact), "worst": [worst, parts[worst]], "seconds": seconds,
                    "packed": trainer.policy.packing.packed},
         }  # fmt: skip
 
 
-def gradient_of(trainer: ModelTrainer, batch: Batch) -> tuple[dict[str, Tensor], float]:
-    """By parameter, what a train step gives the optimizer, and the step's seconds."""
+def gradient_of(trainer: ModelTrainer, batch: Batch, device: str = "cpu") -> tuple[dict[str, Tensor], float]:
+    """By parameter, what a train step gives the optimizer, in float64 on a device, and the step's seconds."""
     found: dict[str, Tensor] = {}
 
     def keep(*_: Any) -> None:
         for name, parameter in trainer.model.named_parameters():
             gradient = trainer.policy.masters.of(parameter).grad
             assert gradient is not None
-            found[name] = gradient.detach().cpu().double()
+            found[name] = gradient.detach().to(device, torch.float64)
 
-    trainer.optimizer.register_step_pre_hook(keep)
-    return found, trainer.train(batch)["seconds_train"]
+    hook = trainer.optimizer.register_step_pre_hook(keep)
+    seconds = trainer.train(batch)["seconds_train"]
+    hook.remove()
+    return found, seconds
+
+
+def error_of(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """Of a whole gradient, relative to its norm."""
+    difference = sum(float((value - exact[name].to(value.device)).square().sum()) for name, value in found.items())
+    return float((difference / sum(float(value.square().sum()) for value in exact.values())) ** 0.5)
 
 
 # -- speed and memory --------------------------------------------------------------------------------------------------
@@ -107,6 +113,44 @@ def speed_of_the_small_model(bench: Bench) -> Iterator[Figures]:
 
 def speed_of_the_large_model(bench: Bench) -> Iterator[Figures]:
     yield from speed(bench, "4b", 4, activation_checkpointing=True, micro_batch_tokens=8_192)
+
+
+KERNELS: dict[str, dict[str, Any]] = {
+    "sdpa": {"attention": "sdpa"},
+    "varlen": {"attention": "varlen"},
+    "varlen, compiled": {"attention": "varlen", "compile": True},
+}
+
+
+def attention_kernels(bench: Bench) -> Iterator[Figures]:
+    """The small model with each kernel for packed rows, and with compiled layers: the error of its gradient against
+    float32, speed, and memory."""
+    from torch._dynamo.utils import counters
+
+    small = bench.batch(7, 2, 4, 200, 300)
+    exact_trainer = ModelTrainer(bench.model("0.6b"), TrainerSettings(device=bench.device.type, bf16="off"))
+    score(exact_trainer, small)
+    exact, _ = gradient_of(exact_trainer, small)
+    del exact_trainer
+    bench.empty()
+    options = {"activation_checkpointing": False, "micro_batch_tokens": 16_384}
+    kinds = KERNELS if bench.gpu else {"sdpa": KERNELS["sdpa"]}
+    for kind, own in kinds.items():
+        trainer, _ = loaded(bench, "0.6b", {**options, **own})
+        found, seconds = gradient_of(trainer, small, bench.device.type)
+        figures: dict[str, Any] = {"gradient_error": error_of(found, exact), "small_step_s": seconds}
+        del found
+        batches = [bench.batch(step, 4, 8, 256 - 16 * step, 1024 - 24 * step) for step in range(3)]
+        for name, batch in {"first": batches[0], "same shapes": batches[0], "new shapes": batches[1]}.items():
+            score(trainer, batch)
+            bench.forget_peak()
+            step = measured_step(bench, "0.6b", trainer, batch)
+            figures[name] = {figure: step.get(figure) for figure in ("seconds", "tokens_per_s", "mfu", "tensors_gb")}
+        scoring = bench.seconds(score, trainer, batches[2])
+        figures["scoring_tokens_per_s"] = work_of(trainer, batches[2])["tokens"] / scoring
+        yield {kind: figures | {"graphs": counters["stats"]["unique_graphs"]}}
+        del trainer
+        bench.empty()
 
 
 def host_optimizer(bench: Bench) -> Iterator[Figures]:

@@ -28,6 +28,7 @@ NEEDS = (
     Need("trainer.threads", 1, "results depend on the number of threads"),
     Need("trainer.device", "cpu", "only the CPU is deterministic", open="auto"),
     Need("trainer.packing", "off", "packed rows are rounded differently from a plain loop's", open="auto"),
+    Need("trainer.compile", False, "compiled layers are rounded differently from a plain loop's"),
     Need("trainer.ranks", 1, "sums over ranks are rounded differently"),
     Need("scheduler.policies.batching", "strict-order", "batches must be in the order drawn"),
     Need("scheduler.policies.deadline", "wait", "other deadline policies depend on the clock"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.config.hardware import object_store_limit
-from engine.config.memory import Model, memory_lines, published_bytes
+from engine.config.memory import Model, computed_bytes, memory_lines, on_gpu, published_bytes
 from engine.config.model_description import files_of, number_bytes, numbers_in, tensor_shapes, vocabulary
 from engine.config.reward_functions import reward_of_section, reward_of_set
 from engine.config.schema import Config
@@ -137,6 +137,11 @@ def _model_lines(config: Config, directory: Path | None) -> Iterator[str]:
         yield from _size_lines(config, directory, shapes)
     if directory is not None and not config.trainer.custom:
         yield packing_line(config, directory)
+    if config.trainer.compile and not config.trainer.custom:
+        yield (
+            "note: trainer.compile: each process of the trainer compiles layers in its first passes, which takes a "
+            "minute or more and needs a C++ compiler there; the limit of these steps is timeouts.train_s"
+        )
     yield from _check_reference(config, directory)
     checkpoint = config.model.checkpoint_path
     if checkpoint is not None:
@@ -461,9 +466,11 @@ def packing_line(config: Config, directory: Path) -> str:
         reason = "has no config.json that can be read"
     if reason is None:
         shared = {"auto": "a prompt is computed once if that saves 15 % of the tokens", "off": "no prompt is shared"}
+        varlen = t.attention != "sdpa" and on_gpu(config) and computed_bytes(config) == 2
         return (
             "ok: trajectories are packed without padding if a test of the loaded model gives the same results; "
-            f"{shared.get(t.shared_prompts, 'each prompt is computed once')}"
+            f"{shared.get(t.shared_prompts, 'each prompt is computed once')}; "
+            f"attention is computed by {'torch.nn.attention.varlen where torch has it' if varlen else 'sdpa'}"
         )
     for field in ("packing", "shared_prompts"):
         if getattr(t, field) == "on":

@@ -27,7 +27,7 @@ from engine.training.layout import load_of
 from engine.training.losses import TokenTerms, policy_loss, without_unsound
 from engine.training.masters import Masters
 from engine.training.model_files import StoredTensor, fill_model
-from engine.training.packed_attention import pack_attention
+from engine.training.packed_attention import NAME, VARLEN, pack_attention, why_not_varlen
 from engine.training.ranks import ALONE, Move, Ranks, layers_of
 from engine.training.trainer_settings import TrainerSettings
 
@@ -62,12 +62,14 @@ class Policy:
     ) -> None:  # fmt: skip
         """`missing`: the weights that a model of several ranks does not have yet."""
         choose_attention(device)
+        _check_varlen(settings, device, bf16)
         self.model = model
         self.settings = settings
         self.device = device
         self.bf16 = bf16
         self.ranks = ranks
         self.masters = Masters()
+        self._logprobs_of = torch.compile(logprobs_of, dynamic=True) if settings.compile else logprobs_of
         if ranks.count == 1:
             self._parts, self.packing = _examine(model, settings)
             if bf16:  # several ranks gather float32 shards as bfloat16
@@ -139,15 +141,7 @@ class Policy:
         return self._of_logits(logits, targets, entropy)
 
     def _of_logits(self, logits: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of each target, from [tokens, vocabulary]."""
-        logits = logits.float()
-        if self.settings.temperature != 1.0:
-            logits = logits / self.settings.temperature
-        logprobs = logits.log_softmax(-1)
-        chosen = logprobs.gather(1, targets[:, None]).squeeze(1).clone()  # FSDP warns of views
-        if not entropy:
-            return chosen, chosen.new_zeros(0)
-        return chosen, entropy_of(logprobs)
+        return self._logprobs_of(logits, targets, self.settings.temperature, entropy)
 
     def score(self, samples: Sequence[Sample]) -> list[Tensor]:
         """Log-probs of each sample's trainable tokens under the present weights. Collective. [samples][tokens] float32,
@@ -180,7 +174,14 @@ class Policy:
 
 
 def _examine(model: Any, settings: TrainerSettings) -> tuple[tuple[Callable[..., Any], Any] | None, Packing]:
-    return body_and_head(model), packing_for(model, settings)
+    with torch.compiler.set_stance("force_eager"):
+        return body_and_head(model), packing_for(model, settings)
+
+
+def _check_varlen(settings: TrainerSettings, device: torch.device, bf16: bool) -> None:
+    reason = why_not_varlen(device, torch.bfloat16 if bf16 else torch.float32) if settings.attention == "varlen" else ""
+    if reason:
+        raise ConfigError("trainer.attention", "varlen", reason, "use auto")
 
 
 def packing_for(model: Any, settings: TrainerSettings) -> Packing:
@@ -190,7 +191,7 @@ def packing_for(model: Any, settings: TrainerSettings) -> Packing:
     """
     if settings.packing == "off":
         return PADDED
-    reason = pack_attention(model)
+    reason = pack_attention(model, NAME if settings.attention == "sdpa" else VARLEN)
     if reason is None:
         shared = {"auto": LEAST_SHARED, "on": 0.0, "off": None}[settings.shared_prompts]
         return Packing(packed=True, shared=shared)
@@ -199,6 +200,16 @@ def packing_for(model: Any, settings: TrainerSettings) -> Packing:
             raise ConfigError(f"trainer.{field}", "on", f"{type(model).__name__} {reason}", "use auto")
     log.warning("rows are padded, not packed: %s %s", type(model).__name__, reason)
     return PADDED
+
+
+def logprobs_of(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy of each target, from [tokens, vocabulary]; the entropies are empty where not asked for."""
+    logits = logits.float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs.gather(1, targets[:, None]).squeeze(1).clone()  # FSDP warns of views
+    return chosen, entropy_of(logprobs) if entropy else chosen.new_zeros(0)
 
 
 def entropy_of(logprobs: Tensor) -> Tensor:
@@ -249,6 +260,19 @@ def body_and_head(model: Any) -> tuple[Callable[..., Any], Any] | None:
             if torch.allclose(whole.float(), head(hidden).float(), rtol=1e-4, atol=1e-5):
                 return body, head
     return None
+
+
+def compile_layers(model: Any, settings: TrainerSettings) -> None:
+    """If `settings.compile`: compile each transformer layer, at its first pass, for any number of tokens. Attention
+    over packed rows is not compiled. Call it before `checkpoint_layers` and before the model is sharded.
+
+    Raises `ConfigError` if the model does not name its layers.
+    """
+    layers = layers_of(model) if settings.compile else []
+    if settings.compile and not layers:
+        raise ConfigError("trainer.compile", True, f"{type(model).__name__} does not name its layers", "use false")
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def checkpoint_layers(model: Any) -> int:

@@ -104,12 +104,50 @@ class Bucket:
             yield AttentionPart(slice(first, stop), slice(oldest, before + stop), mask)
 
 
+class Sequences(NamedTuple):
+    """The pieces of a row for a kernel that takes sequences of different lengths. The last query of a piece attends to
+    all of its keys, and each earlier one to one key less."""
+
+    query_starts: Tensor
+    """Place of the first query of each piece, and the number of queries. [pieces + 1] int32"""
+    key_starts: Tensor
+    """The same for the keys: those of the prefix, then those of the piece. [pieces + 1] int32"""
+    key_places: Tensor | None
+    """Place in the row of each key; None if no piece has a prefix, so that keys lie like queries. [keys] int64"""
+    longest_query: int
+    longest_key: int
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Layout:
     """The buckets of one packed row."""
 
     buckets: tuple[Bucket, ...]
     """In the order of the row, without gaps."""
+    _sequences: dict[torch.device, Sequences] = field(default_factory=dict)
+
+    def sequences(self, device: torch.device) -> Sequences:
+        """The same pieces, one by one. They need neither padding nor masks."""
+        if device not in self._sequences:
+            self._sequences[device] = self._new_sequences(device)
+        return self._sequences[device]
+
+    def _new_sequences(self, device: torch.device) -> Sequences:
+        queries = torch.tensor([length for bucket in self.buckets for length in bucket.lengths])
+        prefixes = [bucket.prefix or Prefix(0, 0) for bucket in self.buckets for _ in bucket.lengths]
+        keys = queries + torch.tensor([prefix.length for prefix in prefixes])
+        places: Tensor | None = None
+        if any(prefix.length for prefix in prefixes):
+            own = torch.arange(int(queries.sum())).split(queries.tolist())
+            pairs = zip(prefixes, own, strict=True)
+            places = torch.cat(
+                [part for (start, length), mine in pairs for part in (torch.arange(start, start + length), mine)]
+            )
+        query_starts, key_starts = (torch.cat([one.new_zeros(1), one.cumsum(0)]).int() for one in (queries, keys))
+        return Sequences(
+            query_starts.to(device), key_starts.to(device), None if places is None else places.to(device),
+            int(queries.max()), int(keys.max()),
+        )  # fmt: skip
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> "Layout":
         moved = (

@@ -18,7 +18,7 @@ from engine.protocols import Batch
 from engine.training.advantages import set_advantages
 from engine.training.batch import Sample, samples_of
 from engine.training.device import device_named, runs_in_bf16
-from engine.training.gradients import Policy
+from engine.training.gradients import Policy, compile_layers
 from engine.training.lora import without_adapter
 from engine.training.model_checkpoint import load_weights, trained_tensors
 from engine.training.model_files import load_model
@@ -139,6 +139,7 @@ def load_reference(
         law = f"has {theirs} tokens, but the trained model has {tokens}"
         raise ConfigError("trainer.reference_path", path, law, "use a model with the same tokenizer")
     loaded.model.requires_grad_(False)
+    compile_layers(loaded.model, settings)
     return Policy(loaded.model, _tolerant(settings), device, bf16, ranks, loaded.missing)
 
 
@@ -170,6 +171,7 @@ class ModelScorer:
         if "old_logprobs" in tasks:
             loaded = load_model(model_path, ALONE, settings.lora, settings.seed)
             loaded.model.requires_grad_(False)
+            compile_layers(loaded.model, settings)
             trained = Policy(loaded.model, settings, device, bf16)
             self._policies["old_logprobs"] = trained
         if "ref_logprobs" in tasks:

@@ -28,7 +28,7 @@ from engine.training.advantages import set_advantages, shaping_metrics
 from engine.training.batch import Answer, Sample, by_rollout, sample_of_answer, samples_of
 from engine.training.device import checkpoints_activations, device_named, runs_in_bf16
 from engine.training.diagnostics import Diagnostics, RolloutNotes
-from engine.training.gradients import Policy, accumulate_gradient, checkpoint_layers, finite_samples
+from engine.training.gradients import Policy, accumulate_gradient, checkpoint_layers, compile_layers, finite_samples
 from engine.training.losses import token_weights
 from engine.training.model_checkpoint import (
     ModelSnapshot,
@@ -110,6 +110,7 @@ class ModelTrainer:
         self.model: PreTrainedModel = loaded.model
         self._direct = loaded.direct
         bf16 = runs_in_bf16(self.settings.bf16, device)
+        compile_layers(self.model, self.settings)
         choice = self.settings.activation_checkpointing
         if checkpoints_activations(choice, device) and not checkpoint_layers(self.model) and choice != "auto":
             law = f"{type(self.model).__name__} does not name its layers"

@@ -2,10 +2,15 @@
 
 `pack_attention` is called by `gradients.Policy` for each model that it is given. The model then takes a `layout` beside
 its inputs (`batch.MicroBatch.inputs`); without one, it computes each of its rows as before. The results are exact:
-linear layers see every token once and no padding, and each bucket of pieces goes through the kernel that padded rows
-would take.
+linear layers see every token once and no padding. A kernel for sequences of different lengths takes all pieces of the
+row in one call, without padding and masks. Where torch has none, each bucket of pieces goes through the kernel that
+padded rows would take.
 """
 
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,8 +22,15 @@ from transformers.masking_utils import sdpa_mask
 from engine.training.layout import Bucket, Layout, Prefix, buckets_of
 from engine.training.packable import why_padded
 
+log = logging.getLogger(__name__)
+
 NAME = "step_engine_packed"
 """The name of this attention in transformers."""
+VARLEN = "step_engine_varlen"
+"""The same, with the kernel for different lengths where there is one."""
+HALF = (torch.bfloat16, torch.float16)
+LARGEST_HEAD = 256
+"""Of that kernel."""
 ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-10}
 """Largest allowed difference between hidden states of packed and padded rows, as a share of the largest one."""
 COARSE = 2e-2
@@ -37,9 +49,13 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     layout: Layout | None = None,
+    varlen: bool = False,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Called like transformers' attention functions. [rows, heads, tokens, size] to [rows, tokens, heads, size]"""
+    """Called like transformers' attention functions. [rows, heads, tokens, size] to [rows, tokens, heads, size]
+
+    `varlen`: compute the pieces of a packed row in one call, if torch can here.
+    """
     unknown = [name for name in UNKNOWN if others.get(name) is not None]
     if unknown or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"its attention needs {', '.join(unknown) or 'to see later tokens'}")
@@ -65,11 +81,103 @@ def packed_attention(
         [rows] = buckets_of([query.shape[1]] * len(query), 0)
         return attend(rows, query, key, value), None
     query, key, value = query[0], key[0], value[0]
+    if varlen and not dropout and _takes(query, value):
+        return varlen_attention(query, key, value, layout, scaling, sliding_window)[None], None
     results = [
         bucket.unpadded(attend(bucket, bucket.padded(query), bucket.with_prefix(key), bucket.with_prefix(value)))
         for bucket in layout.buckets
     ]
     return torch.cat(results)[None], None
+
+
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None, window: int | None
+) -> Tensor:
+    """One call for a whole row. [tokens, heads, size] each, and so is the result."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    options = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}  # always in torch 2.11
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = (one.to(torch.get_autocast_dtype(query.device.type)) for one in (query, key, value))
+    pieces = layout.sequences(query.device)
+    if pieces.key_places is not None:
+        key, value = (_Gathered.apply(one, pieces.key_places) for one in (key, value))
+    attended: Tensor = varlen_attn(
+        query, key, value, pieces.query_starts, pieces.key_starts, pieces.longest_query, pieces.longest_key,
+        scale=scaling, window_size=(-1 if window is None else window - 1, 0), **options,
+    )  # fmt: skip
+    return attended
+
+
+class _Gathered(torch.autograd.Function):
+    """Rows of a tensor at given places, of which some are repeated: a prefix is there for each of its pieces. Their
+    gradients are summed in float32, since a bfloat16 sum of many would lose the small ones."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.length = len(values)
+        return values.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        [places] = ctx.saved_tensors
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        summed = gradient.new_zeros(ctx.length, *gradient.shape[1:], dtype=wide)
+        return summed.index_add_(0, places, gradient.to(wide)).to(gradient.dtype), None
+
+
+def _takes(query: Tensor, value: Tensor) -> bool:
+    """Whether the kernel for different lengths computes these. [tokens, heads, size] each"""
+    kind, size = query.device.type, query.shape[-1]
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    fits = size == value.shape[-1] <= LARGEST_HEAD and size % 8 == 0
+    return fits and why_not_varlen(query.device, dtype) is None
+
+
+@cache
+def why_not_varlen(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernel for different lengths cannot be used; None if it can. The first call on a GPU tries it: its result
+    must be that of `packed_attention` without it."""
+    if device.type != "cuda":
+        return f"needs a GPU of type cuda, but the device is {device}"
+    if dtype not in HALF:
+        return f"computes in bfloat16 or float16, not in {str(dtype).removeprefix('torch.')}"
+    with ThreadPoolExecutor(1) as thread:  # which has no hooks of activation checkpointing, and no autocast
+        reason = thread.submit(varlen_failure, device, dtype).result()
+    if reason is not None:
+        log.warning("attention of packed rows is computed by sdpa: the kernel for different lengths %s", reason)
+    return reason
+
+
+def varlen_failure(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What is wrong with the kernel for different lengths on a device, next to sdpa there; None if nothing is."""
+    roots, own = [300, 130], [200, 70, 3]
+    row = [*buckets_of(roots, 0), *buckets_of(own, sum(roots), Prefix(0, roots[0]))]
+    layout = Layout(buckets=tuple(row)).to(device)
+    module: Any = torch.nn.Identity()
+    module.num_key_value_groups = 2
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, heads, sum(roots + own), 64, generator=generator).to(device, dtype).requires_grad_()
+        for heads in (4, 2, 2)
+    )
+    difference = 0.0
+    try:
+        flat = [one[0].transpose(0, 1) for one in (query, key, value)]
+        for window in (None, 100):
+            options: dict[str, Any] = {"scaling": 0.125, "sliding_window": window, "layout": layout}
+            [expected] = packed_attention(module, query, key, value, None, **options)[0]
+            found = varlen_attention(flat[0], flat[1], flat[2], layout, 0.125, window)
+            results = [
+                (one, *torch.autograd.grad(one.float().square().sum(), (query, key, value), retain_graph=True))
+                for one in (expected, found)
+            ]
+            for one, other in zip(*results, strict=True):
+                difference = max(difference, float(((one - other).norm() / one.norm()).detach()))
+    except Exception as error:
+        return f"fails in torch {torch.__version__}: {type(error).__name__}: {error}"
+    return None if difference <= COARSE else f"gives results that differ from those of sdpa by {difference:.1g}"
 
 
 def _mask(*given: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
@@ -80,13 +188,15 @@ def _mask(*given: Any, attention_mask: Tensor | None = None, **options: Any) -> 
     return mask
 
 
-AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, _mask)
+for name, varlen in ((NAME, False), (VARLEN, True)):
+    # Where layers are compiled, attention is not: its shapes are new in nearly every pass.
+    AttentionInterface.register(name, torch.compiler.disable(partial(packed_attention, varlen=varlen)))
+    AttentionMaskInterface.register(name, _mask)
 
 
-def pack_attention(model: Any) -> str | None:
-    """Give a model this attention, in place. Returns None for success. Otherwise the model is unchanged, and the result
-    says why, to follow the model's name.
+def pack_attention(model: Any, name: str = NAME) -> str | None:
+    """Give a model this attention, in place, as `NAME` or `VARLEN`. Returns None for success. Otherwise the model is
+    unchanged, and the result says why, to follow the model's name.
 
     The model is tested: packed rows, with a shared prompt, must give the hidden states of padded rows.
     """
@@ -94,7 +204,8 @@ def pack_attention(model: Any) -> str | None:
     if reason is not None:
         return reason
     found = model.config._attn_implementation
-    if found == NAME:
+    if found in (NAME, VARLEN):
+        model.set_attn_implementation(name)
         return None
     if found != "sdpa":
         return f"has {found} attention; packed rows need sdpa"
@@ -102,12 +213,12 @@ def pack_attention(model: Any) -> str | None:
         return "does not let its attention be replaced"
     try:
         expected = _padded_states(model)
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(name)
         difference = float((_packed_states(model) - expected).abs().max() / expected.abs().max())
     except Exception as error:
         model.set_attn_implementation(found)
         return f"does not compute packed rows: {type(error).__name__}: {error}"
-    if not difference <= ROUNDING.get(model.dtype, COARSE):
+    if not difference <= ROUNDING.get(expected.dtype, COARSE):
         model.set_attn_implementation(found)
         return f"computes packed rows differently: hidden states differ by {difference:.1g} of the largest"
     return None
@@ -147,4 +258,4 @@ def _states(model: Any, ids: Tensor, **others: Any) -> Tensor:
         body = getattr(model, "base_model", model)
         found = body(input_ids=ids.to(device), use_cache=False, **others)
     states: Tensor = found.logits if body is model else found.last_hidden_state
-    return states.float() if states.dtype not in ROUNDING else states
+    return states

@@ -232,6 +232,16 @@ class StepChoices(Section):
         "auto", description="Compute a prompt once for its trajectories; auto: if this saves 15 % of the tokens."
     )
     """Needs packed rows; changes speed, memory and rounding only."""
+    attention: Literal["auto", "sdpa", "varlen"] = Field(
+        "auto",
+        description="Kernel for packed rows: sdpa, or varlen, which needs no padding and no masks; auto: varlen on "
+        "CUDA devices in bfloat16.",
+    )
+    """Changes speed, memory and rounding only. `auto` takes `sdpa` where torch (2.11) has no such kernel."""
+    compile: bool = Field(
+        False, description="Compile the model's layers with torch.compile; the first passes take a minute or more."
+    )
+    """The log-probs of logits are compiled, too. Changes speed, memory and rounding only."""
     bf16: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Compute with bfloat16 weights, rounded from float32; auto: on CUDA devices that support it.",
@@ -419,6 +429,11 @@ class TrainerSettings(StepChoices):
         law = "needs packed rows, but trainer.packing is off"
         fits = self.shared_prompts != "on" or self.packing != "off"
         self._require("shared_prompts", fits, law, "auto, or trainer.packing: auto")
+        fits = self.attention != "varlen" or self.packing != "off"
+        self._require("attention", fits, law, "auto, or trainer.packing: auto")
+        law = f"computes in bfloat16 on CUDA devices, but device is {self.device} and bf16 is {self.bf16}"
+        fits = self.attention != "varlen" or (self.device != "cpu" and self.bf16 != "off")
+        self._require("attention", fits, law, "auto")
         if self.aggregation == "constant":
             law = "must be at least 1: trainer.aggregation constant divides by it"
             self._require("aggregation_tokens", self.aggregation_tokens >= 1, law, "the rollout's max_tokens")

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from engine.protocols import Batch
 from engine.rollout.backend import SampleRequest, SamplingParams
 from engine.rollout.torch.torch_backend import TorchBackend
 from engine.training.batch import sample_of_answer
+from engine.training.layout import Layout, Prefix, buckets_of
 from engine.training.model_checkpoint import optimizer_tensors
 from engine.training.model_trainer import ModelTrainer
+from engine.training.packed_attention import packed_attention, why_not_varlen
 from engine.training.ranks import ALONE, Ranks, Sharded, own_part
 from engine.training.trainer_settings import TrainerSettings
 
@@ -154,3 +157,47 @@ def test_the_samplers_logprobs_are_those_of_the_trainer(model_path: str) -> None
     ids, logprobs = asyncio.run(sample())
     [scored] = trainer_of(model_path, bf16="off").policy.score([sample_of_answer([2, 3, 4], ids)])
     assert torch.allclose(scored, torch.tensor(logprobs), atol=1e-4)
+
+
+@pytest.mark.parametrize(("kernel", "compiled"), [("sdpa", False), ("varlen", False), ("varlen", True)])
+def test_gradients_are_those_of_the_cpu_with_each_kernel(
+    model_path: str, batch: MakeBatch, monkeypatch: pytest.MonkeyPatch, kernel: str, compiled: bool
+) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    exact = gradient_of(trainer_of(model_path, "cpu", bf16="off"), batch(0))
+    options = {"bf16": "on", "packing": "on", "shared_prompts": "on", "attention": kernel, "compile": compiled}
+    found = gradient_of(trainer_of(model_path, **options), batch(0))
+    assert (found - exact).norm() < 0.1 * exact.norm()
+
+
+def random_row(generator: random.Random) -> tuple[Layout, int]:
+    """Pieces behind prefixes and others, and the number of their tokens."""
+    roots = sorted((generator.randint(1, 300) for _ in range(4)), reverse=True)
+    buckets, start, place = [*buckets_of(roots, 0)], 0, sum(roots)
+    for length in roots:
+        own = sorted((generator.randint(1, 200) for _ in range(generator.randint(0, 5))), reverse=True)
+        buckets += buckets_of(own, place, Prefix(start, length))
+        start, place = start + length, place + sum(own)
+    return Layout(buckets=tuple(buckets)), place
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("window", [None, 1, 100])
+def test_the_kernel_for_different_lengths_computes_what_sdpa_does(size: int, window: int | None) -> None:
+    assert why_not_varlen(torch.device(GPU), torch.bfloat16) is None
+    layout, tokens = random_row(random.Random(size))
+    layout = layout.to(torch.device(GPU))
+    torch.manual_seed(size)
+    module: Any = torch.nn.Identity()
+    module.num_key_value_groups = 4
+    inputs = [
+        torch.randn(1, heads, tokens, size, device=GPU, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2)
+    ]
+    weights = torch.randn(1, tokens, 8, size, device=GPU)
+    found, expected = (
+        packed_attention(module, *inputs, None, sliding_window=window, layout=layout, varlen=varlen)[0]
+        for varlen in (True, False)
+    )
+    gradients = [torch.autograd.grad((one * weights).sum(), inputs) for one in (found, expected)]
+    for one, other in [(found, expected), *zip(*gradients, strict=True)]:
+        assert (one - other).norm() < 2e-2 * other.norm()

@@ -3,13 +3,15 @@ and gradients equal those of padded rows within 1e-6."""
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import varlen
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -29,11 +31,11 @@ from engine.training.advantages import set_advantages
 from engine.training.batch import Packing, Sample, pack, samples_of, units_of
 from engine.training.device import choose_attention
 from engine.training.gradients import Policy, accumulate_gradient, checkpoint_layers
-from engine.training.layout import Layout, Prefix, buckets_of, load_of, split
+from engine.training.layout import Layout, Prefix, Sequences, buckets_of, load_of, split
 from engine.training.lora import Lora, add_adapter
 from engine.training.model_scorer import load_reference
 from engine.training.model_trainer import ModelTrainer
-from engine.training.packed_attention import packed_attention
+from engine.training.packed_attention import packed_attention, varlen_attention, varlen_failure, why_not_varlen
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import TrajectoryGroup
 
@@ -164,9 +166,62 @@ def test_scores_and_a_whole_step_are_those_of_padded_rows(
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
+def scores_of(
+    query: torch.Tensor, key: torch.Tensor, starts: Sequence[torch.Tensor], scale: float, left: int
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """The queries and keys of each piece, and its attention. [heads, queries, keys]"""
+    for (first, stop), (oldest, newest) in zip(*(pairwise(one.tolist()) for one in starts), strict=True):
+        mine, theirs = slice(first, stop), slice(oldest, newest)
+        scores = torch.einsum("qhd,khd->hqk", query[mine], key[theirs]) * scale
+        ago = torch.arange(newest - oldest - (stop - first), newest - oldest)[:, None] - torch.arange(newest - oldest)
+        hidden = (ago < 0) | (ago > (left if left >= 0 else newest))
+        yield mine, theirs, scores.masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+def each_head(query: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+    return [one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in others]
+
+
+@pytest.fixture(scope="module")
+def varlen_on_the_cpu() -> None:
+    """What the documentation of `torch.nn.attention.varlen` says, since torch has only a kernel for GPUs."""
+
+    @varlen._varlen_attn.register_kernel("cpu")
+    def _(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_starts: torch.Tensor,
+        key_starts: torch.Tensor, longest_query: int, longest_key: int, causal: bool, scale: float,
+        window: list[int], *others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        assert longest_query == query_starts.diff().max() and longest_key == key_starts.diff().max()
+        assert causal == (window == [-1, 0]) and window[1] == 0
+        assert query_starts.dtype == key_starts.dtype == torch.int32
+        key, value = each_head(query, key, value)
+        parts = scores_of(query, key, (query_starts, key_starts), scale, window[0])
+        out = torch.cat([torch.einsum("hqk,khd->qhd", shares, value[theirs]) for _, theirs, shares in parts])
+        return out, query.new_zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
+
+    @varlen._varlen_attn_backward.register_kernel("cpu")
+    def _(
+        above: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, query_starts: torch.Tensor, key_starts: torch.Tensor, longest_query: int,
+        longest_key: int, causal: bool, random: torch.Tensor, scale: float, window: list[int],
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        heads, (keys, values) = key.shape[1], each_head(query, key, value)
+        dq, dk, dv = (torch.zeros_like(one) for one in (query, keys, values))
+        for mine, theirs, shares in scores_of(query, keys, (query_starts, key_starts), scale, window[0]):
+            dv[theirs] += torch.einsum("hqk,qhd->khd", shares, above[mine])
+            of_shares = torch.einsum("qhd,khd->hqk", above[mine], values[theirs])
+            of_scores = shares * (of_shares - (shares * of_shares).sum(-1, keepdim=True)) * scale
+            dq[mine] += torch.einsum("hqk,khd->qhd", of_scores, keys[theirs])
+            dk[theirs] += torch.einsum("hqk,qhd->khd", of_scores, query[mine])
+        return dq, *(one.unflatten(1, (heads, -1)).sum(2) for one in (dk, dv))
+
+
+@pytest.mark.usefixtures("varlen_on_the_cpu")
+@pytest.mark.parametrize("kernel", ["sdpa", "varlen"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_attention_is_that_of_each_trajectory_alone(data: st.DataObject) -> None:
+def test_attention_is_that_of_each_trajectory_alone(kernel: str, data: st.DataObject) -> None:
     """Any pieces behind any prefixes, any window, grouped heads, any number of mask parts; forward and backward."""
     roots = sorted(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)), reverse=True)
     children = [sorted(data.draw(st.lists(st.integers(1, 9), max_size=3)), reverse=True) for _ in roots]
@@ -189,9 +244,14 @@ def test_attention_is_that_of_each_trajectory_alone(data: st.DataObject) -> None
         query, key, value = (
             torch.randn(1, heads, place, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
         )
-        packed, _ = packed_attention(
-            module, query, key, value, None, scaling=0.5, sliding_window=window, layout=Layout(buckets=tuple(buckets))
-        )
+        row = Layout(buckets=tuple(buckets))
+        if kernel == "varlen":
+            inputs = [one[0].transpose(0, 1) for one in (query, key, value)]
+            packed = varlen_attention(*inputs, row, 0.5, window)[None]
+        else:
+            packed, _ = packed_attention(
+                module, query, key, value, None, scaling=0.5, sliding_window=window, layout=row, varlen=True
+            )
     expected = torch.zeros_like(packed)
     for tokens in alone:
         index = torch.tensor(tokens)
@@ -215,6 +275,30 @@ def test_cudas_attention_needs_no_plans() -> None:
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.mark.usefixtures("varlen_on_the_cpu")
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_kernel_is_compared_with_sdpa_before_it_is_used(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if wrong:
+        right = Layout.sequences
+
+        def sequences(row: Layout, device: torch.device) -> Sequences:
+            places = right(row, device).key_places
+            assert places is not None
+            return right(row, device)._replace(key_places=places.flip(0))
+
+        monkeypatch.setattr(Layout, "sequences", sequences)
+    found = varlen_failure(CPU, torch.bfloat16)
+    assert ("differ" in found) if wrong else (found is None), found
+
+
+def test_a_kernel_for_gpus_is_refused_where_there_is_none() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.attention is 'varlen'.*type cuda.*use auto"):
+        Policy(model_of("llama"), TrainerSettings(attention="varlen"), CPU, False)
+    policy = policy_of(model_of("llama"), packing="on")
+    policy_of(policy.model, packing="on", attention="sdpa")
+    assert why_not_varlen(torch.device("cuda"), torch.float32) == "computes in bfloat16 or float16, not in float32"
 
 
 @pytest.mark.parametrize(("asked", "causal"), [({"softcap": 5.0}, True), ({"s_aux": torch.ones(2)}, True), ({}, False)])
