@@ -8,7 +8,8 @@ import pytest
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """The worker in the engine's process, as on a GPU. By its path: for "uni", vLLM takes a second process on a CPU."""
 ENGINE_ARGS: dict[str, Any] = {
-    "dtype": "float32", "enforce_eager": True, "max_model_len": 256, "distributed_executor_backend": ONE_PROCESS
+    "dtype": "float32", "enforce_eager": True, "max_model_len": 256, "distributed_executor_backend": ONE_PROCESS,
+    "stream_interval": 1,  # tests count tokens one by one
 }  # fmt: skip
 
 

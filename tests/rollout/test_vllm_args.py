@@ -10,7 +10,7 @@ from engine.config.loading import parse_config
 from engine.ids import ReplicaId
 from engine.plans.rollouts import vllm_args
 from engine.plans.run_inputs import Inputs
-from engine.rollout.vllm.engine_args import all_engine_args, memory_args, prepare_environment
+from engine.rollout.vllm.engine_args import STREAM_INTERVAL, all_engine_args, memory_args, prepare_environment
 from engine.runtime.plan import Plan, Rollout
 from engine.states.limits import Limits
 
@@ -44,6 +44,11 @@ def test_a_forward_pass_takes_all_rows_and_long_prompts() -> None:
     assert (tokens(8, max_model_len=256), tokens(8, max_model_len=4096)) == (8 * 256, 8192)
     assert tokens(64, max_num_batched_tokens=4096) == 4096, "the user's"
     assert tokens(64, enable_chunked_prefill=False) is None, "vLLM derives it from its context"
+
+
+def test_vllm_hands_over_several_tokens_at_a_time_unless_the_user_says_otherwise() -> None:
+    assert all_engine_args("model", 8, 0, {})["stream_interval"] == STREAM_INTERVAL
+    assert all_engine_args("model", 8, 0, {"stream_interval": 1})["stream_interval"] == 1
 
 
 def test_a_rollout_gets_its_part_of_a_shared_gpu() -> None:

@@ -17,6 +17,7 @@ import vllm_engines
 from backends import WIDE, build, run, run_over
 from gate import TOO_LONG_S
 from test_generator import Letters, length_reward
+from test_prefixes import assert_begins
 from vllm_arguments import require_vllm
 
 from engine.errors import DataFailure, EngineError
@@ -26,6 +27,7 @@ from engine.record import read, replay
 from engine.record.replayer import build_scheduler
 from engine.rollout.backend import SampleRequest, SamplingParams
 from engine.rollout.generator import ModelGenerator
+from engine.rollout.vllm.engine_args import STREAM_INTERVAL
 from engine.runtime.local import RunResult, SimpleTrainer
 from engine.runtime.local.run import run_async
 from engine.states.laws import check_all
@@ -211,6 +213,34 @@ def test_equal_seeds_draw_equal_tokens_whatever_else_runs() -> None:
         crowd = await asyncio.gather(*(backend.sample(asked(f"{seed}", 60, seed=seed)) for seed in range(8)))
         assert crowd[5].token_ids == alone.token_ids
         assert len({tuple(result.token_ids) for result in crowd}) == 8
+
+    run_over(vllm_engines.rent(model()), scenario)
+
+
+def test_reports_name_the_version_of_each_token_that_vllm_hands_over_late() -> None:
+    reports: list[Any] = []
+
+    async def scenario(backend: Any) -> None:
+        given = {"report_every": 10, "report": reports.append}
+        reached = backend.hold(STREAM_INTERVAL + 1)  # of the 25 that it gets
+        backend.engine.gate.hold(25)
+        processor = backend.engine._engine.output_processor
+        processor.stream_interval = STREAM_INTERVAL
+        try:
+            running = asyncio.ensure_future(backend.sample(asked("r", TOKENS, **given)))
+            await reached
+            await backend.pause("keep")
+            await backend.stage(1, model(1).state_dict())
+            await backend.install(1)
+            await backend.resume()
+            backend.go_on()
+            result = await running
+        finally:
+            processor.stream_interval = 1
+        assert [span.version for span in result.spans] == [0, 1] and len(result.token_ids) == TOKENS
+        assert [len(one.token_ids) for one in reports] == list(range(STREAM_INTERVAL + 1, TOKENS, STREAM_INTERVAL))
+        for one in reports:
+            assert_begins(result, one)
 
     run_over(vllm_engines.rent(model()), scenario)
 

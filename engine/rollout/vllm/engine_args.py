@@ -34,6 +34,9 @@ TRANSFERS = {"gloo": "step_gloo", "nccl": "nccl"}
 """vLLM's weight transfer backend for each `transport_backend`; the first is `rollout.vllm.gloo_transfer`."""
 BATCHED_TOKENS = 8192
 """Tokens of one forward pass, at least, if so many requests of full length can run at once."""
+STREAM_INTERVAL = 16
+"""Tokens of a request that vLLM hands over at a time, after the first one: its process is busy with handing over single
+tokens of hundreds of requests. Also the most tokens by which reports and the counter of tokens lag behind."""
 MEMORY_SHARE = 0.92
 """vLLM's `gpu_memory_utilization` without a setting: the part of a GPU's memory that one engine takes."""
 MEMORY_ARGS = {"gpu_memory_utilization", "kv_cache_memory_bytes"}
@@ -134,6 +137,7 @@ def all_engine_args(
     refuse_own(engine_args)
     proposals: dict[str, Any] = {
         "max_num_seqs": rows,
+        "stream_interval": STREAM_INTERVAL,
         "seed": seed,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,

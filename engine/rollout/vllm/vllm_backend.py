@@ -92,20 +92,20 @@ class RunningRequest:
     starts: list[int] = field(default_factory=list)
     """Number of new tokens when each of these versions was installed."""
     sampled: int = 0
-    """Number of new tokens so far."""
+    """Number of new tokens that have come so far."""
     cut: bool = False
     turn: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the request may be sent, or was cut."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     work: "asyncio.Future[SampleResult] | None" = None
 
-    def continue_under(self, version: Version) -> None:
+    def continue_under(self, version: Version, start: int) -> None:
         self.versions.append(version)
-        self.starts.append(self.sampled)
+        self.starts.append(start)
 
     def spans(self) -> list[Span]:
         """The version of each token so far, as counted here. vLLM reports it only at the end: see `spans_of`."""
-        stops = [*self.starts[1:], self.sampled]
+        stops = [min(stop, self.sampled) for stop in [*self.starts[1:], self.sampled]]
         spans = map(Span, self.starts, stops, self.versions)
         return [span for span in spans if span.start < span.stop]
 
@@ -223,7 +223,7 @@ class VllmBackend(SleepingEngine):
             await run.turn.wait()
         if run.cut:
             return nothing_new("abort")
-        run.continue_under(self._version)
+        run.continue_under(self._version, 0)
         try:
             return await self._stream(run)  # no await before the send, so no pause can happen in between
         except EngineError:
@@ -320,10 +320,17 @@ class VllmBackend(SleepingEngine):
             raise EngineError(f"version {version} could not be installed: {wrong}", version=version)
         await self._control(self._engine.update_weight_version(str(version)))
         self._version = version
-        for run in self._runs.values():  # all tokens from before the pause have arrived by now
+        for run in self._runs.values():
             if run.versions:
-                run.continue_under(version)
+                run.continue_under(version, self._sampled_by(run))
         self._incoming.keep_only(version)
+
+    def _sampled_by(self, run: RunningRequest) -> int:
+        """Number of new tokens of a request, while paused: vLLM has those of before the pause in this process, but
+        hands over several at a time."""
+        processor = self._engine.output_processor
+        states = map(processor.request_states.get, processor.external_req_ids.get(run.request.id, ()))
+        return max([run.sampled, *(state.detokenizer.num_output_tokens() for state in states if state is not None)])
 
     async def differences(self) -> str:
         """Which parameters differ between data-parallel engines; an empty text if none do. Called after the first
