@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.config.check import gpu_notes
+from engine.config.check import check_gpus, gpu_notes
 from engine.config.gpus import GpuDivision, GpuNeeds, divide_gpus, needs_of, room_for_replicas, shortfall
 from engine.config.loading import parse_config
 from engine.errors import ConfigError
@@ -92,6 +92,43 @@ def test_the_trainer_gets_a_whole_node_and_replicas_the_other() -> None:
     assert shortfall(settled, 9, [8.0, 8.0]) == (
         "each needs 1 GPU on one node, 9 in total; the nodes have 8, 8, of which the trainer needs 8: room for 8 of 9"
     )
+
+
+def test_ranks_of_several_nodes_have_equally_many_gpus_on_each() -> None:
+    apart = needs(ranks=16, trainer_nodes=2, replicas=8)
+    assert divide_gpus(apart, [8.0, 8.0, 8.0]) == GpuDivision(replica=1.0, trainer=16.0)
+    assert room_for_replicas(replace(apart, replica_gpus=1.0, trainer_gpus=16.0), [8.0, 8.0, 8.0]) == 8
+    without_replicas = replace(apart, samples_on_gpus=False)
+    assert divide_gpus(without_replicas, [8.0, 8.0]) == GpuDivision(trainer=16.0)
+    beside = needs(ranks=8, trainer_nodes=2, replicas=8)
+    assert divide_gpus(beside, [8.0, 8.0]) == GpuDivision(replica=1.0, trainer=8.0), "four on each node"
+    assert room_for_replicas(replace(beside, replica_gpus=2.0, trainer_gpus=6.0), [8.0, 8.0]) == 4, "5 are left on each"
+
+
+def test_ranks_that_do_not_fit_on_their_nodes_are_refused_with_numbers_that_would() -> None:
+    assert refused(needs(ranks=16), [8.0, 8.0, 8.0]) == (
+        "trainer.ranks is 16: its ranks need 16 GPUs on one node; the largest node has 8; use at most 8, or "
+        "trainer.nodes: 2"
+    )
+    assert refused(needs(ranks=24, trainer_nodes=2), [8.0, 8.0, 4.0]) == (
+        "trainer.ranks is 24: its ranks need 12 GPUs on each of 2 nodes (trainer.nodes); the nodes have 8, 8, 4; use "
+        "at most 16"
+    )
+    assert "the nodes have 8; use trainer.nodes: 1" in refused(needs(ranks=8, trainer_nodes=2), [8.0])
+
+
+def test_several_nodes_need_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    tree = {"model": {"make": "arithmetic"}, "trainer": {"device": "cpu", "ranks": 4, "nodes": 2}}
+    with pytest.raises(ConfigError, match=r"^trainer\.nodes is 2: a run that joins no cluster has one node; use 1, or"):
+        check_gpus(parse_config(tree), 0)
+    check_gpus(parse_config({**tree, "cluster": {"address": "10.0.0.1:6379"}}), 0)
+    for changes, said in (
+        ({"ranks": 5}, r"^trainer\.ranks is 5, but must be a multiple of trainer\.nodes = 2: .*; use 6"),
+        ({"nodes": 1, "hybrid_sharding": True}, r"^trainer\.hybrid_sharding is True: needs several nodes"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            parse_config({**tree, "trainer": {**tree["trainer"], **changes}})
 
 
 def test_the_trainer_takes_the_node_that_costs_the_fewest_replicas() -> None:

@@ -4,6 +4,7 @@ The command line and `launch.launch` call it before they create anything for a r
 the cluster. `ray.shutdown()`, or the end of the process, disconnects and does not end the cluster.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -145,23 +147,26 @@ def _versions() -> Callable[[], dict[str, str]]:
 
 
 def require_shared_files(config: Config, run_dir: str) -> None:
-    """Check that every node of the cluster sees the model, and the run's directory if a process that writes there may
-    be on another node, under the same path. Raises: `ConfigError`."""
+    """Check that every node of the cluster sees the model, and what is written into the run's directory if a process
+    that writes there may be on another node, under the same path. Raises: `ConfigError`."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     here = ray.get_runtime_context().get_node_id()
     gpus = {node["NodeID"] for node in nodes if node["Resources"].get("GPU")}
     paths = {} if config.model.path is None else {"model.path": config.model.path}
-    if config.model.make is not None or (gpus and here not in gpus):
-        paths["run.dir"] = run_dir
     wanted = {field: path for field, path in paths.items() if os.path.exists(path)}
+    with contextlib.ExitStack() as stack:
+        probes = dict(wanted)
+        if config.model.make is not None or (gpus and here not in gpus) or config.trainer.nodes > 1:
+            wanted["run.dir"] = run_dir
+            probes["run.dir"] = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".probe-", dir=run_dir)).name
 
-    def missing() -> list[str]:
-        import os
+        def missing() -> list[str]:
+            import os
 
-        return [field for field, path in wanted.items() if not os.path.exists(path)]
+            return [field for field, path in probes.items() if not os.path.exists(path)]
 
-    if len(nodes) > 1 and wanted:
-        refuse_missing(wanted, _on_every_node(missing))
+        if len(nodes) > 1 and probes:
+            refuse_missing(wanted, _on_every_node(missing))
 
 
 def refuse_missing(paths: Mapping[str, str], missing: Mapping[str, Sequence[str]]) -> None:
@@ -169,7 +174,8 @@ def refuse_missing(paths: Mapping[str, str], missing: Mapping[str, Sequence[str]
     for node, fields in missing.items():
         for field in fields:
             fix = "put it on storage that every node has under the same path"
-            raise ConfigError(field, paths[field], f"does not exist on node {node} of the cluster", fix)
+            law = "is not shared with" if field == "run.dir" else "does not exist on"
+            raise ConfigError(field, paths[field], f"{law} node {node} of the cluster", fix)
 
 
 def _on_every_node(function: Callable[[], Any]) -> dict[str, Any]:

@@ -62,11 +62,15 @@ class PackedPlan:
         if self.run_dir is not None:
             register_stacks(stacks_file(self.run_dir, name))
 
-    def unpack(self) -> Plan:
-        """The plan. Also gives this process the working directory and the module path of the launching one."""
+    def enter(self) -> None:
+        """Give this process the working directory and the module path of the launching one."""
         if os.path.isdir(self.directory):
             os.chdir(self.directory)
         sys.path.extend(place for place in self.path if place not in sys.path)
+
+    def unpack(self) -> Plan:
+        """The plan, after `enter`."""
+        self.enter()
         plan: Plan = cloudpickle.loads(self.data)
         return plan
 

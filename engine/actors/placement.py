@@ -21,6 +21,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from engine.actors.transports import transport_of
+from engine.errors import ConfigError, counted
 from engine.runtime.plan import Plan
 
 if TYPE_CHECKING:
@@ -56,19 +57,31 @@ def place(plan: Plan, name: str | None = None) -> ActorPlacement:
     return ActorPlacement({"num_gpus": 0 if plan.rollout_spread else gpus, "scheduling_strategy": strategy}, group)
 
 
+NODE_CPU = 0.001
+"""CPUs that a trainer without GPUs reserves on each of several nodes, because a bundle must have something."""
+
+
 def reserve_trainer(plan: Plan, name: str, detached: bool) -> Any:
-    """A placement group with the trainer's GPUs, on this node if it has them; None if the trainer has no GPUs. Returns
-    at once: `trainer_waits` waits for the GPUs. Every incarnation of the trainer runs in the group, so nothing else can
-    take its GPUs. `detached`: it survives this process, and `found_place` finds it by its name."""
-    if not plan.trainer_gpus:
+    """A placement group with the trainer's GPUs: on this node if it has them, or a bundle on each of its nodes. None if
+    the trainer has one node and no GPUs. Returns at once: `trainer_waits` waits for the GPUs. Every incarnation of the
+    trainer runs in the group, so nothing else can take its GPUs. `detached`: it survives this process, and
+    `found_place` finds it by its name."""
+    each = trainer_gpus_of_node(plan)
+    lifetime = "detached" if detached else None
+    if plan.trainer_nodes > 1:
+        bundle = {"GPU": each} if each else {"CPU": NODE_CPU}
+        return placement_group([bundle] * plan.trainer_nodes, strategy="STRICT_SPREAD", name=name, lifetime=lifetime)
+    if not each:
         return None
+    here = ray.get_runtime_context().get_node_id()
     return placement_group(
-        [{"GPU": plan.trainer_gpus}],
-        strategy="STRICT_PACK",
-        name=name,
-        lifetime="detached" if detached else None,
-        _soft_target_node_id=ray.get_runtime_context().get_node_id(),
+        [{"GPU": each}], strategy="STRICT_PACK", name=name, lifetime=lifetime, _soft_target_node_id=here
     )
+
+
+def trainer_gpus_of_node(plan: Plan) -> float:
+    """The trainer's GPUs on each of its nodes."""
+    return plan.trainer_gpus / plan.trainer_nodes
 
 
 def trainer_waits(plan: Plan, group: Any, timeout_s: float) -> str:
@@ -76,9 +89,14 @@ def trainer_waits(plan: Plan, group: Any, timeout_s: float) -> str:
     if group is None or group.wait(timeout_s):
         return ""
     free = ray.available_resources().get("GPU", 0.0)
-    return (
-        f"the trainer waits for {plan.trainer_gpus:g} GPUs on one node: {free:g} of {sum(node_gpus()):g} GPUs are free"
-    )
+    state = f": {free:g} of {sum(node_gpus()):g} GPUs are free" if plan.trainer_gpus else ""
+    return f"the trainer waits for {_trainer_place(plan)}{state}"
+
+
+def _trainer_place(plan: Plan) -> str:
+    """What the trainer needs."""
+    nodes = "one node" if plan.trainer_nodes == 1 else f"each of {plan.trainer_nodes} nodes"
+    return f"{trainer_gpus_of_node(plan):g} GPUs on {nodes}" if plan.trainer_gpus else f"{plan.trainer_nodes} nodes"
 
 
 def in_group(group: Any, gpus: float) -> dict[str, Any]:
@@ -124,17 +142,23 @@ def shortfall(plan: Plan, replicas: int) -> str:
 
 def trainer_shortfall(plan: Plan) -> str:
     """Why the trainer does not fit into the empty cluster; an empty string if it does."""
-    nodes = node_gpus()
-    if max(nodes, default=0.0) >= plan.trainer_gpus:
+    nodes, each = node_gpus(), trainer_gpus_of_node(plan)
+    fitting = sum(gpus >= each for gpus in nodes) if each else node_count()
+    if fitting >= plan.trainer_nodes:
         return ""
-    have = ", ".join(f"{gpus:g}" for gpus in nodes) or "none"
-    return f"it needs {plan.trainer_gpus:g} GPUs on one node; the nodes have {have}"
+    have = f"the nodes have {', '.join(f'{gpus:g}' for gpus in nodes) or 'none'}" if each else f"there is {fitting}"
+    return f"it needs {_trainer_place(plan)}; {have}"
 
 
 def node_gpus() -> list[float]:
     """The numbers of GPUs of the nodes with GPUs, largest first."""
     nodes = [float(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
     return sorted((gpus for gpus in nodes if gpus), reverse=True)
+
+
+def node_count() -> int:
+    """The number of nodes that can have ranks without GPUs."""
+    return sum(node["Alive"] and node["Resources"].get("CPU", 0) > 0 for node in ray.nodes())
 
 
 def room_now(plan: Plan) -> int:
@@ -147,10 +171,13 @@ def room_now(plan: Plan) -> int:
 def with_gpus(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
     """The plan with the GPUs of each process in this cluster, and notes on GPUs that stay idle.
 
-    Raises: `ConfigError` as `config.gpus.divide_gpus`.
+    Raises: `ConfigError` as `config.gpus.divide_gpus`, or if there are too few nodes for the trainer.
     """
     from engine.config.gpus import divide_gpus
 
+    if plan.trainer_nodes > 1 and (nodes := node_count()) < plan.trainer_nodes:
+        fix = f"use at most {nodes}, or join a cluster of more nodes (cluster.address)"
+        raise ConfigError("trainer.nodes", plan.trainer_nodes, f"the cluster has {counted(nodes, 'node')}", fix)
     given = divide_gpus(_needs(plan), node_gpus())
     divided = dataclasses.replace(
         plan, rollout_gpus=given.replica, trainer_gpus=given.trainer, scorer_gpus=given.scorer
@@ -169,6 +196,7 @@ def _needs(plan: Plan) -> "GpuNeeds":
         samples_on_gpus=plan.samples_on_gpus,
         trainer_gpus=plan.trainer_gpus,
         ranks=plan.trainer_ranks,
+        trainer_nodes=plan.trainer_nodes,
         trains_on_gpus=plan.trains_on_gpus,
         store_gpus=transport_of(plan).store_gpus,
         shares=plan.pool_shares,

@@ -14,7 +14,16 @@ from ray.exceptions import RayError
 
 from engine.actors.detached_actors import PackedPlan, RunningActors, calls_file, detached_options
 from engine.actors.failures import Pulse, raised, sign_of
-from engine.actors.placement import ActorPlacement, found_place, in_group, place, room_now, shortfall, trainer_shortfall
+from engine.actors.placement import (
+    ActorPlacement,
+    found_place,
+    in_group,
+    place,
+    room_now,
+    shortfall,
+    trainer_gpus_of_node,
+    trainer_shortfall,
+)
 from engine.actors.worker_actor import ACTORS
 from engine.errors import clean
 from engine.ids import NO_VERSION, GroupId, Incarnation, StepId, Version
@@ -156,7 +165,7 @@ class RayProcesses:
             placed = place(self._plan, self._name(source, incarnation) if self._packed.detached else None)
         options: dict[str, Any] = {
             REPLICA: {"max_concurrency": 100_000, **placed.options},
-            TRAINER: in_group(self._trainer_group, self._plan.trainer_gpus),
+            TRAINER: in_group(self._trainer_group, trainer_gpus_of_node(self._plan)),
             SCORER: {"num_gpus": self._plan.scorer_gpus},
             ADDED_STATES: {"max_concurrency": 100_000},
         }[kind]
@@ -188,7 +197,8 @@ class RayProcesses:
 
     async def lacking(self, kind: str, replicas: int) -> str | None:
         if kind == TRAINER:
-            return clean(await asyncio.to_thread(trainer_shortfall, self._plan)) if self._plan.trainer_gpus else None
+            waits = self._trainer_group is not None
+            return clean(await asyncio.to_thread(trainer_shortfall, self._plan)) if waits else None
         if not self._plan.rollout_gpus:
             return None
         return clean(await asyncio.to_thread(shortfall, self._plan, replicas))

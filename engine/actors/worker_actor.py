@@ -6,6 +6,8 @@ Created by `ray_processes.RayProcesses`. The event loop handles messages; the wo
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -13,6 +15,8 @@ from ray.exceptions import RayActorError
 
 from engine.actors.detached_actors import PackedPlan, end_when_orphaned, hide_gpus, prepare_process
 from engine.actors.failures import HeartbeatActor, awaited, failure_reason
+from engine.actors.placement import trainer_gpus_of_node
+from engine.actors.rank_hosts import RankNodes
 from engine.actors.store_actors import RemoteWeights, remote_trajectories
 from engine.actors.transports import transport_of
 from engine.errors import EngineError
@@ -21,7 +25,7 @@ from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
 from engine.rollout.agents.agent_generator import AgentCall, AgentGenerator, GroupOutcome, OpenGroup
 from engine.rollout.backend import SampleResult
 from engine.runtime.garbage_collection import freeze_objects, rare_collection
-from engine.runtime.plan import Restore
+from engine.runtime.plan import Plan, Restore
 from engine.runtime.process_port import source_of
 from engine.runtime.trajectory_service import MAX_ITEMS
 from engine.runtime.wire import InOrder, Message, pack_events, unpack_orders
@@ -151,7 +155,7 @@ class WorkerActor(HeartbeatActor):
         gateway: Any = None,
     ) -> None:
         hide_gpus()
-        self._plan = plan.unpack()
+        self._plan = self._unpacked(plan)
         end_when_orphaned(plan, scheduler)
         self.worker: PlannedWorker = WORKERS[self.kind](self._plan, index, incarnation)
         self._source = source_of(self.kind, index)
@@ -163,6 +167,9 @@ class WorkerActor(HeartbeatActor):
         self._broken: asyncio.Future[str] | None = None
         self._trajectories = remote_trajectories(trajectories)
         self._weights = RemoteWeights(weights, transport_of(self._plan), self._reader(index))
+
+    def _unpacked(self, plan: PackedPlan) -> Plan:
+        return plan.unpack()
 
     def _reader(self, index: int) -> ReplicaId | None:
         """The replica that fetches weights, if it is one."""
@@ -266,6 +273,14 @@ class TrainerActor(WorkerActor):
 
     kind = TRAINER
     worker: PlannedTrainer
+
+    def _unpacked(self, plan: PackedPlan) -> Plan:
+        """With the nodes of the ranks, of which this one is the first."""
+        unpacked = super()._unpacked(plan)
+        if unpacked.trainer_nodes == 1:
+            return unpacked
+        nodes = RankNodes(plan, unpacked.trainer_nodes, trainer_gpus_of_node(unpacked))
+        return replace(unpacked, make_trainer=partial(unpacked.make_trainer, nodes=nodes))
 
     async def hand_over(self, steps: StepId) -> None:
         """Called for a scorer: hand over the weights after `steps` train steps, if they are still owed."""

@@ -96,9 +96,14 @@ def check_nccl(config: Config, gpus: int | None, vllm_for_cpu: bool) -> None:
 
 
 def check_gpus(config: Config, gpus: int | None) -> None:
-    """Raises: ConfigError if this machine lacks a GPU that the trainer or the embedded sampler needs. In a cluster that
-    the run joins, other nodes may have it. `gpus`: as in `check_nccl`."""
-    if gpus is None or config.cluster.joined() is not None:
+    """Raises: ConfigError if this machine lacks a GPU that the trainer or the embedded sampler needs, or if the trainer
+    needs several nodes. In a cluster that the run joins, other nodes may have it. `gpus`: as in `check_nccl`."""
+    if config.cluster.joined() is not None:
+        return
+    if config.trainer.nodes > 1:
+        law = "a run that joins no cluster has one node"
+        raise ConfigError("trainer.nodes", config.trainer.nodes, law, "use 1, or join a cluster (cluster.address)")
+    if gpus is None:
         return
     each, ranks = config.trainer.gpus_per_rank, config.trainer.ranks
     if each * ranks > gpus:

@@ -26,6 +26,7 @@ WITHOUT_TRAINING: dict[str, Any] = {
     "trainer.lora": None,
     "trainer.reference_path": None,
     "trainer.ranks": 1,
+    "trainer.nodes": 1,
     "validation.at_start": True,
     "validation.every": 0,
     "validation.at_end": False,

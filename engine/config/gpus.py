@@ -40,6 +40,8 @@ class GpuNeeds:
     """Whether replicas use GPUs."""
     trainer_gpus: float = 0.0
     ranks: int = 1
+    trainer_nodes: int = 1
+    """Nodes of the trainer, with equal parts of its GPUs."""
     trains_on_gpus: bool = True
     """Whether the trainer and the scorers use GPUs."""
     store_gpus: float = 0.0
@@ -48,8 +50,13 @@ class GpuNeeds:
 
     @property
     def trainer_reserves(self) -> float:
-        """GPUs that the trainer needs on one node; 0: a computed part."""
+        """GPUs that the trainer needs on its nodes; 0: a computed part."""
         return self.trainer_gpus or (float(self.ranks) if self.ranks > 1 and self.trains_on_gpus else 0.0)
+
+    @property
+    def reserves_of_node(self) -> float:
+        """GPUs that the trainer needs on each of its nodes; 0: a computed part."""
+        return self.trainer_reserves / self.trainer_nodes
 
     @property
     def scorers(self) -> int:
@@ -79,6 +86,7 @@ def needs_of(config: Config, vllm_for_cpu: bool) -> GpuNeeds:
         samples_on_gpus=samples_on_gpus(rollout, vllm_for_cpu),
         trainer_gpus=float(trainer.ranks * trainer.gpus_per_rank),
         ranks=1 if on_cpu else trainer.ranks,
+        trainer_nodes=trainer.nodes,
         trains_on_gpus=not on_cpu,
         store_gpus=float(rollout.transport != "object_store" and rollout.transport_backend == "nccl"),
         shares=tuple(pool.share or 0.0 for pool in config.pools),
@@ -122,11 +130,13 @@ class FreeGpus:
                 _take(node, each)
         return processes
 
-    def place_one(self, gpus: float, replica: float) -> None:
-        """Place a process, if it fits, on the node where it costs the fewest replicas of `replica` GPUs."""
+    def place_apart(self, gpus: float, replica: float, nodes: int = 1) -> None:
+        """Place a process on each of so many nodes, as far as they fit, where they cost the fewest replicas of
+        `replica` GPUs."""
         fitting = [node for node in self.nodes if _room(node, gpus)]
-        if fitting:
-            _take(min(fitting, key=lambda node: _room(node, replica) - _room(_after(node, gpus), replica)), gpus)
+        fitting.sort(key=lambda node: _room(node, replica) - _room(_after(node, gpus), replica))
+        for node in fitting[:nodes]:
+            _take(node, gpus)
 
     def merge(self) -> None:
         """Treat all nodes as one, for replicas whose GPUs may be on several."""
@@ -174,9 +184,8 @@ def divide_gpus(needs: GpuNeeds, nodes: Sequence[float]) -> GpuDivision:
     _require_store(needs, gpus)
     if not gpus and needs.replica_gpus <= 1:
         return GpuDivision(replica=needs.replica_gpus, trainer=needs.trainer_gpus)
-    if trainer > max(nodes, default=0.0) and gpus:
-        law = f"its ranks need {gpus_text(trainer)} on one node; the largest node has {max(nodes):g}"
-        raise ConfigError("trainer.ranks", needs.ranks, law, f"use at most {max(nodes) * needs.ranks // trainer:g}")
+    if gpus:
+        _require_trainer(needs, nodes)
     free = _after_reserved(needs, nodes)
     if any(needs.shares):
         division = _by_pool(needs, gpus - needs.store_gpus)
@@ -226,11 +235,27 @@ def _require_store(needs: GpuNeeds, gpus: float) -> None:
         raise ConfigError("rollout.transport_backend", "nccl", f"{who}; there are {gpus:g}", "use gloo")
 
 
+def _require_trainer(needs: GpuNeeds, nodes: Sequence[float]) -> None:
+    """Raises: `ConfigError` if too few nodes have the GPUs of the ranks."""
+    each, count = needs.reserves_of_node, needs.trainer_nodes
+    if not each or sum(gpus >= each for gpus in nodes) >= count:
+        return
+    law = f"its ranks need {gpus_text(each)} on one node; the largest node has {max(nodes):g}"
+    if count > 1:
+        have = ", ".join(f"{gpus:g}" for gpus in nodes)
+        law = f"its ranks need {gpus_text(each)} on each of {count} nodes (trainer.nodes); the nodes have {have}"
+    of_rank, largest = needs.trainer_reserves / needs.ranks, sorted(nodes, reverse=True)
+    most = {number: int(gpus // of_rank) * number for number, gpus in enumerate(largest, 1)}
+    fixes = [f"at most {most[count]}"] if most.get(count) else []
+    fixes += [f"trainer.nodes: {n}" for n, ranks in most.items() if ranks >= needs.ranks and needs.ranks % n == 0][:1]
+    raise ConfigError("trainer.ranks", needs.ranks, law, f"use {', or '.join(fixes) or 'fewer'}")
+
+
 def _place_trainer_and_store(needs: GpuNeeds, free: FreeGpus) -> None:
     if needs.trainer_reserves:
-        free.place_one(needs.trainer_reserves, needs.replica_gpus or 1.0)
+        free.place_apart(needs.reserves_of_node, needs.replica_gpus or 1.0, needs.trainer_nodes)
     if needs.store_gpus:
-        free.place_one(needs.store_gpus, needs.replica_gpus or 1.0)
+        free.place_apart(needs.store_gpus, needs.replica_gpus or 1.0)
     if needs.spread:
         free.merge()
 

@@ -150,14 +150,15 @@ def trainer_memory(model: Model, config: Config, reference: Model | None = None)
     """Bytes that each rank of the trainer needs on its device, by their purpose. `reference`: the model of the
     reference or teacher; None if its sizes are not known."""
     t, number = config.trainer, computed_bytes(config)
-    share, trained = (model.parameters + model.adapter) / t.ranks, model.trained / t.ranks
+    shards = t.ranks // t.nodes if t.hybrid_sharding else t.ranks
+    share, trained = (model.parameters + model.adapter) / shards, model.trained / shards
     own = None if reference is None or not loads_reference(config) else reference
     held = {"weights": 4.0 * trained + number * (share - trained)}
     if halved := number < 4 and t.ranks == 1:
         held = {"bfloat16 weights": 2.0 * share, "float32 masters": 4.0 * trained}
     held |= {"gradients": 4.0 * trained, "moments": 8.0 * trained}
     if own is not None:
-        held["reference"] = float(number) * own.parameters / t.ranks
+        held["reference"] = float(number) * own.parameters / shards
     if t.cpu_offload and (halved or t.ranks > 1):
         held = {name: held[name] for name in ("bfloat16 weights", "reference") if halved and name in held}
     if t.ranks > 1:
@@ -224,8 +225,9 @@ def start_memory(model: Model, config: Config, reference: Model | None = None) -
 
 
 def host_memory(model: Model, config: Config, reference: Model | None = None) -> dict[str, float]:
-    """Bytes that the trainer's process needs in host memory, in addition to those on its device."""
+    """Bytes that the trainer needs in host memory of its first node, in addition to those on its devices."""
     t, settings = config.trainer, config.trainer_settings
+    divided = 1 if t.hybrid_sharding else t.nodes
     parts = {"a version being published": float(published_bytes(config, model.bytes) * model.trained)}
     if t.checkpoint_every and (t.ranks > 1 or on_gpu(config)):
         parts["weights being saved"] = min(4.0 * model.trained, max(CHECKPOINT_FILE_BYTES, 4.0 * model.largest))
@@ -234,11 +236,11 @@ def host_memory(model: Model, config: Config, reference: Model | None = None) ->
     elif t.cpu_offload and t.ranks > 1:
         number = computed_bytes(config)
         frozen = model.parameters + model.adapter - model.trained
-        parts["shards of every rank"] = float(number * frozen + 16 * model.trained)
+        parts["shards of its ranks"] = float(number * frozen + 16 * model.trained) / divided
         if reference is not None and loads_reference(config):
-            parts["reference"] = float(number * reference.parameters)
+            parts["reference"] = float(number * reference.parameters) / divided
     if t.rollback and settings.optimizer_steps(config.scheduler.train_batch_size) > 1:
-        parts["the copy that undoes a failed step"] = 12.0 * model.trained
+        parts["the copy that undoes a failed step"] = 12.0 * model.trained / divided
     return parts
 
 
@@ -386,7 +388,7 @@ def _larger_changes(config: Config) -> Iterator[list[dict[str, Any]]]:
     """Changes of one kind after the other, smaller ones first."""
     t, gpus = config.trainer, gpu_count() or MOST_RANKS
     yield [{}]
-    yield [{"ranks": ranks} for ranks in (2, 4, 8) if t.ranks < ranks <= gpus]
+    yield [{"ranks": ranks} for ranks in (2, 4, 8) if t.ranks < ranks <= gpus and not ranks % t.nodes]
     if not t.cpu_offload:
         yield [{"cpu_offload": True}]
     if t.lora is None:

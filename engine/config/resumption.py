@@ -29,6 +29,7 @@ FREE = (
     "rollout.threads",
     "trainer.threads",
     "trainer.ranks",
+    "trainer.nodes",
     "trainer.gpus_per_rank",
     "trainer.cpu_offload",
     "durability",

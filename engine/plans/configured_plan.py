@@ -171,6 +171,7 @@ def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
         samples_on_gpus=gpus.samples_on_gpus,
         trainer_gpus=gpus.trainer_gpus,
         trainer_ranks=gpus.ranks,
+        trainer_nodes=config.trainer.nodes,
         trains_on_gpus=gpus.trains_on_gpus,
         pool_shares=gpus.shares,
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.config import Config
 from engine.config.custom_classes import trainer_class
@@ -31,6 +31,9 @@ from engine.tasks.warm_start import load_answers, warm_started
 from engine.training.named_tensors import Shapes, require_finite, require_named_tensors
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import Prompt
+
+if TYPE_CHECKING:
+    from engine.training.ranked_trainer import Nodes
 
 FOLDER = "start"
 """The folder in the run's directory."""
@@ -74,15 +77,22 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def make_trainer(
-    model: str, settings: Any, scored_apart: Sequence[str] = (), optimizer: bool = False, *, in_turns: bool = False
+    model: str,
+    settings: Any,
+    scored_apart: Sequence[str] = (),
+    optimizer: bool = False,
+    *,
+    in_turns: bool = False,
+    nodes: "Nodes | None" = None,
 ) -> Any:
     """`optimizer`: `model` is a checkpoint, whose optimizer state the trainer begins with. `in_turns`: the trainer has
-    its GPU in turns with replicas, so it begins in host memory. Ranks have GPUs of their own."""
+    its GPU in turns with replicas, so it begins in host memory. Ranks have GPUs of their own. `nodes`: of the ranks, if
+    there are several."""
     trainer: Any
     if settings.ranks > 1:
         from engine.training.ranked_trainer import RankedTrainer
 
-        trainer = RankedTrainer(model, settings, scored_apart=scored_apart, stacks=stacks_descriptor())
+        trainer = RankedTrainer(model, settings, scored_apart=scored_apart, stacks=stacks_descriptor(), nodes=nodes)
     else:
         from engine.training.model_trainer import ModelTrainer
         from engine.training.ranks import ALONE, ON_HOST
@@ -170,7 +180,7 @@ def make_warm_start(config: Config, model: str, progress: Progress | None) -> st
     check_prompts(config, tokenizer, model, {"model.warm_start.path": data})
     plain = dict(
         kl_loss_coef=0.0, kl_reward_coef=0.0, reference_path=None, publish_dtype="float32", advantage="grpo",
-        loss="ppo_clip", correction="none", masks=(), custom=(),
+        loss="ppo_clip", correction="none", masks=(), custom=(), ranks=config.trainer.ranks // config.trainer.nodes,
     )  # fmt: skip
     settings = config.trainer_settings.model_copy(update=plain)
     return warm_started(

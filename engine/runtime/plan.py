@@ -113,7 +113,8 @@ class Plan:
     make_sharing_rollout: Callable[..., Rollout] | None = None
     """In place of `make_rollout` if a replica has a part of a GPU: also gets that part, as `gpu_part`, so that it takes
     its part of the memory. None: `make_rollout`."""
-    make_trainer: Callable[[], Trainer]
+    make_trainer: Callable[..., Trainer]
+    """Without arguments, unless there are several `trainer_nodes`."""
     make_prompts: Callable[[], Prompts]
     replicas: int = 1
     slots: int = 8
@@ -216,6 +217,9 @@ class Plan:
     """Whether the trainer and the scorers use GPUs, if the cluster has any."""
     trainer_ranks: int = 1
     """Processes of the trainer. Each needs a GPU if the cluster has GPUs; `trainer_gpus` is the sum for all of them."""
+    trainer_nodes: int = 1
+    """Nodes of the cluster that the trainer's processes are on, equally many on each. With more than one,
+    `make_trainer` gets a `training.ranked_trainer.Nodes` as `nodes`."""
     scorer_gpus: float = 0.0
     """GPUs of each scorer."""
     pool_shares: Sequence[float] = ()

@@ -166,6 +166,11 @@ def write_checkpoint(
             directory.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
+    with ranks.together():
+        if not unfinished.is_dir():
+            law = "is not shared: this node does not see what the first rank writes there"
+            fix = "put run.dir on storage that every node has under the same path"
+            raise ConfigError("checkpoint directory", str(directory), law, fix)
     own = {name: masters.of(value) for name, value in trained_tensors(model).items()}
     if direct and not has_adapter(model):
         write_model(unfinished, model, own, ranks, progressed)

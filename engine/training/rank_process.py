@@ -10,6 +10,7 @@ import ctypes
 import faulthandler
 import os
 import signal
+import socket
 import sys
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
@@ -57,7 +58,7 @@ class Rank:
         from engine.training.ranks import ALONE
 
         self._link = link
-        ranks = ALONE if job.count == 1 else join_ranks(job)
+        ranks = ALONE if job.count == 1 else join_ranks(job, link)
         self.trainer = ModelTrainer(job.model_path, job.settings, scored_apart=job.scored_apart, ranks=ranks)
         self.manifest = self.trainer.manifest()
         if job.index == 0:
@@ -70,18 +71,18 @@ class Rank:
             return self._start_from(*arguments)
         return getattr(self.trainer, name)(*arguments)
 
-    def _start_from(self, manifest: Any, optimizer_steps: int) -> None:
-        """Begin with the weights in the memory that the parent sends to each rank."""
-        from engine.training.shared_weights import weights_in
+    def _start_from(self, manifest: Any, publication: str, optimizer_steps: int) -> None:
+        """Begin with weights in the memory of the process that started this one."""
+        from engine.errors import EngineError
+        from engine.training.shared_weights import find
 
-        memory = recv_handle(self._link)
-        try:
-            self.trainer.start_from(weights_in(memory, manifest), optimizer_steps)
-        finally:
-            os.close(memory)
+        weights = find(manifest, publication)
+        if weights is None:
+            raise EngineError("this rank may not read the memory of the trainer's process under /proc")
+        self.trainer.start_from(weights, optimizer_steps)
 
 
-def join_ranks(job: Any) -> Any:
+def join_ranks(job: Any, link: Connection) -> Any:
     """Give this rank its GPU, and connect it to the others. Raises: `ConfigError` if there are too few GPUs."""
     import torch
     import torch.distributed as dist
@@ -92,15 +93,48 @@ def join_ranks(job: Any) -> Any:
 
     if job.settings.device in ("auto", "cuda") and torch.cuda.is_available():
         gpus = torch.cuda.device_count()
-        if gpus < job.count:
-            law = f"each rank needs a GPU of its own; this process has {gpus}"
+        if gpus < job.on_node:
+            law = f"each rank needs a GPU of its own; this process has {gpus} for {job.on_node} ranks"
             raise ConfigError("trainer.ranks", job.count, law, f"use at most {gpus}, or trainer.device: cpu")
-        torch.cuda.set_device(job.index * (gpus // job.count))
+        torch.cuda.set_device(job.index % job.on_node * (gpus // job.on_node))
     device = device_named(job.settings.device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store = dist.FileStore(job.rendezvous, job.count)
+    store = store_of(job, link)
     dist.init_process_group(backend, store=store, rank=job.index, world_size=job.count)
-    return Sharded(device, cpu_offload=job.settings.cpu_offload)
+    shards = job.on_node if job.settings.hybrid_sharding else 0
+    return Sharded(device, cpu_offload=job.settings.cpu_offload, shards=shards)
+
+
+def store_of(job: Any, link: Connection) -> Any:
+    """The store in which the ranks find each other. Gloo and NCCL use the network of this store's address; NCCL its own
+    choice of fast links."""
+    import torch.distributed as dist
+
+    if isinstance(job.rendezvous, str):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return dist.FileStore(job.rendezvous, job.count)
+    host, port = job.rendezvous
+    name = interface_to(host, port)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+    first = {"is_master": True, "master_listen_fd": recv_handle(link)} if job.index == 0 else {}
+    return dist.TCPStore(host, port, job.count, wait_for_workers=False, **first)
+
+
+def interface_to(host: str, port: int) -> str:
+    """The name of the network interface by which this machine reaches an address. Sends no packet."""
+    import psutil
+
+    with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        own = probe.getsockname()[0]
+    named = psutil.net_if_addrs().items()
+    return next(name for name, addresses in named if any(one.address.partition("%")[0] == own for one in addresses))
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """The address family of an IPv4 or IPv6 address."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def sendable(error: Exception) -> Exception:

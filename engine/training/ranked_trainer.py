@@ -1,29 +1,29 @@
-"""`RankedTrainer`: a `Trainer` whose model is sharded over several processes of this machine, its ranks. With one rank,
-it is a `ModelTrainer` in a child process.
+"""`RankedTrainer`: a `Trainer` whose model is sharded over several processes, its ranks. With one rank, it is a
+`ModelTrainer` in a child process.
 
 Hosted by `workers.trainer`, as `ModelTrainer` is, in a Ray actor or in the user's process. It makes each call in every
 rank (`rank_process.py`) and waits for all of them. An error of all ranks is raised and they continue, but a rank that
 dies, fails where others do not, or raises `TrainerSpoiled` is a lost trainer: the ranks are killed, and the call raises
 `TrainerSpoiled`. A rank that hangs is found by the time limit of the order; the ranks die with this process.
+
+Ranks are child processes of this process, and on other nodes of one actor there (`actors.rank_hosts`), which relays
+the messages. In this way a trainer also works without Ray, and ranks live and die alike everywhere.
 """
 
 import os
-import signal
-import subprocess
-import sys
+import socket
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import send_handle
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from engine.errors import ConfigError, EngineError, TrainerSpoiled, reason_of
 from engine.ids import StepId
 from engine.protocols import Batch, RolloutFigures
-from engine.training.rank_process import PROGRESS
+from engine.training.child_ranks import ChildRanks
+from engine.training.rank_process import PROGRESS, family_of
 from engine.training.shared_weights import SHARES, Manifest, PublishedTensors, copy_of, find
 from engine.training.trainer_settings import TrainerSettings
 
@@ -44,8 +44,42 @@ class Job:
     scored_apart: tuple[str, ...]
     index: int
     count: int
-    rendezvous: str
-    """A file in which the ranks find each other."""
+    on_node: int
+    """The number of ranks on each node. Ranks of a node have successive numbers."""
+    rendezvous: str | tuple[str, int]
+    """Where the ranks find each other: a file, or with several nodes the address of the first rank, which gets the
+    listening socket."""
+
+
+class RankHost(Protocol):
+    """The ranks of one node."""
+
+    @property
+    def links(self) -> Sequence[Connection]: ...
+
+    def end_of(self, place: int) -> str:
+        """How a rank ended, which no longer answers."""
+
+    def close(self) -> None:
+        """Kill the ranks."""
+
+
+class RemoteHost(RankHost, Protocol):
+    def hold(self, weights: PublishedTensors, manifest: Manifest) -> None:
+        """Bring weights into the memory of that node, where its ranks find them until `drop`."""
+
+    def drop(self) -> None: ...
+
+
+class Nodes(Protocol):
+    """The nodes of a trainer's ranks, of which this process is on the first."""
+
+    count: int
+    address: str
+    """Of this node, for the others."""
+
+    def start(self, ranks: int) -> Sequence[RemoteHost]:
+        """Start so many ranks on each of the other nodes, which may have to wait for them."""
 
 
 class RankedTrainer:
@@ -55,30 +89,49 @@ class RankedTrainer:
     """
 
     def __init__(
-        self, model_path: str, settings: TrainerSettings, *, scored_apart: Sequence[str] = (), stacks: int | None = None
+        self,
+        model_path: str,
+        settings: TrainerSettings,
+        *,
+        scored_apart: Sequence[str] = (),
+        stacks: int | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
-        """`stacks`: an open file to which each rank appends the stacks of its threads whenever it gets SIGUSR1."""
+        """`stacks`: an open file to which each rank appends the stacks of its threads whenever it gets SIGUSR1.
+        `nodes`: None if all ranks are on this machine."""
         if not SHARES:
             raise ConfigError("trainer.ranks", settings.ranks, "several ranks need Linux", "use 1")
-        self._folder = tempfile.TemporaryDirectory(prefix="engine-ranks-", ignore_cleanup_errors=True)
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._links: list[Connection] = []
         self._lost = ""
         self._progressed: Callable[[], None] = lambda: None
-        self._stacks = () if stacks is None else (stacks,)
-        self._closed = threading.Event()
-        self._start(settings.ranks)
+        on_node = settings.ranks // (1 if nodes is None else nodes.count)
         threads = settings.threads or len(os.sched_getaffinity(0))
         job = Job(
-            model_path=model_path, settings=settings.model_copy(update={"threads": max(1, threads // settings.ranks)}),
-            scored_apart=tuple(scored_apart), index=0, count=settings.ranks,
-            rendezvous=os.path.join(self._folder.name, "rendezvous"),
+            model_path=model_path, settings=settings.model_copy(update={"threads": max(1, threads // on_node)}),
+            scored_apart=tuple(scored_apart), index=0, count=settings.ranks, on_node=on_node, rendezvous="",
         )  # fmt: skip
+        self._own = ChildRanks(on_node, stacks)
+        self._others: Sequence[RemoteHost] = ()
         try:
-            self._manifest: Manifest = self._answer_to([replace(job, index=rank) for rank in range(job.count)])
+            self._others = () if nodes is None else nodes.start(on_node)
+            self._hosts: Sequence[RankHost] = (self._own, *self._others)
+            self._links = [link for host in self._hosts for link in host.links]
+            self._manifest: Manifest = self._begin(job) if nodes is None else self._begin_apart(job, nodes.address)
         except BaseException:
             self.close()
             raise
+
+    def _begin(self, job: Job) -> Manifest:
+        """Ranks of one machine find each other in a file, so that nobody else can take part."""
+        with tempfile.TemporaryDirectory(prefix="engine-ranks-", ignore_cleanup_errors=True) as folder:
+            return self._answer_to(self._jobs(replace(job, rendezvous=os.path.join(folder, "rendezvous"))))
+
+    def _begin_apart(self, job: Job, address: str) -> Manifest:
+        with socket.create_server((address, 0), family=family_of(address)) as listening:
+            place = (address, listening.getsockname()[1])
+            return self._answer_to(self._jobs(replace(job, rendezvous=place)), listening.fileno())
+
+    def _jobs(self, job: Job) -> list[Job]:
+        return [replace(job, index=rank) for rank in range(job.count)]
 
     # -- the calls of a trainer
 
@@ -105,7 +158,7 @@ class RankedTrainer:
         """As `ModelTrainer.weights`. The first rank gathers parameter by parameter and writes into its memory, where
         this process finds the publication, so that one whole copy exists on this machine."""
         found = find(self._manifest, self._call("weights"), self.pids[0])
-        if found is None and self._processes[0].poll() is not None:
+        if found is None and self._own.has_ended(0):
             self._lose(0)
         if found is None:
             raise EngineError(f"this process may not read the memory of the first rank under /proc/{self.pids[0]}/fd")
@@ -119,12 +172,18 @@ class RankedTrainer:
         return step
 
     def start_from(self, weights: Mapping[str, Any], optimizer_steps: int) -> None:
-        """As `ModelTrainer.start_from`. The ranks read one copy, in memory that this process shares with them."""
+        """As `ModelTrainer.start_from`. The ranks of a node read one copy, in memory of the process that started
+        them."""
         memory, manifest = copy_of(weights)
         try:
-            self._call("start_from", manifest, optimizer_steps, memory=memory.handle)
+            held = memory.complete()
+            for host in self._others:
+                host.hold(held, manifest)
+            self._call("start_from", manifest, held.publication, optimizer_steps)
         finally:
             memory.close()
+            for host in self._others:
+                host.drop()
 
     def offload(self) -> None:
         self._call("offload")
@@ -135,65 +194,30 @@ class RankedTrainer:
     def close(self) -> None:
         """Kill the ranks. A call that waits for them raises."""
         self._lost = self._lost or "it is closed"
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.wait()
-        self._closed.set()
-        self._folder.cleanup()
+        hosts: Sequence[RankHost] = (*self._others, self._own)
+        for host in hosts:
+            host.close()
 
     @property
     def pids(self) -> list[int]:
-        """Of the ranks, in order."""
-        return [process.pid for process in self._processes]
+        """Of the ranks on this machine, in order."""
+        return self._own.pids
 
     # -- the ranks
 
-    def _start(self, count: int) -> None:
-        """From a thread that lasts as long as they do: Linux kills them when the thread that started them ends."""
-        started = threading.Event()
-        failures: list[Exception] = []
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """The first rank's result of a call in every rank."""
+        return self._answer_to([(name, arguments)] * len(self._links))
 
-        def work() -> None:
-            try:
-                for _ in range(count):
-                    self._links.append(self._start_one())
-            except Exception as error:
-                failures.append(error)
-            started.set()
-            self._closed.wait()
-
-        threading.Thread(target=work, name="ranks", daemon=True).start()
-        started.wait()
-        if failures:
-            self.close()
-            raise failures[0]
-
-    def _start_one(self) -> Connection:
-        ours, theirs = Pipe()
-        with theirs:
-            files = [theirs.fileno(), *self._stacks]
-            environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
-            numbers = [theirs.fileno(), os.getpid(), *self._stacks]
-            command = [sys.executable, "-m", "engine.training.rank_process", *map(str, numbers)]
-            process = subprocess.Popen(
-                command, env=environment, pass_fds=files, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-        self._processes.append(process)
-        return ours
-
-    def _call(self, name: str, *arguments: Any, memory: int | None = None) -> Any:
-        """The first rank's result of a call in every rank. `memory`: a file that the ranks get."""
-        return self._answer_to([(name, arguments)] * len(self._links), memory)
-
-    def _answer_to(self, messages: Sequence[Any], memory: int | None = None) -> Any:
+    def _answer_to(self, messages: Sequence[Any], handle: int | None = None) -> Any:
+        """`handle`: an open file that the first rank gets with its message."""
         if self._lost:
             raise TrainerSpoiled(self._lost)
         for rank, (link, message) in enumerate(zip(self._links, messages, strict=True)):
             try:
                 link.send(message)
-                if memory is not None:
-                    send_handle(link, memory, self._processes[rank].pid)
+                if handle is not None and rank == 0:
+                    send_handle(link, handle, self.pids[0])
             except OSError:
                 self._lose(rank)
         errors: dict[int, Exception] = {}
@@ -234,9 +258,8 @@ class RankedTrainer:
 
     def _lose(self, rank: int) -> NoReturn:
         """Raises: `TrainerSpoiled`."""
-        self._processes[rank].kill()
-        status = self._processes[rank].wait()
-        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        on_node = len(self._own.links)
+        how = self._hosts[rank // on_node].end_of(rank % on_node)
         self._spoil(f"rank {rank} of {len(self._links)} died ({how})")
 
     def _spoil(self, reason: str) -> NoReturn:

@@ -123,9 +123,13 @@ ON_HOST = OnHost()
 class Sharded(Ranks):
     """Ranks over torch's default process group, which must be there: NCCL on CUDA, gloo on the CPU."""
 
-    def __init__(self, device: torch.device, *, cpu_offload: bool = False) -> None:
+    def __init__(self, device: torch.device, *, cpu_offload: bool = False, shards: int = 0) -> None:
+        """`shards`: number of successive ranks that hold a whole model together; 0: all ranks."""
         self.index, self.count = dist.get_rank(), dist.get_world_size()
-        self._mesh: DeviceMesh = init_device_mesh(device.type, (self.count,))
+        self._shards = shards or self.count
+        shape, names = (self.count // self._shards, self._shards), ("replicate", "shard")
+        begin = 1 if self._shards == self.count else 0
+        self._mesh: DeviceMesh = init_device_mesh(device.type, shape[begin:], mesh_dim_names=names[begin:])
         self._offload = CPUOffloadPolicy() if cpu_offload and device.type != "cpu" else OffloadPolicy()
 
     def shard(self, model: nn.Module, device: torch.device, *, bf16: bool) -> Root:
@@ -219,7 +223,8 @@ class Sharded(Ranks):
             return
         own = own_part(target)
         if len(own):
-            first = self.index * -(-whole.shape[0] // self.count)  # rows are divided as by `torch.chunk`
+            rows = -(-whole.shape[0] // self._shards)  # they are divided as by `torch.chunk`
+            first = self.index % self._shards * rows
             own.copy_(whole[first : first + len(own)])
 
     def _reduced(self, values: Tensor, operation: Any) -> Tensor:

@@ -341,12 +341,6 @@ def tensors_in(handle: int, manifest: Manifest, access: int = mmap.ACCESS_WRITE)
     return _views(mmap.mmap(handle, _size(manifest), access=access), manifest)
 
 
-def weights_in(handle: int, manifest: Manifest) -> "dict[str, Tensor]":
-    """The tensors in the memory of a manifest, by name; read-only."""
-    tensors = tensors_in(handle, manifest, mmap.ACCESS_READ)
-    return {name: tensors[place] for name, place in manifest.names}
-
-
 def view_bytes(memory: Any) -> "Tensor":
     """A tensor over a buffer, which may be read-only."""
     import torch

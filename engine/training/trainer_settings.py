@@ -265,10 +265,12 @@ class StepChoices(Section):
         None, description="Train a low-rank adapter instead of the whole model; null: the whole model."
     )
     """Only the adapter is published and saved."""
-    ranks: int = Field(
-        1, ge=1, le=64, description="Processes on one machine that shard the trained model (FSDP2); 1: not sharded."
-    )
+    ranks: int = Field(1, ge=1, le=512, description="Processes that shard the trained model (FSDP2); 1: not sharded.")
     """Each holds a shard of weights, gradients and moments."""
+    hybrid_sharding: bool = Field(
+        False, description="Shard the model among the ranks of each node, so that every node has a whole one."
+    )
+    """Gradients are summed over nodes, but weights are gathered inside a node."""
     cpu_offload: bool = Field(
         False,
         description="On GPUs: keep the shards of several ranks, or the optimizer of a single one, in host memory.",

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
@@ -13,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_plans import PROMPTS, Counter, Quick, check_record, plan, restore_counter
 
 from engine.actors.launch import start
+from engine.actors.rank_hosts import RankNodes
 from engine.runtime.plan import Rollout
 from engine.runtime.prompt_sources import listed
 
@@ -98,6 +100,32 @@ def reserved_first(directory: Path) -> tuple[list[str], dict[str, tuple[str, int
     ray.kill(kept)
     written = {path.name.removeprefix("place-"): path.read_text().split() for path in directory.glob("place-*")}
     return said, {process: (node, int(gpus)) for process, (node, gpus) in written.items()}, until_free()
+
+
+def ranks_apart(directory: Path) -> tuple[list[str], dict[str, tuple[str, int]], tuple[str, list[float]], float]:
+    """A run whose trainer has four ranks on two nodes. The GPUs that a rank of the other node sees; the node and GPUs
+    of each process; the strategy and the bundles of the trainer's group; and the GPUs that are free after the run."""
+
+    def rollout(replica: int) -> Rollout:
+        note_place(directory, f"replica-{replica}")
+        return Rollout(generator=Quick())
+
+    def trainer(nodes: RankNodes) -> Counter:
+        note_place(directory, "trainer")
+        (other,) = nodes.start(2)
+        ray.get(other._actor.drop.remote())  # then it has started its ranks
+        rank = next(one for one in psutil.process_iter(["cmdline"]) if "engine.training.rank_process" in one.cmdline())
+        (directory / "sees").write_text(rank.environ()["CUDA_VISIBLE_DEVICES"])
+        return Counter()
+
+    before = set(placement_group_table())
+    with start(plan(directory, make_rollout=rollout, make_trainer=trainer, trainer_ranks=4, trainer_nodes=2)) as run:
+        assert run.wait().outcome == "finished"
+    row = next(row for key, row in placement_group_table().items() if key not in before)
+    written = {path.name.removeprefix("place-"): path.read_text().split() for path in directory.glob("place-*")}
+    places = {process: (node, int(gpus)) for process, (node, gpus) in written.items()}
+    shape = row["strategy"], [bundle["GPU"] for bundle in row["bundles"].values()]
+    return (directory / "sees").read_text().split(","), places, shape, until_free()
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def test_other_versions_are_named_with_their_node() -> None:
 def test_a_path_that_a_node_does_not_see_is_named_with_the_node() -> None:
     paths = {"model.path": "/models/m", "run.dir": "/runs/r"}
     refuse_missing(paths, {"a": [], "b": []})
-    with pytest.raises(ConfigError, match=r"^run\.dir '/runs/r' does not exist on node b of the cluster; put it on"):
+    with pytest.raises(ConfigError, match=r"^run\.dir '/runs/r' is not shared with node b of the cluster; put it on"):
         refuse_missing(paths, {"a": [], "b": ["run.dir"]})
 
 

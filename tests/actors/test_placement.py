@@ -6,7 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
-from placed_runs import GPUS, carried_out, connect, reserved_first
+from placed_runs import GPUS, carried_out, connect, ranks_apart, reserved_first
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -53,3 +53,11 @@ def test_the_trainer_waits_for_a_node_and_gets_it_before_replicas_are_spread(
     nodes = {process: node for process, (node, _) in places.items()}
     assert nodes["replica-0"] == nodes["replica-1"] != nodes["trainer"]
     assert free == GPUS, "its group is freed at the end"
+
+
+def test_ranks_of_two_nodes_have_two_gpus_on_each(cluster_of_gpus: ProcessPoolExecutor, tmp_path: Path) -> None:
+    seen, places, shape, free = cluster_of_gpus.submit(ranks_apart, tmp_path).result()
+    assert shape == ("STRICT_SPREAD", [2.0, 2.0])
+    assert len(seen) == 2, "of the other node"
+    assert {process: gpus for process, (_, gpus) in places.items()} == {"trainer": 2, "replica-0": 1, "replica-1": 1}
+    assert free == GPUS, "the ranks of the other node end with the trainer"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked_ranks import SETTINGS, ForkServer, OfRanks, starts_of
+from forked_ranks import SETTINGS, ForkServer, LocalNodes, OfRanks, starts_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -141,16 +141,19 @@ def server() -> Iterator[ForkServer]:
 
 @pytest.fixture
 def of_ranks(server: ForkServer, model_path: str) -> OfRanks:
-    """A trainer of so many ranks, which fail as the files of the folder `faults` say."""
+    """A trainer of so many ranks, which fail as the files of the folder `faults` say. Several `nodes` are in truth this
+    machine, too, but find each other by TCP."""
 
     @contextmanager
-    def started(count: int, path: str = model_path, faults: Path | None = None, **changes: Any) -> Iterator[Any]:
+    def started(
+        count: int, path: str = model_path, faults: Path | None = None, nodes: int = 1, **changes: Any
+    ) -> Iterator[Any]:
         settings = TrainerSettings(**{**SETTINGS, "ranks": count, **changes})
         if count == 1:
             yield ModelTrainer(path, settings)
             return
         with starts_of(server, faults):
-            trainer = RankedTrainer(path, settings)
+            trainer = RankedTrainer(path, settings, nodes=LocalNodes(nodes) if nodes > 1 else None)
         with closing(trainer):
             yield trainer
 

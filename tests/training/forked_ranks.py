@@ -22,6 +22,8 @@ import pytest
 import torch
 
 from engine.training import rank_process
+from engine.training.child_ranks import ChildRanks
+from engine.training.shared_weights import Manifest, PublishedTensors
 
 OfRanks = Callable[..., AbstractContextManager[Any]]
 SETTINGS: dict[str, Any] = {
@@ -86,6 +88,34 @@ class Forked:
         return self.returncode
 
 
+class LocalRanks(ChildRanks):
+    """Of another node, which has the same memory."""
+
+    def hold(self, weights: PublishedTensors, manifest: Manifest) -> None:
+        """The ranks find them in the trainer's own memory."""
+
+    def drop(self) -> None:
+        pass
+
+
+class LocalNodes:
+    """Nodes that are all this machine. `directory`: where the ranks of the others work."""
+
+    address = "127.0.0.1"
+
+    def __init__(self, count: int, directory: Path | None = None) -> None:
+        self.count = count
+        self.started: list[LocalRanks] = []
+        self._directory = {} if directory is None else {"DIRECTORY": str(directory)}
+
+    def start(self, ranks: int) -> list[LocalRanks]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in self._directory.items():
+                patch.setenv(name, value)
+            self.started = [LocalRanks(ranks) for _ in range(1, self.count)]
+        return self.started
+
+
 @contextmanager
 def starts_of(server: ForkServer, faults: Path | None = None) -> Iterator[None]:
     def start(command: list[str], env: dict[str, str], **options: Any) -> Forked:
@@ -121,6 +151,7 @@ def be_rank(arguments: list[str], environment: dict[str, str], numbers: list[int
     try:
         os.setsid()
         os.environ |= environment
+        os.chdir(environment.get("DIRECTORY", "."))
         own = dict(zip(map(str, numbers), map(str, files), strict=True))
         sys.argv = ["rank", own[arguments[0]], str(os.getppid()), *(own[name] for name in arguments[2:])]
         if "FAULTS" in environment:

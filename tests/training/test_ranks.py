@@ -19,15 +19,17 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from forked_ranks import SETTINGS, OfRanks
+from forked_ranks import SETTINGS, ForkServer, LocalNodes, OfRanks, starts_of
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from weight_holders import inodes
 
-from engine.errors import ConfigError, TrainerSpoiled
+from engine.errors import ConfigError, EngineError, TrainerSpoiled
 from engine.plans.trainers import make_trainer
 from engine.protocols import Batch
 from engine.runtime.stacks import dump_stacks, register_stacks, stacks_file
 from engine.training.custom_functions import CustomFunction
+from engine.training.model_checkpoint import optimizer_tensors
+from engine.training.ranked_trainer import RankedTrainer
 from engine.training.trainer_settings import TrainerSettings
 
 MakeBatch = Callable[..., Batch]
@@ -64,6 +66,27 @@ def test_three_steps_equal_those_of_one_rank_and_resume_on_any_number(
     assert close_to(final, weights)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "step-3", dtype=torch.float32)
     assert close_to(loaded.state_dict(), weights)
+
+
+def test_ranks_that_share_a_model_in_each_node_take_the_steps_of_one(
+    of_ranks: OfRanks, batch: MakeBatch, tmp_path: Path
+) -> None:
+    with of_ranks(1) as alone:
+        expected = alone.train(batch(0, 2))
+        moments = {name: value.clone() for name, value in optimizer_tensors(alone.model, alone.optimizer).items()}
+        weights = alone.weights()
+    with of_ranks(4, nodes=2, hybrid_sharding=True) as trainer:
+        before = {name: value.clone() for name, value in trainer.weights().items()}
+        metrics = trainer.train(batch(0, 2))
+        assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+        assert close_to(trainer.weights(), weights)
+        trainer.save(str(tmp_path / "saved"), 1)
+        trainer.start_from(before, 0)
+        assert all(torch.equal(before[name], value) for name, value in trainer.weights().items())
+    with of_ranks(1) as other:
+        assert other.load(str(tmp_path / "saved")) == 1
+        assert close_to(other.weights(), weights)
+        assert close_to(optimizer_tensors(other.model, other.optimizer), moments), "0.1 of the gradients"
 
 
 def test_a_loss_of_the_user_trains_the_same_on_two_ranks(of_ranks: OfRanks, batch: MakeBatch) -> None:
@@ -167,6 +190,33 @@ def test_with_a_stopped_rank_every_rank_writes_its_stacks_and_ends_with_its_trai
         trainer.close()  # as the worker does when the order exceeds its time limit
         thread.join()
         assert failures and alive(pids) == []
+
+
+def test_a_killed_rank_of_another_node_ends_the_whole_trainer(server: ForkServer, model_path: str) -> None:
+    nodes = LocalNodes(2)
+    with starts_of(server):
+        trainer = RankedTrainer(model_path, TrainerSettings(**SETTINGS, ranks=2), nodes=nodes)
+    (other,) = nodes.started[0].pids
+    os.kill(other, signal.SIGKILL)
+    with pytest.raises(TrainerSpoiled, match=r"rank 1 of 2 died \(SIGKILL\)"):
+        trainer.rollout_figures()
+    assert alive([*trainer.pids, other]) == []
+
+
+def test_a_checkpoint_on_storage_that_a_node_does_not_share_is_refused(
+    server: ForkServer, model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`/proc/self/cwd` is another directory for a process that works in another one."""
+    settings = TrainerSettings(**SETTINGS, ranks=2)
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("DIRECTORY", str(tmp_path / "first"))
+    with starts_of(server):
+        trainer = RankedTrainer(model_path, settings, nodes=LocalNodes(2, directory=tmp_path / "second"))
+    with closing(trainer):
+        with pytest.raises(EngineError, match="is not shared: this node does not see what the first rank writes"):
+            trainer.save("/proc/self/cwd/saved", 1)
+        trainer.save(str(tmp_path / "saved"), 1)
 
 
 def test_ranks_die_with_their_parent(model_path: str) -> None:

@@ -1,0 +1,126 @@
+"""The ranks of a trainer on other nodes than its own: one actor on each node starts them as child processes, and relays
+the messages between them and `training.ranked_trainer`.
+
+`worker_actor.TrainerActor` creates `RankNodes` in the trainer's placement group, whose first bundle it runs in. The
+actors are children of the trainer's actor, so Ray ends them with it, and their ranks end with them.
+"""
+
+import threading
+from collections.abc import Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from engine.actors.detached_actors import PackedPlan, hide_gpus, prepare_process
+from engine.actors.failures import failure_reason, raised
+from engine.errors import EngineError
+from engine.runtime.stacks import stacks_descriptor
+from engine.training.child_ranks import ChildRanks
+from engine.training.shared_weights import Manifest, Memory, PublishedTensors, view_bytes
+
+if TYPE_CHECKING:
+    import numpy
+
+
+class RankNodes:
+    """The nodes of this process's placement group, as `ranked_trainer.Nodes`. This process is on the first."""
+
+    def __init__(self, packed: PackedPlan, count: int, gpus: float) -> None:
+        """`gpus`: of each node."""
+        self.count = count
+        self.address: str = ray.util.get_node_ip_address()
+        self._packed = packed
+        self._gpus = gpus
+
+    def start(self, ranks: int) -> "list[RemoteRanks]":
+        """The ranks of the other nodes. Returns at once: their first messages wait for the nodes."""
+        group = ray.util.get_current_placement_group()
+        return [RemoteRanks(self._make(group, bundle, ranks), ranks) for bundle in range(1, self.count)]
+
+    def _make(self, group: Any, bundle: int, ranks: int) -> Any:
+        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": self._gpus, "max_concurrency": ranks + 1}
+        made = ray.remote(RankHostActor).options(**options, enable_task_events=False, scheduling_strategy=place)
+        return made.remote(self._packed, f"trainer-node-{bundle}", ranks)
+
+
+class RemoteRanks:
+    """The ranks of an actor, each at the end of a link of this process."""
+
+    def __init__(self, actor: Any, ranks: int) -> None:
+        self._actor = actor
+        self._ends: dict[int, str] = {}
+        self.links: Sequence[Connection] = [self._linked(place) for place in range(ranks)]
+
+    def hold(self, weights: PublishedTensors, manifest: Manifest) -> None:
+        """See `ranked_trainer.RemoteHost`. Raises: `EngineError`."""
+        import torch
+
+        by_place = {place: weights[name] for name, place in manifest.names}
+        arrays = [by_place[place].reshape(-1).view(torch.uint8).numpy() for place in range(len(by_place))]
+        try:
+            ray.get(self._actor.hold.remote(manifest, weights.publication, arrays))
+        except RayError as error:
+            raise raised(error) from None
+
+    def drop(self) -> None:
+        self._actor.drop.remote()
+
+    def end_of(self, place: int) -> str:
+        return self._ends.get(place, "its node does not answer")
+
+    def close(self) -> None:
+        ray.kill(self._actor)
+
+    def _linked(self, place: int) -> Connection:
+        ours, theirs = Pipe()
+        threading.Thread(target=self._relay, args=(place, theirs), name=f"rank-{place}", daemon=True).start()
+        return ours
+
+    def _relay(self, place: int, link: Connection) -> None:
+        """Until the rank has ended."""
+        with link:
+            try:
+                while True:
+                    link.send_bytes(ray.get(self._actor.call.remote(place, link.recv_bytes())))
+            except RayError as error:
+                self._ends[place] = failure_reason(error)
+            except (EOFError, OSError):
+                return  # this process has dropped the link
+
+
+class RankHostActor:
+    """Starts ranks, and gives them messages."""
+
+    def __init__(self, packed: PackedPlan, name: str, ranks: int) -> None:
+        hide_gpus()
+        packed.enter()
+        prepare_process(name, packed.run_dir)
+        self._ranks = ChildRanks(ranks, stacks_descriptor())
+        self._held: object = None
+
+    def call(self, place: int, message: bytes) -> bytes:
+        """The answer of a rank. Raises: `EngineError` that says how the rank ended."""
+        link = self._ranks.links[place]
+        try:
+            link.send_bytes(message)
+            answer = link.recv_bytes()
+        except (EOFError, OSError):
+            raise EngineError(self._ranks.end_of(place)) from None
+        return answer
+
+    def hold(self, manifest: Manifest, publication: str, arrays: "Sequence[numpy.ndarray[Any, Any]]") -> None:
+        """See `ranked_trainer.RemoteHost`."""
+        import torch
+
+        memory = Memory(manifest, publication)
+        for target, array in zip(memory.tensors, arrays, strict=True):
+            target.view(-1).view(torch.uint8).copy_(view_bytes(array))
+        self._held = memory.complete()
+
+    def drop(self) -> None:
+        self._held = None
