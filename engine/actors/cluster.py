@@ -147,8 +147,8 @@ def _versions() -> Callable[[], dict[str, str]]:
 
 
 def require_shared_files(config: Config, run_dir: str) -> None:
-    """Check that every node of the cluster sees the model, and what is written into the run's directory if a process
-    that writes there may be on another node, under the same path. Raises: `ConfigError`."""
+    """Check that every node of the cluster sees the model under the same path. If a process on another node may write
+    into the run's directory, check the same for a file that is written there. Raises: `ConfigError`."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     here = ray.get_runtime_context().get_node_id()
     gpus = {node["NodeID"] for node in nodes if node["Resources"].get("GPU")}

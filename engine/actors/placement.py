@@ -58,14 +58,14 @@ def place(plan: Plan, name: str | None = None) -> ActorPlacement:
 
 
 NODE_CPU = 0.001
-"""CPUs that a trainer without GPUs reserves on each of several nodes, because a bundle must have something."""
+"""CPUs that a trainer without GPUs reserves on each of several nodes, because a bundle cannot be empty."""
 
 
 def reserve_trainer(plan: Plan, name: str, detached: bool) -> Any:
-    """A placement group with the trainer's GPUs: on this node if it has them, or a bundle on each of its nodes. None if
-    the trainer has one node and no GPUs. Returns at once: `trainer_waits` waits for the GPUs. Every incarnation of the
-    trainer runs in the group, so nothing else can take its GPUs. `detached`: it survives this process, and
-    `found_place` finds it by its name."""
+    """A placement group with the trainer's GPUs: on this node if it has them, or a bundle on each of the trainer's
+    nodes. None if the trainer has one node and no GPUs. Returns at once: `trainer_waits` waits for the GPUs. Every
+    incarnation of the trainer runs in the group, so nothing else can take its GPUs. `detached`: the group survives this
+    process, and `found_place` finds it by its name."""
     each = trainer_gpus_of_node(plan)
     lifetime = "detached" if detached else None
     if plan.trainer_nodes > 1:

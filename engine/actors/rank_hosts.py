@@ -1,8 +1,8 @@
-"""The ranks of a trainer on other nodes than its own: one actor on each node starts them as child processes, and relays
-the messages between them and `training.ranked_trainer`.
+"""The ranks on the other nodes of a trainer. On each of these nodes, a host actor starts ranks as child processes and
+relays the messages between them and `training.ranked_trainer`.
 
-`worker_actor.TrainerActor` creates `RankNodes` in the trainer's placement group, whose first bundle it runs in. The
-actors are children of the trainer's actor, so Ray ends them with it, and their ranks end with them.
+`worker_actor.TrainerActor` runs in the first bundle of the trainer's placement group and creates `RankNodes` there. The
+host actors are children of the trainer's actor, so Ray ends them with it, and their ranks end with them.
 """
 
 import threading
@@ -30,14 +30,14 @@ class RankNodes:
     """The nodes of this process's placement group, as `ranked_trainer.Nodes`. This process is on the first."""
 
     def __init__(self, packed: PackedPlan, count: int, gpus: float) -> None:
-        """`gpus`: of each node."""
+        """`gpus`: number of GPUs on each node."""
         self.count = count
         self.address: str = ray.util.get_node_ip_address()
         self._packed = packed
         self._gpus = gpus
 
     def start(self, ranks: int) -> "list[RemoteRanks]":
-        """The ranks of the other nodes. Returns at once: their first messages wait for the nodes."""
+        """Start the ranks of the other nodes. Returns at once: their first messages wait for the nodes."""
         group = ray.util.get_current_placement_group()
         return [RemoteRanks(self._make(group, bundle, ranks), ranks) for bundle in range(1, self.count)]
 
@@ -49,7 +49,7 @@ class RankNodes:
 
 
 class RemoteRanks:
-    """The ranks of an actor, each at the end of a link of this process."""
+    """The ranks of a host actor, each with a link to this process."""
 
     def __init__(self, actor: Any, ranks: int) -> None:
         self._actor = actor
@@ -82,7 +82,7 @@ class RemoteRanks:
         return ours
 
     def _relay(self, place: int, link: Connection) -> None:
-        """Until the rank has ended."""
+        """Relay messages until the rank has ended."""
         with link:
             try:
                 while True:
@@ -94,7 +94,7 @@ class RemoteRanks:
 
 
 class RankHostActor:
-    """Starts ranks, and gives them messages."""
+    """Starts the ranks of its node and passes messages to them."""
 
     def __init__(self, packed: PackedPlan, name: str, ranks: int) -> None:
         hide_gpus()

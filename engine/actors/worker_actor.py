@@ -275,7 +275,7 @@ class TrainerActor(WorkerActor):
     worker: PlannedTrainer
 
     def _unpacked(self, plan: PackedPlan) -> Plan:
-        """With the nodes of the ranks, of which this one is the first."""
+        """The plan, with the nodes of the ranks if there are several. This node is the first."""
         unpacked = super()._unpacked(plan)
         if unpacked.trainer_nodes == 1:
             return unpacked

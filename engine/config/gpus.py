@@ -131,8 +131,8 @@ class FreeGpus:
         return processes
 
     def place_apart(self, gpus: float, replica: float, nodes: int = 1) -> None:
-        """Place a process on each of so many nodes, as far as they fit, where they cost the fewest replicas of
-        `replica` GPUs."""
+        """Place one process on each of `nodes` nodes, or on fewer if not all fit. Chooses nodes where the processes
+        cost the fewest replicas of `replica` GPUs."""
         fitting = [node for node in self.nodes if _room(node, gpus)]
         fitting.sort(key=lambda node: _room(node, replica) - _room(_after(node, gpus), replica))
         for node in fitting[:nodes]:

@@ -43,7 +43,7 @@ LEAST_STORE_BYTES = 256 << 20
 Rehearse = Callable[[Config, Prompt], Iterator[str]]
 """Runs the configured agent once on a prompt. Yields lines like those of `check_inputs`."""
 RehearseBackends = Callable[[Config], Iterator[str]]
-"""Runs the user's generator, trainer and added states once on the first prompt. Yields such lines, too."""
+"""Runs the user's generator, trainer and added states once on the first prompt. Also yields such lines."""
 
 
 def check_inputs(

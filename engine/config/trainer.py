@@ -43,7 +43,7 @@ class TrainerSection(StepChoices):
         default_factory=dict, max_length=256, description="Keyword arguments of your trainer's class."
     )
     correction: str = Field("auto", description=StepChoices.model_fields["correction"].description)
-    nodes: int = Field(1, ge=1, le=64, description="Nodes of the cluster that the ranks are on, equally many on each.")
+    nodes: int = Field(1, ge=1, le=64, description="Nodes of the cluster over which the ranks are divided evenly.")
     gpus_per_rank: int = Field(
         0, ge=0, le=8, description="GPUs that Ray reserves for each rank; 0: one if the cluster has GPUs, else none."
     )
@@ -93,7 +93,7 @@ class TrainerSection(StepChoices):
     @model_validator(mode="after")
     def _equal_nodes(self) -> Self:
         if self.ranks % self.nodes:
-            law = f"must be a multiple of trainer.nodes = {self.nodes}: each node has equally many"
+            law = f"must be a multiple of trainer.nodes = {self.nodes}: each node has the same number of ranks"
             raise ConfigError("trainer.ranks", self.ranks, law, f"use {-(-self.ranks // self.nodes) * self.nodes}")
         if self.hybrid_sharding and self.nodes == 1:
             law = "needs several nodes: all ranks of a node hold one model"

@@ -563,7 +563,7 @@ TENSES = {RUNNING: "is", "interrupted": "was"}
 
 
 def explain_run(history: History, health: Sequence[HealthFinding] = ()) -> Explanation:
-    """Where the time of a run went, its slowest steps, idle time and waste by cause, what ruins its training, and
+    """Where the time of a run went, its slowest steps, idle time and waste by cause, problems of its training, and
     advice."""
     chains = _Chains(history)
     turns = _turns(history)

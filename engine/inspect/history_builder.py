@@ -1,9 +1,8 @@
 """Builds a `History` from what a replay of its record reports.
 
-Called by `history_reader`, which replays the record, in several processes if it is long. All arguments are plain
-values, so that calls can be sent from one process to another. What concerns one group never depends on another group,
-so a group whose whole life is in one stretch of the record is finished by the process that replays the stretch. Must
-not know the scheduler.
+Called by `history_reader`, which replays a long record in several processes. All arguments are plain values, so that
+one process can send calls to another. What concerns one group never depends on another group. So the process that
+replays a stretch of the record finishes the groups whose whole life is in it. Must not know the scheduler.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,7 +52,7 @@ class _Order(NamedTuple):
 
 
 class _GroupNotes:
-    """What is known of a group."""
+    """What is known about a group."""
 
     __slots__ = ("attempts", "deadline", "drawn_at", "ended_at", "newest", "oldest", "reward_mean", "reward_spread",
                  "staleness", "started_at", "state", "step", "tokens")  # fmt: skip
@@ -173,7 +172,7 @@ class GroupBuilder:
         self._losses[replica] = (last, reason, event)
 
     def close(self, at: float, outcome: str, event: EventId, live: Mapping[GroupId, Tokens]) -> None:
-        """Everything that is open ends."""
+        """End everything that is open."""
         for id, order in list(self._open.items()):
             notes = self.notes[id]
             own, oldest, newest = live.get(id, (0, NO_VERSION, NO_VERSION))
@@ -185,7 +184,7 @@ class GroupBuilder:
         self._cuts.clear()
 
     def branch(self, live: Iterable[GroupId]) -> None:
-        """Every group is queued again that the surviving steps do not hold. Reported before the moves that follow."""
+        """Every group that no surviving step holds is queued again. Reported before the moves that follow."""
         for id in live:
             notes = self.note(id)
             if notes.state == "consumed":
@@ -261,7 +260,7 @@ class GroupBuilder:
         )  # fmt: skip
 
     def _note_tokens(self, notes: _GroupNotes, tokens: int) -> None:
-        """A group has so many tokens now. Those that it no longer has are lost."""
+        """A group now has this number of tokens. Tokens that it no longer has are lost."""
         if tokens < notes.tokens:
             self.tokens["lost"] += notes.tokens - tokens
         notes.tokens = tokens
@@ -272,7 +271,7 @@ class GroupBuilder:
 
 
 class _Begun(NamedTuple):
-    """A value that has begun: its other fields, and when."""
+    """A value that has begun: its other fields, and its start and cause."""
 
     fields: tuple[Any, ...]
     start: float
@@ -280,7 +279,7 @@ class _Begun(NamedTuple):
 
 
 class _BatchedGroup(NamedTuple):
-    """What a row of a step needs of a group."""
+    """What the row of a step needs to know about a group."""
 
     id: GroupId
     reward_mean: float

@@ -1,8 +1,8 @@
-"""Keeps on disk what the replays of a record's stretches found, in `RUN/history-cache`, so that the next question about
-the run replays only what is new.
+"""Keeps in `RUN/history-cache` what the replays of a record's stretches found, so that the next question about the run
+replays only what is new.
 
-Called by `history_reader`. Everything here is derived from the record: it may be deleted at any time, and a file that
-is damaged, or of other source code, is not used. A directory that cannot be written is left as it is.
+Called by `history_reader`. Everything here is derived from the record, so users may delete it at any time. A file that
+is damaged, or that other source code wrote, is not used. A directory that cannot be written is left unchanged.
 """
 
 import os
@@ -18,7 +18,7 @@ from engine.record.frames import encode_header
 
 DIRECTORY = "history-cache"
 SOURCES = ("events.py", "commands.py", "inspect", "metrics", "policies", "record", "scheduling", "states")
-"""What the contents of a file depend on, in the package."""
+"""Parts of the package on which the contents of a file depend."""
 
 
 class HistoryCache:
@@ -34,7 +34,7 @@ class HistoryCache:
         return self._directory is not None and self._path(stretch).exists()
 
     def load(self, stretch: Any) -> bytes | None:
-        """What was kept for a stretch; None if there is nothing usable."""
+        """The data kept for a stretch; None if there is nothing usable."""
         try:
             data = zlib.decompress(self._path(stretch).read_bytes())
         except (OSError, zlib.error):
@@ -55,7 +55,7 @@ class HistoryCache:
             temporary.unlink(missing_ok=True)
 
     def _path(self, stretch: Any) -> Path:
-        """The name has the place of the stretch, so a record that was cut and continued has other names."""
+        """The name depends on the place of the stretch, so a record that was cut and continued has other names."""
         assert self._directory is not None
         return self._directory / f"{sha256(repr(stretch).encode()).hexdigest()[:32]}.z"
 

@@ -2,8 +2,8 @@
 
 Called by the commands that show a run. It replays the schedule, because only the scheduler knows why a group was
 released and why a slot was idle: events and commands do not say it. Idle time is classified by `metrics.RunMetrics`, as
-during the run. The stretches between snapshots of a long record are replayed at once, one process each; what they
-report is joined by `history_builder`, and kept in the `history_cache`. Must write nothing else.
+during the run. Processes replay the stretches between snapshots of a long record in parallel. `history_builder` joins
+what they report, and `history_cache` keeps it. Must write nothing else.
 """
 
 import multiprocessing
@@ -78,7 +78,7 @@ from engine.states.process import REPLICA
 PAUSES = {"sleep": "pool", "drain": "drain"}
 """Why a pause aborts groups, by its mode; otherwise a weight sync does."""
 STRETCH_EVENTS = 20_000
-"""Least number of events in a stretch of a record that its own process replays."""
+"""Minimum number of events in a stretch that a separate process replays."""
 Report = Callable[..., None]
 """Called with the name of a method of `HistoryBuilder` and its arguments."""
 
@@ -129,7 +129,7 @@ class _Finished(NamedTuple):
 
     replayed: tuple[Any, ...]
     attempts: list[Any]
-    """With `waits`, `rows` and `tokens`: those of the groups whose whole life is in the stretch."""
+    """These, `waits`, `rows` and `tokens` are of the groups whose whole life is in the stretch."""
     waits: list[Any]
     rows: list[Any]
     tokens: dict[str, int]
@@ -138,7 +138,7 @@ class _Finished(NamedTuple):
 
 
 def _stretches(record: Record, least: int) -> list[_Stretch]:
-    """Stretches of at least so many events, in order."""
+    """Stretches of at least `least` events, in order. The last may be shorter."""
     places: list[Place | None] = [None]
     for place in sorted(record.snapshots(), key=lambda place: place.position):
         before = places[-1]
@@ -148,13 +148,13 @@ def _stretches(record: Record, least: int) -> list[_Stretch]:
 
 
 def _found(record: Record, stretches: Sequence[_Stretch]) -> Iterator[bytes | None]:
-    """What `replay_stretch` returned or returns for each, in order."""
+    """What `replay_stretch` returns for each, in order, from the cache if possible."""
     cache = HistoryCache(record)
     missing = [stretch for stretch in stretches if not cache.holds(stretch)]
     replayed = _replay_at_once(record, missing)
     for stretch in stretches:
         data = next(replayed) if stretch in missing else cache.load(stretch)
-        if data is None and stretch not in missing:  # its file is damaged, or of other source code
+        if data is None and stretch not in missing:  # its file is damaged, or other source code wrote it
             data = replay_stretch(record, stretch)
             missing.append(stretch)
         if data is not None and stretch in missing and stretch.end is not None:
@@ -163,7 +163,7 @@ def _found(record: Record, stretches: Sequence[_Stretch]) -> Iterator[bytes | No
 
 
 _record: Record
-"""In a process that replays stretches."""
+"""Set only in a process that replays stretches."""
 
 
 def _use(record: Record) -> None:
@@ -187,7 +187,7 @@ def _replay_at_once(record: Record, stretches: Sequence[_Stretch]) -> Iterator[b
 
 
 def replay_stretch(record: Record, stretch: _Stretch) -> bytes | None:
-    """A `_Finished`, packed; None if this engine cannot begin at the snapshot. Raises: see `read_history`."""
+    """A packed `_Finished`; None if this engine cannot begin at the snapshot. Raises: see `read_history`."""
     calls: list[Call] = []
     watcher = _StretchWatcher(lambda *call: calls.append(call))
     try:
@@ -212,7 +212,7 @@ def replay_stretch(record: Record, stretch: _Stretch) -> bytes | None:
 REPORTS = {name: getattr(HistoryBuilder, name) for name in dir(HistoryBuilder) if not name.startswith("_")}
 OF_ONE_GROUP = ("cut", "begin", "move", "reward")
 OF_ALL_GROUPS = ("draw", "pause", "lose", "batch")
-"""Reports that builders of single groups need, too."""
+"""Reports that builders of single groups also need."""
 
 
 def _join(record: Record, stretches: Iterator[bytes | None]) -> History | None:

@@ -170,8 +170,8 @@ def _slices(history: History) -> Iterator[tuple[Track, Slice]]:
 
 
 def _seated(history: History) -> Iterator[tuple[GenerationAttempt | RowsAttempt, int]]:
-    """Each attempt with the lowest slot of its life of a replica that was free. There are more than the replica has
-    while trajectories that ended make room for others."""
+    """Each attempt with its slot: the lowest that was free in this life of its replica. More slots than the replica has
+    are in use while ended trajectories make room for the next group."""
     attempts: list[GenerationAttempt | RowsAttempt] = [*history.attempts, *history.chunks]
     lives: dict[tuple[int, int], tuple[list[tuple[float, int]], list[int]]] = defaultdict(lambda: ([], []))
     for attempt in sorted(attempts, key=lambda attempt: (attempt.start, attempt[0])):

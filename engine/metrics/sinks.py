@@ -81,8 +81,8 @@ class TensorBoard:
         self._add(step, text_pb(f"samples/{name}", as_markdown(samples)))
 
     def _add(self, step: int, summary: Any) -> None:
-        """Write what the writer cannot: texts and histograms. They are a separate run, `samples`, because TensorBoard
-        reads only the newer of two files in a directory."""
+        """Write what the writer cannot: texts and histograms. They go into a separate run, `samples`, because
+        TensorBoard reads only the newer of two files in a directory."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -105,7 +105,7 @@ class WeightsAndBiases:
 
         self._end = wandb.teardown
         self._table = wandb.Table
-        self._histogram: Any = wandb.Histogram  # it also takes lists, which its types do not say
+        self._histogram: Any = wandb.Histogram  # lists are accepted, too, although its types do not say so
         self._step = 0
         self._run = wandb.init(
             project=options.get("project") or "step-engine",

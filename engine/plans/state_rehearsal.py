@@ -1,7 +1,7 @@
 """Calls the work of each added state once before a run: `backend_rehearsal` calls it for `engine check`.
 
-The work gets what it gets in a run: a group, a batch, or weights. A state of train steps may refuse them, because they
-are synthetic. This module must never wait for work that does not end.
+As in a run, the work gets a group, a batch or weights. A state of train steps may refuse them, because they are
+synthetic. This module must never wait for work that does not end.
 """
 
 import asyncio

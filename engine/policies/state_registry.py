@@ -1,4 +1,4 @@
-"""Registry of custom states: states that users add to groups, before generation or after it, and to train steps, before
+"""Registry of added states: states that users add to groups, before generation or after it, and to train steps, before
 training or before replicas get the weights.
 
     policies.add_state(
@@ -82,15 +82,15 @@ def add_state(
     """
     require_api(api, f"state {state!r}")
     if machine not in (GROUP.name, STEP.name):
-        law = "must be group or step: only prompt groups and train steps can have custom states"
+        law = "must be group or step: only prompt groups and train steps can have added states"
         raise ConfigError(f"{FIELD}.machine", machine, law, "use group or step")
     of_step = machine == STEP.name
     places = BETWEEN_STEPS if of_step else BETWEEN
     place = next((place for place, ends in places.items() if tuple(between) == ends), None)
     if place is None:
-        law = "a custom state lies before a group's generation, or between its last token and its train step"
+        law = "an added state lies before a group's generation, or between its last token and its train step"
         if of_step:
-            law = "a custom state of train steps lies before the training, or before replicas get the weights"
+            law = "an added state of train steps lies before the training, or before replicas get the weights"
         raise ConfigError(f"{FIELD}.between", between, law, f"use {' or '.join(map(str, places.values()))}")
     _require_phase(place, phase)
     _require_name(state, step_table(checks=("-",)) if of_step else GROUP)

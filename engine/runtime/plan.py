@@ -218,8 +218,8 @@ class Plan:
     trainer_ranks: int = 1
     """Processes of the trainer. Each needs a GPU if the cluster has GPUs; `trainer_gpus` is the sum for all of them."""
     trainer_nodes: int = 1
-    """Nodes of the cluster that the trainer's processes are on, equally many on each. With more than one,
-    `make_trainer` gets a `training.ranked_trainer.Nodes` as `nodes`."""
+    """Nodes of the cluster over which the trainer's processes are divided evenly. With more than one, `make_trainer`
+    gets a `training.ranked_trainer.Nodes` as `nodes`."""
     scorer_gpus: float = 0.0
     """GPUs of each scorer."""
     pool_shares: Sequence[float] = ()

@@ -1,7 +1,7 @@
 """`ChildRanks`: the ranks of a trainer that are processes of this machine.
 
 Started by `ranked_trainer` for its own machine, and by `actors.rank_hosts` for the other machines of a trainer. They
-end with the process that started them, also if that is killed.
+end with the process that started them, even if that process is killed.
 """
 
 import os
@@ -26,7 +26,7 @@ class ChildRanks:
 
     @property
     def pids(self) -> list[int]:
-        """Of the ranks, in order."""
+        """Process ids of the ranks, in order."""
         return [process.pid for process in self._processes]
 
     def has_ended(self, place: int) -> bool:
@@ -46,7 +46,7 @@ class ChildRanks:
         self._closed.set()
 
     def _start(self, count: int) -> None:
-        """From a thread that lasts as long as they do: Linux kills them when the thread that started them ends."""
+        """Starts them from a thread that lives as long as they do: Linux kills them when this thread ends."""
         started = threading.Event()
         failures: list[Exception] = []
 

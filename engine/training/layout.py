@@ -105,8 +105,8 @@ class Bucket:
 
 
 class Sequences(NamedTuple):
-    """The pieces of a row for a kernel that takes sequences of different lengths. The last query of a piece attends to
-    all of its keys, and each earlier one to one key less."""
+    """The pieces of a row for the varlen kernel, which takes sequences of variable length. The last query of a piece
+    attends to all of its keys, and each earlier query to one key less."""
 
     query_starts: Tensor
     """Place of the first query of each piece, and the number of queries. [pieces + 1] int32"""

@@ -2,9 +2,9 @@
 
 `pack_attention` is called by `gradients.Policy` for each model that it is given. The model then takes a `layout` beside
 its inputs (`batch.MicroBatch.inputs`); without one, it computes each of its rows as before. The results are exact:
-linear layers see every token once and no padding. A kernel for sequences of different lengths takes all pieces of the
-row in one call, without padding and masks. Where torch has none, each bucket of pieces goes through the kernel that
-padded rows would take.
+linear layers see every token once and no padding. The varlen kernel, for sequences of variable length, takes all
+pieces of the row in one call, without padding or masks. Where torch has no such kernel, each bucket of pieces goes
+through the kernel that padded rows would take.
 """
 
 import logging
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 NAME = "step_engine_packed"
 """The name of this attention in transformers."""
 VARLEN = "step_engine_varlen"
-"""The same, with the kernel for different lengths where there is one."""
+"""The same, with the varlen kernel where there is one."""
 HALF = (torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
-"""Of that kernel."""
+"""Maximum head size of the varlen kernel."""
 ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-10}
 """Largest allowed difference between hidden states of packed and padded rows, as a share of the largest one."""
 COARSE = 2e-2
@@ -128,7 +128,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def _takes(query: Tensor, value: Tensor) -> bool:
-    """Whether the kernel for different lengths computes these. [tokens, heads, size] each"""
+    """Whether the varlen kernel can compute these. [tokens, heads, size] each"""
     kind, size = query.device.type, query.shape[-1]
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     fits = size == value.shape[-1] <= LARGEST_HEAD and size % 8 == 0
@@ -137,21 +137,21 @@ def _takes(query: Tensor, value: Tensor) -> bool:
 
 @cache
 def why_not_varlen(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernel for different lengths cannot be used; None if it can. The first call on a GPU tries it: its result
-    must be that of `packed_attention` without it."""
+    """Why the varlen kernel cannot be used; None if it can. The first call on a GPU tries the kernel, whose result must
+    be that of `packed_attention` without it."""
     if device.type != "cuda":
         return f"needs a GPU of type cuda, but the device is {device}"
     if dtype not in HALF:
         return f"computes in bfloat16 or float16, not in {str(dtype).removeprefix('torch.')}"
-    with ThreadPoolExecutor(1) as thread:  # which has no hooks of activation checkpointing, and no autocast
+    with ThreadPoolExecutor(1) as thread:  # it has no hooks of activation checkpointing, and no autocast
         reason = thread.submit(varlen_failure, device, dtype).result()
     if reason is not None:
-        log.warning("attention of packed rows is computed by sdpa: the kernel for different lengths %s", reason)
+        log.warning("packed rows use sdpa attention, because the varlen kernel %s", reason)
     return reason
 
 
 def varlen_failure(device: torch.device, dtype: torch.dtype) -> str | None:
-    """What is wrong with the kernel for different lengths on a device, next to sdpa there; None if nothing is."""
+    """What is wrong with the varlen kernel on a device, compared with sdpa there; None if nothing is wrong."""
     roots, own = [300, 130], [200, 70, 3]
     row = [*buckets_of(roots, 0), *buckets_of(own, sum(roots), Prefix(0, roots[0]))]
     layout = Layout(buckets=tuple(row)).to(device)

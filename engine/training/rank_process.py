@@ -2,7 +2,7 @@
 
 It reads a `Job` and then calls from the connection FD, makes each in its `ModelTrainer`, and answers (True, result) or
 (False, exception). Before the answer, the first rank sends `PROGRESS` whenever its trainer has progressed. It ends with
-its parent, also when it hangs or is stopped. On SIGUSR1 it appends the stacks of its threads to the open file STACKS.
+its parent, even when it hangs or is stopped. On SIGUSR1 it appends the stacks of its threads to the open file STACKS.
 """
 
 import copy
@@ -27,7 +27,7 @@ def main() -> None:
         faulthandler.register(signal.SIGUSR1, file=int(stacks), all_threads=True)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        return  # it died before this process asked to die with it
+        return  # the parent died before this process asked to die with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt ends
     try:
         job = link.recv()

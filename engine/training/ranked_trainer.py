@@ -6,8 +6,8 @@ rank (`rank_process.py`) and waits for all of them. An error of all ranks is rai
 dies, fails where others do not, or raises `TrainerSpoiled` is a lost trainer: the ranks are killed, and the call raises
 `TrainerSpoiled`. A rank that hangs is found by the time limit of the order; the ranks die with this process.
 
-Ranks are child processes of this process, and on other nodes of one actor there (`actors.rank_hosts`), which relays
-the messages. In this way a trainer also works without Ray, and ranks live and die alike everywhere.
+Ranks are child processes: on this node of this process, on each other node of a host actor (`actors.rank_hosts`), which
+relays the messages. So a trainer also works without Ray, and ranks start and end in the same way everywhere.
 """
 
 import os
@@ -47,7 +47,7 @@ class Job:
     on_node: int
     """The number of ranks on each node. Ranks of a node have successive numbers."""
     rendezvous: str | tuple[str, int]
-    """Where the ranks find each other: a file, or with several nodes the address of the first rank, which gets the
+    """Where the ranks find each other: a file. With several nodes, the address of the first rank, which gets the
     listening socket."""
 
 
@@ -58,7 +58,7 @@ class RankHost(Protocol):
     def links(self) -> Sequence[Connection]: ...
 
     def end_of(self, place: int) -> str:
-        """How a rank ended, which no longer answers."""
+        """How a rank that no longer answers has ended."""
 
     def close(self) -> None:
         """Kill the ranks."""
@@ -72,14 +72,14 @@ class RemoteHost(RankHost, Protocol):
 
 
 class Nodes(Protocol):
-    """The nodes of a trainer's ranks, of which this process is on the first."""
+    """The nodes of a trainer's ranks. This process is on the first."""
 
     count: int
     address: str
-    """Of this node, for the others."""
+    """The address of this node, for the others."""
 
     def start(self, ranks: int) -> Sequence[RemoteHost]:
-        """Start so many ranks on each of the other nodes, which may have to wait for them."""
+        """Start `ranks` ranks on each of the other nodes. They may have to wait for the nodes."""
 
 
 class RankedTrainer:
@@ -121,7 +121,7 @@ class RankedTrainer:
             raise
 
     def _begin(self, job: Job) -> Manifest:
-        """Ranks of one machine find each other in a file, so that nobody else can take part."""
+        """Ranks of one machine find each other through a file, so nobody else can join them."""
         with tempfile.TemporaryDirectory(prefix="engine-ranks-", ignore_cleanup_errors=True) as folder:
             return self._answer_to(self._jobs(replace(job, rendezvous=os.path.join(folder, "rendezvous"))))
 
@@ -200,7 +200,7 @@ class RankedTrainer:
 
     @property
     def pids(self) -> list[int]:
-        """Of the ranks on this machine, in order."""
+        """Process ids of the ranks on this machine, in order."""
         return self._own.pids
 
     # -- the ranks

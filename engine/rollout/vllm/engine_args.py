@@ -35,8 +35,8 @@ TRANSFERS = {"gloo": "step_gloo", "nccl": "nccl"}
 BATCHED_TOKENS = 8192
 """Tokens of one forward pass, at least, if so many requests of full length can run at once."""
 STREAM_INTERVAL = 16
-"""Tokens of a request that vLLM hands over at a time, after the first one: its process is busy with handing over single
-tokens of hundreds of requests. Also the most tokens by which reports and the counter of tokens lag behind."""
+"""Tokens of a request that vLLM returns at a time, after the first token. Returning single tokens of hundreds of
+requests keeps its process busy. Reports and the count of tokens lag behind by at most this number of tokens."""
 MEMORY_SHARE = 0.92
 """vLLM's `gpu_memory_utilization` without a setting: the part of a GPU's memory that one engine takes."""
 MEMORY_ARGS = {"gpu_memory_utilization", "kv_cache_memory_bytes"}
@@ -170,7 +170,7 @@ def prepare_environment(threads: int, *, logged: bool = False) -> None:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),
     }
-    if not built_for_cpu():  # vLLM would fork, and then fails if this process has so much as counted the GPUs
+    if not built_for_cpu():  # a forked vLLM fails if this process has even counted the GPUs
         proposals["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     for name, value in proposals.items():
         os.environ.setdefault(name, value)

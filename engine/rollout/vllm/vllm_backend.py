@@ -92,7 +92,7 @@ class RunningRequest:
     starts: list[int] = field(default_factory=list)
     """Number of new tokens when each of these versions was installed."""
     sampled: int = 0
-    """Number of new tokens that have come so far."""
+    """Number of new tokens received so far."""
     cut: bool = False
     turn: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the request may be sent, or was cut."""
@@ -326,8 +326,8 @@ class VllmBackend(SleepingEngine):
         self._incoming.keep_only(version)
 
     def _sampled_by(self, run: RunningRequest) -> int:
-        """Number of new tokens of a request, while paused: vLLM has those of before the pause in this process, but
-        hands over several at a time."""
+        """Number of new tokens of a request, while paused. This process has all tokens from before the pause, but vLLM
+        returns several at a time."""
         processor = self._engine.output_processor
         states = map(processor.request_states.get, processor.external_req_ids.get(run.request.id, ()))
         return max([run.sampled, *(state.detokenizer.num_output_tokens() for state in states if state is not None)])
