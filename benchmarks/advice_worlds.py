@@ -269,7 +269,7 @@ def _saturated(random: Random, number: int, *, train: float, rewards: float = 0.
 
 
 def _training_and_slots(random: Random, number: int) -> Setting:
-    """Training takes exactly as long as generation: what makes one faster waits for the other."""
+    """Training takes exactly as long as generation: a change that makes one faster only makes it wait for the other."""
     return _saturated(random, number, train=1.0)
 
 

@@ -4,9 +4,9 @@
 
 It needs no network: models are made on the spot, with random weights in the shapes of Qwen2.5-0.5B, Qwen3-0.6B and
 Qwen3-4B. Only the parts `vllm` and `vllm-run` need vLLM and Ray. Each part runs in a separate process and prints one
-line of JSON. A part that fails has `error` and the end of its standard error, next to the figures that it had so far,
-and the others still run. Parts are in the order of their value; when the budget is used up, those that remain are named
-as skipped. `--device cpu` runs tiny shapes to test the program, and skips what needs a GPU; `auto` is the GPU if there
+line of JSON. A part that fails has `error`, the end of its standard error and the figures that it had so far; the
+others still run. Parts are in the order of their value; when the budget is used up, the remaining parts are named as
+skipped. `--device cpu` runs tiny shapes to test the program, and skips what needs a GPU; `auto` is the GPU if there
 is one.
 """
 

@@ -39,7 +39,7 @@ BETA = 0.9
 
 
 def settings_of(given: argparse.Namespace, ranks: int) -> TrainerSettings:
-    """Of a step whose ratios are 1, so that every trajectory has a gradient."""
+    """Settings of a step whose ratios are 1, so that every trajectory has a gradient."""
     return TrainerSettings(
         device="cpu", learning_rate=1e-6, betas=(BETA, 0.999), max_grad_norm=0.0, old_policy="proximal", rollback=False,
         activation_checkpointing=True, micro_batch_tokens=given.micro, threads=ranks, ranks=ranks,

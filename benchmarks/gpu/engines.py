@@ -1,7 +1,7 @@
-"""The parts with vLLM: an engine of its own, and a whole run of `configs/gpu_1.yaml`.
+"""The parts with vLLM: an engine alone, and a whole run of `configs/gpu_1.yaml`.
 
-No network: the model has random weights and the shape of the configuration's, its tokenizer has bytes, and the rows are
-made. The reward is the share of even tokens.
+They need no network: the model has random weights in the shape of the configured model, its tokenizer maps bytes, and
+the program makes the rows. The reward is the share of even tokens.
 """
 
 import asyncio
@@ -34,11 +34,11 @@ FIGURES = (
     "ratio_mean", "tis_truncated_share", "behavior_kl_k3", "logprob_gap_max", "logprob_gap_max_fresh",
     "logprob_gap_mean_fresh", "logprob_gap_mean_stale",
 )  # fmt: skip
-"""Of a train step in `metrics.jsonl`."""
+"""Figures of a train step in `metrics.jsonl`."""
 
 
 def with_tokenizer(path: str) -> str:
-    """The same directory of a model, which then has a tokenizer."""
+    """Add a tokenizer to the directory of a model if it has none. Returns the directory."""
     if not (Path(path) / "tokenizer.json").exists():
         save_chat_tokenizer(path)
     return path
@@ -53,8 +53,8 @@ def missing() -> Figures | None:
 
 
 def engine_alone(bench: Bench) -> Iterator[Figures]:
-    """An engine of vLLM without a run: its start, speed, installs and sleep, and its log-probs against those of a plain
-    forward pass and of the trainer, before and after new weights."""
+    """A vLLM engine without a run: its start, speed, installations of weights and sleep. Compares its log-probs with
+    those of a plain forward pass and of the trainer, before and after new weights."""
     if skipped := missing():
         yield skipped
         return
@@ -79,7 +79,7 @@ async def next_of(steps: AsyncIterator[Figures]) -> Figures:
 
 
 def moved(bench: Bench, path: str) -> dict[str, torch.Tensor]:
-    """Other weights of the same model, which are also written to a directory."""
+    """Other weights for the same model. Also writes them to a directory."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
@@ -162,7 +162,7 @@ def differing(one: Any, other: Any) -> int:
 
 
 def used_gb(bench: Bench) -> float:
-    """Of the device, by all processes."""
+    """Used memory of the device, by all processes."""
     if not bench.gpu:
         return 0.0
     free, total = torch.cuda.mem_get_info()
@@ -192,14 +192,14 @@ def whole_run(bench: Bench) -> Iterator[Figures]:
 
 
 def command(bench: Bench, *words: str) -> "subprocess.CompletedProcess[str]":
-    """Run a command of the engine, whose actors find the reward."""
+    """Run an `engine` command so that its actors find the reward."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     return subprocess.run([sys.executable, "-m", "engine.cli", *words], capture_output=True, text=True,
                           cwd=bench.folder, env={**os.environ, "PYTHONPATH": path})  # fmt: skip
 
 
 def changes(bench: Bench, runs: Path, steps: int = 3) -> list[str]:
-    """What of the configuration must differ without a network; on a CPU, also what makes it small."""
+    """Settings that must differ without a network; on a CPU, also settings that make the run small."""
     rows = bench.folder / "rows.jsonl"
     asked = "Tom has {n} apples and buys {m} more on each of {d} days. How many has he?"
     rows.write_text("".join(

@@ -1,4 +1,4 @@
-"""A reward that a model with random weights can get more and less of."""
+"""A reward that a model with random weights can raise or lower."""
 
 from engine.trajectory import Prompt, Trajectory
 

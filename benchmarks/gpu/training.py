@@ -83,7 +83,7 @@ def gradients(bench: Bench) -> Iterator[Figures]:
 
 
 def gradient_of(trainer: ModelTrainer, batch: Batch, device: str = "cpu") -> tuple[dict[str, Tensor], float]:
-    """By parameter, what a train step gives the optimizer, in float64 on a device, and the step's seconds."""
+    """The gradient of a train step, by parameter, as the optimizer gets it, in float64 on `device`; the step's seconds."""
     found: dict[str, Tensor] = {}
 
     def keep(*_: Any) -> None:
@@ -99,7 +99,7 @@ def gradient_of(trainer: ModelTrainer, batch: Batch, device: str = "cpu") -> tup
 
 
 def error_of(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    """Of a whole gradient, relative to its norm."""
+    """Error of a whole gradient, relative to its norm."""
     difference = sum(float((value - exact[name].to(value.device)).square().sum()) for name, value in found.items())
     return float((difference / sum(float(value.square().sum()) for value in exact.values())) ** 0.5)
 

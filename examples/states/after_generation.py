@@ -1,4 +1,4 @@
-"""A state after generation: a slow judge, which sees whole groups after the reward of the configuration.
+"""A state after generation: a slow judge that sees whole groups, after the configured reward.
 
     engine run examples/states/after_generation.yaml
 
@@ -17,8 +17,8 @@ class Judge:
         return bool(group.tokens > 10)
 
     async def work(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        """It may change rewards only."""
-        await asyncio.sleep(0.01)  # the time of the judge
+        """May change only rewards."""
+        await asyncio.sleep(0.01)  # the judge takes this time
         for trajectory in group.trajectories:
             if len(trajectory.token_ids) > 100:
                 trajectory.reward = (trajectory.reward or 0.0) - 0.1

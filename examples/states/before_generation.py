@@ -15,13 +15,13 @@ from engine.trajectory import TrajectoryGroup
 
 class Retrieve:
     def enters(self, view: Any, group: Any) -> bool:
-        """Every group. Another rule may use the view and the group."""
+        """Every group enters. Another rule could use the view and the group."""
         return True
 
     async def work(self, group: TrajectoryGroup) -> TrajectoryGroup:
         """The group has no trajectories yet. The text and the fields of its prompt may change; generator, rewards and
         policies see the new ones."""
-        await asyncio.sleep(0.01)  # the time of the search
+        await asyncio.sleep(0.01)  # the search takes this time
         group.prompt = replace(group.prompt, fields={**group.prompt.fields, "searched": True})
         return group
 
