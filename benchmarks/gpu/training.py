@@ -83,7 +83,7 @@ def gradients(bench: Bench) -> Iterator[Figures]:
 
 
 def gradient_of(trainer: ModelTrainer, batch: Batch, device: str = "cpu") -> tuple[dict[str, Tensor], float]:
-    """The gradient of a train step, by parameter, as the optimizer gets it, in float64 on `device`; the step's seconds."""
+    """The gradient of a train step, as the optimizer gets it: by parameter, in float64 on `device`. And its seconds."""
     found: dict[str, Tensor] = {}
 
     def keep(*_: Any) -> None:

@@ -139,8 +139,8 @@ def _model_lines(config: Config, directory: Path | None) -> Iterator[str]:
         yield packing_line(config, directory)
     if config.trainer.compile and not config.trainer.custom:
         yield (
-            "note: trainer.compile: each process of the trainer compiles layers in its first passes, which takes a "
-            "minute or more and needs a C++ compiler there; the limit of these steps is timeouts.train_s"
+            "note: trainer.compile: each process of the trainer compiles layers in its first passes. This takes a "
+            "minute or more, limited by timeouts.train_s, and needs a C++ compiler on the trainer's machine"
         )
     yield from _check_reference(config, directory)
     checkpoint = config.model.checkpoint_path

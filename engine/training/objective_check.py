@@ -84,7 +84,7 @@ def _check_loss(custom: CustomFunction, settings: TrainerSettings) -> list[str]:
     except Exception as error:
         raise custom.refuse(f"raised in the backward pass: {describe_error(error)}") from error
     if gradient is None:
-        raise custom.refuse("returned a loss without a gradient by terms.current")
+        raise custom.refuse("returned a loss without a gradient with respect to terms.current")
     if not gradient.isfinite().all():
         raise custom.refuse(f"has a gradient that is not finite: {_first(gradient, ~gradient.isfinite())}")
     idle = (terms.advantages == 0) & (gradient != 0)
