@@ -7,6 +7,7 @@ is damaged, or that other source code wrote, is not used. A directory that canno
 
 import os
 import zlib
+from contextlib import suppress
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -17,29 +18,32 @@ from engine.record.files import make_directory, private_opener
 from engine.record.frames import encode_header
 
 DIRECTORY = "history-cache"
-SOURCES = ("events.py", "commands.py", "inspect", "metrics", "policies", "record", "scheduling", "states")
+SOURCES = (
+    "commands.py", "errors", "events.py", "ids.py", "inspect", "metrics", "policies", "protocols", "record",
+    "reward_histogram.py", "scheduling", "states", "trajectory.py",
+)  # fmt: skip
 """Parts of the package on which the contents of a file depend."""
+IDENTITY_BYTES = 32
 
 
 class HistoryCache:
-    """The cache of a record. Keeps nothing for a record in memory."""
+    """The cache of a record. Keeps nothing for a record in memory. All stretches end at a snapshot."""
 
     def __init__(self, record: Record) -> None:
         place = Path(record.name)
         self._directory = place.parent / DIRECTORY if place.name == "schedule" else None
-        self._identity = sha256(_sources() + encode_header(record.header)).digest()
+        self._record = record
 
     def holds(self, stretch: Any) -> bool:
-        """Whether there is a file for a stretch. It may be unusable."""
-        return self._directory is not None and self._path(stretch).exists()
+        """Whether there is a file for a stretch, of this source code. It may be damaged."""
+        return bool(self._read(stretch, IDENTITY_BYTES))
 
     def load(self, stretch: Any) -> bytes | None:
         """The data kept for a stretch; None if there is nothing usable."""
         try:
-            data = zlib.decompress(self._path(stretch).read_bytes())
-        except (OSError, zlib.error):
+            return zlib.decompress(self._read(stretch)[IDENTITY_BYTES:])
+        except zlib.error:
             return None
-        return data[len(self._identity) :] if data.startswith(self._identity) else None
 
     def keep(self, stretch: Any, data: bytes) -> None:
         if self._directory is None:
@@ -49,13 +53,29 @@ class HistoryCache:
         try:
             make_directory(self._directory)
             with open(temporary, "wb", opener=private_opener) as file:
-                file.write(zlib.compress(self._identity + data, 1))
+                file.write(self._identity(stretch) + zlib.compress(data, 1))
             temporary.replace(path)
         except OSError:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # such as a file system that cannot be written
+                temporary.unlink()
+
+    def _read(self, stretch: Any, most: int = -1) -> bytes:
+        """The first bytes of a stretch's file; empty if it cannot be read or has another identity."""
+        if self._directory is None or stretch.end is None:
+            return b""
+        try:
+            with open(self._path(stretch), "rb") as file:
+                data = file.read(most)
+        except OSError:
+            return b""
+        return data if data.startswith(self._identity(stretch)) else b""
+
+    def _identity(self, stretch: Any) -> bytes:
+        """With the snapshot at its end: a lost end of the record may be written again, with the same places."""
+        snapshot = self._record.snapshot_bytes(stretch.end)
+        return sha256(_sources() + encode_header(self._record.header) + snapshot).digest()
 
     def _path(self, stretch: Any) -> Path:
-        """The name depends on the place of the stretch, so a record that was cut and continued has other names."""
         assert self._directory is not None
         return self._directory / f"{sha256(repr(stretch).encode()).hexdigest()[:32]}.z"
 

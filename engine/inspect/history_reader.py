@@ -6,11 +6,14 @@ during the run. Processes replay the stretches between snapshots of a long recor
 what they report, and `history_cache` keeps it. Must write nothing else.
 """
 
+import ctypes
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,6 +82,9 @@ PAUSES = {"sleep": "pool", "drain": "drain"}
 """Why a pause aborts groups, by its mode; otherwise a weight sync does."""
 STRETCH_EVENTS = 20_000
 """Minimum number of events in a stretch that a separate process replays."""
+MAX_PROCESSES = 16
+"""Maximum number of processes that replay at once. Each holds the reports of a stretch in memory."""
+PR_SET_PDEATHSIG = 1
 Report = Callable[..., None]
 """Called with the name of a method of `HistoryBuilder` and its arguments."""
 
@@ -166,9 +172,14 @@ _record: Record
 """Set only in a process that replays stretches."""
 
 
-def _use(record: Record) -> None:
+def _begin_process(record: Record, parent: int) -> None:
+    """Runs first in a process that replays. It leaves interrupts to its parent, and ends with it."""
     global _record
     _record = record
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it ended before this process asked to end with it
 
 
 def _replay_recorded(stretch: _Stretch) -> bytes | None:
@@ -177,13 +188,17 @@ def _replay_recorded(stretch: _Stretch) -> bytes | None:
 
 def _replay_at_once(record: Record, stretches: Sequence[_Stretch]) -> Iterator[bytes | None]:
     """What `replay_stretch` returns for each, in order."""
-    count = min(len(stretches), len(os.sched_getaffinity(0)))
-    if count <= 1 or threading.active_count() > 1:  # a process with threads must not be forked
-        yield from (replay_stretch(record, stretch) for stretch in stretches)
-        return
-    fork = multiprocessing.get_context("fork")  # its processes have the user's policies, and import nothing
-    with ProcessPoolExecutor(count, fork, _use, (record,)) as processes:
-        yield from processes.map(_replay_recorded, stretches)
+    done, count = 0, min(len(stretches), len(os.sched_getaffinity(0)), MAX_PROCESSES)
+    if count > 1 and threading.active_count() == 1:  # a process with threads must not be forked
+        fork = multiprocessing.get_context("fork")  # its processes have the user's policies, and import nothing
+        try:
+            with ProcessPoolExecutor(count, fork, _begin_process, (record, os.getpid())) as processes:
+                for found in processes.map(_replay_recorded, stretches):
+                    yield found
+                    done += 1
+        except BrokenProcessPool:
+            pass  # one was killed, as when the memory is full: the rest needs less in this process alone
+    yield from (replay_stretch(record, stretch) for stretch in stretches[done:])
 
 
 def replay_stretch(record: Record, stretch: _Stretch) -> bytes | None:

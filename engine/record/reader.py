@@ -143,11 +143,18 @@ class Record:
 
     def snapshot(self, place: Place) -> Snapshot:
         """Read the snapshot at a place. Raises: `RecordError`."""
-        payload = next(self._log.payloads_of(place.segment, place.offset))
+        payload = self._payload(place)
         frame = _decode(payload, False)
         if not isinstance(frame, Snapshot):
             raise RecordError(payload.path, payload.offset, "is not the snapshot that was there")
         return frame
+
+    def snapshot_bytes(self, place: Place) -> bytes:
+        """The snapshot at a place, without decoding it. Raises: `RecordError`."""
+        return self._payload(place).data
+
+    def _payload(self, place: Place) -> Payload:
+        return next(self._log.payloads_of(place.segment, place.offset))
 
     def outcome(self) -> FinishRun | None:
         """The end of the run, if the last tick ended it. Decodes only the ticks after the newest snapshot that has

@@ -1,6 +1,7 @@
 """The history of a run, as timeline, report and explanation use it: compared with the scheduler's own books."""
 
-import zlib
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import pairwise
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 from engine.errors import ConfigError, EngineError, RecordError
-from engine.inspect import history_reader
+from engine.inspect import history_cache, history_reader
 from engine.inspect.history import FATES, NO_EVENT, RUNNING, History, IdleSpan
+from engine.inspect.history_cache import SOURCES, HistoryCache
 from engine.inspect.history_reader import read_history
 from engine.inspect.timeline import timeline_of
 from engine.record import Header, Record, Recorder, Tick, read, replay, snapshots
@@ -110,17 +112,26 @@ def long(tmp_path: Path) -> Record:
     return with_snapshots(faulty_record(), tmp_path / "schedule")
 
 
-def test_only_what_is_new_is_replayed(long: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = read_history(long, 25)
+def replayed_stretches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The stretches that this process replays from now on; no other does."""
     replayed = []
     original = history_reader.replay_stretch
     monkeypatch.setattr(history_reader, "replay_stretch", lambda *a: replayed.append(a[1]) or original(*a))
+    monkeypatch.setattr(history_reader, "MAX_PROCESSES", 1)
+    return replayed
+
+
+def test_only_what_is_new_is_replayed(long: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = read_history(long, 25)
+    replayed = replayed_stretches(monkeypatch)
     assert read_history(tmp_path, 25) == before
     assert [stretch.end for stretch in replayed] == [None], "the end of the record may grow"
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: zlib.compress(b"of other code")])
-def test_a_file_of_the_cache_that_cannot_be_used_is_written_again(long: Record, damage: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-9], lambda data: b"", lambda data: data[:40] + b"?" * 9 + data[49:]]
+)
+def test_a_damaged_file_of_the_cache_is_written_again(long: Record, damage: Any, tmp_path: Path) -> None:
     before = read_history(long, 25)
     files = {path: path.read_bytes() for path in (tmp_path / "history-cache").iterdir()}
     assert files
@@ -128,6 +139,67 @@ def test_a_file_of_the_cache_that_cannot_be_used_is_written_again(long: Record, 
         path.write_bytes(damage(data))
     assert read_history(long, 25) == before
     assert {path: path.read_bytes() for path in files} == files
+
+
+def test_a_cache_of_other_source_code_is_replaced_as_one_that_is_missing(
+    long: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = read_history(long, 25)
+    monkeypatch.setattr(history_cache, "_sources", lambda: b"other code")
+    stretches = history_reader._stretches(long, 25)
+    assert not any(map(HistoryCache(long).holds, stretches)), "they are replayed at once"
+    assert read_history(long, 25) == before
+    assert all(map(HistoryCache(long).holds, stretches[:-1]))
+
+
+def test_a_cache_of_another_snapshot_at_the_same_place_is_not_used(
+    long: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_history(long, 25)
+    last = history_reader._stretches(long, 25)[-2]
+    original = Record.snapshot_bytes
+    monkeypatch.setattr(
+        Record, "snapshot_bytes", lambda self, place: original(self, place) + b"?" * (place == last.end)
+    )
+    replayed = replayed_stretches(monkeypatch)
+    read_history(long, 25)
+    assert [stretch.end for stretch in replayed] == [last.end, None]
+
+
+def test_the_cache_depends_on_all_code_that_replays() -> None:
+    code = "import sys, engine.inspect.history_reader; print(*(m for m in sys.modules if m.startswith('engine.')))"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    known = {name.removesuffix(".py") for name in SOURCES}
+    assert {name.split(".")[1] for name in modules} - known == {"version"}
+
+
+def test_a_cache_that_cannot_be_written_or_read_is_passed_over(long: Record, tmp_path: Path) -> None:
+    whole = comparable(read_history(long, 10**9))
+    (tmp_path / "history-cache").write_text("a file")
+    assert comparable(read_history(long, 25)) == whole
+
+
+KILLED = """
+import os, signal, sys
+from engine.inspect import history_reader
+reader, original, ended = os.getpid(), history_reader.replay_stretch, []
+def killed(record, stretch):
+    if os.getpid() != reader and stretch.begin is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ended.append(stretch)
+    return original(record, stretch)
+history_reader.replay_stretch = killed
+os.sched_getaffinity = lambda _: range(4)
+history_reader.read_history(sys.argv[1], 25)
+print(len(ended))
+"""
+
+
+def test_stretches_of_a_process_that_was_killed_are_replayed_by_the_reader(long: Record, tmp_path: Path) -> None:
+    stretches = history_reader._stretches(long, 25)
+    code = [sys.executable, "-c", KILLED, str(tmp_path)]
+    ended = subprocess.run(code, capture_output=True, text=True, check=True)
+    assert ended.stderr == "" and len(stretches) - 1 <= int(ended.stdout) <= len(stretches)
 
 
 def test_a_snapshot_of_another_engine_is_passed_over(long: Record, monkeypatch: pytest.MonkeyPatch) -> None:
