@@ -13,8 +13,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from engine.errors import RunDamaged
 from engine.record import Record
-from engine.record.files import make_directory, private_opener
+from engine.record.files import make_directory, open_regular, private_opener
 from engine.record.frames import encode_header
 
 DIRECTORY = "history-cache"
@@ -27,7 +28,7 @@ IDENTITY_BYTES = 32
 
 
 class HistoryCache:
-    """The cache of a record. Keeps nothing for a record in memory. All stretches end at a snapshot."""
+    """The cache of a record. Keeps nothing for a record in memory, and nothing for the stretch at its end."""
 
     def __init__(self, record: Record) -> None:
         place = Path(record.name)
@@ -64,9 +65,9 @@ class HistoryCache:
         if self._directory is None or stretch.end is None:
             return b""
         try:
-            with open(self._path(stretch), "rb") as file:
+            with open_regular(self._path(stretch)) as file:
                 data = file.read(most)
-        except OSError:
+        except (OSError, RunDamaged):
             return b""
         return data if data.startswith(self._identity(stretch)) else b""
 

@@ -23,7 +23,7 @@ from engine.inspect.history import FATES, History
 from engine.inspect.timeline import Timeline
 from engine.inspect.timeline_files import began_at
 from engine.metrics.journal import plain
-from engine.reward_histogram import HISTOGRAMS
+from engine.reward_histogram import HISTOGRAMS, REWARD
 from engine.version import __version__
 
 PAGE = files("engine.inspect") / "report_page"
@@ -176,13 +176,19 @@ def _curves(history: History, rows: Sequence[Mapping[str, Any]]) -> dict[str, An
             kept = ["response_length"]
         if kept:
             plots.append({"title": title, "names": kept, "values": [[own.get(n) for own in figures] for n in kept]})
-    histograms = [row.get(HISTOGRAMS) or {} for row in steps]
+    by_step = [row.get(HISTOGRAMS) or {} for row in steps]
+    histograms = {
+        name: {
+            "buckets": [own.get(name, []) for own in by_step],
+            "mean": [row.get("reward_mean" if name == REWARD else name) for row in steps],
+        }
+        for name in sorted(set().union(*by_step))
+    }
     found = [row for row in history.validations if row.get("outcome") == "reported"]
     return {
         "step": [row["step"] for row in steps], "wall": [row.get("elapsed_s") for row in steps], "plots": plots,
         "validations": [[row["steps"], row["elapsed_s"], row["accuracy"]] for row in found],
-        "histograms": {name: [own.get(name, []) for own in histograms] for name in sorted(set().union(*histograms))},
-        "bound": history.limits.get("max_staleness_steps"),
+        "histograms": histograms, "bound": history.limits.get("max_staleness_steps"),
     }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import pytest
 from engine.cli import main
 from engine.inspect.advice import advise
 from engine.inspect.history_reader import read_history
-from engine.inspect.report import _idle_bins, report_html
+from engine.inspect.report import _curves, _idle_bins, report_html
 from engine.inspect.timeline import timeline_of
 from engine.storage.samples import SampleFiles, SampleRow
 from tests.inspect.recorded_worlds import faulty_record, recorded
@@ -26,7 +26,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose name, metrics and responses try to be markup."""
     directory = tmp_path_factory.mktemp("run")
     history = read_history(faulty_record(directory=directory / "schedule", run=f"r{HOSTILE}"))
-    rows = [{**row, "loss": 0.5, HOSTILE: 1.0} for row in history.rows]
+    rewards = {"reward": [[0, 0, 1], [0.9, 1, 3]], f"reward_{HOSTILE}": [[0.5, 0.5, 4]]}
+    rows = [{**row, "loss": 0.5, HOSTILE: 1.0, "reward_histograms": rewards} for row in history.rows]
+    del rows[2]["reward_histograms"]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 6, "los')
     samples = SampleFiles(directory / "samples")
     for step in range(4):
@@ -85,7 +87,9 @@ class TestPage:
         assert [table.split("\t")[0] for table in tables] == ["Slots", "Trainer", "Sampled tokens", "Attempts"]
         assert "idle: weight sync" in tables[0] and "trained: a train step has trained" in tables[2]
         titles = page.locator(".plot h3").all_inner_texts()
-        assert titles == ["reward", "loss", "response length", "staleness", "seconds"]
+        hostile = f"reward {HOSTILE}".replace("_", " ")
+        histograms = [f"{name}: responses by value" for name in ("reward", hostile)]
+        assert titles == ["reward", "loss", "response length", "staleness", "seconds", *histograms]
         assert page.locator(".plot canvas").count() == len(titles)
         assert page.locator("details.sample pre").nth(1).text_content() == HOSTILE
         assert "max_staleness_steps: 2" in page.locator("section[aria-label=Configuration] pre").text_content()
@@ -150,7 +154,7 @@ class TestPage:
         page.click("#theme")
         assert len({dark, stale, drawn()}) == 3 and page.get_attribute("html", "data-theme") == "light"
         page.check("input[value=wall]")
-        assert page.locator(".plot canvas").count() == 5
+        assert page.locator(".plot canvas").count() == 7
 
     def test_a_group_without_a_slice_is_named(self, page: Any) -> None:
         page.fill("#group", "99999")
@@ -163,6 +167,16 @@ def test_bins_of_idle_time_add_up_to_the_slots() -> None:
     bins = _idle_bins(history)
     whole = sum(sum(row) for row in bins["slots"]) * bins["seconds"]
     assert whole == pytest.approx(history.busy_s + sum(history.idle_s.values()), rel=1e-3)
+
+
+def test_a_histogram_of_rewards_has_the_mean_of_the_responses() -> None:
+    buckets = {"reward": [[0, 0, 1], [0.9, 1, 1]], "reward_right": [[0, 0, 1], [0.9, 1, 1]]}
+    row = {"step": 0, "reward_mean": 0.5, "reward_right": 0.25, "reward_histograms": buckets}
+    drawn = _curves(read_history(recorded(seed=1, steps=1)), [row, {"step": 1, "reward_mean": 0.75}])["histograms"]
+    assert drawn == {
+        "reward": {"buckets": [buckets["reward"], []], "mean": [0.5, 0.75]},
+        "reward_right": {"buckets": [buckets["reward_right"], []], "mean": [0.25, None]},
+    }
 
 
 def test_a_report_shows_advice_and_hides_secrets() -> None:

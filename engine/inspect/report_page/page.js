@@ -652,12 +652,14 @@ function drawCurves() {
       cursor: { sync: { key: "curves" } },
     }, data, card));
   }
-  for (const [name, rows] of Object.entries(curves.histograms)) drawHistograms(name, rows, x, axis, box);
+  for (const [name, { buckets, mean }] of Object.entries(curves.histograms)) {
+    drawHistograms(name, buckets, mean, x, axis, box);
+  }
   if (curves.validations.length) drawValidations(axis, lines, box);
 }
 
 // The rewards of each step: a column of buckets, the more responses the darker.
-function drawHistograms(name, rows, x, axis, box) {
+function drawHistograms(name, rows, mean, x, axis, box) {
   const card = element("div");
   card.className = "plot";
   card.append(element("h3", `${name.replaceAll("_", " ")}: responses by value`));
@@ -665,10 +667,6 @@ function drawHistograms(name, rows, x, axis, box) {
   const ends = rows.flatMap((row) => row.flatMap(([low, high]) => [low, high]));
   const low = ends.reduce((a, b) => Math.min(a, b)), high = ends.reduce((a, b) => Math.max(a, b));
   const margin = (high - low) * 0.05 || 0.5;
-  const mean = rows.map((row) => {
-    const whole = row.reduce((sum, [, , count]) => sum + count, 0);
-    return whole ? row.reduce((sum, [from, to, count]) => sum + (from + to) / 2 * count, 0) / whole : null;
-  });
   const draw = (plot) => {
     const { ctx } = plot, pixels = devicePixelRatio || 1;
     const width = Math.max(1, Math.abs(plot.valToPos(x[1] ?? x[0], "x", true) - plot.valToPos(x[0], "x", true)));
@@ -693,7 +691,7 @@ function drawHistograms(name, rows, x, axis, box) {
     width: card.clientWidth - 16, height: 210,
     scales: { x: { time: false }, y: { range: [low - margin, high + margin] } },
     axes: ["", ""].map(() => ({ stroke: style("--soft"), grid: { stroke: style("--line"), width: 0.5 } })),
-    series: [{ label: axis }, { label: "mean of the buckets", stroke: COLORS.orange, width: 1 }],
+    series: [{ label: axis }, { label: "mean", stroke: COLORS.orange, width: 1 }],
     cursor: { sync: { key: "curves" } }, hooks: { drawAxes: [draw] },
   }, [x, mean], card));
 }
