@@ -97,6 +97,15 @@ def test_a_list_and_a_page_show_the_last_number_of_train_steps(capsys: Capture) 
     assert answered(capsys, "show", "longer")["configuration"]["run.max_steps"]["value"] == 6
 
 
+def test_a_run_of_an_engine_with_other_limits_is_listed_with_its_first_settings(capsys: Capture) -> None:
+    directory = Path("runs") / "newer"
+    directory.mkdir(parents=True)
+    (directory / "config.yaml").write_text("model: {make: arithmetic}\nrun: {max_steps: 4}\n")
+    Recorder(directory / "schedule", Header(run="newer", limits={"of_a_newer_engine": 1})).close()
+    (row,) = answered(capsys, "runs")["runs"]
+    assert row["max_steps"] == 4 and row["state"] != "damaged"
+
+
 def test_a_damaged_file_or_an_odd_name_of_a_run_hides_no_other(capsys: Capture) -> None:
     for name in ("20260101-000000-good", "20269999-999999-odd", "20260101-000000-lines", "20260101-000000-config"):
         make_run(name)

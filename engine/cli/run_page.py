@@ -71,8 +71,8 @@ class RunFiles:
 
     @cached_property
     def configuration(self) -> dict[str, Any]:
-        """The plain data of `config.yaml`, with the settings that were changed since; without it, that of the record,
-        or its limits. Secrets are hidden. Raises: `EngineError`."""
+        """The plain data of `config.yaml`, with the figures, not the policies, that were changed since; without it,
+        that of the record, or its limits. Secrets are hidden. Raises: `EngineError`."""
         from engine.config.loading import read_yaml
         from engine.record import read
 
@@ -129,7 +129,10 @@ def _with_changes(tree: dict[str, Any], record: "Record") -> dict[str, Any]:
     from engine.scheduling.settings import FIGURES
     from engine.states.limits import Limits
 
-    before, now = Limits.from_plain(dict(record.header.limits)), record.limits()
+    try:
+        before, now = Limits.from_plain(dict(record.header.limits)), record.limits()
+    except (ConfigError, TypeError, ValueError):
+        return tree  # another engine version, with other limits, wrote the record
     for path, (field, *_) in FIGURES.items():
         value = attrgetter(field)(now)
         section, _, name = path.rpartition(".")

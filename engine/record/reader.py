@@ -159,23 +159,23 @@ class Record:
     def outcome(self) -> FinishRun | None:
         """The end of the run, if the last tick ended it. Decodes only the ticks after the newest snapshot that has
         any. Raises: `RecordError`."""
-        _, ticks = self._newest_ticks()
+        _, ticks = self._newest_ticks(answers=True)
         return next((order for tick in ticks[-1:] for order in tick.commands if isinstance(order, FinishRun)), None)
 
     def limits(self) -> Limits:
         """The limits at the end of the record, with all changed settings; decodes as little as `outcome`. Raises:
         `RecordError`."""
-        place, ticks = self._newest_ticks()
+        place, ticks = self._newest_ticks(answers=False)
         limits = Limits.from_plain(dict(self.header.limits if place is None else self.snapshot(place).plain[1]))
         for event in (event for tick in ticks for event in tick.events):
             if isinstance(event, SettingChanged) and event.setting in FIGURES:
                 limits = changed_limits(limits, event.setting, event.value)
         return limits
 
-    def _newest_ticks(self) -> tuple[Place | None, list[Tick]]:
+    def _newest_ticks(self, answers: bool) -> tuple[Place | None, list[Tick]]:
         """The newest snapshot that ticks follow, and these ticks; without one, all ticks."""
         for after in chain(self.snapshots(), (None,)):
-            ticks = [frame for frame in self.frames_and_snapshots(after=after) if type(frame) is Tick]
+            ticks = [frame for frame in self.frames_and_snapshots(answers, after=after) if type(frame) is Tick]
             if ticks:
                 return after, ticks
         return None, []
