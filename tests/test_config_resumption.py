@@ -71,6 +71,14 @@ def test_free_fields_change_and_only_those_that_a_run_has_set_are_reported(begun
     assert (config.rollout.replicas, config.control.enabled, config.durability.drain_s) == (5, False, 30.0)
 
 
+def test_a_run_whose_nodes_each_hold_a_model_resumes_on_one_node(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("model: {make: arithmetic}\ntrainer: {ranks: 2, nodes: 2, hybrid_sharding: true}\n")
+    recorded = load_config(path).model_dump(mode="json")
+    overrides = ["trainer.nodes=1", "trainer.hybrid_sharding=false"]
+    assert resumed(path, recorded, overrides)[0].trainer.nodes == 1
+
+
 def test_every_other_difference_is_reported_with_what_was_and_is(begun: tuple[Path, dict[str, Any]]) -> None:
     overrides = ["scheduler.train_batch_size=8", "run.seed=3", "scheduler.max_drops=2", "rollout.replicas=5"]
     with pytest.raises(ConfigError) as caught:

@@ -30,6 +30,7 @@ FREE = (
     "trainer.threads",
     "trainer.ranks",
     "trainer.nodes",
+    "trainer.hybrid_sharding",
     "trainer.gpus_per_rank",
     "trainer.cpu_offload",
     "durability",
