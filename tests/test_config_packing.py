@@ -65,9 +65,9 @@ def test_a_model_whose_rows_cannot_be_packed_is_named_and_refused(
     directory = written(tmp_path, **fields)
     line = packing_line(config(), directory)
     assert line.startswith("note: ") and reason in line
-    for field in ("packing", "shared_prompts"):
+    for field, value in (("packing", "on"), ("shared_prompts", "on"), ("attention", "varlen")):
         with pytest.raises(ConfigError, match=rf"trainer\.{field}.*use auto"):
-            packing_line(config(**{field: "on"}), directory)
+            packing_line(config(**{field: value}), directory)
 
 
 def test_what_a_field_says_of_nothing_does_not_count() -> None:

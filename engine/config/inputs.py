@@ -472,7 +472,6 @@ def packing_line(config: Config, directory: Path) -> str:
             f"{shared.get(t.shared_prompts, 'each prompt is computed once')}; "
             f"attention is computed by {'torch.nn.attention.varlen where torch has it' if varlen else 'sdpa'}"
         )
-    for field in ("packing", "shared_prompts"):
-        if getattr(t, field) == "on":
-            raise ConfigError(f"trainer.{field}", "on", f"model.path {config.model.path} {reason}", "use auto")
+    if t.packing_demands:
+        raise t.refuse_padding(f"model.path {config.model.path} {reason}")
     return f"note: trajectories are padded, not packed: model.path {config.model.path} {reason}"

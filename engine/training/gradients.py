@@ -195,9 +195,8 @@ def packing_for(model: Any, settings: TrainerSettings) -> Packing:
     if reason is None:
         shared = {"auto": LEAST_SHARED, "on": 0.0, "off": None}[settings.shared_prompts]
         return Packing(packed=True, shared=shared)
-    for field in ("packing", "shared_prompts"):
-        if getattr(settings, field) == "on":
-            raise ConfigError(f"trainer.{field}", "on", f"{type(model).__name__} {reason}", "use auto")
+    if settings.packing_demands:
+        raise settings.refuse_padding(f"{type(model).__name__} {reason}")
     log.warning("rows are padded, not packed: %s %s", type(model).__name__, reason)
     return PADDED
 

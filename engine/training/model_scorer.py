@@ -145,8 +145,7 @@ def load_reference(
 
 def _tolerant(settings: TrainerSettings) -> TrainerSettings:
     """The settings without the requirement of packed rows: a reference model need not support them."""
-    required = [name for name in ("packing", "shared_prompts") if getattr(settings, name) == "on"]
-    return settings.model_copy(update=dict.fromkeys(required, "auto"))
+    return settings.model_copy(update=dict.fromkeys(settings.packing_demands, "auto"))
 
 
 def tokens_of(model: Any) -> int:

@@ -131,8 +131,17 @@ def _takes(query: Tensor, value: Tensor) -> bool:
     """Whether the varlen kernel can compute these. [tokens, heads, size] each"""
     kind, size = query.device.type, query.shape[-1]
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    fits = size == value.shape[-1] <= LARGEST_HEAD and size % 8 == 0
-    return fits and why_not_varlen(query.device, dtype) is None
+    return why_not_varlen(query.device, dtype) is None and _fits(size, value.shape[-1])
+
+
+@cache
+def _fits(size: int, value_size: int) -> bool:
+    """Whether the varlen kernel can compute heads of these sizes."""
+    fits = size == value_size <= LARGEST_HEAD and size % 8 == 0
+    if not fits:
+        sizes = f"keys of {size} and values of {value_size} numbers"
+        log.warning("packed rows use sdpa attention for %s, which the varlen kernel does not take", sizes)
+    return fits
 
 
 @cache
@@ -143,8 +152,9 @@ def why_not_varlen(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"needs a GPU of type cuda, but the device is {device}"
     if dtype not in HALF:
         return f"computes in bfloat16 or float16, not in {str(dtype).removeprefix('torch.')}"
+    own = torch.empty(0, device=device).device  # with its number: the thread has another current device
     with ThreadPoolExecutor(1) as thread:  # it has no hooks of activation checkpointing, and no autocast
-        reason = thread.submit(varlen_failure, device, dtype).result()
+        reason = thread.submit(varlen_failure, own, dtype).result()
     if reason is not None:
         log.warning("packed rows use sdpa attention, because the varlen kernel %s", reason)
     return reason
@@ -162,7 +172,7 @@ def varlen_failure(device: torch.device, dtype: torch.dtype) -> str | None:
         torch.randn(1, heads, sum(roots + own), 64, generator=generator).to(device, dtype).requires_grad_()
         for heads in (4, 2, 2)
     )
-    difference = 0.0
+    differences: list[float] = []
     try:
         flat = [one[0].transpose(0, 1) for one in (query, key, value)]
         for window in (None, 100):
@@ -173,11 +183,12 @@ def varlen_failure(device: torch.device, dtype: torch.dtype) -> str | None:
                 (one, *torch.autograd.grad(one.float().square().sum(), (query, key, value), retain_graph=True))
                 for one in (expected, found)
             ]
-            for one, other in zip(*results, strict=True):
-                difference = max(difference, float(((one - other).norm() / one.norm()).detach()))
+            pairs = zip(*results, strict=True)
+            differences += [float(((one - other).norm() / one.norm()).detach()) for one, other in pairs]
     except Exception as error:
         return f"fails in torch {torch.__version__}: {type(error).__name__}: {error}"
-    return None if difference <= COARSE else f"gives results that differ from those of sdpa by {difference:.1g}"
+    wrong = [f"{one:.1g}" for one in differences if not one <= COARSE]  # NaN, too
+    return f"gives results that differ from those of sdpa by {wrong[0]}" if wrong else None
 
 
 def _mask(*given: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:

@@ -282,6 +282,17 @@ class StepChoices(Section):
     )
     """Torch's threads in the whole process."""
 
+    @property
+    def packing_demands(self) -> tuple[str, ...]:
+        """The fields whose values need packed rows, so that a model which cannot compute them is refused."""
+        demands = {"packing": "on", "shared_prompts": "on", "attention": "varlen"}
+        return tuple(field for field, value in demands.items() if getattr(self, field) == value)
+
+    def refuse_padding(self, reason: str) -> ConfigError:
+        """The error for a model whose rows can only be padded, if there are `packing_demands`."""
+        field = self.packing_demands[0]
+        return ConfigError(f"trainer.{field}", getattr(self, field), reason, "use auto")
+
 
 class TrainerSettings(StepChoices):
     """All choices of the train step. Raises `ConfigError` for unknown names and for contradictory values."""

@@ -30,7 +30,7 @@ from engine.training import gradients, layout
 from engine.training.advantages import set_advantages
 from engine.training.batch import Packing, Sample, pack, samples_of, units_of
 from engine.training.device import choose_attention
-from engine.training.gradients import Policy, accumulate_gradient, checkpoint_layers
+from engine.training.gradients import Policy, accumulate_gradient, checkpoint_layers, packing_for
 from engine.training.layout import Layout, Prefix, Sequences, buckets_of, load_of, split
 from engine.training.lora import Lora, add_adapter
 from engine.training.model_scorer import load_reference
@@ -278,9 +278,12 @@ def test_cudas_attention_needs_no_plans() -> None:
 
 
 @pytest.mark.usefixtures("varlen_on_the_cpu")
-@pytest.mark.parametrize("wrong", [False, True])
-def test_a_kernel_is_compared_with_sdpa_before_it_is_used(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if wrong:
+@pytest.mark.parametrize("wrong", ["", "places", "nan"])
+def test_a_kernel_is_compared_with_sdpa_before_it_is_used(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if wrong == "nan":
+        other = "engine.training.packed_attention.varlen_attention"
+        monkeypatch.setattr(other, lambda query, key, value, *_: query * key.sum() * value.sum() * torch.nan)
+    elif wrong:
         right = Layout.sequences
 
         def sequences(row: Layout, device: torch.device) -> Sequences:
@@ -290,7 +293,7 @@ def test_a_kernel_is_compared_with_sdpa_before_it_is_used(wrong: bool, monkeypat
 
         monkeypatch.setattr(Layout, "sequences", sequences)
     found = varlen_failure(CPU, torch.bfloat16)
-    assert ("differ" in found) if wrong else (found is None), found
+    assert ("differ from" in found) if wrong else (found is None), found
 
 
 def test_a_kernel_for_gpus_is_refused_where_there_is_none() -> None:
@@ -392,6 +395,8 @@ def test_a_model_that_cannot_compute_packed_rows_is_padded_or_refused(
     assert "trainer.packing" in str(refused.value) and "use auto" in str(refused.value)
     with pytest.raises(ConfigError, match=r"trainer\.shared_prompts"):
         policy_of(model, shared_prompts="on")
+    with pytest.raises(ConfigError, match=r"trainer\.attention is 'varlen'"):
+        packing_for(model, TrainerSettings(attention="varlen"))
     with caplog.at_level(logging.WARNING):
         policy = policy_of(model)
     assert reason in caplog.text
