@@ -146,7 +146,8 @@ def trainer_shortfall(plan: Plan) -> str:
     fitting = sum(gpus >= each for gpus in nodes) if each else node_count()
     if fitting >= plan.trainer_nodes:
         return ""
-    have = f"the nodes have {', '.join(f'{gpus:g}' for gpus in nodes) or 'none'}" if each else f"there is {fitting}"
+    there = f"there {'is' if fitting == 1 else 'are'} {fitting}"
+    have = f"the nodes have {', '.join(f'{gpus:g}' for gpus in nodes) or 'none'}" if each else there
     return f"it needs {_trainer_place(plan)}; {have}"
 
 

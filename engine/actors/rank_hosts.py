@@ -49,7 +49,8 @@ class RankNodes:
 
 
 class RemoteRanks:
-    """The ranks of a host actor, each with a link to this process."""
+    """The ranks of a host actor, each with a link to this process. Once nothing refers to it or to its links, its
+    threads and the actor end."""
 
     def __init__(self, actor: Any, ranks: int) -> None:
         self._actor = actor
@@ -78,19 +79,21 @@ class RemoteRanks:
 
     def _linked(self, place: int) -> Connection:
         ours, theirs = Pipe()
-        threading.Thread(target=self._relay, args=(place, theirs), name=f"rank-{place}", daemon=True).start()
+        arguments = (self._actor, place, theirs, self._ends)
+        threading.Thread(target=_relay, args=arguments, name=f"rank-{place}", daemon=True).start()
         return ours
 
-    def _relay(self, place: int, link: Connection) -> None:
-        """Relay messages until the rank has ended."""
-        with link:
-            try:
-                while True:
-                    link.send_bytes(ray.get(self._actor.call.remote(place, link.recv_bytes())))
-            except RayError as error:
-                self._ends[place] = failure_reason(error)
-            except (EOFError, OSError):
-                return  # this process has dropped the link
+
+def _relay(actor: Any, place: int, link: Connection, ends: dict[int, str]) -> None:
+    """Relay messages until the rank has ended, as noted in `ends`, or nothing refers to the other end of the link."""
+    with link:
+        try:
+            while True:
+                link.send_bytes(ray.get(actor.call.remote(place, link.recv_bytes())))
+        except RayError as error:
+            ends[place] = failure_reason(error)
+        except (EOFError, OSError):
+            return
 
 
 class RankHostActor:

@@ -122,14 +122,19 @@ def store_of(job: Any, link: Connection) -> Any:
 
 
 def interface_to(host: str, port: int) -> str:
-    """The name of the network interface by which this machine reaches an address. Sends no packet."""
+    """The name of the network interface by which this machine reaches an address. Sends no packet. Raises:
+    `EngineError` if no interface has the address that the system would use."""
     import psutil
+
+    from engine.errors import EngineError
 
     with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         own = probe.getsockname()[0]
-    named = psutil.net_if_addrs().items()
-    return next(name for name, addresses in named if any(one.address.partition("%")[0] == own for one in addresses))
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == own for one in addresses):
+            return name
+    raise EngineError(f"no network interface has the address {own}, by which this node reaches {host}")
 
 
 def family_of(host: str) -> socket.AddressFamily:

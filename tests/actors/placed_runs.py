@@ -1,6 +1,7 @@
 """Runs on a cluster of declared GPUs, in a process of their own: what became of its placement groups."""
 
 import os
+import threading
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -116,6 +117,11 @@ def ranks_apart(directory: Path) -> tuple[list[str], dict[str, tuple[str, int]],
         ray.get(other._actor.drop.remote())  # then it has started its ranks
         rank = next(one for one in psutil.process_iter(["cmdline"]) if "engine.training.rank_process" in one.cmdline())
         (directory / "sees").write_text(rank.environ()["CUDA_VISIBLE_DEVICES"])
+        relays = [thread for thread in threading.enumerate() if thread.name.startswith("rank-")]
+        del other
+        for relay in relays:
+            relay.join(timeout=60)
+        assert len(relays) == 2 and not any(relay.is_alive() for relay in relays), "they end with their links"
         return Counter()
 
     before = set(placement_group_table())
