@@ -1,13 +1,15 @@
 """The process of one rank: `python -m engine.training.rank_process FD PARENT [STACKS]`, started by `ranked_trainer`.
 
 It reads a `Job` and then calls from the connection FD, makes each in its `ModelTrainer`, and answers (True, result) or
-(False, exception). Before the answer, the first rank sends `PROGRESS` whenever its trainer has progressed. It ends with
-its parent, even when it hangs or is stopped. On SIGUSR1 it appends the stacks of its threads to the open file STACKS.
+(False, exception). Before the answer, the first rank sends its log, and `PROGRESS` whenever its trainer has progressed.
+It ends with its parent, even when it hangs or is stopped. On SIGUSR1 it appends the stacks of its threads to the open
+file STACKS.
 """
 
 import copy
 import ctypes
 import faulthandler
+import logging
 import os
 import signal
 import socket
@@ -19,6 +21,20 @@ from typing import Any
 PR_SET_PDEATHSIG = 1
 PROGRESS = (None, None)
 """Sent before the answer: the call has progressed."""
+
+
+class SentLog(logging.Handler):
+    """Sends what the engine logs in this process to its parent, which has a log: (None, (logger, level, text))."""
+
+    def __init__(self, link: Connection) -> None:
+        super().__init__()
+        self._link = link
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._link.send((None, (record.name, record.levelno, self.format(record))))
+        except Exception:
+            self.handleError(record)
 
 
 def main() -> None:
@@ -58,6 +74,8 @@ class Rank:
         from engine.training.ranks import ALONE
 
         self._link = link
+        if job.index == 0:  # the others say the same
+            logging.getLogger("engine").addHandler(SentLog(link))
         ranks = ALONE if job.count == 1 else join_ranks(job, link)
         self.trainer = ModelTrainer(job.model_path, job.settings, scored_apart=job.scored_apart, ranks=ranks)
         self.manifest = self.trainer.manifest()

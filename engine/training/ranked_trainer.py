@@ -10,6 +10,7 @@ Ranks are child processes: on this node of this process, on each other node of a
 relays the messages. So a trainer also works without Ray, and ranks start and end in the same way everywhere.
 """
 
+import logging
 import os
 import socket
 import tempfile
@@ -228,9 +229,9 @@ class RankedTrainer:
             if not ready:
                 break
             received = {rank: self._receive(rank) for link, rank in waiting.items() if link in ready}
-            answers = {rank: answer for rank, answer in received.items() if answer != PROGRESS}
-            if len(answers) < len(received):
-                self._progressed()
+            answers = {rank: answer for rank, answer in received.items() if answer[0] is not None}
+            for rank in received.keys() - answers.keys():
+                self._note(received[rank])
             waiting = {link: rank for link, rank in waiting.items() if rank not in answers}
             for rank, (well, value) in answers.items():
                 if not well:
@@ -247,11 +248,19 @@ class RankedTrainer:
             raise errors[min(errors)]
         return result
 
-    def _receive(self, rank: int) -> tuple[bool, Any]:
-        """A rank's answer, which is there. Raises: `TrainerSpoiled` if the rank has died: then the others may fail for
+    def _note(self, message: tuple[bool | None, Any]) -> None:
+        """What the first rank has sent before its answer."""
+        if message == PROGRESS:
+            self._progressed()
+        else:
+            name, level, text = message[1]
+            logging.getLogger(name).log(level, "%s", text)
+
+    def _receive(self, rank: int) -> tuple[bool | None, Any]:
+        """A rank's message, which is there. Raises: `TrainerSpoiled` if the rank has died: then the others may fail for
         that reason, so all that is there is received before any answer is judged."""
         try:
-            answer: tuple[bool, Any] = self._links[rank].recv()
+            answer: tuple[bool | None, Any] = self._links[rank].recv()
         except (EOFError, OSError):
             self._lose(rank)
         return answer

@@ -3,6 +3,7 @@
 Ranks are real processes over gloo. Most are forked: see `forked_ranks`.
 """
 
+import logging
 import os
 import re
 import resource
@@ -190,6 +191,16 @@ def test_with_a_stopped_rank_every_rank_writes_its_stacks_and_ends_with_its_trai
         trainer.close()  # as the worker does when the order exceeds its time limit
         thread.join()
         assert failures and alive(pids) == []
+
+
+def test_what_the_first_rank_logs_is_in_the_log_of_its_trainer(
+    of_ranks: OfRanks, model_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = LlamaConfig.from_pretrained(model_path)
+    config.alibi = True
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING), of_ranks(2, str(tmp_path), kl_loss_coef=0.0):
+        assert caplog.text.count("rows are padded, not packed: LlamaForCausalLM biases attention by distance") == 1
 
 
 def test_a_killed_rank_of_another_node_ends_the_whole_trainer(server: ForkServer, model_path: str) -> None:
