@@ -104,6 +104,8 @@ def _trains_fresh_tokens(custom: CustomFunction, terms: LossTerms) -> bool:
     current = terms.current.detach().requires_grad_()
     fresh = replace(terms, current=current, old=current.detach(), behavior=current.detach())
     losses, _ = parts_of(custom, custom(fresh), current)
+    if not losses.requires_grad:
+        return False
     (gradient,) = torch.autograd.grad(losses.sum(), current, allow_unused=True)
     return gradient is not None and bool(gradient.any())
 
