@@ -80,7 +80,8 @@ def model_of(engine: Any, version: int) -> Any:
 UPDATE = ["start_weight_update", "update_weights", "finish_weight_update"]
 
 
-async def install(engine: Any, version: int, mode: str = "abort", **options: Any) -> Holder:
+async def install(engine: Any, version: int, mode: str = "abort", tokens: int = 0, **options: Any) -> Holder:
+    """`tokens`: where each request stops after the installation; 0: nowhere."""
     held = holder(model_of(engine, version), engine.senders, **options)
     await engine.stage(version, held)
     await engine.pause(mode)
@@ -88,6 +89,8 @@ async def install(engine: Any, version: int, mode: str = "abort", **options: Any
     try:
         await engine.install(version)
     finally:
+        if tokens:
+            hold(engine, tokens)
         await engine.resume()
     return held
 
@@ -143,13 +146,14 @@ def test_three_updates_each_serve_the_new_weights_while_a_request_is_kept(engine
     async def scenario() -> None:
         await install(engine, first + 1)
         kept = asyncio.create_task(engine.sample(greedy("kept", LONG)))
+        await hold(engine, 10)
         for version in range(first + 2, first + 5):
-            await until_sampled(engine, engine.tokens_sampled() + 10)
-            held = await install(engine, version, "keep")
+            held = await install(engine, version, "keep", 50)  # the kept one stops there, in time for the next
             assert held.calls == UPDATE, "the group is formed once"
             result = await engine.sample(greedy(f"{version}"))
             assert result.spans == [Span(0, 40, version)]
             assert_samples(model_of(engine, version), result)
+        go_on(engine)
         result = await kept
         assert [span.version for span in result.spans] == [*range(first + 1, first + 5)]
 
