@@ -197,7 +197,7 @@ class RayProcesses:
 
     async def lacking(self, kind: str, replicas: int) -> str | None:
         if kind == TRAINER:
-            waits = self._trainer_group is not None
+            waits = self._plan.trainer_gpus > 0 or self._plan.trainer_nodes > 1
             return clean(await asyncio.to_thread(trainer_shortfall, self._plan)) if waits else None
         if not self._plan.rollout_gpus:
             return None
