@@ -111,8 +111,9 @@ def timeline(
 def heat(title: str, good: str, expression: str, *, span: int = 12) -> heatmap.Panel:
     """A histogram over time: a query that keeps the label `le`."""
     target = query(expression, "{{le}}", "A").format(prometheus_models.PromQueryFormat.HEATMAP)
-    panel = heatmap.Panel().title(title).description(good).datasource(SOURCE).height(8).span(span)
-    return panel.with_target(target).calculate(False)
+    panel = heatmap.Panel().title(title).description(good).unit("short").datasource(SOURCE).height(8).span(span)
+    linear = common.ScaleDistributionConfig().type(common_models.ScaleDistribution.LINEAR)
+    return panel.with_target(target).calculate(False).scale_distribution(linear)
 
 
 def row(title: str) -> dashboard.Row:
@@ -142,4 +143,4 @@ def _choice(name: str, label: str, values: str) -> dashboard.QueryVariable:
     return page.sort(models.VariableSort.ALPHABETICAL_DESC if name == "run" else models.VariableSort.NUMERICAL_ASC)
 
 
-__all__ = ["REPLICA", "Panel", "board", "glance", "graph", "row", "timeline"]
+__all__ = ["REPLICA", "Panel", "board", "glance", "graph", "heat", "row", "timeline"]
