@@ -88,7 +88,7 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
     "NaN": ("loss", lambda terms: surrogate(terms) * (terms.advantages.sqrt()), "not finite: nan at item 1"),
     "a NaN gradient": ("loss", lambda terms: (terms.log_ratio * 0).sqrt() + surrogate(terms), "gradient that is not"),
     "no gradient": ("loss", lambda terms: surrogate(terms).detach(), "without a gradient"),
-    "another gradient": ("loss", lambda terms: torch.ones(14, requires_grad=True) * 2, "by terms.current"),
+    "another gradient": ("loss", lambda terms: torch.ones(14, requires_grad=True) * 2, "with respect to terms.current"),
     "a gradient at 0": ("loss", lambda terms: surrogate(terms) - terms.current, "needs(zero_advantages=True)"),
     "no training": ("loss", lambda terms: terms.current * 0, "a gradient of 0 at every token"),
     "the pass": ("loss", lambda terms: surrogate(terms) * terms.old.mean(), "depends on the other trajectories"),
