@@ -53,6 +53,13 @@ def test_what_is_no_address_is_refused(address: str) -> None:
         parse_config({**MADE, "cluster": {"address": address}})
 
 
+@pytest.mark.parametrize("port", [0, 65_536, 99_999])
+def test_a_port_that_does_not_exist_is_refused(port: int) -> None:
+    """The system would try another port: this one modulo 65 536."""
+    with pytest.raises(ConfigError, match=rf"^cluster\.address 'h:{port}' has a port outside 1 to 65535; for example"):
+        parse_config({**MADE, "cluster": {"address": f"h:{port}"}})
+
+
 def test_the_argument_overrides_the_configuration_and_no_answer_leaves_no_files(
     tmp_path: Path,
 ) -> None:

@@ -15,7 +15,8 @@ from engine.section import Section
 RAY_ADDRESS = "RAY_ADDRESS"
 """Ray's environment variable with the address of a cluster."""
 LOCAL, AUTO = "local", "auto"
-_HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}")
+_HOST_AND_PORT = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
+_LAST_PORT = 65_535
 
 
 def check_address(field: str, address: str) -> None:
@@ -23,8 +24,13 @@ def check_address(field: str, address: str) -> None:
     if address.startswith("ray://"):
         law = "is an address for Ray Client: the launching process must run on a node of the cluster"
         raise ConfigError(field, address, law, "run the command on a node, for example the head, with --address auto")
-    if address not in (LOCAL, AUTO) and not _HOST_AND_PORT.fullmatch(address):
+    if address in (LOCAL, AUTO):
+        return
+    parts = _HOST_AND_PORT.fullmatch(address)
+    if parts is None:
         raise ConfigError(field, address, "must be local, auto or host:port", "for example 10.0.0.1:6379")
+    if not 0 < int(parts[1]) <= _LAST_PORT:
+        raise ConfigError(field, address, f"has a port outside 1 to {_LAST_PORT}", "for example 10.0.0.1:6379")
 
 
 class ClusterSection(Section):

@@ -29,7 +29,7 @@ def test_an_address_that_does_not_answer_is_refused(listening: Callable[[], str]
         find_cluster("RAY_ADDRESS", address, answer_s=3.0)
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "no-such-host.invalid:6379", "127.0.0.1:99999"])
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "no-such-host.invalid:6379"])
 def test_an_address_that_cannot_be_reached_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=rf"^cluster\.address '{address}' cannot be reached: .*; give the address"):
         find_cluster("cluster.address", address)
