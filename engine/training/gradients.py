@@ -26,9 +26,10 @@ from engine.training.diagnostics import Diagnostics, note_gaps
 from engine.training.layout import load_of
 from engine.training.losses import TokenTerms, policy_loss, without_unsound
 from engine.training.masters import Masters
-from engine.training.model_files import StoredTensor, fill_model
+from engine.training.model_files import fill_model
 from engine.training.packed_attention import NAME, VARLEN, pack_attention, why_not_varlen
 from engine.training.ranks import ALONE, Move, Ranks, layers_of
+from engine.training.stored_tensors import Stored
 from engine.training.trainer_settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Policy:
 
     def __init__(
         self, model: torch.nn.Module, settings: TrainerSettings, device: torch.device, bf16: bool,
-        ranks: Ranks = ALONE, missing: Mapping[str, StoredTensor] | None = None,
+        ranks: Ranks = ALONE, missing: Mapping[str, Stored] | None = None,
     ) -> None:  # fmt: skip
         """`missing`: the weights that a model of several ranks does not have yet."""
         choose_attention(device)

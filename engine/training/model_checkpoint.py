@@ -50,12 +50,10 @@ from engine.training.masters import UNSPLIT, Masters
 from engine.training.model_files import (
     FILE_BYTES,
     divide_into_files,
-    matching,
-    named_tensors,
-    stored_tensors,
     write_model,
 )
 from engine.training.ranks import ALONE, Ranks, Whole, own_part
+from engine.training.stored_tensors import Stored, matching, named_tensors, stored_tensors
 
 # -- failed steps ------------------------------------------------------------------------------------------------------
 
@@ -143,13 +141,13 @@ def write_checkpoint(
     masters: Masters = UNSPLIT,
     *,
     config_dtype: torch.dtype,
-    direct: bool = True,
+    files: Mapping[str, Stored] | None,
     progressed: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a checkpoint. One of the same step that is there already is kept: a repeated order changes nothing.
 
-    With several ranks the first one gathers and writes the weights, one file after another; only if the model's tensors
-    are not those of its files (`direct`), it holds all of them for a while. Moments are written by the rank that has
+    With several ranks the first one gathers and writes the weights, one file after another, under the names of `files`;
+    without these, it holds all of them for a while. Moments are written by the rank that has
     them. If one rank cannot write, all raise, and the checkpoint is not there. The configuration of a whole model names
     `config_dtype`, that of the model at `model_path`. `progressed` is called after each part. Collective.
 
@@ -172,8 +170,8 @@ def write_checkpoint(
             fix = "put run.dir on storage that every node has under the same path"
             raise ConfigError("checkpoint directory", str(directory), law, fix)
     own = {name: masters.of(value) for name, value in trained_tensors(model).items()}
-    if direct and not has_adapter(model):
-        write_model(unfinished, model, own, ranks, progressed)
+    if files is not None and not has_adapter(model):
+        write_model(unfinished, model, own, files, ranks, progressed)
     else:
         _write_whole(unfinished, model, own, model_path, ranks)
     progressed()

@@ -1,8 +1,8 @@
-"""Models on disk: their weights, read part by part, and models that begin without weights.
+"""Models on disk: models that begin without weights, and the files of checkpoints.
 
 No rank of a trainer may hold a whole model in memory. Therefore `load_model` builds the model of several ranks without
 weights; when it is sharded, each rank reads its own part of each tensor (`Ranks.fill`). Called by `ModelTrainer` and
-for reference models; `model_checkpoint` reads and writes weights in the same way. Nothing here is ever unpickled.
+for reference models; `model_checkpoint` writes weights in the same way. Nothing here is ever unpickled.
 """
 
 import json
@@ -11,100 +11,24 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import EllipsisType
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from engine.training.lora import Lora, add_adapter
 from engine.training.ranks import Ranks, replace_parameters
+from engine.training.stored_tensors import Stored, matching, named_tensors, stored_tensors
 
 log = logging.getLogger(__name__)
 
 FILE_BYTES = 1 << 30
 """Most bytes of tensors in one file of a checkpoint, unless one tensor has more: the first rank gathers these before it
 writes them."""
-
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor in a safetensors file. Indexing reads that part of it."""
-
-    file: str
-    name: str
-    shape: torch.Size
-
-    def __getitem__(self, rows: slice | EllipsisType) -> Tensor:
-        with safe_open(self.file, framework="pt") as opened:  # closed again: pages that are mapped count as memory
-            part: Tensor = opened.get_slice(self.name)[rows]
-        return part
-
-
-def stored_tensors(path: str) -> dict[str, StoredTensor]:
-    """The tensors in the safetensors files of a model, which is a directory, or a name that transformers resolves; none
-    if it has no such files."""
-    found: dict[str, StoredTensor] = {}
-    for file in _files_of(path):
-        with safe_open(file, framework="pt") as opened:
-            shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
-        found |= {name: StoredTensor(file, name, torch.Size(shape)) for name, shape in shapes.items()}
-    return found
-
-
-def _files_of(path: str) -> list[str]:
-    def resolved(name: str) -> str | None:
-        file: str | None = cached_file(
-            path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_gated_repo=False
-        )
-        return file
-
-    whole = resolved(SAFE_WEIGHTS_NAME)
-    if whole is not None:
-        return [whole]
-    index = resolved(SAFE_WEIGHTS_INDEX_NAME)
-    if index is None:
-        return []
-    names = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()
-    return [file for name in sorted(set(names)) if (file := resolved(name)) is not None]
-
-
-def matching(stored: Mapping[str, StoredTensor], model: nn.Module) -> dict[str, StoredTensor] | None:
-    """What is stored of each tensor of a model, by the model's names; tied tensors may be stored under one of theirs.
-    None if a tensor is not stored or has another shape: transformers renames or converts it, or it is of another model.
-    """
-    own = named_tensors(model)
-    names: dict[int, list[str]] = {}
-    for name, value in own.items():
-        names.setdefault(id(value), []).append(name)
-    found: dict[str, StoredTensor] = {}
-    for tied in names.values():
-        copies = [stored[name] for name in tied if name in stored]
-        if not copies or any(copy.shape != own[tied[0]].shape for copy in copies):
-            return None
-        if any(not _equal(copies[0], copy) for copy in copies[1:]):  # then transformers does not tie them
-            return None
-        found |= dict.fromkeys(tied, copies[0])
-    return found
-
-
-def _equal(one: StoredTensor, other: StoredTensor, rows: int = 4096) -> bool:
-    parts = [slice(start, start + rows) for start in range(0, one.shape[0], rows)]
-    return all(torch.equal(one[part], other[part]) for part in parts)
-
-
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Everything in the model's `state_dict`, with the parameters themselves."""
-    known = dict(model.named_parameters(remove_duplicate=False))
-    known |= dict(model.named_buffers(remove_duplicate=False))
-    return {name: known[name] for name in model.state_dict()}
 
 
 def config_dtype(path: str) -> torch.dtype:
@@ -113,24 +37,22 @@ def config_dtype(path: str) -> torch.dtype:
     return kind if isinstance(kind, torch.dtype) else torch.float32
 
 
-# -- models ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     """A float32 model in evaluation mode, perhaps with an adapter."""
 
     model: PreTrainedModel
-    missing: Mapping[str, StoredTensor]
+    missing: Mapping[str, Stored]
     """By the model's names without its adapter, what its parameters must be filled with after it is sharded; empty if
     they have their values."""
-    direct: bool
-    """Whether the model's files have the same tensors as the model, so that they can be read and written one by one."""
+    files: Mapping[str, Stored] | None
+    """By the model's names without its adapter, what its files have of each tensor; None if transformers converts them
+    in a way that cannot be done tensor by tensor."""
 
 
 def load_model(path: str, ranks: Ranks, lora: Lora | None = None, seed: int = 0) -> LoadedModel:
     """The model at `path`, with a new adapter if `lora` is given. With several ranks, it has no weights yet, unless its
-    files have other tensors than the model: then each rank loads all of it."""
+    tensors cannot be read one by one: then each rank loads all of it."""
     stored = stored_tensors(path)
     if ranks.count > 1:
         empty = _without_weights(path)
@@ -138,16 +60,16 @@ def load_model(path: str, ranks: Ranks, lora: Lora | None = None, seed: int = 0)
         if found is not None and getattr(empty.config, "quantization_config", None) is None:
             if lora is not None:
                 _adapt_without_weights(empty, lora, seed)
-            return LoadedModel(model=empty, missing=found, direct=True)
+            return LoadedModel(model=empty, missing=found, files=found)
         log.warning("each rank loads the whole model for a moment: the files of %s have other tensors than it", path)
     loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
-    direct = matching(stored, loaded) is not None
+    files = matching(stored, loaded)
     if lora is not None:
         add_adapter(loaded, lora, seed)
-    return LoadedModel(model=loaded.eval(), missing={}, direct=direct)
+    return LoadedModel(model=loaded.eval(), missing={}, files=files)
 
 
-def fill_model(model: nn.Module, missing: Mapping[str, StoredTensor], ranks: Ranks) -> None:
+def fill_model(model: nn.Module, missing: Mapping[str, Stored], ranks: Ranks) -> None:
     """Give a sharded model the weights that it is missing."""
     for name, value in named_tensors(model).items():
         stored = missing.get(name.replace(".base_layer.", "."))
@@ -181,11 +103,16 @@ def _adapt_without_weights(model: PreTrainedModel, lora: Lora, seed: int) -> Non
 
 
 def write_model(
-    folder: Path, model: PreTrainedModel, own: Mapping[str, Tensor], ranks: Ranks, progressed: Callable[[], None]
+    folder: Path,
+    model: PreTrainedModel,
+    own: Mapping[str, Tensor],
+    stored: Mapping[str, Stored],
+    ranks: Ranks,
+    progressed: Callable[[], None],
 ) -> None:
-    """Write `own`, the tensors of a model by name, as files that transformers loads, with its configuration. The first
-    rank writes, and holds one file at a time. `progressed` is called after each file. Collective. Raises in every rank
-    if it cannot write."""
+    """Write `own`, the tensors of a model by name, as files that transformers loads, with its configuration. Tensors
+    have the names of those in `stored`. The first rank writes, and holds one file at a time. `progressed` is called
+    after each file. Collective. Raises in every rank if it cannot write."""
     first = ranks.index == 0
     names: dict[int, str] = {}
     for name, value in own.items():
@@ -194,12 +121,12 @@ def write_model(
     places: dict[str, str] = {}
     for number, each in enumerate(files, 1):
         file = SAFE_WEIGHTS_NAME if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
-        places |= dict.fromkeys(each, file)
-        held = {}
+        held: dict[str, Tensor] = {}
         for name in each:
+            places |= dict.fromkeys(stored[name].names, file)
             whole = ranks.whole(own[name].detach())
             if first:
-                held[name] = whole.cpu().contiguous()
+                held.update(stored[name].divide(whole.cpu()))
         with ranks.together():
             if first:
                 save_file(held, folder / file, metadata={"format": "pt"})
@@ -208,7 +135,7 @@ def write_model(
         if first:
             _write_config(folder, model)
             if len(files) > 1:
-                size = sum(own[name].nbytes for name in places)
+                size = sum(own[name].nbytes for name in names.values())
                 index = {"metadata": {"total_size": size}, "weight_map": places}
                 (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 

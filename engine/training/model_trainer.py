@@ -108,7 +108,7 @@ class ModelTrainer:
         device = device_named(self.settings.device)
         loaded = load_model(model_path, ranks, self.settings.lora, self.settings.seed)
         self.model: PreTrainedModel = loaded.model
-        self._direct = loaded.direct
+        self._files = loaded.files
         bf16 = runs_in_bf16(self.settings.bf16, device)
         compile_layers(self.model, self.settings)
         choice = self.settings.activation_checkpointing
@@ -308,7 +308,7 @@ class ModelTrainer:
         state = TrainerState(step=step, optimizer_steps=self.optimizer_steps, settings=self.settings.plain())
         write_checkpoint(
             Path(directory), state, self.model, self.optimizer, self.model_path, self.ranks, self.policy.masters,
-            config_dtype=self._config_dtype, direct=self._direct, progressed=self._progressed,
+            config_dtype=self._config_dtype, files=self._files, progressed=self._progressed,
         )  # fmt: skip
 
     def load(self, directory: str) -> StepId:

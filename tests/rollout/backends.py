@@ -24,6 +24,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from vllm_arguments import require_vllm
 
@@ -66,6 +68,9 @@ def build(family: str, seed: int = 0, **changes: int) -> PreTrainedModel:
     elif family == "qwen2-windowed":
         config = Qwen2Config(**shape, use_sliding_window=True, sliding_window=8, max_window_layers=1)
         model = Qwen2ForCausalLM(config)
+    elif family == "qwen3-moe":
+        experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=32)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, bos_token_id=None, eos_token_id=None))
     else:
         model = Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=family != "qwen2-untied"))
     return model.eval()

@@ -1,7 +1,7 @@
 """vLLM's own weight transfer into a running engine, over gloo: its calls, its trainer's side, groups between processes.
 
 NCCL differs in the group and the bytes alone; what it would be given is built from vLLM's own classes at the end.
-`make torture` repeats all with embeddings that are not tied.
+`make torture` repeats all with a model that has experts, and whose embeddings are not tied.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ def holder(model: Any, senders: Senders, **options: Any) -> Holder:
     return Holder(KeptTensors(manifest=manifest, tensors=tuple(tensors)), senders=senders, **options)
 
 
-@pytest.fixture(scope="module", params=["qwen2", pytest.param("qwen2-untied", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["qwen2", pytest.param("qwen3-moe", marks=pytest.mark.long)])
 def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
     backend = vllm_engines.start(build(request.param, **WIDE), kv="recompute", weight_transfer="gloo")
     backend.family = request.param
@@ -162,7 +162,7 @@ def test_three_updates_each_serve_the_new_weights_while_a_request_is_kept(engine
 
 def test_weights_of_another_model_are_refused_before_the_pause(engine: Any) -> None:
     other = build(engine.family, **WIDE | {"num_hidden_layers": 7})
-    wide = build(engine.family, **WIDE | {"intermediate_size": 96})
+    wide = build(engine.family, **WIDE | {"vocab_size": 64})
     both = {name: tensor.clone() for name, tensor in model_of(engine, 0).state_dict().items()}
 
     async def scenario() -> None:

@@ -1,4 +1,5 @@
-"""One vLLM engine with several workers: tensor parallelism, and data parallelism (two engine processes).
+"""One vLLM engine with several workers: tensor parallelism, and data parallelism (two engine processes). The model has
+experts, which vLLM keeps in another form than files have them.
 
 Each kind starts once for all tests. The second one takes long, so `make torture` runs it.
 """
@@ -47,7 +48,7 @@ def set_fault(engine: Any, what: str) -> None:
 
 
 def model_of(version: int) -> Any:
-    return build("qwen2", version, **WIDE)
+    return build("qwen3-moe", version, **WIDE | {"num_key_value_heads": 2})
 
 
 async def assert_sampled(engine: Any, version: int) -> None:

@@ -12,16 +12,24 @@ import torch.distributed as dist
 from forked_ranks import OfRanks
 from safetensors.torch import load_file, save_file
 from test_ranks import close_to
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    HrmTextConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from engine.cli import main
 from engine.protocols import Batch
 from engine.storage.checkpoints import save_checkpoint
 from engine.training import model_files
 from engine.training.lora import Lora
-from engine.training.model_files import fill_model, load_model, matching, named_tensors, stored_tensors
+from engine.training.model_files import fill_model, load_model
 from engine.training.model_trainer import ModelTrainer
 from engine.training.ranks import ALONE, Ranks, Sharded
+from engine.training.stored_tensors import matching, named_tensors, stored_tensors
 from engine.training.trainer_settings import TrainerSettings
 
 MakeBatch = Callable[..., Batch]
@@ -43,15 +51,25 @@ def made(config: Any, folder: Path, **options: Any) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("lora", [None, Lora(rank=2)], ids=["whole", "adapter"])
-@pytest.mark.parametrize("tied", [True, False])
+EXPERTS: dict[str, Any] = SMALL | {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8}
+MODELS = {
+    "tied": Qwen2Config(**SMALL, tie_word_embeddings=True),
+    "untied": Qwen2Config(**SMALL, tie_word_embeddings=False),
+    "experts": Qwen3MoeConfig(**EXPERTS, num_experts=12, mlp_only_layers=[0]),
+    "renamed": MixtralConfig(**SMALL, num_local_experts=3, num_experts_per_tok=1),
+}
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=2, target_modules=("q_proj",))], ids=["whole", "adapter"])
+@pytest.mark.parametrize("kind", MODELS)
 def test_a_model_filled_tensor_by_tensor_is_the_one_that_transformers_loads(
-    tmp_path: Path, tied: bool, lora: Lora | None
+    tmp_path: Path, kind: str, lora: Lora | None
 ) -> None:
-    path = made(Qwen2Config(**SMALL, tie_word_embeddings=tied), tmp_path, max_shard_size="4KB")
+    """The files of the last two have several tensors for each expert, the model two for all."""
+    path = made(MODELS[kind], tmp_path, max_shard_size="4KB")
     assert (tmp_path / "model.safetensors.index.json").is_file()
     expected, loaded = load_model(path, ALONE, lora, 3), load_model(path, Several(), lora, 3)
-    assert loaded.direct and expected.direct and not expected.missing
+    assert loaded.files and expected.files and not expected.missing
     assert {value.is_meta for name, value in loaded.model.named_parameters() if "lora_" not in name} == {True}
     model = loaded.model
     kept = {name: value.clone() for name, value in model.named_parameters() if "lora_" in name}
@@ -64,7 +82,7 @@ def test_a_model_filled_tensor_by_tensor_is_the_one_that_transformers_loads(
     fill_model(model, loaded.missing, ALONE)
     one, other = named_tensors(model), named_tensors(expected.model)
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == (kind == "tied")
     for each in (model.config, expected.model.config):
         each._name_or_path = ""
     assert model.config.to_dict() == expected.model.config.to_dict()
@@ -106,21 +124,43 @@ def test_tied_tensors_that_are_stored_twice_must_be_equal(tmp_path: Path, same: 
     assert (loaded.model.get_output_embeddings().weight is loaded.model.get_input_embeddings().weight) == same
 
 
-def test_a_model_that_transformers_converts_is_loaded_and_saved_whole(
-    batch: MakeBatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_model_with_experts_is_trained_by_ranks_and_saved_under_the_names_of_its_files(
+    batch: MakeBatch, tmp_path: Path, of_ranks: OfRanks
 ) -> None:
-    """The files have one tensor for each expert, the model one for all."""
-    path = made(MixtralConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), tmp_path / "model")
+    """One of two ranks has two of the three experts."""
+    path = made(MODELS["renamed"], tmp_path / "model")
+    weights, saved = [], []
+    for count in (1, 2):
+        folder = tmp_path / f"saved-{count}"
+        with of_ranks(count, path) as trainer:
+            trainer.train(batch(0))
+            trainer.save(str(folder), 1)
+            weights.append({name: value.clone() for name, value in trainer.weights().items()})
+        saved.append(load_file(folder / "model.safetensors"))
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        with of_ranks(3 - count, path) as trainer:
+            trainer.load(str(folder))
+            assert all(torch.equal(value, weights[-1][name]) for name, value in trainer.weights().items())
+        assert all(torch.equal(value, weights[-1][name]) for name, value in loaded.items())
+    assert close_to(*weights)
+    assert saved[0].keys() == saved[1].keys() == load_file(tmp_path / "model" / "model.safetensors").keys()
+    assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in saved[0]
+
+
+def test_a_model_that_transformers_converts_in_another_way_is_loaded_and_saved_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The files have one tensor for what the model has in several."""
+    path = made(HrmTextConfig(**SMALL), tmp_path / "model")
     with caplog.at_level(logging.WARNING):
         loaded = load_model(path, Several())
-    assert not loaded.direct and not any(value.is_meta for value in loaded.model.parameters())
+    assert loaded.files is None and not any(value.is_meta for value in loaded.model.parameters())
     assert "each rank loads the whole model" in caplog.text
-    trainer = ModelTrainer(path, TrainerSettings(learning_rate=1e-2))
-    trainer.train(batch(0))
+    trainer = ModelTrainer(path, TrainerSettings())
     trainer.save(str(tmp_path / "saved"), 1)
     names = load_file(tmp_path / "saved" / "model.safetensors").keys()
     assert names == load_file(tmp_path / "model" / "model.safetensors").keys()
-    again = ModelTrainer(path, TrainerSettings())
+    again = ModelTrainer(path, TrainerSettings(seed=1))
     again.load(str(tmp_path / "saved"))
     assert all(torch.equal(again.weights()[name], value) for name, value in trainer.weights().items())
 

@@ -18,9 +18,11 @@ import torch
 from safetensors import safe_open
 from vllm.config import set_current_vllm_config
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
 
 from engine.errors import counted
 from engine.rollout.vllm.gloo_transfer import register
@@ -197,6 +199,21 @@ def end_with(owner: int, directory: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def pack_experts_at_every_load() -> None:
+    """On a CPU, vLLM packs the weights of experts only when it makes their kernel. At the next load it would copy them
+    as they are over the packed ones, and sample nonsense: so it gets a new kernel at each load."""
+    method: Any = UnquantizedFusedMoEMethod
+    set_up = method._setup_kernel
+
+    def set_up_anew(self: Any, *arguments: Any, **named: Any) -> None:
+        self.moe_kernel = None
+        set_up(self, *arguments, **named)
+
+    method._setup_kernel = set_up_anew
+
+
+if current_platform.is_cpu():
+    pack_experts_at_every_load()
 if OWNER in os.environ:
     _owner, _, _directory = os.environ[OWNER].partition(":")
     threading.Thread(target=end_with, args=(int(_owner), _directory), name="end-with-owner", daemon=True).start()
