@@ -99,6 +99,9 @@ class Trajectory:
     continues: bool = False
     """Whether it continues the previous trajectory of its group as another segment of the same rollout. It has the same
     reward and does not count in the group's mean and spread."""
+    routes: list[bytes] = field(default_factory=list)
+    """With `trainer.router_replay`: the experts that computed each token of prompt and response but the last one; empty
+    bytes where they are unknown. `training.expert_routes` has the form."""
 
     @property
     def finished(self) -> bool:
@@ -128,6 +131,7 @@ class Trajectory:
             shown_prompt=self.shown_prompt,
             unparsable=self.unparsable,
             continues=self.continues,
+            routes=list(self.routes),
         )
 
     def extend(
@@ -136,11 +140,13 @@ class Trajectory:
         logprobs: Sequence[float],
         spans: Sequence[Span],
         given_ids: Sequence[int] = (),
+        routes: Sequence[bytes] = (),
     ) -> None:
         """Append `given_ids`, which an environment inserted, then the sampled tokens.
 
         `spans` count from the first sampled token; neighbors of one version are merged. Given tokens get the version of
-        the sampled tokens after them, so `given_ids` requires sampled tokens.
+        the sampled tokens after them, so `given_ids` requires sampled tokens. `routes` count from the first token of
+        the prompt; those that are known stay.
         """
         given = len(given_ids)
         self.token_ids.extend(given_ids)
@@ -160,6 +166,8 @@ class Trajectory:
                 self.spans[-1] = Span(self.spans[-1].start, offset + stop, version)
             else:
                 self.spans.append(Span(offset + start, offset + stop, version))
+        if routes:
+            self.routes += routes[len(self.routes) : len(self.prompt_ids) + len(self.token_ids) - 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -376,6 +376,21 @@ def test_training_on_truncated_sampling_is_refused_unless_allowed() -> None:
     assert allowed.rollout.top_p == 0.9
 
 
+@pytest.mark.parametrize(
+    ("sections", "law"),
+    [
+        ({"rollout": {"backend": "vllm"}, "trainer": {"compile": True}}, "compiled layers do not take the experts"),
+        (
+            {"rollout": {"backend": "openai", "urls": ["http://h:1"], "weights_dir": "/w"}},
+            "rollout.backend openai does not say which",
+        ),
+    ],
+)
+def test_router_replay_is_refused_where_experts_are_not_known(sections: dict[str, Any], law: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^trainer\.router_replay is True: {law}"):
+        parse_config({**MADE, **sections, "trainer": {**sections.get("trainer", {}), "router_replay": True}})
+
+
 def test_every_other_mistake_is_named_too(tmp_path: Path) -> None:
     error = refused("run.seed=x", "rollout.slots=0", "run.sede=1", tmp_path=tmp_path)
     for path in ("run.seed", "rollout.slots", "run.sede"):

@@ -22,6 +22,7 @@ def refuse_unlawful(config: Sections, limits: Limits, settings: TrainerSettings)
     refuse_rewards(config.reward)
     _refuse_missing_inputs(config)
     _refuse_adapter(config)
+    _refuse_router_replay(config)
     refuse_idle_gpus(config.trainer)
     _refuse_two_players(config)
     _refuse_beside_a_made_model(config)
@@ -55,6 +56,18 @@ def _refuse_missing_inputs(config: Sections) -> None:
         if value is None and config.model.make is None:
             fix = "set it, or use model.make to build model, data and reward"
             raise ConfigError(field, value, "required with model.path", fix)
+
+
+def _refuse_router_replay(config: Sections) -> None:
+    """Raises: `ConfigError` for a section that cannot work with `trainer.router_replay`."""
+    if not config.trainer.router_replay:
+        return
+    if config.rollout.backend not in ("torch", "vllm"):
+        law = f"rollout.backend {config.rollout.backend} does not say which experts sampled a token"
+        raise ConfigError("trainer.router_replay", True, law, "use rollout.backend torch or vllm, or false")
+    if config.trainer.compile:
+        law = "compiled layers do not take the experts that sampled a token"
+        raise ConfigError("trainer.router_replay", True, law, "use trainer.compile: false")
 
 
 def _refuse_adapter(config: Sections) -> None:

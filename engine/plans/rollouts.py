@@ -220,6 +220,7 @@ def torch_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout
         threads=r.threads,
         deterministic=r.deterministic,
         lora=config.trainer_settings.lora,
+        notes_routes=config.trainer_settings.router_replay,
     )
 
 
@@ -239,6 +240,7 @@ def vllm_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutB
         install_timeout_s=r.install_timeout_s,
         weight_transfer=r.transport_backend if r.transport == "vllm" else None,
         structures=config.agent.on_gateway and config.agent.tool_choice == "constrain",
+        notes_routes=config.trainer_settings.router_replay,
         lora=config.trainer_settings.lora,
         log=None if inputs.logs is None else inputs.logs / f"{source_of(REPLICA, replica)}.vllm.log",
     )

@@ -134,6 +134,8 @@ class SampleResult:
     top: list[Sequence[tuple[int, float]]] = field(default_factory=list)
     """For each token, (id, log-prob) of the likeliest tokens at its place, the likeliest first; empty if
     `SamplingParams.top_logprobs` is 0."""
+    routes: list[bytes] = field(default_factory=list)
+    """Of each position from the prompt's first token on, but the last sampled token: see `Trajectory.routes`."""
 
 
 class RolloutBackend(Protocol):

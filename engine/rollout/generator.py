@@ -244,7 +244,7 @@ class ModelGenerator(BackendGenerator):
             )
         )
         attempt.so_far.pop(index, None)
-        trajectory.extend(result.token_ids, result.logprobs, result.spans)
+        trajectory.extend(result.token_ids, result.logprobs, result.spans, routes=result.routes)
         if result.finish_reason != "abort":
             trajectory.finish_reason = result.finish_reason
             attempt.report_finished()
@@ -262,7 +262,7 @@ class ModelGenerator(BackendGenerator):
             group=attempt.group.group, prompt=attempt.group.prompt, trajectories=[t.copy() for t in trajectories]
         )
         for place, result in attempt.so_far.items():
-            group.trajectories[place].extend(result.token_ids, result.logprobs, result.spans)
+            group.trajectories[place].extend(result.token_ids, result.logprobs, result.spans, routes=result.routes)
         save(group)
 
     async def _cut(self, attempts: Sequence[Attempt], how: str) -> None:

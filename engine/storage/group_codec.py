@@ -5,11 +5,11 @@
     trajectory: prompt ids, token ids (int32), log-probs (float64), loss mask (uint8), spans (int64: start, stop,
                 version) as little-endian arrays, then text, finish reason, reward, whether it continues another,
                 then, only if there are any, the parts of the reward by name, the figures of the rollout by name,
-                the positions (int32) and values (float64) of the rewards of single tokens, and the prompt that samples
-                show
+                the positions (int32) and values (float64) of the rewards of single tokens, the prompt that samples
+                show, and the routes of its tokens
 
     growth:     [format, group, [[place, known tokens, trajectory], ...]]; any number of them may follow a group. Of a
-                trajectory with known tokens, the prompt ids are empty, and the arrays continue after these tokens
+                trajectory with known tokens, the prompt ids are empty, and arrays and routes continue after these
 
 Used by `actors` and by the durable store. Must never unpickle: any bytes yield a group or an `EngineError`, and use at
 most a fixed multiple of their size in memory.
@@ -25,7 +25,7 @@ from typing import Any
 import msgpack
 
 from engine.errors import DataFailure, EngineError
-from engine.storage.prefixes import OF_TOKENS, Growth
+from engine.storage.prefixes import OF_TOKENS, Growth, routes_before
 from engine.trajectory import Prompt, Span, StepReward, Trajectory, TrajectoryGroup
 
 GROUP_FORMAT = 1
@@ -55,6 +55,7 @@ def pack_growth(growth: Growth) -> bytes:
         trajectory, known = growth.group.trajectories[place], growth.known[place]
         if known:
             new = {name: getattr(trajectory, name)[known:] for name in OF_TOKENS}
+            new["routes"] = trajectory.routes[routes_before(trajectory, known) :]
             trajectory = replace(trajectory, prompt_ids=[], **new)
         return place, known, _plain_trajectory(trajectory)
 
@@ -115,12 +116,13 @@ def plain_prompt(prompt: Prompt) -> tuple[Any, ...]:
 def _plain_trajectory(t: Trajectory) -> tuple[Any, ...]:
     spans = array("q", [number for span in t.spans for number in span])
     numbers = [{name: float(value) for name, value in one.items()} for one in (t.reward_parts, t.figures)]
-    long = t.step_rewards or t.shown_prompt
+    long = t.step_rewards or t.shown_prompt or t.routes
     more: tuple[Any, ...] = tuple(numbers if t.figures or long else numbers[:1] if t.reward_parts else [])
     if long:
         positions, values = zip(*t.step_rewards, strict=True) if t.step_rewards else ((), ())
         more = (*more, _bytes_of("i", positions), _bytes_of("d", values))
-    more = (*more, t.shown_prompt) if t.shown_prompt else more
+    more = (*more, t.shown_prompt) if t.shown_prompt or t.routes else more
+    more = (*more, t.routes) if t.routes else more
     return (
         _bytes_of("i", t.prompt_ids), _bytes_of("i", t.token_ids), _bytes_of("d", t.logprobs), bytes(t.loss_mask),
         _bytes_of("q", spans), t.text, t.finish_reason, None if t.reward is None else float(t.reward), t.continues,
@@ -154,7 +156,8 @@ def _grow(group: TrajectoryGroup, plain: Any) -> None:
             for name in OF_TOKENS:
                 getattr(before, name)[known:] = getattr(trajectory, name)
             tokens = {name: getattr(before, name) for name in OF_TOKENS}
-            trajectory = replace(trajectory, prompt_ids=before.prompt_ids, **tokens)
+            routes = before.routes + trajectory.routes
+            trajectory = replace(trajectory, prompt_ids=before.prompt_ids, routes=routes, **tokens)
         stored[place] = trajectory
 
 
@@ -170,8 +173,10 @@ def _trajectory_from(plain: Any) -> Trajectory:
     law = "its text and finish reason are text, and its flags are bools"
     _require(type(text) is str and type(finish_reason) is str and type(continues) is type(unparsable) is bool, law)
     _require(reward is None or type(reward) is float, "its reward is a number")
-    _require(len(more) in (0, 1, 2, 4, 5), "it has 10, 11, 12, 14 or 15 parts")
-    _require(all(type(one) is str for one in more[4:]), "the prompt that samples show is text")
+    _require(len(more) in (0, 1, 2, 4, 5, 6), "it has 10, 11, 12, 14, 15 or 16 parts")
+    _require(all(type(one) is str for one in more[4:5]), "the prompt that samples show is text")
+    routes = more[5] if len(more) > 5 else []
+    _require(type(routes) is list and all(type(one) is bytes for one in routes), "the routes of its tokens are bytes")
     _require(all(_are_parts(one) for one in more[:2]), "its reward parts and figures are numbers by name")
     _require(type(mask) is bytes, "its loss mask is bytes")
     bounds = _list_of("q", spans)
@@ -190,6 +195,7 @@ def _trajectory_from(plain: Any) -> Trajectory:
         reward_parts=more[0] if more else {},
         figures=more[1] if len(more) > 1 else {},
         shown_prompt=more[4] if len(more) > 4 else "",
+        routes=routes,
     )
     tokens = len(trajectory.token_ids)
     if len(more) >= 4:

@@ -44,4 +44,12 @@ def _known(stored: Trajectory, trajectory: Trajectory) -> int:
     count = len(stored.token_ids)
     if stored.prompt_ids != trajectory.prompt_ids:
         return 0
+    routes = trajectory.routes[: routes_before(trajectory, count)]
+    if stored.routes != routes:
+        return 0
     return count if all(getattr(trajectory, name)[:count] == getattr(stored, name) for name in OF_TOKENS) else 0
+
+
+def routes_before(trajectory: Trajectory, known: int) -> int:
+    """Number of routes of a trajectory's prompt and its `known` first tokens: the last of them has none."""
+    return max(0, len(trajectory.prompt_ids) + known - 1)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from engine.errors import DataFailure
+from engine.training.expert_routes import packed_routes
 from engine.training.layout import Layout, Prefix, Unit, buckets_of, common_prefix, load_of, rows_of, split
 from engine.trajectory import StepReward, Trajectory, TrajectoryGroup
 
@@ -72,6 +73,8 @@ class Sample:
     """Shares of `reward` that belong to single tokens, by their positions in the response."""
     places: Tensor | None = None
     """Positions of the trainable tokens in the response; None where no token has a reward of its own. [tokens] int64"""
+    routes: Tensor | None = None
+    """See `expert_routes.packed_routes`. [length, 1 + route bytes] uint8"""
     logprob_gap: Tensor | None = None
     """Largest |log ρ| of its tokens in its first pass with a gradient, on the device; None before. [] float32"""
 
@@ -96,6 +99,8 @@ class MicroBatch:
     """Of a packed row: the position of each token in its trajectory. [1, length] int64"""
     layout: Layout | None = None
     """Where trajectories lie in a packed row; None: one padded row for each."""
+    routes: Tensor | None = None
+    """See `expert_routes.Routers.repeat`. [rows, length, 1 + route bytes] uint8"""
     trajectories: int
     """Number of trajectories."""
     rows: Tensor
@@ -193,8 +198,9 @@ def _sample(trajectory: Trajectory, continues: bool) -> Sample:
     places = mask.nonzero().squeeze(1)
     indices = places + len(trajectory.prompt_ids)
     assert trajectory.reward is not None  # `_check` has seen it
+    length = int(indices[-1])
     return Sample(
-        input_ids=ids[: int(indices[-1])],
+        input_ids=ids[:length],
         positions=indices - 1,
         targets=ids[indices],
         behavior=torch.tensor(trajectory.logprobs, dtype=torch.float32)[mask],
@@ -205,6 +211,7 @@ def _sample(trajectory: Trajectory, continues: bool) -> Sample:
         steps=tuple(trajectory.step_rewards),
         mixed=places >= trajectory.spans[0].stop if len(trajectory.spans) > 1 else None,
         places=places if trajectory.step_rewards else None,
+        routes=packed_routes(trajectory.routes, length),
     )
 
 
@@ -318,8 +325,10 @@ def idle_pass() -> MicroBatch:
 
 
 def _padded(samples: Sequence[Sample]) -> MicroBatch:
+    routes = _routes(samples)
     return MicroBatch(
         input_ids=pad_sequence([sample.input_ids for sample in samples], batch_first=True),
+        routes=None if routes is None else pad_sequence(routes, batch_first=True),
         columns=torch.cat([sample.positions for sample in samples]),
         **_tokens_of(samples),
     )
@@ -329,15 +338,20 @@ def _packed(samples: Sequence[Sample], units: Sequence[Unit]) -> tuple[MicroBatc
     """One row: whole trajectories and shared prompts, longest first, then the responses to each of these prompts."""
     ids: list[Tensor] = []
     positions: list[Tensor] = []
+    own_routes = _routes(samples)
+    routes: list[Tensor] = []
     starts: dict[int, int] = {}
     """Where each sample's own tokens begin."""
     prefixes: dict[int, Prefix] = {}
     """The shared prompt of each sample that has one."""
     place = 0
 
-    def lay(tokens: Tensor, first: int) -> int:
+    def lay(index: int, tokens: Tensor, first: int) -> int:
+        """Tokens of a sample, of which the first one is at position `first` there."""
         nonlocal place
         ids.append(tokens)
+        if own_routes is not None:
+            routes.append(own_routes[index][first : first + len(tokens)])
         positions.append(torch.arange(first, first + len(tokens)))
         place += len(tokens)
         return place - len(tokens)
@@ -345,7 +359,7 @@ def _packed(samples: Sequence[Sample], units: Sequence[Unit]) -> tuple[MicroBatc
     roots = [(samples[unit.members[0]].input_ids[: unit.shared or None], unit) for unit in units]
     roots.sort(key=lambda root: -len(root[0]))
     for tokens, unit in roots:
-        start = lay(tokens, 0)
+        start = lay(unit.members[0], tokens, 0)
         starts |= dict.fromkeys(unit.members, start)
         prefixes |= dict.fromkeys(unit.members, Prefix(start, unit.shared)) if unit.shared else {}
     buckets = [*buckets_of([len(tokens) for tokens, _ in roots], 0)]
@@ -353,18 +367,31 @@ def _packed(samples: Sequence[Sample], units: Sequence[Unit]) -> tuple[MicroBatc
         own = {index: samples[index].input_ids[unit.shared :] for index in unit.members}
         members = sorted((index for index in unit.members if len(own[index])), key=lambda index: -len(own[index]))
         start = place
-        starts |= {index: lay(own[index], unit.shared) for index in members}
+        starts |= {index: lay(index, own[index], unit.shared) for index in members}
         buckets += buckets_of([len(own[index]) for index in members], start, prefixes[unit.members[0]])
     chosen = [index for unit in units for index in unit.members]
     columns = [_columns(samples[index].positions, starts[index], prefixes.get(index)) for index in chosen]
     micro = MicroBatch(
         input_ids=torch.cat(ids)[None],
         position_ids=torch.cat(positions)[None],
+        routes=torch.cat(routes)[None] if routes else None,
         layout=Layout(buckets=tuple(buckets)),
         columns=torch.cat(columns),
         **_tokens_of([samples[index] for index in chosen]),
     )
     return micro, chosen
+
+
+def _routes(samples: Sequence[Sample]) -> list[Tensor] | None:
+    """Of each sample, with zeros for one that has none; None if none has any."""
+    some = next((sample.routes for sample in samples if sample.routes is not None), None)
+    if some is None:
+        return None
+    width = some.shape[1]
+    return [
+        torch.zeros((len(sample.input_ids), width), dtype=torch.uint8) if sample.routes is None else sample.routes
+        for sample in samples
+    ]
 
 
 def _columns(positions: Tensor, start: int, prefix: Prefix | None) -> Tensor:

@@ -23,6 +23,7 @@ from engine.protocols import Grouping
 from engine.training.batch import LEAST_SHARED, PADDED, MicroBatch, Packing, Sample, idle_pass, pack, units_of
 from engine.training.device import choose_attention
 from engine.training.diagnostics import Diagnostics, note_gaps
+from engine.training.expert_routes import Routers
 from engine.training.layout import load_of
 from engine.training.losses import TokenTerms, policy_loss, without_unsound
 from engine.training.masters import Masters
@@ -72,7 +73,7 @@ class Policy:
         self.masters = Masters()
         self._logprobs_of = torch.compile(logprobs_of, dynamic=True) if settings.compile else logprobs_of
         if ranks.count == 1:
-            self._parts, self.packing = _examine(model, settings)
+            self._parts, self.packing, self._routers = _examine(model, settings)
             if bf16:  # several ranks gather float32 shards as bfloat16
                 self.masters.divide(model)
             self._root = ranks.shard(model, device, bf16=bf16)
@@ -80,7 +81,7 @@ class Policy:
             self._root = ranks.shard(model, device, bf16=bf16)
             fill_model(model, missing or {}, ranks)
             with torch.no_grad(), self.autocast():
-                self._parts, self.packing = self._root(_examine, model, settings)
+                self._parts, self.packing, self._routers = self._root(_examine, model, settings)
             ranks.release(self._root)
         self.masters.place(ranks.home(device), on_host=settings.cpu_offload)
         self.trained = self.masters.trained(model)
@@ -106,6 +107,8 @@ class Policy:
         return logprobs
 
     def _logprobs(self, micro: MicroBatch, entropy: bool) -> TokenLogprobs:
+        if self._routers is not None:
+            self._routers.repeat(micro.routes)
         with self.autocast():
             if self._parts is None:
                 logits = micro.predictors(self.model(**micro.inputs(), use_cache=False).logits)
@@ -174,9 +177,13 @@ class Policy:
             self.progressed()
 
 
-def _examine(model: Any, settings: TrainerSettings) -> tuple[tuple[Callable[..., Any], Any] | None, Packing]:
+def _examine(
+    model: Any, settings: TrainerSettings
+) -> tuple[tuple[Callable[..., Any], Any] | None, Packing, Routers | None]:
     with torch.compiler.set_stance("force_eager"):
-        return body_and_head(model), packing_for(model, settings)
+        parts = body_and_head(model)
+        routers = Routers(model) if settings.router_replay else None
+        return parts, packing_for(model, settings), routers
 
 
 def _check_varlen(settings: TrainerSettings, device: torch.device, bf16: bool) -> None:

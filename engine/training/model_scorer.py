@@ -144,8 +144,9 @@ def load_reference(
 
 
 def _tolerant(settings: TrainerSettings) -> TrainerSettings:
-    """The settings without the requirement of packed rows: a reference model need not support them."""
-    return settings.model_copy(update=dict.fromkeys(settings.packing_demands, "auto"))
+    """The settings without the requirement of packed rows, which a reference model need not support, and without the
+    experts of the samplers: it chooses its own."""
+    return settings.model_copy(update={**dict.fromkeys(settings.packing_demands, "auto"), "router_replay": False})
 
 
 def tokens_of(model: Any) -> int:

@@ -205,6 +205,8 @@ class ModelTrainer:
                     for samples in minibatches:
                         self._train_minibatch(samples, tally)
                 metrics = _metrics(groups, tally, self.settings.epochs_per_batch) | own_metrics
+                if self.settings.router_replay:
+                    metrics["replayed_token_share"] = _replayed_share(groups)
                 metrics |= shaping_metrics(groups, self.settings)
         self.optimizer_steps += tally.optimizer_steps
         self._proximal = self._reference = None
@@ -454,6 +456,13 @@ def _metrics(groups: Sequence[Sequence[Sample]], tally: StepTally, passes: int) 
         "nonfinite_minibatches": float(tally.nonfinite),
         "nonfinite_trajectories": float(tally.unsound),
     }
+
+
+def _replayed_share(groups: Sequence[Sequence[Sample]]) -> float:
+    """Share of the trained tokens, prompts included, whose experts are those that sampled them."""
+    samples = [sample for group in groups for sample in group]
+    replayed = sum(int(sample.routes[:, 0].sum()) for sample in samples if sample.routes is not None)
+    return replayed / max(1, sum(len(sample.input_ids) for sample in samples))
 
 
 def _adamw(trained: Sequence[Tensor], settings: TrainerSettings) -> torch.optim.AdamW:

@@ -242,6 +242,10 @@ class StepChoices(Section):
         False, description="Compile the model's layers with torch.compile; the first passes take a minute or more."
     )
     """The log-probs of logits are compiled, too. Changes speed, memory and rounding only."""
+    router_replay: bool = Field(
+        False, description="Train each token with the experts that sampled it (mixture of experts; torch and vllm)."
+    )
+    """docs/TRAINING.md, "Mixture of experts"."""
     bf16: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Compute with bfloat16 weights, rounded from float32; auto: on CUDA devices that support it.",

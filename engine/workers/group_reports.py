@@ -21,7 +21,7 @@ from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 
 TYPES = {
     "prompt_ids": list, "token_ids": list, "logprobs": list, "loss_mask": list, "spans": list, "finish_reason": str,
-    "continues": bool, "figures": dict, "shown_prompt": str,
+    "continues": bool, "figures": dict, "shown_prompt": str, "routes": list,
 }  # fmt: skip
 """Fields of a trajectory that its generator sets."""
 JUDGED = {"text": str, "unparsable": bool, "reward_parts": dict, "step_rewards": list}

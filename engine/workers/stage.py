@@ -55,6 +55,7 @@ KEPT = (
     "figures",
     "continues",
     "shown_prompt",
+    "routes",
 )
 """The fields of a trajectory that no work may change."""
 

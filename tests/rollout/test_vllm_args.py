@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine.config.loading import parse_config
+from engine.errors import ConfigError
 from engine.ids import ReplicaId
 from engine.plans.rollouts import vllm_args
 from engine.plans.run_inputs import Inputs
@@ -49,6 +50,14 @@ def test_a_forward_pass_takes_all_rows_and_long_prompts() -> None:
 def test_vllm_hands_over_several_tokens_at_a_time_unless_the_user_says_otherwise() -> None:
     assert all_engine_args("model", 8, 0, {})["stream_interval"] == STREAM_INTERVAL
     assert all_engine_args("model", 8, 0, {"stream_interval": 1})["stream_interval"] == 1
+
+
+def test_vllm_returns_experts_only_for_router_replay() -> None:
+    name = "enable_return_routed_experts"
+    assert name not in all_engine_args("model", 8, 0, {})
+    assert all_engine_args("model", 8, 0, {}, notes_routes=True)[name] is True
+    with pytest.raises(ConfigError, match=r"enable_return_routed_experts is True: .*trainer\.router_replay sets it"):
+        all_engine_args("model", 8, 0, {name: True})
 
 
 def test_a_rollout_gets_its_part_of_a_shared_gpu() -> None:

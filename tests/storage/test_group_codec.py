@@ -29,8 +29,9 @@ steps = st.tuples(st.integers(0, 2**31 - 1), st.floats(allow_nan=False))
 @st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
     ids = draw(st.lists(st.integers(0, 2**31 - 1), max_size=6))
+    prompt = draw(st.lists(st.integers(0, 2**31 - 1), max_size=4))
     return Trajectory(
-        prompt_ids=draw(st.lists(st.integers(0, 2**31 - 1), max_size=4)),
+        prompt_ids=prompt,
         token_ids=ids,
         logprobs=draw(st.lists(st.floats(allow_nan=False), min_size=len(ids), max_size=len(ids))),
         loss_mask=draw(st.lists(st.integers(0, 1), min_size=len(ids), max_size=len(ids))),
@@ -44,6 +45,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         step_rewards=[StepReward(*one) for one in draw(st.lists(steps, max_size=2))],
         figures=draw(st.dictionaries(texts, st.floats(allow_nan=False), max_size=2)),
         shown_prompt=draw(st.text(st.characters(), max_size=3)),
+        routes=draw(st.sampled_from([[], [b"\1\2"] * max(0, len(prompt) + len(ids) - 1)])),
     )
 
 
@@ -77,7 +79,8 @@ def test_a_stored_group_followed_by_what_it_gained_is_the_whole_group(
             if place == len(group.trajectories) or change == "is another":
                 group.trajectories[place : place + 1] = [other.copy()]
             elif change == "grows":
-                group.trajectories[place].extend(other.token_ids, other.logprobs, other.spans)
+                routes = data.draw(st.sampled_from([[], [b"", b"\3"] * 16]))
+                group.trajectories[place].extend(other.token_ids, other.logprobs, other.spans, routes=routes)
                 group.trajectories[place].text += other.text
         growth = growth_of(stored, group)
         assert growth is not None and growth.group is group
@@ -189,7 +192,7 @@ def test_a_copy_has_every_field_of_a_trajectory_and_lists_of_its_own() -> None:
     whole = Trajectory(
         prompt_ids=[1], token_ids=[2, 3], logprobs=[-1.0, -2.0], loss_mask=[1, 0], spans=[Span(0, 2, 4)], text="five",
         finish_reason="stop", reward=1.0, reward_parts={"exact": 1.0}, step_rewards=[StepReward(1, 0.5)],
-        figures={"turns": 2.0}, unparsable=True, continues=True, shown_prompt="2 + 3",
+        figures={"turns": 2.0}, unparsable=True, continues=True, shown_prompt="2 + 3", routes=[b"\1"],
     )  # fmt: skip
     blank, copy = Trajectory(), whole.copy()
     assert copy == whole

@@ -140,7 +140,11 @@ class Call:
             if keep:
                 parts.append(
                     SampleResult(
-                        token_ids=part.token_ids[:keep], logprobs=part.logprobs[:keep], spans=spans, finish_reason=""
+                        token_ids=part.token_ids[:keep],
+                        logprobs=part.logprobs[:keep],
+                        spans=spans,
+                        finish_reason="",
+                        routes=part.routes,
                     )
                 )
         self.parts = parts
@@ -302,7 +306,7 @@ def _append(trajectory: Trajectory, call: Call) -> None:
         trajectory.prompt_ids = list(given)
         given = []
     for part in call.parts:
-        trajectory.extend(part.token_ids, part.logprobs, part.spans, given)
+        trajectory.extend(part.token_ids, part.logprobs, part.spans, given, part.routes)
         given = []
 
 

@@ -169,6 +169,8 @@ class BatchSampler:
         self._top_p = np.ones(rows, dtype=np.float64)
         self._kv_version = np.zeros(rows, dtype=np.int64)
         self._stops = np.full((rows, 1), -1, dtype=np.int64)
+        routers = model.routers
+        self._routes = None if routers is None else np.zeros((rows, model.context, routers.route_bytes), dtype=np.uint8)
         self._settings: dict[int, RowSettings] = {}  # by the first row of each call
         self._any_cold = False
 
@@ -255,6 +257,8 @@ class BatchSampler:
         logits = self.model.decode(
             torch.from_numpy(fed).to(device), torch.from_numpy(position.copy()).to(device), length, first
         )
+        if self._routes is not None:
+            self._routes[np.arange(first, first + count), position] = self._noted()
         if first not in self._settings:
             self._settings[first] = RowSettings.of(self._temperature[part], self._top_p[part], device)
         self._find_likeliest(first, logits, self._settings[first])
@@ -360,6 +364,8 @@ class BatchSampler:
         self._prefill_rows(sorted(unique.values(), key=lambda row: int(self._known[row])))
         for source, row in twins:
             self.model.cache.copy_row(source, row, int(self._known[row]) - 1)
+            if self._routes is not None:
+                self._routes[row] = self._routes[source]
         self._position[cold] = self._known[cold] - 1
         self._kv_version[cold] = self.version
 
@@ -375,6 +381,14 @@ class BatchSampler:
             padded[np.arange(tokens)[None] >= self._known[batch][:, None]] = 0
             device = self.model.device
             self.model.prefill(torch.from_numpy(batch).to(device), torch.from_numpy(padded).to(device))
+            if self._routes is not None:
+                self._routes[batch, :tokens] = self._noted().reshape(len(batch), tokens, -1)
+
+    def _noted(self) -> np.ndarray:
+        """The routes of the last call. [tokens, route bytes]"""
+        assert self.model.routers is not None
+        noted: np.ndarray = self.model.routers.take().numpy()
+        return noted
 
     def _result(self, row: int, reason: str) -> SampleResult:
         run = self._running[row]
@@ -391,7 +405,12 @@ class BatchSampler:
             spans=spans,
             finish_reason=reason,
             top=list(run.top),
+            routes=self._routes_of(row),
         )
+
+    def _routes_of(self, row: int) -> list[bytes]:
+        fed = min(int(self._position[row]), int(self._known[row]) - 1)
+        return [] if self._routes is None else [route.tobytes() for route in self._routes[row, :fed]]
 
     def _end(self, row: int, reason: str) -> None:
         """Return the new tokens of a row to its caller, and move the last row to the free row."""
@@ -412,6 +431,8 @@ class BatchSampler:
             self._seed, self._temperature, self._top_p, self._kv_version, self._stops,
         ):  # fmt: skip
             array[target] = array[source]
+        if self._routes is not None:
+            self._routes[target] = self._routes[source]
         self.model.cache.copy_row(source, target, int(self._position[source]))
 
     def _bucket(self, tokens: int, size: int) -> int:

@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from engine.errors import ConfigError
+from engine.training.expert_routes import Routers
 from engine.training.lora import Lora, adapter_tensors, add_adapter, drawn_adapter
 
 # -- keys and values ---------------------------------------------------------------------------------------------------
@@ -219,6 +220,7 @@ class CausalModel:
         device: str,
         fixed_shapes: bool,
         lora: Lora | None = None,
+        notes_routes: bool = False,
     ) -> None:
         if isinstance(model, str):
             model = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False)
@@ -240,6 +242,9 @@ class CausalModel:
             self._probe()
             if fixed_shapes:
                 self._probe_places()
+        self.routers = Routers(model) if notes_routes else None
+        if self.routers is not None:
+            self.routers.note()
 
     def installable(self) -> dict[str, torch.Tensor]:
         """The tensors that a new version replaces, by the names under which it is published. Tied tensors appear under

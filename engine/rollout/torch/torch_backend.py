@@ -82,12 +82,15 @@ class TorchBackend:
         deterministic: bool = False,
         version: Version = 0,
         lora: Lora | None = None,
+        notes_routes: bool = False,
     ) -> None:
+        """`notes_routes`: results say which experts computed each token."""
         self._threads = threads
         self._recompute = kv == "recompute"
         self._model = CausalModel(
-            model, rows=rows, context=context, device=device, fixed_shapes=deterministic, lora=lora
-        )
+            model, rows=rows, context=context, device=device, fixed_shapes=deterministic, lora=lora,
+            notes_routes=notes_routes,
+        )  # fmt: skip
         self._sampler = BatchSampler(self._model, rows=rows, version=version, deterministic=deterministic)
         self._staged: StagedWeights | None = None
         self._inbox: queue.SimpleQueue[Order] = queue.SimpleQueue()

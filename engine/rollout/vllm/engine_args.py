@@ -26,6 +26,7 @@ OWN = {
     "weight_transfer_config": "rollout.transport: vllm sets it",
     "enable_lora": "trainer.lora sets it",
     "max_lora_rank": "trainer.lora.rank sets it",
+    "enable_return_routed_experts": "trainer.router_replay sets it",
 }
 """Arguments that the engine sets itself, with the reason."""
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -130,10 +131,11 @@ def all_engine_args(
     weight_transfer: str | None = None,
     lora_rank: int | None = None,
     structures: bool = False,
+    notes_routes: bool = False,
 ) -> dict[str, Any]:
     """All arguments for vLLM. The user's override the engine's defaults. `weight_transfer`: `gloo`, `nccl` or none.
     `lora_rank`: of the adapter, at most the last of `LORA_RANKS`, or none. `structures`: whether requests may have a
-    structure, for which vLLM needs the tokenizer."""
+    structure, for which vLLM needs the tokenizer. `notes_routes`: whether results say which experts were used."""
     refuse_own(engine_args)
     proposals: dict[str, Any] = {
         "max_num_seqs": rows,
@@ -156,6 +158,8 @@ def all_engine_args(
         own["weight_transfer_config"] = {"backend": TRANSFERS[weight_transfer]}
     if lora_rank is not None:
         own |= {"enable_lora": True, "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= lora_rank)}
+    if notes_routes:
+        own["enable_return_routed_experts"] = True
     return {**proposals, **engine_args, **own}
 
 

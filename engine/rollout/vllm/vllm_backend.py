@@ -127,6 +127,8 @@ class VllmBackend(SleepingEngine):
     Each request has a seed made of (seed, length of its prefix). A request is repeatable, but a resumed request draws
     other random numbers than an uninterrupted one, because the state of vLLM's generators cannot be set.
 
+    With `notes_routes`, results say which experts computed each token; vLLM needs a GPU for that.
+
     With `structures`, requests may have a structure; their log-probs are those of the constrained distribution.
 
     At temperature 0, the log-probs are those of the softmax at temperature 1, as vLLM defines it.
@@ -150,12 +152,15 @@ class VllmBackend(SleepingEngine):
         weight_transfer: str | None = None,
         lora: Lora | None = None,
         structures: bool = False,
+        notes_routes: bool = False,
         log: Path | None = None,
     ) -> None:
         self._recompute = kv == "recompute"
         self.install_timeout_s = install_timeout_s
         rank = None if lora is None else lora.rank
-        arguments = all_engine_args(model, rows, seed, engine_args or {}, weight_transfer, rank, structures)
+        arguments = all_engine_args(
+            model, rows, seed, engine_args or {}, weight_transfer, rank, structures, notes_routes
+        )
         self._log = EngineLog(log)
         prepare_environment(threads, logged=log is not None)
         self._area = StagingArea(model, bucket_mb, lora=lora, maps=True)
@@ -261,7 +266,10 @@ class VllmBackend(SleepingEngine):
             raise EngineError(f"weights of version {self._version} give logits that are not finite")
         spans = spans_of(last.weight_versions, len(tokens), run.versions)
         reason = last.finish_reason
-        return SampleResult(token_ids=tokens, logprobs=logprobs, spans=spans, finish_reason=reason, top=top)
+        routes = [] if last.routed_experts is None else [route.tobytes() for route in last.routed_experts]
+        return SampleResult(
+            token_ids=tokens, logprobs=logprobs, spans=spans, finish_reason=reason, top=top, routes=routes
+        )
 
     async def abort(self, ids: Sequence[str]) -> None:
         await self._open()
