@@ -7,7 +7,7 @@ data files exist or that rewards can be imported: `inputs.py` does. A pydantic e
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, cast, get_args, get_origin
@@ -214,7 +214,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
 
 def _first_of(error: ValidationError, tree: Mapping[str, Any]) -> ConfigError:
     """The first error, as a ConfigError that also names the paths of the others. `tree`: what was checked."""
-    schema = Config.model_json_schema()
+    schema = _schema()
     found = error.errors(include_url=False)
     first, *others = (_of_fixed_list(one, tree, schema) or one for one in found)
     path = _path_of(first["loc"]) or "config"
@@ -316,9 +316,14 @@ _BOUNDS = {
 }
 
 
+@cache
+def _schema() -> dict[str, Any]:
+    return Config.model_json_schema()
+
+
 def expected(path: str) -> str:
     """The allowed values of a field in words: its type and its bounds."""
-    schema = Config.model_json_schema()
+    schema = _schema()
     node = _node_of(path, schema)
     if "items" in node:
         node = {**node, "items": _resolved(node["items"], schema)}

@@ -3,46 +3,38 @@
 Read by `schema.py`. The laws between these figures are those of `states.limits.Limits`.
 """
 
+from collections.abc import Iterator
+from dataclasses import fields
 from math import floor
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_type_hints
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, create_model, field_validator, model_validator
 
 from engine.errors import ConfigError, nearest_divisor
 from engine.policies import DEFAULTS
 from engine.section import Section
 from engine.states.limits import BOUNDS, ROUNDING
-from engine.states.timeouts import DEFAULT, FLOOR_S, KINDS, MOST_S, SLOW_FLOOR_S, Timeouts
+from engine.states.timeouts import KINDS, MOST_S, Timeouts
 
 Seconds = Annotated[float, Field(gt=0, le=MOST_S)]
-LimitField = Seconds | Literal["auto"] | None
+LIMIT = "Time limit to {}: seconds, auto or off."
 
 
-def _limit(description: str) -> Any:
-    return Field(DEFAULT, description=f"Time limit to {description}: seconds, auto or off.")
+def _settings() -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """The fields of `Timeouts` that have a description, with their bounds."""
+    hints = get_type_hints(Timeouts, include_extras=True)
+    for name, default in ((field.name, field.default) for field in fields(Timeouts)):
+        if text := next(iter(getattr(hints[name], "__metadata__", ())), ""):
+            of_kind = name.removesuffix("_s") in KINDS
+            kind = Seconds | Literal["auto"] | None if of_kind else Seconds if default else Seconds | None
+            yield name, (kind, Field(default, description=LIMIT.format(text) if of_kind else text))
 
 
-class TimeoutsSection(Section):
+_OfTimeouts: Any = create_model("_OfTimeouts", __base__=Section, **dict[str, Any](_settings()))
+
+
+class TimeoutsSection(_OfTimeouts):
     """How long orders may take. An order that exceeds its limit is cut short, or its process is stopped."""
-
-    draw_s: LimitField = _limit("draw prompts from the data source")
-    start_s: LimitField = _limit("start or stop a process")
-    group_s: LimitField = _limit("generate a group and its rewards, restarted by each token, turn or reward")
-    rows_s: LimitField = _limit("measure validation rows in one slot")
-    stage_s: LimitField = _limit("do the work of an added state on a group")
-    sync_s: LimitField = _limit("stage weights on a replica, pause it, or install them")
-    resume_s: LimitField = _limit("resume a paused replica")
-    score_s: LimitField = _limit("run a scoring task on a batch")
-    train_s: LimitField = _limit("train on a batch")
-    publish_s: LimitField = _limit("publish a weights version")
-    checkpoint_s: LimitField = _limit("write a checkpoint")
-    store_s: LimitField = _limit("discard trajectories, or retire a weights version")
-    floor_s: Seconds = Field(
-        FLOOR_S,
-        description=f"Smallest auto limit; for start, publish, checkpoint, rows {SLOW_FLOOR_S:g} unless lowered.",
-    )
-    cut_s: Seconds = Field(60.0, description="Maximum seconds to park a group, stop rows, or answer a probe.")
-    max_s: Seconds | None = Field(None, description="Maximum total seconds of any order; null: no limit.")
 
     @field_validator("*", mode="before")
     @classmethod

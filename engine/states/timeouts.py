@@ -8,7 +8,7 @@ the limit check keeps.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import isfinite
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from engine.errors import ConfigError
 
@@ -45,38 +45,26 @@ BITS = {kind: 1 << index for index, kind in enumerate((*KINDS, CUT))}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
     """Time limits in seconds. An order that exceeds its limit is cut short, or its process is stopped. A report of
-    progress restarts the clock."""
+    progress restarts the clock. The annotated fields are the section `timeouts` of a configuration, with their
+    descriptions; those of kinds say what is limited."""
 
-    draw_s: Limit = DEFAULT
-    """Draw prompts from the data source."""
-    start_s: Limit = DEFAULT
-    """Start or stop a process."""
-    group_s: Limit = DEFAULT
-    """Generate a group, its rewards included."""
-    rows_s: Limit = DEFAULT
-    """Measure a chunk of validation rows."""
-    stage_s: Limit = DEFAULT
-    """Do the work of an added state on a group."""
-    sync_s: Limit = DEFAULT
-    """Stage weights, pause a replica, or install weights."""
-    resume_s: Limit = DEFAULT
-    """Resume a paused replica."""
-    score_s: Limit = DEFAULT
-    """Run a scoring task on a batch."""
-    train_s: Limit = DEFAULT
-    """Train on a batch."""
-    publish_s: Limit = DEFAULT
-    """Publish a weights version."""
-    checkpoint_s: Limit = DEFAULT
-    """Write a checkpoint."""
-    store_s: Limit = DEFAULT
-    """Discard trajectories, or retire a weights version."""
-    floor_s: float = FLOOR_S
-    """The smallest `auto` limit. Orders of `SLOW` have at least `SLOW_FLOOR_S`, unless this is below its default."""
-    cut_s: float = 60.0
-    """How long a replica may take to cut a group or validation rows short, and any process to answer a probe."""
-    max_s: float | None = None
-    """The most that any order may take in all, whatever its progress."""
+    draw_s: Annotated[Limit, "draw prompts from the data source"] = DEFAULT
+    start_s: Annotated[Limit, "start or stop a process"] = DEFAULT
+    group_s: Annotated[Limit, "generate a group and its rewards, restarted by each token, turn or reward"] = DEFAULT
+    rows_s: Annotated[Limit, "measure validation rows in one slot"] = DEFAULT
+    stage_s: Annotated[Limit, "do the work of an added state on a group"] = DEFAULT
+    sync_s: Annotated[Limit, "stage weights on a replica, pause it, or install them"] = DEFAULT
+    resume_s: Annotated[Limit, "resume a paused replica"] = DEFAULT
+    score_s: Annotated[Limit, "run a scoring task on a batch"] = DEFAULT
+    train_s: Annotated[Limit, "train on a batch"] = DEFAULT
+    publish_s: Annotated[Limit, "publish a weights version"] = DEFAULT
+    checkpoint_s: Annotated[Limit, "write a checkpoint"] = DEFAULT
+    store_s: Annotated[Limit, "discard trajectories, or retire a weights version"] = DEFAULT
+    floor_s: Annotated[float, "Smallest auto limit; for start, publish, checkpoint, rows 3600 unless lowered."] = (
+        FLOOR_S
+    )
+    cut_s: Annotated[float, "Maximum seconds to park a group, stop rows, or answer a probe."] = 60.0
+    max_s: Annotated[float | None, "Maximum total seconds of any order; null: no limit."] = None
     process_limits: tuple[tuple[str, float], ...] = ()
     """Time limits that the processes apply themselves, by kind. The floor of the kind is at least twice as long."""
 
