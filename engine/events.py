@@ -30,6 +30,34 @@ def stamp(event: Event, id: EventId, at: float) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupEvent(Event):
+    """Base of events about an attempt of a group, and the life of the replica that it ran on."""
+
+    group: GroupId
+    attempt: int
+    replica: ReplicaId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessEvent(Event):
+    """Base of events about a life of a process. `kind` and `index` name it, as in `states/process.py`."""
+
+    kind: str
+    index: int
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncEvent(Event):
+    """Base of answers to an order of a sync. `attempt` is that of the `StageWeights` order."""
+
+    replica: ReplicaId
+    incarnation: Incarnation
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted(Event):
     """The run began, and prompts may be drawn. The first event of every record."""
 
@@ -55,14 +83,10 @@ class PromptsDrawn(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupGenerated(Event):
+class GroupGenerated(GroupEvent):
     """A replica finished every trajectory of a group and, unless an added state computes them, its rewards."""
 
     tag: ClassVar[int] = 3
-    group: GroupId
-    attempt: int
-    replica: ReplicaId
-    incarnation: Incarnation
     tokens: int
     """Response tokens of all trajectories, including tokens from earlier attempts."""
     oldest_version: Version
@@ -77,14 +101,10 @@ class GroupGenerated(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupAborted(Event):
+class GroupAborted(GroupEvent):
     """A group stopped before its end. Its finished trajectories and prefixes are in the trajectory store."""
 
     tag: ClassVar[int] = 4
-    group: GroupId
-    attempt: int
-    replica: ReplicaId
-    incarnation: Incarnation
     tokens: int
     oldest_version: Version
     newest_version: Version
@@ -93,26 +113,19 @@ class GroupAborted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupFailed(Event):
+class GroupFailed(GroupEvent):
     """An attempt to generate a group failed. `cause`: the retry budget that it uses, `infrastructure` or `data`."""
 
     tag: ClassVar[int] = 5
-    group: GroupId
-    attempt: int
-    replica: ReplicaId
-    incarnation: Incarnation
     cause: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessUp(Event):
-    """A process started and can execute orders. `kind` and `index` name it, as in `states/process.py`."""
+class ProcessUp(ProcessEvent):
+    """A process started and can execute orders."""
 
     tag: ClassVar[int] = 6
-    kind: str
-    index: int
-    incarnation: Incarnation
     slots: int = 0
     """Replica only: number of whole groups that it can generate at once."""
     samples: int = 1
@@ -122,13 +135,10 @@ class ProcessUp(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessLost(Event):
+class ProcessLost(ProcessEvent):
     """A process ended, or could not be started. Data that it had not stored is lost."""
 
     tag: ClassVar[int] = 7
-    kind: str
-    index: int
-    incarnation: Incarnation
     reason: str
     final: bool = False
     """The process cannot be started again."""
@@ -139,45 +149,33 @@ class ProcessLost(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsStaged(Event):
-    """A weights version is in the replica's host memory. `attempt` is that of the `StageWeights` order."""
+class WeightsStaged(SyncEvent):
+    """A weights version is in the replica's host memory."""
 
     tag: ClassVar[int] = 8
-    replica: ReplicaId
-    incarnation: Incarnation
-    attempt: int
     version: Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaPaused(Event):
+class ReplicaPaused(SyncEvent):
     """The replica stopped sampling until a `ResumeReplica`. It has reported every group that the pause aborted."""
 
     tag: ClassVar[int] = 9
-    replica: ReplicaId
-    incarnation: Incarnation
-    attempt: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsInstalled(Event):
+class WeightsInstalled(SyncEvent):
     """The replica has weights version `version` and samples its next token from it."""
 
     tag: ClassVar[int] = 10
-    replica: ReplicaId
-    incarnation: Incarnation
-    attempt: int
     version: Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SyncFailed(Event):
+class SyncFailed(SyncEvent):
     """Staging, pausing or installing failed. The replica still has its old weights."""
 
     tag: ClassVar[int] = 11
-    replica: ReplicaId
-    incarnation: Incarnation
-    attempt: int
     version: Version
     reason: str
 
@@ -266,14 +264,10 @@ class StopRequested(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixStored(Event):
+class PrefixStored(GroupEvent):
     """The tokens of a running group so far are in the trajectory store. If its replica dies, it resumes from them."""
 
     tag: ClassVar[int] = 21
-    group: GroupId
-    attempt: int
-    replica: ReplicaId
-    incarnation: Incarnation
     tokens: int
     oldest_version: Version
     newest_version: Version
@@ -475,13 +469,10 @@ class DrawFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessWaits(Event):
+class ProcessWaits(ProcessEvent):
     """A process waits until the cluster has room for it. An empty `reason`: it has room now."""
 
     tag: ClassVar[int] = 43
-    kind: str
-    index: int
-    incarnation: Incarnation
     reason: str
 
 
@@ -507,26 +498,20 @@ class CheckpointDamaged(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessProbed(Event):
+class ProcessProbed(ProcessEvent):
     """A process answered a `ProbeProcess`: its event loop runs, though its computation may hang."""
 
     tag: ClassVar[int] = 51
-    kind: str
-    index: int
-    incarnation: Incarnation
     order: int
     waits_for: str = ""
     """Name of the process that it has waited for longest, such as `weights store`; empty if it waits for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallsMeasured(Event):
+class CallsMeasured(ProcessEvent):
     """A process measured its calls of one of the user's functions, such as a reward. Sent while groups wait for it."""
 
     tag: ClassVar[int] = 53
-    kind: str
-    index: int
-    incarnation: Incarnation
     function: str
     """Its name in messages, such as `reward slow`."""
     groups: int
