@@ -9,7 +9,7 @@ a trajectory.
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from engine.errors import DataFailure, EngineError
 from engine.ids import GroupId, Version
@@ -69,6 +69,52 @@ class BackendGenerator:
     def tokens_sampled(self) -> int:
         """Tokens sampled since the start, for metrics."""
         return self._backend.tokens_sampled()
+
+
+class GeneratorOfCalls(BackendGenerator):
+    """Base class of generators whose groups sample in several calls. `_cut(groups, how)` ends the calls of groups."""
+
+    park: ClassVar[str]
+    """How an abort cuts groups."""
+
+    def __init__(self, backend: RolloutBackend, grader: Grader, agent: AgentCalls) -> None:
+        super().__init__(backend, grader, agent)
+        self._groups: dict[GroupId, Any] = {}
+        """The running `generate` call of each group, with an event `done`."""
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
+
+    async def _cut(self, groups: Sequence[GroupId], how: str) -> None:
+        raise NotImplementedError
+
+    async def abort(self, groups: Sequence[GroupId]) -> None:
+        await self._cut(groups, self.park)
+
+    async def truncate(self, groups: Sequence[GroupId]) -> None:
+        await self._cut(groups, "truncate")
+
+    async def pause(self, mode: str) -> None:
+        """See `protocols.Generator`. `wait` returns when all open groups have ended."""
+        if mode == "abort":
+            await self.abort(list(self._groups))
+        elif mode == "wait":
+            await all_set([one.done for one in self._groups.values()])
+        else:
+            self._unpaused.clear()
+        await self._backend.pause(mode)
+
+    async def resume(self) -> None:
+        await self._backend.resume()
+        self._unpaused.set()
+
+    async def close(self) -> None:
+        self._unpaused.set()
+        await super().close()
+
+
+async def all_set(events: Sequence[asyncio.Event]) -> None:
+    for event in events:
+        await event.wait()
 
 
 # -- single-turn rollouts ----------------------------------------------------------------------------------------------
@@ -184,9 +230,9 @@ class ModelGenerator(BackendGenerator):
             for attempt in running:
                 self._mark(attempt, "abort")
             await self._backend.pause("abort")
-            await _all_sampled(running)
+            await all_set([attempt.sampled for attempt in running])
         elif mode == "wait" and not self._frozen:
-            await _all_sampled([attempt for attempt in self._attempts.values() if attempt.dispatched])
+            await all_set([attempt.sampled for attempt in self._attempts.values() if attempt.dispatched])
             if not self._paused:
                 raise EngineError("resumed before the running groups had ended")
             await self._backend.pause("wait")
@@ -294,8 +340,3 @@ def first_of(failures: BaseExceptionGroup[BaseException]) -> Exception:
         leaves += [first_of(error)] if isinstance(error, BaseExceptionGroup) else [error]
     chosen = next((error for error in leaves if isinstance(error, DataFailure)), leaves[0])
     return chosen if isinstance(chosen, Exception) else EngineError(f"sampling ended with {chosen!r}")
-
-
-async def _all_sampled(attempts: Sequence[Attempt]) -> None:
-    for attempt in attempts:
-        await attempt.sampled.wait()

@@ -16,7 +16,7 @@ from engine.ids import GroupId, Version
 from engine.protocols import Generated, GroupWork
 from engine.rollout.agents.agent_calls import AgentCalls, GroupCalls
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams, derive_seed
-from engine.rollout.generator import BackendGenerator
+from engine.rollout.generator import GeneratorOfCalls
 from engine.rollout.scoring import Grader
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
@@ -105,12 +105,14 @@ class OpenedGroup:
     """Set while its agents run."""
 
 
-class AgentGenerator(BackendGenerator):
+class AgentGenerator(GeneratorOfCalls):
     """Samples for agents with `backend` and scores their trajectories.
 
     The sampling parameters are `params`, except that each call has its own `max_tokens`. `connect` must be called once,
     before the first group. `name`: the agent's name in messages.
     """
+
+    park = "park"
 
     def __init__(
         self, backend: RolloutBackend, grader: Grader, *, params: SamplingParams, seed: int, name: str = "agent"
@@ -120,10 +122,7 @@ class AgentGenerator(BackendGenerator):
         self._params = params
         self._seed = seed
         self._gateway: Gateway | None = None
-        self._opened: dict[GroupId, OpenedGroup] = {}
         self._version: Version = 0
-        self._unpaused = asyncio.Event()
-        self._unpaused.set()
 
     def connect(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -136,9 +135,9 @@ class AgentGenerator(BackendGenerator):
         """
         if self._gateway is None:
             raise EngineError("no gateway is connected; call connect() before generate()")
-        if work.group in self._opened:
+        if work.group in self._groups:
             raise EngineError(f"group {work.group} is already being generated", group=work.group)
-        opened = self._opened[work.group] = OpenedGroup(work, cut="truncate" if work.truncate else "")
+        opened = self._groups[work.group] = OpenedGroup(work, cut="truncate" if work.truncate else "")
         try:
             asked = OpenGroup(
                 group=work.group,
@@ -160,12 +159,12 @@ class AgentGenerator(BackendGenerator):
             return Generated(group=group, aborted=outcome.aborted, oldest_version=None if oldest is None else oldest[0])
         finally:
             opened.done.set()
-            del self._opened[work.group]
+            del self._groups[work.group]
 
     async def sample(self, call: AgentCall) -> SampleResult:
         """Sample the answer to an agent's call. If its attempt has ended or was cut, there are no tokens and
         `finish_reason` is `abort`."""
-        opened = self._opened.get(call.group)
+        opened = self._groups.get(call.group)
         self._count(call.own_s)
         with opened.calls.sampling() if opened is not None and opened.calls is not None else contextlib.nullcontext():
             return await self._sample(opened, call)
@@ -198,37 +197,12 @@ class AgentGenerator(BackendGenerator):
         finally:
             del opened.running[call.id]
 
-    async def abort(self, groups: Sequence[GroupId]) -> None:
-        await self._cut(groups, "park")
-
-    async def truncate(self, groups: Sequence[GroupId]) -> None:
-        await self._cut(groups, "truncate")
-
-    async def pause(self, mode: str) -> None:
-        """See `protocols.Generator`. `wait` returns when the agents of all open groups have ended."""
-        if mode == "abort":
-            await self._cut(list(self._opened), "park")
-        elif mode == "wait":
-            for opened in list(self._opened.values()):
-                await opened.done.wait()
-        else:
-            self._unpaused.clear()
-        await self._backend.pause(mode)
-
     async def install(self, version: Version) -> None:
         await super().install(version)
         self._version = version
 
-    async def resume(self) -> None:
-        await self._backend.resume()
-        self._unpaused.set()
-
-    async def close(self) -> None:
-        self._unpaused.set()
-        await super().close()
-
     async def _cut(self, groups: Sequence[GroupId], how: str) -> None:
-        opened = [self._opened[group] for group in groups if group in self._opened and not self._opened[group].cut]
+        opened = [self._groups[group] for group in groups if group in self._groups and not self._groups[group].cut]
         for one in opened:
             one.cut = how
         if opened:

@@ -20,7 +20,7 @@ from engine.rollout.agents.agent_calls import AgentCalls, GroupCalls
 from engine.rollout.agents.conversation import Call, CallHistory, Chat, Conversation, chat, ids, key_of, text
 from engine.rollout.agents.tool_calls import ParsedCall, Parser, calls_of, none
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams, derive_seed
-from engine.rollout.generator import BackendGenerator
+from engine.rollout.generator import GeneratorOfCalls, all_set
 from engine.rollout.reward_parts import name_of
 from engine.rollout.scoring import Grader
 from engine.tasks.chat import Message
@@ -200,11 +200,13 @@ class RunningProgram:
     """Set while its rollouts run."""
 
 
-class ProgramGenerator(BackendGenerator):
+class ProgramGenerator(GeneratorOfCalls):
     """Runs `program` once per sample and scores the rollouts that return no reward.
 
     The rollouts of a group may take at most `timeout_s` together.
     """
+
+    park = "abort"
 
     def __init__(
         self,
@@ -226,9 +228,6 @@ class ProgramGenerator(BackendGenerator):
         self._program = program
         self.seed = seed
         self._timeout_s = timeout_s
-        self._groups: dict[GroupId, RunningProgram] = {}
-        self._unpaused = asyncio.Event()
-        self._unpaused.set()
 
     async def generate(self, work: GroupWork) -> Generated:
         """See `protocols.Generator`.
@@ -281,33 +280,13 @@ class ProgramGenerator(BackendGenerator):
                 return
         await asyncio.Event().wait()  # `_run_all` cancels it
 
-    async def abort(self, groups: Sequence[GroupId]) -> None:
-        await self._cut(groups, "abort")
-
-    async def truncate(self, groups: Sequence[GroupId]) -> None:
-        await self._cut(groups, "truncate")
-
     async def pause(self, mode: str) -> None:
-        """See `protocols.Generator`. `wait` returns when all started rollouts have ended."""
+        """See `protocols.Generator`. `abort` returns when all started rollouts have ended, too."""
+        running = list(self._groups.values())
         if mode == "abort":
-            running = list(self._groups.values())
-            await self._cut(list(self._groups), "abort")
-            for one in running:
-                await one.done.wait()
-        elif mode == "wait":
-            for one in list(self._groups.values()):
-                await one.done.wait()
-        else:
-            self._unpaused.clear()
-        await self._backend.pause(mode)
-
-    async def resume(self) -> None:
-        await self._backend.resume()
-        self._unpaused.set()
-
-    async def close(self) -> None:
-        self._unpaused.set()
-        await super().close()
+            await self.abort(list(self._groups))
+            await all_set([one.done for one in running])
+        await super().pause(mode)
 
     # inside
 
