@@ -31,7 +31,7 @@ from engine.commands import (
     TrainStep,
 )
 from engine.errors import reason_of
-from engine.events import Event, GroupFailed, StateFailed
+from engine.events import GroupFailed, StateFailed
 from engine.ids import GroupId
 from engine.runtime.filtered_samples import FilteredSamples
 from engine.runtime.process_port import SentOrder, Stores
@@ -163,37 +163,30 @@ class RunExecutor:
             self._done.add(*numbers)
 
     def _start(self, command: StartGroup | ResumeGroup) -> None:
+        prompt = self._read(command.group)
+        if isinstance(prompt, str):
+            who: dict[str, Any] = {"replica": command.replica, "incarnation": command.incarnation}
+            self._post(GroupFailed(group=command.group, attempt=command.attempt, **who, cause="data", reason=prompt))
+        else:
+            self._order_replica(SentOrder(command, prompt))
+
+    def _read(self, group: GroupId) -> Prompt | str:
+        """The prompt of a group, or why it cannot be sent: it must not fail the other orders of the message."""
         try:
-            prompt = read_prompt(self._prompts, command.group)
-            self._check(prompt)  # a prompt that cannot be sent must not fail the other orders of the message
+            prompt = read_prompt(self._prompts, group)
+            self._check(prompt)
         except Exception as error:
-            failed: Event = GroupFailed(
-                group=command.group,
-                attempt=command.attempt,
-                replica=command.replica,
-                incarnation=command.incarnation,
-                cause="data",
-                reason=f"its prompt cannot be read: {reason_of(error)}",
-            )
-            self._post(failed)
-            return
-        self._order_replica(SentOrder(command, prompt))
+            return f"its prompt cannot be read: {reason_of(error)}"
+        return prompt
 
     def _enter(self, command: EnterState) -> None:
         """Send the work of an added state, before generation with the prompt."""
-        prompt = None
-        if command.state in self._prepares:
-            try:
-                prompt = read_prompt(self._prompts, command.group)
-                self._check(prompt)
-            except Exception as error:
-                reason = f"its prompt cannot be read: {reason_of(error)}"
-                failed = StateFailed(
-                    group=command.group, attempt=command.attempt, state=command.state, cause="data", reason=reason
-                )
-                self._post(failed)
-                return
-        self._supervisor.order(ADDED_STATES, 0, SentOrder(command, prompt))
+        prompt = self._read(command.group) if command.state in self._prepares else None
+        if isinstance(prompt, str):
+            who = {"group": command.group, "attempt": command.attempt}
+            self._post(StateFailed(**who, state=command.state, cause="data", reason=prompt))
+        else:
+            self._supervisor.order(ADDED_STATES, 0, SentOrder(command, prompt))
 
     def _order_replica(self, order: SentOrder) -> None:
         command: Any = order.command
