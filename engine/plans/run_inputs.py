@@ -20,7 +20,6 @@ from engine.rollout.reward_parts import RewardParts
 from engine.runtime.prompt_sources import ChosenPrompts, CountedPrompts, MixtureOfSources, Prompts
 from engine.states.limits import ValidationLimits
 from engine.tasks.dataset import Dataset, PromptSource
-from engine.tasks.lookup import prepare_lookup
 from engine.tasks.mixture import Mixture, Source
 from engine.tasks.prompt_lengths import count_tokens, fitting_prompts
 from engine.tasks.quickstart import Progress, prepare
@@ -61,10 +60,8 @@ def inputs_of(config: Config, progress: Progress | None = None) -> Inputs:
     """
     if config.model.make is not None:
         made, seed = Path(config.run.dir) / ".made", config.run.seed
-        if config.model.make == "lookup":
-            ready = prepare_lookup(made, config.model.lookup, progress, seed=seed)
-        else:
-            ready = prepare(made, config.model.arithmetic, progress, seed=seed)
+        wanted = config.model.lookup if config.model.make == "lookup" else config.model.arithmetic
+        ready = prepare(made, wanted, progress or (lambda done, text: None), seed=seed)
         made_source = SourceFiles(name="", field="data.path", path=ready.training_path)
         return Inputs(ready.model_path, (made_source,), ready.validation_path, ready.reward, "prompt")
     path, data, reward = config.model.path, config.data, config.reward

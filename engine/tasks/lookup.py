@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from engine.errors import ConfigError
-from engine.tasks.quickstart import MOST_MADE, MadeModel, Prepared, Progress, made_once
+from engine.tasks.quickstart import MOST_MADE, MadeModel, Progress
 from engine.tasks.tokenizer import CHAT_END, CHAT_START, save_chat_tokenizer
 
 KEYS = string.ascii_lowercase
@@ -37,6 +37,8 @@ class LookupModel(MadeModel):
 
     kind: ClassVar[str] = "lookup"
     recipe: ClassVar[int] = 2
+    reward: ClassVar[str | None] = None
+
     warmup_steps: int = Field(400, ge=0, le=MOST_MADE, description="Supervised steps before the run.")
     most_steps: int = Field(4, ge=1, le=9, description="Maximum number of links in a question.")
     haste: float = Field(
@@ -52,6 +54,27 @@ class LookupModel(MadeModel):
             law = f"must be at most {1 - self.wrong_tool:g}: with wrong_tool = {self.wrong_tool:g}, the sum may be 1"
             raise ConfigError("model.lookup.haste", self.haste, law, "lower one of them")
         return self
+
+    def write_files(self, workplace: Path, seed: int) -> None:
+        for name, count in {"train": self.train_prompts, "validation": self.validation_prompts}.items():
+            source = rows(f"{name} {seed}", self.most_steps)
+            lines = (json.dumps(next(source).as_data()) + "\n" for _ in range(count))
+            (workplace / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        save_chat_tokenizer(workplace / "model", WORDS)
+
+    def warm_up(self, directory: Path, seed: int, progress: Progress) -> dict[str, Any]:
+        from engine.training import warmup  # Brings torch, which only the preparing process needs.
+
+        shape = warmup.ModelShape(hidden_size=64, layers=2, heads=4, positions=256)
+        settings = warmup.WarmUp(
+            steps=self.warmup_steps,
+            examples_per_step=32,
+            learning_rate=5e-3,
+            whole_every=self.warmup_steps + 1,
+        )
+        turns = worked_turns(self, seed)
+        material = warmup.Material(short=turns, whole=turns)
+        return warmup.make_model(str(directory), shape, settings, material, seed, progress)
 
 
 class Row(NamedTuple):
@@ -83,53 +106,6 @@ def rows(seed: str, most_steps: int) -> Iterator[Row]:
         order = draws.sample(KEYS, len(KEYS))
         links = {key: order[(place + 1) % len(order)] for place, key in enumerate(order)}
         yield Row(draws.choice(KEYS), draws.randint(1, most_steps), dict(sorted(links.items())))
-
-
-def prepare_lookup(
-    directory: str | Path, wanted: LookupModel, progress: Progress | None = None, *, seed: int = 0
-) -> Prepared:
-    """Make the model and the rows under `directory`, or find earlier ones. Several processes may call this at once."""
-    target = wanted.place(directory, seed)
-    progress = progress or (lambda done, text: None)
-    made, reused = made_once(target, lambda workplace: _make(workplace, wanted, seed, progress))
-    return Prepared(
-        model_path=str(target / "model"),
-        training_path=str(target / "train.jsonl"),
-        validation_path=str(target / "validation.jsonl"),
-        reward=None,
-        most_tokens=16,
-        warm_up=made["warm_up"],
-        reused=reused,
-    )
-
-
-def _make(workplace: Path, wanted: LookupModel, seed: int, progress: Progress) -> dict[str, Any]:
-    progress(0.0, "making data")
-    for name, count in {"train": wanted.train_prompts, "validation": wanted.validation_prompts}.items():
-        source = rows(f"{name} {seed}", wanted.most_steps)
-        lines = (json.dumps(next(source).as_data()) + "\n" for _ in range(count))
-        (workplace / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    model_directory = workplace / "model"
-    model_directory.mkdir()
-    save_chat_tokenizer(model_directory, WORDS)
-    measured = _warm_up(model_directory, wanted, seed, progress)
-    progress(1.0, f"model ready after {measured['seconds']:.0f} s of supervised warm-up")
-    return {"recipe": wanted.recipe, "parameters": {"seed": seed, **wanted.model_dump()}, "warm_up": measured}
-
-
-def _warm_up(directory: Path, wanted: LookupModel, seed: int, progress: Progress) -> dict[str, Any]:
-    progress(0.0, "loading torch")
-    from engine.training import warmup  # Brings torch, which only the preparing process needs.
-
-    shape = warmup.ModelShape(hidden_size=64, layers=2, heads=4, positions=256)
-    settings = warmup.WarmUp(
-        steps=wanted.warmup_steps,
-        examples_per_step=32,
-        learning_rate=5e-3,
-        whole_every=wanted.warmup_steps + 1,
-    )
-    turns = worked_turns(wanted, seed)
-    return warmup.make_model(str(directory), shape, settings, warmup.Material(short=turns, whole=turns), seed, progress)
 
 
 def worked_turns(wanted: LookupModel, seed: int) -> Iterator[tuple[str, str]]:

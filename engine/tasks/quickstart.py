@@ -46,6 +46,8 @@ class MadeModel(Section):
     kind: ClassVar[str]
     recipe: ClassVar[int]
     """Increase it when the same parameters begin to make a different result."""
+    reward: ClassVar[str | None]
+    """None: an environment gives it."""
     train_prompts: int = Field(4096, ge=1, le=MOST_MADE, description="Prompts in the training set.")
     validation_prompts: int = Field(128, ge=1, le=MOST_MADE, description="Validation prompts.")
     warmup_steps: int = Field(ge=0, le=MOST_MADE, description="Supervised steps before the run.")
@@ -63,12 +65,32 @@ class MadeModel(Section):
         """Whether an earlier run has made it."""
         return (self.place(directory, seed) / MARKER).is_file()
 
+    def write_files(self, workplace: Path, seed: int) -> None:
+        """Write `train.jsonl`, `validation.jsonl`, and the tokenizer in `model/`."""
+        raise NotImplementedError
+
+    def warm_up(self, directory: Path, seed: int, progress: Progress) -> dict[str, Any]:
+        """Train a new model and save it. Returns the figures of the training."""
+        raise NotImplementedError
+
+    def make(self, workplace: Path, seed: int, progress: Progress) -> dict[str, Any]:
+        """Fill an empty directory. Returns a description."""
+        progress(0.0, "making data")
+        model = workplace / "model"
+        model.mkdir()
+        self.write_files(workplace, seed)
+        progress(0.0, "loading torch")
+        measured = self.warm_up(model, seed, progress)
+        progress(1.0, f"model ready after {measured['seconds']:.0f} s of supervised warm-up")
+        return {"recipe": self.recipe, "parameters": {"seed": seed, **self.model_dump()}, "warm_up": measured}
+
 
 class Quickstart(MadeModel, Division):
     """The model and data of the quickstart: the section `model.arithmetic`."""
 
     kind: ClassVar[str] = "arithmetic"
     recipe: ClassVar[int] = 6
+    reward: ClassVar[str | None] = "engine.tasks.arithmetic:reward"
     layers: int = Field(2, ge=1, le=64, description="Transformer layers.")
     hidden_size: int = Field(64, ge=8, le=8192, description="Width of the model.")
     heads: int = Field(4, ge=1, le=64, description="Attention heads; must divide half of hidden_size.")
@@ -97,6 +119,33 @@ class Quickstart(MadeModel, Division):
             raise ConfigError("model.arithmetic.heads", self.heads, law, fix)
         return self
 
+    def write_files(self, workplace: Path, seed: int) -> None:
+        pool = QuestionPool(self, seed)
+        _write_rows(workplace / "train.jsonl", islice(pool.training("rows"), self.train_prompts))
+        _write_rows(workplace / "validation.jsonl", pool.held_out("rows", self.validation_prompts))
+        save_character_tokenizer(workplace / "model", ALPHABET)
+
+    def warm_up(self, directory: Path, seed: int, progress: Progress) -> dict[str, Any]:
+        from engine.training import warmup  # Brings torch, which only the preparing process needs.
+
+        shape = warmup.ModelShape(
+            hidden_size=self.hidden_size,
+            layers=self.layers,
+            heads=self.heads,
+            positions=max(512, 2 * self.most_tokens),
+        )
+        settings = warmup.WarmUp(
+            steps=self.warmup_steps,
+            examples_per_step=self.warmup_batch,
+            learning_rate=self.warmup_learning_rate,
+        )
+        pool, slips = QuestionPool(self, seed), random.Random(f"slips {seed}")
+        material = warmup.Material(
+            short=_worked(pool.evenly("short"), self, slips, STEP_TOKENS * self.short_steps),
+            whole=_worked(pool.training("whole"), self, slips, self.most_tokens),
+        )
+        return warmup.make_model(str(directory), shape, settings, material, seed, progress)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
@@ -107,25 +156,21 @@ class Prepared:
     validation_path: str
     reward: str | None
     """None: an environment gives it."""
-    most_tokens: int
-    """Response tokens that the longest right answer takes."""
     warm_up: dict[str, Any]
     reused: bool
 
 
 def prepare(
-    directory: str | Path, parameters: Quickstart | None = None, progress: Progress | None = None, *, seed: int = 0
+    directory: str | Path, wanted: MadeModel, progress: Progress = lambda done, text: None, *, seed: int = 0
 ) -> Prepared:
-    """Make the quickstart under `directory`, or find an earlier one. Several processes may call this at once."""
-    wanted = parameters or Quickstart()
+    """Make a model and its rows under `directory`, or find earlier ones. Several processes may call this at once."""
     target = wanted.place(directory, seed)
-    made, reused = made_once(target, lambda workplace: _make(workplace, wanted, seed, progress or _silent))
+    made, reused = made_once(target, lambda workplace: wanted.make(workplace, seed, progress))
     return Prepared(
         model_path=str(target / "model"),
         training_path=str(target / "train.jsonl"),
         validation_path=str(target / "validation.jsonl"),
-        reward="engine.tasks.arithmetic:reward",
-        most_tokens=wanted.most_tokens,
+        reward=wanted.reward,
         warm_up=made["warm_up"],
         reused=reused,
     )
@@ -186,46 +231,6 @@ def _put(workplace: Path, target: Path) -> None:
     except OSError:
         if not (target / MARKER).is_file():
             raise
-
-
-def _silent(done: float, text: str) -> None:
-    pass
-
-
-def _make(workplace: Path, wanted: Quickstart, seed: int, progress: Progress) -> dict[str, Any]:
-    progress(0.0, "making data")
-    pool = QuestionPool(wanted, seed)
-    _write_rows(workplace / "train.jsonl", islice(pool.training("rows"), wanted.train_prompts))
-    _write_rows(workplace / "validation.jsonl", pool.held_out("rows", wanted.validation_prompts))
-    model_directory = workplace / "model"
-    model_directory.mkdir()
-    save_character_tokenizer(model_directory, ALPHABET)
-    measured = _warm_up(model_directory, wanted, seed, pool, progress)
-    progress(1.0, f"model ready after {measured['seconds']:.0f} s of supervised warm-up")
-    return {"recipe": wanted.recipe, "parameters": {"seed": seed, **wanted.model_dump()}, "warm_up": measured}
-
-
-def _warm_up(directory: Path, wanted: Quickstart, seed: int, pool: QuestionPool, progress: Progress) -> dict[str, Any]:
-    progress(0.0, "loading torch")
-    from engine.training import warmup  # Brings torch, which only the preparing process needs.
-
-    shape = warmup.ModelShape(
-        hidden_size=wanted.hidden_size,
-        layers=wanted.layers,
-        heads=wanted.heads,
-        positions=max(512, 2 * wanted.most_tokens),
-    )
-    settings = warmup.WarmUp(
-        steps=wanted.warmup_steps,
-        examples_per_step=wanted.warmup_batch,
-        learning_rate=wanted.warmup_learning_rate,
-    )
-    slips = random.Random(f"slips {seed}")
-    material = warmup.Material(
-        short=_worked(pool.evenly("short"), wanted, slips, STEP_TOKENS * wanted.short_steps),
-        whole=_worked(pool.training("whole"), wanted, slips, wanted.most_tokens),
-    )
-    return warmup.make_model(str(directory), shape, settings, material, seed, progress)
 
 
 def _worked(

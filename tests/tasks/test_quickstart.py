@@ -61,12 +61,12 @@ def test_made_data_fit_the_model_and_the_reward(made: tuple[Path, quickstart.Pre
     assert (len(training), len(held_out)) == (40, 10)
     assert set(training.prompt(0).text) <= set(ALPHABET) and "answer" in training.prompt(0).fields
     assert find(prepared.reward, None, "reward.function") is reward
-    assert prepared.most_tokens == 142 and not prepared.reused
+    assert TINY.most_tokens == 142 and not prepared.reused
 
 
 def test_a_second_call_makes_nothing(made: tuple[Path, quickstart.Prepared], monkeypatch: pytest.MonkeyPatch) -> None:
     directory, prepared = made
-    monkeypatch.setattr(quickstart, "_make", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(Quickstart, "make", lambda *_: pytest.fail("made again"))
     before = sorted((p, p.stat().st_mtime_ns) for p in directory.rglob("*"))
     again = prepare(directory, TINY)
     assert again.reused and again.model_path == prepared.model_path and again.warm_up == prepared.warm_up
@@ -74,11 +74,11 @@ def test_a_second_call_makes_nothing(made: tuple[Path, quickstart.Prepared], mon
 
 
 def test_what_is_half_made_is_never_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(workplace: Path, *_: object) -> None:
+    def interrupted(_: Quickstart, workplace: Path, *others: object) -> None:
         (workplace / "train.jsonl").write_text("{}\n")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(quickstart, "_make", interrupted)
+    monkeypatch.setattr(Quickstart, "make", interrupted)
     with pytest.raises(KeyboardInterrupt):
         prepare(tmp_path, TINY)
     assert list(tmp_path.iterdir()) == []
@@ -91,14 +91,14 @@ def test_what_dead_processes_left_is_swept_and_what_the_living_make_is_not(
     (left / "model").mkdir(parents=True)
     os.utime(left, (0, 0))
 
-    def make(workplace: Path, wanted: Quickstart, seed: int, _: object) -> dict[str, Any]:
+    def make(_: Quickstart, workplace: Path, seed: int, progress: object) -> dict[str, Any]:
         assert not left.exists()
         if seed == 0:
             os.utime(workplace, (0, 0))
             prepare(tmp_path, TINY, seed=2)  # Another process, much later.
         return {"warm_up": {}}
 
-    monkeypatch.setattr(quickstart, "_make", make)
+    monkeypatch.setattr(Quickstart, "make", make)
     prepare(tmp_path, TINY)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"arithmetic-{TINY.key(seed)}" for seed in (0, 2))
 
@@ -106,13 +106,13 @@ def test_what_dead_processes_left_is_swept_and_what_the_living_make_is_not(
 def test_the_second_of_two_makers_takes_what_the_first_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
-    def once(workplace: Path, wanted: Quickstart, *_: object) -> dict[str, Any]:
+    def once(wanted: Quickstart, workplace: Path, *_: object) -> dict[str, Any]:
         calls.append(workplace.name)
         if len(calls) == 1:
             prepare(tmp_path, wanted)  # Another process, while this one is at work.
         return {"warm_up": {"by": workplace.name}}
 
-    monkeypatch.setattr(quickstart, "_make", once)
+    monkeypatch.setattr(Quickstart, "make", once)
     assert prepare(tmp_path, TINY).warm_up == {"by": calls[1]}
     assert len(calls) == 2 and len(list(tmp_path.iterdir())) == 1
 
