@@ -177,14 +177,6 @@ def encode_snapshot(ticks: int, position: EventId, plain: Sequence[Any]) -> byte
     return pack((SNAPSHOT, ticks, position, plain, True))
 
 
-def place_of_snapshot(data: bytes) -> tuple[int, EventId] | None:
-    """(ticks, position) of a snapshot, without decoding the rest; None for any other frame. Raises: `CodecError`."""
-    if not data.startswith(SNAPSHOT_START):
-        return None
-    ticks, position, _ = heading_of(data)
-    return ticks, position
-
-
 def heading_of(data: bytes) -> tuple[int, EventId, float | None]:
     """(number, first event, time) of a tick, or (ticks, events) before a snapshot and no time, without decoding the
     rest. Raises: `CodecError`."""

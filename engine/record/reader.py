@@ -20,6 +20,7 @@ from engine.ids import EventId
 from engine.record.frames import (
     REJECTED_START,
     SCHEDULE,
+    SNAPSHOT_START,
     Header,
     Rejected,
     Snapshot,
@@ -27,7 +28,6 @@ from engine.record.frames import (
     decode_frame,
     decode_header,
     heading_of,
-    place_of_snapshot,
 )
 from engine.record.msgpack_values import CodecError
 from engine.record.recorder import MemoryRecorder
@@ -120,25 +120,16 @@ class Record:
         for number in range(segment, len(self._log.segments)):
             begin = offset if number == segment and offset else self._header_at.end if number == 0 else PREAMBLE_BYTES
             for payload in self._log.payloads_of(number, begin):
-                try:
-                    ticks, position, at = heading_of(payload.data)
-                except CodecError as error:
-                    raise RecordError(payload.path, payload.offset, str(error)) from None
+                place, at = _heading(number, payload)
                 frame = _decode(payload, False) if payload.data.startswith(REJECTED_START) else None
                 rejected = frame if isinstance(frame, Rejected) else None
-                yield Heading(Place(number, payload.offset, payload.end, ticks, position), at, rejected)
+                yield Heading(place, at, rejected)
 
     def snapshots(self) -> Iterator[Place]:
         """The snapshots of the record, newest first. Raises: `RecordError` for damage in a segment it read."""
         for number in reversed(range(len(self._log.segments))):
-            found = []
-            for payload in self._log.payloads_of(number):
-                try:
-                    place = place_of_snapshot(payload.data)
-                except CodecError as error:
-                    raise RecordError(payload.path, payload.offset, str(error)) from None
-                if place is not None:
-                    found.append(Place(number, payload.offset, payload.end, *place))
+            payloads = self._log.payloads_of(number)
+            found = [_heading(number, one)[0] for one in payloads if one.data.startswith(SNAPSHOT_START)]
             yield from reversed(found)
 
     def snapshot(self, place: Place) -> Snapshot:
@@ -207,6 +198,15 @@ def read(source: str | Path | MemoryRecorder, *, missing_end: bool = False) -> R
     if not log.segments:
         raise RecordNotBegun(str(source), 0, "has no schedule record")
     return Record(str(source), log)
+
+
+def _heading(segment: int, payload: Payload) -> tuple[Place, float | None]:
+    """The place of a frame that is no header, and the time of a tick."""
+    try:
+        ticks, position, at = heading_of(payload.data)
+    except CodecError as error:
+        raise RecordError(payload.path, payload.offset, str(error)) from None
+    return Place(segment, payload.offset, payload.end, ticks, position), at
 
 
 def _decode(payload: Payload, answers: bool) -> Tick | Rejected | Snapshot:

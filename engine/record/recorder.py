@@ -6,7 +6,7 @@ before any of its commands is sent.
 
 import io
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 from engine.commands import Command, FinishRun, SaveCheckpoint
 from engine.errors import RecordError, RecordNotBegun
 from engine.events import Event
-from engine.ids import EventId
 from engine.record.files import RecordLock
 from engine.record.frames import SCHEDULE, Header, encode_header, encode_rejected, encode_snapshot, encode_tick
 from engine.record.msgpack_values import CodecError
@@ -33,7 +32,35 @@ class RecordEnd:
     torn: Torn | None = None
 
 
-class Recorder:
+class Frames:
+    """Base of recorders: encodes ticks, and passes them to `append`."""
+
+    append: Callable[[bytes], object]
+    next_tick = 0
+    next_event = 0
+
+    def write(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
+        """Append a tick."""
+        self.append(encode_tick(self.next_tick, self._expected(events), commands))
+        self.next_tick += 1
+        self.next_event += len(events)
+
+    def reject(self, events: Sequence[Event], reason: str) -> None:
+        """Append a tick that the scheduler could not handle."""
+        self.append(encode_rejected(self.next_tick, self._expected(events), reason))
+
+    def snapshot(self, plain: Sequence[Any]) -> None:
+        """Append a snapshot of the state after the ticks so far."""
+        self.append(encode_snapshot(self.next_tick, self.next_event, plain))
+
+    def _expected(self, events: Sequence[Event]) -> Sequence[Event]:
+        if events[0].id != self.next_event:
+            law = f"the next position in the record is {self.next_event}"
+            raise CodecError(f"the event has id {events[0].id}, but {law}")
+        return events
+
+
+class Recorder(Frames):
     """Appends ticks to a new record, or to an existing one.
 
     Args: `header` begins a new record; a `RecordEnd` continues an existing one in a new segment,
@@ -54,7 +81,6 @@ class Recorder:
     ) -> None:
         """`lock`: a lock on this directory that the caller holds; `close` releases it."""
         self.directory = Path(directory)
-        self.next_tick = self.next_event = 0
         self._syncs = False
         """The next flush waits for the disk, because a checkpoint was ordered: it must not be ahead of the record."""
         self._ends = False
@@ -63,6 +89,7 @@ class Recorder:
         lock = lock or RecordLock(self.directory)
         size = min(segment_bytes, SCHEDULE.max_segment_bytes // 2)
         self.log = SegmentWriter(self.directory, SCHEDULE, lock, segment_bytes=size, fsync=fsync)
+        self.append = self.log.append
         try:
             if has_segments(self.directory) != isinstance(header, RecordEnd):
                 if isinstance(header, RecordEnd):
@@ -91,21 +118,10 @@ class Recorder:
         return self.log.progress
 
     def write(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
-        """Append a tick."""
-        self.log.append(encode_tick(self.next_tick, _expected(events, self.next_event), commands))
-        self.next_tick += 1
-        self.next_event += len(events)
+        super().write(events, commands)
         for command in commands:
             self._syncs |= isinstance(command, SaveCheckpoint)
             self._ends |= isinstance(command, FinishRun)
-
-    def reject(self, events: Sequence[Event], reason: str) -> None:
-        """Append a tick that the scheduler could not handle."""
-        self.log.append(encode_rejected(self.next_tick, _expected(events, self.next_event), reason))
-
-    def snapshot(self, plain: Sequence[Any]) -> None:
-        """Append a snapshot of the state after the ticks so far."""
-        self.log.append(encode_snapshot(self.next_tick, self.next_event, plain))
 
     def flush(self) -> None:
         """Hand everything written so far to the operating system."""
@@ -120,7 +136,7 @@ class Recorder:
         self.log.close()
 
 
-class MemoryRecorder:
+class MemoryRecorder(Frames):
     """Keeps the frames in memory, for tests and embedding. `reader.read` accepts it like a directory.
 
     Args: `last`: keep only this number of newest frames; such a record shows how a run ended but cannot be replayed.
@@ -132,19 +148,7 @@ class MemoryRecorder:
         self.header = encode_header(header)
         self.frames: deque[bytes] = deque(maxlen=last)
         """Payloads, without the header."""
-        self.next_tick = 0
-        self.next_event = 0
-
-    def write(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
-        self.frames.append(encode_tick(self.next_tick, _expected(events, self.next_event), commands))
-        self.next_tick += 1
-        self.next_event += len(events)
-
-    def reject(self, events: Sequence[Event], reason: str) -> None:
-        self.frames.append(encode_rejected(self.next_tick, _expected(events, self.next_event), reason))
-
-    def snapshot(self, plain: Sequence[Any]) -> None:
-        self.frames.append(encode_snapshot(self.next_tick, self.next_event, plain))
+        self.append = self.frames.append
 
     def flush(self) -> None: ...
 
@@ -173,9 +177,3 @@ class NullRecorder:
     def flush(self) -> None: ...
 
     def close(self) -> None: ...
-
-
-def _expected(events: Sequence[Event], position: EventId) -> Sequence[Event]:
-    if events[0].id != position:
-        raise CodecError(f"the event has id {events[0].id}, but the next position in the record is {position}")
-    return events
