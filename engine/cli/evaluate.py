@@ -108,11 +108,12 @@ def evaluate(arguments: argparse.Namespace) -> int:
 def _new_directory(chosen: str | None, parent: Path, config: str) -> Path:
     """Raises: `ConfigError` if it has files or cannot be created."""
     from engine.record.files import make_directory, make_run_directory
-    from engine.storage.run_directory import run_id
+    from engine.storage.run_directory import claim_free, run_id
 
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(config).stem).strip("-.") or "evaluation"
-    path = Path(chosen) if chosen is not None else _free(parent / run_id(name))
+    path = Path(chosen or parent)
     try:
+        path = Path(chosen) if chosen is not None else claim_free(parent / run_id(name))
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError("--to", str(path), "already has files", "use a new or empty directory")
         make_directory(path)
@@ -120,13 +121,6 @@ def _new_directory(chosen: str | None, parent: Path, config: str) -> Path:
     except OSError as error:
         raise ConfigError("--to", str(path), f"cannot be written: {error.strerror or error}") from None
     return path
-
-
-def _free(path: Path) -> Path:
-    candidate, number = path, 2
-    while candidate.exists():
-        candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
-    return candidate
 
 
 # -- what is measured --------------------------------------------------------------------------------------------------

@@ -165,26 +165,19 @@ def _newest_unfinished(config: "Config", name: str, chosen: str | None) -> "RunD
         places = run_directory.runs_named(config.run.dir, name)
     else:
         places = [run_directory.RunDirectory(Path(chosen))] if (Path(chosen) / "schedule").is_dir() else []
-    return next((place for place in places if _began(place) and not _finished(place)), None)
+    return next((place for place in places if _is_unfinished(place)), None)
 
 
-def _began(directory: "RunDirectory") -> bool:
-    """Whether a run has a record to resume from. A run may have ended before its record began."""
+def _is_unfinished(directory: "RunDirectory") -> bool:
+    """Whether a run can be resumed. A run may have ended before its record began."""
     from engine.errors import RecordNotBegun
     from engine.record import read
 
     try:
-        read(directory.schedule)
+        end = read(directory.schedule).outcome()
     except RecordNotBegun:
         return False
-    return True
-
-
-def _finished(directory: "RunDirectory") -> bool:
-    from engine.record import read
-
-    end = read(directory.schedule).outcome()
-    return end is not None and end.outcome == "finished"
+    return end is None or end.outcome != "finished"
 
 
 def _run_name(config: "Config", path: str) -> str:

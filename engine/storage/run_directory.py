@@ -73,7 +73,7 @@ def create(
     """
     field, path = (argument, Path(chosen)) if chosen is not None else ("run.dir", Path(parent) / run_id(name))
     try:
-        path = _claim(path, argument) if chosen is not None else _claim_free(path)
+        path = _claim(path, argument) if chosen is not None else claim_free(path)
         directory = RunDirectory(path)
         make_run_directory(path)
         make_directory(directory.schedule, exist_ok=False)
@@ -130,7 +130,7 @@ def _claim(path: Path, argument: str) -> Path:
     return path
 
 
-def _claim_free(path: Path) -> Path:
+def claim_free(path: Path) -> Path:
     """Create the path; if it exists because two runs started in the same second, append a number to it."""
     candidate, number = path, 2
     while True:
