@@ -99,7 +99,7 @@ def end_without_progress(core: Core) -> None:
 def _most_misjudged(core: Core) -> float:
     """Attempts that may have failed among the latest. Before there is a window of them, all may."""
     share, judged = core.state.limits.max_failure_share, core.state.judged
-    return judged if share is None or judged < core.state.limits.failure_window else share * judged
+    return judged if share is None or judged < core.state.limits.failures_in_a_row else share * judged
 
 
 def _why_untrainable(core: Core) -> str:

@@ -27,39 +27,36 @@ def _number(text: str) -> float:
     return value
 
 
-def _number_or_none(text: str) -> float | None:
-    value = None if text in ("null", "none") else _number(text)
+def _above_0(text: str) -> float:
+    value = _number(text)
     if value == 0:
         raise ValueError(text)
     return value
 
 
-def _share(text: str) -> float | None:
-    return None if text in ("null", "none") else _number(text)
-
-
-def _steps(text: str) -> int | None:
-    return None if text in ("null", "none") else int(text)
+def _optional(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    return lambda text: None if text in ("null", "none") else read(text)
 
 
 def _limit(text: str) -> Limit:
     if text in ("off", AUTO):
         return None if text == "off" else AUTO
-    return _number_or_none(text)
+    value: float | None = _optional(_above_0)(text)
+    return value
 
 
 FIGURES: dict[str, tuple[str, Callable[[str], Any], str]] = {
-    MAX_STEPS: ("max_steps", _steps, "a whole number of train steps, or null"),
+    MAX_STEPS: ("max_steps", _optional(int), "a whole number of train steps, or null"),
     "scheduler.max_staleness_steps": ("max_staleness_steps", int, "a whole number of train steps"),
     "scheduler.max_concurrent_groups": ("max_concurrent_groups", int, "a whole number of groups"),
     "scheduler.deadline_timeout_s": ("deadline_timeout_s", _number, "a number of seconds"),
     "scheduler.max_drops": ("max_drops", int, "a whole number"),
     "scheduler.max_filtered_in_a_row": ("max_filtered_in_a_row", int, "a whole number of groups"),
-    "reward.max_failure_share": ("max_failure_share", _share, "a number from 0 to 1, or null"),
+    "reward.max_failure_share": ("max_failure_share", _optional(_number), "a number from 0 to 1, or null"),
     "scheduler.infrastructure_attempts": ("infrastructure_attempts", int, "a whole number"),
     "scheduler.data_attempts": ("data_attempts", int, "a whole number"),
-    "rollout.straggler_factor": ("straggler_factor", _number_or_none, "a number above 1, or null"),
-    "durability.drain_s": ("drain_s", _number_or_none, "a number of seconds above 0, or null"),
+    "rollout.straggler_factor": ("straggler_factor", _optional(_above_0), "a number above 1, or null"),
+    "durability.drain_s": ("drain_s", _optional(_above_0), "a number of seconds above 0, or null"),
     "rollout.give_up_s": ("give_up_s", _number, "a number of seconds"),
     **{
         f"timeouts.{kind}_s": (f"timeouts.{kind}_s", _limit, "a number of seconds above 0, or auto, or off")
@@ -67,7 +64,7 @@ FIGURES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     },
     "timeouts.floor_s": ("timeouts.floor_s", _number, "a number of seconds above 0"),
     "timeouts.cut_s": ("timeouts.cut_s", _number, "a number of seconds above 0"),
-    "timeouts.max_s": ("timeouts.max_s", _number_or_none, "a number of seconds above 0, or null"),
+    "timeouts.max_s": ("timeouts.max_s", _optional(_above_0), "a number of seconds above 0, or null"),
     "trainer.keep_checkpoints": ("keep_checkpoints", int, "a whole number of checkpoints"),
     "trainer.keep_checkpoints_every": ("keep_checkpoints_every", int, "a whole number of train steps"),
 }

@@ -299,8 +299,8 @@ class Limits:
     max_filtered_in_a_row: int = 1000
     """Groups that the filter may drop one after another before the run ends; see `filtered_in_a_row`."""
     max_failure_share: float | None = None
-    """Share of the latest attempts that may fail for cause `data` before the run ends; None: any. See
-    `failure_window`."""
+    """Share of the latest attempts that may fail for cause `data` before the run ends; None: any. It
+    applies from `failures_in_a_row` attempts on."""
     keep_checkpoints: int = 2
     """Number of the newest checkpoints that are kept."""
     keep_checkpoints_every: int = 0
@@ -362,11 +362,6 @@ class Limits:
         """Groups that may fail for good one after another, with none generated between them, before the run ends: four
         times what runs at once, and 64 at least. So many are no accident, and a source without end has ever more."""
         return max(64, 4 * self.max_concurrent_groups)
-
-    @property
-    def failure_window(self) -> int:
-        """The number of latest attempts from which on `max_failure_share` applies: as `failures_in_a_row`."""
-        return self.failures_in_a_row
 
     def are_hopeless(self, judged: int) -> bool:
         """Whether no other attempt will succeed, if none of the first `judged` did: at the largest allowed share of

@@ -355,7 +355,7 @@ class State:
         two windows, so that they are always those of the latest attempts."""
         self.judged += 1
         self.misjudged += failed
-        if self.judged >= 2 * self.limits.failure_window:
+        if self.judged >= 2 * self.limits.failures_in_a_row:
             self.judged //= 2
             self.misjudged //= 2
 
