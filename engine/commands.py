@@ -16,10 +16,21 @@ from engine.ids import NO_VERSION, EventId, GroupId, Incarnation, ReplicaId, Ste
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """Base of all commands. `cause`: id of the event that caused it; in the record, the event of the same frame."""
+    """Base of all commands. `cause`: id of the event that caused it; in the record, the event of the same frame. The
+    scheduler sets it and the `number` of an order as it gives the command."""
 
     tag: ClassVar[int] = 0
-    cause: EventId
+    cause: EventId = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCommand(Command):
+    """Base of orders about an attempt of a group on a life of a replica."""
+
+    group: GroupId
+    attempt: int
+    replica: ReplicaId
+    incarnation: Incarnation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,18 +41,14 @@ class DrawPrompts(Command):
     tag: ClassVar[int] = 1
     first: GroupId
     count: int
-    number: int = 0
+    number: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartGroup(Command):
+class StartGroup(GroupCommand):
     """Generate a group from its prompt, without prefixes → `GroupGenerated`, `GroupAborted` or `GroupFailed`."""
 
     tag: ClassVar[int] = 2
-    group: GroupId
-    attempt: int
-    replica: ReplicaId
-    incarnation: Incarnation
     admitted_version: Version = 0
     """Oldest weights version that its tokens may come from."""
     number: int = -1
@@ -49,16 +56,12 @@ class StartGroup(Command):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeGroup(Command):
+class ResumeGroup(GroupCommand):
     """Continue a group from its stored prefixes → `GroupGenerated`, `GroupAborted` or `GroupFailed`.
 
     `truncate`: generate nothing more and finish it with its prefixes."""
 
     tag: ClassVar[int] = 3
-    group: GroupId
-    attempt: int
-    replica: ReplicaId
-    incarnation: Incarnation
     truncate: bool
     admitted_version: Version = 0
     """As in `StartGroup`."""
@@ -67,27 +70,19 @@ class ResumeGroup(Command):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AbortGroup(Command):
+class AbortGroup(GroupCommand):
     """Stop generating a group and discard its tokens → `OrderDone`."""
 
     tag: ClassVar[int] = 4
-    group: GroupId
-    attempt: int
-    replica: ReplicaId
-    incarnation: Incarnation
-    number: int
+    number: int = -1
     """Its number in the order book; `OrderDone` repeats it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TruncateGroup(Command):
+class TruncateGroup(GroupCommand):
     """Finish a running group with the tokens that it has → `GroupGenerated`, `GroupAborted` or `GroupFailed`."""
 
     tag: ClassVar[int] = 5
-    group: GroupId
-    attempt: int
-    replica: ReplicaId
-    incarnation: Incarnation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +91,7 @@ class DiscardGroups(Command):
 
     tag: ClassVar[int] = 6
     groups: tuple[GroupId, ...]
-    number: int
+    number: int = -1
     """Its number in the order book; `OrderDone` repeats it."""
 
 
@@ -149,7 +144,7 @@ class ResumeReplica(Command):
     replica: ReplicaId
     incarnation: Incarnation
     attempt: int
-    number: int
+    number: int = -1
     """Its number in the order book; `OrderDone` repeats it."""
 
 
@@ -172,7 +167,7 @@ class RetireWeights(Command):
 
     tag: ClassVar[int] = 12
     version: Version
-    number: int
+    number: int = -1
     """Its number in the order book; `OrderDone` repeats it."""
 
 
@@ -222,7 +217,7 @@ class SaveCheckpoint(Command):
 
     tag: ClassVar[int] = 16
     steps: int
-    number: int
+    number: int = -1
     """Its number in the order book; `OrderProgressed` repeats it. A new attempt has a new number."""
 
 
@@ -232,7 +227,7 @@ class DeleteCheckpoint(Command):
 
     tag: ClassVar[int] = 50
     steps: int
-    number: int
+    number: int = -1
     """Its number in the order book; `OrderDone` repeats it."""
 
 
@@ -295,7 +290,7 @@ class StopMeasuring(Command):
     validation: ValidationId
     replica: ReplicaId
     incarnation: Incarnation
-    number: int
+    number: int = -1
     """Its number in the order book; `OrderDone` repeats it."""
 
 
@@ -327,14 +322,10 @@ class InspectStep(Command):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParkGroup(Command):
+class ParkGroup(GroupCommand):
     """Stop a running group and store its tokens → `GroupAborted`, or `GroupGenerated` or `GroupFailed` if it ended."""
 
     tag: ClassVar[int] = 33
-    group: GroupId
-    attempt: int
-    replica: ReplicaId
-    incarnation: Incarnation
     reason: str = ""
     """Why the group is charged one attempt. Empty: it is not charged, and a faster replica continues it."""
 

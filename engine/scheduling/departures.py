@@ -71,7 +71,7 @@ def drain_replicas(core: Core) -> None:
         stays = replica.state == "drained" and (not draining or core.state.pools.of_replica(replica.id) is not None)
         if stays:  # it was to leave
             core.state.fire_replica(replica, "keep")
-            core.orders.add(ResumeReplica(**replica.address(core.orders.cause), number=core.orders.number))
+            core.orders.add(ResumeReplica(**replica.address()))
         if draining:
             _bring_to_rest(core, replica)
 
@@ -106,10 +106,7 @@ def _bring_to_rest(core: Core, replica: Replica, *, alone: bool = False) -> None
     run = state.validations.holding(replica)
     if run is not None:
         if state.free.measuring(replica):
-            core.orders.add(
-                StopMeasuring(validation=run.id, replica=replica.id, incarnation=replica.incarnation,
-                              number=core.orders.number, cause=core.orders.cause)
-            )  # fmt: skip
+            core.orders.add(StopMeasuring(validation=run.id, replica=replica.id, incarnation=replica.incarnation))
         state.validations.release(run, replica)
     if not alone and state.pools.of_replica(replica.id) is not None:
         send_to_sleep(core, replica)  # the batch in training needs the hardware that it frees
@@ -117,7 +114,7 @@ def _bring_to_rest(core: Core, replica: Replica, *, alone: bool = False) -> None
     replica.next_version = None
     replica.sync_attempt += 1
     state.fire_replica(replica, "drain")
-    order = replica.address(core.orders.cause)
+    order = replica.address()
     core.orders.add(PauseReplica(**order, version=replica.version, mode="abort"))
 
 

@@ -75,9 +75,7 @@ def order_stage_work(core: Core) -> None:
         while stage.waiting and stage.working < stage.concurrency:
             group = state.groups[state.stages.next(stage)]
             group.attempt += 1
-            core.orders.add(
-                EnterState(group=group.id, attempt=group.attempt, state=stage.name, cause=core.orders.cause)
-            )
+            core.orders.add(EnterState(group=group.id, attempt=group.attempt, state=stage.name))
 
 
 # facts
@@ -320,10 +318,7 @@ def drop_group(core: Core, group: Group) -> None:
     """End an open group that is in no batch, in whatever state it is."""
     if group.replica >= 0:
         replica = core.state.replicas[group.replica]
-        core.orders.add(
-            AbortGroup(group=group.id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation,
-                       number=core.orders.number, cause=core.orders.cause)
-        )  # fmt: skip
+        core.orders.add(AbortGroup(**replica.address_of(group)))
         core.state.unseat(group)
     release_group(core, group, "drop")
 
@@ -378,15 +373,8 @@ def _resume_groups(core: Core, most: int) -> int:
         most -= 1
         state.fire_group(group, "resume")
         state.seat(group, replica)
-        order = {
-            "group": group.id,
-            "attempt": group.attempt,
-            "replica": replica.id,
-            "incarnation": replica.incarnation,
-            "admitted_version": group.admitted_version,
-            "number": core.orders.number,
-            "cause": core.orders.cause_on(replica.id),
-        }
+        order = replica.address_of(group) | {"admitted_version": group.admitted_version}
+        order["cause"] = core.orders.cause_on(replica.id)
         if group.tokens:
             core.orders.add(ResumeGroup(**order, truncate=group.truncate))
         else:
@@ -421,11 +409,9 @@ def _admit_groups(core: Core, most: int) -> None:
         group.started_at = state.now
         state.fire_group(group, "start")
         state.seat(group, replica)
-        core.orders.add(
-            StartGroup(group=group.id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation,
-                       admitted_version=group.admitted_version, number=core.orders.number,
-                       cause=core.orders.cause_on(replica.id))
-        )  # fmt: skip
+        cause = core.orders.cause_on(replica.id)
+        order = StartGroup(**replica.address_of(group), admitted_version=group.admitted_version, cause=cause)
+        core.orders.add(order)
 
 
 def _oldest_admissible(core: Core) -> Version | None:
@@ -473,7 +459,7 @@ def _draw_prompts(core: Core) -> None:
         want = min(want, most - state.held - waiting)
     if want > 0:
         first = core.state.ledger.drawn
-        core.orders.add(DrawPrompts(first=first, count=want, number=core.orders.number, cause=core.orders.cause))
+        core.orders.add(DrawPrompts(first=first, count=want))
 
 
 def _unlawful_key(key: tuple[Any, ...]) -> str:

@@ -26,8 +26,7 @@ def train_or_inspect(core: Core, step: Step, after: str = "") -> None:
         return
     core.state.fire_step(step, "train")
     core.orders.add(
-        TrainStep(step=step.id, attempt=step.attempt, groups=step.groups, staleness=step.staleness,
-                  number=core.orders.number, cause=cause)
+        TrainStep(step=step.id, attempt=step.attempt, groups=step.groups, staleness=step.staleness, cause=cause)
     )  # fmt: skip
 
 
@@ -54,7 +53,7 @@ def inspect_weights_again(core: Core, version: Version, name: str) -> None:
 def _order_inspection(core: Core, version: Version, name: str) -> None:
     core.orders.add(
         InspectStep(step=core.state.steps_trained - 1, version=version, attempt=core.state.publishing_attempt,
-                    state=name, cause=core.orders.cause)
+                    state=name)
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from engine.commands import CancelTimer, Command, DiscardGroups, FinishRun, SetTimer, StartProcess
+from engine.commands import COMMANDS, CancelTimer, Command, DiscardGroups, FinishRun, SetTimer, StartProcess
 from engine.events import (
     Event,
     GroupAborted,
@@ -26,6 +26,7 @@ MOST_STARTS = 256
 
 MAKES_ROOM = (GroupGenerated, GroupAborted, GroupFailed, RowsMeasured, RowsFailed, WeightsInstalled)
 """Facts of a replica after which it may have room for groups."""
+_NUMBERED = frozenset(command for command in COMMANDS.values() if "number" in command.__dataclass_fields__)
 
 
 class Orders:
@@ -94,12 +95,12 @@ class Orders:
 
     # orders
 
-    @property
-    def number(self) -> int:
-        """The book's number for the next order."""
-        return self._state.orders.next_number
-
     def add(self, command: Command) -> None:
+        """Give a command: an order gets its number in the book. Its cause is `cause`, unless it has one."""
+        if command.cause < 0:
+            object.__setattr__(command, "cause", self.cause)
+        if type(command) in _NUMBERED:
+            object.__setattr__(command, "number", self._state.orders.next_number)
         self._commands.append(command)
         order = self._state.orders.add(command, self._state.now)
         if order is not None and self._state.limit_check.least:
@@ -112,7 +113,7 @@ class Orders:
     def add_discards(self) -> None:
         """Order the discards so far."""
         if self._discards:
-            self.add(DiscardGroups(groups=tuple(self._discards), number=self.number, cause=self.cause))
+            self.add(DiscardGroups(groups=tuple(self._discards)))
             self._discards = []
 
     # timers
@@ -120,13 +121,13 @@ class Orders:
     def set_timer(self, name: str, delay_s: float) -> None:
         """Set a timer, and cancel the one with this name that is already set."""
         self.cancel_timer(name)
-        self.add(SetTimer(name=name, timer=self.number, delay_s=delay_s, cause=self.cause))
+        self.add(SetTimer(name=name, timer=self._state.orders.next_number, delay_s=delay_s))
 
     def cancel_timer(self, name: str) -> None:
         """Cancel a timer, if it is set."""
         order = self._state.orders.find("timer", name)
         if order is not None:
-            self.add(CancelTimer(name=name, timer=order.number, cause=self.cause))
+            self.add(CancelTimer(name=name, timer=order.number))
 
     def fire_timer(self, event: TimerFired) -> None:
         """Note that a timer has fired."""

@@ -47,10 +47,7 @@ def start_process(core: Core, process: Process, **beginning: Any) -> None:
     core.state.fire_process(process, "start" if process.state == "gone" else "restart")
     process.incarnation += 1
     process.excused, process.room = False, ""
-    core.orders.add(
-        StartProcess(kind=process.kind, index=process.index, incarnation=process.incarnation, delay_s=delay_s,
-                     number=core.orders.number, cause=core.orders.cause, **beginning)
-    )  # fmt: skip
+    core.orders.add(StartProcess(**process.address(), delay_s=delay_s, **beginning))
 
 
 def stop_process(core: Core, process: Process, reason: str, *, hung: bool = False) -> None:
@@ -59,10 +56,7 @@ def stop_process(core: Core, process: Process, reason: str, *, hung: bool = Fals
         return
     core.state.fire_process(process, "stop")
     core.state.orders.withdraw("start", (process.kind, process.index))
-    core.orders.add(
-        StopProcess(kind=process.kind, index=process.index, incarnation=process.incarnation,
-                    reason=reason[:REASON_LENGTH], hung=hung, cause=core.orders.cause)
-    )  # fmt: skip
+    core.orders.add(StopProcess(**process.address(), reason=reason[:REASON_LENGTH], hung=hung))
 
 
 def reset_process(core: Core, process: Process) -> None:

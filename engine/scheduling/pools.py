@@ -139,7 +139,7 @@ def _order_task(core: Core, step: Step, task: str, lease: PoolLease) -> None:
         train_or_inspect(core, step)
         return
     core.orders.add(
-        ScoreBatch(step=step.id, attempt=step.attempt, groups=step.groups, task=task, number=core.orders.number,
+        ScoreBatch(step=step.id, attempt=step.attempt, groups=step.groups, task=task,
                    cause=core.orders.cause_among(step.groups))
     )  # fmt: skip
 
@@ -156,7 +156,7 @@ def send_to_sleep(core: Core, replica: Replica) -> None:
     replica.next_version = None
     replica.sync_attempt += 1
     core.state.fire_replica(replica, "yield")
-    core.orders.add(PauseReplica(**replica.address(core.orders.cause), version=replica.version, mode="sleep"))
+    core.orders.add(PauseReplica(**replica.address(), version=replica.version, mode="sleep"))
 
 
 def _wake_replicas(core: Core, lease: PoolLease) -> None:
@@ -167,7 +167,7 @@ def _wake_replicas(core: Core, lease: PoolLease) -> None:
             continue
         if replica.version >= target:
             core.state.fire_replica(replica, "wake")
-            core.orders.add(ResumeReplica(**replica.address(core.orders.cause), number=core.orders.number))
+            core.orders.add(ResumeReplica(**replica.address()))
         elif replica.next_version == target and not core.state.is_staging(replica):
             core.state.fire_replica(replica, "install")
-            core.orders.add(InstallWeights(**replica.address(core.orders.cause), version=target))
+            core.orders.add(InstallWeights(**replica.address(), version=target))

@@ -202,11 +202,7 @@ def _truncate(core: Core, stragglers: Sequence[Group]) -> None:
         group.truncate = True
         if group.replica >= 0:
             replica = state.replicas[group.replica]
-            core.orders.add(
-                TruncateGroup(group=group.id, attempt=group.attempt, replica=replica.id,
-                incarnation=replica.incarnation,
-                              cause=core.orders.cause)
-            )  # fmt: skip
+            core.orders.add(TruncateGroup(**replica.address_of(group)))
         elif not group.tokens:
             drop_group(core, group)
 
@@ -297,8 +293,7 @@ def order_publication(core: Core) -> None:
     state = core.state
     state.publishing_attempt += 1
     core.orders.add(
-        PublishWeights(version=state.latest_version + 1, attempt=state.publishing_attempt, steps=state.steps_trained,
-                       number=core.orders.number, cause=core.orders.cause)
+        PublishWeights(version=state.latest_version + 1, attempt=state.publishing_attempt, steps=state.steps_trained)
     )  # fmt: skip
 
 
@@ -399,7 +394,7 @@ def order_checkpoint(core: Core) -> None:
     state = core.state
     if state.checkpoint_ordered != state.steps_trained:
         state.checkpoint_ordered, state.checkpoint_failures = state.steps_trained, 0
-    core.orders.add(SaveCheckpoint(steps=state.steps_trained, number=core.orders.number, cause=core.orders.cause))
+    core.orders.add(SaveCheckpoint(steps=state.steps_trained))
 
 
 def is_unsaved(core: Core) -> bool:
@@ -438,7 +433,7 @@ def delete_checkpoints(core: Core) -> None:
     state = core.state
     for steps in state.surplus_checkpoints():
         if state.orders.find("delete", steps) is None:
-            core.orders.add(DeleteCheckpoint(steps=steps, number=core.orders.number, cause=core.orders.cause))
+            core.orders.add(DeleteCheckpoint(steps=steps))
 
 
 def on_order_done(core: Core, event: OrderDone) -> None:

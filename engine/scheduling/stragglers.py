@@ -47,7 +47,4 @@ def move_groups_off_slow_replicas(core: Core) -> None:
         core.searched = (free.seats_on_slow, newest)
     for group in sorted(movable, key=lambda g: (g.deadline, g.id))[:room]:
         replica = state.replicas[group.replica]
-        core.orders.add(
-            ParkGroup(group=group.id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation,
-                      cause=core.orders.cause)
-        )  # fmt: skip
+        core.orders.add(ParkGroup(**replica.address_of(group)))

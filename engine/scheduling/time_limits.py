@@ -141,10 +141,7 @@ def _park_overdue(core: Core, order: Order, reason: str) -> None:
     state = core.state
     group = state.groups[order.id]
     replica = state.replicas[group.replica]
-    core.orders.add(
-        ParkGroup(group=group.id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation,
-                  reason=reason, cause=core.orders.cause)
-    )  # fmt: skip
+    core.orders.add(ParkGroup(**replica.address_of(group), reason=reason))
 
 
 def _is_parked_as_overdue(state: State, order: Order) -> bool:
@@ -188,10 +185,7 @@ def _probe_owner(core: Core, order: Order, reason: str) -> None:
 
 
 def _probe_process(core: Core, process: Process, order: Order, reason: str, *chain: str) -> None:
-    core.orders.add(
-        ProbeProcess(kind=process.kind, index=process.index, incarnation=process.incarnation, order=order.number,
-                     reason=reason, chain=COMMA.join(chain), cause=core.orders.cause)
-    )  # fmt: skip
+    core.orders.add(ProbeProcess(**process.address(), order=order.number, reason=reason, chain=COMMA.join(chain)))
 
 
 def on_probed(core: Core, event: ProcessProbed) -> None:

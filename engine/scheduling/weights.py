@@ -66,7 +66,7 @@ def on_replica_paused(core: Core, event: ReplicaPaused) -> None:
         return
     assert replica.next_version is not None  # a pause for new weights needs staged weights
     core.state.fire_replica(replica, "install")
-    core.orders.add(InstallWeights(**replica.address(core.orders.cause), version=replica.next_version))
+    core.orders.add(InstallWeights(**replica.address(), version=replica.next_version))
 
 
 def on_weights_installed(core: Core, event: WeightsInstalled) -> None:
@@ -75,7 +75,7 @@ def on_weights_installed(core: Core, event: WeightsInstalled) -> None:
     replica.version, replica.next_version = replica.next_version, None
     replica.sync_failures = 0
     core.state.fire_replica(replica, "installed")
-    core.orders.add(ResumeReplica(**replica.address(core.orders.cause), number=core.orders.number))
+    core.orders.add(ResumeReplica(**replica.address()))
 
 
 def on_sync_failed(core: Core, event: SyncFailed) -> None:
@@ -86,7 +86,7 @@ def on_sync_failed(core: Core, event: SyncFailed) -> None:
         _give_up_on_version(core, replica, event)
     elif replica.state in (*IN_SYNC, *EMPTYING):
         core.state.fire_replica(replica, "revert")
-        core.orders.add(ResumeReplica(**replica.address(core.orders.cause), number=core.orders.number))
+        core.orders.add(ResumeReplica(**replica.address()))
 
 
 def _give_up_on_version(core: Core, replica: Replica, event: SyncFailed) -> None:
@@ -149,7 +149,7 @@ def _stage_version(core: Core, replica: Replica, version: Version) -> None:
         state.fire_version(state.versions[version], "transfer")
     replica.next_version = version
     replica.sync_attempt += 1
-    core.orders.add(StageWeights(**replica.address(core.orders.cause), version=version))
+    core.orders.add(StageWeights(**replica.address(), version=version))
 
 
 def _pause_staged(core: Core, staged: list[Replica]) -> None:
@@ -181,7 +181,7 @@ def _pause_replica(core: Core, replica: Replica) -> None:
     assert replica.next_version is not None  # only replicas with staged weights are paused
     core.state.fire_replica(replica, "pause")
     mode = core.state.limits.sync_mode
-    core.orders.add(PauseReplica(**replica.address(core.orders.cause), version=replica.next_version, mode=mode))
+    core.orders.add(PauseReplica(**replica.address(), version=replica.next_version, mode=mode))
 
 
 def _retire_versions(core: Core, latest: Version) -> None:
@@ -191,4 +191,4 @@ def _retire_versions(core: Core, latest: Version) -> None:
     for id in list(state.versions):
         if id < latest and id not in needed:
             state.fire_version(state.versions[id], "retire")
-            core.orders.add(RetireWeights(version=id, number=core.orders.number, cause=core.orders.cause))
+            core.orders.add(RetireWeights(version=id))

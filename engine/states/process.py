@@ -4,6 +4,7 @@ All kinds share one table. A replica's sync machine (`states/replica.py`) runs w
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine.ids import Incarnation, StepId
 from engine.states.machine import Table, transitions
@@ -85,6 +86,10 @@ class Process:
     def work_time(self, clock: float) -> float:
         """Seconds in which it could work."""
         return (self.still_since if self.still_since >= 0 else clock) - self.still
+
+    def address(self) -> dict[str, Any]:
+        """What every order about its present life carries."""
+        return {"kind": self.kind, "index": self.index, "incarnation": self.incarnation}
 
     @property
     def id(self) -> str:

@@ -7,9 +7,10 @@ policies ask `FreeSlots` once for each start. Everything else visits the replica
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from engine.ids import NO_VERSION, EventId, GroupId, Incarnation, ReplicaId, Version
+from engine.ids import NO_VERSION, GroupId, Incarnation, ReplicaId, Version
+from engine.states.group import Group
 from engine.states.machine import Table, transitions
 from engine.states.orders import OrderBook
 from engine.states.process import REPLICA as REPLICA_KIND
@@ -115,9 +116,13 @@ class Replica:
         """The newest version it has or is about to have."""
         return max(self.version, self.next_version or 0)
 
-    def address(self, cause: EventId) -> dict[str, int]:
+    def address(self) -> dict[str, int]:
         """What every order of a sync carries."""
-        return {"replica": self.id, "incarnation": self.incarnation, "attempt": self.sync_attempt, "cause": cause}
+        return {"replica": self.id, "incarnation": self.incarnation, "attempt": self.sync_attempt}
+
+    def address_of(self, group: Group) -> dict[str, Any]:
+        """What every order about a group on this replica carries."""
+        return {"group": group.id, "attempt": group.attempt, "replica": self.id, "incarnation": self.incarnation}
 
     @property
     def present(self) -> bool:
