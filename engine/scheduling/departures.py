@@ -90,8 +90,7 @@ def _let_leave(core: Core, replica: Replica) -> None:
 def _stop_replica(core: Core, replica: Replica) -> None:
     """Stop a replica on which nothing runs."""
     reason = replica.process.reason
-    if replica.state != "down":
-        lose_replica(core, replica, reason)
+    lose_replica(core, replica, reason)
     if replica.process.state != "stopping":
         replica.process.excused = True
     stop_process(core, replica.process, reason)

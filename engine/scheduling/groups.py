@@ -245,6 +245,8 @@ def lose_replica(core: Core, replica: Replica, reason: str, *, hung: bool = Fals
     """Its process has ended or will be stopped. Park its groups: each is charged one infrastructure attempt and
     keeps its place. If the replica hung, only groups that exceeded their own limit are charged."""
     state = core.state
+    if replica.state == "down":
+        return
     hung = hung or any(
         one.overdue and KINDS_OF_SUBJECTS[one.subject] not in CUT_SHORT for one in state.orders.owned(replica.id)
     )

@@ -9,22 +9,20 @@ from engine.commands import EnterState, InspectStep, PublishWeights, SaveCheckpo
 from engine.events import (
     CallsMeasured,
     Event,
-    InspectionFailed,
     ProcessLost,
     ProcessUp,
     ProcessWaits,
     ReplicaLeaves,
-    StateFailed,
 )
 from engine.ids import StepId
 from engine.scheduling.core import Core
-from engine.scheduling.groups import lose_replica, on_state_failed, put_back_in_stage
+from engine.scheduling.groups import lose_replica
 from engine.scheduling.lifetimes import launch_replicas, may_restart, reset_process, start_process
 from engine.scheduling.steps import (
     beginning_of_trainer,
     delete_checkpoints,
-    fail_inspection,
     fail_publication,
+    fail_stage_work,
     fail_step,
     on_weights_stored,
     order_checkpoint,
@@ -143,8 +141,7 @@ def _process_of(core: Core, event: ProcessUp | ProcessLost) -> Process:
 
 def _lose_replica(core: Core, process: Process, event: ProcessLost) -> None:
     replica = core.state.replicas[event.index]
-    if replica.state != "down":
-        lose_replica(core, replica, event.reason)
+    lose_replica(core, replica, event.reason)
     core.state.orders.fail(replica.id)
     _restart_or_end(core, process, event)
     note_none_left(core, replica, event.reason)
@@ -163,9 +160,7 @@ def _end_process(core: Core, process: Process, reason: str) -> None:
         core.state.fire_process(process, "end")
     process.excused = False
     if process.kind == REPLICA:
-        replica = core.state.replicas[process.index]
-        if replica.state != "down":
-            lose_replica(core, replica, reason)
+        lose_replica(core, core.state.replicas[process.index], reason)
 
 
 def _lose_worker(core: Core, process: Process, event: ProcessLost) -> None:
@@ -247,17 +242,8 @@ def _repeat_lost_orders(core: Core, failed: list[Order], costly: list[Order], re
             fail_publication(core, command.version, reason)
         elif isinstance(command, SaveCheckpoint):
             core.state.checkpoint_ordered = min(core.state.checkpoint_ordered, core.state.checkpoints.newest)
-        elif isinstance(command, EnterState) and not charged:
-            put_back_in_stage(core, command.state, core.state.groups[command.group])
-        elif isinstance(command, EnterState):
-            on_state_failed(core,
-                StateFailed(group=command.group, attempt=command.attempt, state=command.state,
-                            cause="infrastructure", reason=reason)
-            )  # fmt: skip
-        elif isinstance(command, InspectStep):
-            lost = InspectionFailed(step=command.step, attempt=command.attempt, state=command.state,
-                                    version=command.version, reason=reason)  # fmt: skip
-            fail_inspection(core, lost, charged=charged)
+        elif isinstance(command, EnterState | InspectStep):
+            fail_stage_work(core, command, reason, charged=charged)
     for step, charged in steps.items():
         fail_step(core, step, reason, charged=charged)
     delete_checkpoints(core)  # those that the trainer was to delete

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from engine.commands import DeleteCheckpoint, PublishWeights, SaveCheckpoint, TruncateGroup
+from engine.commands import DeleteCheckpoint, EnterState, InspectStep, PublishWeights, SaveCheckpoint, TruncateGroup
 from engine.errors import counted
 from engine.events import (
     BatchScored,
@@ -17,13 +17,14 @@ from engine.events import (
     CheckpointSaved,
     InspectionFailed,
     OrderDone,
+    StateFailed,
     StepInspected,
     StepTrained,
 )
 from engine.ids import NO_VERSION, GroupId, StepId, Version
 from engine.policies.built_in import DECISIONS
 from engine.scheduling.core import Core
-from engine.scheduling.groups import drop_group
+from engine.scheduling.groups import drop_group, on_state_failed, put_back_in_stage
 from engine.scheduling.inspections import inspect_weights, inspect_weights_again, publishing_step, train_or_inspect
 from engine.scheduling.lifetimes import note_process_progress
 from engine.scheduling.pools import release_pools, scores_ahead
@@ -334,6 +335,18 @@ def fail_inspection(core: Core, failed: InspectionFailed, *, charged: bool = Tru
         core.orders.end_run("failed", f"{tried}; last error: {reason}")
         return
     inspect_weights_again(core, failed.version, failed.state)
+
+
+def fail_stage_work(core: Core, order: EnterState | InspectStep, reason: str, *, charged: bool = True) -> None:
+    """An attempt to do the work of an added state has no answer. It counts only if `charged`."""
+    about: dict[str, Any] = {"attempt": order.attempt, "state": order.state, "reason": reason}
+    if isinstance(order, InspectStep):
+        failed = InspectionFailed(step=order.step, version=order.version, **about)
+        fail_inspection(core, failed, charged=charged)
+    elif charged:
+        on_state_failed(core, StateFailed(group=order.group, cause="infrastructure", **about))
+    else:
+        put_back_in_stage(core, order.state, core.state.groups[order.group])
 
 
 def _take_published(core: Core, published: Version) -> None:

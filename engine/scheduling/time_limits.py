@@ -12,11 +12,11 @@ from bisect import bisect_right
 from typing import Any
 
 from engine.commands import ParkGroup, ProbeProcess
-from engine.events import InspectionFailed, ProcessProbed, SchedulerRecovered, StateFailed, stamp
+from engine.events import ProcessProbed, SchedulerRecovered
 from engine.scheduling.core import Core
-from engine.scheduling.groups import lose_replica, on_state_failed
+from engine.scheduling.groups import lose_replica
 from engine.scheduling.lifetimes import REASON_LENGTH, stop_process
-from engine.scheduling.steps import fail_inspection
+from engine.scheduling.steps import fail_stage_work
 from engine.scheduling.validation import cut_rows
 from engine.scheduling.work_times import (
     NEVER_STILL,
@@ -91,8 +91,8 @@ def check_limits(core: Core) -> None:
     for number in looked_at:
         if state.outcome is not None:
             return
-        if state.orders.is_open(number):  # it may have ended with one before it
-            _check_order(core, state.orders.numbered(number))
+        if number in state.orders.by_number:  # it may have ended with one before it
+            _check_order(core, state.orders.by_number[number])
     check.interval = 0.0
 
 
@@ -130,7 +130,9 @@ def _handle_exceeded_limit(core: Core, order: Order) -> None:
     elif order.subject == "rows":
         cut_rows(core, order, reason)
     elif order.subject in ("stage", "inspect") and not is_silent(core.state, order):
-        _fail_stage(core, order, reason)
+        command: Any = order.command
+        core.state.orders.withdraw(order.subject, order.id)  # its process keeps running; a late answer is a stale echo
+        fail_stage_work(core, command, reason[:REASON_LENGTH])
     elif order.subject == "stop":
         core.orders.end_run("stopped", reason, again=True)
     else:
@@ -148,25 +150,6 @@ def _is_parked_as_overdue(state: State, order: Order) -> bool:
     """Whether the group of an order is being parked because it exceeded its limit."""
     park: Any = state.orders.find("park", order.id)
     return park is not None and bool(park.command.reason)
-
-
-def _fail_stage(core: Core, order: Order, reason: str) -> None:
-    """Fail the attempt as its event would; its process keeps running. A late answer is a stale echo."""
-    command: Any = order.command
-    core.state.orders.withdraw(order.subject, order.id)
-    if order.subject == "inspect":
-        unanswered = InspectionFailed(
-            step=command.step, attempt=command.attempt, state=command.state, version=command.version,
-            reason=reason[:REASON_LENGTH],
-        )  # fmt: skip
-        fail_inspection(core, unanswered)
-        return
-    failed = StateFailed(
-        group=command.group, attempt=command.attempt, state=command.state, cause="infrastructure",
-        reason=reason[:REASON_LENGTH],
-    )  # fmt: skip
-    stamp(failed, core.orders.cause, core.state.now)
-    on_state_failed(core, failed)
 
 
 # whom to blame
@@ -254,9 +237,7 @@ def _stop_hung_process(core: Core, name: str, reason: str, order: Order) -> None
     process = core.state.processes.get(name, owner)
     assert process is not None
     if process.kind == REPLICA:
-        replica = core.state.replicas[process.index]
-        if replica.state != "down":
-            lose_replica(core, replica, reason, hung=True)
+        lose_replica(core, core.state.replicas[process.index], reason, hung=True)
     stop_process(core, process, reason, hung=True)
     if process is not owner:
         mark(core.state, order)
@@ -265,7 +246,7 @@ def _stop_hung_process(core: Core, name: str, reason: str, order: Order) -> None
 def _reason_of(core: Core, order: Order) -> str:
     """One sentence: the process, the limit, the time taken and the work."""
     timeouts, kind = core.state.limits.timeouts, KINDS_OF_SUBJECTS[order.subject]
-    setting = timeouts.setting(kind) + (": auto" if timeouts.given(kind) == AUTO else "")
+    setting = f"timeouts.{kind}_s" + (": auto" if timeouts.given(kind) == AUTO else "")
     limit_s, taken_s = limit_of(core.state, order), time_taken(core.state, order)
     if timeouts.max_s is not None and taken_s < limit_s:
         setting, limit_s, taken_s = "timeouts.max_s", timeouts.max_s, core.state.now - order.at

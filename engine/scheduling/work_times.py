@@ -103,7 +103,7 @@ def note_matched(state: State, event: Event, matched: Iterable[Order]) -> None:
     """An event has answered orders, or reports that they progress. Call it before the event changes anything else."""
     check = state.limit_check
     for order in matched:
-        progress = state.orders.is_open(order.number)
+        progress = order.number in state.orders.by_number
         if not progress and works_in_order(order.owner):
             following = state.orders.first(order.owner)
             if following is not None and following.number > order.number:

@@ -310,13 +310,6 @@ class OrderBook:
         """The oldest open order of a process."""
         return next(iter(self.owned(owner)), None)
 
-    def numbered(self, number: int) -> Order:
-        """The open order with that number."""
-        return self.by_number[number]
-
-    def is_open(self, number: int) -> bool:
-        return number in self.by_number
-
     def all(self) -> list[Order]:
         """Every open order, oldest first."""
         return list(self.by_number.values())
@@ -328,7 +321,7 @@ class OrderBook:
             command = order.command
             if isinstance(command, SetTimer):
                 command = replace(command, delay_s=max(0.0, order.at + command.delay_s - now))
-            if self.is_open(order.number):
+            if order.number in self.by_number:
                 yield command
 
     def scorer(self, task: str) -> Owner:

@@ -60,9 +60,9 @@ class Timeouts:
     publish_s: Annotated[Limit, "publish a weights version"] = DEFAULT
     checkpoint_s: Annotated[Limit, "write a checkpoint"] = DEFAULT
     store_s: Annotated[Limit, "discard trajectories, or retire a weights version"] = DEFAULT
-    floor_s: Annotated[float, "Smallest auto limit; for start, publish, checkpoint, rows 3600 unless lowered."] = (
-        FLOOR_S
-    )
+    floor_s: Annotated[
+        float, f"Smallest auto limit; for start, publish, checkpoint, rows {SLOW_FLOOR_S:g} unless lowered."
+    ] = FLOOR_S
     cut_s: Annotated[float, "Maximum seconds to park a group, stop rows, or answer a probe."] = 60.0
     max_s: Annotated[float | None, "Maximum total seconds of any order; null: no limit."] = None
     process_limits: tuple[tuple[str, float], ...] = ()
@@ -95,10 +95,6 @@ class Timeouts:
         limit, because the limit can be set to `auto` while the run is running."""
         given, floor = self.given(kind), self.floor(kind)
         return (floor if given is None or given == AUTO else min(floor, given)) / REPORTS_IN_LIMIT
-
-    def setting(self, kind: str) -> str:
-        """The name of the setting that limits a kind."""
-        return f"timeouts.{kind}_s"
 
     def given(self, kind: str) -> Limit:
         """The limit of a kind as it was set."""

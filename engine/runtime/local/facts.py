@@ -310,8 +310,8 @@ def _acknowledgment_problems(fact: OrderDone, state: State) -> Iterator[str]:
         yield "orders is empty; give the `number` of each order that is done"
     for number in fact.orders:
         yield from _lacks("order", number, state.orders.next_number, "were given")
-        if state.orders.is_open(number):
-            command = type(state.orders.numbered(number).command)
+        if number in state.orders.by_number:
+            command = type(state.orders.by_number[number].command)
             if OrderDone not in RELATIONS[command].answers:
                 yield f"order {number} is {command.__name__}; answer it by {_named(RELATIONS[command].answers)}"
 
