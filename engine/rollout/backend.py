@@ -177,8 +177,9 @@ def nothing_new(finish_reason: str) -> SampleResult:
     return SampleResult(token_ids=[], logprobs=[], spans=[], finish_reason=finish_reason)
 
 
-def refusal_of(request: SampleRequest, *, context: int, vocabulary: int) -> Exception | None:
-    """The error for a request that a model with `context` tokens and `vocabulary` ids cannot sample; None if it can."""
+def refusal_of(request: SampleRequest, *, context: int, vocabulary: int, running: bool) -> Exception | None:
+    """The error for a request that a model with `context` tokens and `vocabulary` ids cannot sample; None if it can.
+    `running`: whether a request with its id is."""
     prompt = len(request.prompt_ids)
     if prompt == 0:
         return DataFailure("the prompt has no tokens", request=request.id)
@@ -192,7 +193,7 @@ def refusal_of(request: SampleRequest, *, context: int, vocabulary: int) -> Exce
         return DataFailure(
             f"token id {foreign[0]} is not in the model's vocabulary of {vocabulary} ids", token=foreign[0]
         )
-    return None
+    return EngineError(f"request {request.id} is running already", request=request.id) if running else None
 
 
 def budget_of(request: SampleRequest, context: int) -> int:

@@ -207,9 +207,8 @@ class OpenAIBackend(RemoteEngine):
     async def sample(self, request: SampleRequest) -> SampleResult:
         self._check_open()
         context = self._can.context or UNBOUNDED
-        refusal = refusal_of(request, context=context, vocabulary=self._vocabulary)
-        if refusal is None and request.id in self._runs:
-            refusal = EngineError(f"request {request.id} is running already", request=request.id)
+        running = request.id in self._runs
+        refusal = refusal_of(request, context=context, vocabulary=self._vocabulary, running=running)
         if refusal is not None:
             raise refusal
         run = self._runs[request.id] = SentRequest(request)

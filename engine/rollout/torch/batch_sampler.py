@@ -184,15 +184,12 @@ class BatchSampler:
         """Number of requests that have a row, and keys and values in it."""
         return len(self._running)
 
-    def holds(self, request_id: str) -> bool:
-        return any(run.request.id == request_id for run in (*self._running, *self._waiting))
-
     def submit(self, request: SampleRequest, finish: Finish, report: Report | None = None) -> None:
         """Add a request. `finish` is called once with its result or its error, possibly before this returns."""
-        refusal = refusal_of(request, context=self.model.context, vocabulary=self.model.vocabulary)
-        if refusal is None and self.holds(request.id):
-            refusal = EngineError(f"request {request.id} is already running", request=request.id)
-        outcome = refusal or over_already(request, self.model.context)
+        context, vocabulary = self.model.context, self.model.vocabulary
+        running = any(run.request.id == request.id for run in (*self._running, *self._waiting))
+        refusal = refusal_of(request, context=context, vocabulary=vocabulary, running=running)
+        outcome = refusal or over_already(request, context)
         if outcome is not None:
             finish(outcome)
         else:

@@ -202,9 +202,8 @@ class VllmBackend(SleepingEngine):
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         await self._open()
-        refusal = refusal_of(request, context=self._context, vocabulary=self._vocabulary)
-        if refusal is None and request.id in self._runs:
-            refusal = EngineError(f"request {request.id} is running already", request=request.id)
+        running = request.id in self._runs
+        refusal = refusal_of(request, context=self._context, vocabulary=self._vocabulary, running=running)
         if refusal is not None:
             raise refusal
         over = over_already(request, self._context)
