@@ -266,22 +266,28 @@ def test_modules_of_one_name_beside_two_configs_are_refused(config: Callable[...
     load_config(file)
 
 
-def test_a_replay_says_that_the_extensions_of_its_run_are_not_imported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", ["replay", "waits"])
+def test_a_command_says_that_the_extensions_of_its_run_are_not_imported(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "mine.py").write_text(a_policy("admission", "admit(self, view, legal)", "return legal"))
-    limits = Limits(train_batch_size=4, max_staleness_steps=1, max_concurrent_groups=8).to_plain()
+    (tmp_path / "mine.py").write_text(JUDGE)
+    before = {*state_registry.registered()}
+    judged = (AddedState(name="judged", concurrency=5),)
+    limits = Limits(train_batch_size=4, max_staleness_steps=1, max_concurrent_groups=8, added_states=judged).to_plain()
     written = {"run": {"extensions": ["mine"], "code_dir": str(tmp_path)}}
-    for name, own in (("own", written), ("plain", {})):
-        header = Header(run=name, limits=limits, policies={"admission": "mine"}, config=own)
+    for name, own in (("own", written), ("plain", {"run": {"extensions": []}})):
+        header = Header(run=name, limits=limits, policies={}, config=own)
         Recorder(tmp_path / name / "schedule", header).close()
     says = "engine: the run's configuration names extensions: use --extensions to import them"
-    assert main(["replay", str(tmp_path / "own")]) == 2
-    assert says in capsys.readouterr().err
-    assert main(["replay", str(tmp_path / "plain")]) == 2
+    assert main([command, str(tmp_path / "own")]) == 2
+    said = capsys.readouterr().err
+    assert "'judged' is not a registered state" in said and says in said
+    assert main([command, str(tmp_path / "plain")]) == 2
     assert says not in capsys.readouterr().err
-    main(["replay", str(tmp_path / "own"), "--extensions"])
-    assert "no policy of that name" not in capsys.readouterr().err
+    main([command, str(tmp_path / "own"), "--extensions"])
+    assert "not a registered state" not in capsys.readouterr().err
+    state_registry.forget({*state_registry.registered()} - before)
+    assert main(["status", str(tmp_path / "own")]) == 5, "it needs no extensions"
 
 
 def install(place: Path, module: str, points: str = "own = packaged") -> None:

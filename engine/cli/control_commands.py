@@ -7,6 +7,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from engine.cli.json_output import print_json, takes_json
+from engine.cli.recorded_run import record_errors, takes_run
 from engine.cli.run_state import require_address, status
 from engine.errors import ConfigError, RecordError, suggestion
 
@@ -38,7 +39,8 @@ def add_commands(commands: Any) -> None:
     )
     takes_json(state)
     state.set_defaults(run=status)
-    waits = _command(commands, "waits", "list what a run waits for, from which process and since when")
+    waits = commands.add_parser("waits", help="list what a run waits for, from which process and since when")
+    takes_run(waits)
     takes_json(waits)
     waits.set_defaults(run=_waits)
 
@@ -95,7 +97,8 @@ def _waits(arguments: argparse.Namespace) -> int:
 
     directory = open_run(arguments.directory)
     if _only_recorded(directory):
-        found = recorded_waits(directory.path)
+        with record_errors(directory, extensions=arguments.extensions):
+            found = recorded_waits(directory.path)
         if arguments.json:
             print_json("waits", directory.shown, {"running": False, **found.to_plain()})
         else:

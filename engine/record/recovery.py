@@ -18,7 +18,7 @@ from engine.record.frames import Header, Tick
 from engine.record.msgpack_values import CodecError
 from engine.record.reader import Place, Record
 from engine.record.recorder import RecordEnd
-from engine.record.replayer import ReplayReport, build_scheduler, replay
+from engine.record.replayer import ReplayReport, build_from_header, build_scheduler, replay
 from engine.record.segment_log import Torn
 from engine.record.snapshots import Books, restore
 from engine.scheduling.scheduler import Scheduler
@@ -133,8 +133,8 @@ class Recovered:
 
 
 def _first_scheduler(record: Record, observe: Observer | None) -> Scheduler:
-    """The scheduler of a record's header. It keeps the full history of ended groups. Raises: `ConfigError`."""
-    scheduler = build_scheduler(record.header, observe)
+    """The scheduler of a record's header. It keeps the full history of ended groups. Raises: `RecordError`."""
+    scheduler = build_from_header(record, lambda header: build_scheduler(header, observe))
     scheduler.state.checkpoints.keep_all()
     return scheduler
 

@@ -6,7 +6,7 @@ compares each snapshot with the replayed state, field by field. It must never ex
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from engine.commands import Command
 from engine.errors import EngineError
@@ -28,6 +28,7 @@ class Replayable(Protocol):
     def tick(self, events: Sequence[Event]) -> tuple[Command, ...]: ...
 
 
+S = TypeVar("S", bound=Replayable)
 Build = Callable[[Header], Replayable]
 Watch = Callable[[Tick], None]
 
@@ -111,6 +112,14 @@ def build_scheduler(header: Header, observe: Callable[[str, Any, str, str], None
     return Scheduler(Limits.from_plain(dict(header.limits)), PolicySet.from_names(header.policies), observe)
 
 
+def build_from_header(record: Record, build: Callable[[Header], S]) -> S:
+    """What `build` makes of a record's header. Raises: `RecordError` if it cannot."""
+    try:
+        return build(record.header)
+    except (EngineError, TypeError, ValueError) as error:
+        raise record.header_error(f"cannot build a scheduler from this header: {error}") from error
+
+
 def replay(
     record: Record,
     until: EventId | None = None,
@@ -126,10 +135,7 @@ def replay(
     snapshot; `build` must then return the scheduler restored from it.
     Raises: `RecordError` if the record cannot be read, or no scheduler can be built from its header.
     """
-    try:
-        scheduler = build(record.header)
-    except (EngineError, TypeError, ValueError) as error:
-        raise record.header_error(f"cannot build a scheduler from this header: {error}") from error
+    scheduler = build_from_header(record, build)
     ticks = events = commands = 0
     rejected: list[Rejected] = []
     divergence: Divergence | None = None
