@@ -1,7 +1,7 @@
 """Histograms of rewards, in fixed buckets: one form for `metrics.jsonl`, Prometheus, the sinks and the report.
 
 The trainer's worker makes one of each train step for the reward and for each reward function; readers draw or add them.
-The buckets are bounded in number and the same for every step, so those of several steps can be added.
+Every step has the same buckets, so the histograms of several steps can be added.
 """
 
 from bisect import bisect_left

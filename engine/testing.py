@@ -349,5 +349,5 @@ def _checked(check: Callable[..., Any], *given: Any) -> Any:
     """The result of a check that a run makes. Raises: `AssertionError`."""
     try:
         return check(*given)
-    except Exception as error:
+    except Exception as error:  # user's code, which the check may call, can raise anything
         raise AssertionError(reason_of(error)) from error

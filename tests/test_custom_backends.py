@@ -1,5 +1,6 @@
 """A generator and a trainer that the configuration names: what `engine check` says of them, and runs in one process."""
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from chat_tokenizers import save_chat_model, write_rows
 from http_service_thread import EXAMPLES, http_service
@@ -14,13 +16,14 @@ from http_service_thread import EXAMPLES, http_service
 from engine.cli import main
 from engine.config import check_config, extensions, load_config
 from engine.config.custom_classes import OF_GENERATORS
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
 from engine.plans import state_rehearsal
 from engine.plans.backend_rehearsal import rehearse_backends
 from engine.plans.configured_plan import plan_of
 from engine.policies import state_registry
 from engine.runtime.local.run import run_plan
 from engine.scheduling.settings import MAX_STEPS
+from engine.training.named_tensors import require_finite
 
 Capture = pytest.CaptureFixture[str]
 
@@ -216,6 +219,7 @@ OWN = {"backend": "mine:Generator", "arguments": {"answer": [3, 4]}}
         ("trainer", {"backend": "mine:Trainr"}, "did you mean Trainer?"),
         ("trainer", {"backend": "mine:Trainer", "arguments": {"shft": 2}}, "its arguments are now shift"),
         ("trainer", {"backend": "mine:Trainer", "learning_rate": 0.1}, "trainer.learning_rate 0.1 is not read"),
+        ("trainer", {"backend": "mine:Trainer", "lora": {"rank": 2}}, "is not read with trainer.backend mine:Trainer"),
         ("trainer", {"arguments": {"shift": 2}}, "only a custom trainer has arguments"),
         ("rollout", {"backend": "mine:Trainer"}, "lacks the methods generate, abort, truncate, pause"),
         ("rollout", {"backend": "mine:Deaf"}, "define async def pause(self, mode: str) -> None"),
@@ -284,6 +288,13 @@ def test_the_rehearsal_names_what_a_run_would_refuse(
 def test_the_rehearsal_of_two_classes_refuses_weights_that_are_not_finite(model: str, capsys: Capture) -> None:
     assert main(["check", configured(model, rollout=OWN, trainer={"backend": "mine:Broken"})]) == 2
     assert "weights() must return finite tensors; model.embed_tokens.weight has" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_is_found_wherever_it_is(value: float) -> None:
+    weights = {"counts": torch.arange(3), "first": torch.ones(2, 2), "last": torch.tensor([0.0, value, 1.0])}
+    with pytest.raises(EngineError, match="last has a value that is not finite"):
+        require_finite(weights)
 
 
 def test_the_rehearsal_names_metrics_that_a_run_skips(model: str, capsys: Capture) -> None:

@@ -68,7 +68,7 @@ def _called(config: Config, name: str, work: Any, given: Any) -> Any:
     except TimeoutError as error:
         law = f"its work has not ended after {longest_s:g} s (scheduler.state_timeout_s)"
         raise ConfigError("scheduler.states", name, law, fix) from error
-    except Exception as error:
+    except Exception as error:  # the user's work can raise anything
         kind = "" if isinstance(error, EngineError) else f"{type(error).__name__}: "
         law = f"its work failed: {kind}{message_of(error)}{place_of(error)}"
         raise ConfigError("scheduler.states", name, law, fix) from error

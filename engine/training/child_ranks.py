@@ -54,7 +54,7 @@ class ChildRanks:
             try:
                 for _ in range(count):
                     self.links.append(self._start_one())
-            except Exception as error:
+            except Exception as error:  # the thread that waits for this one raises it
                 failures.append(error)
             started.set()
             self._closed.wait()

@@ -185,7 +185,7 @@ def varlen_failure(device: torch.device, dtype: torch.dtype) -> str | None:
             ]
             pairs = zip(*results, strict=True)
             differences += [float(((one - other).norm() / one.norm()).detach()) for one, other in pairs]
-    except Exception as error:
+    except Exception as error:  # whatever a kernel raises, the call cannot be used
         return f"fails in torch {torch.__version__}: {type(error).__name__}: {error}"
     wrong = [f"{one:.1g}" for one in differences if not one <= COARSE]  # NaN, too
     return f"gives results that differ from those of sdpa by {wrong[0]}" if wrong else None

@@ -33,7 +33,7 @@ class SentLog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._link.send((None, (record.name, record.levelno, self.format(record))))
-        except Exception:
+        except Exception:  # as in every handler of logging: a record that cannot be sent must not end the rank
             self.handleError(record)
 
 

@@ -25,12 +25,14 @@ def recorded(
     header = Header(run=run, limits=limits.to_plain(), policies=PolicySet.from_names({}).names)
     recorder = MemoryRecorder(header) if directory is None else Recorder(directory, header)
     world = World(Setting(limits=limits, **setting), recorder=recorder, check=False)
-    if steps is not None:
-        until = lambda state: state.steps_trained == steps and state.ledger.running > 0  # noqa: E731
-    if until is None:
+
+    def breaks_off(state: State) -> bool:
+        return state.steps_trained == steps and state.ledger.running > 0
+
+    if steps is None and until is None:
         world.run()
     else:
-        assert world.run_until(until)
+        assert world.run_until(until or breaks_off)
         world.close()
     recorder.close()
     return read(recorder if directory is None else directory)

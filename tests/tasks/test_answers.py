@@ -7,7 +7,7 @@ import pytest
 
 from engine.errors import ConfigError
 from engine.tasks import rewards
-from engine.tasks.answers import BUILT_IN, answer_of, last_boxed, last_number
+from engine.tasks.answers import BUILT_IN, Answer, answer_of, last_boxed, last_number
 from engine.trajectory import Prompt, Trajectory
 
 PROMPT = Prompt(row=0, text="?")
@@ -115,7 +115,10 @@ def test_a_named_function_must_take_a_prompt_and_a_trajectory(tmp_path: Path, mo
     monkeypatch.setattr(sys, "path", [*sys.path])
     text = "def own(prompt, trajectory): return 'x'\ndef few(text): ...\nasync def late(prompt, trajectory): ...\n"
     (tmp_path / "my_answers.py").write_text(text)
-    named = lambda name: answer_of(f"my_answers:{name}", None, str(tmp_path), config_field="validation.sets.0.answer")  # noqa: E731
+
+    def named(name: str) -> Answer:
+        return answer_of(f"my_answers:{name}", None, str(tmp_path), config_field="validation.sets.0.answer")
+
     assert named("own")(PROMPT, Trajectory()) == "x"
     for name in ("few", "late", "none"):
         with pytest.raises(ConfigError, match=r"validation\.sets\.0\.answer"):

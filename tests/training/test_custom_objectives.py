@@ -68,8 +68,15 @@ def surrogate(terms: LossTerms) -> Any:
     return -terms.log_ratio.exp() * terms.advantages
 
 
-def zero_like(terms: Any) -> Any:
-    return 0.0 * terms.current
+def failing_backward(terms: LossTerms) -> Any:
+    losses = surrogate(terms)
+    losses.register_hook(lambda gradient: 1 / 0)
+    return losses
+
+
+def at_fresh_tokens(losses: Any) -> Callable[..., Any]:
+    """A loss without a gradient at stale tokens, and `losses` where the policies agree."""
+    return lambda terms: terms.current * 0 if terms.log_ratio.any() else losses
 
 
 @needs(entropies=True)
@@ -91,6 +98,9 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
     "another gradient": ("loss", lambda terms: torch.ones(14, requires_grad=True) * 2, "with respect to terms.current"),
     "a gradient at 0": ("loss", lambda terms: surrogate(terms) - terms.current, "needs(zero_advantages=True)"),
     "no training": ("loss", lambda terms: terms.current * 0, "a gradient of 0 at every token"),
+    "no fresh gradient": ("loss", at_fresh_tokens(torch.ones(14)), "a gradient of 0 at every token"),
+    "another fresh one": ("loss", at_fresh_tokens(torch.ones(14, requires_grad=True)), "a gradient of 0 at every"),
+    "the backward pass": ("loss", failing_backward, "raised in the backward pass: ZeroDivisionError"),
     "the pass": ("loss", lambda terms: surrogate(terms) * terms.old.mean(), "depends on the other trajectories"),
     "an exception": ("loss", lambda terms: surrogate(terms) / terms.length, "AttributeError"),
     "no reference": ("loss", lambda terms: surrogate(terms) * terms.reference, "None without trainer.reference_path"),
