@@ -1,5 +1,7 @@
-"""States before generation in a run in this process: the generator and the trainer see what their work made."""
+"""Added states in runs in this process: what generators, trainers and policies see of their work, refusals, resumes."""
 
+import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +10,9 @@ from typing import Any, ClassVar
 import pytest
 
 from engine import policies
+from engine.commands import TrainStep
+from engine.control.client import tell
+from engine.control.requests import Drain, Operation, Stop
 from engine.errors import DataFailure, RunFailed
 from engine.protocols import Batch, GroupWork, PublishedWeights
 from engine.record import read
@@ -198,3 +203,58 @@ def test_a_run_whose_batch_or_weights_were_refused_inspects_them_again_after_a_r
     first = [("weights", 0), ("batch", 0)] if refused == "batch" else []
     assert Guard.passed == [*first, ("weights", 2), ("batch", 1), ("weights", 4)]
     assert replay(read(tmp_path / "schedule")).identical
+
+
+class Halting:
+    """The third work asks the run to end; if the run stops at once, this work never ends."""
+
+    ending: ClassVar[Operation | None] = None
+    run_dir: ClassVar[Path]
+    began: ClassVar[list[Any]] = []
+
+    def enters(self, view: Any, subject: Any) -> bool:
+        return True
+
+    async def work(self, given: TrajectoryGroup | Batch | PublishedWeights) -> Any:
+        subject = given.group if isinstance(given, TrajectoryGroup) else getattr(given, "step", given)
+        Halting.began.append(subject)
+        ending = Halting.ending
+        if ending is not None and len(Halting.began) == 3:
+            Halting.ending = None
+            await asyncio.to_thread(tell, Halting.run_dir, "the run", ending)
+            if isinstance(ending, Stop):
+                await asyncio.Event().wait()
+        return given if isinstance(given, TrajectoryGroup) else None
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "halting-first": {"machine": "group", "phase": "waiting", "between": ("queued", "generating")},
+    "halting-last": {"machine": "group", "phase": "parked", "between": ("generated", "batched")},
+    "halting-batches": {"machine": "step", "between": ("scoring", "training")},
+    "halting-weights": {"machine": "step", "between": ("publishing", "finished")},
+}
+for state, place in PLACES.items():
+    policies.add_state(state=state, policy=Halting, **place)
+
+
+@pytest.mark.parametrize("ending", [Stop(reason="now"), Drain(reason="soon")], ids=["stop", "drain"])
+@pytest.mark.parametrize("state", PLACES)
+def test_a_run_that_ends_while_a_state_works_continues_with_nothing_done_twice(
+    tmp_path: Path, state: str, ending: Operation
+) -> None:
+    def halted(**options: Any) -> RunResult:
+        limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=1,
+                        added_states=policies.added_states((state,)))  # fmt: skip
+        return run(generators=lambda replica: Named(), trainer=Pages(), prompts=["?"] * 12, limits=limits, samples=2,
+                   run_dir=tmp_path, control_port=0, **options)  # fmt: skip
+
+    Halting.ending, Halting.run_dir, Halting.began = ending, tmp_path, []
+    assert halted().outcome == "stopped" and Halting.ending is None
+    assert halted(resume=True).groups == {"consumed": 12, "filtered": 0, "dropped": 0, "failed": 0}
+    record = read(tmp_path / "schedule")
+    assert replay(record).identical
+    orders = [command for tick in record.ticks() for command in tick.commands if isinstance(command, TrainStep)]
+    batches = {order.step: order.groups for order in orders}
+    assert sorted(group for groups in batches.values() for group in groups) == [*range(12)]
+    repeated = [subject for subject, times in Counter(map(str, Halting.began)).items() if times > 1]
+    assert len(repeated) == isinstance(ending, Stop), "only what the stop interrupted"
