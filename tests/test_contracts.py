@@ -175,9 +175,21 @@ class Endless(EMBED.Guesser):  # type: ignore[misc]
         return found
 
 
+class Aborting(EMBED.Guesser):  # type: ignore[misc]
+    """Is aborted on its own, again and again, or when it should end."""
+
+    async def generate(self, work: GroupWork) -> Generated:
+        found: Generated = await super().generate(work)
+        for trajectory in found.group.trajectories:
+            trajectory.finish_reason = ""
+        return Generated(group=found.group, aborted=True)
+
+
 @pytest.mark.parametrize(
     ("generator", "test", "words"),
     [
+        (Aborting, "test_an_aborted_group_resumes_from_its_prefix", "must not be aborted again"),
+        (Aborting, "test_a_truncated_group_ends", "must finish the group, not abort it"),
         (Unfinished, "test_it_generates_a_whole_group", "0 trajectories, not the 2 asked for"),
         (Forgetful, "test_new_weights_mark_the_tokens_that_they_sample", "have version 0, but it must be 1"),
         (Endless, "test_an_aborted_group_resumes_from_its_prefix", "must keep the tokens of GroupWork.partial"),
@@ -220,12 +232,34 @@ class Silent(Learner):
         return "done"
 
 
+class Wordy(Learner):
+    def train(self, batch: Batch) -> Any:
+        return {"loss": "low"}
+
+
+class Numbering(Learner):
+    def train(self, batch: Batch) -> Any:
+        return {0: 1.0}
+
+
+class Idle(Learner):
+    def train(self, batch: Batch) -> Any: ...
+
+
+class Unwritten(Learner):
+    def save(self, directory: str, step: int) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("trainer", "test", "words"),
     [
         (Sharing, "test_weights_are_a_named_copy", "must return a copy"),
         (Nameless, "test_weights_are_a_named_copy", "name each tensor by a text, not 0"),
         (Amnesiac, "test_a_checkpoint_restores_the_weights_and_the_next_step", "must be those of the saved trainer"),
+        (Idle, "test_weights_are_a_named_copy", "must change the weights with each batch"),
+        (Unwritten, "test_a_checkpoint_restores_the_weights_and_the_next_step", "must write its files"),
+        (Wordy, "test_train_returns_metrics", "the metric 'loss' must be a number, not 'low'"),
+        (Numbering, "test_train_returns_metrics", "the name of a metric must be a str, not 0"),
         (Silent, "test_train_returns_metrics", "must return a dict of metrics or None, not str"),
     ],
 )
@@ -274,7 +308,7 @@ def test_work_that_changes_tokens_is_refused_with_the_law(own: None) -> None:
         contract.test_work_changes_only_what_it_may()
 
 
-def test_the_law_that_a_policy_breaks_is_named(own: None) -> None:
+def test_the_law_that_a_policy_or_a_state_breaks_is_named(own: None) -> None:
     @policies.register("admission", "greedy")
     class Greedy:
         def admit(self, view: Any, legal: int) -> int:
@@ -284,6 +318,18 @@ def test_the_law_that_a_policy_breaks_is_named(own: None) -> None:
     contract.decision, contract.name = "admission", "greedy"
     with pytest.raises(AssertionError, match="breaks a law in a simulated run"):
         contract.test_simulated_runs_keep_every_law()
+
+    class Hesitant:
+        def enters(self, view: Any, group: Any) -> Any:
+            return "perhaps"
+
+    policies.add_state(
+        machine="group", state="hesitating", phase="parked", between=("generated", "batched"), policy=Hesitant
+    )
+    state = StateContract()
+    state.state = "hesitating"
+    with pytest.raises(AssertionError, match="breaks a law in a simulated run"):
+        state.test_simulated_runs_keep_every_law()
 
 
 def test_the_contract_of_a_state_that_is_not_registered_says_so() -> None:

@@ -104,8 +104,8 @@ def test_every_field_that_replaces_another_system_s_exists() -> None:
         ({"actor_rollout_ref": {"actor": {"megatron": {"seed": 1}}}}, "actor.megatron.* of verl has no counterpart"),
         ({"critic": {"strategy": "fsdp"}}, "critic.* of verl has no counterpart"),
         ({"trainer": {"lr": 1}}, "did you mean trainer.learning_rate? (actor_rollout_ref.actor.optim.lr of verl)"),
-        ({"scheduler": {"num_generations": 8}}, "did you mean scheduler.samples_per_prompt? (num_generations of TRL)"),
-        ({"scheduler": {"path": 1}}, "unknown key; did you mean"),
+        ({"trainer": {"num_generations": 8}}, "did you mean scheduler.samples_per_prompt? (num_generations of TRL)"),
+        ({"trainer": {"n": 8}}, "trainer.n is 8: unknown key; use one of "),
         ({"trainer": {"learning_rat": 1}}, "did you mean trainer.learning_rate?"),
     ],
 )
