@@ -33,7 +33,6 @@ from engine.events import (
     Event,
     GroupGenerated,
     OrderDone,
-    ProcessLost,
     ProcessUp,
     ReplicaLeaves,
     ReplicasWanted,
@@ -395,50 +394,6 @@ def test_a_scheduler_rebuilt_from_the_record_has_its_open_orders_and_reaches_the
     world = Forgetful(setting, PolicySet.from_names(names), range(20, 400, 40), 1, recorder, snapshot_every)
     world.run()
     assert world.life >= 4
-
-
-ARRIVE = {row.subject for row in RELATIONS.values() if row.answers == (OrderDone,)}
-ENDED_WITH_THE_RUN = {"group", "park", "truncate", "sync", "start", "stop", "timer", "stage", "draw", "rows", "probe"}
-"""What a run that has all its steps does not wait for: groups that no step takes, replicas, probes, prompts
-nobody needs, and the other rows of a validation that its last event ended."""
-
-
-class Ending(World):
-    """`left`: what was open as the run finished, but for what its last event answered."""
-
-    open: dict[int, Order]
-    left: list[Order]
-
-    def _observe(self, tick: Tick) -> None:
-        super()._observe(tick)
-        orders = self.scheduler.state.orders
-        if self.scheduler.state.outcome is None:
-            self.open = {order.number: order for order in orders.all()}
-            return
-        assert len(orders) == 0
-        answered = {order.number for matched in orders.matched.values() for order in matched}
-        lost = [event for event in tick.events if isinstance(event, ProcessLost) and event.kind == TRAINER]
-        done = {("publish", event.published) for event in lost}  # what its loss reports counts as done
-        done |= {("checkpoint", steps) for event in lost for steps in event.saved}
-        answered |= {order.number for order in self.open.values() if (order.subject, order.id) in done}
-        self.left = [order for number, order in self.open.items() if number not in answered]
-
-
-@settings(max_examples=50)
-@given(
-    limits=limits(), names=any_policies(), seed=st.integers(0, 2**31), replicas=st.integers(1, 3),
-    prompts=st.integers(1, 40), rough=st.booleans(),
-)  # fmt: skip
-def test_nothing_that_must_be_done_is_open_as_a_run_finishes(
-    limits: Limits, names: dict[str, str], seed: int, replicas: int, prompts: int, rough: bool
-) -> None:
-    setting = Setting(
-        limits=limits, replicas=generating(limits, replicas), prompts=prompts, seed=seed,
-        faults=ROUGH if rough else Faults(),
-    )  # fmt: skip
-    world = Ending(setting, PolicySet.from_names(names))
-    if world.run().outcome == "finished":
-        assert {order.subject for order in world.left} <= ARRIVE | ENDED_WITH_THE_RUN
 
 
 def test_an_event_of_an_older_life_answers_nothing() -> None:

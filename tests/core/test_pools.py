@@ -1,5 +1,6 @@
 """Tasks that share hardware take turns on it; those that do not, overlap. Each line is one fact or one order."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -311,18 +312,16 @@ def test_unlawful_pools_are_refused(pools: tuple[Pool, ...], more: dict[str, boo
         Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=2, pools=pools, **more)  # type: ignore[arg-type]
 
 
-def worlds(count: int, faults: Faults | None = None, **limits: Any) -> list[World]:
+def worlds(count: int, faults: Faults | None = None, **limits: Any) -> Iterator[World]:
     pools = (Pool(tasks=("rollout", "train"), replicas=(0, 1)),)
     figures = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, pools=pools, **limits)
-    return [
-        World(Setting(limits=figures, replicas=2, prompts=20, seed=seed, faults=faults or Faults()))
-        for seed in range(count)
-    ]
+    for seed in range(count):
+        yield World(Setting(limits=figures, replicas=2, prompts=20, seed=seed, faults=faults or Faults()))
 
 
 def test_validations_that_fail_do_not_hold_up_training() -> None:
     validation = ValidationLimits(rows=12, rows_per_slot=1, every=1)
-    for world in worlds(40, Faults(fail_rows=0.3), validation=validation, infrastructure_attempts=2):
+    for world in worlds(10, Faults(fail_rows=0.3), validation=validation, infrastructure_attempts=2):
         assert world.run().outcome == "finished"
 
 

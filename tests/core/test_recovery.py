@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import InvariantViolated, RecordError
@@ -20,7 +20,7 @@ from engine.states.limits import Limits
 from tests.core.added_states import CHECKING
 from tests.core.adversary import Adversary
 from tests.core.states import require_same_state
-from tests.core.test_laws import ANY, any_policies, limits
+from tests.core.test_laws import any_policies, limits
 
 
 def world(prompts: int = 12, slots: int = 4, replicas: int = 1, **figures: object) -> Adversary:
@@ -67,57 +67,6 @@ def test_wherever_a_run_is_cut_it_ends_as_if_it_had_not_been(
     assert outcome.outcome == "finished", outcome
     report = replay(read(made.recorder))
     assert report.identical and report.events == made.driver.events_handled
-
-
-@settings(max_examples=60)
-@given(
-    limits=limits(), names=any_policies(), resume=st.sampled_from(["longest", "nearest-end", "fewest-unfinished"]),
-    prompts=st.integers(4, 40), slots=st.integers(1, 4), replicas=st.integers(1, 2),
-    rounds=st.lists(
-        st.tuples(st.lists(ANY, max_size=40), st.integers(1, 4), st.integers(2, 5), st.lists(ANY, max_size=12)),
-        min_size=1, max_size=3,
-    ),
-)  # fmt: skip
-def test_a_restored_scheduler_decides_as_the_one_it_was_taken_from(
-    limits: Limits, names: dict[str, str], resume: str, prompts: int, slots: int, replicas: int,
-    rounds: list[tuple[list[int], int, int, list[int]]],
-) -> None:  # fmt: skip
-    """From any point on, also after resumes that lost prefixes by which parked groups are ordered."""
-    made = Adversary(limits, PolicySet.from_names({**names, "resume": resume}), prompts, slots)
-    replicas = max(replicas, limits.validators().stop)
-    for id in range(replicas):
-        made.join(id)
-    for before, tokens, gap, after in rounds:
-        take_actions(made, before)
-        let_arrive(made)
-        for replica, group in made.running():
-            replica.sample(group, tokens + group % 3)
-            replica.keep_prefix(group)
-        let_arrive(made)
-        if made.driver.outcome is not None and made.driver.outcome.outcome == "finished":
-            break
-        made.crash(replicas, kept=True, missing=lambda group, gap=gap: group % gap == 1)
-        take_actions(made, after)
-        if made.driver.outcome is None:
-            made.restore_twin()
-    assert made.complete().outcome == "finished"
-
-
-def let_arrive(made: Adversary) -> None:
-    """Every message arrives, and prompts are drawn, so that slots are busy."""
-    while made.driver.outcome is None and (made.sources() or made.addressees() or made.draws):
-        for source in made.sources():
-            made.arrive_up(source)
-        for id in made.addressees():
-            made.arrive_down(id)
-        if made.draws and made.driver.outcome is None:
-            made.draw()
-
-
-def take_actions(made: Adversary, choices: list[int]) -> None:
-    for choice in choices:
-        if made.driver.outcome is not None or not made.act_once(choice):
-            return
 
 
 def test_what_the_checkpoint_does_not_hold_is_done_again_and_nothing_else() -> None:

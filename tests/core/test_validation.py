@@ -1,7 +1,7 @@
 """Validation runs: when they are due, what they hold and what they leave alone, and that each ends once, whatever
 happens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -518,9 +518,8 @@ def test_a_validation_that_takes_for_ever_delays_nobody_else(own_from: int | Non
     assert reported == [0, 8]
 
 
-def worlds(count: int) -> list[World]:
+def worlds(count: int) -> Iterator[World]:
     """Small rough worlds with a validation of every version."""
-    made = []
     for seed in range(count):
         validation = ValidationLimits(
             rows=13, rows_per_slot=3, every=1 + seed % 2, replicas=1 + seed % 2, own_from=3 if seed % 3 == 0 else None,
@@ -532,8 +531,7 @@ def worlds(count: int) -> list[World]:
         )  # fmt: skip
         faults = Faults(die=0.02, lose=0.1, duplicate=0.2, fail_rows=0.1, fail_sync=0.05)
         setting = Setting(limits=limits, replicas=3, slots=2, prompts=42, seed=seed, faults=faults, train_s=5.0)
-        made.append(World(setting, PolicySet.from_names({"sync": ("rolling", "together")[seed % 2]})))
-    return made
+        yield World(setting, PolicySet.from_names({"sync": ("rolling", "together")[seed % 2]}))
 
 
 def versions_are_retired_under_their_validation(monkeypatch: pytest.MonkeyPatch) -> None:

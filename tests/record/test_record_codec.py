@@ -7,7 +7,7 @@ from math import inf, nan
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from record_samples import COMMAND_CLASSES, EVENT_CLASSES, commands, event, events, objects
 
@@ -27,6 +27,7 @@ TRAIN = TrainStep(step=0, attempt=1, groups=(1, 2), staleness=(0, 1), cause=9)
 
 
 @pytest.mark.parametrize("cls", EVENT_CLASSES, ids=lambda cls: cls.__name__)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_every_event_comes_back(cls: type[Event], data: st.DataObject) -> None:
     before = data.draw(objects(cls))
@@ -35,6 +36,7 @@ def test_every_event_comes_back(cls: type[Event], data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("cls", COMMAND_CLASSES, ids=lambda cls: cls.__name__)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_every_command_comes_back(cls: type[Command], data: st.DataObject) -> None:
     before = data.draw(objects(cls))
