@@ -7,7 +7,6 @@ and against the judge's true books.
 from collections import deque
 from collections.abc import Callable
 from copy import copy
-from functools import partial
 from typing import Any
 
 from engine.commands import (
@@ -445,22 +444,6 @@ class Adversary:
                 ledger = self.scheduler.state.ledger
                 raise AssertionError(f"liveness: nothing can happen any more; {ledger.count}, drawn {ledger.drawn}")
         raise AssertionError(f"liveness: not ended after {patience} actions; {self.scheduler.state.ledger.count}")
-
-    def act_once(self, choice: int) -> bool:
-        """One of the things that can happen; False where that is nothing."""
-        may: list[Callable[[], object]] = [
-            *(partial(self.arrive_up, source) for source in self.sources()),
-            *(partial(self.arrive_down, id) for id in self.addressees()),
-            *(replica.sync for replica in self.syncing()),
-            *(partial(replica.finish, group) for replica, group in self.running() if not replica.frozen),
-            *(partial(replica.measure, chunk) for replica, chunk in self.measuring()),
-            *(worker.do for worker in self.working()),
-            *([self.draw] if self.draws else []),
-        ]
-        if not may:
-            return self.act()
-        may[choice % len(may)]()
-        return True
 
     def act(self) -> bool:
         """Everything that can happen now, once; False where that is nothing."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_engines import forked_engines
 from gateway_rig import CONTEXT, Rig, tokenizer
 from openai import AsyncOpenAI
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -44,7 +45,8 @@ def test_turns_are_kept_with_vllms_own_tokens_logprobs_and_versions(tmp_path: Pa
     first.save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     engine_args = ENGINE_ARGS | {"max_model_len": CONTEXT}
-    backend = VllmBackend(str(tmp_path), rows=4, engine_args=engine_args, structures=True)
+    with forked_engines():
+        backend = VllmBackend(str(tmp_path), rows=4, engine_args=engine_args, structures=True)
 
     async def agent(client: AsyncOpenAI, prompt: Prompt) -> None:
         messages: list[Any] = [{"role": "user", "content": prompt.text}]

@@ -2,22 +2,19 @@
 
 import asyncio
 import contextlib
-import ctypes
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 from backends import CONTEXT, WIDE, build
+from forked_engines import Forked, forked_engines, serve
 from gate import Gate
 from transformers import PreTrainedModel
 from vllm_arguments import ONE_PROCESS
@@ -26,7 +23,6 @@ from vllm_engines import gated
 from engine.tasks.arithmetic import ALPHABET
 from engine.tasks.tokenizer import save_character_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
 KEY = "a-key"
 NAME = "tiny"
 QUIET = {
@@ -44,10 +40,6 @@ def model(seed: int = 0) -> PreTrainedModel:
     return build("qwen2", seed, **WIDE)
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
 class VllmServer:
     """`vllm serve` on any free port, with the model of `directory` and every route there is.
 
@@ -63,32 +55,27 @@ class VllmServer:
         self.gate = Gate(directory / f"{port}.gate")
         self.gate.open()
         held = gated(directory / f"{port}.gate")
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory)]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME, "--api-key", key]
-        command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", str(CONTEXT), "--max-num-seqs", "16"]
-        command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-        command += ["--distributed-executor-backend", ONE_PROCESS, "--scheduler-cls", held["scheduler_cls"]]
-        command += ["--additional-config", json.dumps(held["additional_config"])]
-        command += [
+        arguments = ["--model", str(directory)]
+        arguments += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME, "--api-key", key]
+        arguments += ["--enforce-eager", "--dtype", "float32", "--max-model-len", str(CONTEXT), "--max-num-seqs", "16"]
+        arguments += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+        arguments += ["--distributed-executor-backend", ONE_PROCESS, "--scheduler-cls", held["scheduler_cls"]]
+        arguments += ["--additional-config", json.dumps(held["additional_config"])]
+        arguments += [
             "--enable-scale-out",
             "--worker-extension-cls",
             "engine.rollout.vllm.worker_extension.WeightsExtension",
         ]
+        environment = QUIET | ({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if lora_rank else {})
         if lora_rank:
-            command += ["--enable-lora", "--max-lora-rank", str(lora_rank)]
-        path = f"{ROOT}:{Path(__file__).parent}"
-        owner = f"{os.getpid()}:{directory / 'left'}"  # its engine watches this process, and ends with it
-        environment = os.environ | QUIET | {"PYTHONPATH": path, "STEP_ENGINE_VLLM_OWNER": owner}
-        environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if lora_rank else {}
-        with self._log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, env=environment, stdout=output, stderr=output, start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )  # fmt: skip
+            arguments += ["--enable-lora", "--max-lora-rank", str(lora_rank)]
+        self.process = Forked(target=serve, args=(arguments, environment, self._log))
+        with forked_engines():
+            self.process.start()
 
     def until_up(self) -> None:
         gone = threading.Event()
-        threading.Thread(target=lambda: (self.process.wait(), gone.set()), daemon=True).start()
+        threading.Thread(target=lambda: (wait([self.process.sentinel]), gone.set()), daemon=True).start()
         while not _answers(self.url):
             assert not gone.wait(0.5), self._log.read_text()[-3000:]
 
@@ -99,9 +86,8 @@ class VllmServer:
         return sum(int(float(line.split()[-1])) for line in lines if line.startswith("vllm:generation_tokens_total"))
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self.process.kill()
+        self.process.join()
 
 
 @contextlib.contextmanager

@@ -479,7 +479,7 @@ def test_a_run_over_two_servers_updates_both_under_running_groups(
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(run_plan, plan)
         while held.tokens_sampled() < before + 10:
-            assert held.process.poll() is None and not running.done()
+            assert held.process.is_alive() and not running.done()
         free.gate.open()
         result = running.result()
     assert (result.outcome, result.steps, result.version) == ("finished", STEPS, STEPS)

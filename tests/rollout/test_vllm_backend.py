@@ -133,14 +133,15 @@ def test_two_replicas_of_two_slots_end_six_requests_with_exactly_their_tokens(mo
 
 
 OWNER = """
-import sys, tempfile, psutil
+import sys, psutil
 sys.path[:0] = {folders!r}
-import vllm_engines
 from backends import WIDE, build
+from engine.rollout.vllm.vllm_backend import VllmBackend
 from vllm_arguments import ENGINE_ARGS
 if __name__ == "__main__":
     two = ENGINE_ARGS | {{"distributed_executor_backend": "mp"}}  # the worker in a process of its own
-    backend = vllm_engines.start(build("qwen2", **WIDE), engine_args=two)
+    build("qwen2", **WIDE).save_pretrained({model!r})
+    backend = VllmBackend({model!r}, rows=8, engine_args=two)
     print(backend.staging, *(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
     sys.stdin.read()
 """
@@ -149,7 +150,8 @@ if __name__ == "__main__":
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
     script = tmp_path / "owner.py"
-    script.write_text(OWNER.format(folders=[str(folder) for folder in Path(__file__).parents[:2]]))
+    folders = [str(folder) for folder in Path(__file__).parents[:2]]
+    script.write_text(OWNER.format(folders=folders, model=str(tmp_path / "model")))
     process = subprocess.Popen(
         [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         text=True, cwd=Path(__file__).parents[2], env={**os.environ, "PYTHONPATH": os.getcwd()},

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from forked_engines import forked_engines
 from gate import Counted, Gate
 from transformers import PreTrainedModel
 from vllm_arguments import ENGINE_ARGS
@@ -40,7 +41,8 @@ def start(model: PreTrainedModel, **options: Any) -> Any:
     gate = Path(directory.name) / "gate"
     arguments = ENGINE_ARGS | gated(gate)
     before = processes()
-    backend = Held(directory.name, **{"rows": ROWS, "engine_args": arguments, **options})
+    with forked_engines():
+        backend = Held(directory.name, **{"rows": ROWS, "engine_args": arguments, **options})
     backend.gate = Gate(gate)
     backend.process = min(processes() - before)
     STARTED.append(backend)
