@@ -600,7 +600,7 @@ WRONG = [
 
 
 def test_worlds_with_validations_keep_every_law() -> None:
-    for world in worlds(12):
+    for world in worlds(6):
         world.run()
 
 

@@ -25,7 +25,7 @@ from engine.plans.run_inputs import inputs_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
-PROMPTS, SAMPLES, STEPS = 24, 2, 6
+PROMPTS, SAMPLES, STEPS = 16, 2, 4
 
 
 def configured(

@@ -51,13 +51,13 @@ def test_sync(times: dict[str, float]) -> None:
 
 
 @given(times=TIMES)
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_one_step_off(times: dict[str, float]) -> None:
     definitions.is_one_step_off(course_in_world("one_step_off", times))
 
 
 @given(times=TIMES, layout=st.sampled_from(LAYOUTS))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_generate_ahead(times: dict[str, float], layout: str) -> None:
     course = course_in_world("generate_ahead", times, *variants("generate_ahead")[layout])
     definitions.is_generate_ahead(course, ahead=2)
@@ -70,7 +70,7 @@ def test_generation_is_ahead_of_a_slow_trainer_by_as_many_batches_as_it_may() ->
 
 
 @given(times=TIMES, staleness=st.sampled_from([2, 3]))
-@settings(max_examples=40)
+@settings(max_examples=20)
 @example(times={"seed": 0, "train_s": 5.0, "mean_tokens": 20.0}, staleness=2)
 def test_partial_rollout(times: dict[str, float], staleness: int) -> None:
     """With S = 2, the staleness bound leaves slots empty: fewer groups run than K allows, because others are ready."""
@@ -88,7 +88,7 @@ def test_partial_rollout_goes_on_with_what_it_interrupted() -> None:
 
 
 @given(times=TIMES)
-@settings(max_examples=25)
+@settings(max_examples=20)
 def test_fully_async(times: dict[str, float]) -> None:
     course = course_in_world("fully_async", times)
     definitions.is_fully_async(course, staleness=2)
@@ -103,7 +103,7 @@ def test_fully_async_trains_out_of_order() -> None:
 
 
 @given(times=TIMES, preset=st.sampled_from(sorted(SIZES)))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_bounds_hold_under_faults(times: dict[str, float], preset: str) -> None:
     course = course_in_world(preset, times, faults=FAULTS)
     staleness = configured(preset, CONFIGS).scheduler.max_staleness_steps
@@ -111,7 +111,7 @@ def test_bounds_hold_under_faults(times: dict[str, float], preset: str) -> None:
 
 
 @given(times=TIMES, mode=st.sampled_from(sorted(STREAMS)))
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_stream(times: dict[str, float], mode: str) -> None:
     overrides = variants("stream")[mode]
     course = course_in_world("stream", times, *overrides)

@@ -138,7 +138,7 @@ def test_no_replica_waits_for_another_to_take_new_weights() -> None:
 
 
 @given(seed=st.integers(0, 2**31), every=st.integers(1, 4), prompts=st.integers(1, 40), batch=st.integers(1, 5))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_the_end_of_the_data_ends_the_run_with_everything_trained(
     seed: int, every: int, prompts: int, batch: int
 ) -> None:

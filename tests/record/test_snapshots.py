@@ -58,7 +58,7 @@ def a_world(seed: int, figures: Limits, names: dict[str, str], recorder: MemoryR
     return World(setting, PolicySet.from_names(names), recorder, check=False)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(limits=limits(), names=any_policies(), seed=st.integers(0, 2**31), share=st.floats(0, 1))
 def test_from_any_point_on_it_decides_as_the_other_would_have(
     limits: Limits, names: dict[str, str], seed: int, share: float
