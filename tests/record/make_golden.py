@@ -45,7 +45,8 @@ def sample(cls: type[Any]) -> dict[str, Any]:
     values = {int: 300, float: 0.25, bool: True, str: "grund: ±", tuple[int, ...]: (1, 200, 70_000)}
     values[tuple[float, ...]] = (0.25, -1.0)
     hints = get_type_hints(cls)
-    names = [f.name for f in fields(cls) if f.default != -1 and f.name not in ("at", "tag")]
+    given = [f.name for f in fields(cls) if f.default != -1 or f.name == "number"]
+    names = [name for name in given if name not in ("at", "tag")]
     return {name: values[hints[name]] for name in names if not (name == "cause" and hints[name] is int)}
 
 
