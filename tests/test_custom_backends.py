@@ -121,6 +121,11 @@ class Renamed(Trainer):
         return {f"module.{name}": value for name, value in super().weights().items()}
 
 
+class Headed(Trainer):
+    def weights(self):
+        return super().weights() | {"value_head.weight": torch.ones(2)}
+
+
 class Broken(Trainer):
     def weights(self):
         weights = super().weights()
@@ -155,6 +160,18 @@ class Quitter(Trainer):
 class Short(Generator):
     async def sample(self, work, weights, version):
         return [*await super().sample(work, weights, version)][1:]
+
+
+class Promptless(Generator):
+    async def sample(self, work, weights, version):
+        return [response(self.answer, version=version) for _ in range(work.samples)]
+
+
+class Foreign(Generator):
+    async def sample(self, work, weights, version):
+        found = await super().sample(work, weights, version)
+        found[1].token_ids[0] = 1_000_000
+        return found
 
 
 class Mute(Generator):
@@ -237,6 +254,13 @@ def test_check_names_what_a_class_lacks_with_the_expected_signature(
     assert str(caught.value).startswith(f"{section}.")
 
 
+def test_a_simple_generator_whose_sample_is_no_coroutine_is_refused(model: str) -> None:
+    with open("mine.py", "a", encoding="utf-8") as module:
+        module.write("class Blocking(SimpleGenerator):\n    def sample(self, work, weights, version): return []\n")
+    with pytest.raises(ConfigError, match=r"Blocking must define: async def sample\(self, work, weights, version"):
+        check_config(load_config(configured(model, rollout={"backend": "mine:Blocking"})))
+
+
 def test_an_agent_with_a_custom_generator_is_refused(model: str) -> None:
     with pytest.raises(ConfigError, match="is set too, but a custom generator runs whole rollouts"):
         load_config(configured(model, rollout=OWN, agent={"rollout": "mine:a_function"}))
@@ -268,11 +292,14 @@ def test_check_rehearses_the_examples_on_one_group(model: str, capsys: Capture) 
         ("trainer", {"backend": "mine:Nameless"}, "a name is 0, not a text"),
         ("trainer", {"backend": "mine:Doubled"}, "is a float64 tensor, not a dense one of float32, bfloat16, float16"),
         ("trainer", {"backend": "mine:Renamed"}, "model.layers.0.input_layernorm.weight is missing"),
+        ("trainer", {"backend": "mine:Headed"}, "value_head.weight is not a tensor of the model"),
         ("trainer", {"backend": "mine:Broken"}, "model.embed_tokens.weight has a value that is not finite"),
         ("trainer", {"backend": "mine:Unsaved"}, "save() wrote no file into the directory that it was given"),
         ("trainer", {"backend": "mine:Quitter"}, "cannot train a group: SystemExit: 3 (mine.py:"),
         ("trainer", {"backend": "mine:Counted"}, "train() returned a value of type int, not a dict of metrics or None"),
         ("rollout", {**OWN, "backend": "mine:Short"}, "generate() returned 1 trajectories, not the 2 asked for"),
+        ("rollout", {**OWN, "backend": "mine:Promptless"}, "trajectory 0 has no prompt_ids; use setup.prompt_ids(work"),
+        ("rollout", {**OWN, "backend": "mine:Foreign"}, "trajectory 1 has the token id 1000000, but the model has"),
         ("rollout", {**OWN, "backend": "mine:Mute"}, "LookupError: no such service (mine.py:"),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Any
 from engine.config import Config
 from engine.config.custom_classes import generator_class
 from engine.config.pools import rewarding
-from engine.config.prompts import renderer_of, stop_ids_of
+from engine.config.prompts import model_config, renderer_of, stop_ids_of
 from engine.config.validation import SetSettings, validation_sets
 from engine.errors import DataFailure, EngineError
 from engine.ids import GroupId, ReplicaId, Version
@@ -30,6 +30,7 @@ from engine.protocols import (
 )
 from engine.rollout.scoring import Grader, first_failure
 from engine.runtime.plan import Rollout
+from engine.trajectory import TrajectoryGroup
 from engine.workers.group_reports import Versions, check_generated
 
 TRAINING = ""
@@ -61,7 +62,7 @@ def make_custom_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> R
     for one in sets:
         judge = own_reward(config, one, reward, inputs.local)
         graders[one.name] = Grader(tokenizer, judge, timeout_s=timeout_s)
-    generator = CustomGenerator(own, graders)
+    generator = CustomGenerator(own, graders, None if config.trainer.custom else model_config(model).vocab_size)
     answers = answers_of_sets(config, judge_of(config, inputs.reward, inputs.local), inputs.local)
     return Rollout(generator=generator, evaluator=generator, answers=answers)
 
@@ -72,19 +73,34 @@ def _sampling_of(one: SetSettings, training: SamplingSettings) -> SamplingSettin
 
 
 class CustomGenerator:
-    """A generator of the user that may leave texts and rewards to the engine. `graders`: by validation set."""
+    """A generator of the user that may leave texts and rewards to the engine. `graders`: by validation set.
+    `vocabulary`: number of token ids that the trainer's model has; None: only the trainer knows what it can train."""
 
-    def __init__(self, generator: Generator, graders: Mapping[str, Grader]) -> None:
+    def __init__(self, generator: Generator, graders: Mapping[str, Grader], vocabulary: int | None) -> None:
         self._generator = generator
         self._graders = graders
+        self._vocabulary = vocabulary
 
     async def generate(self, work: GroupWork) -> Generated:
         """Raises: what the class and the reward raise."""
         generated = await self._generator.generate(work)
         if _is_sound(work, generated) and not generated.aborted:
+            self._require_trainable(generated.group)
             work.finished(work.samples)  # the replica gets its next group while this one is scored
             await self._graders[work.validation_set].score(generated.group, work.progress)
         return generated
+
+    def _require_trainable(self, group: TrajectoryGroup) -> None:
+        """Raises: `EngineError` for tokens that the built-in trainer's model cannot read."""
+        if self._vocabulary is None:
+            return
+        for index, trajectory in enumerate(group.trajectories):
+            if not trajectory.prompt_ids:
+                raise EngineError(f"trajectory {index} has no prompt_ids; use setup.prompt_ids(work.prompt)")
+            largest = max(*trajectory.prompt_ids, *trajectory.token_ids)
+            if largest >= self._vocabulary:
+                law = f"but the model has only those below {self._vocabulary}"
+                raise EngineError(f"trajectory {index} has the token id {largest}, {law}")
 
     async def abort(self, groups: Sequence[GroupId]) -> None:
         await self._generator.abort(groups)

@@ -60,7 +60,16 @@ def _problem(ours: Shapes, weights: Any) -> str:
     difference = first_difference(ours, {name: tuple(value.shape) for name, value in weights.items()})
     if difference:
         return difference.replace("has shape None, but", "is missing; it has shape")
+    for name, value in weights.items() if ours else ():
+        if name not in ours and not any(_is_same(value, weights[other]) for other in ours if other in weights):
+            return f"{name} is not a tensor of the model"
     return _not_finite(weights)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two tensors are one tensor with two names, which the model ties."""
+    alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+    return alike and bool(one.equal(other))
 
 
 def require_finite(weights: Any) -> None:

@@ -4,6 +4,7 @@ For more (prefixes that survive an abort, requests frozen in place), implement a
 """
 
 import asyncio
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,6 +51,11 @@ class SimpleGenerator:
         """The result of the trainer's `weights()` for `version`; None at version 0."""
         self._staged: dict[Version, Any] = {}
         self._sampling: dict[GroupId, asyncio.Future[Sequence[Trajectory]]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if not inspect.iscoroutinefunction(cls.sample):
+            raise TypeError(f"{cls.__name__} must define: async def sample(self, work, weights, version)")
 
     async def sample(self, work: GroupWork, weights: Any, version: Version) -> Sequence[Trajectory]:
         """Sample and score `work.samples` trajectories (`response` makes one) under `weights`, which are `version`.
