@@ -139,7 +139,7 @@ class Measured:
     train_s: float
     bound_s: float
     accuracy: float
-    """Accuracy of the last weights on held-out prompts."""
+    """Accuracy of the last weights on validation prompts."""
     workers: float
     """K over the slots of all replicas."""
     trained: float

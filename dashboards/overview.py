@@ -43,7 +43,7 @@ def overview() -> Dashboard:
             "Should rise over many steps. A sudden fall is a collapse. A flat line at the highest reward means that "
             "the prompts are too easy.",
             "short",
-            {"mean reward": of(names.REWARD), "held-out accuracy": of(names.ACCURACY)},
+            {"mean reward": of(names.REWARD), "validation accuracy": of(names.ACCURACY)},
             low=None,
         )
     )

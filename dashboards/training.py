@@ -188,8 +188,8 @@ def training() -> Dashboard:
     )
     page = page.with_panel(
         graph(
-            "Accuracy on held-out prompts, and in training",
-            "Rises. Far lower on held-out prompts than in training: the policy learns its prompts, not the task.",
+            "Accuracy on validation prompts, and in training",
+            "Rises. Far lower on validation prompts than in training: the policy learns its prompts, not the task.",
             "percentunit",
             {"held out": of(names.ACCURACY), "in training": figure("accuracy")},
             high=1.0,
@@ -281,7 +281,7 @@ def training() -> Dashboard:
     )
     page = page.with_panel(
         graph(
-            "Held-out rows measured per second",
+            "Validation rows measured per second",
             "0 between validations. Steady during a validation.",
             "suffix: rows/s",
             {"measured": rate(names.VALIDATION_ROWS)},
@@ -304,7 +304,7 @@ def _at_a_glance() -> list:
         glance("KL estimate", "Small.", "short", figure("approx_kl"), decimals=4),
         glance("Entropy now", "Well above 0.", "suffix: nats", figure("~entropy|entropy_estimate"), decimals=3),
         glance(
-            "Held-out accuracy",
+            "Validation accuracy",
             "Rises from one validation to the next.",
             "percentunit",
             of(names.ACCURACY),

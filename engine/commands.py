@@ -265,7 +265,7 @@ class FinishRun(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureRows(Command):
-    """Measure `count` held-out rows, beginning with row `first` → `RowsMeasured` or `RowsFailed`.
+    """Measure `count` validation rows, beginning with row `first` → `RowsMeasured` or `RowsFailed`.
 
     `version`: weights version that the replica has and must measure with."""
 

@@ -291,7 +291,7 @@ NO_ANSWER = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsMeasured(Event):
-    """A replica measured a chunk of held-out rows, every row with weights version `version`."""
+    """A replica measured a chunk of validation rows, every row with weights version `version`."""
 
     tag: ClassVar[int] = 30
     validation: ValidationId
@@ -321,7 +321,7 @@ class RowsMeasured(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsFailed(Event):
-    """A replica could not measure a chunk of held-out rows."""
+    """A replica could not measure a chunk of validation rows."""
 
     tag: ClassVar[int] = 31
     validation: ValidationId
@@ -515,7 +515,7 @@ class CallsMeasured(ProcessEvent):
     function: str
     """Its name in messages, such as `reward slow`."""
     groups: int
-    """Groups and held-out rows that wait for calls now."""
+    """Groups and validation rows that wait for calls now."""
     queued: int
     """Calls that wait until another one ends."""
     at_once: int

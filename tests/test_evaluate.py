@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A configuration without a model and training prompts, and two files of held-out prompts. An evaluation needs no
+    """A configuration without a model and training prompts, and two files of validation prompts. An evaluation needs no
     Ray: nothing of the engine that uses it can be imported."""
     for name in {"engine.actors", *(name for name in sys.modules if name.startswith("engine.actors."))}:
         monkeypatch.setitem(sys.modules, name, None)

@@ -259,7 +259,7 @@ class RolloutActor(WorkerActor):
         self.worker.join()
 
     async def sample(self, call: AgentCall) -> SampleResult:
-        """Answer an agent's call, from the gateway. Held-out prompts have negative groups. Raises: `EngineError` if the
+        """Answer an agent's call, from the gateway. Validation rows have negative groups. Raises: `EngineError` if the
         replica runs no agents, and the exceptions of `AgentGenerator.sample`."""
         rollout = self.worker.rollout
         agents = None if rollout is None else rollout.evaluator if call.group < 0 else rollout.generator

@@ -192,7 +192,7 @@ class Sections(Section):
 
     @property
     def held_out(self) -> bool:
-        """Whether there are held-out prompts."""
+        """Whether there are validation prompts."""
         own = any(one.path is not None for one in self.validation.sets)
         return own or self.model.make is not None or self.data.validation_path is not None
 

@@ -1,4 +1,4 @@
-"""The validation section of a configuration: what is measured on held-out prompts, when, and where."""
+"""The validation section of a configuration: what is measured on validation prompts, when, and where."""
 
 from typing import Literal, NamedTuple
 
@@ -64,7 +64,7 @@ class ValidationSetSection(Section):
 
 
 class ValidationSection(Section):
-    """How the model is measured on held-out prompts."""
+    """How the model is measured on validation prompts."""
 
     at_start: bool = Field(True, description="Validate the initial weights while training starts.")
     every: int = Field(

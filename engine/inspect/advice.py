@@ -292,7 +292,7 @@ def _validation(case: _Case) -> Iterator[Candidate]:
         return
     measuring = sum(chunk.end - chunk.start for chunk in case.history.chunks)
     slot_s = case.history.busy_s + sum(case.history.idle_s.values())
-    why = f"held-out rows took {percent(measuring / slot_s)} of slot time, and delayed weight syncs"
+    why = f"validation rows took {percent(measuring / slot_s)} of slot time, and delayed weight syncs"
     for value in (2 * limits.every, 4 * limits.every):
         settings = case.with_limits(validation=replace(limits, every=value))
         yield _change("validation.every", limits.every, value, why, cost="fewer validations"), settings

@@ -46,7 +46,7 @@ class Durations:
     """Without the time in which mode `wait` lets groups finish."""
     install: float
     chunk: float
-    """Measuring the held-out rows of one slot."""
+    """Measuring the validation rows of one slot."""
     chunks: int
     """Number of these in a validation."""
 

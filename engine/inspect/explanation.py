@@ -522,7 +522,7 @@ def _replicas_then(history: History, at: float) -> dict[int, str]:
         text = f"{counted(len(groups), 'group')} running ({_few(sorted(groups))})"
         texts.setdefault(replica, []).append(text)
     for replica, count in rows.items():
-        texts.setdefault(replica, []).append(f"measuring {counted(count, 'held-out row')}")
+        texts.setdefault(replica, []).append(f"measuring {counted(count, 'validation row')}")
     return {replica: ", ".join(parts) for replica, parts in texts.items()}
 
 
@@ -547,7 +547,7 @@ def _idle_parts(history: History) -> tuple[Part, ...]:
     busy = f"{percent(history.busy_s / whole)} of {seconds(whole)} were busy." if whole else "No replica was up."
     trained = history.tokens.get("trained", 0)
     used = f"{percent(trained / tokens)} of {_tokens(tokens)} were trained on." if tokens else "No token was sampled."
-    words = {"busy": "generating groups or measuring held-out rows", **SLOT_CAUSES}
+    words = {"busy": "generating groups or measuring validation rows", **SLOT_CAUSES}
     return (
         _part("slots: where their time went", "slot s", slots, words, busy),
         _part("trainer: where its time went", "s", history.trainer_s, TRAINER_CAUSES),

@@ -64,7 +64,7 @@ class GenerationAttempt(NamedTuple):
 
 
 class RowsAttempt(NamedTuple):
-    """Held-out rows that a replica measured."""
+    """Validation rows that a replica measured."""
 
     validation: ValidationId
     chunk: int

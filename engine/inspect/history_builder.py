@@ -411,7 +411,7 @@ class HistoryBuilder(GroupBuilder):
         self, validation: int, chunk: int, attempt: int, replica: ReplicaId, incarnation: Incarnation,
         version: Version, rows: int, at: float, cause: EventId,
     ) -> None:  # fmt: skip
-        """A replica was ordered to measure held-out rows."""
+        """A replica was ordered to measure validation rows."""
         self._open_chunks[validation, chunk] = _Begun((attempt, replica, incarnation, version, rows), at, cause)
 
     def measured(self, validation: int, chunk: int, at: float, outcome: str, event: EventId) -> None:

@@ -376,7 +376,7 @@ FUNCTION_SECONDS = _counter(
 FUNCTION_GROUPS = _gauge(
     "engine_function_waiting_groups",
     "groups",
-    "Groups and held-out rows that wait for calls of a function; reported every 10 s.",
+    "Groups and validation rows that wait for calls of a function; reported every 10 s.",
     {"function": ()},
     where="reward.function, agent or environment",
 )
@@ -474,7 +474,7 @@ VALIDATIONS_ENDED = _counter(
     "Validations that ended, by final state.",
     {"state": VALIDATION.terminal},
 )
-VALIDATION_ROWS = _counter("engine_validation_rows_total", "rows", "Held-out rows measured.")
+VALIDATION_ROWS = _counter("engine_validation_rows_total", "rows", "Validation rows measured.")
 VALIDATION_SECONDS = _histogram(
     "engine_validation_seconds", "seconds", "Time from the request for a validation to its report."
 )

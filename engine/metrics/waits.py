@@ -189,7 +189,7 @@ class Slowest(NamedTuple):
 
 
 def agent_groups(process: Process) -> int:
-    """Groups and held-out rows of a replica that wait for an agent, a rollout or an environment."""
+    """Groups and validation rows of a replica that wait for an agent, a rollout or an environment."""
     return sum(calls.groups for calls in process.calls.values() if calls.setting == SLOTS)
 
 
@@ -226,7 +226,7 @@ def _processes(state: State) -> list[Process]:
 
 def _callers(like: Sequence[Order], state: State) -> Calls:
     """The calls that orders wait for which share a sentence: a group that samples waits for agents only, one whose
-    trajectories have ended for rewards only, held-out rows for both."""
+    trajectories have ended for rewards only, validation rows for both."""
     oldest: Any = like[0]
     if oldest.subject == "stage":
         return _calls([one for one in [state.processes.get(ADDED_STATES)] if one is not None], of_agents=False)
@@ -318,7 +318,7 @@ def _pauses(like: list[Order], state: State) -> str:
 def _measures(like: list[Order], state: State) -> str:
     run = state.validations.runs[like[0].id[0]]
     left = sum(chunk.count for chunk in run.chunks if not chunk.done)
-    return f"measuring {counted(left, 'held-out row')} under version {run.version}"
+    return f"measuring {counted(left, 'validation row')} under version {run.version}"
 
 
 def _forgets(like: list[Order], state: State) -> str:
@@ -411,7 +411,7 @@ def _unordered(state: State, since: Since) -> Iterator[Wait]:
         left = sum(chunk.count for chunk in run.chunks if not chunk.done)
         entered = since.get(("validation", run.id), run.started_at if run.started_at >= 0 else run.queued_at)
         doing = f"waiting for a replica with version {run.version}"
-        detail = f"{counted(left, 'held-out row')} {'is' if left == 1 else 'are'} not measured"
+        detail = f"{counted(left, 'validation row')} {'is' if left == 1 else 'are'} not measured"
         ends = "WeightsInstalled, GroupGenerated or ProcessUp"
         yield Wait(by="the validation", doing=doing, since=entered, ends=ends, detail=detail)
 

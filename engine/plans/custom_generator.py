@@ -38,7 +38,7 @@ TRAINING = ""
 
 
 def make_custom_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
-    """One object of the class, which also answers held-out prompts. Raises what its constructor raises."""
+    """One object of the class, which also answers validation prompts. Raises what its constructor raises."""
     from transformers import AutoTokenizer
 
     r, model = config.rollout, inputs.model

@@ -161,7 +161,7 @@ def generator_maker(config: Config, most_prompt_tokens: int | None = None, local
 
 
 def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
-    """A replica: a generator with the run's sampling parameters, and one for held-out prompts on the same backend."""
+    """A replica: a generator with the run's sampling parameters, and one for validation prompts on the same backend."""
     if config.rollout.custom:
         return make_custom_rollout(config, inputs, replica)
     from transformers import AutoTokenizer

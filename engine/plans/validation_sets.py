@@ -55,7 +55,7 @@ def make_evaluator(
     make: Callable[[RewardParts | None, SamplingParams], Generator],
     local: Local = NO_LOCAL,
 ) -> Generator:
-    """The evaluator that answers held-out prompts on a replica. It has a generator for each way of sampling and judging
+    """The evaluator of validation prompts on a replica. It has a generator for each way of sampling and judging
     them."""
     made: dict[Any, Generator] = {}
     sets = validation_sets(config.validation, config.rollout, config.reward)

@@ -124,7 +124,7 @@ class GeneratorSetup:
     slots: int
     """Groups that run at once."""
     samples: int
-    """Trajectories of a group, except of held-out ones, which have one."""
+    """Trajectories of a group, except of validation rows, which have one."""
     seed: int
     device: str
     """`rollout.device`: auto, cpu, cuda or cuda:N."""
@@ -193,7 +193,7 @@ class CallFigures:
     setting: str
     """The setting that limits them; empty: none does."""
     groups: int
-    """Groups and held-out rows that wait for calls now."""
+    """Groups and validation rows that wait for calls now."""
     queued: int
     """Calls that wait until another one ends."""
     calls: int

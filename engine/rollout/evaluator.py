@@ -1,4 +1,4 @@
-"""Answers held-out prompts, each validation set by a generator with the sampling parameters and reward of the set.
+"""Answers validation prompts, each validation set by a generator with the sampling parameters and reward of the set.
 
 `plans.configured_plan` makes one for each replica; all its generators share the replica's backend. Only the generator
 that trains stages and installs weights, pauses and closes the backend.

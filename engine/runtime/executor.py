@@ -203,7 +203,7 @@ class RunExecutor:
         self._discard_orders.append(command.number)
 
     def _stop_measuring(self, command: StopMeasuring) -> None:
-        """Stop the measurement on the replica, and the agents of held-out rows."""
+        """Stop the measurement on the replica, and the agents of validation rows."""
         self._order_replica(SentOrder(command))
         groups = [held_out_group(command.validation, self._held_out, row) for row in range(self._held_out)]
         self.calls += self._stores.cut_agents(groups)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """What a replica runs: a generator and, if held-out prompts are measured, one that answers them."""
+    """What a replica runs: a generator and, if validation prompts are measured, one that answers them."""
 
     generator: Generator
     evaluator: Generator | None = None
@@ -152,7 +152,7 @@ class Plan:
     config: Mapping[str, Any] = field(default_factory=dict)
     """The complete configuration, for the record."""
     held_out: Sequence[Prompt] = ()
-    """The held-out prompt of each row that `limits.validation` measures."""
+    """The validation prompt of each row that `limits.validation` measures."""
     correct: tuple[str, ...] = ()
     """The reward functions that say whether a response is right; empty: its reward does."""
     metrics_host: str = "127.0.0.1"
@@ -229,7 +229,7 @@ class Plan:
         self.limits.require_replicas(self.replicas)
         validation, given = self.limits.validation, len(self.held_out)
         if validation is not None and validation.rows != given:
-            law = f"there are {given} held-out prompts to measure"
+            law = f"there are {given} validation prompts to measure"
             raise ConfigError("limits.validation.rows", validation.rows, law, f"use {given}" if given else "")
 
     @property

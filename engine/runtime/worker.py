@@ -168,7 +168,7 @@ class PlannedReplica(PlannedWorker):
         )
 
     def _held_out(self, rollout: Rollout, keeper: SampleKeeper | None) -> HeldOut | None:
-        """The held-out prompts that this replica may measure. Raises: `ConfigError` if it has no evaluator."""
+        """The validation prompts that this replica may measure. Raises: `ConfigError` if it has no evaluator."""
         if self.plan.limits.validation is None:
             return None
         if rollout.evaluator is None:

@@ -21,7 +21,7 @@ class Faults:
     duplicate: float = 0.0
     """A message arrives twice."""
     die: float = 0.0
-    """A replica dies when it receives a group or held-out rows. Its earlier messages may arrive after it was declared
+    """A replica dies when it receives a group or validation rows. Its earlier messages may arrive after it was declared
     lost."""
     stay_dead: float = 0.0
     """A replica that died cannot be started again."""
@@ -40,7 +40,7 @@ class Faults:
     stick: float = 0.0
     """A started group gets no token and never ends, unless it is aborted or truncated."""
     fail_rows: float = 0.0
-    """An attempt to measure held-out rows fails."""
+    """An attempt to measure validation rows fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Setting:
     state_s: float = 5.0
     """Duration of the work of an added state on one group."""
     measure_s: float = 5.0
-    """Duration of measuring a chunk of held-out rows."""
+    """Duration of measuring a chunk of validation rows."""
     start_s: float = 10.0
     """Duration of the start of a process, except at the launch."""
     token_s: float = 1.0

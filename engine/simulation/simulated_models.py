@@ -33,7 +33,7 @@ class Fault(RuntimeError):
 
 
 def row_reward(row: int, version: Version) -> float | None:
-    """The reward of a held-out row under a version; None for a row that cannot be measured. Depends on nothing else."""
+    """The reward of a validation row under a version, its only inputs; None for a row that cannot be measured."""
     return None if row % 11 == 10 else float((row * 7 + version * 3) % 5 < 2)
 
 
@@ -118,7 +118,7 @@ class SimGenerator:
         self.running = 0
         """Trajectories that are being sampled."""
         self.measuring = 0
-        """Held-out rows that are being answered."""
+        """Validation rows that are being answered."""
 
     async def generate(self, work: GroupWork) -> Generated:
         if work.held_out:
@@ -239,7 +239,7 @@ class SimGenerator:
             raise DataFailure("fault")
 
     async def _answer(self, work: GroupWork) -> Generated:
-        """Answer a held-out row. It needs no slot of a group, and a pause does not delay it."""
+        """Answer a validation row. It needs no slot of a group, and a pause does not delay it."""
         self.measuring += 1
         try:
             await self._dice.work(self._setting.measure_s)

@@ -93,7 +93,7 @@ HELD_OUT = "held_out"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationSet:
-    """Held-out prompts that are measured together, each by several responses."""
+    """Validation prompts that are measured together, each by several responses."""
 
     name: str
     prompts: int
@@ -134,10 +134,10 @@ class ValidationRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationLimits:
-    """What is measured on held-out rows, when, and on how many replicas."""
+    """What validations measure, when, and on how many replicas."""
 
     rows: int
-    """Held-out rows of every validation, one for each response."""
+    """Rows of every validation, one for each response."""
     sets: tuple[ValidationSet, ...] = ()
     """The sets that the rows are divided into, in order; empty: one set with one response to each prompt."""
     rows_per_slot: int = 1
@@ -266,7 +266,7 @@ class Limits:
     checkpoint_every: int = 0
     """Save a checkpoint after every so many train steps and after the last; 0: never."""
     validation: ValidationLimits | None = None
-    """What is measured on held-out rows; None: nothing."""
+    """What validations measure; None: there are none."""
     pools: tuple[Pool, ...] = ()
     """Which tasks share hardware; empty: the replicas have theirs, everything of the trainer shares one."""
     train_after_sync: bool = False

@@ -1,4 +1,4 @@
-"""The validation run: held-out rows measured under one weights version, chunk by chunk. Driven by
+"""The validation run: rows measured under one weights version, chunk by chunk. Driven by
 `scheduling/validation.py`.
 
 A run never sees two versions: it holds its replicas at its own, and those alone. `Validations` keeps the runs, who
@@ -65,7 +65,7 @@ class Chunk:
 
 @dataclass(eq=False)
 class Validation:
-    """One version to be measured on every held-out row, each counted once."""
+    """One version to be measured on every validation row, each counted once."""
 
     id: ValidationId
     version: Version

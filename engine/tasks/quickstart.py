@@ -1,4 +1,4 @@
-"""Creates the quickstart's model, tokenizer, training data and held-out data locally, without a download.
+"""Creates the quickstart's model, tokenizer, training data and validation data locally, without a download.
 
 The preparing process calls it once at the start of a run, if the config asks for it. Later runs find the files by a
 hash of their parameters. A directory appears only when it is complete, so no run uses an incomplete one.

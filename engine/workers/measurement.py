@@ -1,4 +1,4 @@
-"""Measures held-out prompts on one replica, in chunks of rows, and reports the number of right answers.
+"""Measures validation prompts on one replica, in chunks of rows, and reports the number of right answers.
 
 Called by `replica.py`. Must never report a chunk with a row that was answered under another version, report a chunk
 twice, or leave an order unanswered.
@@ -36,7 +36,7 @@ Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """The held-out prompts of a run, and the generator that answers them on a replica."""
+    """The validation prompts of a run, and the generator that answers them on a replica."""
 
     prompts: Sequence[Prompt]
     """The prompt of each row; a prompt with several responses is repeated."""
@@ -58,7 +58,7 @@ class HeldOut:
 
 
 def held_out_group(validation: ValidationId, rows: int, row: int) -> GroupId:
-    """The group id of a held-out row in a validation: negative, and never used twice."""
+    """The group id of a row in a validation: negative, and never used twice."""
     return -1 - (validation * rows + row)
 
 
@@ -158,12 +158,12 @@ class Measurements:
     async def _measured(self, measurement: Measurement) -> Event:
         order, held_out = measurement.order, self._held_out
         if held_out is None:
-            raise EngineError("this run has no held-out prompts, or no evaluator to answer them")
+            raise EngineError("this run has no validation prompts, or no evaluator to answer them")
         prompts = held_out.prompts[order.first : order.first + order.count]
         if len(prompts) < order.count:
             raise EngineError(
                 f"rows {order.first} to {order.first + order.count - 1} do not exist: there are "
-                f"{len(held_out.prompts)} held-out prompts"
+                f"{len(held_out.prompts)} validation prompts"
             )
         self._require_version(order)
         rows = range(order.first, order.first + order.count)
@@ -184,7 +184,7 @@ class Measurements:
         problems = [(prompt.row, one) for prompt, one in zip(prompts, judged, strict=True) if isinstance(one, str)]
         if problems:
             more = f"; {are(len(problems) - 1, 'further row')} not measured either" if problems[1:] else ""
-            log.warning("held-out row %d cannot be measured: %s%s", *problems[0], more)
+            log.warning("validation row %d cannot be measured: %s%s", *problems[0], more)
         self._require_version(order)
         by_row = zip(rows, outcomes, rewards, strict=True)
         groups = {row: o.group for row, o, r in by_row if r is not None and isinstance(o, Generated)}
@@ -194,7 +194,7 @@ class Measurements:
         measured = {row: reward for row, reward in zip(rows, rewards, strict=True) if reward is not None}
         total = sum(measured.values())
         if not isfinite(total):
-            raise EngineError(f"the rewards of held-out rows {rows[0]} to {rows[-1]} are too large to add up")
+            raise EngineError(f"the rewards of validation rows {rows[0]} to {rows[-1]} are too large to add up")
         right_rows, parts = _parts(held_out, groups)
         return RowsMeasured(
             **_place(order), version=order.version, measured=len(measured), right=len(right_rows), reward=float(total),
@@ -231,7 +231,7 @@ class Measurements:
 
     def _failed(self, order: MeasureRows, error: BaseException) -> Event:
         which = (order.first, order.first + order.count - 1, order.version)
-        log.warning("held-out rows %d to %d could not be measured under version %d", *which, exc_info=error)
+        log.warning("validation rows %d to %d could not be measured under version %d", *which, exc_info=error)
         return RowsFailed(**_place(order), reason=reason_of(error))
 
     async def _end(self, measurement: Measurement) -> None:
@@ -239,7 +239,7 @@ class Measurements:
             try:
                 await awaited(self._held_out.evaluator.abort, measurement.groups)
             except Exception:
-                log.warning("held-out rows could not be aborted", exc_info=True)
+                log.warning("validation rows could not be aborted", exc_info=True)
         measurement.task.cancel()
 
 
@@ -256,7 +256,7 @@ def _extracted(voted: Mapping[int, tuple[Answer, TrajectoryGroup]]) -> dict[int,
         try:
             answer = contained(extract, group.prompt, group.rollouts[0][-1])
         except Exception as error:
-            log.warning("the answer of held-out row %d cannot be extracted: %s", group.prompt.row, reason_of(error))
+            log.warning("the answer of validation row %d cannot be extracted: %s", group.prompt.row, reason_of(error))
             continue
         if answer is not None and str(answer).strip():
             found[row] = str(answer).strip()
@@ -286,7 +286,7 @@ def _place(order: MeasureRows) -> dict[str, int]:
 
 
 def _reward(prompt: Prompt, outcome: Any) -> float | str:
-    """The reward of a held-out prompt, or the reason if the prompt or its reward failed. Raises the failure of a
+    """The reward of a validation prompt, or the reason if the prompt or its reward failed. Raises the failure of a
     replica."""
     if isinstance(outcome, DataFailure):
         return str(outcome)
@@ -294,9 +294,9 @@ def _reward(prompt: Prompt, outcome: Any) -> float | str:
         raise outcome
     if not isinstance(outcome, Generated) or not isinstance(outcome.group, TrajectoryGroup):
         law = "generate() must return Generated(group=TrajectoryGroup(...))"
-        raise EngineError(f"held-out row {prompt.row}: {law}, not {type(outcome).__name__}")
+        raise EngineError(f"validation row {prompt.row}: {law}, not {type(outcome).__name__}")
     if outcome.aborted:
-        raise EngineError(f"held-out row {prompt.row} was aborted")
+        raise EngineError(f"validation row {prompt.row} was aborted")
     reward = outcome.group.trajectories[0].reward if outcome.group.trajectories else None
     problem = contained(reward_problem, reward)
     problem = problem or contained(judged_problem, outcome.group.trajectories[0])

@@ -252,7 +252,7 @@ class SimReplica:
         )  # fmt: skip
 
     def measure(self, chunk: tuple[ValidationId, int], succeed: bool = True) -> None:
-        """Finish a chunk of held-out rows, with one version for all rows."""
+        """Finish a chunk of validation rows, with one version for all rows."""
         order = self.measuring.pop(chunk)
         place = {
             "validation": order.validation, "chunk": order.chunk, "attempt": order.attempt, "replica": self.id,

@@ -84,7 +84,7 @@ def test_waits_name_a_validation_an_added_state_the_data_source_and_a_checkpoint
     world = steady_world(validation=ValidationLimits(rows=4), measure_s=FOREVER)
     world.until(lambda state: state.validations.out > 0)
     assert any(
-        said.startswith("replica 0 has been measuring 4 held-out rows under version 0") for said in sentences(world)
+        said.startswith("replica 0 has been measuring 4 validation rows under version 0") for said in sentences(world)
     )
     world = steady_world()
     world.until(lambda state: state.asked > 0)
@@ -108,7 +108,7 @@ def test_one_of_a_kind_is_named_in_the_singular() -> None:
     )
     measured = steady_world(validation=ValidationLimits(rows=1), measure_s=FOREVER)
     measured.until(lambda state: state.validations.out > 0)
-    assert any(" measuring 1 held-out row under " in line for line in sentences(measured))
+    assert any(" measuring 1 validation row under " in line for line in sentences(measured))
 
 
 def test_a_run_that_is_over_waits_for_nothing() -> None:
@@ -261,7 +261,7 @@ def test_waits_without_an_order_are_named() -> None:
     measured = Measured()
     measured.next_version()
     (wait,) = [wait for wait in waits(measured.state) if wait.by == "the validation"]
-    assert wait.doing == "waiting for a replica with version 1" and wait.detail == "4 held-out rows are not measured"
+    assert wait.doing == "waiting for a replica with version 1" and wait.detail == "4 validation rows are not measured"
     assert wait.since == measured.clock, "as soon as it is queued"
     measured.install(0)
     began = measured.clock

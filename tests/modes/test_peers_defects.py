@@ -2,7 +2,7 @@
 
 Tested elsewhere: the same order every epoch (tasks/test_dataset), the tail of the data and what is parked when it ends,
 a filter that keeps its places, a checkpoint short of the last step, a train step and a publication that fail
-(core/test_scenarios, core/test_decisions); a validation that others wait for (core/test_validation); held-out prompts
+(core/test_scenarios, core/test_decisions); a validation that others wait for (core/test_validation); validation prompts
 without a reward (actors/test_ray_validation); data that begin anew after a resume (core/test_recovery); a rollout that
 raises, a crash reported as success, a scheduler or store that dies (actors/test_ray_runs, local/test_local_runs);
 checkpoints half written (training/test_trainer_checkpoints).

@@ -106,7 +106,7 @@ def test_the_configured_reward_is_given_in_a_pool_of_its_own(tmp_path: Path) -> 
     assert (result.outcome, result.steps) == ("finished", 2), result.reason
     left = {event.group for event in events_of(tmp_path / "run", StateLeft) if event.state == "rewarding"}
     assert len(left) >= 8 and left <= {event.group for event in events_of(tmp_path / "run", GroupGenerated)}
-    assert result.validations[-1]["accuracy"] is not None, "held-out prompts are rewarded where they are answered"
+    assert result.validations[-1]["accuracy"] is not None, "validation prompts are rewarded where they are answered"
     check_record(tmp_path / "run")
 
 

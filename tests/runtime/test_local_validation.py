@@ -1,4 +1,4 @@
-"""Held-out prompts in a user's own program: measured beside training, by the generators themselves."""
+"""Validation prompts in a user's own program: measured beside training, by the generators themselves."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ HELD_OUT = [f"held out {n}" for n in range(10)]
 
 
 class Learning(SimpleGenerator):
-    """Right on as many held-out prompts as its version says. `groups`: what it was given to train on."""
+    """Right on as many validation prompts as its version says. `groups`: what it was given to train on."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Held-out rows on a replica: counted once, under the version that was asked for, and whose fault it is when not."""
+"""Validation rows on a replica: counted once, under the version that was asked for, and whose fault it is when not."""
 
 import asyncio
 import math
@@ -44,7 +44,7 @@ class Answering(SimpleGenerator):
 
 
 def stage(generator: Any, held_out: bool = True) -> Stage:
-    """A worker whose generator answers held-out prompts too."""
+    """A worker whose generator answers validation prompts too."""
     return Stage(generator, held_out=HeldOut(prompts=PROMPTS, evaluator=generator) if held_out else None)
 
 
@@ -140,9 +140,8 @@ def test_what_is_the_replica_s_fault_fails_the_chunk() -> None:
         await lost.until(1)
         by_chunk = {event.chunk: event.reason for event in news(on, RowsFailed)}
         reasons = [by_chunk[0], by_chunk[1], news(lost, RowsFailed)[0].reason]
-        assert ["out of memory" in reasons[0], "there are 6 held-out" in reasons[1], "no evaluator" in reasons[2]] == [
-            True
-        ] * 3
+        words = ("out of memory", "there are 6 validation", "no evaluator")
+        assert [word in reason for word, reason in zip(words, reasons, strict=True)] == [True] * 3
 
     play(scene)
 
@@ -157,7 +156,7 @@ def test_a_response_without_a_finite_reward_is_not_measured(reward: Any, caplog:
         (event,) = news(on, RowsMeasured)
         assert (event.measured, event.right, event.reward) == (0, 0, 0.0)
         (said,) = caplog.messages
-        assert said.startswith("held-out row 0 cannot be") and said.endswith("further rows are not measured either")
+        assert said.startswith("validation row 0 cannot be") and said.endswith("further rows are not measured either")
 
     play(scene)
 
@@ -186,7 +185,7 @@ def test_an_answer_of_another_kind_fails_the_chunk_by_name(wrong: Any) -> None:
         on.worker.carry_out(measure())
         await on.until(1)
         (event,) = news(on, RowsFailed)
-        assert "held-out row 0: generate() must return Generated(group=TrajectoryGroup(...))" in event.reason
+        assert "validation row 0: generate() must return Generated(group=TrajectoryGroup(...))" in event.reason
 
     play(scene)
 

@@ -408,7 +408,7 @@ def _as_recorded(plan: Plan, trainer: Trainer) -> Plan:
 
 
 def _with_held_out(limits: Limits, held_out: Sequence[Prompt | str], samples: int) -> Limits:
-    """The limits with the number of held-out prompts. Raises: `ConfigError` if they state another number."""
+    """The limits with the number of validation prompts. Raises: `ConfigError` if they state another number."""
     given = len(held_out)
     if limits.validation is None:
         if not given:
