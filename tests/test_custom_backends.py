@@ -23,7 +23,7 @@ from engine.plans.configured_plan import plan_of
 from engine.policies import state_registry
 from engine.runtime.local.run import run_plan
 from engine.scheduling.settings import MAX_STEPS
-from engine.training.named_tensors import require_finite
+from engine.training.named_tensors import require_finite, require_named_tensors
 
 Capture = pytest.CaptureFixture[str]
 
@@ -322,6 +322,13 @@ def test_a_value_that_is_not_finite_is_found_wherever_it_is(value: float) -> Non
     weights = {"counts": torch.arange(3), "first": torch.ones(2, 2), "last": torch.tensor([0.0, value, 1.0])}
     with pytest.raises(EngineError, match="last has a value that is not finite"):
         require_finite(weights)
+
+
+def test_a_tensor_outside_the_model_is_refused_unless_it_is_a_tied_one() -> None:
+    ours, embedding = {"embed.weight": (2, 2)}, torch.rand(2, 2)
+    require_named_tensors(ours, {"embed.weight": embedding, "lm_head.weight": embedding.clone()})
+    with pytest.raises(EngineError, match=r"lm_head.* is not a tensor of the model"):
+        require_named_tensors(ours, {"embed.weight": embedding, "lm_head.weight": embedding + 1})
 
 
 def test_the_rehearsal_names_metrics_that_a_run_skips(model: str, capsys: Capture) -> None:
