@@ -112,7 +112,7 @@ def _require_phase(place: str, phase: str | None) -> None:
         return
     wanted = PHASE_AT[place].name.lower()
     if phase != wanted:
-        law = WHY_NOT.get(phase or "", "is not a phase")
+        law = "a state of groups has a phase" if phase is None else WHY_NOT.get(phase, "is not a phase")
         raise ConfigError(f"{FIELD}.phase", phase, law, f"use {wanted}: {MEANING[wanted]}")
 
 
