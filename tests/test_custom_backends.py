@@ -491,17 +491,10 @@ def test_classes_of_a_script_run_without_an_import(model: str) -> None:
     assert type(plan_of(config, Path("run"), local=local).make_trainer()) is Trainer
 
 
-@pytest.mark.parametrize(
-    ("trainer", "said"),
-    [
-        ("Renamed", "layers.0.input_layernorm.weight is missing"),
-        ("Broken", "embed_tokens.weight has a value that"),
-    ],
-)
-def test_the_run_fails_and_names_weights_that_no_sampler_can_install(trainer: str, said: str, model: str) -> None:
-    config = load_config(configured(model, trainer={"backend": f"mine:{trainer}"}))
+def test_the_run_fails_and_names_weights_that_no_sampler_can_install(model: str) -> None:
+    config = load_config(configured(model, trainer={"backend": "mine:Broken"}))
     plan = replace(plan_of(config, Path("run")), control_port=None, metrics_port=None)
-    with pytest.raises(Exception, match=f"last error: .*model.{said}"):
+    with pytest.raises(Exception, match=r"last error: .*model\.embed_tokens\.weight has a value that"):
         run_plan(plan)
 
 

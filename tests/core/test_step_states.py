@@ -10,9 +10,7 @@ from engine.errors import ConfigError
 from engine.events import ProcessLost, ProcessUp, RunResumed, StepInspected
 from engine.ids import NO_VERSION
 from engine.policies import state_registry
-from engine.states.limits import Limits
 from engine.states.step import STEP, step_table
-from tests.core.adversary import Adversary
 from tests.core.agents import inspection_answer
 from tests.core.scripted import Scripted
 
@@ -155,34 +153,6 @@ def test_no_step_is_trained_before_the_weights_of_a_resume_have_passed() -> None
     assert not run.ordered(TrainStep)
     inspected(run)
     assert [c.step for c in run.ordered(TrainStep)] == [0]
-
-
-@pytest.mark.parametrize("state", [FIRST, WEIGHTS], ids=["batch", "weights"])
-def test_a_resume_inspects_again(state: Any) -> None:
-    figures: dict[str, Any] = {"train_batch_size": 1, "max_staleness_steps": 1, "max_concurrent_groups": 2}
-    limits = Limits(**figures, max_steps=2, checkpoint_every=1, keeps_batches=True, added_states=(state,))
-    made = Adversary(limits, policies.PolicySet.from_names({}), 8, 2)
-    made.join(0)
-    while not made.judged:
-        act_without_inspections(made)
-    made.crash(1, kept=True)
-    while not made.judged:
-        act_without_inspections(made)
-    assert made.complete(500).outcome == "finished"
-
-
-def act_without_inspections(made: Adversary) -> None:
-    for source in made.sources():
-        made.arrive_up(source)
-    for id in made.addressees():
-        made.arrive_down(id)
-    for replica, group in made.running():
-        replica.sample(group, 10)
-        replica.finish(group)
-    for worker in made.working():
-        worker.do()
-    if made.draws:
-        made.draw()
 
 
 @pytest.mark.parametrize(
