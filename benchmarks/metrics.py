@@ -14,6 +14,7 @@ is collected as in the scheduler's process.
 import argparse
 import asyncio
 import gc
+import itertools
 import statistics
 import subprocess
 import sys
@@ -40,7 +41,7 @@ from engine.runtime.driver import Driver
 from engine.runtime.garbage_collection import collect_rarely, freeze_objects
 from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import Limits
-from engine.storage.samples import SamplePolicy
+from engine.storage.samples import BLOCKS, MERGE_EVERY, SamplePolicy
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 from engine.workers.response_figures import response_figures, reward_histograms
 from engine.workers.sample_keeper import SampleKeeper
@@ -151,7 +152,8 @@ def batch_of(groups: int, samples: int, tokens: int) -> Batch:
 
 
 def of_a_step(groups: int, samples: int, tokens: int, runs: int = 10) -> None:
-    """Print the CPU time of each part of a train step; medians. The first time, with its imports, does not count."""
+    """Print the CPU time of each part of a train step: of samples the mean, because their files are merged now and
+    then, else medians. The first time, with its imports, does not count."""
     batch = batch_of(groups, samples, tokens)
     responses = response_figures(batch.groups) | {HISTOGRAMS: reward_histograms(batch.groups)}
     row = {"step": 0, "groups": groups, "tokens": groups * samples * tokens, "lr": 1e-6, **responses}
@@ -160,21 +162,28 @@ def of_a_step(groups: int, samples: int, tokens: int, runs: int = 10) -> None:
         keeper = SampleKeeper(Path(place), SamplePolicy())
         counted = Run(1_000, Path(place) / "counted", metrics=True)
         bare = Run(1_000, Path(place) / "bare", metrics=False)
+        steps = itertools.count()
+
+        def keep() -> None:
+            batch.step = next(steps)
+            asyncio.run(keeper.keep_step(batch, ()))
+
         parts: dict[str, Callable[[], object]] = {
             "response figures and histograms": lambda: (
                 response_figures(batch.groups),
                 reward_histograms(batch.groups),
             ),
-            "samples": lambda: asyncio.run(keeper.keep_step(batch, ())),
+            "samples": keep,
             "health checks, once": lambda: findings(rows),
         }
         total = 0.0
         for name, work in parts.items():
             work()
-            total += (milliseconds := statistics.median(_cpu_ms(work) for _ in range(runs)))
+            times = [_cpu_ms(work) for _ in range(BLOCKS["step"] + MERGE_EVERY if work is keep else runs)]
+            total += (milliseconds := (statistics.mean if work is keep else statistics.median)(times))
             print(f"{name:<34} {milliseconds:8.2f} ms")
-        times = [(bare.microseconds(2_000), counted.microseconds(2_000)) for _ in range(5)]
-        accounting = statistics.median(more - less for less, more in times) * groups / 1e3
+        turns = [(bare.microseconds(2_000), counted.microseconds(2_000)) for _ in range(5)]
+        accounting = statistics.median(more - less for less, more in turns) * groups / 1e3
         print(f"{'idle accounting and all counters':<34} {accounting:8.2f} ms")
         print(f"{'together':<34} {total + accounting:8.2f} ms of CPU for {groups} x {samples} x {tokens} tokens")
 

@@ -90,7 +90,7 @@ def test_responses_whose_reward_failed_are_shown_with_the_error(run: Path, capsy
     assert [(row["group"], row["attempt"]) for row in listed(capsys, "mine", "--failed")] == [(3, 1), (3, 2), (700, 1)]
     SampleFiles(run / FOLDER).merge()
     assert {path.name for path in (run / FOLDER).glob("failure*")} == {
-        "failures-000000-000255.parquet", "failure-000700-0001.parquet",
+        "failures-000000-000255.parquet", "failure-000700-0001.jsonl",
     }  # fmt: skip
     assert [row["attempt"] for row in listed(capsys, "mine", "--failed", "--group", "3")] == [1, 2]
     assert "--step" in refused(capsys, "mine", "--failed", "--step", "1")
@@ -183,8 +183,9 @@ def test_what_is_not_there_is_refused_with_what_is(run: Path, capsys: Capture) -
         capsys, "mine", "--group", "99"
     )
     assert "validation samples have no group" in refused(capsys, "mine", "--validation", "--group", "1")
-    (run / FOLDER / "step-000001.parquet").write_bytes(b"PAR1 is not enough")
-    assert "step-000001.parquet is not a readable file of samples" in refused(capsys, "mine")
+    for name in ("steps-000000-000255.parquet", "step-000001.jsonl"):
+        (run / FOLDER / name).write_bytes(b"PAR1 is not enough")
+        assert f"{name} is not a readable file of samples" in refused(capsys, "mine")
     for path in (run / FOLDER).iterdir():
         path.unlink()
     assert "has no samples of train steps; wait for the first" in refused(capsys, "mine")

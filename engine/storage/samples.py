@@ -1,17 +1,18 @@
-"""Samples: what the model said, as readable Parquet files in the `samples/` directory of a run.
+"""Samples: what the model said, as readable files in the `samples/` directory of a run.
 
 `workers.sample_keeper` writes them, `engine samples` reads them. A file holds the rows of one *unit*: a train step, a
 chunk of a validation, a failed attempt or a filtered group. It is written under a temporary name and renamed, so that a
-repeated unit replaces its own rows. The files of 256 steps or groups, or of 16 validations, are merged into one, so
-that a long run has few files:
+repeated unit replaces its own rows. It has a line of JSON for each row, because a Parquet file takes ten times as long
+to write. The files of 256 steps or groups, or of 16 validations, are merged into one Parquet file, so that a long run
+has few files:
 
-    step-000050.parquet                  the rows of train step 50
+    step-000050.jsonl                    the rows of train step 50
     steps-000000-000255.parquet          those of 256 train steps
-    validation-000003-0002.parquet       chunk 2 of validation 3
+    validation-000003-0002.jsonl         chunk 2 of validation 3
     validations-000000-000015.parquet    those of 16 validations
-    failure-000093-0001.parquet          attempt 1 of group 93, whose reward failed
+    failure-000093-0001.jsonl            attempt 1 of group 93, whose reward failed
     failures-000000-000255.parquet       those of 256 groups
-    filter-000050-000093.parquet         group 93, which the filter dropped before train step 50 ended
+    filter-000050-000093.jsonl           group 93, which the filter dropped before train step 50 ended
     filters-000000-000255.parquet        those of 256 train steps
 
 pyarrow is imported late: the base installation lacks it. Must never leave a half-written file under its name.
@@ -24,11 +25,11 @@ import re
 import shutil
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, BinaryIO, get_args, get_origin, get_type_hints
 
 from engine.errors import RunDamaged, reason_of
 from engine.ids import GroupId, StepId, ValidationId, Version
@@ -53,9 +54,11 @@ MAPPINGS = ("reward_parts", "figures")
 """Columns that are JSON in the files, and mappings when they are read."""
 MERGE_EVERY = 32
 """Train steps after which a writer looks for files to merge."""
+ROWS_AT_ONCE = 256
+"""Rows that a merge has in memory, and a reader of a merged file."""
 
 _NAME = re.compile(
-    r"(step|validation|failure|filter)-(\d{6,})(?:-(\d{4,}))?\.parquet|"
+    r"(step|validation|failure|filter)-(\d{6,})(?:-(\d{4,}))?\.jsonl|"
     r"(steps|validations|failures|filters)-(\d{6,})-(\d{6,})\.parquet"
 )
 
@@ -141,16 +144,19 @@ def lacks_pyarrow() -> bool:
     return importlib.util.find_spec("pyarrow") is None
 
 
+COLUMNS: dict[str, tuple[type, ...]] = {
+    name: get_args(hint) if get_origin(hint) is UnionType else (get_origin(hint) or hint,)
+    for name, hint in get_type_hints(SampleRow).items()
+}
+"""The columns of every file and the types of their values: the fields of `SampleRow`."""
+
+
 def schema() -> "pyarrow.Schema":
-    """The columns of every file: the fields of `SampleRow`."""
+    """The columns of a merged file."""
     import pyarrow as pa
 
     kinds = {int: pa.int64(), float: pa.float64(), str: pa.string(), tuple: pa.list_(pa.string())}
-    columns = []
-    for name, hint in get_type_hints(SampleRow).items():
-        kind = hint if get_origin(hint) is not UnionType else get_args(hint)[0]
-        columns.append((name, kinds[get_origin(kind) or kind]))
-    return pa.schema(columns)
+    return pa.schema([(name, kinds[types[0]]) for name, types in COLUMNS.items()])
 
 
 class SampleFiles:
@@ -161,19 +167,19 @@ class SampleFiles:
 
     def write_step(self, step: StepId, rows: Sequence[SampleRow]) -> None:
         """Replace the rows of a train step."""
-        self._write(f"step-{step:06d}.parquet", rows)
+        self._write(f"step-{step:06d}.jsonl", rows)
 
     def write_chunk(self, validation: ValidationId, chunk: int, rows: Sequence[SampleRow]) -> None:
         """Replace the rows of a chunk of a validation."""
-        self._write(f"validation-{validation:06d}-{chunk:04d}.parquet", rows)
+        self._write(f"validation-{validation:06d}-{chunk:04d}.jsonl", rows)
 
     def write_failure(self, group: GroupId, attempt: int, rows: Sequence[SampleRow]) -> None:
         """Replace the rows of a failed attempt."""
-        self._write(f"failure-{group:06d}-{attempt:04d}.parquet", rows)
+        self._write(f"failure-{group:06d}-{attempt:04d}.jsonl", rows)
 
     def write_filtered(self, step: StepId, group: GroupId, rows: Sequence[SampleRow]) -> None:
         """Replace the rows of a filtered group."""
-        self._write(f"filter-{step:06d}-{group:06d}.parquet", rows)
+        self._write(f"filter-{step:06d}-{group:06d}.jsonl", rows)
 
     def merge(self, *, ended: bool = False) -> None:
         """Merge the files of each block, but those of the newest block only if the run has `ended`. Call it from one
@@ -195,20 +201,17 @@ class SampleFiles:
         for found in sorted(names, key=lambda found: (found.first, found.chunk)):
             if numbers is not None and not any(number in numbers for number in found.numbers):
                 continue
-            with _opened(self.directory / found.name) as file:
-                for group in range(file.num_row_groups):
-                    for row in _whole(file.read_row_group(group)).to_pylist():
-                        wanted = numbers is None or number_of(row) in numbers
-                        if wanted and (not found.merged or _unit_of(row) not in single):
-                            yield row | {name: json.loads(row[name] or "null") for name in MAPPINGS}
+            for row in _rows_in(self.directory, found):
+                wanted = numbers is None or number_of(row) in numbers
+                if wanted and (not found.merged or _unit_of(row) not in single):
+                    yield row | {name: json.loads(row[name] or "null") for name in MAPPINGS}
 
     def numbers(self, kind: str) -> list[int]:
         """The train steps, the validations, or the groups with failed attempts, that have rows of this kind."""
         found: set[int] = set()
         for name in self.names():
             if name.kind == _FILES_OF[kind]:
-                with _opened(self.directory / name.name) as file:
-                    found.update(file.read(columns=[_NUMBER_OF[kind]]).column(0).unique().to_pylist())
+                found.update(row[_NUMBER_OF[kind]] for row in _rows_in(self.directory, name, [_NUMBER_OF[kind]]))
         return sorted(found)
 
     def has(self, kind: str) -> bool:
@@ -221,14 +224,14 @@ class SampleFiles:
         return [found for path in sorted(self.directory.iterdir()) if (found := FileName.of(path.name)) is not None]
 
     def _write(self, name: str, rows: Sequence[SampleRow]) -> None:
-        import pyarrow as pa
-
-        plain: list[dict[str, Any]] = [asdict(row) for row in rows]
-        self.replace(name, [pa.Table.from_pylist(plain, schema=schema())])
+        lines = [json.dumps(_plain(row), ensure_ascii=False) + "\n" for row in rows]
+        with self._replaced(name) as file:
+            file.write("".join(lines).encode())
 
     def _merge(self, kind: str, block: int, singles: Sequence["FileName"]) -> None:
         """The rows of single files replace the rows of the same units in the merged file. The single files are deleted
         last: after a crash before that, both have the same rows, and the single files count."""
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
         first = block * BLOCKS[kind]
@@ -240,26 +243,30 @@ class SampleFiles:
                 with pq.ParquetFile(self.directory / name) as file:
                     for group in range(file.num_row_groups):
                         yield _without(_whole(file.read_row_group(group)), units)
-            for found in singles:
-                yield _whole(pq.read_table(self.directory / found.name))
+            rows = chain.from_iterable(_rows_in(self.directory, found) for found in singles)
+            while group_rows := [*islice(rows, ROWS_AT_ONCE)]:
+                yield pa.Table.from_pylist(group_rows, schema())
 
         self.replace(name, tables())
         for found in singles:
             (self.directory / found.name).unlink(missing_ok=True)
 
     def replace(self, name: str, tables: Iterable["pyarrow.Table"]) -> None:
-        """Write a file, and rename it when it is complete."""
+        """Write a merged file, and rename it when it is complete."""
         import pyarrow.parquet as pq
 
+        with self._replaced(name) as file, pq.ParquetWriter(file, schema(), compression="zstd") as writer:
+            for table in tables:
+                writer.write_table(table)
+
+    @contextmanager
+    def _replaced(self, name: str) -> Iterator[BinaryIO]:
+        """A new file, which is renamed when it is complete."""
         make_directory(self.directory)
         temporary = self.directory / f".{name}.{os.getpid()}.tmp"
         try:
-            with (
-                open(temporary, "wb", opener=private_opener) as file,
-                pq.ParquetWriter(file, schema(), compression="zstd") as writer,
-            ):
-                for table in tables:
-                    writer.write_table(table)
+            with open(temporary, "wb", opener=private_opener) as file:
+                yield file
             temporary.replace(self.directory / name)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -300,19 +307,27 @@ def put_samples_aside(directory: Path, steps: int, validations: Sequence[Validat
     return aside
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """A `ParquetFile`. Raises: `RunDamaged`, `FileNotFoundError`."""
+def _rows_in(directory: Path, found: "FileName", columns: Iterable[str] = COLUMNS) -> Iterator[dict[str, Any]]:
+    """The rows of a file, with None in columns that it lacks. Raises: `RunDamaged`, `FileNotFoundError`."""
     import pyarrow
-    import pyarrow.parquet as pq
 
+    path = directory / found.name
     try:
-        with pq.ParquetFile(path) as file:
-            yield file
+        for row in _rows_of_merged(path) if found.merged else map(json.loads, path.read_bytes().splitlines()):
+            yield {name: row.get(name) for name in columns}
     except FileNotFoundError:
         raise
-    except (pyarrow.ArrowException, OSError, KeyError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, AttributeError) as error:
         raise RunDamaged(str(path), f"is not a readable file of samples ({reason_of(error)}); delete it") from error
+
+
+def _rows_of_merged(path: Path) -> Iterator[dict[str, Any]]:
+    """Reads one row group at a time."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        for group in range(file.num_row_groups):
+            yield from file.read_row_group(group).to_pylist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,6 +382,15 @@ def number_of(row: Mapping[str, Any]) -> int:
 def _unit_of(row: Mapping[str, Any]) -> tuple[str, int, int]:
     chunk = {TRAIN: None, VALIDATION: row["chunk"], FAILED: row["attempt"], FILTERED: row["group"]}[row["kind"]]
     return _FILES_OF[row["kind"]], number_of(row), chunk or 0
+
+
+def _plain(row: SampleRow) -> dict[str, Any]:
+    """Raises: `TypeError` for a value that a merged file cannot hold."""
+    plain = {name: getattr(row, name) for name in COLUMNS}
+    for name, types in COLUMNS.items():
+        if not isinstance(plain[name], types):
+            raise TypeError(f"{name} is {plain[name]!r}")
+    return plain
 
 
 def _whole(table: "pyarrow.Table") -> "pyarrow.Table":

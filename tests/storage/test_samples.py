@@ -1,5 +1,6 @@
 """The files of samples: one for each unit, merged after a while, and never two rows of the same response."""
 
+import json
 import os
 import stat
 from dataclasses import replace
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from engine.errors import RunDamaged
 from engine.storage.samples import (
     BLOCKS,
     FILTERED,
@@ -68,8 +70,8 @@ def test_a_long_run_has_few_files_and_no_row_twice(tmp_path: Path) -> None:
     whole, measured = said(files), said(files, VALIDATION)
     files.merge()
     assert sorted(os.listdir(tmp_path)) == [
-        f"step-{STEPS:06d}.parquet", f"steps-000000-{STEPS - 1:06d}.parquet",
-        f"validation-{VALIDATIONS:06d}-0000.parquet", f"validation-{VALIDATIONS:06d}-0001.parquet",
+        f"step-{STEPS:06d}.jsonl", f"steps-000000-{STEPS - 1:06d}.parquet",
+        f"validation-{VALIDATIONS:06d}-0000.jsonl", f"validation-{VALIDATIONS:06d}-0001.jsonl",
         f"validations-000000-{VALIDATIONS - 1:06d}.parquet",
     ]  # fmt: skip
     assert (said(files), said(files, VALIDATION)) == (whole, measured)
@@ -106,7 +108,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     wrong: Any = "much"
     with pytest.raises(Exception, match="much"):
         files.write_step(1, [of_step(1, reward=wrong)])
-    assert os.listdir(tmp_path) == ["step-000001.parquet"]
+    assert os.listdir(tmp_path) == ["step-000001.jsonl"]
     assert said(files) == {1: "there"}
 
 
@@ -114,9 +116,9 @@ def test_a_merge_that_meets_a_damaged_file_fails_and_changes_nothing(tmp_path: P
     files = SampleFiles(tmp_path)
     for step in (0, 1, STEPS):
         files.write_step(step, [of_step(step, f"{step}")])
-    (tmp_path / "step-000001.parquet").write_bytes(b"damaged")
+    (tmp_path / "step-000001.jsonl").write_bytes(b"damaged")
     there = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match="Parquet"):
+    with pytest.raises(RunDamaged, match=r"step-000001\.jsonl is not a readable file"):
         files.merge()
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == there
 
@@ -174,8 +176,10 @@ def test_files_without_a_column_that_came_later_are_read_merged_and_set_aside(tm
     files = SampleFiles(tmp_path / "samples")
     for step in range(STEPS + 1):
         files.write_step(step, [of_step(step, f"{step}", reward_parts='{"a": 1.0}')])
-    for path in [tmp_path / "samples" / "step-000000.parquet", tmp_path / "samples" / "step-000002.parquet"]:
-        pq.write_table(pq.read_table(path).drop_columns(["reward_parts"]), path)
+    for path in [tmp_path / "samples" / "step-000000.jsonl", tmp_path / "samples" / "step-000002.jsonl"]:
+        row = json.loads(path.read_text())
+        del row["reward_parts"]
+        path.write_text(json.dumps(row) + "\n")
     assert [row["reward_parts"] for row in files.rows(TRAIN, [0, 1, 2])] == [None, {"a": 1.0}, None]
     files.merge()
     merged = tmp_path / "samples" / f"steps-000000-{STEPS - 1:06d}.parquet"

@@ -163,7 +163,7 @@ def test_a_disk_that_hangs_holds_a_step_up_for_a_while_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / FOLDER).mkdir()
-    hanging = tmp_path / FOLDER / f".step-000000.parquet.{os.getpid()}.tmp"
+    hanging = tmp_path / FOLDER / f".step-000000.jsonl.{os.getpid()}.tmp"
     os.mkfifo(hanging)  # to open it for writing waits for a reader
 
     async def scene() -> None:
@@ -177,7 +177,7 @@ def test_a_disk_that_hangs_holds_a_step_up_for_a_while_only(
             others = asyncio.all_tasks() - {asyncio.current_task()}
             (hung,) = [task for task in others if "SampleKeeper" in repr(task)]
             await asyncio.wait([hung])
-        (tmp_path / FOLDER / "step-000000.parquet").unlink(missing_ok=True)
+        (tmp_path / FOLDER / "step-000000.jsonl").unlink(missing_ok=True)
         await bench.step(2)
         await bench.worker.close()
 
