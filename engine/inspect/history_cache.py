@@ -53,12 +53,22 @@ class HistoryCache:
         temporary = path.with_suffix(f".{os.getpid()}")
         try:
             make_directory(self._directory)
+            self._remove_unfinished()
             with open(temporary, "wb", opener=private_opener) as file:
                 file.write(self._identity(stretch) + zlib.compress(data, 1))
             temporary.replace(path)
         except OSError:
             with suppress(OSError):  # such as a file system that cannot be written
                 temporary.unlink()
+
+    def _remove_unfinished(self) -> None:
+        """Delete the files of writers that were killed. If a writer on another node is taken for one, it keeps nothing
+        for its stretch."""
+        assert self._directory is not None
+        for path in self._directory.iterdir():
+            writer = path.suffix[1:]
+            if writer.isdecimal() and not Path("/proc", writer).exists():
+                path.unlink(missing_ok=True)
 
     def _read(self, stretch: Any, most: int = -1) -> bytes:
         """The first bytes of a stretch's file; empty if it cannot be read or has another identity."""

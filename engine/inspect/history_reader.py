@@ -72,7 +72,7 @@ from engine.record import Header, Record, Tick, replay
 from engine.record.msgpack_values import CodecError
 from engine.record.reader import Place
 from engine.record.replayer import build_scheduler
-from engine.record.snapshots import restore
+from engine.record.snapshots import STRETCH_EVENTS, restore
 from engine.scheduling.scheduler import Scheduler
 from engine.states.group import Group
 from engine.states.machine import Phase
@@ -80,8 +80,6 @@ from engine.states.process import REPLICA
 
 PAUSES = {"sleep": "pool", "drain": "drain"}
 """Why a pause aborts groups, by its mode; otherwise a weight sync does."""
-STRETCH_EVENTS = 20_000
-"""Minimum number of events in a stretch that a separate process replays."""
 MAX_PROCESSES = 16
 """Maximum number of processes that replay at once. Each holds the reports of a stretch in memory."""
 PR_SET_PDEATHSIG = 1
@@ -105,6 +103,16 @@ def read_history(run: str | Path | Record, stretch_events: int = STRETCH_EVENTS)
     builder = HistoryBuilder()
     watcher = _StretchWatcher(lambda name, *arguments: getattr(builder, name)(*arguments))
     return _history(record, builder, [watcher.replay(record, _Stretch(None, None))])
+
+
+def cache_history(run: Path, stretch_events: int) -> None:
+    """Keep what the stretches of a run's record contain, so far as nothing is kept. Replays them in this process, one
+    by one. Raises: see `read_history`."""
+    record = open_record(run)
+    cache = HistoryCache(record)
+    for stretch in _stretches(record, stretch_events)[:-1]:
+        if not cache.holds(stretch) and (data := replay_stretch(record, stretch)) is not None:
+            cache.keep(stretch, data)
 
 
 # -- stretches of a record ---------------------------------------------------------------------------------------------
@@ -173,9 +181,13 @@ _record: Record
 
 
 def _begin_process(record: Record, parent: int) -> None:
-    """Runs first in a process that replays. It leaves interrupts to its parent, and ends with it."""
     global _record
     _record = record
+    end_with(parent)
+
+
+def end_with(parent: int) -> None:
+    """Leave interrupts to the parent of this process, and end with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -14,6 +14,7 @@ from typing import Any
 from engine.commands import Command, FinishRun, SaveCheckpoint
 from engine.errors import RecordError, RecordNotBegun
 from engine.events import Event
+from engine.ids import EventId
 from engine.record.files import RecordLock
 from engine.record.frames import SCHEDULE, Header, encode_header, encode_rejected, encode_snapshot, encode_tick
 from engine.record.msgpack_values import CodecError
@@ -38,6 +39,8 @@ class Frames:
     append: Callable[[bytes], object]
     next_tick = 0
     next_event = 0
+    newest_snapshot: EventId = 0
+    """Number of events before the newest snapshot; 0: there is none."""
 
     def write(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
         """Append a tick."""
@@ -52,6 +55,7 @@ class Frames:
     def snapshot(self, plain: Sequence[Any]) -> None:
         """Append a snapshot of the state after the ticks so far."""
         self.append(encode_snapshot(self.next_tick, self.next_event, plain))
+        self.newest_snapshot = self.next_event
 
     def _expected(self, events: Sequence[Event]) -> Sequence[Event]:
         if events[0].id != self.next_event:

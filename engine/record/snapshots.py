@@ -37,6 +37,8 @@ Plain = Any
 SCALARS = (NoneType, bool, int, float, str)
 SHOWN = 100
 """Maximum length of a value in a message, in characters."""
+STRETCH_EVENTS = 20_000
+"""Minimum number of events between two snapshots that readers of a record replay apart from the rest."""
 ROOT_LEFT_OUT = ("groups",)
 """Fields of the state that are written apart from it."""
 DAMAGED = (

@@ -28,6 +28,7 @@ from engine.runtime.control_requests import Control
 from engine.runtime.driver import Driver
 from engine.runtime.executor import RunExecutor
 from engine.runtime.filtered_samples import FilteredSamples
+from engine.runtime.history_process import HistoryProcess
 from engine.runtime.metrics_endpoint import Endpoint
 from engine.runtime.plan import Plan
 from engine.runtime.process_port import Found, Processes, Stores
@@ -149,6 +150,7 @@ class RunLoop:
             samples = samples_for_sinks(plan.run_dir / FOLDER, plan.sample_policy)
             journal = open_row_writer(plan.run_dir, plan.config, plan.sinks, samples)
         self.metrics = RunMetrics(self.scheduler, transitions, journal, None if earlier is None else earlier.rows)
+        self._history = HistoryProcess(recorder) if isinstance(recorder, Recorder) else None
         self.clock = LoopClock(self._at)
         self._settings: Sequence[Event] = ()
         self._watching: WatchingPrompts | None = None
@@ -259,7 +261,9 @@ class RunLoop:
         self.supervisor.stop_watching()
 
     def close(self) -> None:
-        """Close the record, the metrics and the metrics endpoint."""
+        """Close the record, the metrics, the metrics endpoint and the process that reads the record."""
+        if self._history is not None:
+            self._history.close()
         with contextlib.closing(self.recorder):
             self.metrics.close()
         if self.endpoint is not None:
@@ -270,6 +274,8 @@ class RunLoop:
             self.over.set_result(command)
 
     def _observe(self, tick: Tick) -> None:
+        if self._history is not None:
+            self._history.wake()
         if self._watching is not None:
             self._watching.watch(tick.events, tick.commands)
         self.metrics.observe(tick)

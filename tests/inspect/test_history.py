@@ -179,6 +179,24 @@ def test_a_cache_that_cannot_be_written_or_read_is_passed_over(long: Record, tmp
     assert comparable(read_history(long, 25)) == whole
 
 
+KILLED_WRITER = """
+import os, signal, sys, zlib
+from engine.inspect.history_reader import cache_history
+zlib.compress = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+cache_history(sys.argv[1], 25)
+"""
+
+
+def test_what_a_killed_writer_left_is_removed(long: Record, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", KILLED_WRITER, str(tmp_path)], check=False)
+    (unfinished,) = (tmp_path / "history-cache").iterdir()
+    others = (tmp_path / "history-cache" / "others.1").write_bytes(b"of a process that lives")
+    before = read_history(long, 25)
+    assert not unfinished.exists() and others
+    assert {path.suffix for path in (tmp_path / "history-cache").iterdir()} == {".z", ".1"}
+    assert read_history(long, 25) == before
+
+
 KILLED = """
 import os, signal, sys
 from engine.inspect import history_reader
