@@ -1,10 +1,16 @@
-"""Draws docs/img/modes.svg, staleness.svg, recovery.svg and debug.svg from records of simulated runs.
+"""Draws docs/img/modes.svg, staleness.svg, recovery.svg, debug.svg and report.png from records of simulated runs.
 
-Run from the root: python docs/pictures.py. The runs are deterministic, so a test notices a picture that is not drawn
-again.
+Run from the root: python docs/pictures.py [NAME ...]. The runs are deterministic, so a test notices a picture that is
+not drawn again. report.png needs the program chromium.
 """
 
+import argparse
 import asyncio
+import hashlib
+import shutil
+import struct
+import tempfile
+import zlib
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -13,6 +19,7 @@ from engine.config import load_config
 from engine.inspect.cursor import Cursor
 from engine.inspect.history import GenerationAttempt, History
 from engine.inspect.history_reader import read_history
+from engine.inspect.report import PAGE, report_html
 from engine.inspect.timeline import Slice, Timeline, timeline_of
 from engine.policies import PolicySet
 from engine.record import Header, read
@@ -250,9 +257,52 @@ DEBUGGED_EVENT = 74
 DEBUGGER_SIZE = (120, 28)
 """Columns and rows of the terminal."""
 
-PICTURES = {"modes.svg": modes, "staleness.svg": staleness, "recovery.svg": recovery, "debug.svg": debug}
+
+def report() -> bytes:
+    """`engine report`, with a followed group, in headless Chromium."""
+    from playwright.sync_api import sync_playwright  # late: the other pictures need no browser
+
+    timeline = timeline_of(history_of(simulated(REPORTED)))
+    late = [group for group in timeline.history.groups if group.staleness > 0]
+    followed = late[len(late) // 2]
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        page_file = Path(folder) / "report.html"
+        page_file.write_text(report_html(timeline), encoding="utf-8")
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport=REPORT_SIZE, color_scheme="light")
+        page.goto(page_file.as_uri())
+        page.wait_for_selector("html[data-ready=yes]")
+        page.fill("#group", str(followed.group))
+        page.press("#group", "Enter")
+        png = page.screenshot()
+        browser.close()
+    source = b"tEXt" + b"source\0" + source_of_report().encode()
+    chunk = struct.pack(">I", len(source) - 4) + source + struct.pack(">I", zlib.crc32(source))
+    return bytes(png[:-12] + chunk + png[-12:])  # before the last chunk
+
+
+def source_of_report() -> str:
+    """What the picture was drawn from, as a digest. It is in the file, because browsers draw texts differently."""
+    parts = [(PAGE / name).read_bytes() for name in ("page.html", "page.css", "page.js")]
+    return hashlib.sha256(b"".join([*parts, simulated(REPORTED).to_bytes()])).hexdigest()
+
+
+REPORTED = "fully_async"
+REPORT_SIZE = {"width": 1180, "height": 1010}
+
+PICTURES = {
+    "modes.svg": modes, "staleness.svg": staleness, "recovery.svg": recovery, "debug.svg": debug, "report.png": report,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", metavar="NAME", nargs="*", choices=[*PICTURES, []], help="default: all")
+    for name in parser.parse_args().names or PICTURES:
+        drawn = PICTURES[name]()
+        (DOCS / "img" / name).write_bytes(drawn if isinstance(drawn, bytes) else drawn.encode())
+        print(f"docs/img/{name}")
+
 
 if __name__ == "__main__":
-    for name, draw in PICTURES.items():
-        (DOCS / "img" / name).write_text(draw(), encoding="utf-8")
-        print(f"docs/img/{name}")
+    main()

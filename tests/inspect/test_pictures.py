@@ -1,6 +1,8 @@
 """The pictures of the docs that are drawn from simulated runs."""
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,18 @@ def test_a_picture_is_what_its_runs_draw_now(name: str) -> None:
     drawn = load().PICTURES[name]()
     stale = f"docs/img/{name} is stale: run python docs/pictures.py, and look at it"
     assert (DOCS / "img" / name).read_text(encoding="utf-8") == drawn, stale
+
+
+def test_the_picture_of_a_report_is_of_the_present_page() -> None:
+    drawn_from = load().source_of_report().encode()
+    assert drawn_from in (DOCS / "img" / "report.png").read_bytes(), "run python docs/pictures.py, and look at it"
+
+
+def test_help_draws_nothing() -> None:
+    program = [sys.executable, str(DOCS / "pictures.py")]
+    shown = subprocess.run([*program, "--help"], capture_output=True, text=True, check=True).stdout
+    assert "report.png" in shown and "docs/img/" not in shown.partition("options:")[2]
+    assert subprocess.run([*program, "nothing.svg"], capture_output=True, check=False).returncode == 2
 
 
 def test_every_picture_of_the_program_is_on_a_page() -> None:
