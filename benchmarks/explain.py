@@ -2,12 +2,14 @@
 
 `python benchmarks/explain.py [--events 1000000]` simulates a run with about this number of events, records it in a
 temporary directory with a snapshot every 25 000 events, as runs do, and prints the seconds of reading its history and
-of each question: wall time, CPU time of this process, and CPU time of the processes that replayed stretches of it. The
-second reading uses what the first one kept beside the record.
+of each question: wall time, CPU time of this process, and CPU time of the processes that replayed stretches of it:
+during the simulation, the one that runs beside a run. The first reading uses what this one kept beside the record, the
+second uses nothing, the third everything.
 """
 
 import argparse
 import resource
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,16 +17,28 @@ from pathlib import Path
 from typing import Any
 
 from engine.inspect.explanation import explain_group, explain_idle, explain_moment, explain_run, explain_step
+from engine.inspect.history_cache import DIRECTORY
 from engine.inspect.history_reader import read_history
 from engine.policies import PolicySet
 from engine.record import Header, Recorder
 from engine.runtime.garbage_collection import rare_collection
+from engine.runtime.history_process import HistoryProcess
 from engine.simulation.world import Setting, World
 from engine.states.limits import Limits
 
 BATCH, REPLICAS, SLOTS = 256, 16, 64
 EVENTS_PER_GROUP = 2.25
 """One for its first trajectory, one for its last, and now and then one for a draw or a sync."""
+
+
+class ReadRecorder(Recorder):
+    """Its record is read while it grows, as that of a run."""
+
+    def flush(self) -> None:
+        super().flush()
+        if not hasattr(self, "reader"):
+            self.reader = HistoryProcess(self)
+        self.reader.wake()
 
 
 def record(directory: Path, events: int) -> None:
@@ -37,8 +51,9 @@ def record(directory: Path, events: int) -> None:
         mean_tokens=20.0, max_tokens=60, token_s=10.0,
     )  # fmt: skip
     header = Header(run="long", limits=limits.to_plain(), policies=dict(PolicySet.from_names({}).names))
-    recorder = Recorder(directory / "schedule", header)
+    recorder = ReadRecorder(directory / "schedule", header)
     World(setting, recorder=recorder, check=False, snapshot_every=25_000).run(events=10 * events)
+    recorder.reader.close()
     recorder.close()
 
 
@@ -65,6 +80,8 @@ def main() -> None:
         timed("simulating", lambda: record(directory, events))
         size = sum(path.stat().st_size for path in (directory / "schedule").iterdir())
         timed("reading", lambda: read_history(directory))
+        shutil.rmtree(directory / DIRECTORY, ignore_errors=True)
+        timed("reading anew", lambda: read_history(directory))
         history = timed("reading again", lambda: read_history(directory))
         print(f"{history.events} events, {len(history.groups)} groups, {size / 2**20:.1f} MiB")
         timed("the run", lambda: str(explain_run(history)))

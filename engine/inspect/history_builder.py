@@ -6,6 +6,8 @@ replays a stretch of the record finishes the groups whose whole life is in it. M
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from engine.ids import NO_VERSION, EventId, GroupId, Incarnation, ReplicaId, StepId, Version
@@ -210,16 +212,16 @@ class GroupBuilder:
         self, attempts: Iterable[Any], waits: Iterable[Any], rows: Iterable[Any], tokens: Mapping[str, int]
     ) -> None:
         """Take the groups that another builder has finished."""
-        self.attempts += map(GenerationAttempt._make, attempts)
-        self.waits += map(GroupWait._make, waits)
-        self.ended.update((row[0], GroupRow._make(row)) for row in rows)
+        self.attempts += map(partial(tuple.__new__, GenerationAttempt), attempts)  # `_make` takes three times as long
+        self.waits += map(partial(tuple.__new__, GroupWait), waits)
+        self.ended.update((row[0], tuple.__new__(GroupRow, row)) for row in rows)
         for fate, count in tokens.items():
             self.tokens[fate] += count
 
     def rows(self) -> list[GroupRow]:
         """All groups, by number."""
         rows = [*self.ended.values(), *(notes.row(id) for id, notes in self.notes.items())]
-        return sorted(rows, key=lambda row: row.group)
+        return sorted(rows, key=attrgetter("group"))
 
     def _end_attempt(
         self, id: GroupId, order: _Order, at: float, last: EventId, tokens: int, oldest: Version, newest: Version,
@@ -489,4 +491,4 @@ class HistoryBuilder(GroupBuilder):
 
 def _by_end(values: list[Any]) -> tuple[Any, ...]:
     """In the order in which they ended: builders that finished some groups append them in another order."""
-    return tuple(sorted(values, key=lambda value: (value.end, value.group)))
+    return tuple(sorted(values, key=attrgetter("end", "group")))

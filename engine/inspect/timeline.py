@@ -7,7 +7,9 @@ Must not read records.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from heapq import heappop, heappush
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from engine.ids import NO_VERSION, GroupId
@@ -104,9 +106,10 @@ class Timeline:
 
     def _of_attempt(self, value: GenerationAttempt) -> dict[str, Any]:
         group = self.history.groups[value.group]
+        reason = {"reason": value.reason} if value.reason else {}
         facts: dict[str, Any] = {
             "group": value.group, "attempt": value.attempt, "resumed": value.resumed, "outcome": value.outcome,
-            "reason": value.reason, "version": value.version, "tokens": value.tokens, "sampled": value.sampled,
+            **reason, "version": value.version, "tokens": value.tokens, "sampled": value.sampled,
             "deadline": group.deadline, "became": group.state, "cause": value.cause, "ended_by": value.ended_by,
         }  # fmt: skip
         if value.oldest_version != NO_VERSION:
@@ -117,7 +120,7 @@ class Timeline:
             facts |= {"step": group.step, "staleness": group.staleness}
         if group.reward_mean is not None:
             facts["reward_mean"] = group.reward_mean
-        return {name: fact for name, fact in facts.items() if fact != ""}
+        return facts
 
     def _of_phase(self, value: StepPhase) -> dict[str, Any]:
         facts = {"step": value.step, "outcome": value.outcome, "cause": value.cause, "ended_by": value.ended_by}
@@ -130,9 +133,9 @@ class Timeline:
 
 def timeline_of(history: History) -> Timeline:
     """The timeline of a run."""
-    placed = sorted(_slices(history), key=lambda one: (one[1].start, one[1].end))
-    names = {track: number for number, track in enumerate(sorted({track for track, _ in placed}, key=_order))}
-    slices = tuple([slice._replace(track=names[track]) for track, slice in placed])
+    placed = sorted(_slices(history), key=itemgetter(2, 3))
+    names = {track: number for number, track in enumerate(sorted({one[0] for one in placed}, key=_order))}
+    slices = tuple([Slice(names[track], kind, start, end, value) for track, kind, start, end, value in placed])
     batches = {id(phase): step for step in history.steps for phase in step.phases}
     return Timeline(history, tuple(names), slices, tuple(_arrows(history, slices)), batches)
 
@@ -144,29 +147,30 @@ def _order(track: Track) -> tuple[Any, ...]:
     return (process != TRAINER, process != REPLICA, process, int(number), track.name == PROCESS, slot < 0, slot, track)
 
 
-def _slices(history: History) -> Iterator[tuple[Track, Slice]]:
+def _slices(history: History) -> Iterator[tuple[Track, str, float, float, Any]]:
+    """The track of each slice, and its other fields."""
+    slot_track = cache(lambda replica, slot: Track(name_of(REPLICA, replica), f"slot {slot}"))
     for attempt, slot in _seated(history):
         kind = "generating" if isinstance(attempt, GenerationAttempt) else "measuring"
-        track = Track(name_of(REPLICA, attempt.replica), f"slot {slot}")
-        yield track, Slice(0, kind, attempt.start, attempt.end, attempt)
+        yield slot_track(attempt.replica, slot), kind, attempt.start, attempt.end, attempt
     for sync in history.syncs:
-        yield Track(name_of(REPLICA, sync.replica), WEIGHTS), Slice(0, sync.name, sync.start, sync.end, sync)
+        yield Track(name_of(REPLICA, sync.replica), WEIGHTS), sync.name, sync.start, sync.end, sync
     for phase in (phase for step in history.steps for phase in step.phases):
         track = Track(TRAINER, BATCHES if phase.name == "collecting" else TRAINING)
-        yield track, Slice(0, phase.name, phase.start, phase.end, phase)
+        yield track, phase.name, phase.start, phase.end, phase
     for save in history.checkpoints:
-        yield Track(TRAINER, CHECKPOINTS), Slice(0, "checkpoint", save.start, save.end, save)
+        yield Track(TRAINER, CHECKPOINTS), "checkpoint", save.start, save.end, save
     for life in history.lives:
         track, up = Track(name_of(life.kind, life.index), PROCESS), life.end if life.up is None else life.up
-        yield track, Slice(0, "starting", life.start, up, life)
+        yield track, "starting", life.start, up, life
         if life.up is not None:
-            yield track, Slice(0, "up", up, life.end, life)
+            yield track, "up", up, life.end, life
     ends: list[float] = []
     for row in sorted(history.validations, key=lambda row: row["elapsed_s"] - sum(row["seconds"].values())):
         start = row["elapsed_s"] - row["seconds"]["running"]
         place = next((place for place, end in enumerate(ends) if end <= start), len(ends))
         ends[place : place + 1] = [row["elapsed_s"]]
-        yield Track("validation", f"validation {place}"), Slice(0, "validation", start, row["elapsed_s"], row)
+        yield Track("validation", f"validation {place}"), "validation", start, row["elapsed_s"], row
 
 
 def _seated(history: History) -> Iterator[tuple[GenerationAttempt | RowsAttempt, int]]:
