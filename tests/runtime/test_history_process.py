@@ -88,7 +88,7 @@ def test_a_failure_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
             process.wake()
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith("the record cannot be read while the run goes: engine.errors.RunDamaged: ")
-    process.close()
+    assert process._process is None, "no other one is started"
     recorder.close()
 
 
