@@ -76,13 +76,23 @@ def test_a_perfetto_trace_has_every_slice_on_its_track_with_its_facts(
                 1 if packet.track_event.type == TrackEvent.TYPE_SLICE_BEGIN else -1
             )
             assert open_on[packet.track_event.track_uuid] in (0, 1)
-    sources = [flow for packet in begins for flow in packet.track_event.flow_ids]
-    targets = [flow for packet in begins for flow in packet.track_event.terminating_flow_ids]
-    assert sorted(sources) == sorted(targets) == list(range(1, len(timeline.arrows) + 1))
+    sources = [(flow, at(packet)) for packet in begins for flow in packet.track_event.flow_ids]
+    targets = [(flow, at(packet)) for packet in begins for flow in packet.track_event.terminating_flow_ids]
+    arrows = [
+        [(round(slice.start * 1e9), timeline.title(slice)) for slice in map(timeline.slices.__getitem__, arrow)]
+        for arrow in timeline.arrows
+    ]
+    assert sorted(sources) == [(number, arrow[0]) for number, arrow in enumerate(arrows, start=1)]
+    assert sorted(targets) == [(number, arrow[1]) for number, arrow in enumerate(arrows, start=1)]
     group = next(p.track_event for p in begins if p.track_event.name == "group 3")
     facts = {note.name for note in group.debug_annotations}
     assert facts >= {"tokens", "version", "oldest_version", "staleness", "step", "outcome", "cause", "ended_by"}
     assert described[described[group.track_uuid].parent_uuid].process.process_name.startswith("replica ")
+
+
+def at(packet: Any) -> tuple[int, str]:
+    """When a slice begins, and its title."""
+    return packet.timestamp, packet.track_event.name
 
 
 def test_spans_follow_the_schema_of_opentelemetry(run: Path, tmp_path: Path, timeline: Timeline) -> None:
