@@ -231,33 +231,24 @@ class SampleFiles:
     def _merge(self, kind: str, block: int, singles: Sequence["FileName"]) -> None:
         """The rows of single files replace the rows of the same units in the merged file. The single files are deleted
         last: after a crash before that, both have the same rows, and the single files count."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         first = block * BLOCKS[kind]
         name = f"{kind}s-{first:06d}-{first + BLOCKS[kind] - 1:06d}.parquet"
-        units = {found.unit for found in singles}
-
-        def tables() -> Iterator["pyarrow.Table"]:
-            if (self.directory / name).exists():
-                with pq.ParquetFile(self.directory / name) as file:
-                    for group in range(file.num_row_groups):
-                        yield _without(_whole(file.read_row_group(group)), units)
-            rows = chain.from_iterable(_rows_in(self.directory, found) for found in singles)
-            while group_rows := [*islice(rows, ROWS_AT_ONCE)]:
-                yield pa.Table.from_pylist(group_rows, schema())
-
-        self.replace(name, tables())
+        merged, units = FileName.of(name), {found.unit for found in singles}
+        assert merged is not None
+        old = _rows_in(self.directory, merged) if (self.directory / name).exists() else iter(())
+        new = chain.from_iterable(_rows_in(self.directory, found) for found in singles)
+        self.replace(name, chain((row for row in old if _unit_of(row) not in units), new))
         for found in singles:
             (self.directory / found.name).unlink(missing_ok=True)
 
-    def replace(self, name: str, tables: Iterable["pyarrow.Table"]) -> None:
+    def replace(self, name: str, rows: Iterator[dict[str, Any]]) -> None:
         """Write a merged file, and rename it when it is complete."""
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
         with self._replaced(name) as file, pq.ParquetWriter(file, schema(), compression="zstd") as writer:
-            for table in tables:
-                writer.write_table(table)
+            while some := [*islice(rows, ROWS_AT_ONCE)]:
+                writer.write_table(pa.Table.from_pylist(some, schema()))
 
     @contextmanager
     def _replaced(self, name: str) -> Iterator[BinaryIO]:
@@ -303,7 +294,8 @@ def put_samples_aside(directory: Path, steps: int, validations: Sequence[Validat
     for found in kept:
         shutil.copy2(aside / found.name, directory / found.name)
     for found in partly:
-        files.replace(found.name, _reduced(aside / found.name, steps, validations))
+        rows = _rows_in(aside, found)
+        files.replace(found.name, (row for row in rows if _is_kept(row, steps, validations)))
     return aside
 
 
@@ -393,36 +385,5 @@ def _plain(row: SampleRow) -> dict[str, Any]:
     return plain
 
 
-def _whole(table: "pyarrow.Table") -> "pyarrow.Table":
-    """The table with every column of the schema, in its order. A column that the file lacks, such as `reward_parts`,
-    gets nulls."""
-    import pyarrow as pa
-
-    wanted = schema()
-    for name in wanted.names:
-        if name not in table.column_names:
-            table = table.append_column(name, pa.nulls(table.num_rows, wanted.field(name).type))
-    return table.select(wanted.names).cast(wanted)
-
-
-def _without(table: "pyarrow.Table", units: set[tuple[str, int, int]]) -> "pyarrow.Table":
-    keys = table.select(["kind", "step", "validation", "chunk", "group", "attempt"]).to_pylist()
-    return _filtered(table, [_unit_of(key) not in units for key in keys])
-
-
-def _reduced(path: Path, steps: int, validations: Sequence[ValidationId]) -> Iterator["pyarrow.Table"]:
-    """The tables of a merged file, without later rows."""
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(path) as file:
-        for group in range(file.num_row_groups):
-            table = _whole(file.read_row_group(group))
-            numbers = table.select(["step", "validation"]).to_pylist()
-            stay = [n["validation"] in validations if n["step"] is None else n["step"] < steps for n in numbers]
-            yield _filtered(table, stay)
-
-
-def _filtered(table: "pyarrow.Table", stay: Sequence[bool]) -> "pyarrow.Table":
-    import pyarrow as pa
-
-    return table.filter(pa.array(stay, pa.bool_()))
+def _is_kept(row: Mapping[str, Any], steps: int, validations: Sequence[ValidationId]) -> bool:
+    return row["validation"] in validations if row["step"] is None else row["step"] < steps
