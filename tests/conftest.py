@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("cluster" if shared else "clusters"))
         elif "vllm" in item.nodeid:
             item.add_marker(pytest.mark.xdist_group("engines"))
-        elif "of_ranks" in getattr(item, "fixturenames", ()):
+        elif "server" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("ranks"))  # one process from which ranks are forked
 
 

@@ -58,7 +58,6 @@ class Forks(ForkServerContext):
 
 
 CONTEXT = Forks()
-CONTEXT.set_forkserver_preload(PRELOADED)
 
 
 def start_by_fork() -> list[tuple[Any, Any]]:
@@ -78,6 +77,7 @@ def start_by_fork() -> list[tuple[Any, Any]]:
 def forked_engines() -> Iterator[None]:
     """vLLM starts the processes of an engine that is made meanwhile as forks."""
     prepare_environment(1)
+    CONTEXT.set_forkserver_preload(PRELOADED)  # unless tests forked other processes before
     before = start_by_fork()
     try:
         yield

@@ -25,15 +25,16 @@ from engine.training.shared_weights import (
     turn,
 )
 
-SPAWN = multiprocessing.get_context("spawn")
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch"])  # a process that imports it itself starts later
 WIDE = 4 << 20
 """float32 values of the large tensor."""
 
 
 @contextmanager
 def process(run: Any, *given: Any) -> Iterator[tuple[Any, Connection]]:
-    ours, theirs = SPAWN.Pipe()
-    started = SPAWN.Process(target=run, args=(theirs, *given), daemon=True)
+    ours, theirs = FORKS.Pipe()
+    started = FORKS.Process(target=run, args=(theirs, *given), daemon=True)
     started.start()
     try:
         yield started, ours

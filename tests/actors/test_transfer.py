@@ -1,6 +1,5 @@
 """Transfers of tensors between real processes over gloo: exact, bounded in time, and gone when they are over."""
 
-import multiprocessing
 import os
 import socket
 import threading
@@ -14,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from transfer_ends import HALVES, HOST, LARGE, differences, large_offer, receive_half, sample, send_half, take
+from weight_holders import FORKS
 
 from engine.errors import EngineError
 from engine.rollout.sent_weights import Offer
 from engine.rollout.torch import transfer
 
-SPAWN = multiprocessing.get_context("spawn")
 LONG_S = 60.0
 SHORT_S = 1.0
 
@@ -27,15 +26,15 @@ SHORT_S = 1.0
 @pytest.fixture(scope="module")
 def others() -> Iterator[ProcessPoolExecutor]:
     """Two processes that receive."""
-    with ProcessPoolExecutor(2, mp_context=SPAWN) as pool:
+    with ProcessPoolExecutor(2, mp_context=FORKS) as pool:
         yield pool
 
 
 @contextmanager
 def other(run: Any, deadly: bool) -> Iterator[Connection]:
     """A process that `run` ends or stalls."""
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=run, args=(theirs, deadly), daemon=True)
+    ours, theirs = FORKS.Pipe()
+    process = FORKS.Process(target=run, args=(theirs, deadly), daemon=True)
     process.start()
     try:
         yield ours

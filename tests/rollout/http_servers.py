@@ -69,8 +69,8 @@ class VllmServer:
         environment = QUIET | ({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if lora_rank else {})
         if lora_rank:
             arguments += ["--enable-lora", "--max-lora-rank", str(lora_rank)]
-        self.process = Forked(target=serve, args=(arguments, environment, self._log))
         with forked_engines():
+            self.process = Forked(target=serve, args=(arguments, environment, self._log))
             self.process.start()
 
     def until_up(self) -> None:

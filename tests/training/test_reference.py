@@ -153,14 +153,11 @@ CORRECTED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("loss", "correction"),
     [
-        ("ppo_clip", "token_tis"),
-        ("ppo_clip", "icepop"),
         ("ppo_clip", "sequence_tis"),
         ("decoupled_ppo", "masks"),
         ("dual clip", "masks"),
         ("gspo", "token_tis"),
         ("cispo", "icepop"),
-        ("cispo", "sequence_tis"),
     ],
 )
 def test_every_loss_learns_under_corrections(model_path: str, group: Make, loss: str, correction: str) -> None:
