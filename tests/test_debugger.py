@@ -83,6 +83,16 @@ def test_a_breakpoint_without_a_match_is_named_and_moves_nothing(run: Path) -> N
     drive(run, script)
 
 
+def test_nothing_is_shown_once_the_debugger_has_closed(run: Path) -> None:
+    async def main() -> None:
+        app = Debugger(Cursor(lambda: open_record(run)), "runs/small")
+        async with app.run_test():
+            app._grow()
+        app._grow()  # its timer may fire while it closes
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("place", "words"),
     [

@@ -287,6 +287,8 @@ class Debugger(App[None]):
 
     def _grow(self) -> None:
         """Read what the run has written since; if the view follows it, show its newest tick."""
+        if not self.is_running:  # it closes, and its panes are gone
+            return
         try:
             added = self.cursor.grow()
         except EngineError as error:
