@@ -172,23 +172,15 @@ def test_a_response_ends_with_the_turn(tmp_path: Path) -> None:
 
 
 def test_the_warm_start_reads_and_ends_answers_as_the_run_does(models: dict[str, str], tmp_path: Path) -> None:
-    """Two models learn from the same file; only the one that was asked in the template answers in it."""
+    """A model that learned in the template answers in it, and ends its answer."""
+    import torch
     from transformers import AutoModelForCausalLM
 
     rows = [{"prompt": "ab", "answer": "x"}] * 32
     start = {"path": write_rows(tmp_path / "answers.jsonl", *rows), "epochs": 8, "batch_size": 4, "learning_rate": 3e-2}
     tokenizer = AutoTokenizer.from_pretrained(models["chatml"])
     written = tokens(tokenizer, "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n")
-    answers = {}
-    for chat in ("auto", "never"):
-        config = configured(
-            models["chatml"], tmp_path, data={"chat": chat}, model={"warm_start": start},
-            trainer={"threads": 1},
-        )  # fmt: skip
-        import torch
-
-        model = AutoModelForCausalLM.from_pretrained(inputs_of(config).model)
-        answer = model.generate(torch.tensor([written]), max_new_tokens=2, do_sample=False)[0, len(written) :].tolist()
-        answers[chat] = answer
-    assert answers["auto"] == tokens(tokenizer, "x<|im_end|>")
-    assert answers["never"] != answers["auto"]
+    config = configured(models["chatml"], tmp_path, model={"warm_start": start}, trainer={"threads": 1})
+    model = AutoModelForCausalLM.from_pretrained(inputs_of(config).model)
+    answer = model.generate(torch.tensor([written]), max_new_tokens=2, do_sample=False)[0, len(written) :].tolist()
+    assert answer == tokens(tokenizer, "x<|im_end|>")
