@@ -109,6 +109,7 @@ class Workers:
         return [[wrong]]
 
 
+@pytest.mark.xdist_group("engines")  # where processes are forked from one that has imported vLLM
 def test_a_backend_whose_worker_cannot_use_the_memory_uses_files(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
