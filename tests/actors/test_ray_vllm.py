@@ -81,7 +81,10 @@ def test_groups_of_a_killed_vllm_process_go_on_elsewhere_from_stored_prefixes(tm
         command
         for tick in read(run_dir / "schedule").ticks()
         for command in tick.commands
-        if lost.id <= command.cause < until and isinstance(command, StartGroup | ResumeGroup) and command.attempt > 1
+        # Its groups fail before its process is lost, or with it.
+        if stored[killed].id < command.cause < until
+        and isinstance(command, StartGroup | ResumeGroup)
+        and command.attempt > 1
     ]
     again = {command.group: command for command in orders}
     resumed = {group: order for group, order in again.items() if isinstance(order, ResumeGroup) and group in stored}

@@ -360,7 +360,7 @@ class Noisy(Environment):
 
 
 class Stopping(TorchBackend):
-    """Samples so many tokens, then waits for its next order."""
+    """Samples so many tokens, and no more before it is paused: a request may come later than others' tokens."""
 
     def __init__(self, halt_at: int) -> None:
         self.halt_at = halt_at
@@ -369,7 +369,8 @@ class Stopping(TorchBackend):
     def _turn(self) -> None:
         if self.halt_at >= 0 and self.tokens_sampled() >= self.halt_at:
             self._obey(*self._inbox.get())
-            self.halt_at = -1
+            if self._frozen:
+                self.halt_at = -1
         else:
             super()._turn()
 
