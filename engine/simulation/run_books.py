@@ -194,6 +194,8 @@ class RunBooks:
         self.spent: set[object] = set()
         """Groups, steps and publications that used up their attempts in this tick, and those that may have."""
         self.may_be_spent: set[object] = set()
+        self.lost_with_trainer: list[Charges] = []
+        """Steps and publications that a lost trainer costs an attempt, unless its loss ends the run."""
 
     def knows(self, *kinds: type[e.Event]) -> bool:
         """Whether a fact of this tick is of one of these kinds."""
@@ -485,12 +487,14 @@ class RunBooks:
                 steps |= {step for (step,) in self.open["train"]}
                 for _ in self.open["publish"]:
                     self._charge("publication", sure=sure)
+                    self.lost_with_trainer += [self.failures["publication"]] * sure
                 for work in ("train", "publish", "save", "delete"):
                     self.open[work].clear()
                 for key in [key for key in self.open["inspect"] if key[0] == NO_VERSION]:
                     del self.open["inspect"][key]
             for step in steps:
                 self._charge(step, sure=sure)
+                self.lost_with_trainer += [self.failures[step]] * (sure and kind == "trainer")
             self.open["score"] = {key: order for key, order in self.open["score"].items() if key[0] not in steps}
 
     # a resume
@@ -591,6 +595,8 @@ class RunBooks:
                     self.process(*((kind, int(index)) if index.isdigit() else (name, 0))).probed = True
             case c.FinishRun():
                 self.over = True
+                for charges in self.lost_with_trainer:
+                    charges.sure -= 1
 
     def _enter_sync(self, command: Any, replica: ProcessBook) -> None:
         if isinstance(command, c.StageWeights):
