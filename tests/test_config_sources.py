@@ -99,7 +99,11 @@ def test_sources_that_cannot_be_mixed_are_refused(tmp_path: Path, case: str) -> 
 
 BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "line": ('{"prompt": "a"}\n{"prompt": ', {}, r"data\.sources\.code .*code\.jsonl'.*line 2 is not valid JSON"),
-    "field": ('{"promt": "a"}\n', {}, r"data\.sources\.code.*line 1 has neither 'prompt' nor.*did you mean promt\?"),
+    "field": (
+        '{"promt": "a"}\n',
+        {},
+        r"data\.sources\.code.*line 1 has neither 'prompt' nor.*'promt'; did you mean promt\?",
+    ),
     "column": (
         '{"question": "a"}\n',
         {"columns": {"qestion": "prompt"}},

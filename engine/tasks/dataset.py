@@ -316,7 +316,8 @@ def _check_prompt(row: Mapping[str, Any], where: str, file: Path, prompt_field: 
 
 def _missing_prompt(names: Sequence[str], where: str, file: Path, prompt_field: str, config_field: str) -> None:
     shown = ", ".join(repr(name) for name in names[:12]) or "none"
-    fix = f"set data.prompt_field to one of {shown} {suggestion(prompt_field, names)}".strip()
+    meant = suggestion(prompt_field, names)
+    fix = f"set data.prompt_field to one of {shown}" + (f"; {meant}" if meant else "")
     raise ConfigError(config_field, str(file), f"{where} has neither {prompt_field!r} nor 'messages'", fix)
 
 
