@@ -6,6 +6,7 @@ models that its tasks need and no others, and must never train one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -108,9 +109,9 @@ class BasePolicy:
         self._adapted = adapted
 
     def score(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """As `Policy.score`."""
+        """As `Policy.score`, but the model chooses its own experts, as any reference does."""
         with without_adapter(self.model):
-            return self._adapted.score(samples)
+            return self._adapted.score([replace(sample, routes=None) for sample in samples])
 
 
 Reference: TypeAlias = Policy | BasePolicy

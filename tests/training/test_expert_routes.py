@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from engine.rollout.backend import SampleRequest, SamplingParams
 from engine.rollout.torch.torch_backend import TorchBackend
 from engine.training.batch import Packing, pack, samples_of
 from engine.training.expert_routes import Routers, packed_routes
+from engine.training.lora import Lora
 from engine.training.model_trainer import ModelTrainer
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
@@ -124,6 +126,18 @@ def test_two_ranks_train_with_the_same_experts(
     assert close_to(weights[0], weights[1]) and not close_to(weights[0], weights[2])
     before = AutoModelForCausalLM.from_pretrained(paths["experts"]).state_dict()
     assert not torch.equal(weights[0]["model.layers.0.mlp.gate.weight"], before["model.layers.0.mlp.gate.weight"])
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=2)], ids=["whole", "adapter"])
+def test_the_reference_chooses_its_own_experts(
+    paths: dict[str, str], group: TrajectoryGroup, lora: Lora | None
+) -> None:
+    settings = TrainerSettings(bf16="off", router_replay=True, kl_loss_coef=0.1, lora=lora)
+    trainer, samples = ModelTrainer(paths["experts"], settings), samples_of(group)
+    assert trainer.reference is not None
+    scored, repeated = torch.cat(trainer.reference.score(samples)), torch.cat(trainer.policy.score(samples))
+    own = torch.cat(trainer.policy.score([replace(sample, routes=None) for sample in samples]))
+    assert torch.allclose(scored, own, atol=1e-4) and not torch.allclose(scored, repeated, atol=1e-2)
 
 
 def test_a_token_without_known_experts_gets_the_models_own(paths: dict[str, str], group: TrajectoryGroup) -> None:
