@@ -18,9 +18,15 @@ from engine.rollout.vllm.engine_args import built_for_cpu, check_engine_args, wo
 from engine.states.limits import Limits
 from engine.training.custom_functions import is_custom
 
-BACKENDS: dict[str, Callable[[Config], None]] = {
-    "vllm": lambda config: check_engine_args(config.rollout.engine_args),
-}
+
+def _check_vllm(config: Config) -> None:
+    check_engine_args(config.rollout.engine_args)
+    if config.trainer.router_replay and built_for_cpu():
+        law = "vLLM for CPUs does not say which experts sampled a token"
+        raise ConfigError("trainer.router_replay", True, law, "use rollout.backend: torch, a GPU, or false")
+
+
+BACKENDS: dict[str, Callable[[Config], None]] = {"vllm": _check_vllm}
 """A check for each rollout backend that may be missing or misconfigured. It runs before the backend starts."""
 
 

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_arguments import require_vllm
 
+from engine.config import check_backend
 from engine.config.loading import parse_config
 from engine.errors import ConfigError
 from engine.ids import ReplicaId
@@ -58,6 +60,13 @@ def test_vllm_returns_experts_only_for_router_replay() -> None:
     assert all_engine_args("model", 8, 0, {}, notes_routes=True)[name] is True
     with pytest.raises(ConfigError, match=r"enable_return_routed_experts is True: .*trainer\.router_replay sets it"):
         all_engine_args("model", 8, 0, {name: True})
+
+
+def test_router_replay_is_refused_before_the_start_of_a_vllm_for_cpus() -> None:
+    require_vllm()
+    given = {"model": {"make": "arithmetic"}, "rollout": {"backend": "vllm"}, "trainer": {"router_replay": True}}
+    with pytest.raises(ConfigError, match=r"^trainer\.router_replay is True: vLLM for CPUs does not say which experts"):
+        check_backend(parse_config(given))
 
 
 def test_a_rollout_gets_its_part_of_a_shared_gpu() -> None:
