@@ -200,8 +200,8 @@ def end_with(owner: int, directory: str) -> None:
 
 
 def pack_experts_at_every_load() -> None:
-    """On a CPU, vLLM packs the weights of experts only when it makes their kernel. At the next load it would copy them
-    as they are over the packed ones, and sample nonsense: so it gets a new kernel at each load."""
+    """On a CPU, vLLM packs the weights of experts only when it makes their kernel. Later it would copy new weights over
+    the packed ones without packing them, and read them wrongly. Therefore it makes a new kernel at each load."""
     method: Any = UnquantizedFusedMoEMethod
     set_up = method._setup_kernel
 
