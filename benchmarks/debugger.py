@@ -62,7 +62,7 @@ def main(directory: Path, events: int) -> None:
     cursor.seek(ticks // 2)
     print("one tick back:", seconds(lambda: cursor.seek(cursor.tick.number - 1), 60))
     print("one tick on:", seconds(lambda: cursor.seek(cursor.tick.number + 1), 60))
-    group = parse_breakpoint(f"group={cursor.state.ledger.drawn}")
+    group = parse_breakpoint(f"group={cursor.state.groups.ledger.drawn}")
     cursor.seek(0)
     print("the next tick of a group, half the record away:", seconds(lambda: cursor.next(group)))
     cursor.seek(ticks - 1)

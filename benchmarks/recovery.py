@@ -47,7 +47,7 @@ def make_record(directory: Path, events: int, snapshot_every: int) -> int:
     except EngineError as ended:
         assert "still running" in str(ended)
     recorder.close()
-    return len(world.scheduler.state.groups)
+    return len(world.scheduler.state.groups.live)
 
 
 def median_s(work: Callable[[], Any], repeats: int) -> tuple[float, float]:
@@ -66,14 +66,14 @@ def started(groups: int) -> Scheduler:
     limits = Limits(train_batch_size=groups, max_staleness_steps=1, max_concurrent_groups=groups, checkpoint_every=1)
     scheduler = Scheduler(limits)
     state = scheduler.state
-    state.draw(0, groups)
-    for group in state.groups.values():
+    state.groups.draw(0, groups)
+    for group in state.groups.live.values():
         group.admitted_version = group.oldest_version = group.newest_version = 0
         group.attempt, group.tokens, group.deadline = 1, 1000 + group.id, 1
-        state.fire_group(group, "start")
-        state.fire_group(group, "abort", (1,))
-    state.waiting.clear()
-    state.settle()
+        state.groups.fire(group, "start")
+        state.groups.fire(group, "abort", (1,))
+    state.groups.waiting.clear()
+    state.groups.settle(state.limits.max_concurrent_groups)
     return scheduler
 
 

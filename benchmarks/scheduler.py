@@ -144,9 +144,9 @@ class Wall:
 
 def drive(driver: Driver, echo: Echo, scheduler: Scheduler, groups: int) -> None:
     """Run until `groups` more groups are consumed."""
-    until = scheduler.state.ledger.consumed + groups
-    replicas = scheduler.state.replicas
-    while scheduler.state.ledger.consumed < until:
+    until = scheduler.state.groups.ledger.consumed + groups
+    replicas = scheduler.state.replicas.by_id
+    while scheduler.state.groups.ledger.consumed < until:
         events: list[Event] = [echo.answers.popleft() for _ in range(min(TOGETHER, len(echo.answers)))]
         while not events or (not echo.answers and len(events) < TOGETHER and echo.running):
             start = echo.running.popleft()
@@ -181,7 +181,7 @@ def measure(live: int, groups: int, directory: Path, timeouts: Timeouts) -> tupl
     snapshot = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*/engine/states/*")])
     size = sum(statistic.size for statistic in snapshot.statistics("filename"))
     tracemalloc.stop()
-    started = len(scheduler.state.groups)
+    started = len(scheduler.state.groups.live)
     drive(driver, echo, scheduler, batch)
     gc.collect()
     gc.freeze()

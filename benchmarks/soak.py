@@ -89,11 +89,11 @@ def soak(hours: float) -> list[tuple[float, int, int]]:
         tracemalloc.start()
         began = tracemalloc.take_snapshot()
         for step in range(steps):
-            while scheduler.state.steps_trained <= step:
+            while scheduler.state.training.steps_trained <= step:
                 turn(driver, echo, scheduler)
             clock.seconds += STEP_S
             if step % 100 == 50:
-                replica = scheduler.state.replicas[step // 100 % REPLICAS]
+                replica = scheduler.state.replicas.by_id[step // 100 % REPLICAS]
                 echo.lose(replica.id, replica.incarnation)
             if (step + 1) % (steps // SAMPLES) == 0:
                 gc.collect()
@@ -122,7 +122,7 @@ def turn(driver: Driver, echo: Endless, scheduler: Scheduler) -> None:
     if start.group % 97 == 0 and start.attempt == 1:
         driver.deliver(GroupFailed(**address, cause="infrastructure", reason="soak"))
         return
-    version = scheduler.state.replicas[start.replica].version
+    version = scheduler.state.replicas.by_id[start.replica].version
     driver.deliver(
         GroupGenerated(
             **address, tokens=900, oldest_version=version, newest_version=version, trainable=8, reward_mean=0.5,

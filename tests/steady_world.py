@@ -1,6 +1,6 @@
 """A small simulated run without chance: every duration is that of its setting, and every length is chosen by the test.
 
-    world = steady_world(steps=4).until(lambda state: state.steps_trained == 2)
+    world = steady_world(steps=4).until(lambda state: state.training.steps_trained == 2)
     read_status(world.metrics)
 
 The engine's parts and its metrics are the real ones. The user's roles are those of `engine.simulation`.

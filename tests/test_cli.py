@@ -338,8 +338,8 @@ class FakeHandle:
     def updates(self) -> Iterator[Status]:
         world = self.world
         while True:
-            done = world.scheduler.state.steps_trained
-            world.run_until(lambda state, done=done: state.steps_trained > done)
+            done = world.scheduler.state.training.steps_trained
+            world.run_until(lambda state, done=done: state.training.steps_trained > done)
             yield read_status(world.metrics)
             if world.driver.outcome is not None:
                 return
@@ -495,7 +495,7 @@ def test_a_failed_run_says_why(capsys: Capture, launched: Launch) -> None:
 
     class Doomed(FakeHandle):
         def updates(self) -> Iterator[Status]:
-            self.world.until(lambda state: state.ledger.running > 0)
+            self.world.until(lambda state: state.groups.ledger.running > 0)
             for replica in (0, 1):
                 self.world.tell(ProcessLost(kind="replica", index=replica, incarnation=1, final=True, reason="burnt"))
             self.world.to_the_end()

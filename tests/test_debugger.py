@@ -56,7 +56,7 @@ def test_keys_move_by_tick_step_breakpoint_and_place(run: Path) -> None:
         await press(app, pilot, "right", "right", "left")
         assert app.cursor.tick.number == 1 and "tick 1 of" in text_of(app, "head")
         await press(app, pilot, "right_square_bracket")
-        assert app.cursor.state.steps_trained == 1
+        assert app.cursor.state.training.steps_trained == 1
         await press(app, pilot, "b")
         app.screen.query_one(Input).value = "command=TrainStep"
         await press(app, pilot, "enter")

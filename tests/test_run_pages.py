@@ -44,7 +44,7 @@ def make_run(name: str, steps: int = 4, slots: int = 2, max_staleness_steps: int
     recorder = Recorder(directory / "schedule", Header(run=name, limits=limits.to_plain()))
     world = SteadyWorld(limits, slots=slots, journal=Journal(directory / "metrics.jsonl"), recorder=recorder)
     if then is not None:
-        world.until(lambda state: state.steps_trained == 1)
+        world.until(lambda state: state.training.steps_trained == 1)
         world.tell(SettingChanged(setting="run.max_steps", value=str(then)))
     world.run()
     recorder.close()

@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def middle() -> Status:
     world = steady_world(steps=40, lengths=lambda group: 1 + group % 3)
-    world.until(lambda state: state.latest_version == 12)
+    world.until(lambda state: state.training.latest_version == 12)
     world.metrics.validated(0, 0.31)
     return read_status(world.metrics)
 

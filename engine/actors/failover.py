@@ -49,7 +49,7 @@ class RunRecovery:
 
     @property
     def has_ended(self) -> bool:
-        return self.failure is not None or self.recovered.scheduler.state.outcome is not None
+        return self.failure is not None or self.recovered.scheduler.state.ending.outcome is not None
 
 
 def recovery_of(run_dir: Path, transitions: Transitions) -> RunRecovery:
@@ -89,7 +89,7 @@ def _recorded(row: dict[str, Any], state: State) -> bool:
     if "validation" in row:
         validations = state.validations
         return bool(row["validation"] < validations.created and row["validation"] not in validations.runs)
-    return bool(row["step"] < state.steps_trained and row["step"] not in state.steps)
+    return bool(row["step"] < state.training.steps_trained and row["step"] not in state.training.steps)
 
 
 async def take_over(launch: str, plan: Plan, recovery: RunRecovery, epoch: int) -> RunningActors:
@@ -103,7 +103,7 @@ async def take_over(launch: str, plan: Plan, recovery: RunRecovery, epoch: int) 
         if known.newest(needed) is None:
             raise EngineError(f"the actor of {needed} has ended, and its data is lost")
     state = recovery.recovered.scheduler.state
-    processes = [*state.processes.values(), *(replica.process for replica in state.replicas.values())]
+    processes = [*state.processes.values(), *(replica.process for replica in state.replicas.by_id.values())]
     listed = {
         (source_of(one.kind, one.index), one.incarnation): one.state == "up"
         for one in processes

@@ -281,7 +281,7 @@ class SchedulerActor:
         withdraw_addresses(self._plan)
         self._last = read_status(metrics_at_end(recovery, self._transitions))
         self._failure, self._ended = recovery.failure, True
-        outcome = recovery.recovered.scheduler.state.outcome
+        outcome = recovery.recovered.scheduler.state.ending.outcome
         self._relaunch = outcome.reason if outcome is not None and outcome.again else ""
         self._leaving.set()
 
@@ -354,7 +354,7 @@ class SchedulerActor:
         """Execute an operation from the launching process; does nothing once the run has ended."""
         await self._ensure_recovered()
         loop = self._loop
-        if loop is not None and loop.scheduler.state.outcome is None:
+        if loop is not None and loop.scheduler.state.ending.outcome is None:
             loop.control.carry_out(asked)
 
     @ray.method(max_task_retries=-1)

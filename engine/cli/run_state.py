@@ -125,15 +125,15 @@ def _recorded(schedule: Path) -> RunState:
         if isinstance(error.__cause__, ConfigError):  # it names a policy that is not registered in this process
             return _undecided(schedule)
         raise
-    trained = f"after {counted(state.steps_trained, 'train step')}"
-    if state.outcome is None:
+    trained = f"after {counted(state.training.steps_trained, 'train step')}"
+    if state.ending.outcome is None:
         return RunState(ENDED, f"interrupted {trained}: its processes were killed; it can be resumed")
-    if state.outcome.outcome == "finished":
-        return RunState(FINISHED, f"finished: {state.outcome.reason}")
-    if state.outcome.outcome == "failed":
-        return RunState(FAILED, f"failed {trained}: {state.outcome.reason}; it can be resumed")
-    word = ending_of("stopped", state.draining, state.ledger.running)
-    return RunState(ENDED, f"{word} {trained}: {state.outcome.reason}; it can be resumed")
+    if state.ending.outcome.outcome == "finished":
+        return RunState(FINISHED, f"finished: {state.ending.outcome.reason}")
+    if state.ending.outcome.outcome == "failed":
+        return RunState(FAILED, f"failed {trained}: {state.ending.outcome.reason}; it can be resumed")
+    word = ending_of("stopped", state.ending.draining, state.groups.ledger.running)
+    return RunState(ENDED, f"{word} {trained}: {state.ending.outcome.reason}; it can be resumed")
 
 
 def _undecided(schedule: Path) -> RunState:

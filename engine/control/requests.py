@@ -105,7 +105,7 @@ def decide(
 
     Raises: `ConfigError` that names the law that the operation breaks, or if the run has ended.
     """
-    outcome = scheduler.state.outcome
+    outcome = scheduler.state.ending.outcome
     if isinstance(operation, Look):
         return ()
     if outcome is not None:
@@ -143,7 +143,7 @@ def after_resuming(scheduler: Scheduler, settings: Sequence[tuple[str, str]], re
     """The events that follow the `RunResumed` of a run with `replicas` replicas: its settings, then the number of
     replicas that was wanted last, unless `settings` has a new one. Call it before that event. Raises: as `changes`."""
     state = scheduler.state
-    wanted = sum(replica.process.wanted for replica in state.rollouts)
+    wanted = sum(replica.process.wanted for replica in state.replicas.rollouts)
     changed = changes([one for one in settings if one[0] != REPLICAS], state.limits, scheduler.policies)
     if wanted in (0, replicas) or REPLICAS in dict(settings):
         return changed
@@ -166,9 +166,9 @@ def check_replicas(replicas: int, limits: Limits, maximum: int) -> None:
 
 
 def _leave_event(operation: Drain, id: ReplicaId, scheduler: Scheduler) -> ReplicaLeaves:
-    replica = scheduler.state.replicas.get(id)
+    replica = scheduler.state.replicas.by_id.get(id)
     if replica is None or replica.state == "down":
-        up = [r.id for r in scheduler.state.replicas.values() if r.state != "down"]
+        up = [r.id for r in scheduler.state.replicas.by_id.values() if r.state != "down"]
         law = (
             "does not exist" if replica is None else f"is {replica.condition}: only a replica that is up can be drained"
         )

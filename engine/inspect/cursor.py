@@ -197,7 +197,7 @@ class Cursor:
         here, found = self.tick.number, []
         for tick in (one, other):
             self.seek(tick)
-            groups = {f"group {id}": group.state for id, group in self.state.groups.items()}
+            groups = {f"group {id}": group.state for id, group in self.state.groups.live.items()}
             found.append((_keyed(summarize(self.state)), groups))
         self.seek(here)
         (before, groups_before), (after, groups_after) = found

@@ -343,7 +343,7 @@ class _StretchWatcher:
         self._end(last=end is None)
         notes = [f"cut: {report.torn}"] if report.torn and end is None else []
         notes += [f"tick {one.number} was rejected: {one.reason}" for one in report.rejected]
-        ending = self.state.outcome
+        ending = self.state.ending.outcome
         outcome, reason = (RUNNING, "") if ending is None else (ending.outcome, ending.reason)
         return _Replayed(report.ticks, report.events, self._at, outcome, reason, tuple(notes))
 
@@ -354,7 +354,7 @@ class _StretchWatcher:
     def _begin(self, scheduler: Scheduler) -> None:
         self.state = state = scheduler.state
         self._at = state.now
-        self._drawn = self._drawn_before = state.ledger.drawn
+        self._drawn = self._drawn_before = state.groups.ledger.drawn
         self._metrics = RunMetrics(scheduler, self._transitions, rows=_Rows(self._report))
         if state.started:
             self._metrics.idle.at = self._at
@@ -388,7 +388,7 @@ class _StretchWatcher:
                     handle(event)
         if resumed is not None:
             self._note_resumption(resumed)
-        drawn = self.state.ledger.drawn
+        drawn = self.state.groups.ledger.drawn
         if drawn > self._drawn:
             self._report("draw", self._drawn, drawn, tick.at)
             self._drawn = drawn
@@ -401,7 +401,7 @@ class _StretchWatcher:
         self._moves.clear()
         self._step_moves.clear()
         if resumed is not None:
-            phase_of, groups = self.state.phase_of, self.state.groups.values()
+            phase_of, groups = self.state.groups.phase_of, self.state.groups.live.values()
             ready = [(group.id, group.state) for group in groups if phase_of(group.state) is Phase.READY]
             self._report("resume", tick.at, resumed.id, ready)
         for command in tick.commands:
@@ -418,12 +418,13 @@ class _StretchWatcher:
         self._resumed = True
         self._report("close", self._at, "lost", event.id, self._live())
         if not event.kept:
-            self._report("branch", list(self.state.groups))
+            self._report("branch", list(self.state.groups.live))
             self._report("undo_steps", event.steps)
 
     def _live(self) -> dict[GroupId, tuple[int, int, int]]:
         return {
-            id: (group.tokens, group.oldest_version, group.newest_version) for id, group in self.state.groups.items()
+            id: (group.tokens, group.oldest_version, group.newest_version)
+            for id, group in self.state.groups.live.items()
         }
 
     # groups
@@ -439,7 +440,7 @@ class _StretchWatcher:
             elif isinstance(command, ParkGroup | TruncateGroup | AbortGroup):
                 self._report("cut", command.group, kind.__name__, getattr(command, "reason", ""), command.cause)
             elif isinstance(command, PauseReplica):
-                draining = self.state.replicas[command.replica].state in ("draining", "drained")
+                draining = self.state.replicas.by_id[command.replica].state in ("draining", "drained")
                 why = PAUSES.get("drain" if draining else command.mode, "sync")
                 self._report("pause", command.replica, why, command.cause)
             elif isinstance(command, StopProcess) and command.kind == REPLICA:
@@ -459,14 +460,15 @@ class _StretchWatcher:
             order = starts[group.id]
             self._report(
                 "begin", group.id, state, tick.at, move.tokens, group.deadline, order.attempt, order.replica,
-                order.incarnation, type(order) is ResumeGroup, self.state.replicas[order.replica].version, order.cause,
+                order.incarnation, type(order) is ResumeGroup, self.state.replicas.by_id[order.replica].version,
+                order.cause,
             )  # fmt: skip
             return
-        event, phase = about.get(group.id), self.state.phase_of(state)
+        event, phase = about.get(group.id), self.state.groups.phase_of(state)
         id, kind, reason, ready = NO_EVENT, "", "", False
         if event is not None:
             id, kind, reason = event.id, ABOUT_GROUPS[type(event)], getattr(event, "reason", "")
-            ready = isinstance(event, GroupAborted) and self.state.replicas[event.replica].state == "ready"
+            ready = isinstance(event, GroupAborted) and self.state.replicas.by_id[event.replica].state == "ready"
         if phase >= Phase.CONSUMED:
             self._ended[group.id] = None
         self._report(
@@ -549,7 +551,7 @@ class _StretchWatcher:
         if last:
             live = self._live()
             self._report("close", self._at, RUNNING, NO_EVENT, live)
-            self._report("end", [(id, self.state.groups[id].state, tokens) for id, tokens in live.items()])
+            self._report("end", [(id, self.state.groups.live[id].state, tokens) for id, tokens in live.items()])
         idle = self._metrics.idle
         if self._period is not None:
             idle.at = self._at  # the last tick may be one that metrics pass over

@@ -64,7 +64,7 @@ def recorded_waits(run: str | Path) -> RecordedWaits:
     """Raises: see `open_record`; also `RecordError` if this engine decides differently."""
     recovered = recover(open_record(run))
     state = recovered.scheduler.state
-    end = state.outcome
+    end = state.ending.outcome
     found = tuple(wait.sentence(recovered.at) for wait in waits(state))
     outcome, reason = (None, "") if end is None else (end.outcome, end.reason)
     return RecordedWaits(outcome, reason, recovered.events - 1, recovered.at, found)
@@ -191,7 +191,7 @@ class _Watcher:
         raise ConfigError("--at", self.n, law, f"use a number from 0 to {report.events - 1}")
 
     def _require_group(self) -> None:
-        drawn = self._scheduler.state.ledger.drawn
+        drawn = self._scheduler.state.groups.ledger.drawn
         if self.story is not None and self.story.group >= drawn:
             fix = f"use a number from 0 to {drawn - 1}" if drawn else ""
             raise ConfigError("--group", self.story.group, f"does not exist: the record has {drawn} groups", fix)

@@ -20,22 +20,24 @@ def headline(cursor: Cursor) -> str:
     """Where the cursor is: tick, events, time, train step and version."""
     tick, state = cursor.tick, cursor.state
     events = f"event {tick.first}" if tick.first == tick.last else f"events {tick.first} to {tick.last}"
-    end = "" if state.outcome is None else f"  {state.outcome.outcome}"
+    end = "" if state.ending.outcome is None else f"  {state.ending.outcome.outcome}"
     return (
         f"tick {tick.number} of {len(cursor) - 1}  {events}  {tick.at:.3f} s  "
-        f"{counted(state.steps_trained, 'step')} trained  version {state.latest_version}{end}"
+        f"{counted(state.training.steps_trained, 'step')} trained  version {state.training.latest_version}{end}"
     )
 
 
 def machine_lines(state: State) -> list[str]:
     """How many records of each machine are in each state."""
-    ledger = state.ledger
+    training = state.training
+    groups = state.groups
+    ledger = groups.ledger
     machines: dict[str, Iterable[str]] = {
-        "groups": (group.state for group in state.groups.values()),
-        "steps": (f"{step.id}: {step.state}" for step in state.steps.values()),
-        "replicas": (replica.condition for replica in state.replicas.values()),
+        "groups": (group.state for group in groups.live.values()),
+        "steps": (f"{step.id}: {step.state}" for step in training.steps.values()),
+        "replicas": (replica.condition for replica in state.replicas.by_id.values()),
         "processes": (process.state for process in state.processes.values()),
-        "versions": (version.state for version in state.versions.values()),
+        "versions": (version.state for version in training.versions.values()),
         "validations": (f"{run.id}: {run.state}" for run in state.validations.runs.values()),
         "pools": (lease.task or "free" for lease in (state.pools.leases if state.limits.pools else ())),
     }
@@ -46,11 +48,11 @@ def machine_lines(state: State) -> list[str]:
             numbered = name in ("steps", "validations")
             said = [one if numbered else f"{count} {one}" for one, count in sorted(counts.items())]
             lines.append(f"{name:<12}{few(said)}")
-    ended = ledger.drawn - len(state.groups)
+    ended = ledger.drawn - len(groups.live)
     lines.append(f"{'ended':<12}{ended} of {ledger.drawn} groups drawn")
-    lines.append(f"{'places':<12}{state.held} of {state.places(state.latest_version)} held")
+    lines.append(f"{'places':<12}{state.held} of {state.places(training.latest_version)} held")
     lines.append(f"{'running':<12}{ledger.running} of K = {state.limits.max_concurrent_groups}")
-    for deadline, started, ready in state.deadlines.cumulative():
+    for deadline, started, ready in groups.deadlines.cumulative():
         lines.append(f"{'deadline':<12}step {deadline}: {started} started, {ready} ready")
     return lines
 
@@ -58,10 +60,10 @@ def machine_lines(state: State) -> list[str]:
 def replica_lines(state: State, width: int) -> list[str]:
     """A line for each replica: its state, its version, and the group in each slot."""
     lines = []
-    for replica in state.replicas.values():
+    for replica in state.replicas.by_id.values():
         head = f"{replica.id:>2} {replica.condition:<8} v{replica.version:<3}"
         cells = [str(group) for group in replica.groups]
-        cells += ["rows"] * state.free.measuring(replica)
+        cells += ["rows"] * state.replicas.measuring(replica)
         cells += [FREE] * max(0, replica.slots - replica.occupied)
         shown, used = [], len(head) + 8
         for cell in cells:
@@ -79,7 +81,7 @@ def order_lines(state: State, now: float) -> list[str]:
     together: dict[tuple[str, str], list[Order]] = {}
     for order in state.orders.all():
         together.setdefault((order.subject, owner_text(order.owner).removeprefix("the ")), []).append(order)
-    lines = [f"{len(state.orders)} open, {state.stale_echoes} stale echoes so far"]
+    lines = [f"{len(state.orders)} open, {state.orders.stale_echoes} stale echoes so far"]
     wide = max([11, *(len(owner) for _, owner in together)])
     for (subject, owner), orders in together.items():
         age = max(now - order.at for order in orders)

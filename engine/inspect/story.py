@@ -70,29 +70,32 @@ def _value(value: Any) -> str:
 
 def summarize(state: State) -> dict[str, Any]:
     """The state as plain values, which later events do not change."""
-    newest = state.latest_version
+    ending = state.ending
+    training = state.training
+    groups = state.groups
+    newest = training.latest_version
     return {
         "prompts": {
-            "drawn": state.ledger.drawn,
-            "phases": {phase.name.lower(): state.ledger.count[phase] for phase in Phase},
+            "drawn": groups.ledger.drawn,
+            "phases": {phase.name.lower(): groups.ledger.count[phase] for phase in Phase},
             "asked": state.asked,
-            "exhausted": state.exhausted,
+            "exhausted": groups.exhausted,
         },
         "places": {"held": state.held, "all": state.places(newest), "version": newest},
-        "concurrent": {"running": state.ledger.running, "most": state.limits.max_concurrent_groups},
+        "concurrent": {"running": groups.ledger.running, "most": state.limits.max_concurrent_groups},
         "deadlines": [
             {"step": deadline, "started": started, "ready": ready}
-            for deadline, started, ready in state.deadlines.cumulative()
+            for deadline, started, ready in groups.deadlines.cumulative()
         ],
         "steps": {
-            "batched": state.steps_batched,
-            "trained": state.steps_trained,
+            "batched": training.steps_batched,
+            "trained": training.steps_trained,
             "live": [
                 {
                     "step": s.id, "state": s.state, "attempt": s.attempt, "groups": list(s.groups),
                     "scoring": state.scoring(s),
                 }
-                for s in state.steps.values()
+                for s in training.steps.values()
             ],
         },
         "pools": [
@@ -103,18 +106,18 @@ def summarize(state: State) -> dict[str, Any]:
             {
                 "replica": r.id, "state": r.condition, "incarnation": r.process.incarnation, "version": r.version,
                 "next": r.next_version, "staging": state.is_staging(r), "slots": r.slots, "occupied": r.occupied,
-                "groups": list(r.groups), "chunks": state.free.measuring(r), "validator": r.validator,
+                "groups": list(r.groups), "chunks": state.replicas.measuring(r), "validator": r.validator,
                 "waits": r.process.room,
             }
-            for r in state.replicas.values()
+            for r in state.replicas.by_id.values()
         ],
         "processes": [
             {"process": p.id, "state": p.state, "incarnation": p.incarnation, "deaths": p.deaths, "waits": p.room}
             for p in state.processes.values()
         ],
         "versions": [
-            {"version": id, "state": version.state, "steps": state.steps_in[id]}
-            for id, version in state.versions.items()
+            {"version": id, "state": version.state, "steps": training.steps_in[id]}
+            for id, version in training.versions.items()
         ],
         "validations": [
             {
@@ -125,8 +128,8 @@ def summarize(state: State) -> dict[str, Any]:
         ],
         "publishing": state.publishing,
         "checkpoint_pending": state.checkpoint_pending,
-        "stale_echoes": state.stale_echoes,
-        "outcome": None if state.outcome is None else f"{state.outcome.outcome}: {state.outcome.reason}",
+        "stale_echoes": state.orders.stale_echoes,
+        "outcome": None if ending.outcome is None else f"{ending.outcome.outcome}: {ending.outcome.reason}",
     }  # fmt: skip
 
 
@@ -240,7 +243,7 @@ class Story:
             noted = tuple((event, self._order_behind(event, state)) for event in events)
             self.chapters.append(Chapter(noted, tuple(changes), commands))
         self._follow(tick.commands)
-        if self.group not in state.groups:
+        if self.group not in state.groups.live:
             self._replica = None
 
     def lines(self, mark: EventId | None = None) -> Iterator[str]:
@@ -290,9 +293,9 @@ class Story:
     def _note(self, command: Command, state: State) -> str:
         """The note of a command: version and deadline for generating, position and staleness in a batch."""
         if isinstance(command, (StartGroup, ResumeGroup)):
-            replica = state.replicas.get(command.replica)
+            replica = state.replicas.by_id.get(command.replica)
             at = f"the replica has version {replica.version}" if replica else ""
-            group = state.groups.get(self.group)
+            group = state.groups.live.get(self.group)
             return f"{at}, deadline step {group.deadline}" if group else at
         groups: tuple[Any, ...] = getattr(command, "groups", ())
         if isinstance(command, TrainStep):

@@ -39,7 +39,7 @@ from engine.events import (
     WeightsInstalled,
 )
 from engine.ids import NO_VERSION, StepId
-from engine.metrics.counts import BATCH, GeneratedGroups, GroupCounts, Histogram, Replicas, RunProgress
+from engine.metrics.counts import BATCH, GeneratedGroups, GroupCounts, Histogram, ReplicaCounts, RunProgress
 from engine.metrics.idle import IdleTime
 from engine.metrics.journal import Row, StepRows, bounds_in, sets_of
 from engine.metrics.names import (
@@ -123,7 +123,7 @@ class RunMetrics:
         """The newest failure and its reason."""
         self.calls: dict[str, FunctionTotals] = {}
         """By function."""
-        self.replicas = Replicas()
+        self.replicas = ReplicaCounts()
         self.generated = GeneratedGroups(self.replicas)
         self.staleness = Histogram(STALENESS_BUCKETS)
         self.phase_s = {phase: Histogram(PHASE_BUCKETS) for phase in STEP_PHASES}
@@ -195,11 +195,11 @@ class RunMetrics:
     def finish_replay(self) -> None:
         """Call it when a replay has reached the present. From then on, open orders and waits are known."""
         self.finished_at = self.progress.checkpoint_at = self.state.now
-        for step in self.state.steps.values():
+        for step in self.state.training.steps.values():
             if step.groups or step.state == "collecting":
                 self.steps.changed(step.id, step.state, self.state.now)
             if step.groups:
-                groups = [self.state.groups[id] for id in step.groups if id in self.state.groups]
+                groups = [self.state.groups.live[id] for id in step.groups if id in self.state.groups.live]
                 self.steps.formed(step.id, groups, step.staleness)
 
     # input
@@ -232,7 +232,7 @@ class RunMetrics:
                 self.idle.replica_changed(replica)
             transitions.replicas.clear()
         self.idle.measure()
-        if self.state.outcome is not None:
+        if self.state.ending.outcome is not None:
             self.steps.flush()
 
     def _is_idle_check(self, tick: Tick) -> bool:
@@ -320,7 +320,7 @@ class RunMetrics:
     @property
     def changes(self) -> int:
         """Number of events so far that changed something: no stale echoes, and no figures of calls."""
-        return self.events.total() - self._events[CallsMeasured] - self.state.stale_echoes
+        return self.events.total() - self._events[CallsMeasured] - self.state.orders.stale_echoes
 
     def reported(self) -> list[Row]:
         """Rows of the reported validations, oldest first."""
@@ -339,8 +339,8 @@ class RunMetrics:
 
     def eta_s(self, now: float) -> float | None:
         """Seconds until the last step at the present pace; None if the last step or the pace is unknown."""
-        last, done = self.state.limits.max_steps, self.state.steps_trained
-        over = self.state.outcome is not None and done != last
+        last, done = self.state.limits.max_steps, self.state.training.steps_trained
+        over = self.state.ending.outcome is not None and done != last
         if last is None or over or not self._finished_at:
             return None
         times = self._finished_at
@@ -355,7 +355,7 @@ class RunMetrics:
         self.finished_at = event.at
 
     def _group_generated(self, event: Any) -> None:
-        group, waiting = self.state.groups.get(event.group), self.generated.waiting
+        group, waiting = self.state.groups.live.get(event.group), self.generated.waiting
         waiting.append((event, None if group is None else group.started_at))
         if len(waiting) >= BATCH:
             self.generated.catch_up(blocking=False)
@@ -383,7 +383,7 @@ class RunMetrics:
         cause = "agent" if event.setting == SLOTS else "reward"
         self.calls[event.function] = FunctionTotals(calls + event.calls, seconds + event.seconds, cause)
         if event.kind == REPLICA:
-            self.idle.calls_measured(self.state.replicas[event.index])
+            self.idle.calls_measured(self.state.replicas.by_id[event.index])
 
     def _process_up(self, event: ProcessUp) -> None:
         if event.kind == REPLICA:
@@ -435,7 +435,7 @@ class RunMetrics:
         self.last_failure = story
 
     def _batch_ordered(self, command: TrainStep) -> None:
-        groups = [self.state.groups[id] for id in command.groups if id in self.state.groups]
+        groups = [self.state.groups.live[id] for id in command.groups if id in self.state.groups.live]
         self.steps.formed(command.step, groups, command.staleness)
 
     def _steps_changed(self, at: float) -> None:
@@ -446,11 +446,11 @@ class RunMetrics:
             self.since["step", step] = at
             if state == "finished":
                 del self.since["step", step]
-                self.steps.finished(step, self.state.latest_version, at, self.transitions.group_counts())
+                self.steps.finished(step, self.state.training.latest_version, at, self.transitions.group_counts())
                 self._finished_at.append(at)
                 self.finished_at = at
         self.transitions.steps.clear()
-        ordered = self.state.checkpoint_ordered
+        ordered = self.state.checkpoints.ordered
         if self.state.checkpoint_pending and ("checkpoint", ordered) not in self.since:
             self.since = {key: time for key, time in self.since.items() if key[0] != "checkpoint"}
             self.since["checkpoint", ordered] = at

@@ -116,7 +116,7 @@ class ReplicaFigures:
         self.pause_s = dict.fromkeys(SYNC_MODES, 0.0)
 
 
-class Replicas:
+class ReplicaCounts:
     """Figures by replica, and the duration of weight syncs."""
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ TOKEN_SAMPLE_S = 0.25
 class GeneratedGroups:
     """Figures of generated groups. `catch_up` counts the ones in `waiting`, on any thread."""
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: ReplicaCounts) -> None:
         self.waiting: deque[tuple[GroupGenerated, float | None]] = deque()
         """(event, time of the group's first start; None if the group was released at once)."""
         self.groups = 0
@@ -284,17 +284,17 @@ class RunProgress:
     def draining_s(self, now: float) -> float:
         """Seconds since the current drain began; 0 if the run is not draining."""
         since = self._transitions.draining_since
-        return max(0.0, now - since) if self._state.draining and since is not None else 0.0
+        return max(0.0, now - since) if self._state.ending.draining and since is not None else 0.0
 
     @property
     def replicas_wanted(self) -> int:
         """Number of generating replicas that the run should have, including those that are down."""
-        return sum(replica.process.wanted for replica in self._state.rollouts)
+        return sum(replica.process.wanted for replica in self._state.replicas.rollouts)
 
     @property
     def slow(self) -> list[int]:
         """Ids of replicas that are slower than the others by more than `rollout.straggler_factor`."""
-        return [r.id for r in list(self._state.replicas.values()) if r.slow and r.state != "down"]
+        return [r.id for r in list(self._state.replicas.by_id.values()) if r.slow and r.state != "down"]
 
 
 # -- groups by state ---------------------------------------------------------------------------------------------------
@@ -306,10 +306,10 @@ class GroupCounts:
     def __init__(self, state: State, transitions: Transitions) -> None:
         self._state = state
         self._transitions = transitions
-        self._live = (*LIVE_GROUP_STATES, *state.stages.by_name)
+        self._live = (*LIVE_GROUP_STATES, *state.groups.stages.by_name)
         self._undone = dict(transitions.undone)
         """Groups by final state, of those that ended after the point from which a resumed run continued."""
-        self._undo(id for id in transitions.released or () if id in state.groups)
+        self._undo(id for id in transitions.released or () if id in state.groups.live)
         self._begin()
 
     def on_resume(self, event: RunResumed) -> None:
@@ -319,7 +319,7 @@ class GroupCounts:
 
     def by_state(self) -> dict[str, int]:
         """Number of groups that have not ended, by state."""
-        drawn = self._state.ledger.drawn - self._drawn_before
+        drawn = self._state.groups.ledger.drawn - self._drawn_before
         net = self._transitions.net
         counts = {state: self._before[state] + net("group", state) for state in self._live}
         counts["queued"] += drawn
@@ -329,13 +329,13 @@ class GroupCounts:
         """Number of groups by final state, without those that ended after the point where a resumed run continues."""
         entered = self._transitions.entered
         released = {state: entered("group", state) - self._undone[state] for state in RELEASED}
-        return {"consumed": self._state.ledger.consumed, **released}
+        return {"consumed": self._state.groups.ledger.consumed, **released}
 
     def _begin(self) -> None:
         """Groups by present state, minus what `transitions` has counted already."""
-        counts = Counter(group.state for group in self._state.groups.values())
+        counts = Counter(group.state for group in self._state.groups.live.values())
         self._before = {state: counts[state] - self._transitions.net("group", state) for state in self._live}
-        self._drawn_before = self._state.ledger.drawn
+        self._drawn_before = self._state.groups.ledger.drawn
 
     def _undo(self, groups: Iterable[GroupId]) -> None:
         """Take back the end of these groups. If they ended before the snapshot at which the replay began, their final
@@ -345,7 +345,7 @@ class GroupCounts:
             if id in known:
                 undone[known[id]] += 1
         counts = {state: self._transitions.entered("group", state) - undone[state] for state in RELEASED}
-        rest = sum(counts.values()) - self._state.ledger.released
+        rest = sum(counts.values()) - self._state.groups.ledger.released
         for state in sorted(counts, key=lambda state: -counts[state]):
             share = max(0, min(rest, counts[state]))
             undone[state] += share
@@ -368,7 +368,7 @@ class OldestGroup:
 
     def started_at(self, branch: int) -> float | None:
         """When the oldest such group started; None if there is none. `branch`: how often the run has branched."""
-        groups, drawn = self._state.groups, self._state.ledger.drawn
+        groups, drawn = self._state.groups.live, self._state.groups.ledger.drawn
         if branch != self._branch:
             self._first, self._branch = 0, branch
         for id in range(self._first, min(drawn, self._first + AT_ONCE)):

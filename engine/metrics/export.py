@@ -125,7 +125,7 @@ class Exporter(Collector):
         return {
             names.GROUPS.name: lambda: _labelled(m.groups.by_state()),
             names.GROUPS_ENDED.name: lambda: [((s,), m.transitions.entered("group", s)) for s in names.GROUP.terminal],
-            names.GROUPS_RUNNING.name: lambda: _one(state.ledger.running),
+            names.GROUPS_RUNNING.name: lambda: _one(state.groups.ledger.running),
             names.CAPACITY.name: lambda: _labelled(dict(zip(("workers", "staleness"), idle.capacity, strict=True))),
             names.ADMISSION_LIMIT.name: lambda: _one_hot(ADMISSION_LIMITS, idle.admission_limit),
             names.MAX_STALENESS.name: lambda: _one(state.limits.max_staleness_steps),
@@ -135,12 +135,12 @@ class Exporter(Collector):
             names.STEP_STALENESS.name: lambda: _labelled(_spread(m.step_staleness)),
             names.DEADLINE_ROOM.name: self._deadline_room,
             names.OLDEST_GROUP_AGE.name: self._oldest_group_age,
-            names.STEPS.name: lambda: _one(state.steps_trained),
+            names.STEPS.name: lambda: _one(state.training.steps_trained),
             names.STEP_AGE.name: lambda: _one(max(0.0, self._now() - m.finished_at)),
             names.TOKENS_GENERATED.name: lambda: _one(m.tokens_generated),
             names.TOKENS_TRAINED.name: lambda: _one(m.tokens_trained),
             names.TRANSITIONS.name: lambda: list(m.transitions.count.items()),
-            names.WEIGHTS_VERSION.name: lambda: _one(state.latest_version),
+            names.WEIGHTS_VERSION.name: lambda: _one(state.training.latest_version),
             names.ROLLOUT_BUSY.name: lambda: _one(idle.rollout_busy_s),
             names.ROLLOUT_IDLE.name: lambda: _labelled(idle.rollout_idle_s),
             names.TRAINER_BUSY.name: lambda: _labelled(idle.trainer_busy_s),
@@ -161,7 +161,7 @@ class Exporter(Collector):
             names.BUDGET.name: lambda: _labelled(
                 {"infrastructure": state.limits.infrastructure_attempts, "data": state.limits.data_attempts}
             ),
-            names.STALE_ECHOES.name: lambda: _one(state.stale_echoes),
+            names.STALE_ECHOES.name: lambda: _one(state.orders.stale_echoes),
             names.EVENTS.name: lambda: _labelled(m.events),
             names.REWARD.name: lambda: [((), value) for value in m.rewards[-1:] if value is not None],
             names.ACCURACY.name: lambda: [((), value) for _, value in m.accuracies[-1:]],
@@ -184,7 +184,7 @@ class Exporter(Collector):
             names.REQUESTS_TAKEN.name: lambda: _labelled(progress.requests),
             names.DRAINING.name: lambda: _one(progress.draining_s(self._now())),
             names.PARKED.name: lambda: _labelled(progress.parked),
-            names.POLICY_ERRORS.name: lambda: _one(state.policy_errors),
+            names.POLICY_ERRORS.name: lambda: _one(state.policies.errors),
             names.REPLICAS_WANTED.name: lambda: _one(progress.replicas_wanted),
             names.BATCHES_KEPT.name: lambda: _one(len(state.checkpoints.stored_batches)),
             names.CHECKPOINT_AGE.name: lambda: _one(max(0.0, self._now() - progress.checkpoint_at)),
@@ -198,11 +198,11 @@ class Exporter(Collector):
 
         def alive() -> list[tuple[str, int, int, int]]:
             """(replica, version, slots in use, slots) of the replicas that are up."""
-            living = [r for r in list(state.replicas.values()) if r.state != "down"]
+            living = [r for r in list(state.replicas.by_id.values()) if r.state != "down"]
             return [(str(r.id), r.version, r.occupied, r.slots) for r in living]
 
         def known() -> list[Replica]:
-            return [r for r in list(state.replicas.values()) if not r.process.dismissed]
+            return [r for r in list(state.replicas.by_id.values()) if not r.process.dismissed]
 
         def by_state() -> Samples:
             now = [r.condition for r in known()]
@@ -215,7 +215,7 @@ class Exporter(Collector):
                 ((str(r.id), state), r.condition == state) for r in known() for state in states
             ],
             names.REPLICA_SLOW.name: lambda: [
-                ((str(r.id),), r.slow) for r in list(state.replicas.values()) if r.state != "down"
+                ((str(r.id),), r.slow) for r in list(state.replicas.by_id.values()) if r.state != "down"
             ],
             names.REPLICA_SLOTS.name: lambda: [
                 ((id, state), held if state == "held" else max(0, slots - held))
@@ -237,7 +237,7 @@ class Exporter(Collector):
 
         def processes() -> list[Process]:
             state = metrics.state
-            replicas = [r.process for r in list(state.replicas.values()) if not r.process.dismissed]
+            replicas = [r.process for r in list(state.replicas.by_id.values()) if not r.process.dismissed]
             return [*replicas, *list(state.processes.values())]
 
         def waiting() -> Samples:
@@ -262,10 +262,11 @@ class Exporter(Collector):
 
     def _health(self) -> Samples:
         m, state = self._metrics, self._metrics.state
-        versions = {r.id: r.version for r in list(state.replicas.values()) if r.state != "down"}
+        versions = {r.id: r.version for r in list(state.replicas.by_id.values()) if r.state != "down"}
         rows = list(m.steps.recent)
         found = {
-            one.check for one in run_findings(rows, versions, state.latest_version, state.limits.max_staleness_steps)
+            one.check
+            for one in run_findings(rows, versions, state.training.latest_version, state.limits.max_staleness_steps)
         }
         return [((check,), check in found) for check in ALL_CHECKS]
 
@@ -298,7 +299,10 @@ class Exporter(Collector):
 
     def _deadline_room(self) -> Samples:
         state = self._metrics.state
-        return [((), max(0, deadline - state.steps_batched)) for deadline in list(state.deadlines.by_deadline())[:1]]
+        return [
+            ((), max(0, deadline - state.training.steps_batched))
+            for deadline in list(state.groups.deadlines.by_deadline())[:1]
+        ]
 
     def _oldest_group_age(self) -> Samples:
         started_at = self._oldest.started_at(self._metrics.progress.recoveries["branched"])

@@ -108,7 +108,7 @@ class IdleTime:
         self._known: tuple[Limits, int, Version] | None = None
         """The inputs of the next four figures."""
         self._batch = self._workers = self._last = self._places = self._batched = 0
-        for replica in state.replicas.values():
+        for replica in state.replicas.by_id.values():
             self.replica_changed(replica)
 
     def replica_changed(self, replica: Replica) -> None:
@@ -182,7 +182,7 @@ class IdleTime:
         self._measuring = state.validations.out if beside else 0
         for replica in self._not_ready.values():
             self._count_away(replica, replica.occupied)
-        busy = state.ledger.running - state.free.freed + self._measuring - self.frozen
+        busy = state.groups.ledger.running - state.replicas.freed + self._measuring - self.frozen
         self.in_agents = min(busy, sum(self._agents_of.values())) if self._agents_of else 0
         busy -= self.in_agents
         self._most = self.slots - self._swapping - self._asleep - self._leaving - self.in_agents
@@ -198,10 +198,10 @@ class IdleTime:
     def _held_by_rewards(self) -> int:
         """Number of slots that are free only because rewards are not computed: a group that waits for one holds a place
         of K, or keeps the trainer from a step that would open places under S."""
-        state, ready = self._state, self._state.ledger.ready
+        state, ready = self._state, self._state.groups.ledger.ready
         groups = unrewarded_groups(state)
         if not groups or self.rollout_cause == "worker_bound":
-            return len(state.unrewarded)
+            return len(state.groups.unrewarded)
         if self.rollout_cause not in ("staleness_bound", "run_ending") or self.trainer_task is not None:
             return 0
         if self.trainer_cause not in ("waiting_for_groups", "waiting_for_stragglers"):
@@ -210,7 +210,7 @@ class IdleTime:
 
     def _remember(self, state: State) -> None:
         """Cache figures that changes of groups alone do not change."""
-        limits, steps = state.limits, state.steps_batched
+        limits, steps = state.limits, state.training.steps_batched
         known = (limits, steps, self._newest_installed())
         if known == self._known:
             return
@@ -274,7 +274,7 @@ class IdleTime:
     def capacity(self) -> tuple[int, int]:
         """Groups that may still start: under K, and under the staleness bound at the newest installed version."""
         state = self._state
-        workers = state.limits.max_concurrent_groups - state.ledger.running
+        workers = state.limits.max_concurrent_groups - state.groups.ledger.running
         return max(0, workers), max(0, state.places(self._newest_installed()) - state.held)
 
     def _newest_installed(self) -> Version:
@@ -294,7 +294,7 @@ class IdleTime:
         """What prevents the next group from starting: one of `names.ADMISSION_LIMITS`."""
         if self._state.started and not self.slots:
             return "no_replica"
-        if self._state.draining:
+        if self._state.ending.draining:
             return "draining"
         if self._unrewarded:
             return "reward"
@@ -307,10 +307,10 @@ class IdleTime:
         return "weight_sync" if self._swapping else "slots_full" if self.slots else self.rollout_cause
 
     def _why_slots_are_free(self) -> str:
-        state, ledger = self._state, self._state.ledger
+        state, ledger = self._state, self._state.groups.ledger
         if not state.started:
             return "starting"
-        if state.draining:
+        if state.ending.draining:
             return "draining"
         bound = self._bound(ledger.count)
         if bound:
@@ -322,8 +322,8 @@ class IdleTime:
         return "no_prompts" if state.no_more_prompts else "waiting_for_prompts"
 
     def _measure_trainer(self) -> None:
-        state, ledger = self._state, self._state.ledger
-        step = state.training_step
+        state, ledger = self._state, self._state.groups.ledger
+        step = state.training.training_step
         waits = step is not None and step.state == "scoring" and not state.scoring(step)
         trainer = state.processes.get(TRAINER)
         away = trainer is not None and trainer.coming
@@ -338,7 +338,7 @@ class IdleTime:
             self.trainer_cause = "inspecting"
         elif state.publishing:
             self.trainer_cause = "publishing"
-        elif state.draining and step is None:
+        elif state.ending.draining and step is None:
             self.trainer_cause = "draining"
         elif not state.started:
             self.trainer_cause = "starting"

@@ -386,14 +386,14 @@ class ReplayedRows:
         for step, entered in self.transitions.steps:
             self.rows.changed(step, entered, tick.at)
             if entered == "finished":
-                self.rows.finished(step, state.latest_version, tick.at, self.transitions.group_counts())
+                self.rows.finished(step, state.training.latest_version, tick.at, self.transitions.group_counts())
                 self.rows.flush()  # an earlier process has written this row
         self.transitions.steps.clear()
         if any(isinstance(event, RunResumed) and not event.kept for event in tick.events):
             self._begin()
         for command in tick.commands:
             if type(command) is TrainStep:
-                groups = [state.groups[id] for id in command.groups if id in state.groups]
+                groups = [state.groups.live[id] for id in command.groups if id in state.groups.live]
                 self.rows.formed(command.step, groups, command.staleness)
 
     def _begin(self) -> None:

@@ -155,13 +155,13 @@ def read_status(metrics: RunMetrics, now: float | None = None) -> Status:
     """The snapshot of a run. `now`: seconds since it began; by default the time of the newest event."""
     now = metrics.at if now is None else max(now, metrics.at)
     state, idle, staleness = metrics.state, metrics.idle, metrics.staleness
-    fleet = sorted((r for r in state.replicas.values() if not r.process.dismissed), key=lambda r: r.id)
+    fleet = sorted((r for r in state.replicas.by_id.values() if not r.process.dismissed), key=lambda r: r.id)
     replicas = [replica for replica in fleet if replica.state != "down"]
-    rewards, limits, progress = metrics.rewards, state.limits, metrics.progress
+    rewards, limits, progress, outcome = metrics.rewards, state.limits, metrics.progress, state.ending.outcome
     return Status(
-        outcome=state.outcome.outcome if state.outcome else None,
-        reason=state.outcome.reason if state.outcome else "",
-        step=state.steps_trained,
+        outcome=None if outcome is None else outcome.outcome,
+        reason="" if outcome is None else outcome.reason,
+        step=state.training.steps_trained,
         max_steps=limits.max_steps,
         batch_size=limits.train_batch_size,
         elapsed_s=now,
@@ -176,24 +176,22 @@ def read_status(metrics: RunMetrics, now: float | None = None) -> Status:
         max_staleness_steps=limits.max_staleness_steps,
         slots_busy=idle.busy,
         slots=idle.slots,
-        running=state.ledger.running,
+        running=state.groups.ledger.running,
         max_concurrent_groups=limits.max_concurrent_groups,
-        ready=state.ledger.ready,
-        parked=state.ledger.parked,
-        version=state.latest_version,
+        ready=state.groups.ledger.ready,
+        parked=state.groups.ledger.parked,
+        version=state.training.latest_version,
         replica_versions={r.id: r.version for r in replicas},
         replica_states={r.id: r.condition for r in fleet},
         replica_slots={r.id: (r.occupied, r.slots) for r in replicas},
         replicas_lost=sum(r.lost for r in fleet),
         groups_live=metrics.groups.by_state(),
-        step_phase=next((s.state for s in list(state.steps.values()) if s.state != "finished"), "finished"),
-        versions_kept=len(state.versions),
+        step_phase=next((s.state for s in list(state.training.steps.values()) if s.state != "finished"), "finished"),
+        versions_kept=len(state.training.versions),
         admission_limit=idle.admission_limit,
         groups_ended=metrics.groups.by_final_state(),
-        failures={
-            cause: count for cause, count in {**metrics.retries, "policy": metrics.state.policy_errors}.items() if count
-        },
-        last_failure=metrics.last_failure or metrics.state.last_policy_error,
+        failures={cause: n for cause, n in {**metrics.retries, "policy": state.policies.errors}.items() if n},
+        last_failure=metrics.last_failure or state.policies.last_error,
         tokens_generated=metrics.tokens_generated,
         tokens_trained=metrics.tokens_trained,
         tokens_per_s=metrics.tokens_per_s(now),
@@ -206,7 +204,7 @@ def read_status(metrics: RunMetrics, now: float | None = None) -> Status:
         validation_now=_validation_now(state),
         validations=tuple(metrics.validations[metrics.validations_before :][-SPARK_STEPS:]),
         draining_s=progress.draining_s(now),
-        draining=state.draining,
+        draining=state.ending.draining,
         replicas_wanted=progress.replicas_wanted,
         replicas_slow=tuple(progress.slow),
         silent_s=max(0.0, now - metrics.at),
@@ -217,7 +215,7 @@ def read_status(metrics: RunMetrics, now: float | None = None) -> Status:
         settings=dict(state.settings),
         events=sum(metrics.events.values()),
         recent=tuple(metrics.steps.recent),
-        silence=metrics.silence[1] if metrics.silence[0] == metrics.changes and state.outcome is None else "",
+        silence=metrics.silence[1] if metrics.silence[0] == metrics.changes and outcome is None else "",
         slowest=_slowest_calls(metrics),
         calls_now=_calls_now(metrics),
     )
@@ -251,7 +249,7 @@ def _slowest_calls(metrics: RunMetrics) -> dict[str, str]:
 
 def _calls_now(metrics: RunMetrics) -> str:
     state, idle = metrics.state, metrics.idle
-    if state.outcome is not None:
+    if state.ending.outcome is not None:
         return ""
     if idle.admission_limit in ("reward", "draining") and (rewards := reward_wait(state)):
         return rewards
@@ -260,13 +258,16 @@ def _calls_now(metrics: RunMetrics) -> str:
 
 def _trainer_now(metrics: RunMetrics) -> str:
     state, idle = metrics.state, metrics.idle
-    if state.outcome is not None:
-        return f"run {ending_of(state.outcome.outcome, state.draining, state.ledger.running)}"
+    ending = state.ending
+    training = state.training
+    groups = state.groups
+    if ending.outcome is not None:
+        return f"run {ending_of(ending.outcome.outcome, ending.draining, groups.ledger.running)}"
     if state.validations.closing and state.validations.runs:
         return "every step is trained; the run ends with its last validation"
-    step, size = state.steps_batched, state.limits.train_batch_size
-    ready, running = state.ledger.ready, state.ledger.running
-    formed = state.training_step
+    step, size = training.steps_batched, state.limits.train_batch_size
+    ready, running = groups.ledger.ready, groups.ledger.running
+    formed = training.training_step
     if idle.trainer_cause == "restarting" and idle.trainer_task is None:
         order = state.orders.find("start", (TRAINER, 0))
         return "the trainer is " + ("being stopped" if order is None else start_text(order, state))
@@ -277,7 +278,7 @@ def _trainer_now(metrics: RunMetrics) -> str:
         inspection: Any = order.command
         return f"state {inspection.state} inspects {inspected(inspection)}"
     if cause == "publishing":
-        return f"publishing version {state.latest_version + 1}, after step {state.steps_trained - 1}"
+        return f"publishing version {training.latest_version + 1}, after step {training.steps_trained - 1}"
     if formed is not None:
         waits_for = (
             "its pool: replicas are going to sleep" if cause == "pool" else "replicas to take the newest weights"
@@ -292,7 +293,7 @@ def _trainer_now(metrics: RunMetrics) -> str:
     if cause == "no_prompts":
         return "the prompts are used up"
     if cause == "waiting_for_stragglers":
-        needs = state.deadlines.needs(step, size)
+        needs = groups.deadlines.needs(step, size)
         missing = f"{_groups(sum(n for _, n in needs))} due by step {needs[-1][0]}" if needs else "its stragglers"
         return f"step {step} waits for {missing}; {ready} ready, {running} running"
     return f"step {step} waits for {_groups(max(0, size - ready))}; {ready} of {size} ready, {running} running"
@@ -300,28 +301,30 @@ def _trainer_now(metrics: RunMetrics) -> str:
 
 def _rollout_now(metrics: RunMetrics) -> str:
     state, idle, limits = metrics.state, metrics.idle, metrics.state.limits
-    if state.outcome is not None:
+    replicas = state.replicas
+    if state.ending.outcome is not None:
         return "stopped"
-    syncing = [r.id for r in state.replicas.values() if r.state in ("pausing", "installing")]
+    syncing = [r.id for r in replicas.by_id.values() if r.state in ("pausing", "installing")]
     if syncing:
         names = ", ".join(map(str, syncing[:8])) + (", ..." if len(syncing) > 8 else "")
         return f"replica{'s' * (len(syncing) > 1)} {names} taking new weights"
-    if state.draining:
+    if state.ending.draining:
         first = next(iter(waits(state, metrics.since)), None)
         return f"the run is draining: {first.sentence(metrics.at)}" if first is not None else "the run is draining"
     free = idle.slots - idle.busy
     if not idle.slots:
         return "no replica is up"
-    sleeping = [r.id for r in state.replicas.values() if r.state in ("yielding", "asleep")]
-    if sleeping and len(sleeping) == sum(r.state != "down" for r in state.rollouts):
+    sleeping = [r.id for r in replicas.by_id.values() if r.state in ("yielding", "asleep")]
+    if sleeping and len(sleeping) == sum(r.state != "down" for r in replicas.rollouts):
         return "every replica sleeps: the trainer has their pool"
     if free <= 0:
         agents = f", {idle.in_agents} in agents" if idle.in_agents else ""
         return f"every slot is busy: {_groups(idle.busy)} generating{agents}"
+    newest = state.training.latest_version
     why = {
         "worker_bound": f"K = {limits.max_concurrent_groups} groups run",
         "reward": "their groups wait for rewards",
-        "staleness_bound": f"S = {limits.max_staleness_steps}: no place before version {state.latest_version + 1}",
+        "staleness_bound": f"S = {limits.max_staleness_steps}: no place before version {newest + 1}",
         "run_ending": "the run needs no more groups",
         "no_prompts": "the prompts are used up",
         "waiting_for_prompts": "prompts are being drawn",
@@ -335,11 +338,11 @@ def _rollout_now(metrics: RunMetrics) -> str:
 
 def _validation_now(state: State) -> str:
     run = state.validations.served
-    if run is None or state.outcome is not None:
+    if run is None or state.ending.outcome is not None:
         return ""
     done = sum(chunk.count for chunk in run.chunks if chunk.done)
     said = f"version {run.version}: {done} of {run.rows} rows"
-    replicas = [state.replicas[id] for id in run.replicas]
+    replicas = [state.replicas.by_id[id] for id in run.replicas]
     if not replicas:
         said += ", waits for a replica that can install it"
     elif run.out:

@@ -74,7 +74,7 @@ class Wait:
 
 def waits(state: State, since: Since | None = None) -> list[Wait]:
     """All waits of a run, those that block the next train step first. Empty once the run is over."""
-    if state.outcome is not None:
+    if state.ending.outcome is not None:
         return []
     orders: dict[tuple[str, Any], list[Order]] = {}
     for order in state.orders.all():
@@ -101,7 +101,7 @@ def _together(order: Order, state: State) -> tuple[str, Any]:
     """The key of orders that share a sentence: groups of a replica, those that wait for rewards apart; work of a state,
     rows of a validation, discards of a store."""
     if order.subject in ("group", "stage"):
-        return order.subject, (order.owner, order.id in state.unrewarded)
+        return order.subject, (order.owner, order.id in state.groups.unrewarded)
     if order.subject in ("discard", "retire"):
         return order.subject, None
     return order.subject, order.id[0] if order.subject == "rows" else order.id
@@ -134,7 +134,7 @@ Words = Callable[[list[Order], State], str]
 
 def _generates(like: list[Order], state: State) -> str:
     doing = f"generating {_named([order.id for order in like])}"
-    if like[0].id in state.unrewarded:
+    if like[0].id in state.groups.unrewarded:
         slowest = _slowest(_callers(like, state))
         doing = f"waiting for {slowest.name if slowest else 'the rewards'} of {_groups(len(like))}"
     return doing + (", the oldest" if len(like) > 1 else "")
@@ -154,8 +154,8 @@ def _detail(like: list[Order], state: State) -> str:
     slowest = _slowest(_callers(like, state))
     limits = _limits(slowest, state) if slowest else ""
     if oldest.subject == "stage":
-        return _stage_detail(state.stages.by_name[oldest.command.state], slowest, limits)
-    if not slowest or oldest.id in state.unrewarded:
+        return _stage_detail(state.groups.stages.by_name[oldest.command.state], slowest, limits)
+    if not slowest or oldest.id in state.groups.unrewarded:
         return limits
     if oldest.subject == "rows":
         return f"{slowest.name}: {limits}"
@@ -195,7 +195,7 @@ def agent_groups(process: Process) -> int:
 
 def unrewarded_groups(state: State) -> int:
     """Groups whose trajectories have all ended and whose rewards, or whose work in an added state, have not."""
-    return len(state.unrewarded) + state.stages.groups_at(GENERATED)
+    return len(state.groups.unrewarded) + state.groups.stages.groups_at(GENERATED)
 
 
 def reward_wait(state: State) -> str:
@@ -205,8 +205,8 @@ def reward_wait(state: State) -> str:
     if not groups:
         return ""
     slowest = _slowest(_calls(_processes(state), of_agents=False))
-    busy = [stage.name for stage in state.stages.at[GENERATED] if stage.waiting or stage.working]
-    otherwise = f"state {busy[0]}" if busy and not state.unrewarded else "their rewards"
+    busy = [stage.name for stage in state.groups.stages.at[GENERATED] if stage.waiting or stage.working]
+    otherwise = f"state {busy[0]}" if busy and not state.groups.unrewarded else "their rewards"
     text = f"{_groups(groups)} {_wait(groups)} for {slowest.name if slowest else otherwise}"
     return text + (f": {_limits(slowest, state)}" if slowest else "")
 
@@ -221,7 +221,7 @@ def agent_wait(state: State) -> str:
 
 
 def _processes(state: State) -> list[Process]:
-    return [*(replica.process for replica in list(state.replicas.values())), *list(state.processes.values())]
+    return [*(replica.process for replica in list(state.replicas.by_id.values())), *list(state.processes.values())]
 
 
 def _callers(like: Sequence[Order], state: State) -> Calls:
@@ -233,12 +233,12 @@ def _callers(like: Sequence[Order], state: State) -> Calls:
     if oldest.subject not in ("group", "rows"):
         return []
     replicas = list(dict.fromkeys(order.owner for order in like))
-    processes = [state.replicas[id].process for id in replicas if isinstance(id, int)]
+    processes = [state.replicas.by_id[id].process for id in replicas if isinstance(id, int)]
     agents = _calls(processes, of_agents=True)
     rewards = _calls(processes, of_agents=False)
     if oldest.subject == "rows":
         return [*agents, *rewards]
-    return rewards if oldest.id in state.unrewarded else agents
+    return rewards if oldest.id in state.groups.unrewarded else agents
 
 
 def _calls(processes: Sequence[Process], *, of_agents: bool) -> Calls:
@@ -272,9 +272,9 @@ def _limits(slowest: Slowest, state: State) -> str:
 
 def _limit_of_groups(state: State) -> str:
     """The setting that keeps more groups from running at once; empty if that is none."""
-    if state.ledger.running >= state.limits.max_concurrent_groups:
+    if state.groups.ledger.running >= state.limits.max_concurrent_groups:
         return "scheduler.max_concurrent_groups"
-    return "" if state.free.idle else SLOTS
+    return "" if state.replicas.idle else SLOTS
 
 
 def _work_s(calls: FunctionCalls) -> float:
@@ -310,7 +310,7 @@ def _pauses(like: list[Order], state: State) -> str:
     command: Any = like[0].command
     if command.mode == "sleep":
         return "going to sleep to free its pool for the trainer"
-    if state.replicas[command.replica].state == "draining":
+    if state.replicas.by_id[command.replica].state == "draining":
         return "parking its groups before it leaves"
     return f"pausing to install version {command.version}"
 
@@ -328,7 +328,7 @@ def _forgets(like: list[Order], state: State) -> str:
 def _timer(command: Any, state: State) -> tuple[str, str, str]:
     """(who, what it has been doing, what then happens) while a timer runs."""
     if command.name == DEADLINE:
-        return f"step {state.steps_batched}", "waiting for stragglers", "then the deadline policy acts"
+        return f"step {state.training.steps_batched}", "waiting for stragglers", "then the deadline policy acts"
     if command.name == FILL:
         return "the scheduler", "waiting to start the groups that one tick could not", ""
     if command.name == DRAIN:
@@ -400,7 +400,7 @@ WORDS: dict[type[Command], Words] = {
 
 def _unordered(state: State, since: Since) -> Iterator[Wait]:
     """Waits that have no order."""
-    for step in state.formed_steps:
+    for step in state.training.formed_steps:
         if step.state == "scoring" and not state.scoring(step):
             by = f"step {step.id} on {_groups(len(step.groups))}"
             doing = "waiting for its pool, or for replicas to take the newest weights"

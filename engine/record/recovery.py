@@ -24,7 +24,8 @@ from engine.record.snapshots import Books, restore
 from engine.scheduling.scheduler import Scheduler
 from engine.states.checkpoints import Checkpoints, TrainedBatch
 from engine.states.laws import check_all
-from engine.states.state import Observer, State
+from engine.states.machine import Observer
+from engine.states.state import State
 
 
 class Recovered:
@@ -103,7 +104,7 @@ class Recovered:
         """The event that continues from where the record ends: the trainer is there again, from the checkpoint after so
         many steps, and so are the trajectories but for those of the groups that are `missing`."""
         return RunResumed(
-            steps=self.scheduler.state.steps_trained, replicas=replicas, consumed=(), released=(), kept=True,
+            steps=self.scheduler.state.training.steps_trained, replicas=replicas, consumed=(), released=(), kept=True,
             missing=missing, checkpoint=checkpoint,
         )  # fmt: skip
 
@@ -116,7 +117,7 @@ class Recovered:
 
     def batches(self, steps: int) -> list[TrainedBatch]:
         """The batches trained after the first `steps` train steps, in order, in the newest weights lineage."""
-        return self._since(steps).batches(steps) if steps < self.scheduler.state.steps_trained else []
+        return self._since(steps).batches(steps) if steps < self.scheduler.state.training.steps_trained else []
 
     def _since(self, steps: int) -> Checkpoints:
         """Which groups ended after `steps` train steps. Replays the whole record if the snapshot does not say."""

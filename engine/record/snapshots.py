@@ -28,7 +28,8 @@ from engine.scheduling.scheduler import Scheduler
 from engine.states.group import Group
 from engine.states.laws import check_all
 from engine.states.limits import Limits
-from engine.states.state import Observer, State
+from engine.states.machine import Observer
+from engine.states.state import State
 from engine.states.tree import declared
 
 Plain = Any
@@ -39,8 +40,6 @@ SHOWN = 100
 """Maximum length of a value in a message, in characters."""
 STRETCH_EVENTS = 20_000
 """Minimum number of events between two snapshots that readers of a record replay apart from the rest."""
-ROOT_LEFT_OUT = ("groups",)
-"""Fields of the state that are written apart from it."""
 DAMAGED = (
     EngineError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RuntimeError, StructError,
 )  # fmt: skip
@@ -63,7 +62,7 @@ def snapshot(scheduler: Scheduler, books: Books | None = None) -> list[Plain]:
     state = scheduler.state
     return [
         declarations(), scheduler.limits.to_plain(), dict(scheduler.policies.names), _form(State).plain(state),
-        list(map(_row, state.groups.values())), None if books is None else books.to_plain(),
+        None if books is None else books.to_plain(),
     ]  # fmt: skip
 
 
@@ -73,13 +72,11 @@ def restore(plain: Sequence[Plain], observe: Observer | None = None, books: Book
     Raises: `CodecError` for anything but a snapshot of this engine.
     """
     try:
-        fields, limits, names, tree, groups, counted = plain
+        fields, limits, names, tree, counted = plain
         if fields != declarations():
             raise CodecError("an engine version with other fields wrote it")
         scheduler = Scheduler(Limits.from_plain(limits), PolicySet.from_names(names))
         state = scheduler.state
-        for group in map(_group, _list(groups)):
-            state.groups[group.id] = group
         _form(State).value(tree, state)
         state.rebuild()
         scheduler.decisions.recall()
@@ -97,23 +94,21 @@ def restore(plain: Sequence[Plain], observe: Observer | None = None, books: Book
 def first_difference(scheduler: Scheduler, plain: Sequence[Plain]) -> str:
     """The first field in which a scheduler differs from a decoded snapshot, with both values; empty if they are equal
     apart from what observers counted, or if an engine with other fields wrote the snapshot."""
-    if len(plain) != 6 or plain[0] != declarations():
+    if len(plain) != 5 or plain[0] != declarations():
         return ""
     here = unpack(pack(snapshot(scheduler)))
     for name, at, hint in (("limits", 1, None), ("policies", 2, None), ("State", 3, State)):
         if found := _difference(hint, name, here[at], plain[at]):
             return found
-    mine, theirs = here[4], plain[4]
-    if type(theirs) is not list or len(mine) != len(theirs):
-        return f"groups: {_shown(theirs)} were recorded, {_shown(mine)} were replayed"
-    pairs = zip(mine, theirs, strict=True)
-    return next((_difference(Group, "Group", _whole(one), _whole(other)) for one, other in pairs if one != other), "")
+    return ""
 
 
 def _difference(hint: Any, name: str, here: Plain, there: Plain) -> str:
     """The path of the first difference between two values of a declared type; empty if there is none."""
     if here == there:
         return ""
+    if hint is Group:
+        here, there = _whole(here), _whole(there)
     inner = _inner(hint, here, there)
     for (part, part_hint), mine, theirs in zip(inner, here, there, strict=True) if inner else ():
         if found := _difference(part_hint, f"{name}{part}", mine, theirs):
@@ -126,9 +121,10 @@ def _inner(hint: Any, here: Plain, there: Plain) -> list[tuple[str, Any]]:
     if type(here) is not list or type(there) is not list or len(here) != len(there):
         return []
     if isinstance(hint, type) and declared(hint) and get_origin(hint) is None and hint not in SCALARS:
-        left_out = ROOT_LEFT_OUT if hint is State else ()
-        return [(f".{name}", field) for name, field in declared(hint).items() if name not in left_out]
+        return [(f".{name}", field) for name, field in declared(hint).items()]
     args = get_args(hint)
+    if get_origin(hint) is dict and args[1] is Group:
+        return [(f"[{_whole(row)[0]}]", Group) for row in here]
     if get_origin(hint) is dict and args[1] is not None:
         return [
             ("'s keys", args[0]) if place % 2 == 0 else (f"[{_shown(here[place - 1])}]", args[1])
@@ -188,6 +184,8 @@ def _form(hint: Any) -> Form:
                 ]
             ),
         )
+    if origin is dict and args[1] is Group:
+        return _groups()
     if origin is dict:
         return _mapping(_form(args[0]), _form(args[1]), keys_only=args[1] is None)
     if isinstance(hint, type) and declared(hint):
@@ -239,8 +237,7 @@ def _mapping(key: Form, of: Form, keys_only: bool) -> Form:
 
 def _record(cls: type) -> Form:
     """The values of the declared fields. Fills an existing object, whose constructor has made its parts."""
-    left_out = ROOT_LEFT_OUT if cls is State else ()
-    forms = {name: _form(hint) for name, hint in declared(cls).items() if name not in left_out}
+    forms = {name: _form(hint) for name, hint in declared(cls).items()}
 
     def plain(record: Any) -> Plain:
         values = []
@@ -300,6 +297,14 @@ _figures = attrgetter(*_GROUP_FIELDS)
 _FRESH = _figures(Group(0))[1:]
 _WIRE = tuple(list if type(value) is tuple else type(value) for value in _figures(Group(0)))
 _KEY = _GROUP_FIELDS.index("resume_key")
+
+
+def _groups() -> Form:
+    """A list of rows, each with the id of its group."""
+    return Form(
+        lambda groups: list(map(_row, groups.values())),
+        lambda plain, _: {group.id: group for group in map(_group, _list(plain))},
+    )
 
 
 def _row(group: Group) -> Plain:

@@ -109,7 +109,7 @@ class Control:
                 log.warning("cannot announce the address of the control endpoint: %s", error)
         self._silence = Silence(self._metrics, self._plan.silence_s)
         self._listen()
-        if self._driver.scheduler.state.draining:
+        if self._driver.scheduler.state.ending.draining:
             self.end_requested = True
 
     async def close(self) -> None:
@@ -165,8 +165,8 @@ class Control:
         state, now = self._driver.scheduler.state, self._now()
         found = [wait.sentence(now) for wait in waits(state, self._metrics.since)]
         return {
-            "outcome": state.outcome.outcome if state.outcome else None,
-            "step": state.steps_trained,
+            "outcome": state.ending.outcome.outcome if state.ending.outcome else None,
+            "step": state.training.steps_trained,
             "waits": found[:SHOWN] + ([f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []),
         }
 

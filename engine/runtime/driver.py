@@ -267,7 +267,7 @@ class Driver:
         if self._next_snapshot == NEVER:
             return False
         if self.outcome is not None:  # a run that fails may have no room for one
-            drained = self.outcome.outcome == "stopped" and bool(self.scheduler.state.draining)
+            drained = self.outcome.outcome == "stopped" and bool(self.scheduler.state.ending.draining)
             return drained or self.outcome.outcome == "finished"
         return self.events_handled >= self._next_snapshot or any(isinstance(fact, MARKS) for fact in facts)
 
@@ -280,4 +280,4 @@ class Driver:
             log.warning("snapshots are off from now on, so a resume replays all later events: %s", error)
             self._next_snapshot = NEVER
             return
-        self._next_snapshot = self.events_handled + max(self.snapshot_every, len(self.scheduler.state.groups))
+        self._next_snapshot = self.events_handled + max(self.snapshot_every, len(self.scheduler.state.groups.live))

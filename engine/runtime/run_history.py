@@ -91,9 +91,11 @@ def missing_groups(plan: Plan, recovered: Recovered, steps: StepId) -> tuple[tup
 def _needs_store(recovered: Recovered, steps: StepId) -> bool:
     """Whether the record refers to any trajectories that no checkpoint contains."""
     state = recovered.scheduler.state
-    if steps < state.steps_trained or state.formed_steps:
+    if steps < state.training.steps_trained or state.training.formed_steps:
         return True
-    return any(state.phase_of(group.state) is Phase.READY or group.tokens for group in state.groups.values())
+    return any(
+        state.groups.phase_of(group.state) is Phase.READY or group.tokens for group in state.groups.live.values()
+    )
 
 
 def _were_in_memory(recovered: Recovered) -> bool:
@@ -105,8 +107,9 @@ def _were_in_memory(recovered: Recovered) -> bool:
 def _lacking(store: DurableStore, recovered: Recovered, steps: StepId) -> Iterator[str]:
     """The items that the store lacks: of the steps after the first `steps`, and of the formed batches."""
     state, attempts = recovered.scheduler.state, store.attempts
+    training = state.training
     batches = {batch.step: batch for batch in recovered.batches(steps)}
-    for step in range(steps, state.steps_trained):
+    for step in range(steps, training.steps_trained):
         if step not in batches:
             yield f"train step {step}, whose batch is not in the record"
             continue
@@ -116,9 +119,9 @@ def _lacking(store: DurableStore, recovered: Recovered, steps: StepId) -> Iterat
             for task in state.limits.scored_apart:
                 if not store.is_scored(group, task, step):
                     yield f"the scores {task} of group {group} of train step {step}, which no checkpoint contains"
-    for formed in state.formed_steps:
-        for group in formed.groups if formed.id >= state.steps_trained else ():
-            if attempts.get(group) != state.groups[group].attempt or not _is_whole(store, group):
+    for formed in training.formed_steps:
+        for group in formed.groups if formed.id >= training.steps_trained else ():
+            if attempts.get(group) != state.groups.live[group].attempt or not _is_whole(store, group):
                 yield f"group {group} of the batch for train step {formed.id}"
 
 
@@ -127,7 +130,7 @@ def _discard_unwanted(store: DurableStore, recovered: Recovered) -> None:
     record. New attempts would not replace those."""
     state = recovered.scheduler.state
     kept = {*chain.from_iterable(state.checkpoints.stored_batches.values())}
-    last = {group.id: group.attempt for group in state.groups.values()}
+    last = {group.id: group.attempt for group in state.groups.live.values()}
     wanted = {group for group, attempt in store.attempts.items() if group in kept or attempt <= last.get(group, -1)}
     store.discard([group for group in store.attempts if group not in wanted])
     store.flush()
@@ -136,18 +139,19 @@ def _discard_unwanted(store: DurableStore, recovered: Recovered) -> None:
 def _missing(store: DurableStore, recovered: Recovered) -> tuple[GroupId, ...]:
     """Groups with trajectories in the state that the store does not hold, or holds in another form."""
     state, attempts = recovered.scheduler.state, store.attempts
+    groups = state.groups
     missing = []
-    for group in state.groups.values():
-        phase = state.phase_of(group.state)
+    for group in groups.live.values():
+        phase = groups.phase_of(group.state)
         if (
-            group.state in state.stages.by_name and phase is Phase.PARKED
+            group.state in groups.stages.by_name and phase is Phase.PARKED
         ):  # each work order is an attempt; it stores nothing before it is done
             is_stored = attempts.get(group.id, group.attempt + 1) <= group.attempt and _is_whole(store, group.id)
         elif phase is Phase.READY:
             is_stored = attempts.get(group.id) == group.attempt and _is_whole(store, group.id)
         else:
             continues = phase in (Phase.RUNNING, Phase.PARKED) and group.tokens > 0
-            is_stored = not (continues or group.prepared) or _is_known(store, group.id, state.latest_version)
+            is_stored = not (continues or group.prepared) or _is_known(store, group.id, state.training.latest_version)
         if not is_stored:
             missing.append(group.id)
     return tuple(missing)
@@ -239,7 +243,7 @@ def history_of(
         )
         if plan.interrupted is not None:
             lock = _record_interruption(recovered, plan.interrupted, schedule, lock)
-        outcome = recovered.scheduler.state.outcome
+        outcome = recovered.scheduler.state.ending.outcome
         if outcome is not None and (
             (outcome.outcome == "finished" and not _extends(plan.settings, recovered))
             or (plan.again and not outcome.again)
@@ -275,7 +279,7 @@ def _extends(settings: Sequence[tuple[str, str]], recovered: Recovered) -> bool:
         if setting == MAX_STEPS:
             limits = changed_limits(limits, setting, value)
     state = recovered.scheduler.state
-    more = limits.max_steps is None or limits.max_steps > state.steps_trained
+    more = limits.max_steps is None or limits.max_steps > state.training.steps_trained
     return more and not state.no_more_prompts
 
 
@@ -315,9 +319,9 @@ def _prepared(
     # nothing has been changed so far
     aside = [] if missing is not None else [put_store_aside(plan.run_dir / "trajectories")]
     aside += [put_aside(path) for later, path in saved if later > steps]
-    open_steps, copied = set(state.steps), name_aside(metrics)
+    open_steps, copied = set(state.training.steps), name_aside(metrics)
     damaged = _not_needed(plan, saved, recovered)
-    reached = steps if missing is None else state.steps_trained
+    reached = steps if missing is None else state.training.steps_trained
     rows = cut_rows(metrics, reached, damaged.append, open_steps, validations, copied)
     reported = {row["step"] for row in rows if "step" in row}
     redo = [
@@ -326,7 +330,7 @@ def _prepared(
     ]
     restore = Restore(
         steps=steps,
-        optimizer_steps=state.updates_in[steps],
+        optimizer_steps=state.training.updates_in[steps],
         checkpoint=None if checkpoint is None else str(checkpoint),
         redo=tuple(redo),
     )
@@ -355,8 +359,8 @@ def _chosen(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Recovered) 
     """The checkpoint that the user named, otherwise the newest one. Raises: `RunDamaged` if that is not the
     newest in the record, `ConfigError` if no checkpoint has the given name."""
     state = recovered.scheduler.state
-    trained = state.steps_trained
-    usable = [(steps, path) for steps, path in saved if steps <= trained and steps in state.updates_in]
+    trained = state.training.steps_trained
+    usable = [(steps, path) for steps, path in saved if steps <= trained and steps in state.training.updates_in]
     if plan.force_from is None:
         _require_newest(plan, saved, recovered)
         return usable[-1] if usable else (0, None)
@@ -375,10 +379,10 @@ def _require_newest(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Rec
     """Raises: `RunDamaged` if the checkpoints are behind the record, or the record is behind the checkpoints."""
     assert plan.run_dir is not None
     state, newest = recovered.scheduler.state, saved[-1][0] if saved else 0
-    usable = [steps for steps, _ in saved if steps <= state.steps_trained]
-    if newest > state.steps_trained:
+    usable = [steps for steps, _ in saved if steps <= state.training.steps_trained]
+    if newest > state.training.steps_trained:
         reason = (
-            f"ends after {state.steps_trained} train steps, but {saved[-1][1].name} holds {newest}: "
+            f"ends after {state.training.steps_trained} train steps, but {saved[-1][1].name} holds {newest}: "
             f"the newest events are missing; restore them from a copy, or {way_back(usable)}"
         )
         raise RunDamaged(str(plan.run_dir / "schedule"), reason)

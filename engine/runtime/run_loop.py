@@ -197,7 +197,7 @@ class RunLoop:
         plan, state = self.plan, self.scheduler.state
         keeper = keeper_of(plan.run_dir, plan.sample_policy)
         filter = PolicySet.from_names(plan.policies).names["filter"]
-        return FilteredSamples(keeper, self.transitions.filtered, lambda: state.steps_trained, filter)
+        return FilteredSamples(keeper, self.transitions.filtered, lambda: state.training.steps_trained, filter)
 
     def _watch_with(self, prompts: Prompts) -> None:
         """Let a source that depends on the run catch up with the record. Raises: `RecordError`."""

@@ -174,7 +174,7 @@ class Supervisor:
 
     def _known(self) -> list[Any]:
         """Every process in the state."""
-        replicas = [replica.process for replica in self._state.replicas.values()]
+        replicas = [replica.process for replica in self._state.replicas.by_id.values()]
         return [*replicas, *self._state.processes.values()]
 
     # orders about processes
@@ -373,7 +373,7 @@ class Supervisor:
         paths = {checkpoint_path(directory, steps): steps for steps in saved}
         damaged = await on_a_thread(damaged_of, list(paths))
         for path, reason in damaged.items():
-            if self._closed or self._state.outcome is not None or self._begun.get((TRAINER, 0), 0) > incarnation:
+            if self._closed or self._state.ending.outcome is not None or self._begun.get((TRAINER, 0), 0) > incarnation:
                 return  # a newer trainer may use it, or nothing receives the report
             log.warning("the checkpoint %s is damaged and will not be used: %s", path, reason)
             self._deliver(CheckpointDamaged(steps=paths[path], reason=clean(reason)))

@@ -53,7 +53,7 @@ class Decisions:
             policy = getattr(policies, decision)
             if self._remembering.get(decision) is not policy:
                 self._remembering.pop(decision, None)
-                self.state.policy_memory.pop(decision, None)
+                self.state.policies.memory.pop(decision, None)
                 self.remember(decision, policy)
 
     def add(self, decision: str, policy: Any, method: Callable[..., Any]) -> None:
@@ -112,7 +112,7 @@ class Decisions:
         `Limits.most_attempts`."""
         if cause == "data":
             group.data_failures += 1
-            self.state.note_judged(failed=True)
+            self.state.ending.note_judged(self.state.limits.failures_in_a_row, failed=True)
             failures = group.data_failures
         else:
             group.infrastructure_failures += 1
@@ -122,8 +122,8 @@ class Decisions:
 
     def note(self, error: EngineError) -> None:
         """Count an error of a policy that a built-in policy replaced."""
-        self.state.policy_errors += 1
-        self.state.last_policy_error = str(error)
+        self.state.policies.errors += 1
+        self.state.policies.last_error = str(error)
 
     def describe_view(self) -> str:
         """A summary of what every policy sees now."""
@@ -169,10 +169,10 @@ class Decisions:
     def _keep(self, decision: str) -> None:
         """Store a policy's memory after an answer. Raises: TypeError, ValueError if msgpack cannot hold it."""
         packed = _pack(self._remembering[decision].memory)
-        if packed != self.state.policy_memory.get(decision):
+        if packed != self.state.policies.memory.get(decision):
             if type(_unpack(packed)) is not dict:
                 raise TypeError("its memory must be a dict")
-            self.state.policy_memory[decision] = packed
+            self.state.policies.memory[decision] = packed
 
     def recall(self) -> None:
         """Restore every policy's memory as it was after its last lawful answer."""
@@ -182,7 +182,7 @@ class Decisions:
     def _forget(self, decision: str) -> None:
         """Put a memory back to what it was before the question."""
         if decision in self._remembering:
-            self._remembering[decision].memory = _unpack(self.state.policy_memory[decision])
+            self._remembering[decision].memory = _unpack(self.state.policies.memory[decision])
 
 
 class _Refused(Exception):

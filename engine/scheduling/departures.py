@@ -20,9 +20,9 @@ from engine.states.replica import AT_REST, Replica
 
 def on_drain_requested(core: Core, event: DrainRequested) -> None:
     state = core.state
-    if core.state.draining:
+    if core.state.ending.draining:
         return
-    core.state.draining = event.reason[:REASON_LENGTH] or "a drain was requested"
+    core.state.ending.draining = event.reason[:REASON_LENGTH] or "a drain was requested"
     if state.limits.drain_s is not None:
         core.orders.set_timer(DRAIN, state.limits.drain_s)
 
@@ -34,18 +34,18 @@ def on_drain_timer(core: Core) -> None:
 
 
 def on_replica_leaves(core: Core, event: ReplicaLeaves) -> None:
-    replica = core.state.replicas[event.replica]
+    replica = core.state.replicas.by_id[event.replica]
     if not replica.process.excused:
         replica.process.excused, replica.process.reason = True, event.reason
-        core.state.free.update(replica)
+        core.state.replicas.update(replica)
 
 
 def on_replicas_wanted(core: Core, event: ReplicasWanted) -> None:
     """Replicas with the highest ids leave, or missing ones are started."""
-    for replica in core.state.rollouts:
+    for replica in core.state.replicas.rollouts:
         _set_wanted(core, replica, replica.id < event.replicas, f"{event.replicas} replicas are wanted")
     launch_replicas(core, event.replicas)
-    core.state.none_left = ""
+    core.state.ending.none_left = ""
 
 
 def _set_wanted(core: Core, replica: Replica, wanted: bool, reason: str) -> None:
@@ -55,7 +55,7 @@ def _set_wanted(core: Core, replica: Replica, wanted: bool, reason: str) -> None
         process.reason = "" if wanted else reason
     if wanted and process.state == "gone":
         process.deaths = 0
-    core.state.free.update(replica)
+    core.state.replicas.update(replica)
 
 
 # orders
@@ -63,8 +63,8 @@ def _set_wanted(core: Core, replica: Replica, wanted: bool, reason: str) -> None
 
 def drain_replicas(core: Core) -> None:
     """Drain replicas that must leave, and stop those that have drained."""
-    draining = bool(core.state.draining)
-    for replica in core.state.replicas.values():
+    draining = bool(core.state.ending.draining)
+    for replica in core.state.replicas.by_id.values():
         if replica.process.leaves:
             _let_leave(core, replica)
             continue
@@ -104,7 +104,7 @@ def _bring_to_rest(core: Core, replica: Replica, *, alone: bool = False) -> None
         return
     run = state.validations.holding(replica)
     if run is not None:
-        if state.free.measuring(replica):
+        if state.replicas.measuring(replica):
             core.orders.add(StopMeasuring(validation=run.id, replica=replica.id, incarnation=replica.incarnation))
         state.validations.release(run, replica)
     if not alone and state.pools.of_replica(replica.id) is not None:
@@ -121,7 +121,7 @@ def is_at_rest(core: Core) -> bool:
     """Nothing runs anywhere, and no batch is being trained."""
     state = core.state
     return (
-        not state.formed_steps
+        not state.training.formed_steps
         and not state.publishing
-        and all(replica.state in AT_REST for replica in state.replicas.values())
+        and all(replica.state in AT_REST for replica in state.replicas.by_id.values())
     )

@@ -18,9 +18,9 @@ from engine.states.state import State
 
 def close_run(core: Core) -> None:
     """The run is over: a resume works on what was running again."""
-    outcome = core.state.outcome
+    outcome = core.state.ending.outcome
     cancel_validations(core, f"the run ended: {outcome.reason if outcome is not None else ''}")
-    core.state.stages.put_back()
+    core.state.groups.stages.put_back()
 
 
 def _come_to_rest(core: Core) -> None:
@@ -31,22 +31,23 @@ def _come_to_rest(core: Core) -> None:
     if is_unsaved(core):
         order_checkpoint(core)
     if not state.checkpoint_pending and not state.deletion_pending:
-        core.orders.end_run("stopped", state.draining)
+        core.orders.end_run("stopped", state.ending.draining)
 
 
 def finish_or_require_progress(core: Core) -> None:
     """End the run once no step can follow: publish steps that no version contains, save a last checkpoint, and
     drop the remaining groups."""
     state = core.state
-    if state.draining:
+    training = state.training
+    if state.ending.draining:
         _come_to_rest(core)
         return
-    if not state.started or len(state.steps) > 1 or state.publishing:
+    if not state.started or len(training.steps) > 1 or state.publishing:
         return
     if not no_step_left(core):
         _require_progress(core)
         return
-    if state.steps_trained > state.steps_in[state.latest_version]:
+    if training.steps_trained > training.steps_in[training.latest_version]:
         order_publication(core)
         return
     if is_unsaved(core):  # also if an earlier attempt failed
@@ -59,33 +60,34 @@ def finish_or_require_progress(core: Core) -> None:
         send_rows(core)
     if state.checkpoint_pending or state.deletion_pending or state.validations.runs:
         return
-    for group in list(state.groups.values()):
+    for group in list(state.groups.live.values()):
         drop_group(core, group)
-    state.waiting.clear()
+    state.groups.waiting.clear()
     if untrainable:
         core.orders.end_run("failed", untrainable)
     else:
-        core.orders.end_run("finished", counted(state.steps_trained, "train step"))
+        core.orders.end_run("finished", counted(training.steps_trained, "train step"))
 
 
 def end_without_progress(core: Core) -> None:
     """Fail a run that would only use up prompts (law 7)."""
     state, limits = core.state, core.state.limits
-    failed, filtered = state.failed_in_a_row, state.filtered_in_a_row
+    ending = state.ending
+    failed, filtered = ending.failed_in_a_row, ending.filtered_in_a_row
     if failed >= limits.failures_in_a_row:
-        reason = f"{failed} prompt groups in a row have failed; last error: {state.last_failure}"
+        reason = f"{failed} prompt groups in a row have failed; last error: {ending.last_failure}"
         core.orders.end_run("failed", reason)
-    elif state.misjudged == state.judged and limits.are_hopeless(state.judged):
+    elif ending.misjudged == ending.judged and limits.are_hopeless(ending.judged):
         reason = (
-            f"the first {state.judged} attempts all failed on their prompt, agent or reward; last error: "
-            f"{state.last_failure}"
+            f"the first {ending.judged} attempts all failed on their prompt, agent or reward; last error: "
+            f"{ending.last_failure}"
         )
         core.orders.end_run("failed", reason)
-    elif state.misjudged > _most_misjudged(core):
+    elif ending.misjudged > _most_misjudged(core):
         reason = (
-            f"{state.misjudged} of the latest {state.judged} attempts failed on their prompt, agent or reward, "
+            f"{ending.misjudged} of the latest {ending.judged} attempts failed on their prompt, agent or reward, "
             f"more than reward.max_failure_share = {limits.max_failure_share:g}: training without them would bias "
-            f"the data; last error: {state.last_failure}"
+            f"the data; last error: {ending.last_failure}"
         )
         core.orders.end_run("failed", reason)
     elif filtered >= limits.filtered_in_a_row:
@@ -98,23 +100,24 @@ def end_without_progress(core: Core) -> None:
 
 def _most_misjudged(core: Core) -> float:
     """Attempts that may have failed among the latest. Before there is a window of them, all may."""
-    share, judged = core.state.limits.max_failure_share, core.state.judged
+    share, judged = core.state.limits.max_failure_share, core.state.ending.judged
     return judged if share is None or judged < core.state.limits.failures_in_a_row else share * judged
 
 
 def _why_untrainable(core: Core) -> str:
     """Why a run that drew prompts ends without a train step; empty if it had a step or drew no prompt."""
     state = core.state
-    drawn, filtered = state.ledger.drawn, state.filtered_in_a_row
-    if state.steps_trained or not drawn:
+    ending = state.ending
+    drawn, filtered = state.groups.ledger.drawn, ending.filtered_in_a_row
+    if state.training.steps_trained or not drawn:
         return ""
     causes = []
     if filtered:
         causes.append(
             f"{_filter_name(core)} dropped {f'all {drawn}' if filtered == drawn else f'{filtered} of {drawn}'}"
         )
-    if state.last_failure and filtered < drawn:
-        causes.append(f"the last failure: {state.last_failure}")
+    if ending.last_failure and filtered < drawn:
+        causes.append(f"the last failure: {ending.last_failure}")
     return "; ".join(["no group could be trained on", *(causes or [f"all {drawn} were filtered or dropped"])])
 
 
@@ -132,7 +135,7 @@ def _require_progress(core: Core) -> None:
         core.decisions.rescuing = True
         start_work(core)
         core.decisions.rescuing = False
-        stuck = None if core.state.training_step is not None else _nothing_moves(core)
+        stuck = None if core.state.training.training_step is not None else _nothing_moves(core)
     if stuck is not None:
         raise stuck
 
@@ -140,17 +143,23 @@ def _require_progress(core: Core) -> None:
 def _nothing_moves(core: Core) -> PolicyError | None:
     """The error of policies that start nothing, where nothing is running; or the end of the run."""
     state = core.state
-    if state.ledger.running or state.asked or state.checkpoint_pending or state.validations.out or state.stages.out:
+    if (
+        state.groups.ledger.running
+        or state.asked
+        or state.checkpoint_pending
+        or state.validations.out
+        or state.groups.stages.out
+    ):
         return None
     if state.timer_is_set(GIVE_UP) or state.timer_is_set(FILL):
         return None
     if state.orders.open("stop rows"):
         return None  # rows that were cut short are measured again
-    if core.state.none_left:
-        core.orders.end_run("failed", core.state.none_left)
+    if core.state.ending.none_left:
+        core.orders.end_run("failed", core.state.ending.none_left)
         return None
-    lost = all(replica.state == "down" for replica in state.rollouts)
-    if lost or any(_will_report(state, replica) for replica in state.rollouts):
+    lost = all(replica.state == "down" for replica in state.replicas.rollouts)
+    if lost or any(_will_report(state, replica) for replica in state.replicas.rollouts):
         return None
     if state.timer_is_set(DEADLINE):
         return None
@@ -168,26 +177,27 @@ def _will_report(state: State, replica: Replica) -> bool:
 
 def why_stuck(state: State) -> str:
     """Who waits for what in a stuck run, where nothing in flight can end a wait."""
-    step, size, ready = state.steps_batched, state.limits.train_batch_size, state.ledger.ready
+    groups = state.groups
+    step, size, ready = state.training.steps_batched, state.limits.train_batch_size, groups.ledger.ready
     needed = max(0, size - ready)
     sentences = [f"step {step} waits for {counted(needed, 'group')}, {ready} of {size} {_are(ready)} ready"]
     if ready >= size:
         taken = f"{size} of {counted(ready, 'group')} that {_are(ready)} ready"
         sentences = [f"step {step} waits for the batching policy to take {taken}"]
-    if step in state.steps and (needs := state.deadlines.needs(step, size)):
+    if step in state.training.steps and (needs := groups.deadlines.needs(step, size)):
         due = sum(count for _, count in needs)
         sentences[0] += f", and {due} that {_are(due)} due by step {needs[-1][0]} {_are(due)} not"
-    free = sum(state.free.for_groups(replica) for replica in _open_to_groups(state))
-    if state.waiting:
+    free = sum(state.replicas.for_groups(replica) for replica in _open_to_groups(state))
+    if groups.waiting:
         room = f"{state.capacity} may be and {are(free, 'slot')} free"
-        sentences.append(f"{_waiting(len(state.waiting))} to be started, where {room}")
-    if parked := [group for group in state.groups.values() if group.state == "aborted"]:
+        sentences.append(f"{_waiting(len(groups.waiting))} to be started, where {room}")
+    if parked := [group for group in groups.live.values() if group.state == "aborted"]:
         oldest = min(group.resumes_from for group in parked)
         newest = max((replica.version for replica in _open_to_groups(state)), default=None)
         free_version = "none has a free slot" if newest is None else f"the newest with a free slot has {newest}"
         sentences.append(f"{_waiting(len(parked))} for a replica with version {oldest} or newer, {free_version}")
-    if not state.waiting and not parked:
-        sentences.append("no group waits to be started" + (", the prompts are used up" if state.exhausted else ""))
+    if not groups.waiting and not parked:
+        sentences.append("no group waits to be started" + (", the prompts are used up" if groups.exhausted else ""))
     return "; ".join(sentences)
 
 
@@ -200,5 +210,5 @@ def _waiting(groups: int) -> str:
 
 
 def _open_to_groups(state: State) -> list[Replica]:
-    free = state.free
-    return [replica for replica in state.replicas.values() if replica.state == "ready" and free.for_groups(replica) > 0]
+    known = state.replicas
+    return [one for one in known.by_id.values() if one.state == "ready" and known.for_groups(one) > 0]

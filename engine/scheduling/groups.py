@@ -28,12 +28,12 @@ from engine.scheduling.issued_commands import MOST_STARTS
 from engine.scheduling.lifetimes import REASON_LENGTH, note_process_progress, stop_process
 from engine.scheduling.stragglers import measure_pace
 from engine.states.group import Group
+from engine.states.groups import Key
 from engine.states.laws import require
 from engine.states.limits import GENERATED, QUEUED
 from engine.states.orders import FILL, KINDS_OF_SUBJECTS
 from engine.states.process import ADDED_STATES
 from engine.states.replica import Replica
-from engine.states.state import Key
 from engine.states.timeouts import CUT_SHORT
 from engine.states.view import view_group
 
@@ -43,37 +43,39 @@ MOST_DRAWN = 4096
 
 def prepare_groups(core: Core, ids: Iterable[GroupId]) -> None:
     """Move groups that were drawn into the added states before generation that let them in."""
-    if core.state.stages.at[QUEUED]:
+    if core.state.groups.stages.at[QUEUED]:
         for id in ids:
-            enter_added_state(core, core.state.groups[id], QUEUED)
+            enter_added_state(core, core.state.groups.live[id], QUEUED)
 
 
 def enter_added_state(core: Core, group: Group, place: str, after: int = -1) -> bool:
     """Move a group into the next state in a place whose policy lets it in, after state number `after`. False if there
     is none."""
-    for stage in core.state.stages.at[place]:
+    groups = core.state.groups
+    for stage in groups.stages.at[place]:
         if stage.number > after and core.decisions.ask(f"state {stage.name}", (view_group(group),), (bool,)):
             if group.replica >= 0:
-                core.state.unseat(group)
-            core.state.fire_group(group, stage.name)
+                groups.unseat(group)
+            groups.fire(group, stage.name)
             return True
     return False
 
 
 def put_back_in_stage(core: Core, name: str, group: Group) -> None:
     """Let a group wait for the work of its state again."""
-    core.state.stages.leave(name, group.id)
-    core.state.enter_stage(group)
+    core.state.groups.stages.leave(name, group.id)
+    core.state.groups.enter_stage(group)
 
 
 def order_stage_work(core: Core) -> None:
     """Order the work of every state while it may have more in progress."""
     state = core.state
-    if not state.started or state.outcome is not None or state.draining:
+    groups = state.groups
+    if not state.takes_work:
         return
-    for stage in state.stages.by_name.values():
+    for stage in groups.stages.by_name.values():
         while stage.waiting and stage.working < stage.concurrency:
-            group = state.groups[state.stages.next(stage)]
+            group = groups.live[groups.stages.next(stage)]
             group.attempt += 1
             core.orders.add(EnterState(group=group.id, attempt=group.attempt, state=stage.name))
 
@@ -83,6 +85,7 @@ def order_stage_work(core: Core) -> None:
 
 def on_prompts_drawn(core: Core, event: PromptsDrawn) -> None:
     state = core.state
+    groups = state.groups
     ordered: Any = state.orders.matched[event.id][0].command
     require(
         event.first == ordered.first and 0 <= event.count <= ordered.count,
@@ -90,28 +93,30 @@ def on_prompts_drawn(core: Core, event: PromptsDrawn) -> None:
         first=event.first, ordered_first=ordered.first, count=event.count, ordered=ordered.count,
     )  # fmt: skip
     require(event.count > 0 or event.exhausted, "law 7: the source returned no prompt and is not exhausted")
-    state.failed_draws = 0
-    state.exhausted = state.exhausted or event.exhausted
-    state.draw(event.first, event.count)
+    state.ending.failed_draws = 0
+    groups.exhausted = groups.exhausted or event.exhausted
+    groups.draw(event.first, event.count)
     for place, known in enumerate(json.loads(event.described) if event.described else ()):
-        state.groups[event.first + place].described = "" if known is None else json.dumps(known)
+        groups.live[event.first + place].described = "" if known is None else json.dumps(known)
     prepare_groups(core, range(event.first, event.first + event.count))
 
 
 def on_draw_failed(core: Core, event: DrawFailed) -> None:
     """Order the prompts again. After too many failures in a row the run ends."""
     state = core.state
-    state.failed_draws += 1
-    if state.failed_draws >= state.limits.infrastructure_attempts:
-        times = f"{state.failed_draws} times in a row"
+    ending = state.ending
+    ending.failed_draws += 1
+    if ending.failed_draws >= state.limits.infrastructure_attempts:
+        times = f"{ending.failed_draws} times in a row"
         core.orders.end_run("failed", f"the data source failed {times}; last error: {event.reason[:REASON_LENGTH]}")
 
 
 def on_group_generated(core: Core, event: GroupGenerated) -> None:
-    group = core.state.groups[event.group]
-    core.state.generated_at = event.at
+    groups = core.state.groups
+    group = groups.live[event.group]
+    groups.generated_at = event.at
     _note_tokens(core, group, event.tokens, event.oldest_version, event.newest_version)
-    replica = core.state.replicas[event.replica]
+    replica = core.state.replicas.by_id[event.replica]
     if replica.failed_groups:
         replica.failed_groups = 0
     if group.seated_at and core.state.limits.straggler_factor is not None:
@@ -119,20 +124,21 @@ def on_group_generated(core: Core, event: GroupGenerated) -> None:
     group.failed_on = -1
     group.reward_mean = event.reward_mean
     group.described = event.described
-    if not core.state.stages.at[GENERATED] or not enter_added_state(core, group, GENERATED):
+    if not groups.stages.at[GENERATED] or not enter_added_state(core, group, GENERATED):
         _complete_group(core, group, event)
 
 
 def on_state_left(core: Core, event: StateLeft) -> None:
     """A group's work is done: it enters the next state. If there is none, it may start, or it is complete."""
     state = core.state
+    groups = state.groups
     note_process_progress(state.process(ADDED_STATES, 0))
-    group, stage = state.groups[event.group], state.stages.by_name[event.state]
+    group, stage = groups.live[event.group], groups.stages.by_name[event.state]
     group.described = event.described or group.described
     if stage.place == QUEUED:
         group.prepared = True
         if not enter_added_state(core, group, QUEUED, stage.number):
-            state.fire_group(group, "prepare")
+            groups.fire(group, "prepare")
         return
     group.reward_mean = event.reward_mean
     if enter_added_state(core, group, GENERATED, stage.number):
@@ -148,8 +154,8 @@ def on_state_left(core: Core, event: StateLeft) -> None:
 
 def on_state_failed(core: Core, event: StateFailed) -> None:
     """The work on a group failed, which is charged as an attempt: it is done again, or the group fails."""
-    group = core.state.groups[event.group]
-    core.state.last_failure = event.reason
+    group = core.state.groups.live[event.group]
+    core.state.ending.last_failure = event.reason
     if core.decisions.another_attempt(group, event.cause):
         put_back_in_stage(core, event.state, group)
     else:
@@ -158,28 +164,29 @@ def on_state_failed(core: Core, event: StateFailed) -> None:
 
 def _complete_group(core: Core, group: Group, event: GroupGenerated) -> None:
     """A group is complete, added states included: it is ready, or the filter drops it."""
-    core.state.failed_in_a_row = 0
-    core.state.note_judged(failed=False)
+    ending = core.state.ending
+    ending.failed_in_a_row = 0
+    ending.note_judged(core.state.limits.failures_in_a_row, failed=False)
     group.ready_at = event.at
     keep = core.decisions.keeps(event)
     if group.replica >= 0:
-        core.state.unseat(group)
-    core.state.fire_group(group, "generate")
+        core.state.groups.unseat(group)
+    core.state.groups.fire(group, "generate")
     if keep:
-        core.state.filtered_in_a_row = 0
+        ending.filtered_in_a_row = 0
     else:
-        core.state.filtered_in_a_row += 1
+        ending.filtered_in_a_row += 1
         release_group(core, group, "filter")
 
 
 def on_group_aborted(core: Core, event: GroupAborted) -> None:
-    group = core.state.groups[event.group]
+    group = core.state.groups.live[event.group]
     if event.tokens:
         _note_tokens(core, group, event.tokens, event.oldest_version, event.newest_version)
         group.unfinished = event.unfinished
-    unasked = core.state.replicas[event.replica].state == "ready"
+    unasked = core.state.replicas.by_id[event.replica].state == "ready"
     parks = [order.command for order in core.state.orders.matched[event.id] if isinstance(order.command, ParkGroup)]
-    core.state.unseat(group)
+    core.state.groups.unseat(group)
     if parks and parks[0].reason:
         began = min(order.at for order in core.state.orders.matched[event.id])
         park_after_failure(core, group, _cause_of_hang(core, group, began), parks[0].reason)
@@ -195,7 +202,7 @@ def on_group_aborted(core: Core, event: GroupAborted) -> None:
 def on_prefix_stored(core: Core, event: PrefixStored) -> None:
     if not event.tokens:
         return
-    group = core.state.groups[event.group]
+    group = core.state.groups.live[event.group]
     _note_tokens(core, group, event.tokens, event.oldest_version, event.newest_version)
     group.unfinished = event.unfinished
 
@@ -205,25 +212,25 @@ def on_order_progressed(core: Core, event: OrderProgressed) -> None:
     ordered: Any = core.state.orders.matched[event.id][0].command
     if not event.finished or not isinstance(ordered, StartGroup | ResumeGroup):
         return
-    group, replica = core.state.groups[ordered.group], core.state.replicas[ordered.replica]
+    group, replica = core.state.groups.live[ordered.group], core.state.replicas.by_id[ordered.replica]
     require(
         event.finished <= replica.samples, "law 2: more trajectories ended than the group has",
         group=group.id, finished=event.finished, samples=replica.samples,
     )  # fmt: skip
     if event.finished > group.finished:
-        core.state.free_trajectories(group, event.finished)
+        core.state.groups.free_trajectories(group, event.finished)
         core.orders.note_room(replica.id)
 
 
 def on_group_failed(core: Core, event: GroupFailed) -> None:
-    group = core.state.groups[event.group]
+    group = core.state.groups.live[event.group]
     if event.cause == "data" and group.tokens:
         group.forget_tokens()
     group.failed_on = event.replica
-    core.state.unseat(group)
+    core.state.groups.unseat(group)
     park_after_failure(core, group, event.cause, event.reason)
     if event.cause == "infrastructure":
-        _blame_replica(core, core.state.replicas[event.replica], event)
+        _blame_replica(core, core.state.replicas.by_id[event.replica], event)
 
 
 def _blame_replica(core: Core, replica: Replica, event: GroupFailed) -> None:
@@ -257,10 +264,10 @@ def lose_replica(core: Core, replica: Replica, reason: str, *, hung: bool = Fals
     replica.next_version = None
     replica.failed_groups = 0
     state.fire_replica(replica, "lose")
-    state.paces.compare([replica])
+    state.replicas.paces.compare([replica])
     for id in list(replica.groups):
-        group = state.groups[id]
-        state.unseat(group)
+        group = state.groups.live[id]
+        state.groups.unseat(group)
         if id in overdue:
             park_after_failure(core, group, _cause_of_hang(core, group, began[id]), reason)
         elif not hung:
@@ -272,12 +279,12 @@ def lose_replica(core: Core, replica: Replica, reason: str, *, hung: bool = Fals
 def _cause_of_hang(core: Core, group: Group, began: float) -> str:
     """The cause that an attempt is charged to after it exceeded its limit: `data` if the prompt hung before and
     other groups were generated meanwhile; otherwise a machine may be the cause."""
-    return "data" if group.exceeded > 1 and core.state.generated_at > began else "infrastructure"
+    return "data" if group.exceeded > 1 and core.state.groups.generated_at > began else "infrastructure"
 
 
 def park_after_failure(core: Core, group: Group, cause: str, reason: str) -> None:
     """An attempt failed: park the group for another one, or fail it. Its slot must be free already."""
-    core.state.last_failure = reason
+    core.state.ending.last_failure = reason
     again = core.decisions.another_attempt(group, cause)
     park_group(core, group)
     if not again:
@@ -296,12 +303,12 @@ def _park_uncharged(core: Core, group: Group) -> None:
 def _give_up_group(core: Core, group: Group) -> None:
     """A retry budget is spent."""
     release_group(core, group, "fail")
-    core.state.failed_in_a_row += 1
+    core.state.ending.failed_in_a_row += 1
 
 
 def park_group(core: Core, group: Group) -> None:
     """Park a running group: it keeps its place, and resumes in the order of the resume policy."""
-    core.state.fire_group(group, "abort", resume_key(core, group))
+    core.state.groups.fire(group, "abort", resume_key(core, group))
 
 
 def resume_key(core: Core, group: Group) -> Key:
@@ -312,16 +319,16 @@ def resume_key(core: Core, group: Group) -> Key:
 
 def release_group(core: Core, group: Group, trigger: str) -> None:
     """End a group that will not be trained on. Its place becomes free."""
-    core.state.fire_group(group, trigger)
+    core.state.groups.fire(group, trigger)
     core.orders.discard(group.id)
 
 
 def drop_group(core: Core, group: Group) -> None:
     """End an open group that is in no batch, in whatever state it is."""
     if group.replica >= 0:
-        replica = core.state.replicas[group.replica]
+        replica = core.state.replicas.by_id[group.replica]
         core.orders.add(AbortGroup(**replica.address_of(group)))
-        core.state.unseat(group)
+        core.state.groups.unseat(group)
     release_group(core, group, "drop")
 
 
@@ -330,10 +337,10 @@ def _note_tokens(core: Core, group: Group, tokens: int, oldest: Version, newest:
     if oldest == NO_VERSION:
         return
     require(
-        group.admitted_version <= oldest <= newest <= core.state.latest_version,
+        group.admitted_version <= oldest <= newest <= core.state.training.latest_version,
         "law 6: a replica reported tokens of versions that the group cannot have",
         group=group.id, admitted=group.admitted_version, oldest=oldest, newest=newest,
-        latest=core.state.latest_version,
+        latest=core.state.training.latest_version,
     )  # fmt: skip
     group.oldest_version = oldest
     group.newest_version = max(newest, group.newest_version)
@@ -346,24 +353,26 @@ def start_groups(core: Core) -> None:
     """Fill free slots, with parked groups first, because they have places and deadlines already, then with new
     ones. Draw prompts ahead."""
     state = core.state
-    if not state.started or state.outcome is not None or state.draining:
+    groups = state.groups
+    if not state.takes_work:
         return
     if not state.timer_is_set(FILL):
         left = MOST_STARTS
-        if state.ledger.parked:
+        if groups.ledger.parked:
             left = _resume_groups(core, left)
-        if state.waiting:
+        if groups.waiting:
             _admit_groups(core, left)
-    if not state.exhausted and not state.asked:
+    if not groups.exhausted and not state.asked:
         _draw_prompts(core)
 
 
 def _resume_groups(core: Core, most: int) -> int:
     """Resume at most `most` groups. Returns how many more this event may start."""
     state = core.state
-    while state.ledger.running < state.limits.max_concurrent_groups:
-        newest = state.free.newest_version
-        group = state.next_parked(newest) if newest >= 0 else None
+    groups = state.groups
+    while groups.ledger.running < state.limits.max_concurrent_groups:
+        newest = state.replicas.newest_version
+        group = groups.next_parked(newest) if newest >= 0 else None
         if group is None:
             return most
         if not most:
@@ -373,8 +382,8 @@ def _resume_groups(core: Core, most: int) -> int:
         if replica is None:
             return most
         most -= 1
-        state.fire_group(group, "resume")
-        state.seat(group, replica)
+        groups.fire(group, "resume")
+        groups.seat(group, replica, state.now)
         order = replica.address_of(group) | {"admitted_version": group.admitted_version}
         order["cause"] = core.orders.cause_on(replica.id)
         if group.tokens:
@@ -387,8 +396,9 @@ def _resume_groups(core: Core, most: int) -> int:
 def _admit_groups(core: Core, most: int) -> None:
     """Start at most `most` new groups."""
     state = core.state
+    groups = state.groups
     limits = state.limits
-    legal = min(state.capacity, len(state.waiting))
+    legal = min(state.capacity, len(groups.waiting))
     if legal <= 0:
         return
     if not most:
@@ -401,16 +411,16 @@ def _admit_groups(core: Core, most: int) -> None:
             core.orders.continue_at_once()
             return
         oldest = _oldest_admissible(core)
-        group = state.groups[state.waiting[0]]
+        group = groups.live[groups.waiting[0]]
         replica = None if oldest is None else _dispatch(core, group, oldest)
         if replica is None:
             return
-        state.waiting.popleft()
+        groups.waiting.popleft()
         group.admitted_version = replica.version
-        group.deadline = state.steps_in[replica.version] + limits.max_staleness_steps
+        group.deadline = state.training.steps_in[replica.version] + limits.max_staleness_steps
         group.started_at = state.now
-        state.fire_group(group, "start")
-        state.seat(group, replica)
+        groups.fire(group, "start")
+        groups.seat(group, replica, state.now)
         cause = core.orders.cause_on(replica.id)
         order = StartGroup(**replica.address_of(group), admitted_version=group.admitted_version, cause=cause)
         core.orders.add(order)
@@ -420,7 +430,7 @@ def _oldest_admissible(core: Core) -> Version | None:
     """The oldest version with a place left (law 3). Newer versions have one too, because places grow with the
     version."""
     oldest, held = None, core.state.held
-    for version in reversed(core.state.steps_in):
+    for version in reversed(core.state.training.steps_in):
         if held >= core.state.places(version):
             break
         oldest = version
@@ -429,28 +439,29 @@ def _oldest_admissible(core: Core) -> Version | None:
 
 def _dispatch(core: Core, group: Group, oldest: Version) -> Replica | None:
     state = core.state
+    replicas = state.replicas
 
     def unlawful(id: ReplicaId | None) -> str:
-        replica = None if id is None else state.replicas.get(id)
+        replica = None if id is None else replicas.by_id.get(id)
         if id is None or (
             replica is not None
             and replica.state == "ready"
-            and state.free.for_groups(replica) > 0
+            and replicas.for_groups(replica) > 0
             and replica.version >= oldest
         ):
             return ""
         return f"it must choose a ready replica with a free slot and version {oldest} or newer, or None"
 
     id = core.decisions.ask("dispatch", (oldest, group.id), (int, type(None)), unlawful)
-    return None if id is None else state.replicas[id]
+    return None if id is None else replicas.by_id[id]
 
 
 def _draw_prompts(core: Core) -> None:
     """Order prompts while fewer wait than could start now: one batch ahead, but never more than the run needs."""
     state = core.state
     limits = state.limits
-    waiting = state.ledger.waiting
-    if waiting and waiting > limits.max_concurrent_groups - state.ledger.running:
+    waiting = state.groups.ledger.waiting
+    if waiting and waiting > limits.max_concurrent_groups - state.groups.ledger.running:
         return
     room = state.capacity
     if waiting > room:
@@ -460,7 +471,7 @@ def _draw_prompts(core: Core) -> None:
         most = limits.max_steps * limits.train_batch_size + state.surplus_left
         want = min(want, most - state.held - waiting)
     if want > 0:
-        first = core.state.ledger.drawn
+        first = core.state.groups.ledger.drawn
         core.orders.add(DrawPrompts(first=first, count=want))
 
 

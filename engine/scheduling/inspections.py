@@ -33,7 +33,7 @@ def train_or_inspect(core: Core, step: Step, after: str = "") -> None:
 def inspect_weights(core: Core, version: Version, after: str = "") -> bool:
     """Order the next inspection of a version in the store, behind the state `after`. False if none is left."""
     state = core.state
-    about = StepView(state.steps_trained - 1, version, state.publishing_attempt)
+    about = StepView(state.training.steps_trained - 1, version, state.training.publishing_attempt)
     name = _next_state(core, PUBLISHING, about, after)
     if not name:
         return False
@@ -46,20 +46,19 @@ def inspect_weights(core: Core, version: Version, after: str = "") -> bool:
 
 def inspect_weights_again(core: Core, version: Version, name: str) -> None:
     """Order an inspection that failed once more."""
-    core.state.publishing_attempt += 1
+    core.state.training.publishing_attempt += 1
     _order_inspection(core, version, name)
 
 
 def _order_inspection(core: Core, version: Version, name: str) -> None:
-    core.orders.add(
-        InspectStep(step=core.state.steps_trained - 1, version=version, attempt=core.state.publishing_attempt,
-                    state=name)
-    )  # fmt: skip
+    training = core.state.training
+    step, attempt = training.steps_trained - 1, training.publishing_attempt
+    core.orders.add(InspectStep(step=step, version=version, attempt=attempt, state=name))
 
 
 def publishing_step(core: Core) -> Step | None:
     """The trained step whose weights are being published or inspected."""
-    step = core.state.training_step
+    step = core.state.training.training_step
     places = ("publishing", *core.state.limits.states_at(PUBLISHING))
     return step if step is not None and step.state in places else None
 

@@ -144,32 +144,34 @@ class Orders:
         """End the run as `finished`, `stopped` or `failed`. The first call determines the outcome. `again`: the run
         begins again from its record if its budget allows."""
         state = self._state
-        if state.outcome is not None:
+        ending = state.ending
+        if ending.outcome is not None:
             return
-        if again and not state.draining:
+        if again and not ending.draining:
             again = self._charge_restart()
             if not again:
                 outcome = "failed"
-                spent = f"; the run restarted {state.restarts} times without a train step (run_restarts)"
-                reason += spent if state.restarts else ""
+                spent = f"; the run restarted {ending.restarts} times without a train step (run_restarts)"
+                reason += spent if ending.restarts else ""
         else:
             again = False
-        state.outcome = FinishRun(outcome=outcome, reason=reason, again=again, cause=self.cause)
+        ending.outcome = FinishRun(outcome=outcome, reason=reason, again=again, cause=self.cause)
 
     def _charge_restart(self) -> bool:
         """Whether the run may begin again from its record. A new train step resets the budget."""
         state = self._state
-        if state.steps_trained > state.restarted_at:
-            state.restarts, state.restarted_at = 0, state.steps_trained
-        if state.restarts >= state.limits.run_restarts:
+        ending = state.ending
+        if state.training.steps_trained > ending.restarted_at:
+            ending.restarts, ending.restarted_at = 0, state.training.steps_trained
+        if ending.restarts >= state.limits.run_restarts:
             return False
-        state.restarts += 1
+        ending.restarts += 1
         return True
 
     def take(self) -> tuple[Command, ...]:
         """The commands of the tick, in order. `FinishRun` comes last. A tick after the end of the run has none."""
         self.add_discards()
-        outcome = self._state.outcome
+        outcome = self._state.ending.outcome
         if outcome is not None and self.cause >= 0:
             self.add(outcome)
         return tuple(self._commands)

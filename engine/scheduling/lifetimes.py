@@ -20,22 +20,23 @@ REFILLED_BY_STEPS = (REPLICA, TRAINER)
 
 def launch_replicas(core: Core, replicas: int) -> None:
     """Start those of the first `replicas` replicas that are wanted and gone."""
-    core.state.launched, core.state.launching = 0, replicas
+    core.state.replicas.launched, core.state.replicas.launching = 0, replicas
     continue_launch(core)
 
 
 def continue_launch(core: Core) -> None:
     """Start the next replicas of a launch, at most `MOST_STARTS` in one tick."""
     state, left = core.state, MOST_STARTS
-    while state.launched < state.launching:
-        process = state.process(REPLICA, state.launched)
+    replicas = state.replicas
+    while replicas.launched < replicas.launching:
+        process = state.process(REPLICA, replicas.launched)
         if process.state == "gone" and process.wanted and not process.deaths:
             if not left:
                 core.orders.continue_at_once()
                 return
             left -= 1
             start_process(core, process)
-        state.launched += 1
+        replicas.launched += 1
 
 
 def start_process(core: Core, process: Process, **beginning: Any) -> None:
@@ -70,7 +71,7 @@ def reset_process(core: Core, process: Process) -> None:
 def may_restart(core: Core, process: Process) -> bool:
     """Charge the death of a process to its restart budget. Returns whether it may be started again. Progress resets
     the budget."""
-    trained = core.state.steps_trained
+    trained = core.state.training.steps_trained
     if process.kind in REFILLED_BY_STEPS and process.trained != trained:
         process.deaths = 0
     process.trained = trained

@@ -21,8 +21,8 @@ OUT_OF_THE_WAY = ("asleep", "down")
 def lease_pools(core: Core) -> None:
     """Lease free pools to the tasks that are ready."""
     state = core.state
-    if len(state.steps) > 1:
-        for step in state.formed_steps:
+    if len(state.training.steps) > 1:
+        for step in state.training.formed_steps:
             for task in _tasks_left(core, step):
                 lease = core.state.pools.of(task)
                 if lease.task in ("", ROLLOUT) and _inputs_exist(core, step, task) and _make_room(core, lease):
@@ -37,13 +37,13 @@ def _sleep_or_wake_replicas(core: Core, lease: PoolLease) -> None:
         core.state.lease(lease, ROLLOUT)
     wanted = lease.task == ROLLOUT and any(
         core.state.pools.of(task) is lease and _inputs_exist(core, step, task)
-        for step in core.state.formed_steps
+        for step in core.state.training.formed_steps
         for task in _tasks_left(core, step)
     )
     lease.wanted = wanted
     if lease.task != ROLLOUT:
         _send_all_to_sleep(core, lease)
-    elif not lease.wanted and not core.state.draining:
+    elif not lease.wanted and not core.state.ending.draining:
         _wake_replicas(core, lease)
 
 
@@ -85,8 +85,8 @@ def _tasks_left(core: Core, step: Step) -> list[str]:
 def _needed(core: Core, lease: PoolLease) -> bool:
     """Whether a formed step has a task left for this pool that need not wait for another step."""
     return any(
-        core.state.pools.of(task) is lease and (step.id == core.state.steps_trained or _needs_no_weights(task))
-        for step in core.state.formed_steps
+        core.state.pools.of(task) is lease and (step.id == core.state.training.steps_trained or _needs_no_weights(task))
+        for step in core.state.training.formed_steps
         for task in _tasks_left(core, step)
     )
 
@@ -95,17 +95,17 @@ def _inputs_exist(core: Core, step: Step, task: str) -> bool:
     state = core.state
     if task == TRAIN:
         scored = len(step.done) == len(state.limits.scoring_tasks)
-        return scored and step.id == state.steps_trained and not state.publishing and _synced(core)
-    return _needs_no_weights(task) or step.id == state.steps_trained
+        return scored and step.id == state.training.steps_trained and not state.publishing and _synced(core)
+    return _needs_no_weights(task) or step.id == state.training.steps_trained
 
 
 def _synced(core: Core) -> bool:
     """Whether training need not wait for replicas to have the newest weights."""
     state = core.state
-    out = (*GONE, "asleep") if state.draining else GONE
+    out = (*GONE, "asleep") if state.ending.draining else GONE
     return not state.limits.train_after_sync or all(
-        replica.version == state.latest_version
-        for replica in state.rollouts
+        replica.version == state.training.latest_version
+        for replica in state.replicas.rollouts
         if state.validations.holding(replica) is None and replica.state not in out
     )
 
@@ -126,7 +126,7 @@ def _make_room(core: Core, lease: PoolLease) -> bool:
 
 
 def _replicas_of(core: Core, lease: PoolLease) -> list[Replica]:
-    return [core.state.replicas[id] for id in lease.replicas if id in core.state.replicas]
+    return [core.state.replicas.by_id[id] for id in lease.replicas if id in core.state.replicas.by_id]
 
 
 # ordering
@@ -147,7 +147,7 @@ def _order_task(core: Core, step: Step, task: str, lease: PoolLease) -> None:
 def _send_all_to_sleep(core: Core, lease: PoolLease) -> None:
     """All that can sleep. In-flight validation rows and an install in progress finish first."""
     for replica in _replicas_of(core, lease):
-        if replica.state == "ready" and not core.state.free.measuring(replica):
+        if replica.state == "ready" and not core.state.replicas.measuring(replica):
             send_to_sleep(core, replica)
 
 

@@ -50,7 +50,7 @@ def begin_processes(core: Core, replicas: int) -> None:
     """Start the processes of a run, or of a resumed run: `replicas` replicas, among them all that only validate,
     and those that the limits name."""
     state, own = core.state, core.state.limits.validators()
-    for replica in state.replicas.values():
+    for replica in state.replicas.by_id.values():
         reset_process(core, replica.process)
         replica.process.wanted = replica.validator or replica.id < replicas - len(own)
     for process in state.processes.values():
@@ -70,7 +70,7 @@ def begin_processes(core: Core, replicas: int) -> None:
 def is_repeated(core: Core, event: Event) -> bool:
     """Whether an event is about an incarnation that has ended, or repeats what is known."""
     if isinstance(event, ReplicaLeaves):
-        replica = core.state.replicas.get(event.replica)
+        replica = core.state.replicas.by_id.get(event.replica)
         return replica is None or replica.state == "down" or replica.incarnation != event.incarnation
     if isinstance(event, CallsMeasured):
         process = core.state.find_process(event.kind, event.index)
@@ -91,7 +91,7 @@ def on_up(core: Core, event: ProcessUp) -> None:
         _end_process(core, process, "a newer incarnation joined")
     core.state.fire_process(process, "up")
     if event.kind == REPLICA:
-        join_replica(core, core.state.replicas[event.index], event)
+        join_replica(core, core.state.replicas.by_id[event.index], event)
 
 
 def on_waits(core: Core, event: ProcessWaits) -> None:
@@ -140,7 +140,7 @@ def _process_of(core: Core, event: ProcessUp | ProcessLost) -> Process:
 
 
 def _lose_replica(core: Core, process: Process, event: ProcessLost) -> None:
-    replica = core.state.replicas[event.index]
+    replica = core.state.replicas.by_id[event.index]
     lose_replica(core, replica, event.reason)
     core.state.orders.fail(replica.id)
     _restart_or_end(core, process, event)
@@ -160,7 +160,7 @@ def _end_process(core: Core, process: Process, reason: str) -> None:
         core.state.fire_process(process, "end")
     process.excused = False
     if process.kind == REPLICA:
-        lose_replica(core, core.state.replicas[process.index], reason)
+        lose_replica(core, core.state.replicas.by_id[process.index], reason)
 
 
 def _lose_worker(core: Core, process: Process, event: ProcessLost) -> None:
@@ -202,7 +202,7 @@ def _lose_trainer(core: Core, process: Process, event: ProcessLost) -> None:
         core.orders.end_run("failed", _why_spent(core, process, reason, event))
         return
     start_process(core, process, **beginning)
-    for step in state.formed_steps:  # what the trainer computed of a batch that is inspected is lost
+    for step in state.training.formed_steps:  # what the trainer computed of a batch that is inspected is lost
         if step.state in state.limits.states_at(SCORING):
             fail_step(core, step.id, reason, charged=False)
     _repeat_lost_orders(core, [order for order in failed if order not in done], charged, reason)
@@ -241,7 +241,7 @@ def _repeat_lost_orders(core: Core, failed: list[Order], costly: list[Order], re
         elif isinstance(command, PublishWeights):
             fail_publication(core, command.version, reason)
         elif isinstance(command, SaveCheckpoint):
-            core.state.checkpoint_ordered = min(core.state.checkpoint_ordered, core.state.checkpoints.newest)
+            core.state.checkpoints.ordered = min(core.state.checkpoints.ordered, core.state.checkpoints.newest)
         elif isinstance(command, EnterState | InspectStep):
             fail_stage_work(core, command, reason, charged=charged)
     for step, charged in steps.items():

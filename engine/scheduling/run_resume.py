@@ -29,7 +29,7 @@ def on_run_resumed(core: Core, event: RunResumed) -> None:
     """Return the run to `event.steps` train steps and continue it. Raises: `InvariantViolated`."""
     state = core.state
     _require_possible(event, state)
-    state.stages.put_back()
+    state.groups.stages.put_back()
     begin_validations_again(core, event.steps)
     state.orders.clear()
     _lose_replicas(core, event)
@@ -38,39 +38,41 @@ def on_run_resumed(core: Core, event: RunResumed) -> None:
         if event.checkpoint > state.checkpoints.newest:
             take_saved(core, event.checkpoint)
         _begin_work_again(core, event)
-        if state.checkpoint_ordered > state.checkpoints.newest:
+        if state.checkpoints.ordered > state.checkpoints.newest:
             order_checkpoint(core)
     else:
         state.branch(event.steps, event.consumed, event.released)
-        prepare_groups(core, list(state.waiting))
-        state.checkpoint_ordered = event.steps
+        prepare_groups(core, list(state.groups.waiting))
     delete_checkpoints(core)
     if not event.again:
-        state.restarts, state.restarted_at = 0, event.steps
+        state.ending.restarts, state.ending.restarted_at = 0, event.steps
     begin_processes(core, event.replicas)
     order_publication(core)
 
 
 def _require_possible(event: RunResumed, state: State) -> None:
+    training = state.training
+    groups = state.groups
     again = (*event.consumed, *event.released)
     require(
-        0 <= event.steps <= state.steps_trained, "law 5: a run cannot resume after steps that it did not train",
-        steps=event.steps, trained=state.steps_trained,
+        0 <= event.steps <= training.steps_trained, "law 5: a run cannot resume after steps that it did not train",
+        steps=event.steps, trained=training.steps_trained,
     )  # fmt: skip
     require(
-        event.steps in state.updates_in, "law 5: a run can resume only after steps in a checkpoint", steps=event.steps,
+        event.steps in training.updates_in, "law 5: a run can resume only after steps in a checkpoint",
+        steps=event.steps,
     )  # fmt: skip
     require(
-        len(set(again)) == len(again) and all(0 <= id < state.ledger.drawn and id not in state.groups for id in again),
+        len(set(again)) == len(again) and all(0 <= id < groups.ledger.drawn and id not in groups.live for id in again),
         "law 5: only a group that has ended can be consumed or released again", groups=again[:8],
     )  # fmt: skip
     if event.kept:
         require(
-            event.steps == state.steps_trained and not again, "law 5: a run that loses no step must repeat none",
-            steps=event.steps, trained=state.steps_trained, groups=again[:8],
+            event.steps == training.steps_trained and not again, "law 5: a run that loses no step must repeat none",
+            steps=event.steps, trained=training.steps_trained, groups=again[:8],
         )  # fmt: skip
     gone = [
-        id for id in event.missing if id not in state.groups or state.phase_of(state.groups[id].state) is Phase.BATCHED
+        id for id in event.missing if id not in groups.live or groups.phase_of(groups.live[id].state) is Phase.BATCHED
     ]
     require(
         not gone and (event.kept or not event.missing), "law 5: missing trajectories cannot be generated again",
@@ -81,40 +83,41 @@ def _require_possible(event: RunResumed, state: State) -> None:
 def _lose_replicas(core: Core, event: RunResumed) -> None:
     """Park all running groups; a branch then queues them again. They are not charged an attempt."""
     state = core.state
-    for replica in state.replicas.values():
+    for replica in state.replicas.by_id.values():
         for id in list(replica.groups):
-            group = state.groups[id]
-            state.unseat(group)
+            group = state.groups.live[id]
+            state.groups.unseat(group)
             if event.kept:
                 park_group(core, group)
         replica.next_version = None
         replica.failed_groups = 0
         if replica.state != "down":
             state.fire_replica(replica, "lose")
-            state.paces.compare([replica])
+            state.replicas.paces.compare([replica])
 
 
 def _prepare_anew(core: Core, group: Group) -> None:
     """Let a group that waits pass through all added states before generation once more."""
     group.prepared = False
     if group.state != QUEUED:
-        core.state.fire_group(group, "prepare")
+        core.state.groups.fire(group, "prepare")
     prepare_groups(core, [group.id])
 
 
 def _begin_work_again(core: Core, event: RunResumed) -> None:
     """Let what was running outside the replicas begin again: the work of added states, and a formed batch."""
     state = core.state
+    groups = state.groups
     for id in event.missing:
-        group = state.groups[id]
+        group = groups.live[id]
         group.forget_tokens()
-        if state.phase_of(group.state) is Phase.WAITING:
+        if groups.phase_of(group.state) is Phase.WAITING:
             _prepare_anew(core, group)
         elif group.prepared:
             drop_group(core, group)  # its prompt is lost, and a group that has begun cannot be prepared again
         else:
-            state.begin_anew(group, resume_key(core, group))
-    for step in state.formed_steps:
+            groups.begin_anew(group, resume_key(core, group))
+    for step in state.training.formed_steps:
         begin_step_again(core, step)
         if step.failures >= state.limits.infrastructure_attempts:
             step.failures = 0  # it ended the run, which continues once the cause is gone

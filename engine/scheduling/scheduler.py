@@ -69,8 +69,9 @@ from engine.scheduling.settings import FIGURES, changed_limits, changed_policies
 from engine.scheduling.work_times import mark_all, note_matched
 from engine.states.laws import check_tick
 from engine.states.limits import Limits
+from engine.states.machine import Observer
 from engine.states.orders import DEADLINE, DRAIN, FILL, GIVE_UP, LIMIT
-from engine.states.state import Observer, State
+from engine.states.state import State
 from engine.states.view import View
 
 ALONE = (RunStarted, RunResumed, RunInterrupted, SchedulerRecovered, SettingChanged, StopRequested)
@@ -98,7 +99,7 @@ def _on_run_started(core: Core, event: RunStarted) -> None:
 
 
 def _on_run_interrupted(core: Core, event: RunInterrupted) -> None:
-    core.state.outcome = None  # it was to begin again, and that failed
+    core.state.ending.outcome = None  # it was to begin again, and that failed
     core.orders.end_run("stopped", event.reason[: lifetimes.REASON_LENGTH], again=True)
 
 
@@ -195,7 +196,7 @@ TIMERS: Mapping[str, Callable[[Core], None]] = {
 def _act_on_timers(core: Core) -> None:
     for name, act in TIMERS.items():
         cause = core.orders.fired.pop(name, None)
-        if cause is not None and core.state.outcome is None:
+        if cause is not None and core.state.ending.outcome is None:
             with core.orders.because(cause):
                 act(core)
 
@@ -264,19 +265,19 @@ class Scheduler:
         self.facts: Sequence[Event] = applied
         """The facts of the newest tick. Those after one that ended the run are not among them."""
         for event in events:
-            if state.outcome is not None and not _outlasts(state.outcome, event):
+            if state.ending.outcome is not None and not _outlasts(state.ending.outcome, event):
                 break
             applied.append(event)
             self.doing = f"event {event.id}, {type(event).__name__}"
             """The last thing that the newest tick did. It locates an exception."""
             self._apply(event)
-        if state.outcome is not None:
+        if state.ending.outcome is not None:
             if applied:
                 ending.close_run(self._core)
         elif state.orders.matched or not events:  # stale echoes alone change nothing
             self._react()
         self.doing = "the laws"
-        state.settle()
+        state.groups.settle(state.limits.max_concurrent_groups)
         check_tick(state)
         return orders.take()
 
@@ -285,7 +286,7 @@ class Scheduler:
         state, core = self.state, self._core
         state.now = event.at
         if processes.is_repeated(core, event) or not state.orders.match(event):
-            state.stale_echoes += 1
+            state.orders.stale_echoes += 1
             return
         core.orders.note(event)
         if state.limit_check.least:
@@ -299,6 +300,6 @@ class Scheduler:
         for react in REACTIONS:
             self.doing = react.__name__.lstrip("_")
             react(self._core)
-            if self.state.outcome is not None:
+            if self.state.ending.outcome is not None:
                 ending.close_run(self._core)
                 return

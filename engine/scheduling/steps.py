@@ -54,15 +54,16 @@ def form_batches(core: Core) -> None:
 def _form_next(core: Core) -> bool:
     """Form the next batch. False if none is wanted, or none can be formed."""
     state = core.state
-    if not state.started or state.outcome is not None or state.draining or not _wants_batch(core):
+    groups = state.groups
+    if not state.takes_work or not _wants_batch(core):
         return False
-    step = state.steps.get(state.steps_batched)
+    step = state.training.steps.get(state.training.steps_batched)
     if step is None or state.all_batched:
         return False
     if step.state == "waiting":
         state.fire_step(step, "collect")
-    ready, full = len(state.ready), state.limits.train_batch_size
-    closing = state.no_more_prompts and not state.ledger.running and not state.ledger.parked
+    ready, full = len(groups.ready), state.limits.train_batch_size
+    closing = state.no_more_prompts and not groups.ledger.running and not groups.ledger.parked
     if not ready or (ready < full and not closing and not step.short):
         return False
     size = min(ready, full)
@@ -77,7 +78,7 @@ def _form_next(core: Core) -> bool:
 def _wants_batch(core: Core) -> bool:
     """Whether a task of the next step could begin now."""
     state = core.state
-    formed = state.formed_steps if len(state.steps) > 1 else ()
+    formed = state.training.formed_steps if len(state.training.steps) > 1 else ()
     if not formed:
         return not state.publishing
     return len(formed) == 1 and scores_ahead(core, formed[0])
@@ -85,18 +86,19 @@ def _wants_batch(core: Core) -> bool:
 
 def _form_batch(core: Core, step: Step, chosen: tuple[GroupId, ...]) -> None:
     state = core.state
-    groups = [state.groups[id] for id in chosen]
+    training = state.training
+    groups = [state.groups.live[id] for id in chosen]
     staleness = tuple(state.staleness(group, step.id) for group in groups)
     check_batch(state, step.id, staleness, chosen)
     step.take(chosen, staleness)
     for group in groups:
-        state.fire_group(group, "batch")
+        state.groups.fire(group, "batch")
     core.orders.cancel_timer(DEADLINE)
     state.fire_step(step, "form")
-    if state.deadlines.surplus:
+    if state.groups.deadlines.surplus:
         _drop_surplus(core, step)
-    state.steps_batched += 1
-    state.next_step(state.steps_batched)
+    training.steps_batched += 1
+    training.next_step(training.steps_batched)
     check_room(state)
     step.attempt = 1
 
@@ -105,25 +107,27 @@ def _drop_surplus(core: Core, step: Step) -> None:
     """Drop the groups for which this was the last step. With over-sampling, as many may be left as were started
     beyond the bound. Unready groups are dropped first, the last started first."""
     state = core.state
-    if not state.deadlines.due(step.id):
+    groups = state.groups
+    if not groups.deadlines.due(step.id):
         return
-    unready = state.deadlines.unready(step.id)
-    ready = sorted(id for id in state.ready if state.groups[id].deadline <= step.id)
+    unready = groups.deadlines.unready(step.id)
+    ready = sorted(id for id in groups.ready if groups.live[id].deadline <= step.id)
     for id in (*reversed(unready), *reversed(ready)):
-        drop_group(core, state.groups[id])
+        drop_group(core, groups.live[id])
 
 
 def _why_unlawful(core: Core, chosen: tuple[GroupId, ...] | None, size: int) -> str:
     """The law that a batch breaks; empty if it breaks none."""
     state = core.state
+    groups = state.groups
     if chosen is None:
         return ""
-    if len(chosen) != size or len(set(chosen)) != size or any(id not in state.ready for id in chosen):
+    if len(chosen) != size or len(set(chosen)) != size or any(id not in groups.ready for id in chosen):
         return f"it must return {size} different ready groups"
-    for deadline, must, _ in state.deadlines.requirements(state.steps_batched, state.limits.train_batch_size):
-        taken = sum(1 for id in chosen if state.groups[id].deadline <= deadline)
+    for deadline, must, _ in groups.deadlines.requirements(state.training.steps_batched, state.limits.train_batch_size):
+        taken = sum(1 for id in chosen if groups.live[id].deadline <= deadline)
         if taken < must:
-            return f"step {state.steps_batched} must take {must} groups due by step {deadline}"
+            return f"step {state.training.steps_batched} must take {must} groups due by step {deadline}"
     return ""
 
 
@@ -134,31 +138,33 @@ def find_stragglers(core: Core) -> list[Group]:
     """The unready groups that keep the next batch from forming. Each binding deadline adds as many as it lacks, those
     that started first."""
     state = core.state
-    needs = state.deadlines.needs(state.steps_batched, state.limits.train_batch_size)
+    groups = state.groups
+    needs = groups.deadlines.needs(state.training.steps_batched, state.limits.train_batch_size)
     chosen: dict[GroupId, None] = {}
     for deadline, missing in needs:
-        due = (id for id in state.deadlines.unready(deadline) if id not in chosen)
+        due = (id for id in groups.deadlines.unready(deadline) if id not in chosen)
         chosen.update(dict.fromkeys(islice(due, missing)))
-    return [state.groups[id] for id in sorted(chosen)]
+    return [groups.live[id] for id in sorted(chosen)]
 
 
 def set_deadline_timer(core: Core) -> None:
     """Set the deadline policy's timer once only stragglers keep the next batch from forming."""
     state = core.state
-    step = state.steps.get(state.steps_batched)
+    groups = state.groups
+    step = state.training.steps.get(state.training.steps_batched)
     if not core.decisions.policies.deadline.acts or step is None or step.state != "collecting":
         return
-    if state.draining:
+    if state.ending.draining:
         return
     if state.timer_is_set(DEADLINE) or step.acts >= state.limits.max_drops:
         return
-    needs = state.deadlines.needs(step.id, state.limits.train_batch_size)
+    needs = groups.deadlines.needs(step.id, state.limits.train_batch_size)
     if not needs:
         return
     missing = sum(count for _, count in needs)
-    unready = state.ledger.running + state.ledger.parked
+    unready = groups.ledger.running + groups.ledger.parked
     others_come = unready > missing or not state.no_more_prompts
-    if len(state.ready) + missing >= state.limits.train_batch_size or not others_come:
+    if len(groups.ready) + missing >= state.limits.train_batch_size or not others_come:
         patience = state.limits.deadline_timeout_s
         core.orders.set_timer(DEADLINE, max(patience, ASKED_AGAIN_S) if step.acts else patience)
 
@@ -166,8 +172,8 @@ def set_deadline_timer(core: Core) -> None:
 def act_on_stragglers(core: Core) -> None:
     """Stragglers have kept a batch from forming for long enough: ask the deadline policy."""
     state = core.state
-    step = state.steps[state.steps_batched]
-    if state.draining:
+    step = state.training.steps[state.training.steps_batched]
+    if state.ending.draining:
         return  # the drain parked them, so they are not late
     if not core.decisions.policies.deadline.acts:
         return  # this policy replaced another after the timer was set
@@ -186,7 +192,7 @@ def act_on_stragglers(core: Core) -> None:
         core.orders.set_timer(DEADLINE, max(patience, ASKED_AGAIN_S))
         return
     step.acts += 1
-    if decision == "shrink" and state.ready:
+    if decision == "shrink" and state.groups.ready:
         step.short = True
     if decision == "truncate":
         _truncate(core, late)
@@ -198,11 +204,11 @@ def act_on_stragglers(core: Core) -> None:
 def _truncate(core: Core, stragglers: Sequence[Group]) -> None:
     state = core.state
     for group in stragglers:
-        if group.state in state.stages.by_name:
+        if group.state in state.groups.stages.by_name:
             continue  # it is generated already: there is nothing to truncate
         group.truncate = True
         if group.replica >= 0:
-            replica = state.replicas[group.replica]
+            replica = state.replicas.by_id[group.replica]
             core.orders.add(TruncateGroup(**replica.address_of(group)))
         elif not group.tokens:
             drop_group(core, group)
@@ -215,14 +221,14 @@ def on_batch_scored(core: Core, event: BatchScored) -> None:
     for index, tasks in enumerate(core.state.limits.scorers()):
         if event.task in tasks:
             note_process_progress(core.state.process(SCORER, index))
-    step = core.state.steps[event.step]
+    step = core.state.training.steps[event.step]
     step.done = (*step.done, core.state.limits.scoring_tasks.index(event.task))
     release_pools(core, step.id, event.task)
 
 
 def fail_step(core: Core, id: StepId, reason: str, *, charged: bool = True) -> None:
     """An attempt to score, inspect or train a step failed. It counts only if `charged`."""
-    step = core.state.steps[id]
+    step = core.state.training.steps[id]
     core.state.orders.withdraw("inspect", (NO_VERSION, id))
     for task in core.state.scoring(step):
         core.state.orders.withdraw("score", (id, task))
@@ -236,25 +242,27 @@ def fail_step(core: Core, id: StepId, reason: str, *, charged: bool = True) -> N
 
 def on_step_trained(core: Core, event: StepTrained) -> None:
     state = core.state
-    step = state.steps[event.step]
+    training = state.training
+    groups = state.groups
+    step = training.steps[event.step]
     state.checkpoints.train(step.id, step.groups, step.staleness)
-    state.step_reward = sum(state.groups[id].reward_mean for id in step.groups) / len(step.groups)
+    training.step_reward = sum(groups.live[id].reward_mean for id in step.groups) / len(step.groups)
     for id in step.groups:
-        state.fire_group(state.groups[id], "consume")
+        groups.fire(groups.live[id], "consume")
     if not state.limits.keeps_batches:
         core.orders.discard(*step.groups)
-    state.updates_in[step.id + 1] = state.updates_in[step.id] + event.updates
-    state.steps_trained += 1
+    training.updates_in[step.id + 1] = training.updates_in[step.id] + event.updates
+    training.steps_trained += 1
     if not state.limits.checkpoint_every:
         state.forget_updates()
-    if state.steps_trained % state.limits.sync_every == 0 or no_step_left(core):
+    if training.steps_trained % state.limits.sync_every == 0 or no_step_left(core):
         state.fire_step(step, "publish")
         order_publication(core)
     else:
         state.fire_step(step, "finish")
         _finish_step(core, step)
     every = state.limits.checkpoint_every
-    if every and state.steps_trained % every == 0:
+    if every and training.steps_trained % every == 0:
         order_checkpoint(core)
 
 
@@ -271,18 +279,18 @@ def begin_step_again(core: Core, step: Step) -> None:
 
 def _finish_step(core: Core, step: Step) -> None:
     """A step is trained and, if it publishes, published."""
-    del core.state.steps[step.id]
+    del core.state.training.steps[step.id]
     release_pools(core, step.id)
 
 
 def no_step_left(core: Core) -> bool:
     """Whether no step is left to train: all steps are done, or all prompts have ended and no more come."""
     state = core.state
-    if state.steps_trained < state.steps_batched:
+    if state.training.steps_trained < state.training.steps_batched:
         return False
     if state.all_batched:
         return True
-    return state.no_more_prompts and not state.ledger.unconsumed
+    return state.no_more_prompts and not state.groups.ledger.unconsumed
 
 
 # publishing
@@ -292,15 +300,15 @@ def order_publication(core: Core) -> None:
     """Order the next version: after every k-th step, at the end of the run for unpublished steps, and after a
     resume or a failed publication."""
     state = core.state
-    state.publishing_attempt += 1
-    core.orders.add(
-        PublishWeights(version=state.latest_version + 1, attempt=state.publishing_attempt, steps=state.steps_trained)
-    )  # fmt: skip
+    training = state.training
+    training.publishing_attempt += 1
+    version, attempt = training.latest_version + 1, training.publishing_attempt
+    core.orders.add(PublishWeights(version=version, attempt=attempt, steps=training.steps_trained))
 
 
 def on_weights_stored(core: Core, version: Version) -> None:
     """A version is in the weights store. Replicas get it once every added state has let it pass."""
-    core.state.publish_failures = 0
+    core.state.training.publish_failures = 0
     if not inspect_weights(core, version):
         _take_published(core, version)
 
@@ -315,9 +323,9 @@ def on_step_inspected(core: Core, event: StepInspected) -> None:
             subject = f"weights version {event.version}, after {counted(event.step + 1, 'train step')}"
         core.orders.end_run("failed", f"state {event.state} refused {subject}: {event.refused}")
     elif event.version == NO_VERSION:
-        train_or_inspect(core, state.steps[event.step], event.state)
+        train_or_inspect(core, state.training.steps[event.step], event.state)
     else:
-        state.publish_failures = 0
+        state.training.publish_failures = 0
         if not inspect_weights(core, event.version, event.state):
             _take_published(core, event.version)
 
@@ -325,13 +333,14 @@ def on_step_inspected(core: Core, event: StepInspected) -> None:
 def fail_inspection(core: Core, failed: InspectionFailed, *, charged: bool = True) -> None:
     """An attempt to inspect a batch or a version failed. It counts only if `charged`."""
     state = core.state
+    training = state.training
     reason = f"state {failed.state}: {failed.reason}"
     if failed.version == NO_VERSION:
         fail_step(core, failed.step, reason, charged=charged)
         return
-    state.publish_failures += charged
-    if charged and state.publish_failures >= state.limits.infrastructure_attempts:
-        tried = f"version {failed.version} could not be inspected in {counted(state.publish_failures, 'attempt')}"
+    training.publish_failures += charged
+    if charged and training.publish_failures >= state.limits.infrastructure_attempts:
+        tried = f"version {failed.version} could not be inspected in {counted(training.publish_failures, 'attempt')}"
         core.orders.end_run("failed", f"{tried}; last error: {reason}")
         return
     inspect_weights_again(core, failed.version, failed.state)
@@ -346,13 +355,13 @@ def fail_stage_work(core: Core, order: EnterState | InspectStep, reason: str, *,
     elif charged:
         on_state_failed(core, StateFailed(group=order.group, cause="infrastructure", **about))
     else:
-        put_back_in_stage(core, order.state, core.state.groups[order.group])
+        put_back_in_stage(core, order.state, core.state.groups.live[order.group])
 
 
 def _take_published(core: Core, published: Version) -> None:
     """A version is in the weights store, and replicas may have it."""
     state = core.state
-    state.publish(published)
+    state.training.publish(published)
     state.forget_versions()
     step = publishing_step(core)
     if step is not None:
@@ -363,8 +372,8 @@ def _take_published(core: Core, published: Version) -> None:
 def fail_publication(core: Core, version: Version, reason: str) -> None:
     """An attempt to publish a version failed."""
     state = core.state
-    state.publish_failures += 1
-    if state.publish_failures >= state.limits.infrastructure_attempts:
+    state.training.publish_failures += 1
+    if state.training.publish_failures >= state.limits.infrastructure_attempts:
         core.orders.end_run("failed", f"version {version} could not be published; last error: {reason}")
         return
     order_publication(core)
@@ -377,22 +386,23 @@ def beginning_of_trainer(core: Core) -> dict[str, Any] | None:
     """The starting point of a new trainer, as fields of `StartProcess`: the newest checkpoint, with later steps
     retrained from their batches, or published weights that contain every step. None: steps would be lost."""
     state = core.state
-    saved, trained = state.checkpoints.newest, state.steps_trained
+    training = state.training
+    saved, trained = state.checkpoints.newest, training.steps_trained
     redo = tuple(range(saved, trained))
     kept = state.checkpoints.stored_batches
     if all(step in kept for step in redo):
-        return {"steps": saved, "updates": state.updates_in[saved], "redo": redo}
-    inspected, latest = state.inspected_version, state.latest_version
-    if inspected is None and (state.steps_in[latest] != trained or latest not in state.versions):
+        return {"steps": saved, "updates": training.updates_in[saved], "redo": redo}
+    inspected, latest = state.inspected_version, training.latest_version
+    if inspected is None and (training.steps_in[latest] != trained or latest not in training.versions):
         return None
     version = latest if inspected is None else inspected
-    return {"steps": trained, "version": version, "updates": state.updates_in[trained]}
+    return {"steps": trained, "version": version, "updates": training.updates_in[trained]}
 
 
 def why_trainer_cannot_begin(core: Core) -> str:
     """Why `beginning` returned None."""
     state = core.state
-    trained, saved = state.steps_trained, state.checkpoints.newest
+    trained, saved = state.training.steps_trained, state.checkpoints.newest
     return (
         f"the weights after {trained} train steps are lost: the last checkpoint is after {saved}, and neither "
         "published weights nor batches of the later steps exist"
@@ -405,15 +415,16 @@ def why_trainer_cannot_begin(core: Core) -> str:
 def order_checkpoint(core: Core) -> None:
     """Order a checkpoint of the weights as they are now."""
     state = core.state
-    if state.checkpoint_ordered != state.steps_trained:
-        state.checkpoint_ordered, state.checkpoint_failures = state.steps_trained, 0
-    core.orders.add(SaveCheckpoint(steps=state.steps_trained))
+    training = state.training
+    if state.checkpoints.ordered != training.steps_trained:
+        state.checkpoints.ordered, state.checkpoints.failures = training.steps_trained, 0
+    core.orders.add(SaveCheckpoint(steps=training.steps_trained))
 
 
 def is_unsaved(core: Core) -> bool:
     """Whether no checkpoint has all train steps, and none is being written."""
     state = core.state
-    saved = state.checkpoints.newest >= state.steps_trained
+    saved = state.checkpoints.newest >= state.training.steps_trained
     return bool(state.limits.checkpoint_every) and not saved and not state.checkpoint_pending
 
 
@@ -424,13 +435,13 @@ def on_checkpoint(core: Core, event: CheckpointSaved | CheckpointFailed) -> None
         take_saved(core, event.steps)
         delete_checkpoints(core)
         return
-    state.checkpoint_failures += 1
-    last = no_step_left(core) or (state.draining and not state.formed_steps)
-    if last and state.checkpoint_failures >= state.limits.infrastructure_attempts:
+    state.checkpoints.failures += 1
+    last = no_step_left(core) or (state.ending.draining and not state.training.formed_steps)
+    if last and state.checkpoints.failures >= state.limits.infrastructure_attempts:
         core.orders.end_run(
             "failed",
             f"the last checkpoint, after {event.steps} train steps, could not be written; "
-            f"it failed {state.checkpoint_failures} times; last error: {event.reason}",
+            f"it failed {state.checkpoints.failures} times; last error: {event.reason}",
         )
 
 
@@ -462,7 +473,7 @@ def on_checkpoint_damaged(core: Core, event: CheckpointDamaged) -> None:
     trainer runs."""
     state = core.state
     state.checkpoints.remove(event.steps)
-    state.checkpoint_ordered = min(state.checkpoint_ordered, state.checkpoints.newest)
+    state.checkpoints.ordered = min(state.checkpoints.ordered, state.checkpoints.newest)
     surplus = state.surplus_checkpoints()
     for steps in [steps for steps in state.orders.open("delete") if steps not in surplus]:
         state.orders.withdraw("delete", steps)

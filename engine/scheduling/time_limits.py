@@ -89,7 +89,7 @@ def check_limits(core: Core) -> None:
     looked_at = numbers[first : first + MOST_LOOKS]
     check.cursor = looked_at[-1] if first + MOST_LOOKS < len(numbers) else -1
     for number in looked_at:
-        if state.outcome is not None:
+        if state.ending.outcome is not None:
             return
         if number in state.orders.by_number:  # it may have ended with one before it
             _check_order(core, state.orders.by_number[number])
@@ -141,8 +141,8 @@ def _handle_exceeded_limit(core: Core, order: Order) -> None:
 
 def _park_overdue(core: Core, order: Order, reason: str) -> None:
     state = core.state
-    group = state.groups[order.id]
-    replica = state.replicas[group.replica]
+    group = state.groups.live[order.id]
+    replica = state.replicas.by_id[group.replica]
     core.orders.add(ParkGroup(**replica.address_of(group), reason=reason))
 
 
@@ -237,7 +237,7 @@ def _stop_hung_process(core: Core, name: str, reason: str, order: Order) -> None
     process = core.state.processes.get(name, owner)
     assert process is not None
     if process.kind == REPLICA:
-        lose_replica(core, core.state.replicas[process.index], reason, hung=True)
+        lose_replica(core, core.state.replicas.by_id[process.index], reason, hung=True)
     stop_process(core, process, reason, hung=True)
     if process is not owner:
         mark(core.state, order)

@@ -59,7 +59,7 @@ def cut_rows(core: Core, order: Order, reason: str) -> None:
     """A chunk exceeded its time limit: its replica stops measuring, and all chunks there wait again. Only the
     overdue one is charged an attempt."""
     late: Any = order.command
-    run, replica = core.state.validations.runs[late.validation], core.state.replicas[late.replica]
+    run, replica = core.state.validations.runs[late.validation], core.state.replicas.by_id[late.replica]
     core.orders.add(StopMeasuring(validation=run.id, replica=replica.id, incarnation=replica.incarnation))
     for _, index in list(core.state.orders.of(replica.id, "rows")):
         core.state.validations.put_back(run, run.chunks[index], replica, failed=index == late.chunk)
@@ -75,7 +75,7 @@ def _is_stopping(core: Core, run: Validation, replica: Replica) -> bool:
 def _subject(core: Core, event: RowsMeasured | RowsFailed) -> tuple[Validation, Chunk, Replica]:
     """The run, chunk and replica of an answer."""
     run = core.state.validations.runs[event.validation]
-    return run, run.chunks[event.chunk], core.state.replicas[event.replica]
+    return run, run.chunks[event.chunk], core.state.replicas.by_id[event.replica]
 
 
 def _lose_attempt(core: Core, run: Validation, chunk: Chunk, replica: Replica, reason: str) -> None:
@@ -88,10 +88,10 @@ def _lose_attempt(core: Core, run: Validation, chunk: Chunk, replica: Replica, r
 
 def reserve_replicas(core: Core) -> None:
     """Queue what is due, give the oldest run its replicas, end what cannot continue."""
-    if core.state.limits.validation is None or not core.state.started or core.state.outcome is not None:
+    if core.state.limits.validation is None or not core.state.started or core.state.ending.outcome is not None:
         return
     _queue_due(core, core.state.limits.validation)
-    if core.state.draining:
+    if core.state.ending.draining:
         return  # a queued validation is measured after the resume
     for run in list(core.state.validations.runs.values()):
         _take_replicas(core, run, core.state.limits.validation)
@@ -99,7 +99,9 @@ def reserve_replicas(core: Core) -> None:
         if spent:
             _end_validation(core, run, "fail", spent)
         elif _in_conflict(core, run, core.state.limits.validation):
-            _end_validation(core, run, "cancel", f"it kept every replica from version {core.state.latest_version}")
+            _end_validation(
+                core, run, "cancel", f"it kept every replica from version {core.state.training.latest_version}"
+            )
         else:
             return
 
@@ -109,9 +111,9 @@ def send_rows(core: Core) -> None:
     run = core.state.validations.served
     if run is None:
         return
-    free = core.state.free
+    free = core.state.replicas
     for id in run.replicas if run.waiting else ():
-        replica = core.state.replicas[id]
+        replica = core.state.replicas.by_id[id]
         if free.for_chunks(replica) <= 0 or replica.state != "ready" or replica.version != run.version:
             continue
         pool = core.state.pools.of_replica(id)
@@ -130,8 +132,8 @@ def close_validations(core: Core) -> None:
     if core.state.limits.validation is None:
         return
     core.state.validations.closing = True
-    if core.state.limits.validation.at_end and core.state.validations.newest != core.state.latest_version:
-        _queue_validation(core, core.state.latest_version, core.state.limits.validation)
+    if core.state.limits.validation.at_end and core.state.validations.newest != core.state.training.latest_version:
+        _queue_validation(core, core.state.training.latest_version, core.state.limits.validation)
 
 
 def begin_validations_again(core: Core, steps: StepId) -> None:
@@ -140,14 +142,16 @@ def begin_validations_again(core: Core, steps: StepId) -> None:
     are trained again is queued again with them."""
     for run in list(core.state.validations.runs.values()):
         for id in list(run.replicas):
-            core.state.validations.release(run, core.state.replicas[id])  # its process is gone, so no order to stop
+            core.state.validations.release(
+                run, core.state.replicas.by_id[id]
+            )  # its process is gone, so no order to stop
         again = "its steps are trained again" if run.steps > steps else "the next version is measured instead"
         _cut_off(core, run, f"the run ended before the validation: {again}")
     core.state.validations.owed |= 0 <= core.state.validations.interrupted <= steps
     core.state.validations.interrupted = -1
     core.state.validations.closing = False
     if core.state.limits.validation is not None:
-        core.state.validations.considered = core.state.latest_version
+        core.state.validations.considered = core.state.training.latest_version
 
 
 def cancel_validations(core: Core, reason: str) -> None:
@@ -166,8 +170,8 @@ def _cut_off(core: Core, run: Validation, reason: str) -> None:
 
 
 def _queue_due(core: Core, limits: ValidationLimits) -> None:
-    books, steps_in = core.state.validations, core.state.steps_in
-    while books.considered < core.state.latest_version:
+    books, steps_in = core.state.validations, core.state.training.steps_in
+    while books.considered < core.state.training.latest_version:
         version = books.considered = books.considered + 1
         before = steps_in[max(version - 1, 0)]
         due = core.decisions.ask("validation", (version, before, steps_in[version]), (bool,))
@@ -179,7 +183,7 @@ def _queue_due(core: Core, limits: ValidationLimits) -> None:
 def _queue_validation(core: Core, version: Version, limits: ValidationLimits) -> None:
     for run in [run for run in core.state.validations.runs.values() if run.state == "queued"]:
         _end_validation(core, run, "cancel", f"superseded by version {version} before it started")
-    steps = core.state.steps_in[version]
+    steps = core.state.training.steps_in[version]
     core.state.validations.queue(version, steps, limits.rows, limits.rows_per_slot, core.state.now)
 
 
@@ -187,7 +191,7 @@ def _take_replicas(core: Core, run: Validation, limits: ValidationLimits) -> Non
     """Hold as many replicas as allowed: first those that have its version, then those that can install it."""
     if not run.waiting:
         return
-    present = [r for r in core.state.replicas.values() if r.validator == limits.own and r.present]
+    present = [r for r in core.state.replicas.by_id.values() if r.validator == limits.own and r.present]
     most = len(present) if limits.own or core.state.validations.closing else limits.replicas
     fit = [r for r in present if r.id not in run.replicas and r.heading <= run.version]
     fit.sort(key=lambda r: (r.version != run.version, r.heading != run.version, r.id))
@@ -201,10 +205,12 @@ def _why_it_cannot(core: Core, run: Validation, limits: ValidationLimits) -> str
     if run.refused >= attempts:
         return f"{run.refused} replicas could not install version {run.version}"
     if run.worst >= attempts:
-        return f"{run.worst} attempts at the same rows failed; last error: {run.reason or core.state.last_failure}"
+        return (
+            f"{run.worst} attempts at the same rows failed; last error: {run.reason or core.state.ending.last_failure}"
+        )
     if run.replicas or not run.waiting:
         return ""
-    kind = [replica for replica in core.state.replicas.values() if replica.validator == limits.own]
+    kind = [replica for replica in core.state.replicas.by_id.values() if replica.validator == limits.own]
     if any(r.coming or (r.state != "down" and r.version <= run.version) for r in kind):
         return ""
     if len(kind) < (limits.replicas if limits.own else 1):
@@ -214,7 +220,7 @@ def _why_it_cannot(core: Core, run: Validation, limits: ValidationLimits) -> str
 
 def _in_conflict(core: Core, run: Validation, limits: ValidationLimits) -> bool:
     """Whether the validation keeps every replica from a newer version although `conflict` is `cancel`."""
-    if limits.own or limits.conflict != "cancel" or run.version == core.state.latest_version:
+    if limits.own or limits.conflict != "cancel" or run.version == core.state.training.latest_version:
         return False
     left = core.state.rollouts_left
     return 0 < left == len(run.replicas)
@@ -246,7 +252,7 @@ def _end_validation(core: Core, run: Validation, trigger: str, reason: str) -> N
     if trigger == "report":
         _rate_checkpoint(core, run)
     for id in run.replicas:
-        replica = core.state.replicas[id]
-        if core.state.free.measuring(replica):
+        replica = core.state.replicas.by_id[id]
+        if core.state.replicas.measuring(replica):
             core.orders.add(StopMeasuring(validation=run.id, replica=id, incarnation=replica.incarnation))
     core.state.validations.fire(run, trigger)

@@ -24,9 +24,9 @@ def join_replica(core: Core, replica: Replica, event: ProcessUp) -> None:
     """The process of a replica is up."""
     state = core.state
     require(
-        0 <= event.version <= state.latest_version and event.slots > 0 and event.samples > 0,
+        0 <= event.version <= state.training.latest_version and event.slots > 0 and event.samples > 0,
         "law 6: a replica must join with a published version and at least one slot of one trajectory",
-        replica=replica.id, version=event.version, latest=state.latest_version, slots=event.slots,
+        replica=replica.id, version=event.version, latest=state.training.latest_version, slots=event.slots,
         samples=event.samples,
     )  # fmt: skip
     if not replica.validator:
@@ -43,13 +43,13 @@ def note_none_left(core: Core, lost: Replica, reason: str) -> None:
     state = core.state
     if lost.validator or state.rollouts_left:
         return
-    core.state.none_left = f"no replica is left; the last one was lost: {reason}"
+    core.state.ending.none_left = f"no replica is left; the last one was lost: {reason}"
     if state.limits.give_up_s and not state.timer_is_set(GIVE_UP):
         core.orders.set_timer(GIVE_UP, state.limits.give_up_s)
 
 
 def _forget_none_left(core: Core) -> None:
-    core.state.none_left = ""
+    core.state.ending.none_left = ""
     core.orders.cancel_timer(GIVE_UP)
 
 
@@ -57,7 +57,7 @@ def _forget_none_left(core: Core) -> None:
 
 
 def on_replica_paused(core: Core, event: ReplicaPaused) -> None:
-    replica = core.state.replicas[event.replica]
+    replica = core.state.replicas.by_id[event.replica]
     if replica.state == "draining":
         core.state.fire_replica(replica, "drained")
         return
@@ -70,7 +70,7 @@ def on_replica_paused(core: Core, event: ReplicaPaused) -> None:
 
 
 def on_weights_installed(core: Core, event: WeightsInstalled) -> None:
-    replica = core.state.replicas[event.replica]
+    replica = core.state.replicas.by_id[event.replica]
     assert replica.next_version is not None  # the order was to install the staged weights
     replica.version, replica.next_version = replica.next_version, None
     replica.sync_failures = 0
@@ -79,7 +79,7 @@ def on_weights_installed(core: Core, event: WeightsInstalled) -> None:
 
 
 def on_sync_failed(core: Core, event: SyncFailed) -> None:
-    replica = core.state.replicas[event.replica]
+    replica = core.state.replicas.by_id[event.replica]
     replica.next_version = None
     replica.sync_failures += 1
     if replica.sync_failures >= core.state.limits.infrastructure_attempts:
@@ -98,11 +98,11 @@ def _give_up_on_version(core: Core, replica: Replica, event: SyncFailed) -> None
     if run is not None:
         run.refused += 1
     stop_replica(core, replica, reason)
-    version = state.versions.get(event.version)
+    version = state.training.versions.get(event.version)
     if version is None or replica.validator or state.validations.closing:
         return  # only validations need it there, and they have their own count
     version.refused += 1
-    taken = any(one.version >= event.version for one in state.rollouts)
+    taken = any(one.version >= event.version for one in state.replicas.rollouts)
     if version.refused >= state.limits.infrastructure_attempts and not taken:
         spent = f"{reason}; {version.refused} replicas were stopped for it and none has installed it"
         core.orders.end_run("failed", spent)
@@ -114,13 +114,14 @@ def _give_up_on_version(core: Core, replica: Replica, event: SyncFailed) -> None
 def sync_weights(core: Core) -> None:
     """Stage the newest version on replicas without it, pause replicas to install it, retire superseded versions."""
     state = core.state
-    latest = state.latest_version
-    if state.draining:
+    training = state.training
+    latest = training.latest_version
+    if state.ending.draining:
         return
-    if latest not in state.versions:  # retired by a resume, which publishes another
+    if latest not in training.versions:  # retired by a resume, which publishes another
         return
     behind = [
-        replica for replica in state.replicas.values()
+        replica for replica in state.replicas.by_id.values()
         if replica.version < latest and replica.state in ("ready", "asleep") and not replica.process.leaves
     ]  # fmt: skip
     staged = []
@@ -134,19 +135,19 @@ def sync_weights(core: Core) -> None:
             staged.append(replica)
     if staged:
         _pause_staged(core, staged)
-    version = state.versions[latest]
+    version = training.versions[latest]
     if version.state != "live":
-        up = [replica for replica in state.rollouts if replica.state != "down"]
+        up = [replica for replica in state.replicas.rollouts if replica.state != "down"]
         if up and all(replica.version == latest for replica in up):
             state.fire_version(version, "live")
-    if len(state.versions) > 1:
+    if len(training.versions) > 1:
         _retire_versions(core, latest)
 
 
 def _stage_version(core: Core, replica: Replica, version: Version) -> None:
     state = core.state
-    if state.versions[version].state == "published":
-        state.fire_version(state.versions[version], "transfer")
+    if state.training.versions[version].state == "published":
+        state.fire_version(state.training.versions[version], "transfer")
     replica.next_version = version
     replica.sync_attempt += 1
     core.orders.add(StageWeights(**replica.address(), version=version))
@@ -164,7 +165,7 @@ def _pause_staged(core: Core, staged: list[Replica]) -> None:
         return
     busy = sum(
         replica.state in IN_SYNC and not replica.process.leaves and replica.version < state.target_of(replica)
-        for replica in state.rollouts
+        for replica in state.replicas.rollouts
     )
     among = {*ids}
 
@@ -174,7 +175,7 @@ def _pause_staged(core: Core, staged: list[Replica]) -> None:
         return f"it must choose from {list(ids)}, and at least one if no replica is in a sync"
 
     for id in core.decisions.ask("sync", (ids, busy), (tuple,), unlawful):
-        _pause_replica(core, state.replicas[id])
+        _pause_replica(core, state.replicas.by_id[id])
 
 
 def _pause_replica(core: Core, replica: Replica) -> None:
@@ -187,8 +188,8 @@ def _pause_replica(core: Core, replica: Replica) -> None:
 def _retire_versions(core: Core, latest: Version) -> None:
     state = core.state
     needed = {run.version for run in state.validations.runs.values()}
-    needed.update(replica.next_version for replica in state.replicas.values() if replica.next_version)
-    for id in list(state.versions):
+    needed.update(replica.next_version for replica in state.replicas.by_id.values() if replica.next_version)
+    for id in list(state.training.versions):
         if id < latest and id not in needed:
-            state.fire_version(state.versions[id], "retire")
+            state.fire_version(state.training.versions[id], "retire")
             core.orders.add(RetireWeights(version=id))

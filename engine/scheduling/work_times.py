@@ -62,7 +62,7 @@ def could_work(state: State, order: Order) -> bool:
     command, owner = order.command, order.owner
     if order.subject in NEVER_STILL:
         if type(command) is PauseReplica and command.mode == "wait":
-            return not state.replicas[command.replica].groups
+            return not state.replicas.by_id[command.replica].groups
         if type(command) is StartProcess:
             return not state.process(command.kind, command.index).room
         return True
@@ -148,17 +148,17 @@ def _subject_of(state: State, order: Order) -> CountsExceeded | None:
     found: CountsExceeded | None = None
     match order.subject:
         case "group" | "truncate" | "stage":
-            found = state.groups.get(command.group)
+            found = state.groups.live.get(command.group)
         case "rows":
             found = state.validations.runs[command.validation].chunks[command.chunk]
         case "sync" | "resume":
-            found = state.replicas[command.replica]
+            found = state.replicas.by_id[command.replica]
         case "start":
             found = state.find_process(command.kind, command.index)
         case "train" | "score":
-            found = state.steps.get(command.step)
+            found = state.training.steps.get(command.step)
         case "inspect" if command.version == NO_VERSION:
-            found = state.steps.get(command.step)
+            found = state.training.steps.get(command.step)
         case "publish" | "inspect":
             found = state.limit_check
         case "checkpoint":

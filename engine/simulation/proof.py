@@ -112,5 +112,5 @@ def _problem(limits: Limits, policies: Mapping[str, str], seed: int, faults: Fau
 
 def _filtered_out(state: State) -> bool:
     """Whether the filter policy ended a world. Simulated rewards say nothing about real ones."""
-    filtered = state.filtered_in_a_row
-    return filtered >= state.limits.filtered_in_a_row or (filtered > 0 and not state.steps_trained)
+    filtered = state.ending.filtered_in_a_row
+    return filtered >= state.limits.filtered_in_a_row or (filtered > 0 and not state.training.steps_trained)

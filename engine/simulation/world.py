@@ -320,7 +320,7 @@ class World:
 
     def _where(self) -> str:
         state = self.scheduler.state
-        return f"{state.ledger.count}, step {state.steps_batched}"
+        return f"{state.groups.ledger.count}, step {state.training.steps_batched}"
 
     # events and commands
 

@@ -47,6 +47,10 @@ class Checkpoints:
     """The groups of each step and their staleness."""
     released: dict[StepId, list[GroupId]]
     """Groups that ended untrained, by the train steps done then."""
+    ordered: StepId = 0
+    """Train steps in the one that was ordered last."""
+    failures: int = 0
+    """How often that one failed."""
     exceeded: int = 0
     """How often orders for a checkpoint exceeded their time limit since one was answered."""
     ratings: dict[StepId, float]
@@ -120,7 +124,7 @@ class Checkpoints:
         self.steps = [saved for saved in self.steps if saved <= steps]
         if steps:
             self._add(steps)
-        self.floor, self.kept_from = min(self.floor, steps), steps
+        self.floor, self.kept_from, self.ordered = min(self.floor, steps), steps, steps
         self.ratings = {rated: value for rated, value in self.ratings.items() if rated <= steps}
         self.trained = {step: batch for step, batch in self.trained.items() if step < steps}
         self.released = {step: groups for step, groups in self.released.items() if step < steps}

@@ -14,7 +14,6 @@ from engine.states.limits import PUBLISHING, SCORING
 from engine.states.machine import Phase
 from engine.states.orders import LIMIT, stage_owner
 from engine.states.pool import ROLLOUT
-from engine.states.replica import FreeSlots
 from engine.states.state import State
 
 
@@ -27,11 +26,11 @@ def require(holds: bool, law: str, **figures: Any) -> None:
 
 def check_tick(state: State) -> None:
     """Laws 1 and 2, as far as the books show them."""
-    ledger = state.ledger
+    ledger = state.groups.ledger
     count = ledger.count
     if ledger.drawn != sum(count) or min(count) < 0:
         require(False, "law 1: a group was lost or counted twice", drawn=ledger.drawn, by_phase=count)
-    if ledger.running > state.limits.max_concurrent_groups + state.over:
+    if ledger.running > state.limits.max_concurrent_groups + state.groups.over:
         require(
             False, "law 2: more groups run than allowed", running=ledger.running, k=state.limits.max_concurrent_groups
         )
@@ -40,8 +39,8 @@ def check_tick(state: State) -> None:
 def check_room(state: State) -> None:
     """The invariant that makes the staleness bound hard: U(d) ≤ (d − t + 1)·B + X for every deadline d ≥ t, and none
     below t."""
-    step, batch, surplus = state.steps_batched, state.limits.train_batch_size, state.deadlines.surplus
-    for deadline, started, _ready in state.deadlines.cumulative():
+    step, batch, surplus = state.training.steps_batched, state.limits.train_batch_size, state.groups.deadlines.surplus
+    for deadline, started, _ready in state.groups.deadlines.cumulative():
         require(deadline >= step, "law 4: a group is left behind its deadline", deadline=deadline, step=step)
         require(
             started <= (deadline - step + 1) * batch + surplus,
@@ -54,60 +53,61 @@ def check_batch(state: State, step: int, staleness: tuple[int, ...], groups: tup
     """Law 4 for a batch about to be formed, and that each group is in it once (law 5)."""
     require(len(set(groups)) == len(groups), "law 5: a group is in a batch twice", step=step)
     worst = max(staleness)
-    if worst > state.loosest or min(staleness) < 0:
+    if worst > state.groups.loosest or min(staleness) < 0:
         require(False, "law 4: a group is staler than allowed", step=step, staleness=worst)
-    if state.loosest > state.limits.max_staleness_steps:
-        late = [id for id in groups if state.groups[id].deadline < step]
+    if state.groups.loosest > state.limits.max_staleness_steps:
+        late = [id for id in groups if state.groups.live[id].deadline < step]
         require(not late, "law 4: a group is staler than it was admitted for", step=step, groups=late)
 
 
 def check_all(state: State) -> None:
     """Every law that can be seen in a state, recounted from the records."""
+    groups = state.groups
     check_tick(state)
     check_room(state)
     count = [0] * len(Phase)
-    for group in state.groups.values():
-        count[state.phase_of(group.state)] += 1
+    for group in groups.live.values():
+        count[groups.phase_of(group.state)] += 1
     live = (Phase.WAITING, Phase.RUNNING, Phase.PARKED, Phase.READY, Phase.BATCHED)
-    require(all(count[p] == state.ledger.count[p] for p in live), "law 1: books and records differ", records=count,
-            books=state.ledger.count)  # fmt: skip
+    require(all(count[p] == groups.ledger.count[p] for p in live), "law 1: books and records differ", records=count,
+            books=groups.ledger.count)  # fmt: skip
     seats = _check_seats(state)
-    for group in state.groups.values():
-        running = state.phase_of(group.state) is Phase.RUNNING
+    for group in groups.live.values():
+        running = groups.phase_of(group.state) is Phase.RUNNING
         require(
             running == (group.id in seats), "law 1: a running group has no seat, or another has one", group=group.id
         )
-        most = state.replicas[seats[group.id]].samples if running else 0
+        most = state.replicas.by_id[seats[group.id]].samples if running else 0
         require(0 <= group.finished <= most, "law 2: more trajectories ended than were running",
                 group=group.id, finished=group.finished, most=most)  # fmt: skip
-        started = running or state.phase_of(group.state) in (Phase.PARKED, Phase.READY)
+        started = running or groups.phase_of(group.state) in (Phase.PARKED, Phase.READY)
         if started:
-            due = state.steps_in[group.admitted_version] + state.limits.max_staleness_steps
-            latest = state.steps_in[group.admitted_version] + state.loosest
+            due = state.training.steps_in[group.admitted_version] + state.limits.max_staleness_steps
+            latest = state.training.steps_in[group.admitted_version] + groups.loosest
             holds = group.deadline == due or (state.settings and group.deadline <= latest)
             require(bool(holds), "law 4: a deadline was moved", group=group.id, deadline=group.deadline, due=due)
         if running:
-            version = state.replicas[group.replica].version
+            version = state.replicas.by_id[group.replica].version
             require(
                 version >= group.resumes_from, "law 3: a group runs on a replica older than its tokens", group=group.id
             )
     books: dict[int, tuple[int, int]] = {}
-    for group in state.groups.values():
-        phase = state.phase_of(group.state)
+    for group in groups.live.values():
+        phase = groups.phase_of(group.state)
         if phase in (Phase.RUNNING, Phase.PARKED, Phase.READY):
             started_due, ready_due = books.get(group.deadline, (0, 0))
             books[group.deadline] = (started_due + 1, ready_due + (phase is Phase.READY))
-    require(books == state.deadlines.by_deadline(), "law 4: deadline books and records differ", records=books)
-    queued = [group.id for group in state.groups.values() if group.state == "queued"]
-    require(queued == list(state.waiting), "law 1: the waiting list and the records differ")
-    parked = {id for heap in state.parked.values() for _, id in heap}
-    aborted = {group.id for group in state.groups.values() if group.state == "aborted"}
+    require(books == groups.deadlines.by_deadline(), "law 4: deadline books and records differ", records=books)
+    queued = [group.id for group in groups.live.values() if group.state == "queued"]
+    require(queued == list(groups.waiting), "law 1: the waiting list and the records differ")
+    parked = {id for heap in groups.parked.values() for _, id in heap}
+    aborted = {group.id for group in groups.live.values() if group.state == "aborted"}
     require(parked >= aborted, "law 7: a parked group is forgotten")
-    require(set(state.ready) == {g.id for g in state.groups.values() if state.phase_of(g.state) is Phase.READY},
+    require(set(groups.ready) == {g.id for g in groups.live.values() if groups.phase_of(g.state) is Phase.READY},
             "law 1: the ready list and the records differ")  # fmt: skip
     check_orders(state)
     check_validations(state)
-    if state.outcome is None:  # the book is empty once the run is over
+    if state.ending.outcome is None:  # the book is empty once the run is over
         check_processes(state)
         check_stages(state)
         check_pools(state)
@@ -116,11 +116,13 @@ def check_all(state: State) -> None:
 
 def _check_seats(state: State) -> dict[GroupId, ReplicaId]:
     """Law 2, replica by replica. Returns where each running group runs."""
+    replicas = state.replicas
+    groups = state.groups
     seats: dict[GroupId, ReplicaId] = {}
     unrewarded = 0
-    for replica in state.replicas.values():
-        require(state.free.for_chunks(replica) >= 0, "law 2: a replica runs more than it has slots",
-                replica=replica.id, running=len(replica.groups), chunks=state.free.measuring(replica),
+    for replica in replicas.by_id.values():
+        require(replicas.for_chunks(replica) >= 0, "law 2: a replica runs more than it has slots",
+                replica=replica.id, running=len(replica.groups), chunks=replicas.measuring(replica),
                 slots=replica.slots)  # fmt: skip
         require(not (replica.validator and replica.groups), "law 2: groups run on a validator", replica=replica.id)
         require(
@@ -128,23 +130,31 @@ def _check_seats(state: State) -> dict[GroupId, ReplicaId]:
             "law 1: groups run on a replica that is down",
             replica=replica.id,
         )
-        require(replica.version <= state.latest_version, "law 6: a replica is ahead of the trainer", replica=replica.id)
-        whole = [id for id in replica.groups if state.groups[id].finished == replica.samples]
-        require(all(id in state.unrewarded for id in whole), "a group without rewards is forgotten", replica=replica.id)
+        require(
+            replica.version <= state.training.latest_version,
+            "law 6: a replica is ahead of the trainer",
+            replica=replica.id,
+        )
+        whole = [id for id in replica.groups if groups.live[id].finished == replica.samples]
+        require(
+            all(id in groups.unrewarded for id in whole),
+            "a group without rewards is forgotten",
+            replica=replica.id,
+        )
         unrewarded += len(whole)
-        ended = sum(state.groups[id].finished for id in replica.groups)
+        ended = sum(groups.live[id].finished for id in replica.groups)
         require(replica.finished == ended, "law 2: ended trajectories are miscounted",
                 replica=replica.id, kept=replica.finished, found=ended)  # fmt: skip
         for id in replica.groups:
             require(id not in seats, "law 2: a group runs twice", group=id)
             seats[id] = replica.id
-    require(len(state.unrewarded) == unrewarded, "groups without rewards are miscounted", found=unrewarded)
+    require(len(groups.unrewarded) == unrewarded, "groups without rewards are miscounted", found=unrewarded)
     return seats
 
 
 def check_free_slots(state: State) -> None:
     """The index of free slots has what a walk over the replicas finds."""
-    kept, found = state.free.figures(), FreeSlots(state.replicas, state.orders).figures()
+    kept, found = state.replicas.figures(), state.replicas.anew().figures()
     require(kept == found, "law 3: the index of free slots and the replicas differ", kept=kept, found=found)
 
 
@@ -157,8 +167,8 @@ IN_SYNC = {
 
 def check_orders(state: State) -> None:
     """Law 10: what the records say is in flight is in the order book, and nothing else is."""
-    orders, replicas = state.orders, state.replicas
-    if state.outcome is not None:
+    orders, replicas = state.orders, state.replicas.by_id
+    if state.ending.outcome is not None:
         require(not len(orders), "law 10: the run is over and orders are open", open=len(orders))
         return
     if "group" in state.limit_check.least and orders.find("timer", LIMIT) is None:
@@ -171,12 +181,18 @@ def check_orders(state: State) -> None:
     held = {(run.id, replica) for run in state.validations.runs.values() for replica in run.replicas}
     busy = {(validation, order.owner) for (validation, _), order in orders.open("rows").items()}
     require(busy <= held, "law 10: rows are measured on a replica that is not held", replicas=busy - held)
-    training = [step.id for step in state.formed_steps if step.state == "training"]
+    training = [step.id for step in state.training.formed_steps if step.state == "training"]
     require(list(orders.open("train")) == training, "law 10: a step is trained unordered, or is not", steps=training)
-    require(all(step in state.steps for step, _ in orders.open("score")), "law 10: a step that is over is scored")
-    require(all(at > state.latest_version for at in orders.open("publish")), "law 10: a version is published twice")
+    require(
+        all(step in state.training.steps for step, _ in orders.open("score")), "law 10: a step that is over is scored"
+    )
+    require(
+        all(at > state.training.latest_version for at in orders.open("publish")), "law 10: a version is published twice"
+    )
     _check_inspections(state)
-    require(not orders.open("retire").keys() & state.versions.keys(), "law 10: a version is dropped that is live")
+    require(
+        not orders.open("retire").keys() & state.training.versions.keys(), "law 10: a version is dropped that is live"
+    )
     require(not orders.open("abort").keys() & running, "law 10: a group is aborted that runs")
     gone = orders.open("delete").keys() - {*state.checkpoints.steps}
     require(not gone, "law 10: a checkpoint is deleted that is not there", steps=sorted(gone))
@@ -201,25 +217,26 @@ def check_orders(state: State) -> None:
 
 def _check_inspections(state: State) -> None:
     """A step in an added state is inspected, and no replica may have the version that is."""
+    training = state.training
     inspections = [*state.orders.open("inspect")]
     gates, checks = state.limits.states_at(SCORING), state.limits.states_at(PUBLISHING)
-    batches = [(NO_VERSION, step.id) for step in state.formed_steps if step.state in gates]
+    batches = [(NO_VERSION, step.id) for step in training.formed_steps if step.state in gates]
     versions = [key for key in inspections if key[0] != NO_VERSION]
     found = [key for key in inspections if key not in versions]
     require(found == batches, "law 10: a batch is inspected unordered, or is not", steps=batches)
-    hidden = all(version > state.latest_version for version, _ in versions)
+    hidden = all(version > training.latest_version for version, _ in versions)
     require(hidden and len(versions) <= 1, "law 10: a version is inspected that replicas may have", versions=versions)
-    checked = any(step.state in checks for step in state.formed_steps)
+    checked = any(step.state in checks for step in training.formed_steps)
     require(bool(versions) or not checked, "law 10: weights are to be inspected, and were not ordered to be")
 
 
 def check_processes(state: State) -> None:
     """Law 10: a process that starts or stops was ordered to, and a replica works only while its process is up."""
-    processes = [*state.processes.values(), *(replica.process for replica in state.replicas.values())]
+    processes = [*state.processes.values(), *(replica.process for replica in state.replicas.by_id.values())]
     for subject, there in (("start", "starting"), ("stop", "stopping")):
         ordered = {(p.kind, p.index) for p in processes if p.state == there}
         require(state.orders.open(subject).keys() == ordered, "law 10: a process and its order disagree", state=there)
-    for replica in state.replicas.values():
+    for replica in state.replicas.by_id.values():
         process = replica.process
         require(
             (replica.state != "down") <= (process.state == "up"), "a replica works and its process is not up",
@@ -229,9 +246,9 @@ def check_processes(state: State) -> None:
 
 def check_stages(state: State) -> None:
     """Every group in an added state waits there or is worked on, once, and no more are worked on than may be."""
-    stages = state.stages
+    stages = state.groups.stages
     for name, stage in stages.by_name.items():
-        there = {group.id for group in state.groups.values() if group.state == name}
+        there = {group.id for group in state.groups.live.values() if group.state == name}
         ordered = state.orders.of(stage_owner(name), "stage").keys()
         require(not stage.waiting.keys() & ordered, "law 1: a group is in a state twice", state=name)
         require(there == {*stage.waiting, *ordered}, "law 1: a group is lost in an added state", state=name)
@@ -240,8 +257,8 @@ def check_stages(state: State) -> None:
 
 def check_pools(state: State) -> None:
     """Tasks of one pool exclude one another, and a replica sleeps only while its pool is another's."""
-    pools, replicas = state.pools, state.replicas
-    formed = state.formed_steps
+    pools, replicas = state.pools, state.replicas.by_id
+    formed = state.training.formed_steps
     require(len(formed) <= 2, "more than one batch is formed ahead", steps=[step.id for step in formed])
     for lease in pools.leases:
         require(
@@ -252,15 +269,15 @@ def check_pools(state: State) -> None:
         if lease.task == ROLLOUT:
             require(lease.shared, "replicas are leased a pool where they do not stand", pool=lease.id)
             continue
-        step = state.steps.get(lease.step)
+        step = state.training.steps.get(lease.step)
         require(step is not None, "a pool is leased to a step that is over", pool=lease.id, step=lease.step)
         assert step is not None
         busy = lease.task in state.scoring(step) if step.state == "scoring" else lease.task == "train"
-        busy |= state.outcome is not None  # nothing that was ordered is wanted any more
+        busy |= state.ending.outcome is not None  # nothing that was ordered is wanted any more
         require(busy, "a pool is leased to a task that is not in progress", pool=lease.id, task=lease.task)
         for id in lease.replicas if lease.shared else ():
             replica = replicas.get(id)
-            idle = replica is None or not (replica.groups or state.free.measuring(replica))
+            idle = replica is None or not (replica.groups or state.replicas.measuring(replica))
             require(idle, "tasks of one pool run at once", pool=lease.id, task=lease.task, replica=id)
     for replica in replicas.values():
         if replica.state in ("yielding", "asleep"):
@@ -270,10 +287,13 @@ def check_pools(state: State) -> None:
 
 def check_validations(state: State) -> None:
     """A version is kept while a validation waits for it, each row counts once, and no other replica is delayed."""
-    books, replicas = state.validations, state.replicas
+    training = state.training
+    books, replicas = state.validations, state.replicas.by_id
     for run in books.runs.values():
         require(
-            run.version in state.versions, "a version is retired while a validation of it waits", version=run.version
+            run.version in training.versions,
+            "a version is retired while a validation of it waits",
+            version=run.version,
         )
         require(
             run is books.served or not run.replicas, "a validation holds replicas before its turn", validation=run.id
@@ -293,8 +313,8 @@ def check_validations(state: State) -> None:
             require(replicas[id].state != "down", "a validation holds a replica that is down", replica=id)
             require(replicas[id].heading <= run.version, "a held replica leaves its version", replica=id)
     for replica in replicas.values():
-        installs = replica.state == "ready" and not replica.validator and state.outcome is None
+        installs = replica.state == "ready" and not replica.validator and state.ending.outcome is None
         if installs and books.holding(replica) is None:
-            on_its_way = replica.next_version == state.latest_version or state.is_staging(replica)
-            newest = replica.version == state.latest_version or state.latest_version not in state.versions
+            on_its_way = replica.next_version == training.latest_version or state.is_staging(replica)
+            newest = replica.version == training.latest_version or training.latest_version not in training.versions
             require(newest or on_its_way, "an install is delayed without a validation", replica=replica.id)

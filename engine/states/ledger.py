@@ -1,6 +1,6 @@
 """The books: how many prompts are in each phase, and how many started groups each deadline still has.
 
-Kept by `states/state.py` as groups change state; read by the laws, the policies and the metrics. All of it costs O(1)
+Kept by `states/groups.py` as groups change state; read by the laws, the policies and the metrics. All of it costs O(1)
 for each event, except for loops over deadlines: there are at most S + 2, one for each version that an open group can
 have been admitted on.
 """

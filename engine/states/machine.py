@@ -14,6 +14,9 @@ from transitions import Machine, MachineError
 
 from engine.errors import IllegalTransition
 
+Observer = Callable[[str, Any, str, str], None]
+"""Called as (machine, record, source state, trigger) after every change of state."""
+
 
 class Phase(IntEnum):
     """What a state means to the ledger."""
@@ -117,7 +120,7 @@ class SharedMachine:
     if given.
     """
 
-    def __init__(self, table: Table, observe: Callable[[str, Any, str, str], None] | None = None) -> None:
+    def __init__(self, table: Table, observe: Observer | None = None) -> None:
         self.table = table
         self.observe = observe
         self._triggers = {name: event.trigger for name, event in _machine(table).events.items()}

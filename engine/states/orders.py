@@ -274,6 +274,8 @@ class OrderBook:
     next_number: int = 0
     """The number of the next order. Numbers are never reused."""
     by_number: dict[int, Order]
+    stale_echoes: int = 0
+    """Events that needed an open order and found none."""
 
     def __init__(self, scored_apart: tuple[str, ...] = ()) -> None:
         """`scored_apart`: scoring tasks that a separate process executes instead of the trainer."""

@@ -25,12 +25,7 @@ class Paces:
 
     def __init__(self, replicas: dict[ReplicaId, Replica], factor: float | None, mark: Callable[[Replica, bool], None]):
         """`mark(replica, slow)` is called for each replica that may have become slow, or no longer be."""
-        self._mark = mark
-        self.rebuild(replicas, factor)
-
-    def rebuild(self, replicas: dict[ReplicaId, Replica], factor: float | None) -> None:
-        """Make everything anew for these replicas."""
-        self._replicas, self._factor = replicas, factor
+        self._replicas, self._factor, self._mark = replicas, factor, mark
         self._paces: list[Pace] = []
         """Paces of the replicas whose pace counts, ascending."""
         self._listed: dict[ReplicaId, Pace] = {}

@@ -1,6 +1,6 @@
 """The added states of groups: which groups wait for their work, in which order. Those of train steps have no queue.
 
-`states/state.py` updates it when groups enter and leave; `scheduling/groups.py` drives it. The order book alone says
+`states/groups.py` updates it when groups enter and leave; `scheduling/groups.py` drives it. The order book alone says
 whose work is ordered. The ledger counts a group in a state before generation as waiting, and in a state after it as
 parked: it keeps its place and deadline, but holds no slot.
 """

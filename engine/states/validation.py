@@ -15,7 +15,8 @@ from engine.ids import ReplicaId, StepId, ValidationId, Version
 from engine.states.limits import ValidationSet
 from engine.states.machine import SharedMachine, Table, transitions
 from engine.states.orders import OrderBook
-from engine.states.replica import FreeSlots, Replica
+from engine.states.replica import Replica
+from engine.states.replicas import Replicas
 from engine.states.validation_figures import Figure, Response, figures
 
 VALIDATION = Table(
@@ -172,16 +173,13 @@ class Validations:
     owed: bool = False
     """The next version is measured instead of a run that was cut off."""
 
-    def __init__(
-        self, replicas: dict[ReplicaId, Replica], free: FreeSlots, orders: OrderBook, machine: SharedMachine
-    ) -> None:
+    def __init__(self, replicas: Replicas, orders: OrderBook, machine: SharedMachine) -> None:
         self.runs = {}
-        self._replicas, self._free, self._orders = replicas, free, orders
+        self._replicas, self._orders = replicas, orders
         self.machine = machine
 
-    def rebuild(self, replicas: dict[ReplicaId, Replica]) -> None:
+    def rebuild(self) -> None:
         """Make what follows from the runs and the open orders."""
-        self._replicas = replicas
         for run in self.runs.values():
             run.rebuild({chunk for of, chunk in self._orders.open("rows") if of == run.id})
 
@@ -211,7 +209,7 @@ class Validations:
         """The only way a run changes state. One that ends gives back what it holds."""
         if self.machine.table.target(run.state, trigger) in VALIDATION.terminal:
             for id in list(run.replicas):
-                self.release(run, self._replicas[id])
+                self.release(run, self._replicas.by_id[id])
             del self.runs[run.id]
         self.machine.fire(run, trigger)
 
@@ -251,4 +249,4 @@ class Validations:
 
     def _unseat(self, run: Validation, chunk: Chunk, replica: Replica) -> None:
         self._orders.withdraw("rows", (run.id, chunk.index))
-        self._free.update(replica)
+        self._replicas.update(replica)

@@ -20,7 +20,7 @@ VERSION = Table(
 
 @dataclass(eq=False)
 class WeightsVersion:
-    """One publication; `State.steps_in` has its train steps."""
+    """One publication; `Training.steps_in` has its train steps."""
 
     id: Version
     state: str = VERSION.initial

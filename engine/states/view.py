@@ -116,7 +116,7 @@ def view_replica(state: State, replica: Replica) -> ReplicaView:
         replica.version,
         None if state.is_staging(replica) else replica.next_version,
         replica.slots,
-        replica.slots - state.free.for_chunks(replica),
+        replica.slots - state.replicas.for_chunks(replica),
     )
 
 
@@ -140,31 +140,31 @@ class View:
     @property
     def step(self) -> StepId:
         """The train step whose batch is formed next."""
-        return self._state.steps_batched
+        return self._state.training.steps_batched
 
     @property
     def steps_trained(self) -> int:
-        return self._state.steps_trained
+        return self._state.training.steps_trained
 
     @property
     def latest_version(self) -> Version:
-        return self._state.latest_version
+        return self._state.training.latest_version
 
     @property
     def running(self) -> int:
-        return self._state.ledger.running
+        return self._state.groups.ledger.running
 
     @property
     def parked(self) -> int:
-        return self._state.ledger.parked
+        return self._state.groups.ledger.parked
 
     @property
     def ready(self) -> int:
-        return self._state.ledger.ready
+        return self._state.groups.ledger.ready
 
     @property
     def waiting(self) -> int:
-        return self._state.ledger.waiting
+        return self._state.groups.ledger.waiting
 
     @property
     def held(self) -> int:
@@ -174,21 +174,21 @@ class View:
     @property
     def exhausted(self) -> bool:
         """The source has no more prompts, and none is on its way: those that wait are the last."""
-        return self._state.exhausted and not self._state.asked
+        return self._state.groups.exhausted and not self._state.asked
 
     @property
     def step_reward(self) -> float | None:
         """Mean over the groups of the last step trained of their mean rewards; None before the first."""
-        return self._state.step_reward
+        return self._state.training.step_reward
 
     @property
     def policy_errors(self) -> int:
         """Decisions of a built-in policy in place of one that raised or broke a law (`on_error: builtin`)."""
-        return self._state.policy_errors
+        return self._state.policies.errors
 
     @property
     def last_policy_error(self) -> str:
-        return self._state.last_policy_error
+        return self._state.policies.last_error
 
     @property
     def no_more_prompts(self) -> bool:
@@ -196,7 +196,7 @@ class View:
 
     def phase_counts(self) -> dict[str, int]:
         """Prompts drawn so far by phase."""
-        return {phase.name.lower(): self._state.ledger.count[phase] for phase in Phase}
+        return {phase.name.lower(): self._state.groups.ledger.count[phase] for phase in Phase}
 
     def places(self, version: Version) -> int:
         """Places there are for groups admitted on a version."""
@@ -209,46 +209,48 @@ class View:
 
     def group(self, id: GroupId) -> GroupView | None:
         """An open group; None when it ended or was never drawn."""
-        group = self._state.groups.get(id)
+        group = self._state.groups.live.get(id)
         return None if group is None else view_group(group)
 
     def groups(self) -> Iterator[GroupView]:
         """Every open group in the order drawn."""
-        return (view_group(group) for group in self._state.groups.values())
+        return (view_group(group) for group in self._state.groups.live.values())
 
     def ready_deadlines(self) -> Iterator[tuple[GroupId, StepId]]:
         """(group, deadline) of the groups a step may take, first ready first; cheaper than `ready_groups`."""
-        groups = self._state.groups
-        return ((id, groups[id].deadline) for id in self._state.ready)
+        groups = self._state.groups.live
+        return ((id, groups[id].deadline) for id in self._state.groups.ready)
 
     def ready_ids(self) -> Iterator[GroupId]:
         """Groups a step may take, first ready first; the cheapest of the three."""
-        return iter(self._state.ready)
+        return iter(self._state.groups.ready)
 
     def requirements(self) -> list[tuple[StepId, int, int]]:
         """(d, how many groups with deadline ≤ d the next step must take, how many of those are ready), where above
         0."""
-        return self._state.deadlines.requirements(self._state.steps_batched, self._state.limits.train_batch_size)
+        return self._state.groups.deadlines.requirements(
+            self._state.training.steps_batched, self._state.limits.train_batch_size
+        )
 
     def failed_on(self, id: GroupId) -> ReplicaId:
         """The replica on which the last attempt of an open group failed; -1 if none did."""
-        return self._state.groups[id].failed_on
+        return self._state.groups.live[id].failed_on
 
     def least_loaded(self, oldest: Version, avoid: ReplicaId = -1) -> ReplicaId | None:
         """The replica with the smallest share of busy slots among those that can take a group at version `oldest` or
         newer; `avoid` only if no other will do."""
-        replica = self._state.free.least_loaded(oldest, avoid)
+        replica = self._state.replicas.least_loaded(oldest, avoid)
         return None if replica is None else replica.id
 
     def newest_weights(self, oldest: Version, avoid: ReplicaId = -1) -> ReplicaId | None:
         """The replica with the newest weights, then the smallest share of busy slots, among those that can take a group
         at version `oldest` or newer; `avoid` only if no other will do."""
-        replica = self._state.free.newest(oldest, avoid)
+        replica = self._state.replicas.newest(oldest, avoid)
         return None if replica is None else replica.id
 
     def replicas(self) -> list[ReplicaView]:
         """Every replica ever seen that groups run on, in the order they joined."""
-        return [view_replica(self._state, replica) for replica in self._state.rollouts]
+        return [view_replica(self._state, replica) for replica in self._state.replicas.rollouts]
 
     def validations(self) -> list[ValidationView]:
         """Validations that have not ended, in the order they were queued: the first is served."""

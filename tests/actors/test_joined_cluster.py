@@ -90,7 +90,7 @@ def test_a_run_joins_a_cluster_loses_a_node_and_finishes(nodes: Nodes, project: 
     run_dir = elsewhere / "runs" / "latest"
     assert {event.kind for event in events_of(run_dir, ProcessLost)} == {"replica"}
     state = check_record(run_dir).state
-    assert (state.outcome.outcome, state.limits.max_steps) == ("finished", 1), "more steps had begun"
+    assert (state.ending.outcome.outcome, state.limits.max_steps) == ("finished", 1), "more steps had begun"
     wait_for_no_actors()
     assert sorted(node.poll() is None for node in nodes.processes) == [False, True, True], "the cluster stays"
 

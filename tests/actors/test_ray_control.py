@@ -56,7 +56,7 @@ def test_a_run_is_scaled_set_drained_and_resumed_as_it_was_left(
     assert not (tmp_path / FILE).exists()
     written = [path for path in tmp_path.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
     assert written == [], "the token stood in control.json alone"
-    assert check_record(tmp_path).state.ledger.running == 0
+    assert check_record(tmp_path).state.groups.ledger.running == 0
     with start(replace(mine, resume=True, settings=[("scheduler.max_drops", "1")])) as run:
         until(run, lambda status: list(status.replica_versions) == [0])
         run.drain("enough")

@@ -122,7 +122,7 @@ def test_custom_classes_and_states_of_steps_are_restarted_and_resized(tmp_path: 
                 if status.step > 6 and len(installed) == 2:
                     run.drain("enough")
             assert status.outcome == "stopped"
-    assert check_record(run_dir).state.steps_trained > 6, "the restarted trainer has loaded its checkpoint"
+    assert check_record(run_dir).state.training.steps_trained > 6, "the restarted trainer has loaded its checkpoint"
     lost = {event.kind for event in events_of(run_dir, ProcessLost)}
     assert {"trainer", "replica", "added states"} <= lost
     passed = {event.state for event in events_of(run_dir, StepInspected)}

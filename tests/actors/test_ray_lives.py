@@ -90,7 +90,7 @@ def test_a_run_survives_the_death_of_its_scheduler_alone_and_with_its_replicas(t
     assert len(events_of(tmp_path, SchedulerRecovered)) == 4
     assert {(event.kind, event.index) for event in events_of(tmp_path, ProcessLost)} == {("replica", 0), ("replica", 1)}
     assert events_of(tmp_path, StepFailed, RunResumed) == []
-    assert check_record(tmp_path).state.ledger.consumed == prompts
+    assert check_record(tmp_path).state.groups.ledger.consumed == prompts
     assert trained(tmp_path) == Counter(range(prompts))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["groups"]) for row in rows] == [(step, 4) for step in range(30)]
@@ -147,7 +147,7 @@ def test_a_run_begins_again_from_its_record_when_what_hangs_cannot_be_replaced(t
     assert len(events_of(tmp_path, RunInterrupted)) == 2  # a launch failed; the scheduler was killed
     assert len(events_of(tmp_path, RunResumed)) == 2
     assert [event.kind for event in events_of(tmp_path, ProcessLost)] == ["trajectory store"]
-    assert check_record(tmp_path).state.ledger.consumed == PROMPTS
+    assert check_record(tmp_path).state.groups.ledger.consumed == PROMPTS
     wait_for_no_actors()
 
 

@@ -70,7 +70,7 @@ def test_a_training_run_keeps_every_law_and_its_weights_are_the_trainers_own(mad
     assert last.accuracy_first is not None
     assert last.accuracy is not None
     scheduler = check_record(run_dir)
-    assert scheduler.state.steps_trained == STEPS
+    assert scheduler.state.training.steps_trained == STEPS
     assert read(run_dir / "schedule").header.config["rollout"]["sync_mode"] == "keep"
     assert events_of(run_dir, WeightsInstalled)
     assert not events_of(run_dir, SyncFailed, PublishFailed)

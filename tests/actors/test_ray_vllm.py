@@ -69,7 +69,7 @@ def test_groups_of_a_killed_vllm_process_go_on_elsewhere_from_stored_prefixes(tm
     assert (status.outcome, status.step) == ("finished", STEPS), status.reason
 
     scheduler = check_record(run_dir)
-    assert scheduler.state.steps_trained == STEPS
+    assert scheduler.state.training.steps_trained == STEPS
 
     lost, *others = events_of(run_dir, ProcessLost)
     until = min((other.id for other in others), default=math.inf)  # a slow machine may lose another one

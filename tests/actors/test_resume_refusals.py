@@ -135,7 +135,7 @@ def test_a_store_with_a_torn_end_is_not_cut_before_all_is_found(scene: Scene) ->
     shutil.rmtree(scene.directory)
     scene.fill(without=[lost])
     store = DurableStore(scene.directory, fresh=False)
-    store.put(lost, scene.state.groups[lost].attempt, b"x" * 400)
+    store.put(lost, scene.state.groups.live[lost].attempt, b"x" * 400)
     store.close()
     path = leave_open(scene.directory)
     path.write_bytes(path.read_bytes()[:-5])

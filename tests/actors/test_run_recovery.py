@@ -39,12 +39,14 @@ class Scene:
     def __init__(self, run_dir: Path) -> None:
         made = self.made = busy()
         self.state: State = made.scheduler.state
-        (self.ready, *_) = self.state.ready
-        (formed,) = self.state.formed_steps
+        (self.ready, *_) = self.state.groups.ready
+        (formed,) = self.state.training.formed_steps
         self.formed = formed.groups
         self.trained = self.state.checkpoints.stored_batches[SAVED]
         self.running = [
-            group.id for group in self.state.groups.values() if self.state.phase_of(group.state) is Phase.RUNNING
+            group.id
+            for group in self.state.groups.live.values()
+            if self.state.groups.phase_of(group.state) is Phase.RUNNING
         ]
         self.plan: Plan = replace(plan(run_dir), restore_trainer=restore_mortal)
         self.directory = run_dir / "trajectories"
@@ -64,7 +66,7 @@ class Scene:
 
     def keep_prefix(self, group: Group) -> None:
         """One is recorded as stored, with tokens of its replica's version."""
-        replica = self.state.replicas[group.replica]
+        replica = self.state.replicas.by_id[group.replica]
         event = PrefixStored(
             group=group.id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, tokens=2,
             oldest_version=replica.version, newest_version=replica.version,
@@ -77,7 +79,7 @@ class Scene:
         store = DurableStore(self.directory)
         for group in (*self.trained, *self.formed, self.ready, NOBODYS):
             if group not in without:
-                live = self.state.groups.get(group)
+                live = self.state.groups.live.get(group)
                 kept = 1 if live is None else attempt(live.attempt) if group == self.ready else live.attempt
                 store.put(group, kept, pack_group(group_of(group)))
         store.close()
@@ -135,7 +137,7 @@ def test_a_ready_group_that_is_not_there_as_it_was_is_missing(scene: Scene, how:
         scene.fill(without=[scene.ready])
     if how == "unfinished":
         store = DurableStore(scene.directory, fresh=False)
-        store.put(scene.ready, scene.state.groups[scene.ready].attempt, pack_group(group_of(scene.ready, "")))
+        store.put(scene.ready, scene.state.groups.live[scene.ready].attempt, pack_group(group_of(scene.ready, "")))
         store.close()
     history = scene.history()
     assert history.missing == (scene.ready,) == history.event(replicas=1).missing
@@ -161,10 +163,10 @@ def test_a_run_with_an_incomplete_batch_branches_only_with_force_from(scene: Sce
 def test_a_prefix_of_weights_that_the_record_does_not_know_of_begins_again(scene: Scene, later: int) -> None:
     """A power cut may take the publication from the record: another version will have its number."""
     scene.fill()
-    group = scene.state.groups[scene.running[0]]
+    group = scene.state.groups.live[scene.running[0]]
     scene.keep_prefix(group)
     store = DurableStore(scene.directory, fresh=False)
-    prefix = group_of(group.id, "", version=scene.state.latest_version + later)
+    prefix = group_of(group.id, "", version=scene.state.training.latest_version + later)
     store.put(group.id, group.attempt, pack_group(prefix))
     store.close()
     history = scene.history()
@@ -175,7 +177,7 @@ def test_a_formed_batch_of_another_attempt_is_not_the_one_that_was_recorded(scen
     other = scene.formed[0]
     scene.fill(without=[other])
     store = DurableStore(scene.directory, fresh=False)
-    store.put(other, scene.state.groups[other].attempt - 1, pack_group(group_of(other)))
+    store.put(other, scene.state.groups.live[other].attempt - 1, pack_group(group_of(other)))
     store.close()
     with pytest.raises(RunDamaged, match=f"lacks group {other} of the batch for train step {TRAINED}"):
         scene.history()
@@ -183,10 +185,10 @@ def test_a_formed_batch_of_another_attempt_is_not_the_one_that_was_recorded(scen
 
 @pytest.mark.parametrize("saved", [SAVED, TRAINED + 1])
 def test_a_trained_unfinished_step_is_trained_again_only_if_no_checkpoint_has_it(scene: Scene, saved: int) -> None:
-    (formed,) = scene.state.formed_steps
+    (formed,) = scene.state.training.formed_steps
     scene.made.driver.deliver(StepTrained(step=formed.id, attempt=formed.attempt))
     scene.write_record()
-    assert formed in scene.state.formed_steps and not scene.state.groups.keys() & set(scene.formed)
+    assert formed in scene.state.training.formed_steps and not scene.state.groups.live.keys() & set(scene.formed)
     scene.fill(without=() if saved == SAVED else [*scene.trained, *scene.formed])
     trainer = Mortal(scene.directory.parent, ())
     trainer.steps = saved
@@ -199,7 +201,7 @@ def test_a_trained_unfinished_step_is_trained_again_only_if_no_checkpoint_has_it
 def test_a_torn_end_is_reported_and_what_it_held_is_missing(scene: Scene) -> None:
     scene.fill(without=[scene.ready, NOBODYS])
     store = DurableStore(scene.directory, fresh=False)
-    store.put(scene.ready, scene.state.groups[scene.ready].attempt, pack_group(group_of(scene.ready)))
+    store.put(scene.ready, scene.state.groups.live[scene.ready].attempt, pack_group(group_of(scene.ready)))
     store.close()
     path = leave_open(scene.directory)
     path.write_bytes(path.read_bytes()[:-5])
@@ -233,7 +235,7 @@ def test_trajectories_are_put_aside_where_the_run_goes_on_without_them(scene: Sc
 
 def test_a_group_that_an_added_state_works_on_keeps_its_tokens(tmp_path: Path) -> None:
     made = world(added_states=(WEIGHING, CHECKING))
-    while not made.scheduler.state.stages.out:
+    while not made.scheduler.state.groups.stages.out:
         assert made.act()
     (group,) = made.scheduler.state.orders.open("stage")
     run_dir = tmp_path / "run"
@@ -241,7 +243,7 @@ def test_a_group_that_an_added_state_works_on_keeps_its_tokens(tmp_path: Path) -
     (run_dir / "schedule" / "00000000.seg").write_bytes(made.recorder.to_bytes())
     store_index(run_dir / "schedule", Index([None]))
     store = DurableStore(run_dir / "trajectories")
-    store.put(group, made.scheduler.state.groups[group].attempt - 1, pack_group(group_of(group)))
+    store.put(group, made.scheduler.state.groups.live[group].attempt - 1, pack_group(group_of(group)))
     store.close()
     history = history_of(plan(run_dir), Transitions())
     history.lock.release()
@@ -253,8 +255,8 @@ def test_what_the_record_does_not_know_of_yet_is_let_go(scene: Scene) -> None:
     scene.fill()
     running = scene.running[0]
     store = DurableStore(scene.directory, fresh=False)
-    store.put(running, scene.state.groups[running].attempt + 2, pack_group(group_of(running)))
-    store.put(scene.ready, scene.state.groups[scene.ready].attempt + 1, pack_group(group_of(scene.ready)))
+    store.put(running, scene.state.groups.live[running].attempt + 2, pack_group(group_of(running)))
+    store.put(scene.ready, scene.state.groups.live[scene.ready].attempt + 1, pack_group(group_of(scene.ready)))
     store.close()
     history = scene.history()
     assert history.missing == (scene.ready,)
@@ -269,7 +271,7 @@ def test_an_interruption_is_recorded_and_the_record_decides_if_the_run_restarts(
 
     for number in range(5):
         history = interrupted(number)
-        assert history.recovered.scheduler.state.restarts == number + 1
+        assert history.recovered.scheduler.state.ending.restarts == number + 1
         assert history.event(1, again=True).again and history.recovered.end.torn is None
     with pytest.raises(RunFinished, match="launch 5 failed; the run restarted 5 times without a train step"):
         interrupted(5)
@@ -283,7 +285,7 @@ def test_an_interruption_of_a_run_that_begins_again_already_is_not_recorded(scen
     scene.fill()
     died = RunInterrupted(reason="the scheduler died")
     for _ in range(2):
-        assert scene.history(again=True, interrupted=died).recovered.scheduler.state.restarts == 1
+        assert scene.history(again=True, interrupted=died).recovered.scheduler.state.ending.restarts == 1
     assert len(events_of(scene.directory.parent, RunInterrupted)) == 1
 
 
@@ -292,5 +294,5 @@ def test_a_torn_end_is_cut_once_when_an_interruption_is_recorded_behind_it(scene
     path = scene.directory.parent / "schedule" / "00000000.seg"
     path.write_bytes(path.read_bytes()[:-3])
     history = scene.history(again=True, interrupted=RunInterrupted(reason="the scheduler died"))
-    assert history.recovered.torn is None and history.recovered.scheduler.state.restarts == 1
+    assert history.recovered.torn is None and history.recovered.scheduler.state.ending.restarts == 1
     assert replay(read(path.parent)).divergence is None

@@ -95,7 +95,7 @@ def test_a_run_survives_the_nodes_of_its_ranks_and_resumes_on_one(nodes: Nodes, 
             one.wait()
     reasons = [event.reason for event in events_of(record, ProcessLost) if event.kind == "trainer"]
     assert len(reasons) >= 2, "before Ray notices a lost node, it may place the next trainer there, too"
-    assert check_record(record).state.outcome.outcome == "finished"
+    assert check_record(record).state.ending.outcome.outcome == "finished"
 
 
 def ranks_of(nodes: Nodes) -> dict[int, int]:

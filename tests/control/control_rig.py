@@ -22,7 +22,7 @@ class Rig:
         (run_dir / "schedule").mkdir(parents=True)
         self.run_dir = run_dir
         self.world: SteadyWorld = steady_world(batch=4, stale=2, workers=12, steps=None, replicas=2, slots=6, **world)
-        self.world.until(lambda state: state.ledger.running == 12)
+        self.world.until(lambda state: state.groups.ledger.running == 12)
         self.events: list[Event] = []
         self.break_with: ConfigError | None = None
         self._most = most_replicas

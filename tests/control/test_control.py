@@ -263,14 +263,14 @@ def test_an_attempt_is_given_more_time_than_its_rewards(rig: Rig) -> None:
 
 
 def test_a_replica_that_is_not_up_cannot_be_drained() -> None:
-    world = steady_world(steps=None).until(lambda state: state.steps_trained == 1)
+    world = steady_world(steps=None).until(lambda state: state.training.steps_trained == 1)
     world.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
     with pytest.raises(ConfigError, match=r"--replica 1 is starting: only a replica that is up .* use one of \[0\]"):
         decide(Drain(reason="spot", replica=1), world.scheduler, 8)
 
 
 def test_a_resumed_run_has_the_replicas_that_were_wanted_last() -> None:
-    world = steady_world(steps=None).until(lambda state: state.steps_trained == 1)
+    world = steady_world(steps=None).until(lambda state: state.training.steps_trained == 1)
     lost = ProcessLost(kind="replica", index=1, incarnation=1, final=True, reason="for good")
     assert after_resuming(steady_world().scheduler, (), replicas=2) == (), "it has never begun"
     assert after_resuming(world.scheduler, (), replicas=2) == ()

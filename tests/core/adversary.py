@@ -304,11 +304,11 @@ class Adversary:
         self.driver = Driver(
             self.scheduler, self, self.recorder, self, self._observe, recovered.events, self.snapshot_every
         )
-        saved = [steps for steps in self.trainer.saved if steps <= self.scheduler.state.steps_trained]
+        saved = [steps for steps in self.trainer.saved if steps <= self.scheduler.state.training.steps_trained]
         self.trainer = SimTrainer(self._post(-1))
         self.trainer.saved = saved
         self.scorers.clear()
-        self.drawn = self.scheduler.state.ledger.drawn
+        self.drawn = self.scheduler.state.groups.ledger.drawn
         self.up.clear()
         self.down.clear()
         self.replicas.clear()
@@ -322,7 +322,9 @@ class Adversary:
         self.arriving.clear()
         if kept:
             state = self.scheduler.state
-            stored = [g for g in state.groups.values() if g.state == "generated" or (g.tokens and g.state != "batched")]
+            stored = [
+                g for g in state.groups.live.values() if g.state == "generated" or (g.tokens and g.state != "batched")
+            ]
             gone = tuple(g.id for g in stored if missing(g.id))
             self.deliver(recovered.resume_without_loss(replicas=replicas, missing=gone))
         else:
@@ -360,7 +362,7 @@ class Adversary:
     def draw(self, most: int = 1 << 30) -> None:
         """The source gives what was ordered, or `most` of it; for 0 the draw fails, unless that would end the run."""
         command = self.draws.pop(0)
-        if not most and self.scheduler.state.failed_draws + 1 < self.scheduler.limits.infrastructure_attempts:
+        if not most and self.scheduler.state.ending.failed_draws + 1 < self.scheduler.limits.infrastructure_attempts:
             self.deliver(DrawFailed(number=command.number, reason="the source is asleep"))
             return
         count = min(command.count, self.prompts - self.drawn, max(1, most))
@@ -441,9 +443,11 @@ class Adversary:
                 self.judge.close(self.scheduler.state, self.driver.outcome, self.prompts)
                 return self.driver.outcome
             if not self.act():
-                ledger = self.scheduler.state.ledger
+                ledger = self.scheduler.state.groups.ledger
                 raise AssertionError(f"liveness: nothing can happen any more; {ledger.count}, drawn {ledger.drawn}")
-        raise AssertionError(f"liveness: not ended after {patience} actions; {self.scheduler.state.ledger.count}")
+        raise AssertionError(
+            f"liveness: not ended after {patience} actions; {self.scheduler.state.groups.ledger.count}"
+        )
 
     def act(self) -> bool:
         """Everything that can happen now, once; False where that is nothing."""

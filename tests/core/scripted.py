@@ -108,7 +108,7 @@ class Scripted:
             if isinstance(command, CancelTimer):
                 self.timers.pop(command.timer, None)
             if isinstance(command, DrawPrompts) and self.answers_draws:
-                first = self.state.ledger.drawn
+                first = self.state.groups.ledger.drawn
                 count = min(command.count, self.prompts - first)
                 last = first + count == self.prompts
                 new += self.tell(PromptsDrawn(first=first, count=count, exhausted=last, number=command.number))
@@ -132,8 +132,8 @@ class Scripted:
         return new
 
     def generated(self, id: int, spread: float = 1.0, trainable: int = 2, oldest: int | None = None) -> GroupGenerated:
-        group = self.state.groups[id]
-        replica = self.state.replicas[group.replica]
+        group = self.state.groups.live[id]
+        replica = self.state.replicas.by_id[group.replica]
         first = group.oldest_version if group.oldest_version >= 0 else group.admitted_version
         return GroupGenerated(
             group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, tokens=10,
@@ -146,8 +146,8 @@ class Scripted:
 
     def fail(self, id: int, *, cause: str, reason: str = "no number") -> list[Command]:
         """An attempt of a running group comes to nothing."""
-        group = self.state.groups[id]
-        replica = self.state.replicas[group.replica]
+        group = self.state.groups.live[id]
+        replica = self.state.replicas.by_id[group.replica]
         return self.tell(
             GroupFailed(
                 group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, cause=cause,
@@ -171,8 +171,8 @@ class Scripted:
 
     def _report(self, kind: type[GroupAborted | PrefixStored], groups: tuple[int, ...], tokens: int) -> None:
         for id in groups:
-            group = self.state.groups[id]
-            replica = self.state.replicas[group.replica]
+            group = self.state.groups.live[id]
+            replica = self.state.replicas.by_id[group.replica]
             version = replica.version if tokens else -1
             self.tell(
                 kind(
@@ -193,9 +193,9 @@ class Scripted:
 
     def install(self, id: int = 0, pause: bool = True) -> None:
         """A replica takes the version ordered for it, step by step."""
-        replica = self.state.replicas[id]
+        replica = self.state.replicas.by_id[id]
         place = {"replica": id, "incarnation": replica.incarnation, "attempt": replica.sync_attempt}
-        version = self.state.latest_version if replica.next_version is None else replica.next_version
+        version = self.state.training.latest_version if replica.next_version is None else replica.next_version
         self.tell(WeightsStaged(**place, version=version))
         if pause:
             self.tell(ReplicaPaused(**place))
@@ -216,7 +216,7 @@ class Scripted:
         return new
 
     def running(self) -> list[int]:
-        return [group.id for group in self.state.groups.values() if group.replica >= 0]
+        return [group.id for group in self.state.groups.live.values() if group.replica >= 0]
 
     def starts(self) -> Iterator[StartGroup | ResumeGroup]:
         return (command for command in self.orders if isinstance(command, StartGroup | ResumeGroup))

@@ -111,7 +111,7 @@ def test_only_groups_that_its_policy_admits_enter_a_state_and_states_form_a_sequ
 def test_the_filter_sees_what_the_last_state_made_of_a_group() -> None:
     run = checked(policies={"filter": "zero-variance"})
     run.finish(0, spread=1.0)
-    assert run.state.groups[0].state == "checking"
+    assert run.state.groups.live[0].state == "checking"
     leave(run, 0, spread=0.0)
     assert run.view.group(0) is None
     assert run.running() == [1, 2, 3, 4], "its place is free again"
@@ -129,8 +129,8 @@ def test_a_failure_costs_an_attempt_of_its_budget_and_the_work_is_ordered_again(
     fail(run, 0, "infrastructure")
     fail(run, 0)
     assert run.view.group(0) is None
-    assert run.state.failed_in_a_row == 1
-    assert run.state.last_failure == "no judge"
+    assert run.state.ending.failed_in_a_row == 1
+    assert run.state.ending.last_failure == "no judge"
 
 
 def test_a_state_in_which_every_group_fails_ends_the_run() -> None:
@@ -149,11 +149,11 @@ def test_an_answer_to_an_order_already_over_changes_nothing() -> None:
     for wrong in (1, 3):
         leave(run, 0, attempt=wrong)
     run.tell(StateLeft(group=0, attempt=2, state="weighing", trainable=2, reward_mean=0.0, reward_spread=0.0))
-    assert run.state.stale_echoes == 3
-    assert run.state.groups[0].state == "checking"
+    assert run.state.orders.stale_echoes == 3
+    assert run.state.groups.live[0].state == "checking"
     leave(run, 0)
     leave(run, 0)
-    assert run.state.stale_echoes == 4
+    assert run.state.orders.stale_echoes == 4
 
 
 def test_a_lost_replica_takes_nothing_from_groups_whose_tokens_are_there() -> None:
@@ -194,7 +194,7 @@ def test_a_straggler_in_a_state_is_dropped_and_the_next_group_worked_on() -> Non
 def test_a_straggler_in_a_state_has_nothing_that_could_be_truncated() -> None:
     run = straggler_in_a_state("truncate")
     assert len(run.ordered(TrainStep)) == 1
-    assert not run.state.groups[1].truncate and not run.ordered(TruncateGroup)
+    assert not run.state.groups.live[1].truncate and not run.ordered(TruncateGroup)
     leave(run, 1)
     assert run.ordered(TrainStep)[1].groups == (0, 1)
 
@@ -209,9 +209,9 @@ def test_dropping_needs_no_order_but_that_its_trajectories_go() -> None:
     assert run.ordered(TrainStep)[0].groups == (0, 1)
     assert run.ordered(DiscardGroups)[-1].groups == (2,)
     assert not run.ordered(AbortGroup)
-    assert run.state.stages.out == 0
+    assert run.state.groups.stages.out == 0
     leave(run, 2)
-    assert run.state.stale_echoes == 1
+    assert run.state.orders.stale_echoes == 1
 
 
 def test_groups_in_states_are_let_go_at_the_end_of_the_run() -> None:
@@ -229,7 +229,7 @@ def test_a_resumed_run_generates_groups_again_that_were_in_states() -> None:
     run = checked()
     run.finish(0, 1)
     run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=()))
-    assert run.state.stages.groups_at("generated") == 0
+    assert run.state.groups.stages.groups_at("generated") == 0
     group = run.view.group(0)
     assert group is not None and group.state == "queued"
 
@@ -241,7 +241,7 @@ def test_a_state_policy_in_error_is_named_and_with_builtin_every_group_enters(ow
         run.finish(0)
     run = checked(broken, policies={"on_error": "builtin"})
     run.finish(0)
-    assert run.state.groups[0].state == "broken" and run.view.policy_errors == 1
+    assert run.state.groups.live[0].state == "broken" and run.view.policy_errors == 1
 
 
 # before generation
@@ -257,7 +257,7 @@ def test_groups_before_generation_hold_no_place_and_start_in_the_order_of_the_dr
     run = fetched()
     assert orders(run) == [(0, 1), (1, 1)]
     assert run.running() == [] and run.view.held == 0
-    assert run.view.waiting == run.state.ledger.drawn
+    assert run.view.waiting == run.state.groups.ledger.drawn
     leave(run, 1)
     assert orders(run)[-1] == (2, 1) and run.running() == [1]
     group = run.view.group(1)
@@ -265,7 +265,7 @@ def test_groups_before_generation_hold_no_place_and_start_in_the_order_of_the_dr
     for prepared in (0, 2, 3, 5, 4):
         leave(run, prepared)
     assert run.running() == [0, 1, 2, 3]
-    assert [*run.state.waiting] == [4, 5]
+    assert [*run.state.groups.waiting] == [4, 5]
     check_all(run.state)
 
 
@@ -291,7 +291,7 @@ def test_a_group_that_cannot_be_prepared_fails_without_a_place() -> None:
     while run.view.group(0) is not None:
         waiting = [c.group for c in run.ordered(EnterState) if run.state.orders.find("stage", c.group)]
         fail(run, 0) if 0 in waiting else leave(run, waiting[0])
-    assert run.view.phase_counts()["released"] == 1 and run.state.last_failure == "no judge"
+    assert run.view.phase_counts()["released"] == 1 and run.state.ending.last_failure == "no judge"
     check_all(run.state)
 
 
@@ -301,7 +301,7 @@ def test_a_run_that_branches_prepares_its_groups_again() -> None:
     run.finish(0)
     run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=()))
     assert {group.state for group in run.view.groups()} == {"fetching-all"}
-    assert not any(group.prepared for group in run.state.groups.values())
+    assert not any(group.prepared for group in run.state.groups.live.values())
     check_all(run.state)
 
 

@@ -29,7 +29,7 @@ def test_stragglers_are_not_dropped_while_a_run_drains() -> None:
     paused(run, 0)
     paused(run, 1)
     assert run.ordered(FinishRun)[-1].outcome == "stopped"
-    assert [group.state for group in run.state.groups.values() if group.attempt] == ["generated", *["aborted"] * 3]
+    assert [group.state for group in run.state.groups.live.values() if group.attempt] == ["generated", *["aborted"] * 3]
 
 
 def test_in_a_drain_a_formed_batch_does_not_wait_for_weights_that_nobody_gets() -> None:
@@ -40,9 +40,9 @@ def test_in_a_drain_a_formed_batch_does_not_wait_for_weights_that_nobody_gets() 
     run.tell(BatchScored(step=0, attempt=1, task="ref_logprobs"))
     run.train()
     run.publish()
-    assert len(run.state.formed_steps) == 1
+    assert len(run.state.training.formed_steps) == 1
     run.tell(DrainRequested(reason="maintenance"))
-    if run.state.replicas[0].state == "yielding":
+    if run.state.replicas.by_id[0].state == "yielding":
         paused(run, 0)
     run.tell(BatchScored(step=1, attempt=1, task="ref_logprobs"))
     assert [order.step for order in run.ordered(TrainStep)] == [0, 1]
@@ -58,7 +58,7 @@ def test_a_replica_that_stays_after_all_is_waited_for_while_a_run_drains() -> No
     run.tell(ReplicasWanted(replicas=2))
     paused(run, 0)
     paused(run, 1)
-    assert [replica.state for replica in run.state.replicas.values()] == ["asleep", "yielding"]
+    assert [replica.state for replica in run.state.replicas.by_id.values()] == ["asleep", "yielding"]
     assert not run.ordered(FinishRun), "it is still to sleep"
     paused(run, 1)
     assert run.ordered(FinishRun)[-1].outcome == "stopped"
@@ -70,8 +70,8 @@ def test_a_group_that_is_being_parked_may_outlive_the_limit_on_its_attempt() -> 
     assert [order.group for order in run.ordered(ParkGroup)] == [0, 1, 2, 3]
     run.tell(SettingChanged(setting="timeouts.group_s", value="null"))
     run.abort(0)
-    assert run.state.groups[0].infrastructure_failures == 1
-    assert run.state.last_failure == "an attempt exceeded its time limit of 100 s (timeouts.group_s)"
+    assert run.state.groups.live[0].infrastructure_failures == 1
+    assert run.state.ending.last_failure == "an attempt exceeded its time limit of 100 s (timeouts.group_s)"
 
 
 def test_a_step_that_ended_a_run_has_its_attempts_again_where_the_run_goes_on() -> None:
@@ -92,9 +92,9 @@ def test_a_resumed_run_publishes_anew_and_counts_on_no_weights_of_before() -> No
     run.finish(0, 1)
     run.train()
     run.publish()
-    assert list(run.state.versions) == [1]
+    assert list(run.state.training.versions) == [1]
     run.tell(RunResumed(steps=1, replicas=1, consumed=(), released=(), kept=True))
-    assert not run.state.versions
+    assert not run.state.training.versions
 
 
 def test_the_state_counts_the_optimizer_s_updates_and_a_branch_takes_them_back() -> None:
@@ -105,14 +105,14 @@ def test_the_state_counts_the_optimizer_s_updates_and_a_branch_takes_them_back()
         run.tell(CheckpointSaved(steps=step + 1))
         run.publish()
         run.install(0)
-    assert run.state.updates_in == {0: 0, 1: 3, 2: 6}
+    assert run.state.training.updates_in == {0: 0, 1: 3, 2: 6}
     gone = tuple(run.ordered(TrainStep)[-1].groups)
     run.tell(RunResumed(steps=1, replicas=1, consumed=gone, released=()))
-    assert run.state.updates_in == {0: 0, 1: 3}
+    assert run.state.training.updates_in == {0: 0, 1: 3}
 
 
 def test_a_group_that_was_never_drawn_cannot_be_consumed_again() -> None:
     run = small(replicas=1, checkpoint_every=1)
-    never = run.state.ledger.drawn
+    never = run.state.groups.ledger.drawn
     with pytest.raises(InvariantViolated, match="law 5: only a group that has ended can be consumed or released again"):
         run.tell(RunResumed(steps=0, replicas=1, consumed=(never,), released=()))

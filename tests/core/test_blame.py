@@ -60,9 +60,9 @@ def test_an_overdue_order_is_not_charged_before_its_owner_was_probed() -> None:
     answers(run)
     ((kind, reason),) = stopped(run)
     assert (kind, reason.startswith(SCORES)) == ("scorer", True)
-    assert run.state.steps[0].failures == 0, "it is charged once the process has ended"
+    assert run.state.training.steps[0].failures == 0, "it is charged once the process has ended"
     run.tell(ProcessLost(kind="scorer", index=0, incarnation=1, reason=reason))
-    assert run.state.steps[0].failures == 1
+    assert run.state.training.steps[0].failures == 1
 
 
 def test_a_process_that_does_not_answer_in_time_hangs() -> None:
@@ -111,8 +111,10 @@ def test_orders_within_limits_are_not_charged_if_another_order_stops_their_proce
     ((kind, reason),) = stopped(run)
     assert kind == "trainer"
     run.tell(ProcessLost(kind="trainer", index=0, incarnation=1, reason=reason))
-    assert run.state.steps[0].failures == 0
-    assert (run.state.steps[0].state, run.state.steps[0].attempt) == ("scoring", 2), "it is scored and trained again"
+    assert run.state.training.steps[0].failures == 0
+    assert (run.state.training.steps[0].state, run.state.training.steps[0].attempt) == ("scoring", 2), (
+        "it is scored and trained again"
+    )
 
 
 def test_the_one_that_waits_for_an_idle_process_is_to_blame() -> None:
@@ -211,9 +213,9 @@ def test_an_answer_after_the_limit_was_lifted_is_without_effect() -> None:
 def test_an_answer_of_an_earlier_life_is_stale() -> None:
     run = late_scorer()
     probe = run.ordered(ProbeProcess)[-1]
-    stale = run.state.stale_echoes
+    stale = run.state.orders.stale_echoes
     run.tell(ProcessProbed(kind="scorer", index=0, incarnation=0, order=probe.order))
-    assert run.state.stale_echoes == stale + 1 and not stopped(run)
+    assert run.state.orders.stale_echoes == stale + 1 and not stopped(run)
 
 
 def test_several_overdue_orders_of_a_process_are_one_chain() -> None:

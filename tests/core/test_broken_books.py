@@ -25,51 +25,51 @@ def at_work() -> State:
 
 
 def lose_a_group(state: State) -> None:
-    state.ledger.count[RUNNING] -= 1
+    state.groups.ledger.count[RUNNING] -= 1
 
 
 def count_below_zero(state: State) -> None:
-    state.ledger.count[PARKED] -= 1
-    state.ledger.count[READY] += 1
+    state.groups.ledger.count[PARKED] -= 1
+    state.groups.ledger.count[READY] += 1
 
 
 def run_too_many(state: State) -> None:
-    state.ledger.count[RUNNING] += 4
-    state.ledger.drawn += 4
+    state.groups.ledger.count[RUNNING] += 4
+    state.groups.ledger.drawn += 4
 
 
 def owe_a_passed_step(state: State) -> None:
-    state.steps_batched += 2
+    state.training.steps_batched += 2
 
 
 def owe_too_many(state: State) -> None:
-    state.deadlines.surplus -= 9
+    state.groups.deadlines.surplus -= 9
 
 
 def move_a_phase(state: State) -> None:
-    state.ledger.count[RUNNING] -= 1
-    state.ledger.count[WAITING] += 1
+    state.groups.ledger.count[RUNNING] -= 1
+    state.groups.ledger.count[WAITING] += 1
 
 
 def seat_twice(state: State) -> None:
-    first, second = state.replicas.values()
+    first, second = state.replicas.by_id.values()
     second.groups.update(first.groups)
 
 
 def take_a_seat(state: State) -> None:
-    state.replicas[0].groups.clear()
+    state.replicas.by_id[0].groups.clear()
 
 
 def move_a_deadline(state: State) -> None:
-    next(group for group in state.groups.values() if group.state == "generating").deadline += 1
+    next(group for group in state.groups.live.values() if group.state == "generating").deadline += 1
 
 
 def run_ahead(state: State) -> None:
-    state.replicas[0].version += 1
+    state.replicas.by_id[0].version += 1
 
 
 def forget_ready(state: State) -> None:
-    state.ready.clear()
+    state.groups.ready.clear()
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_orders_with_a_limit_that_no_check_looks_at_are_found() -> None:
 def test_an_added_state_works_on_as_many_groups_as_it_may() -> None:
     run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=3, added_states=(CHECKING,))
     run.finish(0)
-    stage = run.state.stages.by_name["checking"]
+    stage = run.state.groups.stages.by_name["checking"]
     assert stage.working == stage.concurrency == 1
     stage.concurrency = 0
     with pytest.raises(InvariantViolated, match="law 2: a state works on more than it may"):
@@ -133,19 +133,19 @@ def test_a_deadline_may_be_as_late_as_the_loosest_bound_of_the_run_and_no_later(
     run.tell(SettingChanged(setting="scheduler.max_staleness_steps", value="1"))
     run.tell(SettingChanged(setting="scheduler.max_staleness_steps", value="2"))
     check_all(run.state)
-    run.state.groups[0].deadline += 1
+    run.state.groups.live[0].deadline += 1
     with pytest.raises(InvariantViolated, match="law 4: a deadline was moved"):
         check_all(run.state)
 
 
 def test_as_many_groups_as_allowed_may_run_and_no_more() -> None:
     state = at_work()
-    count = state.limits.max_concurrent_groups - state.ledger.running
-    state.ledger.count[RUNNING] += count
-    state.ledger.drawn += count
+    count = state.limits.max_concurrent_groups - state.groups.ledger.running
+    state.groups.ledger.count[RUNNING] += count
+    state.groups.ledger.drawn += count
     check_tick(state)
-    state.ledger.count[RUNNING] += 1
-    state.ledger.drawn += 1
+    state.groups.ledger.count[RUNNING] += 1
+    state.groups.ledger.drawn += 1
     with pytest.raises(InvariantViolated, match="law 2"):
         check_tick(state)
 

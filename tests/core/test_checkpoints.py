@@ -37,7 +37,7 @@ def save(run: Scripted, count: int = 1, deletes: bool = True) -> None:
         run.train()
         run.publish()
         run.install()
-        new = run.tell(CheckpointSaved(steps=run.state.steps_trained))
+        new = run.tell(CheckpointSaved(steps=run.state.training.steps_trained))
         if deletes:
             answer(run, *(order for order in new if isinstance(order, DeleteCheckpoint)))
 
@@ -54,9 +54,9 @@ def deleted(run: Scripted) -> list[int]:
 def resumed(run: Scripted, steps: int | None = None) -> None:
     """New processes: with all there was, or from an older checkpoint."""
     if steps is None:
-        run.tell(RunResumed(steps=run.state.steps_trained, replicas=1, consumed=(), released=(), kept=True))
+        run.tell(RunResumed(steps=run.state.training.steps_trained, replicas=1, consumed=(), released=(), kept=True))
         return
-    again = (order for order in run.ordered(TrainStep) if steps <= order.step < run.state.steps_trained)
+    again = (order for order in run.ordered(TrainStep) if steps <= order.step < run.state.training.steps_trained)
     consumed = tuple(group for order in again for group in order.groups)
     run.tell(RunResumed(steps=steps, replicas=1, consumed=consumed, released=()))
 
@@ -98,7 +98,7 @@ def test_a_checkpoint_reported_twice_as_saved_counts_once() -> None:
     run = run_of()
     save(run, 2)
     run.tell(CheckpointSaved(steps=2))  # an echo
-    assert run.state.checkpoints.steps == [1, 2] and run.state.stale_echoes == 1
+    assert run.state.checkpoints.steps == [1, 2] and run.state.orders.stale_echoes == 1
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_drain_ends_once_its_checkpoints_are_deleted() -> None:
     save(run, 2, deletes=False)
     run.tell(DrainRequested(reason="maintenance"))
     run.abort(*run.running())
-    attempt = run.state.replicas[0].sync_attempt
+    attempt = run.state.replicas.by_id[0].sync_attempt
     run.tell(ReplicaPaused(replica=0, incarnation=1, attempt=attempt))
     assert not run.ordered(FinishRun)
     answer(run, *run.ordered(DeleteCheckpoint))
@@ -260,7 +260,7 @@ def test_damage_to_a_checkpoint_that_nobody_knows_changes_nothing() -> None:
     run = run_of()
     save(run, 2)
     run.tell(CheckpointDamaged(steps=7, reason="model: is missing"))
-    assert run.state.checkpoints.steps == [1, 2] and run.state.stale_echoes == 0
+    assert run.state.checkpoints.steps == [1, 2] and run.state.orders.stale_echoes == 0
 
 
 def test_the_last_checkpoint_is_written_again_if_it_is_damaged_before_the_run_ends() -> None:
@@ -301,11 +301,13 @@ def test_a_long_run_keeps_no_figures_of_versions_and_steps_that_nothing_refers_t
     save(run, 40)
     state = run.state
     assert state.checkpoints.steps == [10, 20, 30, 39, 40], "and 38 was there as 40 was saved"
-    assert list(state.updates_in) == [0, 10, 20, 30, 38, 39, 40], "a trainer may begin at any of them"
-    assert 40 in state.steps_in and len(state.steps_in) <= 4
-    assert all(group.admitted_version in state.steps_in for group in state.groups.values() if group.attempt)
+    assert list(state.training.updates_in) == [0, 10, 20, 30, 38, 39, 40], "a trainer may begin at any of them"
+    assert 40 in state.training.steps_in and len(state.training.steps_in) <= 4
+    assert all(
+        group.admitted_version in state.training.steps_in for group in state.groups.live.values() if group.attempt
+    )
     resumed(run, 39)
-    assert state.updates_in[39] == run.state.updates_in[30] == 0
+    assert state.training.updates_in[39] == run.state.training.updates_in[30] == 0
 
 
 def test_without_checkpoints_only_the_newest_updates_are_known() -> None:
@@ -315,17 +317,17 @@ def test_without_checkpoints_only_the_newest_updates_are_known() -> None:
         run.train()
         run.publish()
         run.install()
-    assert list(run.state.updates_in) == [0, 5]
+    assert list(run.state.training.updates_in) == [0, 5]
 
 
 def test_the_version_of_a_replica_that_lags_behind_stays_known() -> None:
     run = run_of(replicas=2, max_staleness_steps=3, max_concurrent_groups=8)
     for step in range(8):
-        mine = [group for group in run.running() if run.state.groups[group].replica == 0]
+        mine = [group for group in run.running() if run.state.groups.live[group].replica == 0]
         run.finish(*mine[:2])
         run.train()
         run.publish()
         for replica in (0, 1) if step == 0 else (0,):
             run.install(replica)
-    assert run.state.replicas[1].version == 1
-    assert 1 in run.state.steps_in and 3 not in run.state.steps_in
+    assert run.state.replicas.by_id[1].version == 1
+    assert 1 in run.state.training.steps_in and 3 not in run.state.training.steps_in

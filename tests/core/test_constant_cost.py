@@ -78,15 +78,15 @@ def test_a_tick_visits_all_replicas_only_if_something_but_a_group_changed(sync: 
     busy: list[int] = []
 
     def count(tick: Tick) -> None:
-        replicas: Any = state.replicas
+        replicas: Any = state.replicas.by_id
         about_groups = all(isinstance(event, GROUP_EVENTS) for event in tick.events)
-        is_quiet = about_groups and not others and state.ledger.running  # without one, it looks for any progress
+        is_quiet = about_groups and not others and state.groups.ledger.running  # without one, it looks for any progress
         (quiet if is_quiet else busy).append(replicas.walks)
         replicas.walks = 0
         others.clear()
 
     def begin() -> None:
-        state.replicas = Counted(state.replicas)
+        state.replicas.by_id = Counted(state.replicas.by_id)
         state.observe(lambda machine, record, source, trigger: others.append(machine) if machine != "group" else None)
         world.driver.observe = count
 
@@ -188,9 +188,9 @@ def test_what_one_event_leaves_is_resumed_by_the_next() -> None:
     run.handle(ProcessUp(kind="replica", index=1, incarnation=1, slots=groups, version=0))
     answer = run.handle(ProcessUp(kind="replica", index=0, incarnation=2, slots=groups, version=0))
     (timer,) = timers(answer)
-    assert (starts(answer), run.scheduler.state.ledger.parked) == (MOST_STARTS, 1)
+    assert (starts(answer), run.scheduler.state.groups.ledger.parked) == (MOST_STARTS, 1)
     answer = run.handle(TimerFired(timer=timer.timer))
-    assert (starts(answer), run.scheduler.state.ledger.parked) == (1, 0)
+    assert (starts(answer), run.scheduler.state.groups.ledger.parked) == (1, 0)
 
 
 def begun(replicas: int) -> tuple[Run, list[int], SetTimer]:
@@ -222,10 +222,10 @@ def test_replicas_that_were_not_started_yet_are_not_lost() -> None:
     run, first, timer = begun(MOST_STARTS + 1)
     for index in first:
         run.handle(ProcessLost(kind="replica", index=index, incarnation=1, reason="no room", final=True))
-    assert not run.scheduler.state.none_left
+    assert not run.scheduler.state.ending.none_left
     assert launched(run.handle(TimerFired(timer=timer.timer))) == [MOST_STARTS]
     run.handle(ProcessLost(kind="replica", index=MOST_STARTS, incarnation=1, reason="no room", final=True))
-    assert run.scheduler.state.none_left
+    assert run.scheduler.state.ending.none_left
 
 
 def test_replicas_for_validations_that_were_not_started_yet_leave_none_to_generate() -> None:
@@ -236,7 +236,7 @@ def test_replicas_for_validations_that_were_not_started_yet_leave_none_to_genera
     run.handle(RunStarted(replicas=MOST_STARTS + 2))
     for index in (0, 1):
         run.handle(ProcessLost(kind="replica", index=index, incarnation=1, reason="no room", final=True))
-    assert run.scheduler.state.none_left
+    assert run.scheduler.state.ending.none_left
 
 
 def test_a_changed_number_of_replicas_holds_for_those_that_were_not_started_yet() -> None:

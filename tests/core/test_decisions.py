@@ -152,7 +152,7 @@ def test_a_success_restores_the_budget_of_publication_and_of_syncs():
         last = run.ordered(PublishWeights)[-1]
         run.tell(PublishFailed(version=last.version, attempt=last.attempt, reason="away"))
         run.publish()
-        replica = run.state.replicas[0]
+        replica = run.state.replicas.by_id[0]
         run.tell(SyncFailed(replica=0, incarnation=1, attempt=replica.sync_attempt, version=last.version, reason="x"))
         run.install()
     assert not run.ordered(FinishRun) and not run.ordered(StopProcess)
@@ -186,7 +186,7 @@ def test_parked_groups_resume_before_new_ones_start_and_the_earliest_deadline_fi
     run.publish()
     run.install()
     run.finish(2, 3)
-    due = {g: run.state.groups[g].deadline for g in run.running()}
+    due = {g: run.state.groups.live[g].deadline for g in run.running()}
     assert due == {4: 2, 5: 2, 6: 3, 7: 3}
     run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="x"))
     run.train()
@@ -211,9 +211,9 @@ def test_a_replica_behind_takes_groups_while_its_version_has_places():
     run.train()
     run.publish()
     run.install(0)
-    assert {run.state.groups[g].replica: run.state.groups[g].admitted_version for g in run.running()}[1] == 0
-    run.finish(next(g for g in run.running() if run.state.groups[g].replica == 1))
-    assert 1 in {run.state.groups[g].replica for g in run.running()}, "version 0 still has places"
+    assert {run.state.groups.live[g].replica: run.state.groups.live[g].admitted_version for g in run.running()}[1] == 0
+    run.finish(next(g for g in run.running() if run.state.groups.live[g].replica == 1))
+    assert 1 in {run.state.groups.live[g].replica for g in run.running()}, "version 0 still has places"
 
 
 def test_the_tail_waits_for_a_parked_group():
@@ -241,7 +241,7 @@ def test_among_replicas_new_enough_the_least_loaded_is_chosen():
         policies={"sync": "rolling"},
     )
     run.finish(0, 1)
-    replicas, free = run.state.replicas, run.state.free
+    replicas, free = run.state.replicas.by_id, run.state.replicas
     replicas[0].version = 0
     for r, v, n in ((0, 0, 0), (1, 1, 2), (2, 1, 1)):
         replicas[r].version, replicas[r].slots = v, 4
@@ -344,7 +344,7 @@ def test_the_heap_of_replicas_stays_small():
         run.publish()
         run.install(0)
         run.install(1)
-    assert sum(len(at.heap) for at in run.state.free._at.values()) <= 64 + 8 * 2
+    assert sum(len(at.heap) for at in run.state.replicas._at.values()) <= 64 + 8 * 2
 
 
 def test_scoring_begins_anew_when_a_step_failed():
@@ -383,12 +383,12 @@ def test_the_room_is_checked_whatever_chose_the_batch(monkeypatch):
 
 def test_a_replica_on_which_group_after_group_fails_is_replaced() -> None:
     run = small(replicas=2, slots=2, infrastructure_attempts=3)
-    sick = [g for g in run.running() if run.state.groups[g].replica == 0]
+    sick = [g for g in run.running() if run.state.groups.live[g].replica == 0]
     for group in (*sick, *sick):
-        if 0 <= run.state.groups[group].replica == 0:
+        if 0 <= run.state.groups.live[group].replica == 0:
             fail(run, group)
     while not run.ordered(StopProcess):
-        fail(run, next(g for g in run.running() if run.state.groups[g].replica == 0))
+        fail(run, next(g for g in run.running() if run.state.groups.live[g].replica == 0))
     assert run.ordered(StopProcess)[0].index == 0
     assert "3 groups in a row failed on it" in run.ordered(StopProcess)[0].reason
 
@@ -403,14 +403,14 @@ def test_one_group_that_fails_again_and_again_does_not_cost_its_replica() -> Non
 
 def test_a_failed_group_goes_on_elsewhere_if_it_can() -> None:
     run = small(replicas=2, slots=3)
-    failed_on = run.state.groups[0].replica
+    failed_on = run.state.groups.live[0].replica
     fail(run, 0)
-    assert run.state.groups[0].replica != failed_on
+    assert run.state.groups.live[0].replica != failed_on
 
 
 def fail(run: Scripted, id: int) -> None:
-    group = run.state.groups[id]
-    replica = run.state.replicas[group.replica]
+    group = run.state.groups.live[id]
+    replica = run.state.replicas.by_id[group.replica]
     run.tell(
         GroupFailed(
             group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation,
@@ -426,7 +426,7 @@ def test_a_version_that_no_replica_can_take_ends_the_run() -> None:
     run.publish()
     for incarnation in (1, 2):
         for _ in range(2):
-            attempt = run.state.replicas[0].sync_attempt
+            attempt = run.state.replicas.by_id[0].sync_attempt
             run.tell(SyncFailed(replica=0, incarnation=incarnation, attempt=attempt, version=1, reason="wrong shape"))
         if incarnation == 1:
             run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=0))
@@ -533,9 +533,9 @@ def test_after_a_rejected_event_the_driver_takes_nothing_more() -> None:
 def fail_for_good(run, count):
     """The running group with the lowest number fails, again and again."""
     for _ in range(count):
-        if run.state.outcome is not None:
+        if run.state.ending.outcome is not None:
             return
-        group = run.state.groups[run.running()[0]]
+        group = run.state.groups.live[run.running()[0]]
         run.tell(
             GroupFailed(
                 group=group.id,
@@ -551,7 +551,7 @@ def fail_for_good(run, count):
 def test_a_run_whose_groups_all_fail_ends_before_its_prompts_do():
     run = small(data_attempts=1)
     fail_for_good(run, 63)
-    assert run.state.outcome is None
+    assert run.state.ending.outcome is None
     fail_for_good(run, 1)
     assert run.ordered(FinishRun)[-1].outcome == "failed"
     assert run.ordered(FinishRun)[-1].reason == "64 prompt groups in a row have failed; last error: burnt"
@@ -562,4 +562,4 @@ def test_one_group_that_is_generated_shows_that_going_on_has_a_point():
     fail_for_good(run, 63)
     run.finish(run.running()[0])
     fail_for_good(run, 63)
-    assert run.state.outcome is None
+    assert run.state.ending.outcome is None

@@ -46,7 +46,7 @@ def small(**others: object) -> Scripted:
 
 def paused(run: Scripted, id: int) -> None:
     """A replica has parked what ran on it, with tokens, and samples no more."""
-    replica = run.state.replicas[id]
+    replica = run.state.replicas.by_id[id]
     run.abort(*replica.groups)
     run.tell(ReplicaPaused(replica=id, incarnation=replica.incarnation, attempt=replica.sync_attempt))
 
@@ -76,7 +76,7 @@ def test_a_run_that_drains_parks_its_groups_trains_its_batch_and_saves_a_checkpo
     (end,) = run.ordered(FinishRun)
     assert (end.outcome, end.reason) == ("stopped", "maintenance")
     assert len(list(run.starts())) == starts, "nothing was started meanwhile"
-    assert {group.infrastructure_failures for group in run.state.groups.values()} == {0}
+    assert {group.infrastructure_failures for group in run.state.groups.live.values()} == {0}
 
 
 def test_ready_groups_are_no_batch_while_a_run_drains() -> None:
@@ -88,7 +88,7 @@ def test_ready_groups_are_no_batch_while_a_run_drains() -> None:
     paused(run, 1)
     assert not run.ordered(TrainStep)
     assert run.ordered(FinishRun)[-1].outcome == "stopped"
-    assert list(run.state.ready) == [0, 1], "the next life takes them"
+    assert list(run.state.groups.ready) == [0, 1], "the next life takes them"
 
 
 def test_what_was_drained_goes_on_where_it_was() -> None:
@@ -109,7 +109,7 @@ def test_a_replica_in_a_sync_drains_at_its_end_and_one_that_joins_does_at_once()
     run.train()
     run.publish()
     run.install(0, pause=False)
-    replica = run.state.replicas[0]
+    replica = run.state.replicas.by_id[0]
     assert replica.state == "pausing"
     run.tell(DrainRequested(reason="maintenance"))
     assert replica.state == "pausing"
@@ -117,7 +117,7 @@ def test_a_replica_in_a_sync_drains_at_its_end_and_one_that_joins_does_at_once()
     run.tell(SyncFailed(**place, version=1, reason="fault"))
     assert replica.state == "draining"
     joined(run, 5, 1)
-    assert run.state.replicas[5].state == "draining"
+    assert run.state.replicas.by_id[5].state == "draining"
 
 
 def test_a_pause_that_fails_is_ordered_again() -> None:
@@ -170,20 +170,20 @@ def test_a_drain_waits_for_no_validation_and_the_weights_are_measured_later() ->
 
 def test_the_highest_replicas_leave_and_their_groups_go_on_elsewhere() -> None:
     run = small(slots=2)
-    held = list(run.state.replicas[1].groups)
+    held = list(run.state.replicas.by_id[1].groups)
     run.tell(SettingChanged(setting="scheduler.max_concurrent_groups", value="2"))
-    run.finish(*run.state.replicas[0].groups)
+    run.finish(*run.state.replicas.by_id[0].groups)
     run.tell(ReplicasWanted(replicas=1))
     assert [order.replica for order in run.ordered(PauseReplica)] == [1]
     paused(run, 1)
     (stop,) = run.ordered(StopProcess)
     assert (stop.kind, stop.index, stop.incarnation) == ("replica", 1, 1)
-    assert run.state.replicas[1].state == "down"
+    assert run.state.replicas.by_id[1].state == "down"
     assert [(order.group, order.replica) for order in run.ordered(ResumeGroup)] == [(group, 0) for group in held]
-    assert {group.infrastructure_failures for group in run.state.groups.values()} == {0}
+    assert {group.infrastructure_failures for group in run.state.groups.live.values()} == {0}
     run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="stopped"))
     assert not run.ordered(FinishRun) and not run.ordered(StartProcess)
-    assert run.state.replicas[1].process.state == "gone"
+    assert run.state.replicas.by_id[1].process.state == "gone"
 
 
 def test_replicas_that_are_missing_are_started() -> None:
@@ -193,7 +193,7 @@ def test_replicas_that_are_missing_are_started() -> None:
     run.tell(ReplicasWanted(replicas=3))
     assert len(run.ordered(StartProcess)) == 2, "they are on their way"
     joined(run, 1, 1)
-    assert run.state.replicas[1].state == "ready"
+    assert run.state.replicas.by_id[1].state == "ready"
 
 
 def test_a_replica_that_was_let_go_is_started_again_when_it_is_wanted_again() -> None:
@@ -204,7 +204,7 @@ def test_a_replica_that_was_let_go_is_started_again_when_it_is_wanted_again() ->
     run.tell(ReplicasWanted(replicas=2))
     assert [(order.index, order.incarnation) for order in run.ordered(StartProcess)] == [(1, 2)]
     joined(run, 1, 2)
-    assert [replica.state for replica in run.state.rollouts] == ["ready", "ready"]
+    assert [replica.state for replica in run.state.replicas.rollouts] == ["ready", "ready"]
 
 
 def test_a_replica_that_is_wanted_again_before_it_is_gone_stays() -> None:
@@ -214,7 +214,7 @@ def test_a_replica_that_is_wanted_again_before_it_is_gone_stays() -> None:
     paused(run, 1)
     assert not run.ordered(StopProcess)
     assert [order.replica for order in run.ordered(ResumeReplica)] == [1]
-    assert run.state.replicas[1].state == "ready"
+    assert run.state.replicas.by_id[1].state == "ready"
 
 
 def test_a_replica_that_comes_up_as_it_is_stopped_gets_no_work() -> None:
@@ -223,10 +223,10 @@ def test_a_replica_that_comes_up_as_it_is_stopped_gets_no_work() -> None:
     run.tell(ReplicasWanted(replicas=2))
     run.tell(ReplicasWanted(replicas=1))
     joined(run, 1, 1)
-    assert [order.index for order in run.ordered(StopProcess)] == [1] and run.state.stale_echoes == 1
-    assert run.state.replicas[1].state == "down"
+    assert [order.index for order in run.ordered(StopProcess)] == [1] and run.state.orders.stale_echoes == 1
+    assert run.state.replicas.by_id[1].state == "down"
     run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="it was stopped"))
-    assert run.state.replicas[1].process.state == "gone"
+    assert run.state.replicas.by_id[1].process.state == "gone"
 
 
 @pytest.mark.parametrize("failed", [True, False])
@@ -247,8 +247,8 @@ def test_a_stopping_replica_wanted_again_is_charged_if_it_was_stopped_for_failur
     assert stop.hung == failed
     run.tell(ReplicasWanted(replicas=2))
     run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason=stop.reason))
-    assert run.state.replicas[1].process.state == "starting"
-    assert run.state.replicas[1].process.deaths == failed
+    assert run.state.replicas.by_id[1].process.state == "starting"
+    assert run.state.replicas.by_id[1].process.deaths == failed
 
 
 def test_another_life_of_a_replica_that_is_not_wanted_leaves() -> None:
@@ -279,11 +279,13 @@ def test_a_lost_replica_that_was_to_return_and_is_not_wanted_any_more_is_stopped
     assert [(order.index, order.incarnation) for order in run.ordered(StopProcess)] == [(1, 2)]
     run.tell(ProcessLost(kind="replica", index=1, incarnation=2, reason="not wanted"))
     joined(run, 1, 2)
-    assert run.state.stale_echoes == 1 and run.state.replicas[1].state == "down", "it was stopped as it came"
+    assert run.state.orders.stale_echoes == 1 and run.state.replicas.by_id[1].state == "down", (
+        "it was stopped as it came"
+    )
     run.tell(ReplicasWanted(replicas=2))
     assert run.ordered(StartProcess)[-1].incarnation == 3
     joined(run, 1, 3)
-    assert run.state.replicas[1].state == "ready"
+    assert run.state.replicas.by_id[1].state == "ready"
 
 
 def test_a_replica_wanted_again_while_it_is_stopped_starts_once_it_has_stopped() -> None:
@@ -297,23 +299,23 @@ def test_a_replica_wanted_again_while_it_is_stopped_starts_once_it_has_stopped()
     assert not run.ordered(StartProcess) and not run.ordered(FinishRun)
     run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="it was stopped"))
     assert [order.index for order in run.ordered(StartProcess)] == [1] and not run.ordered(FinishRun)
-    assert run.state.replicas[1].process.deaths == 0, "it did not end by itself"
+    assert run.state.replicas.by_id[1].process.deaths == 0, "it did not end by itself"
     joined(run, 1, 2)
-    assert run.state.replicas[1].state == "ready" and not run.state.orders.open("start")
+    assert run.state.replicas.by_id[1].state == "ready" and not run.state.orders.open("start")
 
 
 def test_a_replica_that_is_taken_away_may_come_back() -> None:
     run = small()
     run.tell(ReplicaLeaves(replica=1, incarnation=1, reason="spot instance"))
     run.tell(ReplicaLeaves(replica=0, incarnation=7, reason="an echo"))
-    assert run.state.stale_echoes == 1
+    assert run.state.orders.stale_echoes == 1
     paused(run, 1)
     (stop,) = run.ordered(StopProcess)
     assert (stop.index, stop.reason) == (1, "spot instance")
     run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="it was stopped"))
     assert [(order.index, order.incarnation) for order in run.ordered(StartProcess)] == [(1, 2)]
     joined(run, 1, 2)
-    assert run.state.replicas[1].state == "ready"
+    assert run.state.replicas.by_id[1].state == "ready"
 
 
 def test_a_life_that_follows_ends_the_order_to_stop_the_one_before() -> None:
@@ -323,7 +325,7 @@ def test_a_life_that_follows_ends_the_order_to_stop_the_one_before() -> None:
     paused(run, 1)
     assert run.state.orders.find("stop", ("replica", 1)) is not None
     joined(run, 1, 2)
-    assert run.state.replicas[1].state == "ready" and run.state.orders.find("stop", ("replica", 1)) is None
+    assert run.state.replicas.by_id[1].state == "ready" and run.state.orders.find("stop", ("replica", 1)) is None
 
 
 @pytest.mark.parametrize("order", ["notice first", "fewer first"])
@@ -339,7 +341,7 @@ def test_who_is_taken_away_leaves_however_many_are_wanted_meanwhile(order: str) 
     run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="it was stopped"))
     assert [(order.index, order.incarnation) for order in run.ordered(StartProcess)] == [(1, 2)]
     joined(run, 1, 2)
-    assert run.state.replicas[1].state == "ready"
+    assert run.state.replicas.by_id[1].state == "ready"
 
 
 def test_who_is_taken_away_does_not_come_back_where_fewer_are_wanted() -> None:
@@ -349,7 +351,7 @@ def test_who_is_taken_away_does_not_come_back_where_fewer_are_wanted() -> None:
     paused(run, 1)
     assert run.ordered(StopProcess)
     run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="it was stopped"))
-    assert not run.ordered(StartProcess) and run.state.replicas[1].process.state == "gone"
+    assert not run.ordered(StartProcess) and run.state.replicas.by_id[1].process.state == "gone"
 
 
 def test_who_shares_a_pool_and_stays_after_all_sleeps_where_the_run_drains() -> None:
@@ -358,7 +360,7 @@ def test_who_shares_a_pool_and_stays_after_all_sleeps_where_the_run_drains() -> 
     run = small(pools=pools)
     run.finish(0, 1)
     paused(run, 0)
-    replica = run.state.replicas[1]
+    replica = run.state.replicas.by_id[1]
     assert replica.state == "yielding"
     run.tell(SyncFailed(replica=1, incarnation=1, attempt=replica.sync_attempt, version=0, reason="fault"))
     assert replica.state == "yielding"
@@ -380,7 +382,7 @@ def test_a_replica_that_dies_on_its_way_out_is_not_let_go_twice() -> None:
     run.tell(ReplicaLeaves(replica=1, incarnation=1, reason="spot instance"))
     run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
     joined(run, 1, 2)
-    assert run.state.replicas[1].state == "ready" and not run.ordered(StopProcess)
+    assert run.state.replicas.by_id[1].state == "ready" and not run.ordered(StopProcess)
 
 
 # no replica is left
@@ -402,11 +404,11 @@ def test_the_last_replica_is_waited_for_as_long_as_was_said() -> None:
 
 def test_a_larger_staleness_holds_for_later_admissions() -> None:
     run = small()
-    before = {group.id: group.deadline for group in run.state.groups.values() if group.deadline >= 0}
+    before = {group.id: group.deadline for group in run.state.groups.live.values() if group.deadline >= 0}
     run.tell(SettingChanged(setting="scheduler.max_staleness_steps", value="3"))
     run.tell(SettingChanged(setting="scheduler.max_concurrent_groups", value="8"))
     assert len(run.running()) == 8
-    deadlines = {id: run.state.groups[id].deadline for id in run.running()}
+    deadlines = {id: run.state.groups.live[id].deadline for id in run.running()}
     assert deadlines == {**before, **dict.fromkeys(range(4, 8), 3)}
 
 
@@ -427,7 +429,7 @@ def test_another_policy_decides_from_now_on_and_the_others_keep_what_they_rememb
     assert run.scheduler.policies.names["filter"] == "zero-variance"
     assert run.scheduler.policies.dispatch is policies.dispatch
     run.finish(0, spread=0.0)
-    assert 0 not in run.state.groups
+    assert 0 not in run.state.groups.live
 
 
 @pytest.mark.parametrize(
@@ -461,7 +463,7 @@ def test_an_attempt_that_takes_too_long_is_parked_and_costs_one() -> None:
     parked = run.ordered(ParkGroup)
     assert [order.group for order in parked] == [1, 2, 3], "none was started instead of 0"
     run.abort(1)
-    group = run.state.groups[1]
+    group = run.state.groups.live[1]
     assert (group.infrastructure_failures, group.tokens > 0) == (1, True)
     assert run.ordered(ResumeGroup)[-1].group == 1
 
@@ -485,7 +487,7 @@ def test_a_replica_that_does_not_park_a_group_is_hung() -> None:
     assert stop.index == 0
     law = r"replica 0 exceeded its time limit of 60 s \(timeouts.cut_s\) after 6\d s in ParkGroup \(group 0\)"
     assert re.fullmatch(f"{law}; limits are checked every 3 s", stop.reason)
-    assert {group.state for group in run.state.groups.values() if group.attempt} == {"aborted"}
+    assert {group.state for group in run.state.groups.live.values() if group.attempt} == {"aborted"}
 
 
 def test_an_attempt_that_began_as_the_run_did_is_parked_like_any_other() -> None:
@@ -530,8 +532,8 @@ def paced(run: Scripted, seconds: dict[int, float], rounds: int = 4) -> None:
     """Groups end on each replica, in so many seconds; their tokens are ten each."""
     for _ in range(rounds):
         for id, took in seconds.items():
-            group = next(iter(run.state.replicas[id].groups))
-            run.tell(run.generated(group, spread=0.0), at=run.state.groups[group].seated_at + took)
+            group = next(iter(run.state.replicas.by_id[id].groups))
+            run.tell(run.generated(group, spread=0.0), at=run.state.groups.live[group].seated_at + took)
 
 
 def compared(**others: object) -> Scripted:
@@ -543,10 +545,10 @@ def compared(**others: object) -> Scripted:
 def test_an_idle_replica_takes_over_from_a_slow_one() -> None:
     run = compared(prompts=14)
     paced(run, {0: 100.0, 1: 10.0})
-    slow, fast = run.state.replicas[0], run.state.replicas[1]
+    slow, fast = run.state.replicas.by_id[0], run.state.replicas.by_id[1]
     assert (slow.slow, fast.slow) == (True, False)
     assert not run.ordered(ParkGroup), "the fast one has groups of its own"
-    moved = min(slow.groups, key=lambda id: (run.state.groups[id].deadline, id))
+    moved = min(slow.groups, key=lambda id: (run.state.groups.live[id].deadline, id))
     while not run.ordered(ParkGroup):
         run.finish(next(iter(fast.groups)))
     order = run.ordered(ParkGroup)[0]
@@ -556,15 +558,15 @@ def test_an_idle_replica_takes_over_from_a_slow_one() -> None:
     run.abort(moved)
     resumed = run.ordered(ResumeGroup)[-1]
     assert (resumed.group, resumed.replica) == (moved, 1)
-    assert run.state.groups[moved].infrastructure_failures == 0
+    assert run.state.groups.live[moved].infrastructure_failures == 0
 
 
 def test_replicas_of_the_same_pace_keep_their_groups() -> None:
     run = compared(prompts=14)
     paced(run, {0: 15.0, 1: 10.0})
-    assert not run.state.replicas[0].slow
+    assert not run.state.replicas.by_id[0].slow
     paced(run, {0: 40.0}, rounds=3)
-    assert run.state.replicas[0].slow, "what it does now outweighs what it did"
+    assert run.state.replicas.by_id[0].slow, "what it does now outweighs what it did"
 
 
 def test_a_resumed_group_tells_the_pace_of_its_replica_by_the_tokens_generated_there() -> None:
@@ -573,19 +575,19 @@ def test_a_resumed_group_tells_the_pace_of_its_replica_by_the_tokens_generated_t
     run.fail(0, cause="infrastructure")
     assert run.ordered(ResumeGroup)[-1].group == 0
     run.tell(run.generated(0), at=run.clock + 50.0)
-    assert run.state.replicas[0].pace == 50.0 / 5, "five of its ten tokens are from before"
+    assert run.state.replicas.by_id[0].pace == 50.0 / 5, "five of its ten tokens are from before"
 
 
 def test_a_group_moves_once_and_a_new_life_begins_unjudged() -> None:
     run = compared(prompts=14)
     paced(run, {0: 100.0, 1: 10.0})
-    fast = run.state.replicas[1]
+    fast = run.state.replicas.by_id[1]
     while not run.ordered(ParkGroup):
         run.finish(next(iter(fast.groups)))
     moved = run.ordered(ParkGroup)[0].group
     run.abort(moved)
-    assert run.state.groups[moved].moved
+    assert run.state.groups.live[moved].moved
     run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
     joined(run, 0, 2)
-    replica = run.state.replicas[0]
+    replica = run.state.replicas.by_id[0]
     assert (replica.slow, replica.paced) == (False, 0)

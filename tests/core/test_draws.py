@@ -21,7 +21,7 @@ def last_draw(run: Scripted) -> DrawPrompts:
 
 def drawn(run: Scripted, count: int, exhausted: bool = False) -> PromptsDrawn:
     order = last_draw(run)
-    return PromptsDrawn(first=run.state.ledger.drawn, count=count, exhausted=exhausted, number=order.number)
+    return PromptsDrawn(first=run.state.groups.ledger.drawn, count=count, exhausted=exhausted, number=order.number)
 
 
 def test_fewer_prompts_than_ordered_close_the_order_and_the_rest_is_ordered() -> None:
@@ -31,18 +31,18 @@ def test_fewer_prompts_than_ordered_close_the_order_and_the_rest_is_ordered() ->
     second = last_draw(run)
     assert second.number > first.number and second.count == first.count - 1
     run.tell(drawn(run, second.count, exhausted=True))
-    assert run.state.ledger.drawn == first.count and run.state.exhausted and not run.state.asked
+    assert run.state.groups.ledger.drawn == first.count and run.state.groups.exhausted and not run.state.asked
 
 
 def test_an_echo_of_a_draw_that_was_answered_changes_nothing() -> None:
     run = undrawn()
     answered, failed = drawn(run, 1), DrawFailed(number=last_draw(run).number, reason="late")
     run.tell(answered)
-    before = run.state.ledger.drawn, run.state.asked
+    before = run.state.groups.ledger.drawn, run.state.asked
     for echo in (answered, failed, DrawFailed(number=99, reason="of nothing")):
         assert run.tell(echo) == []
-    assert (run.state.ledger.drawn, run.state.asked) == before
-    assert run.state.stale_echoes == 3 and run.state.failed_draws == 0
+    assert (run.state.groups.ledger.drawn, run.state.asked) == before
+    assert run.state.orders.stale_echoes == 3 and run.state.ending.failed_draws == 0
 
 
 def test_a_failed_draw_is_ordered_again_and_one_that_succeeds_forgives_it() -> None:
@@ -55,7 +55,7 @@ def test_a_failed_draw_is_ordered_again_and_one_that_succeeds_forgives_it() -> N
                 first=order.first, count=order.count, number=order.number + 1, cause=again.cause
             )
         run.tell(drawn(run, 1))
-        assert run.state.failed_draws == 0
+        assert run.state.ending.failed_draws == 0
 
 
 def test_draws_that_fail_five_times_in_a_row_end_the_run_and_name_the_data_source() -> None:
@@ -66,10 +66,10 @@ def test_draws_that_fail_five_times_in_a_row_end_the_run_and_name_the_data_sourc
     assert end.outcome == "failed"
     assert end.reason == "the data source failed 5 times in a row; last error: OSError: no such file"
     run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=()))
-    assert run.state.outcome is None and run.state.failed_draws == 0
+    assert run.state.ending.outcome is None and run.state.ending.failed_draws == 0
     run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=0))
     run.tell(drawn(run, 4))
-    assert run.state.ledger.drawn == 4
+    assert run.state.groups.ledger.drawn == 4
 
 
 @pytest.mark.parametrize(("count", "exhausted"), [(-1, False), (99, True), (0, False)])

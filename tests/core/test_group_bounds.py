@@ -75,7 +75,7 @@ def test_a_fraction_of_the_staleness_bound_is_held_ahead() -> None:
     run.publish()
     run.install()
     assert run.running() == [4, 5, 6, 7, 8, 9]
-    assert run.state.groups[9].deadline == 2, "the hard bound is S all the same"
+    assert run.state.groups.live[9].deadline == 2, "the hard bound is S all the same"
 
 
 @pytest.mark.parametrize(

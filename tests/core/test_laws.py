@@ -274,7 +274,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.world.restore_twin()
 
     @rule()
-    @precondition(lambda self: not self.world.scheduler.state.draining)
+    @precondition(lambda self: not self.world.scheduler.state.ending.draining)
     def drain(self) -> None:
         self.world.deliver(DrainRequested(reason=AT_REST))
 
@@ -331,7 +331,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.world.answer(choice, waits_for)
 
     @rule()
-    @precondition(lambda self: self.world.scheduler.state.outcome is None)
+    @precondition(lambda self: self.world.scheduler.state.ending.outcome is None)
     def restore_twin(self) -> None:
         self.world.restore_twin()
 

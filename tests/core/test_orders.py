@@ -326,12 +326,12 @@ class Forgetful(World):
         before = self._counted
         self._counted += sum(not isinstance(event, TimerFired) for event in tick.events)
         reached = any(number in self._ends for number in range(before + 1, self._counted + 1))
-        self._dies |= reached and self.scheduler.state.outcome is None
+        self._dies |= reached and self.scheduler.state.ending.outcome is None
 
     def execute(self, commands: Sequence[Command]) -> None:
         """The commands of the turn after which the process ends are never sent. If a later event of the turn ended the
         run, the process lives on: a run that is over gives no order again."""
-        if not self._dies or self.scheduler.state.outcome is not None:
+        if not self._dies or self.scheduler.state.ending.outcome is not None:
             super().execute(commands)
             return
         self._dies = False
@@ -371,7 +371,7 @@ def test_a_scheduler_that_gives_open_orders_again_reaches_the_end(
     )  # fmt: skip
     world = Forgetful(setting, PolicySet.from_names(names), range(every, 25 * every, every), times)
     outcome = world.run()
-    barren = not world.scheduler.state.steps_trained  # its few groups were filtered, or dropped as stragglers
+    barren = not world.scheduler.state.training.steps_trained  # its few groups were filtered, or dropped as stragglers
     assert outcome.outcome == "finished" or rough or limits.timeouts.group_s or barren, outcome
     assert not list(world.scheduler.state.orders.reissued(world.time))
 
@@ -401,7 +401,7 @@ def test_an_event_of_an_older_life_answers_nothing() -> None:
     run.finish(0)
     assert len(orders_matched(run.state.orders)) == 1
     run.tell(ProcessUp(kind="replica", index=0, incarnation=1, slots=100, version=0))
-    assert run.state.stale_echoes == 1 and orders_matched(run.state.orders) == []
+    assert run.state.orders.stale_echoes == 1 and orders_matched(run.state.orders) == []
 
 
 def test_only_trainer_and_scorers_execute_their_orders_one_after_another() -> None:

@@ -97,7 +97,7 @@ def test_nearest_end_looks_at_length_then_at_staleness_among_equals() -> None:
 
 def test_a_failure_of_the_data_forgets_how_much_was_unfinished() -> None:
     run = small()
-    group = run.state.groups[0]
+    group = run.state.groups.live[0]
     place = {"group": 0, "replica": 0, "incarnation": 1}
     run.tell(GroupAborted(**place, attempt=1, tokens=4, oldest_version=0, newest_version=0, unfinished=2))
     assert run.view.group(0) is not None and group.unfinished == 2
@@ -178,7 +178,7 @@ def test_a_last_batch_that_is_whole_is_begun_as_a_whole() -> None:
         policies={"admission": "whole-batches"},
     )  # fmt: skip
     run.finish(0)
-    assert run.state.exhausted and run.running() == [1, 2, 3]
+    assert run.state.groups.exhausted and run.running() == [1, 2, 3]
     run = Scripted(
         train_batch_size=2, max_staleness_steps=2, max_concurrent_groups=3, prompts=4, answers_draws=False,
         policies={"admission": "whole-batches"},
@@ -293,7 +293,7 @@ def test_a_resume_key_is_a_tuple_of_numbers(registered: None, answer: Any) -> No
     run = small(policies={"resume": "odd"})
     with pytest.raises(PolicyError, match="the resume policy 'odd'"):
         run.abort(0)
-    assert run.state.groups[0].state == "generating", "nothing was changed"
+    assert run.state.groups.live[0].state == "generating", "nothing was changed"
 
 
 def test_what_follows_an_error_is_a_word_of_two() -> None:
@@ -337,9 +337,9 @@ def test_memory_is_fresh_for_each_run_and_put_back_after_an_error(registered: No
 def test_a_memory_ends_with_its_policy(registered: None) -> None:
     policies.register("admission", "widening")(Widening)
     run = small(policies={"admission": "widening"})
-    assert "admission" in run.state.policy_memory
+    assert "admission" in run.state.policies.memory
     run.tell(SettingChanged(setting="scheduler.policies.admission", value=policies.DEFAULTS["admission"]))
-    assert "admission" not in run.state.policy_memory
+    assert "admission" not in run.state.policies.memory
 
 
 def test_a_memory_that_the_class_was_given_is_each_run_s_own(registered: None) -> None:
@@ -398,7 +398,8 @@ def test_memory_is_replayed_and_kept_over_a_resume(registered: None) -> None:
     again = recovered.scheduler.policies.filter
     assert again is not chosen.filter
     assert (
-        again.memory == chosen.filter.memory == {"kept": world.scheduler.state.ledger.consumed % 1 == 1} or again.memory
+        again.memory == chosen.filter.memory == {"kept": world.scheduler.state.groups.ledger.consumed % 1 == 1}
+        or again.memory
     )  # type: ignore[attr-defined]
 
 
@@ -473,7 +474,7 @@ def test_runs_keep_every_law_under_policies_that_err_again_and_again(registered:
     faults = Faults(lose=0.1, duplicate=0.1, fail_group=0.1, fail_state=0.1)
     world = World(Setting(limits=limits, prompts=60, seed=seed, faults=faults), chosen, recorder)
     assert world.run().outcome == "finished"
-    assert world.scheduler.state.policy_errors > 20
+    assert world.scheduler.state.policies.errors > 20
     report = replay(read(recorder))
     assert report.divergence is None, report.divergence
 
@@ -495,7 +496,7 @@ def test_the_sync_policy_is_not_asked_about_group_events(registered: None) -> No
     for sync in run.ordered(StageWeights):
         run.tell(WeightsStaged(replica=sync.replica, incarnation=1, attempt=sync.attempt, version=1))
     before = len(asked)
-    generating = [id for id in run.running() if run.view.replicas()[run.state.groups[id].replica].state == "ready"]
+    generating = [id for id in run.running() if run.view.replicas()[run.state.groups.live[id].replica].state == "ready"]
     run.keep_prefix(generating[0])
     run.finish(generating[0])
     assert len(asked) == before > 0
@@ -509,5 +510,5 @@ def test_ids_that_are_no_ints_are_refused(registered: None) -> None:
 
     run = small(policies={"batching": "floating", "on_error": "builtin"})
     run.finish(0, 1)
-    assert run.state.steps_batched == 1 and run.view.policy_errors == 1
+    assert run.state.training.steps_batched == 1 and run.view.policy_errors == 1
     assert "of type int" in run.view.last_policy_error

@@ -48,18 +48,18 @@ def small(pools: tuple[Pool, ...], *, replicas: int = 1, slots: int = 100, **lim
 
 
 def place(run: Scripted, id: int = 0) -> dict[str, int]:
-    replica = run.state.replicas[id]
+    replica = run.state.replicas.by_id[id]
     return {"replica": id, "incarnation": replica.incarnation, "attempt": replica.sync_attempt}
 
 
 def sleep(run: Scripted, id: int = 0) -> list[Command]:
     """A replica that was sent to sleep parks what it runs and sleeps."""
-    run.abort(*run.state.replicas[id].groups)
+    run.abort(*run.state.replicas.by_id[id].groups)
     return run.tell(ReplicaPaused(**place(run, id)))
 
 
 def states(run: Scripted) -> list[str]:
-    return [replica.state for replica in run.state.replicas.values()]
+    return [replica.state for replica in run.state.replicas.by_id.values()]
 
 
 def score(run: Scripted, task: str) -> list[Command]:
@@ -78,7 +78,7 @@ def test_replicas_sleep_while_their_pool_trains_and_wake_with_the_new_weights() 
     assert run.ordered(PauseReplica)[-1].mode == "sleep"
     orders = sleep(run)
     assert states(run) == ["asleep"] and [order.groups for order in orders if isinstance(order, TrainStep)] == [(0, 1)]
-    assert run.state.ledger.parked == 2 and not run.running()
+    assert run.state.groups.ledger.parked == 2 and not run.running()
     run.train()
     assert states(run) == ["asleep"], "the weights leave the pool before the lease passes on"
     run.publish()
@@ -113,7 +113,7 @@ def test_rollout_yields_once_for_all_tasks_of_a_step() -> None:
 def test_a_batch_that_is_ready_already_is_trained_before_rollout_goes_on() -> None:
     run = small(TOGETHER)
     run.finish(0, 1, 2, 3)
-    assert run.state.steps_batched == 1 and states(run) == ["yielding"]
+    assert run.state.training.steps_batched == 1 and states(run) == ["yielding"]
     sleep(run)
     run.train()
     run.publish()
@@ -125,14 +125,14 @@ def test_the_reference_scores_the_next_batch_while_this_one_is_trained() -> None
     run.finish(0, 1, 2, 3)
     assert scores(run) == [(0, "ref_logprobs"), (0, "old_logprobs")], "side by side"
     score(run, "old_logprobs")
-    assert not run.ordered(TrainStep) and run.state.steps_batched == 1
+    assert not run.ordered(TrainStep) and run.state.training.steps_batched == 1
     score(run, "ref_logprobs")
     assert [order.step for order in run.ordered(TrainStep)] == [0]
-    assert scores(run)[2:] == [(1, "ref_logprobs")] and run.state.steps_batched == 2
+    assert scores(run)[2:] == [(1, "ref_logprobs")] and run.state.training.steps_batched == 2
     score(run, "ref_logprobs")
     assert len(scores(run)) == 3, "old log-probs need the weights of the step before"
     run.finish(*run.running())
-    assert run.state.steps_batched == 2, "one batch ahead is as much as anyone can use"
+    assert run.state.training.steps_batched == 2, "one batch ahead is as much as anyone can use"
     run.train()
     assert len(scores(run)) == 3, "their pool is free once the weights are published"
     run.publish()
@@ -154,7 +154,7 @@ def test_a_step_with_another_behind_it_is_not_the_last() -> None:
     run = small(REFERENCE_APART, scoring_tasks=("ref_logprobs",), sync_every=2, max_steps=2)
     run.finish(0, 1, 2, 3)
     score(run, "ref_logprobs")
-    assert run.state.steps_batched == 2
+    assert run.state.training.steps_batched == 2
     run.train()
     assert not run.state.publishing, "the second step is"
     score(run, "ref_logprobs")
@@ -180,16 +180,16 @@ def test_a_failed_task_redoes_the_batch_and_the_others_answer_is_an_echo() -> No
     assert [(order.attempt, order.task) for order in run.ordered(ScoreBatch)[2:]] == [
         (2, "ref_logprobs"), (2, "old_logprobs"),
     ]  # fmt: skip
-    echoes = run.state.stale_echoes
+    echoes = run.state.orders.stale_echoes
     run.tell(BatchScored(step=0, attempt=1, task="old_logprobs"))
-    assert run.state.stale_echoes == echoes + 1 and not run.ordered(TrainStep)
+    assert run.state.orders.stale_echoes == echoes + 1 and not run.ordered(TrainStep)
 
 
 def test_the_idle_trainer_lends_its_pool_to_a_replica() -> None:
     run = small(LENT, replicas=2, slots=2)
-    assert sorted(run.state.replicas[1].groups) and states(run) == ["ready", "ready"]
-    lent = list(run.state.replicas[1].groups)
-    mine = list(run.state.replicas[0].groups)
+    assert sorted(run.state.replicas.by_id[1].groups) and states(run) == ["ready", "ready"]
+    lent = list(run.state.replicas.by_id[1].groups)
+    mine = list(run.state.replicas.by_id[0].groups)
     run.finish(*mine)
     assert states(run) == ["ready", "yielding"]
     sleep(run, 1)
@@ -229,7 +229,7 @@ def test_a_failed_sleep_is_tried_again_and_a_spent_budget_loses_the_replica() ->
 def test_held_out_rows_under_way_are_measured_to_their_end_before_a_replica_sleeps() -> None:
     pools = (Pool(tasks=("rollout", "train"), replicas=(0,)), Pool(tasks=("rollout",), replicas=(1,)))
     run = small(pools, replicas=2, slots=2, validation=ValidationLimits(rows=9, rows_per_slot=1, at_start=True))
-    run.finish(*run.state.replicas[1].groups)
+    run.finish(*run.state.replicas.by_id[1].groups)
     assert states(run) == ["ready", "ready"] and not run.ordered(TrainStep)
     for chunk in (0, 1):
         assert [index for _, index in run.state.orders.open("rows")] == [0, 1][chunk:], "none is begun"
@@ -244,7 +244,7 @@ def test_a_validation_that_fails_lets_its_replica_go_to_sleep() -> None:
     validation = ValidationLimits(rows=2, rows_per_slot=1, at_start=True)
     pools = (Pool(tasks=("rollout", "train"), replicas=(0, 1)),)
     run = small(pools, replicas=2, slots=2, validation=validation, infrastructure_attempts=1)
-    run.finish(*run.state.replicas[1].groups)
+    run.finish(*run.state.replicas.by_id[1].groups)
     assert states(run) == ["ready", "yielding"]
     sleep(run, 1)
     run.tell(RowsFailed(validation=0, chunk=0, attempt=1, replica=0, incarnation=1, reason="no luck"))
@@ -260,7 +260,7 @@ def test_replicas_do_not_sleep_for_what_has_to_wait_for_another_step() -> None:
     sleep(run)
     score(run, "ref_logprobs")
     score(run, "old_logprobs")
-    assert run.state.steps_batched == 2, "the reference scores the next batch"
+    assert run.state.training.steps_batched == 2, "the reference scores the next batch"
     assert len(run.ordered(TrainStep)) == 1 and states(run) == ["ready"], "its old log-probs wait for this training"
     run.train()
     assert states(run) == ["yielding"]
@@ -279,7 +279,7 @@ def test_training_may_wait_until_every_replica_has_the_newest_weights() -> None:
     run.finish(0, 1, 2, 3)
     run.train()
     run.publish()
-    assert run.state.steps_batched == 2 and len(run.ordered(TrainStep)) == 1
+    assert run.state.training.steps_batched == 2 and len(run.ordered(TrainStep)) == 1
     run.install(0)
     assert len(run.ordered(TrainStep)) == 1
     run.install(1)

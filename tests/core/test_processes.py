@@ -215,7 +215,7 @@ def test_a_scorer_starts_again_and_each_lost_score_costs_its_step_one_attempt() 
     run = scored(worker_restarts=1)
     assert [order.attempt for order in run.ordered(ScoreBatch)] == [1]
     lose(run, "scorer")
-    assert started(run, "scorer") == [2] and run.state.steps[0].failures == 1
+    assert started(run, "scorer") == [2] and run.state.training.steps[0].failures == 1
     assert [order.attempt for order in run.ordered(ScoreBatch)] == [1, 2], "it waits for the next life"
     come_up(run, "scorer")
     run.tell(BatchScored(step=0, attempt=2, task="ref_logprobs"))
@@ -248,7 +248,7 @@ def test_the_process_of_added_states_restarts_and_each_group_there_is_charged_on
     assert [order.group for order in run.ordered(EnterState)] == [0, 1]
     lose(run, "added states")
     assert started(run, "added states") == [2]
-    assert [run.state.groups[id].infrastructure_failures for id in (0, 1)] == [1, 1]
+    assert [run.state.groups.live[id].infrastructure_failures for id in (0, 1)] == [1, 1]
     again = run.ordered(EnterState)[2:]
     assert [order.group for order in again] == [0, 1]
     come_up(run, "added states")
@@ -267,10 +267,10 @@ def test_the_process_of_added_states_restarts_and_each_group_there_is_charged_on
 
 def test_a_life_that_nobody_ordered_takes_the_place_of_the_one_before() -> None:
     run = small(slots=2)
-    groups = list(run.state.replicas[1].groups)
+    groups = list(run.state.replicas.by_id[1].groups)
     run.tell(ProcessUp(kind="replica", index=1, incarnation=5, slots=100))
-    assert process(run, "replica", 1).incarnation == run.state.replicas[1].incarnation == 5
-    assert [run.state.groups[id].infrastructure_failures for id in groups] == [1, 1]
+    assert process(run, "replica", 1).incarnation == run.state.replicas.by_id[1].incarnation == 5
+    assert [run.state.groups.live[id].infrastructure_failures for id in groups] == [1, 1]
     lose(run, "replica", 1)
     assert started(run, "replica") == [6], "no number is used twice"
 
@@ -279,9 +279,9 @@ def test_a_life_that_nobody_ordered_ends_the_order_to_start_an_older_one() -> No
     run = small()
     lose(run, "replica", 1)
     run.tell(ProcessUp(kind="replica", index=1, incarnation=7, slots=100))
-    assert not run.state.orders.open("start") and run.state.replicas[1].state == "ready"
+    assert not run.state.orders.open("start") and run.state.replicas.by_id[1].state == "ready"
     run.tell(ProcessUp(kind="replica", index=1, incarnation=2, slots=100))
-    assert run.state.stale_echoes == 1 and process(run, "replica", 1).incarnation == 7
+    assert run.state.orders.stale_echoes == 1 and process(run, "replica", 1).incarnation == 7
 
 
 @pytest.mark.parametrize("kind", ["replica", "trainer", "trajectory store"])
@@ -291,7 +291,7 @@ def test_events_about_a_life_that_has_ended_change_nothing(kind: str) -> None:
         lose(run, kind)
         come_up(run, kind)
     life = process(run, kind).incarnation
-    echoes = run.state.stale_echoes
+    echoes = run.state.orders.stale_echoes
     before = state_of(run.scheduler)
     for event in (
         ProcessLost(kind=kind, index=0, incarnation=life - 1, reason="late", final=True),
@@ -299,7 +299,7 @@ def test_events_about_a_life_that_has_ended_change_nothing(kind: str) -> None:
         ProcessUp(kind=kind, index=0, incarnation=life, slots=100),
     ):
         assert run.tell(event) == [] and process(run, kind).state == "up"
-    assert run.state.stale_echoes == echoes + 3 and state_of(run.scheduler) != before, "stale echoes are counted"
+    assert run.state.orders.stale_echoes == echoes + 3 and state_of(run.scheduler) != before, "stale echoes are counted"
     if kind != "trajectory store":
         lose(run, kind)
         charged = process(run, kind).deaths
@@ -316,10 +316,10 @@ def test_the_step_in_training_costs_one_attempt_and_is_trained_by_the_next_life(
     lose(run, "trainer")
     (start,) = run.ordered(StartProcess)
     assert (start.steps, start.version, start.redo, start.updates) == (0, NO_VERSION, (), 0)
-    assert [order.attempt for order in run.ordered(TrainStep)] == [1, 2] and run.state.steps[0].failures == 1
+    assert [order.attempt for order in run.ordered(TrainStep)] == [1, 2] and run.state.training.steps[0].failures == 1
     come_up(run, "trainer")
     run.train()
-    assert run.state.steps_trained == 1
+    assert run.state.training.steps_trained == 1
 
 
 def test_all_scores_of_a_step_cost_one_attempt_together() -> None:
@@ -328,7 +328,7 @@ def test_all_scores_of_a_step_cost_one_attempt_together() -> None:
     run.finish(run.running()[0])
     assert len(run.state.orders.open("score")) == 2
     lose(run, "trainer")
-    assert run.state.steps[0].failures == 1
+    assert run.state.training.steps[0].failures == 1
     assert {order.command.attempt for order in run.state.orders.open("score").values()} == {2}
 
 
@@ -342,13 +342,15 @@ def test_a_publication_is_charged_unless_it_has_reached_the_store(reached: bool)
     if not reached:
         (end,) = run.ordered(FinishRun)
         assert end.outcome == "failed" and "the weights after 1 train steps are lost" in end.reason
-        assert run.state.publish_failures == 0, "nothing publishes it any more"
+        assert run.state.training.publish_failures == 0, "nothing publishes it any more"
         return
-    assert run.state.latest_version == 1 and run.state.publish_failures == 0 and not run.state.publishing
+    assert (
+        run.state.training.latest_version == 1 and run.state.training.publish_failures == 0 and not run.state.publishing
+    )
     (start,) = run.ordered(StartProcess)
     assert (start.steps, start.version) == (1, 1)
     run.install()
-    assert run.state.replicas[0].version == 1
+    assert run.state.replicas.by_id[0].version == 1
 
 
 def test_a_checkpoint_unreported_by_a_lost_trainer_counts_and_starts_the_next_life() -> None:
@@ -375,7 +377,7 @@ def test_a_checkpoint_that_was_not_complete_is_ordered_again() -> None:
     for _ in range(2):
         step(run)
     lose(run, "trainer", published=2, saved=(1, 3))
-    assert run.state.checkpoints.steps == [] and run.state.checkpoint_ordered == 0
+    assert run.state.checkpoints.steps == [] and run.state.checkpoints.ordered == 0
     assert run.ordered(StartProcess)[-1].redo == (0, 1)
 
 
@@ -395,7 +397,10 @@ def test_a_failed_publication_is_ordered_again_from_weights_that_can_be_remade()
     run.finish(run.running()[0])
     run.train()
     lose(run, "trainer", published=0)
-    assert [order.attempt for order in run.ordered(PublishWeights)] == [1, 2] and run.state.publish_failures == 1
+    assert [order.attempt for order in run.ordered(PublishWeights)] == [
+        1,
+        2,
+    ] and run.state.training.publish_failures == 1
     (start,) = run.ordered(StartProcess)
     assert (start.steps, start.version, start.redo) == (0, NO_VERSION, (0,))
 
@@ -425,14 +430,14 @@ def test_a_checkpoint_lost_with_the_trainer_is_written_before_a_drain_ends() -> 
     run.tell(DrainRequested(reason="maintenance"))
     lose(run, "trainer")
     run.abort(*run.running())
-    for replica in run.state.replicas.values():
+    for replica in run.state.replicas.by_id.values():
         if replica.state == "draining":
             run.tell(ReplicaPaused(replica=replica.id, incarnation=replica.incarnation, attempt=replica.sync_attempt))
-    assert run.state.outcome is None, "the checkpoint is still to be written"
+    assert run.state.ending.outcome is None, "the checkpoint is still to be written"
     come_up(run, "trainer")
     assert [order.steps for order in run.ordered(SaveCheckpoint)] == [1, 1]
     saved(run)
-    outcome = run.state.outcome
+    outcome = run.state.ending.outcome
     assert outcome is not None and outcome.outcome == "stopped"
 
 
@@ -455,7 +460,7 @@ def test_a_trainer_lost_after_a_branch_begins_at_the_checkpoint_that_was_branche
     for _ in range(2):
         step(run)
     run.tell(StopRequested(reason="killed"))
-    run.tell(RunResumed(steps=2, replicas=1, consumed=(), released=tuple(run.state.groups)[:0]))
+    run.tell(RunResumed(steps=2, replicas=1, consumed=(), released=tuple(run.state.groups.live)[:0]))
     lose(run, "trainer")
     start = run.ordered(StartProcess)[-1]
     assert (start.kind, start.steps, start.version, start.redo) == ("trainer", 2, NO_VERSION, ())
@@ -479,7 +484,7 @@ def test_from_published_weights_where_no_checkpoint_and_no_batches_are_there() -
     lose(run, "trainer")
     (start,) = run.ordered(StartProcess)
     assert (start.steps, start.version, start.redo) == (2, 2, ())
-    assert start.updates == run.state.updates_in[2]
+    assert start.updates == run.state.training.updates_in[2]
 
 
 def test_from_nowhere_the_run_ends_and_says_what_is_lost() -> None:
@@ -554,9 +559,9 @@ def test_a_process_that_waits_for_room_is_named_until_it_is_up(kind: str, by: st
     assert [(wait.doing, wait.detail) for wait in waits(run.state) if wait.by == by] == [(doing, "")]
     run.tell(ProcessWaits(**life, reason="again"))
     come_up(run, kind)
-    assert process(run, kind).room == "" and run.state.stale_echoes == 0
+    assert process(run, kind).room == "" and run.state.orders.stale_echoes == 0
     run.tell(ProcessWaits(**life, reason="an echo"))
-    assert run.state.stale_echoes == 1 and process(run, kind).room == ""
+    assert run.state.orders.stale_echoes == 1 and process(run, kind).room == ""
 
 
 def test_a_drain_that_takes_too_long_stops_the_run_as_it_is() -> None:
@@ -600,7 +605,7 @@ def test_a_resume_numbers_the_next_lives_and_fills_every_budget() -> None:
     assert (process(run, "trainer").incarnation, process(run, "trainer").state) == (3, "up")
     assert process(run, "replica", 1).deaths == process(run, "trainer").deaths == 0
     run.tell(ProcessLost(kind="trainer", index=0, incarnation=2, reason="of the life before"))
-    assert run.state.stale_echoes == 1 and process(run, "trainer").state == "up"
+    assert run.state.orders.stale_echoes == 1 and process(run, "trainer").state == "up"
 
 
 def test_a_process_that_is_not_wanted_is_not_started_by_a_resume() -> None:
@@ -625,8 +630,8 @@ def test_who_is_stopped_may_report_nothing_more() -> None:
     run.tell(ReplicaLeaves(replica=1, incarnation=1, reason="spot instance"))
     paused(run, 1)
     assert [order.incarnation for order in run.ordered(StopProcess)] == [1]
-    before = run.state.stale_echoes
+    before = run.state.orders.stale_echoes
     run.tell(ReplicaLeaves(replica=1, incarnation=1, reason="spot instance, again"))
-    assert run.state.stale_echoes == before + 1
+    assert run.state.orders.stale_echoes == before + 1
     lose(run, "replica", 1)
     assert started(run, "replica") == [2]

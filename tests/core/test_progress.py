@@ -205,10 +205,10 @@ def test_a_group_has_an_end_of_attempts_whatever_the_retry_policy_says(cause: st
     policies.register("retry", "stubborn")(Stubborn)
     run = small(policies={"retry": "stubborn"}, **{f"{cause}_attempts": budget})
     for _ in range(attempts):
-        assert 0 in run.state.groups
+        assert 0 in run.state.groups.live
         run.fail(0, cause=cause)
-    assert 0 not in run.state.groups and run.view.phase_counts()["released"] == 1
-    assert run.state.failed_in_a_row == 1
+    assert 0 not in run.state.groups.live and run.view.phase_counts()["released"] == 1
+    assert run.state.ending.failed_in_a_row == 1
 
 
 def test_the_work_of_an_added_state_has_an_end_of_attempts_too() -> None:
@@ -216,9 +216,9 @@ def test_the_work_of_an_added_state_has_an_end_of_attempts_too() -> None:
     run = small(policies={"retry": "stubborn"}, added_states=(CHECKING,))
     run.finish(0)
     for _ in range(20):
-        attempt = run.state.groups[0].attempt
+        attempt = run.state.groups.live[0].attempt
         run.tell(StateFailed(group=0, attempt=attempt, state=CHECKING.name, cause="data", reason="no judge"))
-    assert 0 not in run.state.groups and run.state.failed_in_a_row == 1
+    assert 0 not in run.state.groups.live and run.state.ending.failed_in_a_row == 1
 
 
 def test_a_run_under_a_retry_policy_that_never_gives_up_ends() -> None:
@@ -289,7 +289,7 @@ def test_a_filter_that_drops_group_after_group_ends_the_run_by_name() -> None:
 def test_a_group_that_the_filter_keeps_begins_the_count_anew() -> None:
     run = filtered(99, max_filtered_in_a_row=100)
     run.finish(run.running()[0])
-    assert run.state.filtered_in_a_row == 0
+    assert run.state.ending.filtered_in_a_row == 0
     for _ in range(99):
         run.finish(run.running()[-1], spread=0.0)
     assert not run.ordered(FinishRun)
@@ -304,7 +304,7 @@ def test_many_workers_may_have_more_groups_filtered_in_a_row() -> None:
 def test_a_run_that_resumes_after_its_filter_ended_it_may_filter_as_many_again() -> None:
     run = filtered(100, max_filtered_in_a_row=100)
     run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=(), kept=True))
-    assert len(run.ordered(FinishRun)) == 1 and run.state.filtered_in_a_row == 0
+    assert len(run.ordered(FinishRun)) == 1 and run.state.ending.filtered_in_a_row == 0
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def judged(outcomes: str, **others: object) -> Scripted:
         group = run.running()[0]
         if outcome == ".":
             run.finish(group)
-            while run.state.training_step is not None:
+            while run.state.training.training_step is not None:
                 run.train()
                 run.publish()
                 run.install()
@@ -367,8 +367,8 @@ def test_a_run_whose_rewards_fail_too_often_ends_by_name() -> None:
         "17 of the latest 65 attempts failed on their prompt, agent or reward, more than "
         "reward.max_failure_share = 0.25: training without them would bias the data; last error: no number"
     )
-    run.tell(RunResumed(steps=run.state.steps_trained, replicas=1, consumed=(), released=(), kept=True))
-    assert (run.state.judged, run.state.misjudged) == (0, 0) and len(run.ordered(FinishRun)) == 1
+    run.tell(RunResumed(steps=run.state.training.steps_trained, replicas=1, consumed=(), released=(), kept=True))
+    assert (run.state.ending.judged, run.state.ending.misjudged) == (0, 0) and len(run.ordered(FinishRun)) == 1
 
 
 @pytest.mark.parametrize(("share", "enough"), [(0.5, 16), (0.25, 11), (0.0, 8)])
@@ -402,7 +402,7 @@ def test_a_run_continues_with_fewer_failures(outcomes: str, others: dict[str, ob
 def test_only_the_latest_attempts_count() -> None:
     run = judged("." * 500 + "x" * 30, max_failure_share=0.25)
     assert run.ordered(FinishRun), "of all, 6 % have failed; of the latest, a quarter"
-    assert run.state.judged < 128
+    assert run.state.ending.judged < 128
 
 
 def test_the_share_may_be_changed_while_the_run_runs() -> None:

@@ -34,7 +34,7 @@ def world(prompts: int = 12, slots: int = 4, replicas: int = 1, **figures: objec
 
 def until_trained(made: Adversary, steps: int) -> None:
     """Let things happen until so many steps are trained."""
-    while made.scheduler.state.steps_trained < steps:
+    while made.scheduler.state.training.steps_trained < steps:
         assert made.act()
 
 
@@ -79,8 +79,10 @@ def test_what_the_checkpoint_does_not_hold_is_done_again_and_nothing_else() -> N
     assert event.steps == 2
     assert event.consumed == tuple(sorted(group for group, step in before.items() if step == 2))
     state = made.scheduler.state
-    assert state.ledger.consumed == 4 and state.steps_trained == state.steps_batched == 2
-    assert list(state.waiting) == sorted(set(range(state.ledger.drawn)) - {g for g, s in before.items() if s < 2})
+    assert state.groups.ledger.consumed == 4 and state.training.steps_trained == state.training.steps_batched == 2
+    assert list(state.groups.waiting) == sorted(
+        set(range(state.groups.ledger.drawn)) - {g for g, s in before.items() if s < 2}
+    )
     assert made.complete().outcome == "finished"
     assert {group: step for group, step in made.judge.ledger.books.taken.items() if step < 2} == {
         group: step for group, step in before.items() if step < 2
@@ -90,9 +92,9 @@ def test_what_the_checkpoint_does_not_hold_is_done_again_and_nothing_else() -> N
 def test_without_a_checkpoint_it_begins_with_the_initial_weights_under_a_new_version() -> None:
     made = world(checkpoint_every=0)
     until_trained(made, 2)
-    published = made.scheduler.state.latest_version
+    published = made.scheduler.state.training.latest_version
     made.crash(replicas=1)
-    assert made.scheduler.state.steps_trained == 0
+    assert made.scheduler.state.training.steps_trained == 0
     assert made.scheduler.state.capacity == 4, "places are those of the weights there are, not of those that were"
     assert made.complete().outcome == "finished"
     assert made.judge.ledger.books.steps_in[published + 1] == 0
@@ -101,7 +103,7 @@ def test_without_a_checkpoint_it_begins_with_the_initial_weights_under_a_new_ver
 def test_a_run_that_failed_goes_on_once_its_cause_is_gone() -> None:
     made = world(infrastructure_attempts=1)
     until_trained(made, 2)
-    while not (made.scheduler.state.training_step and made.trainer.work):
+    while not (made.scheduler.state.training.training_step and made.trainer.work):
         assert made.act()
     while made.driver.outcome is None:
         if made.trainer.work:
@@ -116,7 +118,7 @@ def test_a_replica_that_is_not_started_again_is_not_waited_for() -> None:
     made = world(replicas=2)
     until_trained(made, 1)
     made.crash(replicas=1)
-    replicas = made.scheduler.state.replicas
+    replicas = made.scheduler.state.replicas.by_id
     assert (replicas[1].process.wanted, replicas[1].process.state) == (False, "gone")
     made.arrive_up(0)
     made.kill(0, final=True)
@@ -137,9 +139,9 @@ def test_budgets_of_groups_under_way_are_not_given_anew() -> None:
     replica, group = made.running()[0]
     replica.fail(group, "infrastructure")
     made.arrive_up(0)
-    attempt = made.scheduler.state.groups[group].attempt
+    attempt = made.scheduler.state.groups.live[group].attempt
     made.crash(replicas=1)
-    again = made.scheduler.state.groups[group]
+    again = made.scheduler.state.groups.live[group]
     assert (again.state, again.infrastructure_failures, again.attempt) == ("queued", 1, attempt)
 
 
@@ -187,7 +189,7 @@ def test_a_replica_lost_before_the_crash_may_come_back_after_it() -> None:
     while not any(isinstance(event, ProcessLost) for event in made.history):
         made.arrive_up(1001)
     made.crash(replicas=2)
-    assert made.scheduler.state.replicas[1].process.state == "starting"
+    assert made.scheduler.state.replicas.by_id[1].process.state == "starting"
     assert made.complete().outcome == "finished"
 
 
@@ -196,7 +198,7 @@ def busy() -> Adversary:
     made = world(keeps_batches=True, prompts=40)
     until_trained(made, 3)
     state = made.scheduler.state
-    while not (state.training_step and state.ready):
+    while not (state.training.training_step and state.groups.ready):
         for source in made.sources():
             made.arrive_up(source)
         for id in made.addressees():
@@ -205,7 +207,7 @@ def busy() -> Adversary:
             replica.sync()
         for replica, group in made.running()[:1]:
             replica.finish(group)
-        for worker in made.working() if not state.training_step else ():
+        for worker in made.working() if not state.training.training_step else ():
             worker.do()
         for _ in list(made.draws):
             made.draw()
@@ -216,16 +218,20 @@ def test_nothing_but_what_ran_is_lost_where_the_trajectories_are_kept() -> None:
     """B = 2, S = 1: three steps trained, a batch formed, a group ready, others running; all of it is there again."""
     made = busy()
     state = made.scheduler.state
-    taken, ready = dict(made.judge.ledger.books.taken), list(state.ready)
-    step = state.training_step
+    taken, ready = dict(made.judge.ledger.books.taken), list(state.groups.ready)
+    step = state.training.training_step
     assert step is not None
-    budgets = {group.id: group.infrastructure_failures for group in state.groups.values()}
+    budgets = {group.id: group.infrastructure_failures for group in state.groups.live.values()}
     made.crash(replicas=1, kept=True)
     state = made.scheduler.state
-    assert state.steps_trained == 3 and made.judge.ledger.books.taken == taken and list(state.ready) == ready
-    again = state.training_step
+    assert (
+        state.training.steps_trained == 3
+        and made.judge.ledger.books.taken == taken
+        and list(state.groups.ready) == ready
+    )
+    again = state.training.training_step
     assert again is not None and (again.groups, again.attempt) == (step.groups, step.attempt + 1)
-    assert {group.id: group.infrastructure_failures for group in state.groups.values()} == budgets
+    assert {group.id: group.infrastructure_failures for group in state.groups.live.values()} == budgets
     assert made.complete().outcome == "finished"
 
 
@@ -245,7 +251,7 @@ def test_work_of_an_added_state_whose_process_ended_the_run_is_done_after_a_resu
     assert made.driver.outcome is not None and made.driver.outcome.outcome == "failed"
     made.crash(1, kept=True)
     made.complete(500)
-    assert made.scheduler.state.steps_trained == 2
+    assert made.scheduler.state.training.steps_trained == 2
 
 
 def test_a_batch_is_kept_until_a_checkpoint_contains_its_step() -> None:
@@ -258,12 +264,12 @@ def test_a_batch_is_kept_until_a_checkpoint_contains_its_step() -> None:
 
 def test_a_ready_group_whose_trajectories_are_gone_begins_again_in_its_place() -> None:
     made = world(slots=3)
-    while not made.scheduler.state.ready:
+    while not made.scheduler.state.groups.ready:
         assert made.act()
-    (lost, *_) = made.scheduler.state.ready
-    before = made.scheduler.state.groups[lost]
+    (lost, *_) = made.scheduler.state.groups.ready
+    before = made.scheduler.state.groups.live[lost]
     made.crash(replicas=1, kept=True, missing=lambda group: group == lost)
-    group = made.scheduler.state.groups[lost]
+    group = made.scheduler.state.groups.live[lost]
     assert (group.state, group.deadline, group.tokens) == ("aborted", before.deadline, 0)
     assert made.complete().outcome == "finished"
 
@@ -273,9 +279,9 @@ def test_a_formed_batch_cannot_lose_a_group() -> None:
     until_trained(made, 1)
     while not made.trainer.work:
         assert made.act()
-    step = made.scheduler.state.training_step
+    step = made.scheduler.state.training.training_step
     assert step is not None
-    steps = made.scheduler.state.steps_trained
+    steps = made.scheduler.state.training.steps_trained
     event = RunResumed(steps=steps, replicas=1, consumed=(), released=(), kept=True, missing=step.groups[:1])
     stamp(event, made.driver.events_handled, made.time)
     with pytest.raises(InvariantViolated, match="cannot be generated again"):

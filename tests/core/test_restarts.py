@@ -39,10 +39,10 @@ def resume(run: Scripted, *, again: bool = True, steps: int | None = None) -> No
     consumed = (
         () if steps is None else tuple(group for batch in state.checkpoints.batches(steps) for group in batch.groups)
     )
-    run.tell(RunResumed(steps=state.steps_trained if steps is None else steps, replicas=1, consumed=consumed,
+    run.tell(RunResumed(steps=state.training.steps_trained if steps is None else steps, replicas=1, consumed=consumed,
                         released=(), kept=steps is None, again=again))  # fmt: skip
     run.publish()
-    joined(run, 0, state.replicas[0].process.incarnation)
+    joined(run, 0, state.replicas.by_id[0].process.incarnation)
     run.install()
 
 
@@ -85,9 +85,9 @@ def test_a_scheduler_that_dies_while_it_takes_the_run_down_costs_nothing_more(lo
     assert lose(run).again
     before = state_of(run.scheduler)
     assert interrupt(run) is None, "the record says already that the run begins again"
-    assert (run.state.restarts, state_of(run.scheduler)) == (1, before)
+    assert (run.state.ending.restarts, state_of(run.scheduler)) == (1, before)
     resume(run)
-    assert run.state.outcome is None
+    assert run.state.ending.outcome is None
 
 
 def test_a_train_step_fills_the_budget() -> None:
@@ -109,7 +109,7 @@ def test_a_step_that_is_trained_once_more_does_not_fill_the_budget() -> None:
     assert lose_store(run).again
     resume(run, steps=0)
     step(run)
-    assert run.state.steps_trained == 1
+    assert run.state.training.steps_trained == 1
     assert not lose_store(run).again
 
 

@@ -84,7 +84,7 @@ def frames_of(name: str) -> list[Frame]:
     )
     world = World(setting, recorder=recorder)
     if name == "drained":
-        assert world.run_until(lambda state: state.steps_trained == 3)
+        assert world.run_until(lambda state: state.training.steps_trained == 3)
         world.tell(DrainRequested(reason="enough"))
     assert world.run().outcome == ("stopped" if name == "drained" else "finished")
     return [(*tick.events, tick.commands) for tick in read(recorder).ticks()]  # ticks of one event

@@ -64,7 +64,7 @@ def test_books_balance_with_accepted_and_filtered_groups() -> None:
     run.train()
     counts = run.view.phase_counts()
     assert (counts["consumed"], counts["released"]) == (2, 2)
-    assert run.state.ledger.drawn == sum(counts.values())
+    assert run.state.groups.ledger.drawn == sum(counts.values())
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_short_step_is_charged_in_full() -> None:
     assert run.ordered(SetTimer)
     run.fire()
     assert run.ordered(TrainStep)[-1].groups == (2,)
-    assert run.state.held == run.state.ledger.unconsumed + 2 * 2
+    assert run.state.held == run.state.groups.ledger.unconsumed + 2 * 2
 
 
 # the deadline rule
@@ -179,7 +179,7 @@ def test_taking_only_what_is_due_now_would_not_do() -> None:
     run.train()
     run.publish()
     run.install()
-    assert run.state.groups[1].deadline == 1
+    assert run.state.groups.live[1].deadline == 1
     run.finish(2)
     assert len(run.ordered(TrainStep)) == 1, "group 1 is due by step 1"
     run.finish(1)
@@ -194,7 +194,7 @@ def straggling(policy: str, **others: object) -> Scripted:
     run.publish()
     run.install()
     run.finish(2)
-    assert run.state.groups[3].deadline == 1
+    assert run.state.groups.live[3].deadline == 1
     return run
 
 
@@ -240,9 +240,9 @@ def test_a_timer_of_a_step_already_formed_is_an_echo() -> None:
     run = straggling("drop")
     timer = run.ordered(SetTimer)[-1].timer
     run.finish(3)
-    echoes = run.state.stale_echoes
+    echoes = run.state.orders.stale_echoes
     run.tell(TimerFired(timer=timer))
-    assert run.state.stale_echoes == echoes + 1
+    assert run.state.orders.stale_echoes == echoes + 1
 
 
 # training
@@ -341,7 +341,7 @@ def test_rolling_takes_one_replica_at_a_time() -> None:
     for id in (0, 1):
         run.install(id, pause=False)
     assert [c.replica for c in run.ordered(PauseReplica)] == [0]
-    replica = run.state.replicas[0]
+    replica = run.state.replicas.by_id[0]
     run.tell(ReplicaPaused(replica=0, incarnation=1, attempt=replica.sync_attempt))
     assert [c.replica for c in run.ordered(PauseReplica)] == [0]
 
@@ -353,10 +353,10 @@ def test_a_parked_group_waits_for_weights_as_new_as_its_tokens() -> None:
     run.publish()
     run.install(0)
     run.finish(2)
-    newest = next(g for g in run.running() if run.state.groups[g].admitted_version == 1)
+    newest = next(g for g in run.running() if run.state.groups.live[g].admitted_version == 1)
     run.abort(newest)
     order = [c for c in run.starts() if c.group == newest][-1]
-    assert run.state.replicas[order.replica].version == 1
+    assert run.state.replicas.by_id[order.replica].version == 1
 
 
 def test_a_failed_sync_goes_on_with_the_old_weights_and_is_tried_again() -> None:
@@ -365,7 +365,7 @@ def test_a_failed_sync_goes_on_with_the_old_weights_and_is_tried_again() -> None
     run.train()
     run.publish()
     run.install(pause=False)
-    replica = run.state.replicas[0]
+    replica = run.state.replicas.by_id[0]
     run.tell(SyncFailed(replica=0, incarnation=1, attempt=1, version=1, reason="timeout"))
     assert (replica.state, replica.version) == ("ready", 0)
     assert isinstance(run.ordered(ResumeReplica)[-1], ResumeReplica)
@@ -399,7 +399,7 @@ def test_a_lost_replica_parks_its_groups_and_its_late_answers_change_nothing() -
     assert run.view.parked == 2, "no slot is free elsewhere"
     run.tell(late)
     assert run.view.ready == 0
-    assert run.state.stale_echoes == 1
+    assert run.state.orders.stale_echoes == 1
     run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=2, version=0))
     assert run.view.parked == 0
     assert [c.attempt for c in run.starts() if c.group == 0] == [1, 2]
@@ -407,9 +407,9 @@ def test_a_lost_replica_parks_its_groups_and_its_late_answers_change_nothing() -
 
 def test_what_a_group_stored_on_its_way_survives_its_replica() -> None:
     run = small(replicas=2, slots=4)
-    lost = run.state.groups[0].replica
+    lost = run.state.groups.live[0].replica
     run.keep_prefix(0, tokens=7)
-    assert run.state.groups[0].state == "generating" and run.state.groups[0].tokens == 7
+    assert run.state.groups.live[0].state == "generating" and run.state.groups.live[0].tokens == 7
     run.tell(ProcessLost(kind="replica", index=lost, incarnation=1, final=True, reason="power"))
     (order,) = [command for command in run.starts() if command.group == 0 and command.attempt == 2]
     assert isinstance(order, ResumeGroup) and order.replica != lost
@@ -424,14 +424,14 @@ def test_a_stored_prefix_resumes_only_on_weights_as_new_as_its_tokens() -> None:
     run.publish()
     ahead = 0
     run.install(ahead)
-    old = next(g for g in run.running() if run.state.groups[g].replica == ahead)
+    old = next(g for g in run.running() if run.state.groups.live[g].replica == ahead)
     run.keep_prefix(old)
-    assert run.state.groups[old].newest_version == 1
+    assert run.state.groups.live[old].newest_version == 1
     run.tell(ProcessLost(kind="replica", index=ahead, incarnation=1, final=True, reason="power"))
     behind = 1 - ahead
-    assert run.state.groups[old].state == "aborted", "the replica that is left has older weights"
+    assert run.state.groups.live[old].state == "aborted", "the replica that is left has older weights"
     run.install(behind)
-    assert run.state.groups[old].state == "resumed" and run.state.groups[old].replica == behind
+    assert run.state.groups.live[old].state == "resumed" and run.state.groups.live[old].replica == behind
 
 
 def test_a_prefix_found_to_be_newer_than_was_known_waits_for_weights_as_new() -> None:
@@ -439,11 +439,11 @@ def test_a_prefix_found_to_be_newer_than_was_known_waits_for_weights_as_new() ->
     run.finish(0, 1)
     run.train()
     run.publish()
-    old = next(g for g in run.running() if run.state.groups[g].replica == 0)
+    old = next(g for g in run.running() if run.state.groups.live[g].replica == 0)
     run.keep_prefix(old)
     run.install(0)
     run.tell(ProcessLost(kind="replica", index=0, incarnation=1, final=True, reason="power"))
-    group = run.state.groups[old]
+    group = run.state.groups.live[old]
     assert group.state == "resumed" and group.replica == 1, "as far as is known, it has tokens of version 0 alone"
     run.tell(
         GroupAborted(
@@ -458,7 +458,7 @@ def test_a_prefix_found_to_be_newer_than_was_known_waits_for_weights_as_new() ->
 def test_a_prefix_whose_group_cannot_be_scored_is_not_gone_on_from() -> None:
     run = small()
     run.keep_prefix(0)
-    group = run.state.groups[0]
+    group = run.state.groups.live[0]
     run.tell(GroupFailed(group=0, attempt=1, replica=0, incarnation=1, cause="data", reason="no reward"))
     assert group.tokens == 0
     (order,) = [command for command in run.starts() if command.group == 0 and command.attempt == 2]
@@ -507,7 +507,7 @@ def test_the_tail_of_the_data_is_trained_in_a_short_step() -> None:
         run.install()
     assert [len(c.groups) for c in run.ordered(TrainStep)] == [2, 2, 1]
     assert run.ordered(FinishRun)[0].outcome == "finished"
-    assert run.view.phase_counts()["consumed"] == run.state.ledger.drawn == 5
+    assert run.view.phase_counts()["consumed"] == run.state.groups.ledger.drawn == 5
 
 
 def test_an_item_that_remains_is_given_before_the_end() -> None:
@@ -529,7 +529,7 @@ def test_a_source_whose_every_group_is_filtered_ends_the_run_and_publishes_nothi
 def test_no_more_groups_are_started_than_the_last_step_needs() -> None:
     run = small(max_steps=1)
     assert run.running() == [0, 1]
-    assert run.state.ledger.drawn == 2
+    assert run.state.groups.ledger.drawn == 2
 
 
 def test_a_request_to_stop_is_obeyed_and_nothing_follows() -> None:

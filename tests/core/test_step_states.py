@@ -47,12 +47,12 @@ def orders(run: Scripted) -> list[tuple[str, int, int, int]]:
 def test_a_batch_passes_its_states_in_order_before_it_is_trained() -> None:
     run = small(FIRST, SECOND)
     run.finish(0)
-    assert run.state.steps[0].state == "first-gate" and not run.ordered(TrainStep)
+    assert run.state.training.steps[0].state == "first-gate" and not run.ordered(TrainStep)
     inspected(run)
     assert orders(run) == [("first-gate", 0, NO_VERSION, 1), ("second-gate", 0, NO_VERSION, 1)]
     assert run.ordered(InspectStep)[-1].groups == (0,) and not run.ordered(TrainStep)
     run.tell(StepInspected(step=0, attempt=1, state="first-gate"))
-    assert run.state.steps[0].state == "second-gate", "a repeated answer is a stale echo"
+    assert run.state.training.steps[0].state == "second-gate", "a repeated answer is a stale echo"
     inspected(run)
     assert [c.step for c in run.ordered(TrainStep)] == [0]
 
@@ -61,7 +61,7 @@ def test_a_refused_batch_is_not_trained_and_the_run_says_why() -> None:
     run = small(FIRST, policies={"filter": "none"})
     run.finish(0)
     inspected(run, refused="a reward is 900")
-    outcome = run.state.outcome
+    outcome = run.state.ending.outcome
     assert outcome is not None and (outcome.outcome, outcome.again) == ("failed", False)
     assert outcome.reason == "state first-gate refused the batch of train step 0: a reward is 900"
     assert not run.ordered(TrainStep)
@@ -72,11 +72,11 @@ def test_replicas_get_weights_only_after_they_have_passed() -> None:
     run.finish(0)
     run.train()
     run.publish()
-    assert orders(run) == [("every-version", 0, 1, 1)] and run.state.latest_version == 0
+    assert orders(run) == [("every-version", 0, 1, 1)] and run.state.training.latest_version == 0
     run.finish(1)
     assert not run.ordered(StageWeights) and len(run.ordered(TrainStep)) == 1, "and no step is trained meanwhile"
     inspected(run)
-    assert run.state.latest_version == 1
+    assert run.state.training.latest_version == 1
     assert [c.version for c in run.ordered(StageWeights)] == [1] and len(run.ordered(TrainStep)) == 2
 
 
@@ -86,10 +86,10 @@ def test_refused_weights_reach_no_replica() -> None:
     run.train()
     run.publish()
     inspected(run, refused="embed is not finite")
-    outcome = run.state.outcome
+    outcome = run.state.ending.outcome
     assert outcome is not None and outcome.outcome == "failed"
     assert outcome.reason == "state every-version refused weights version 1, after 1 train step: embed is not finite"
-    assert not run.ordered(StageWeights) and run.state.latest_version == 0
+    assert not run.ordered(StageWeights) and run.state.training.latest_version == 0
 
 
 def test_a_failed_inspection_costs_the_step_an_attempt_and_is_repeated() -> None:
@@ -98,8 +98,8 @@ def test_a_failed_inspection_costs_the_step_an_attempt_and_is_repeated() -> None
     inspected(run, succeed=False)
     assert [attempt for *_, attempt in orders(run)] == [1, 2]
     inspected(run, succeed=False)
-    assert run.state.outcome is not None
-    assert run.state.outcome.reason == "train step 0 failed 2 times; last error: state first-gate: fault"
+    assert run.state.ending.outcome is not None
+    assert run.state.ending.outcome.reason == "train step 0 failed 2 times; last error: state first-gate: fault"
 
 
 def test_a_failed_inspection_of_weights_is_repeated_without_another_publication() -> None:
@@ -110,9 +110,9 @@ def test_a_failed_inspection_of_weights_is_repeated_without_another_publication(
     inspected(run, succeed=False)
     assert [attempt for *_, attempt in orders(run)] == [1, 2] and len(run.ordered(PublishWeights)) == 1
     inspected(run, succeed=False)
-    assert run.state.outcome is not None
+    assert run.state.ending.outcome is not None
     reason = "version 1 could not be inspected in 2 attempts; last error: state every-version: fault"
-    assert run.state.outcome.reason == reason
+    assert run.state.ending.outcome.reason == reason
 
 
 def test_an_inspection_is_ordered_again_if_its_process_is_lost() -> None:
@@ -120,7 +120,7 @@ def test_an_inspection_is_ordered_again_if_its_process_is_lost() -> None:
     run.finish(0)
     run.tell(ProcessLost(kind="added states", index=0, incarnation=1, reason="killed"))
     assert [attempt for *_, attempt in orders(run)] == [1, 2]
-    assert run.state.steps[0].failures == 1
+    assert run.state.training.steps[0].failures == 1
 
 
 def test_a_batch_is_inspected_again_if_the_trainer_is_lost_meanwhile() -> None:
@@ -129,7 +129,7 @@ def test_a_batch_is_inspected_again_if_the_trainer_is_lost_meanwhile() -> None:
     run.finish(0)
     run.tell(ProcessLost(kind="trainer", index=0, incarnation=1, reason="killed"))
     assert [attempt for *_, attempt in orders(run)] == [1, 2]
-    assert run.state.steps[0].failures == 0, "it is not charged"
+    assert run.state.training.steps[0].failures == 0, "it is not charged"
 
 
 def test_a_lost_trainer_begins_with_weights_that_are_still_inspected() -> None:
@@ -138,7 +138,7 @@ def test_a_lost_trainer_begins_with_weights_that_are_still_inspected() -> None:
     run.train()
     run.publish()
     run.tell(ProcessLost(kind="trainer", index=0, incarnation=1, reason="killed"))
-    assert run.state.outcome is None
+    assert run.state.ending.outcome is None
     begins = [c for c in run.ordered(StartProcess) if c.kind == "trainer"]
     assert [(c.version, c.steps) for c in begins] == [(1, 1)]
 

@@ -70,7 +70,7 @@ def small(timeouts: Timeouts, **others: Any) -> Scripted:
 def wait(run: Scripted, until: float) -> list[Command]:
     """Let time pass: the limit check is made when it is due. Returns what was ordered."""
     ordered: list[Command] = []
-    while run.state.outcome is None and (due := next_check(run)) <= until:
+    while run.state.ending.outcome is None and (due := next_check(run)) <= until:
         ordered += run.tell(TimerFired(timer=run.state.orders.find("timer", LIMIT).number), at=max(due, run.clock))  # type: ignore[union-attr]
     run.clock = until
     return ordered
@@ -113,9 +113,9 @@ def test_an_overdue_group_is_parked_and_its_next_attempt_has_twice_the_time() ->
     assert not cut_or_stopped(wait(run, given + 99.0))
     assert cut_or_stopped(wait(run, given + 105.0)) == ["ParkGroup"] * 4
     run.abort(0)
-    group = run.state.groups[0]
+    group = run.state.groups.live[0]
     assert (group.infrastructure_failures, run.ordered(ResumeGroup)[-1].group) == (1, 0)
-    assert run.state.last_failure == "an attempt exceeded its time limit of 100 s (timeouts.group_s)"
+    assert run.state.ending.last_failure == "an attempt exceeded its time limit of 100 s (timeouts.group_s)"
     run.abort(1, 2, 3)
     again = run.state.orders.find("group", 0).at  # type: ignore[union-attr]
     assert not cut_or_stopped(wait(run, again + 199.0))
@@ -156,7 +156,7 @@ def test_a_replica_that_does_not_cut_a_group_short_is_stopped() -> None:
     (stop,) = [one for one in wait(run, parked + 7.0) if isinstance(one, StopProcess)]
     said = "replica 0 exceeded its time limit of 7 s (timeouts.cut_s) after 7 s in ParkGroup (group 0)"
     assert stop.reason == f"{said}; limits are checked every 0.35 s"
-    assert {group.infrastructure_failures for group in run.state.groups.values() if group.attempt} == {1}
+    assert {group.infrastructure_failures for group in run.state.groups.live.values() if group.attempt} == {1}
 
 
 def test_a_group_that_already_moves_is_not_ordered_to_park_twice() -> None:
@@ -172,7 +172,7 @@ def test_an_attempt_that_progresses_while_it_is_parked_exceeds_its_limit_once() 
     run.keep_prefix(0, tokens=3)
     wait(run, run.clock + 225.0)
     assert [order.group for order in run.ordered(ParkGroup)].count(0) == 1
-    assert run.state.groups[0].exceeded == 1
+    assert run.state.groups.live[0].exceeded == 1
 
 
 def trains(run: Scripted) -> None:
@@ -258,7 +258,7 @@ def test_a_replica_that_was_stopped_as_it_did_not_start_starts_again() -> None:
     lost(run)
     start = run.ordered(StartProcess)[-1]
     assert (start.kind, start.index, start.incarnation) == ("replica", 1, 2)
-    assert run.state.outcome is None
+    assert run.state.ending.outcome is None
 
 
 def lost(run: Scripted) -> list[Command]:
@@ -283,7 +283,7 @@ def test_a_stopped_trainer_restarts_and_its_orders_stand_still_until_it_is_up() 
     assert run.state.orders.find("train", 0) is not None, "it is charged once the process has ended"
     assert not cut_or_stopped(wait(run, run.clock + 10_000.0)), "one stop is enough"
     lost(run)
-    assert run.state.steps[0].failures == 1
+    assert run.state.training.steps[0].failures == 1
     again = run.state.orders.find("train", 0)
     assert again is not None and run.ordered(StartProcess)[-1].incarnation == 2
     assert not cut_or_stopped(wait(run, run.clock + 10_000.0)), "it loads a model"
@@ -303,7 +303,7 @@ def test_a_hang_is_charged_whatever_happens_before_its_process_has_ended(then: A
     assert "StopProcess" in cut_or_stopped(run.wait(120.0))
     run.tell(replace(then))
     lost(run)
-    assert run.state.steps[0].failures == 1
+    assert run.state.training.steps[0].failures == 1
 
 
 def test_a_trainer_that_hangs_again_and_again_ends_the_run() -> None:
@@ -425,13 +425,13 @@ def test_overdue_work_of_an_added_state_fails_and_its_late_answer_is_stale() -> 
     ordered = wait(run, run.clock + 41.0)
     assert not cut_or_stopped(ordered), "the process answers"
     again = run.ordered(EnterState)[-1]
-    assert (again.group, again.attempt, run.state.groups[0].infrastructure_failures) == (0, first.attempt + 1, 1)
-    assert "the state checking exceeded its time limit of 50 s (timeouts.stage_s)" in run.state.last_failure
-    stale = run.state.stale_echoes
+    assert (again.group, again.attempt, run.state.groups.live[0].infrastructure_failures) == (0, first.attempt + 1, 1)
+    assert "the state checking exceeded its time limit of 50 s (timeouts.stage_s)" in run.state.ending.last_failure
+    stale = run.state.orders.stale_echoes
     run.tell(StateLeft(group=0, attempt=first.attempt, **figures))
-    assert run.state.stale_echoes == stale + 1
+    assert run.state.orders.stale_echoes == stale + 1
     run.tell(StateLeft(group=0, attempt=again.attempt, **figures))
-    assert run.state.groups[0].state == "batched"
+    assert run.state.groups.live[0].state == "batched"
 
 
 def measuring(timeouts: Timeouts, **others: Any) -> Measured:
@@ -499,10 +499,10 @@ def test_when_a_replica_hangs_over_one_group_the_others_on_it_are_not_charged() 
     parked = run.state.orders.find("park", 0)
     assert parked is not None and run.state.orders.find("park", 1) is None
     assert cut_or_stopped(wait(run, parked.at + 7.0)) == ["StopProcess"]
-    assert [run.state.groups[id].infrastructure_failures for id in range(4)] == [1, 0, 0, 0]
-    assert {run.state.groups[id].state for id in range(4)} == {"aborted"}
+    assert [run.state.groups.live[id].infrastructure_failures for id in range(4)] == [1, 0, 0, 0]
+    assert {run.state.groups.live[id].state for id in range(4)} == {"aborted"}
     lost(run)
-    assert [run.state.groups[id].infrastructure_failures for id in range(4)] == [1, 0, 0, 0]
+    assert [run.state.groups.live[id].infrastructure_failures for id in range(4)] == [1, 0, 0, 0]
 
 
 def test_when_a_replica_hangs_over_new_weights_its_groups_are_not_charged() -> None:
@@ -510,13 +510,13 @@ def test_when_a_replica_hangs_over_new_weights_its_groups_are_not_charged() -> N
     syncs(run)
     assert cut_or_stopped(wait(run, run.clock + 51.0)) == ["StopProcess"]
     lost(run)
-    assert {group.infrastructure_failures for group in run.state.groups.values()} == {0}
+    assert {group.infrastructure_failures for group in run.state.groups.live.values()} == {0}
 
 
 def test_a_replica_that_dies_charges_each_of_its_groups() -> None:
     run = small(every(None))
     run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
-    assert [run.state.groups[id].infrastructure_failures for id in range(4)] == [1, 1, 1, 1]
+    assert [run.state.groups.live[id].infrastructure_failures for id in range(4)] == [1, 1, 1, 1]
 
 
 def test_a_trainer_hang_in_a_checkpoint_is_not_charged_to_the_train_step_behind_it() -> None:
@@ -526,7 +526,7 @@ def test_a_trainer_hang_in_a_checkpoint_is_not_charged_to_the_train_step_behind_
     assert [order.subject for order in run.state.orders.owned("trainer")] == ["checkpoint", "train"]
     assert cut_or_stopped(wait(run, run.clock + 51.0)) == ["StopProcess"]
     lost(run)
-    assert run.state.steps[1].failures == 0
+    assert run.state.training.steps[1].failures == 0
     assert run.state.orders.find("train", 1) is not None
 
 
@@ -538,7 +538,7 @@ def test_the_process_of_added_states_is_stopped_if_it_answered_nothing() -> None
     (stop,) = [one for one in wait(run, run.clock + 21.0) if isinstance(one, StopProcess)]
     assert stop.kind == "added states"
     lost(run)
-    assert [run.state.groups[id].infrastructure_failures for id in (0, 1)] == [1, 0]
+    assert [run.state.groups.live[id].infrastructure_failures for id in (0, 1)] == [1, 0]
     up(run)
     assert {one.command.group for one in run.state.orders.all() if one.subject == "stage"} == {0, 1}  # type: ignore[attr-defined]
 
@@ -604,10 +604,10 @@ def test_progress_of_an_earlier_attempt_or_life_changes_nothing() -> None:
     up(run)
     wait(run, run.clock + 60.0)
     echoes.append(OrderProgressed(order=run.ordered(TrainStep)[-1].number + 1000))
-    stale = run.state.stale_echoes
+    stale = run.state.orders.stale_echoes
     for echo in echoes:
         run.tell(echo, at=run.clock)
-    assert run.state.stale_echoes == stale + 4 and time_taken_by(run, "train", 0) == 60.0
+    assert run.state.orders.stale_echoes == stale + 4 and time_taken_by(run, "train", 0) == 60.0
 
 
 def test_progress_is_reported_of_the_kinds_that_the_table_names_and_of_no_other() -> None:
@@ -616,9 +616,9 @@ def test_progress_is_reported_of_the_kinds_that_the_table_names_and_of_no_other(
     sync = run.state.orders.find("sync", 0)
     assert sync is not None
     wait(run, run.clock + 50.0)
-    stale = run.state.stale_echoes
+    stale = run.state.orders.stale_echoes
     run.tell(OrderProgressed(order=sync.number))
-    assert run.state.stale_echoes == stale + 1 and time_taken(run.state, sync) >= 50.0
+    assert run.state.orders.stale_echoes == stale + 1 and time_taken(run.state, sync) >= 50.0
 
 
 def test_a_trainer_that_progresses_before_it_answers_its_probe_is_not_stopped() -> None:
@@ -711,7 +711,7 @@ def test_the_floor_is_longer_for_slow_kinds_unless_it_is_lowered() -> None:
 def test_groups_on_a_replica_that_takes_new_weights_stand_still(state: str) -> None:
     run = small(every(None, group_s=100.0))
     syncs(run)
-    replica = run.state.replicas[0]
+    replica = run.state.replicas.by_id[0]
     place = {"replica": 0, "incarnation": 1, "attempt": replica.sync_attempt}
     wait(run, run.clock + 50.0)
     run.tell(WeightsStaged(**place, version=1))
@@ -730,7 +730,7 @@ def test_a_pause_that_waits_for_groups_begins_when_the_last_one_ends() -> None:
     run = small(every(None, sync_s=50.0, group_s=1000.0), sync_mode="wait")
     syncs(run)
     run.install(pause=False)
-    assert run.state.replicas[0].state == "pausing"
+    assert run.state.replicas.by_id[0].state == "pausing"
     assert not cut_or_stopped(wait(run, run.clock + 500.0))
     run.finish(*run.running())
     assert not cut_or_stopped(wait(run, run.clock + 45.0))
@@ -773,7 +773,7 @@ def test_what_runs_on_a_sleeping_replica_has_no_limit() -> None:
     assert pause.mode == "sleep"
     run.abort(*run.running())
     run.tell(ReplicaPaused(replica=0, incarnation=1, attempt=pause.attempt))
-    assert run.state.replicas[0].state == "asleep"
+    assert run.state.replicas.by_id[0].state == "asleep"
     assert not cut_or_stopped(wait(run, run.clock + 10_000.0))
 
 
@@ -795,10 +795,10 @@ def test_a_resume_keeps_what_was_learned_and_times_nothing_of_before() -> None:
     run = small(every(AUTO, floor_s=100.0))
     checkpoints(run)
     run.finish(2)
-    run.state.groups[3].exceeded = 1
+    run.state.groups.live[3].exceeded = 1
     longest = dict(run.state.limit_check.longest)
     run.tell(RunResumed(steps=1, replicas=1, consumed=(), released=(), kept=True), at=1_000_000.0)
-    assert (run.state.limit_check.longest, run.state.groups[3].exceeded) == (longest, 1)
+    assert (run.state.limit_check.longest, run.state.groups.live[3].exceeded) == (longest, 1)
     assert {order.subject for order in run.state.orders.all()} == {"publish", "start", "timer"}
     run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=1))
     assert not cut_or_stopped(wait(run, run.clock + 590.0)), "every process is fresh"
@@ -828,7 +828,7 @@ def test_a_trainer_that_hangs_after_a_resume_is_stopped() -> None:
     run.tell(OrderDone(orders=tuple(one.number for one in (*run.ordered(DiscardGroups), *run.ordered(RetireWeights)))))
     assert cut_or_stopped(run.wait(60.0)) == ["StopProcess"]
     lost(run)
-    assert run.state.outcome is not None
+    assert run.state.ending.outcome is not None
     run.tell(RunResumed(steps=2, replicas=1, consumed=(), released=(), kept=True))
     (stop,) = [command for command in run.wait(200.0) if isinstance(command, StopProcess)]
     assert stop.kind == "trainer" and "in DeleteCheckpoint (steps 1)" in stop.reason

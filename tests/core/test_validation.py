@@ -36,6 +36,7 @@ from engine.scheduling import weights
 from engine.scheduling.core import Core
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, ValidationLimits, ValidationSet
+from engine.states.replicas import Replicas
 from engine.states.state import State
 from engine.states.timeouts import Timeouts
 from engine.states.validation import Validation, Validations
@@ -101,12 +102,12 @@ class Measured(Scripted):
         raise AssertionError("more than a hundred chunks")
 
     def lose(self, id: int, final: bool = False) -> None:
-        incarnation = self.state.replicas[id].process.incarnation
+        incarnation = self.state.replicas.by_id[id].process.incarnation
         self.tell(ProcessLost(kind="replica", index=id, incarnation=incarnation, final=final, reason="unplugged"))
 
     def come_back(self, id: int) -> None:
         """The life that was ordered is up."""
-        incarnation = self.state.replicas[id].process.incarnation
+        incarnation = self.state.replicas.by_id[id].process.incarnation
         self.tell(ProcessUp(kind="replica", index=id, incarnation=incarnation, slots=100, version=0))
 
     def staged(self, id: int) -> list[int]:
@@ -142,7 +143,7 @@ def test_the_version_that_first_contains_a_multiple_is_due() -> None:
         for id in (0, 1):
             world.install(id)
         world.measure_all()
-        due.append(bool(world.ended) and world.ended[-1].version == world.state.latest_version)
+        due.append(bool(world.ended) and world.ended[-1].version == world.state.training.latest_version)
     assert due == [False, True, True, False]
     assert world.ends() == [("reported", 2), ("reported", 3)]
 
@@ -199,7 +200,7 @@ def test_a_validation_that_is_superseded_before_it_begins_is_cancelled() -> None
     assert world.ended[0].reason == "superseded by version 3 before it started"
     world.measure_all()
     world.install(0)
-    assert world.state.replicas[0].version == 3
+    assert world.state.replicas.by_id[0].version == 3
     world.measure_all()
     assert world.ends() == [("cancelled", 2), ("reported", 1), ("reported", 3)]
 
@@ -282,9 +283,9 @@ def test_a_lost_replica_s_rows_go_on_where_the_version_is() -> None:
     first = world.out()
     world.lose(0)
     assert [(o.replica, o.first, o.attempt) for o in world.out()] == [(1, 0, 2), (1, 2, 2)]
-    before = world.state.stale_echoes
+    before = world.state.orders.stale_echoes
     world.measured(first[0])
-    assert world.state.stale_echoes == before + 1
+    assert world.state.orders.stale_echoes == before + 1
     world.measure_all()
     assert world.ended[0].measured == 4
 
@@ -303,7 +304,7 @@ def test_a_version_that_only_a_lost_replica_had_is_installed_on_its_next_life() 
     world.come_back(0)
     assert world.staged(0)[-1] == 2
     assert 2 not in [order.version for order in world.ordered(RetireWeights)]
-    replica = world.state.replicas[0]
+    replica = world.state.replicas.by_id[0]
     assert world.state.is_staging(replica) and replica.next_version == 2
 
 
@@ -317,7 +318,7 @@ def test_a_validation_whose_version_no_replica_can_have_fails_and_not_the_run() 
     world.lose(0, final=True)
     assert world.ends() == [("failed", 2)]
     assert "no replica is left" in world.ended[0].reason
-    assert world.state.outcome is None
+    assert world.state.ending.outcome is None
     assert 2 in [order.version for order in world.ordered(RetireWeights)]
 
 
@@ -328,7 +329,7 @@ def test_rows_that_use_up_their_attempts_fail_the_validation_and_not_the_run() -
         world.fail_rows(next(order for order in world.out() if order.first == 0))
     assert world.ends() == [("failed", 0)]
     assert "3 attempts at the same rows failed; last error: no power" in world.ended[0].reason
-    assert world.state.outcome is None
+    assert world.state.ending.outcome is None
     assert len(world.ordered(StopMeasuring)) == 1
 
 
@@ -359,7 +360,7 @@ def test_a_repeated_answer_is_counted_once() -> None:
     world.measured(order)
     world.measure_all()
     world.measured(order)
-    assert (world.ended[0].measured, world.state.stale_echoes) == (4, 2)
+    assert (world.ended[0].measured, world.state.orders.stale_echoes) == (4, 2)
 
 
 def test_a_validation_of_which_no_row_could_be_measured_has_failed() -> None:
@@ -374,9 +375,9 @@ def test_a_last_version_that_cannot_be_installed_fails_its_validation_not_the_ru
     world = Measured(replace(ON_THE_WAY, every=0, at_end=True), replicas=1, **limits)
     world.next_version()
     for _ in range(20):
-        if world.state.outcome is not None:
+        if world.state.ending.outcome is not None:
             break
-        replica = world.state.replicas[0]
+        replica = world.state.replicas.by_id[0]
         place = {"replica": 0, "incarnation": replica.incarnation, "attempt": replica.sync_attempt}
         if replica.process.state == "stopping":
             world.lose(0)
@@ -386,7 +387,7 @@ def test_a_last_version_that_cannot_be_installed_fails_its_validation_not_the_ru
     assert world.ends() == [("failed", 1)]
     assert world.ended[0].reason == "2 replicas could not install version 1"
     assert len(world.ordered(StopProcess)) == 2, world.ordered(StopProcess)
-    assert world.state.outcome is not None and world.state.outcome.outcome == "finished"
+    assert world.state.ending.outcome is not None and world.state.ending.outcome.outcome == "finished"
 
 
 def test_a_stopped_run_cancels_what_is_being_measured() -> None:
@@ -451,7 +452,7 @@ def test_a_version_published_while_a_run_drains_is_measured_once_it_is_resumed()
     world.publish()
     world.abort(*world.running())
     for id in (0, 1):
-        replica = world.state.replicas[id]
+        replica = world.state.replicas.by_id[id]
         world.tell(ReplicaPaused(replica=id, incarnation=replica.incarnation, attempt=replica.sync_attempt))
     assert world.ordered(FinishRun)[-1].outcome == "stopped" and world.ends() == [("cancelled", 2)]
     world.tell(RunResumed(steps=2, replicas=2, consumed=(), released=(), kept=True))
@@ -547,7 +548,7 @@ def versions_are_retired_under_their_validation(monkeypatch: pytest.MonkeyPatch)
 
 
 def held_replicas_take_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(State, "target_of", lambda self, replica: self.latest_version)
+    monkeypatch.setattr(State, "target_of", lambda self, replica: self.training.latest_version)
 
 
 def replicas_are_held_beyond_the_validation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -583,9 +584,7 @@ def repeated_answers_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def groups_run_on_validators(monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.states.replica import FreeSlots
-
-    monkeypatch.setattr(FreeSlots, "taken", FreeSlots.measuring)
+    monkeypatch.setattr(Replicas, "taken", Replicas.measuring)
 
 
 def the_run_ends_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -676,7 +675,7 @@ def save_and_measure(world: Measured, *shares: int) -> None:
         world.next_version()
         for id in (0, 1):
             world.install(id)
-        world.tell(CheckpointSaved(steps=world.state.steps_trained))
+        world.tell(CheckpointSaved(steps=world.state.training.steps_trained))
         measure(world, right)
         for order in world.ordered(DeleteCheckpoint):
             world.tell(OrderDone(orders=(order.number,)))
@@ -701,8 +700,8 @@ def test_a_checkpoint_stays_while_its_weights_are_measured() -> None:
     world = rated()
     for _ in range(2):
         world.next_version()
-        world.tell(CheckpointSaved(steps=world.state.steps_trained))
-        if world.state.steps_trained == 1:
+        world.tell(CheckpointSaved(steps=world.state.training.steps_trained))
+        if world.state.training.steps_trained == 1:
             world.install(0)
     assert [run.steps for run in world.state.validations.runs.values()] == [1, 2]
     assert world.state.surplus_checkpoints() == []

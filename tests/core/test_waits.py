@@ -33,7 +33,7 @@ def test_groups_are_listed_by_replica_with_their_oldest() -> None:
     """Groups 4 and 5 start once replica 0 has version 1: 1 s for its groups, 1 s for the step, and 0.5 s each to
     publish, stage, pause and install."""
     world = steady_world(lengths=lambda group: 1 if group < 2 else FOREVER, train_s=1.0, sync_s=0.5)
-    world.until(lambda state: state.steps_trained == 1 and state.ledger.running == 4)
+    world.until(lambda state: state.training.steps_trained == 1 and state.groups.ledger.running == 4)
     assert world.time == 4.0
     world.run_for(100.0)
     ends = "(until GroupGenerated, GroupAborted, GroupFailed or ProcessLost)"
@@ -45,7 +45,7 @@ def test_groups_are_listed_by_replica_with_their_oldest() -> None:
 
 def test_the_trainer_comes_first_with_the_step_its_task_and_its_time() -> None:
     world = steady_world(train_s=FOREVER)
-    world.until(lambda state: state.ledger.ready == 2)  # those of step 1, generated beside
+    world.until(lambda state: state.groups.ledger.ready == 2)  # those of step 1, generated beside
     began = world.metrics.since["step", 0]
     world.run_for(began + 40.0 - world.time)
     assert (
@@ -53,7 +53,7 @@ def test_the_trainer_comes_first_with_the_step_its_task_and_its_time() -> None:
         == "the trainer has been training step 0 on 2 groups for 40 s (until StepTrained, StepFailed or ProcessLost)"
     )
     assert began == 1.0, "as soon as its groups were generated"
-    formed = world.scheduler.state.steps[0]
+    formed = world.scheduler.state.training.steps[0]
     world.tell(fact.StepFailed(step=0, attempt=formed.attempt, reason="a cosmic ray"))
     assert "attempt 2" in sentences(world)[0], "and again"
 
@@ -65,7 +65,7 @@ def test_a_publication_is_waited_for() -> None:
 
 def test_replicas_that_install_new_weights_are_named() -> None:
     world = steady_world(sync_s=100.0)
-    world.until(lambda state: [r.state for r in state.replicas.values()] == ["installing"] * 2)
+    world.until(lambda state: [r.state for r in state.replicas.by_id.values()] == ["installing"] * 2)
     world.run_for(7.0)
     ends = "(until WeightsInstalled, SyncFailed or ProcessLost)"
     assert f"replica 0 has been installing version 1 for 7 s {ends}" in sentences(world)
@@ -73,7 +73,7 @@ def test_replicas_that_install_new_weights_are_named() -> None:
 
 
 def test_a_replica_that_restarts_is_named() -> None:
-    world = steady_world().until(lambda state: state.ledger.running == 4)
+    world = steady_world().until(lambda state: state.groups.ledger.running == 4)
     world.tell(fact.ProcessLost(kind="replica", index=1, incarnation=1, reason="burnt"))
     assert "replica 1 has been restarting for 0 s (until ProcessUp or ProcessLost)" in sentences(world)
     world.tell(fact.ProcessLost(kind="replica", index=1, incarnation=2, final=True, reason="for good"))
@@ -92,7 +92,7 @@ def test_waits_name_a_validation_an_added_state_the_data_source_and_a_checkpoint
     assert sentences(world)[0] == "replica 0 has been starting for 0 s (until ProcessUp or ProcessLost)"
     limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, max_steps=4)
     judged = SteadyWorld(replace(limits, added_states=(AddedState(name="rewarding", concurrency=2),)))
-    judged.until(lambda state: state.stages.out == 2)
+    judged.until(lambda state: state.groups.stages.out == 2)
     assert "the state rewarding" in whose(judged)
     saved = SteadyWorld(replace(limits, checkpoint_every=1))
     saved.until(lambda state: state.checkpoint_pending)
@@ -101,7 +101,7 @@ def test_waits_name_a_validation_an_added_state_the_data_source_and_a_checkpoint
 
 def test_one_of_a_kind_is_named_in_the_singular() -> None:
     world = steady_world(batch=1, stale=0, workers=1, lengths=lambda group: FOREVER)
-    world.until(lambda state: state.ledger.running == 1)
+    world.until(lambda state: state.groups.ledger.running == 1)
     said = why_stuck(world.scheduler.state)
     assert said.startswith(
         "step 0 waits for 1 group, 0 of 1 are ready, and 1 that is due by step 0 is not; 1 group waits "
@@ -112,7 +112,7 @@ def test_one_of_a_kind_is_named_in_the_singular() -> None:
 
 
 def test_a_run_that_is_over_waits_for_nothing() -> None:
-    world = steady_world().until(lambda state: state.ledger.running == 4)
+    world = steady_world().until(lambda state: state.groups.ledger.running == 4)
     world.tell(fact.StopRequested(reason="enough"))
     assert waits(world.scheduler.state) == []
 
@@ -162,9 +162,9 @@ def test_a_wait_for_rewards_names_the_slowest_function_and_its_limit() -> None:
     assert reward_wait(run.state) == "3 groups wait for reward slow: 2 s a call, 4 at once", "more would not help"
     run.tell(fact.ProcessLost(kind="replica", index=0, incarnation=1, reason="gone"))
     assert reward_wait(run.state) == ""
-    events = run.state.stale_echoes
+    events = run.state.orders.stale_echoes
     measured(run, "reward slow")
-    assert run.state.stale_echoes == events + 1, "of a life that has ended"
+    assert run.state.orders.stale_echoes == events + 1, "of a life that has ended"
 
 
 AGENT = {"setting": "rollout.slots", "queued": 0}
@@ -232,7 +232,7 @@ def test_a_time_that_is_not_known_is_left_out() -> None:
 
 def test_a_stuck_run_says_who_waits_for_what() -> None:
     world = steady_world(lengths=lambda group: FOREVER)
-    world.until(lambda state: state.ledger.running == 4)
+    world.until(lambda state: state.groups.ledger.running == 4)
     said = why_stuck(world.scheduler.state)
     assert said.startswith("step 0 waits for 2 groups, 0 of 2 are ready")
     assert "2 groups wait to be started, where 0 may be and 0 slots are free" in said
@@ -280,7 +280,7 @@ def test_parked_groups_are_named_with_the_version_that_they_wait_for() -> None:
 def silent(after_s: float) -> tuple[SteadyWorld, Silence]:
     world = steady_world(lengths=lambda group: FOREVER)
     silence = Silence(world.metrics, after_s)
-    world.until(lambda state: state.ledger.running == 4)
+    world.until(lambda state: state.groups.ledger.running == 4)
     return world, silence
 
 

@@ -66,7 +66,7 @@ class Watched(World):
         super()._observe(tick)
         assert self.scheduler.tick(()) == (), f"reacting again to {tick.events} orders more"
         orders = self.scheduler.state.orders
-        if self.scheduler.state.outcome is None:
+        if self.scheduler.state.ending.outcome is None:
             self.open = {order.number: order for order in orders.all()}
             return
         assert len(orders) == 0
@@ -123,7 +123,7 @@ def test_every_world_keeps_every_law_and_ends(
             world.tell(DrainRequested(reason="enough"))
     outcome = world.run()
     may_fail = faults != Faults() or limits.timeouts.group_s is not None  # a group may take longer than that, each time
-    barren = not world.scheduler.state.steps_trained  # its few groups were filtered, or dropped as stragglers
+    barren = not world.scheduler.state.training.steps_trained  # its few groups were filtered, or dropped as stragglers
     assert outcome.outcome == "finished" or may_fail or barren or drain_at, outcome
     assert outcome.reason
     if outcome.outcome == "finished":
@@ -206,7 +206,7 @@ def test_a_world_that_stops_and_goes_on_is_the_same_run() -> None:
     def record(stops: bool) -> bytes:
         recorder = MemoryRecorder(Header(run="twice", limits=a_world(0).setting.limits.to_plain()))
         world = a_world(3, recorder)
-        while stops and world.scheduler.state.outcome is None:
+        while stops and world.scheduler.state.ending.outcome is None:
             handled = world.driver.events_handled + 10
             if world.run_until(lambda state, handled=handled: world.driver.events_handled == handled):
                 world.run_for(2.0)
@@ -218,17 +218,17 @@ def test_a_world_that_stops_and_goes_on_is_the_same_run() -> None:
 
 def test_a_world_takes_a_request_while_it_stands_and_can_be_left_there() -> None:
     world = a_world(1)
-    assert world.run_until(lambda state: state.steps_trained == 2)
+    assert world.run_until(lambda state: state.training.steps_trained == 2)
     world.run_for(1.0)
     at, handled = world.time, world.driver.events_handled
     world.tell(StopRequested(reason="enough"))
     assert (world.time, world.driver.events_handled) == (at, handled + 1)
     assert world.run().reason == "enough" and world.time == at
     left = a_world(1)
-    assert left.run_until(lambda state: state.steps_trained == 1)
+    assert left.run_until(lambda state: state.training.steps_trained == 1)
     handled = left.driver.events_handled
     left.close()
-    assert left.driver.events_handled == handled and not left.run_until(lambda state: state.steps_trained == 2)
+    assert left.driver.events_handled == handled and not left.run_until(lambda state: state.training.steps_trained == 2)
     with pytest.raises(EngineError, match="the run has ended"):
         left.tell(StopRequested(reason="too late"))
 
@@ -267,9 +267,12 @@ def only_those_due_now(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def short_steps_not_charged_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count the groups that steps took in place of B for each step."""
-    monkeypatch.setattr(
-        State, "held", property(lambda self: self.ledger.unconsumed + self.ledger.batched + self.ledger.consumed)
-    )
+
+    def held(state: State) -> int:
+        ledger = state.groups.ledger
+        return ledger.unconsumed + ledger.batched + ledger.consumed
+
+    monkeypatch.setattr(State, "held", property(held))
 
 
 def parked_groups_resume_on_older_versions(monkeypatch: pytest.MonkeyPatch) -> None:

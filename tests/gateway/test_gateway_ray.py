@@ -62,7 +62,7 @@ def test_conversations_live_through_new_weights_and_the_loss_of_a_replica(
     with start(plan) as run:
         status = run.wait()
     assert (status.outcome, status.step) == ("finished", STEPS)
-    assert check_record(run_dir).state.ledger.consumed == PROMPTS
+    assert check_record(run_dir).state.groups.ledger.consumed == PROMPTS
     assert [e.index for e in events_of(run_dir, ProcessLost)] != []
     assert events_of(run_dir, GroupFailed) == []
     generated = events_of(run_dir, GroupGenerated)

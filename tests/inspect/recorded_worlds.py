@@ -27,7 +27,7 @@ def recorded(
     world = World(Setting(limits=limits, **setting), recorder=recorder, check=False)
 
     def breaks_off(state: State) -> bool:
-        return state.steps_trained == steps and state.ledger.running > 0
+        return state.training.steps_trained == steps and state.groups.ledger.running > 0
 
     if steps is None and until is None:
         world.run()

@@ -65,8 +65,8 @@ def faulty() -> History:
 def test_a_history_agrees_with_the_schedulers_books(family: Any, number: int) -> None:
     record = record_of(family, number)
     history, state = read_history(record), state_after(record)
-    phases = Counter(state.phase_of(group.state) for group in history.groups)
-    assert {phase: phases[phase] for phase in Phase} == {phase: state.ledger.count[phase] for phase in Phase}
+    phases = Counter(state.groups.phase_of(group.state) for group in history.groups)
+    assert {phase: phases[phase] for phase in Phase} == {phase: state.groups.ledger.count[phase] for phase in Phase}
     assert sum(history.tokens.values()) == sum(attempt.sampled for attempt in history.attempts)
     assert set(history.tokens) == set(FATES) and min(history.tokens.values()) >= 0
     consumed = {group.group: group.tokens for group in history.groups if group.state == "consumed"}
@@ -301,7 +301,7 @@ def test_a_step_whose_batch_is_inspected_has_its_groups() -> None:
     limits = replace(LIMITS, added_states=(GATING, PROVING))
 
     def reached(state: State) -> bool:
-        return state.now > 300 and any(step.state == "gating" for step in state.steps.values())
+        return state.now > 300 and any(step.state == "gating" for step in state.training.steps.values())
 
     history = read_history(recorded(limits, seed=1, state_s=1000.0, until=reached))
     step = history.steps[-1]

@@ -51,7 +51,7 @@ def suffixes(metric: Metric) -> tuple[str, ...]:
 def half_way(**others: Any) -> SteadyWorld:
     """A run in its third step, measured once, with a figure for every name that a run without surroundings has."""
     world = steady_world(steps=None, mode="abort", validation=ValidationLimits(rows=4), **others)
-    world.until(lambda state: state.steps_trained >= 3 and state.ledger.running > 0)
+    world.until(lambda state: state.training.steps_trained >= 3 and state.groups.ledger.running > 0)
     return world
 
 
@@ -102,9 +102,9 @@ def test_the_number_of_series_stays_as_a_run_goes_on() -> None:
         return {(s.name, tuple(sorted(s.labels.items()))) for family in families for s in family.samples}
 
     world = steady_world(steps=None, mode="abort", lengths=lambda group: 1 + group % 3)
-    world.until(lambda state: state.steps_trained == 12)
+    world.until(lambda state: state.training.steps_trained == 12)
     early = series(world)
-    world.until(lambda state: state.steps_trained == 400)
+    world.until(lambda state: state.training.steps_trained == 400)
     assert series(world) == early
 
 
@@ -147,7 +147,7 @@ def test_exemplars_name_the_group() -> None:
         server.close()
     for name in ("engine_staleness_steps", "engine_response_tokens", "engine_group_seconds"):
         groups = re.findall(rf'^{name}_bucket{{.*# {{group="(\d+)"}}', text, re.MULTILINE)
-        assert groups and all(int(group) < world.scheduler.state.ledger.drawn for group in groups), name
+        assert groups and all(int(group) < world.scheduler.state.groups.ledger.drawn for group in groups), name
 
 
 def test_labels_are_those_documented(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_labels_are_those_documented(tmp_path: Path) -> None:
 
 
 def test_a_scrape_in_the_middle_of_a_run_tells_its_state() -> None:
-    world = steady_world(steps=None).until(lambda state: state.steps_trained == 3)
+    world = steady_world(steps=None).until(lambda state: state.training.steps_trained == 3)
     server = MetricsServer(registry(world.metrics, ExternalFigures(now=lambda: 77.0)))
     try:
         found = scrape(server)
@@ -171,11 +171,11 @@ def test_a_scrape_in_the_middle_of_a_run_tells_its_state() -> None:
     state = world.scheduler.state
     assert found["engine_train_steps_total"][()] == 3
     assert found["engine_uptime_seconds"][()] == 77.0
-    assert found["engine_groups_running"][()] == state.ledger.running
+    assert found["engine_groups_running"][()] == state.groups.ledger.running
     counted = {labels[0][1]: value for labels, value in found["engine_groups"].items()}
-    records = list(state.groups.values())
+    records = list(state.groups.live.values())
     assert counted == {name: sum(group.state == name for group in records) for name in counted}
-    assert found["engine_groups_ended_total"][(("state", "consumed"),)] == state.ledger.consumed
+    assert found["engine_groups_ended_total"][(("state", "consumed"),)] == state.groups.ledger.consumed
     assert found["engine_staleness_steps_count"][()] == 6
     assert found["engine_staleness_steps_bucket"][(("le", "1.0"),)] == 6, "none is staler than S = 1"
     assert found["engine_tokens_trained_total"][()] == 6 * GROUP_TOKENS
@@ -186,7 +186,7 @@ def test_a_scrape_in_the_middle_of_a_run_tells_its_state() -> None:
 def test_capacity_shrinks_as_groups_are_admitted() -> None:
     world = steady_world(batch=2, stale=1, workers=3)
     assert world.metrics.idle.capacity == (3, 4)
-    world.until(lambda state: state.ledger.running == 3)
+    world.until(lambda state: state.groups.ledger.running == 3)
     assert world.metrics.idle.capacity == (0, 1)
 
 
@@ -267,15 +267,15 @@ def test_the_number_of_series_stays_as_replicas_return_and_settings_change() -> 
     def live(world: SteadyWorld, lives: range) -> None:
         for life in lives:
             world.after(0.0, world.process("replica", 1).die)
-            world.until(lambda state, life=life: state.replicas[1].process.incarnation == life + 1)
-            world.until(lambda state: state.replicas[1].process.state == "up")
+            world.until(lambda state, life=life: state.replicas.by_id[1].process.incarnation == life + 1)
+            world.until(lambda state: state.replicas.by_id[1].process.state == "up")
             setting, value = "scheduler.max_concurrent_groups", str(3 + life % 2)
             world.tell(fact.SettingChanged(setting=setting, value=value))
-            after = world.scheduler.state.steps_trained + 2
-            world.until(lambda state, after=after: state.steps_trained >= after)
+            after = world.scheduler.state.training.steps_trained + 2
+            world.until(lambda state, after=after: state.training.steps_trained >= after)
 
     world = steady_world(steps=None, mode="abort", lengths=lambda group: 1 + group % 3)
-    world.until(lambda state: state.steps_trained == 4)
+    world.until(lambda state: state.training.steps_trained == 4)
     live(world, range(1, 12))
     early = series(world)
     live(world, range(12, 60))

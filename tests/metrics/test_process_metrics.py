@@ -21,7 +21,7 @@ START_S = 1000.0
 
 def trained(steps: int) -> SteadyWorld:
     """A run whose processes take long to start again, once so many steps are trained."""
-    return SteadyWorld(LIMITS, start_s=START_S).until(lambda state: state.steps_trained == steps)
+    return SteadyWorld(LIMITS, start_s=START_S).until(lambda state: state.training.steps_trained == steps)
 
 
 def lose(world: SteadyWorld, kind: str, index: int = 0, **others: object) -> None:
@@ -62,9 +62,9 @@ def test_a_replica_that_starts_for_the_first_time_is_not_lost() -> None:
 
 
 def test_a_replica_that_was_let_go_is_neither_lost_nor_counted() -> None:
-    world = steady_world(steps=None).until(lambda state: state.steps_trained == 2)
+    world = steady_world(steps=None).until(lambda state: state.training.steps_trained == 2)
     world.tell(fact.ReplicasWanted(replicas=1))
-    world.until(lambda state: state.replicas[1].process.state == "gone")
+    world.until(lambda state: state.replicas.by_id[1].process.state == "gone")
     assert replicas(world).keys() & {"starting", "stopping", "gone"} == set() and sum(replicas(world).values()) == 1
     status, own = read_status(world.metrics), registry(world.metrics)
     assert (list(status.replica_states), status.replicas_lost, status.replicas_wanted) == ([0], 0, 1)

@@ -24,8 +24,8 @@ def test_a_drain_is_reported_and_is_the_named_cause_of_idle_slots_and_trainer() 
     limits = Limits(
         train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=2, checkpoint_every=100, sync_mode="abort"
     )
-    world = SteadyWorld(limits).until(lambda state: state.steps_trained == 2)
-    world.until(lambda state: {(r.state, r.version) for r in state.replicas.values()} == {("ready", 2)})
+    world = SteadyWorld(limits).until(lambda state: state.training.steps_trained == 2)
+    world.until(lambda state: {(r.state, r.version) for r in state.replicas.by_id.values()} == {("ready", 2)})
     world.tell(fact.DrainRequested(reason="a user asked"))
     status = read_status(world.metrics, world.time + 3.0)
     assert (status.draining, status.draining_s, status.silent_s) == ("a user asked", 3.0, 3.0)
@@ -36,14 +36,14 @@ def test_a_drain_is_reported_and_is_the_named_cause_of_idle_slots_and_trainer() 
     asked = world.time
     world.to_the_end()
     assert read_status(world.metrics).outcome == "stopped" and world.time == asked + world.setting.sync_s
-    assert world.metrics.progress.checkpoint_steps == state.steps_trained == 2
+    assert world.metrics.progress.checkpoint_steps == state.training.steps_trained == 2
     assert idle.rollout_idle_s["draining"] == pytest.approx(world.setting.sync_s * 2)
     assert idle.trainer_idle_s["draining"] == pytest.approx(world.setting.sync_s)
     assert sum(idle.rollout_idle_s.values()) + idle.rollout_busy_s == pytest.approx(world.time * 4)
 
 
 def test_wanted_replicas_and_settings_are_reported_as_they_are_now() -> None:
-    world = steady_world(steps=None).until(lambda state: state.steps_trained == 2)
+    world = steady_world(steps=None).until(lambda state: state.training.steps_trained == 2)
     own = registry(world.metrics)
     assert own.get_sample_value("engine_replicas_wanted") == 2
     assert own.get_sample_value("engine_max_concurrent_groups") == 4
@@ -60,7 +60,7 @@ def test_the_age_of_the_newest_checkpoint_and_what_it_leaves_out() -> None:
     limits = Limits(
         train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=2, keeps_batches=True
     )
-    world = SteadyWorld(limits).until(lambda state: state.steps_trained == 2)
+    world = SteadyWorld(limits).until(lambda state: state.training.steps_trained == 2)
     own = registry(world.metrics, ExternalFigures(now=lambda: world.time + 1.0))
     assert own.get_sample_value("engine_checkpoint_every_steps") == 2
     assert own.get_sample_value("engine_checkpoint_steps") == 0
@@ -88,7 +88,7 @@ def test_after_a_resume_groups_count_in_the_line_of_weights_that_goes_on(kept: b
     )
     recorder = MemoryRecorder(Header(run="again", limits=limits.to_plain()))
     world = SteadyWorld(limits, recorder=recorder, faults=Faults(fail_data=0.5))
-    world.until(lambda state: state.steps_trained == 5)
+    world.until(lambda state: state.training.steps_trained == 5)
     before = world.metrics.groups.by_final_state()
     assert before["consumed"] == 10 and before["failed"] > 2
 
@@ -100,11 +100,11 @@ def test_after_a_resume_groups_count_in_the_line_of_weights_that_goes_on(kept: b
     fact.stamp(event, recovered.events, recovered.at)
     metrics.observe(Tick(0, (event,), recovered.scheduler.tick((event,))))
     ended, state = metrics.groups.by_final_state(), recovered.scheduler.state
-    assert ended["consumed"] == state.ledger.consumed == (10 if kept else 4)
-    assert sum(ended.values()) - ended["consumed"] == state.ledger.released
+    assert ended["consumed"] == state.groups.ledger.consumed == (10 if kept else 4)
+    assert sum(ended.values()) - ended["consumed"] == state.groups.ledger.released
     assert (ended["failed"] < before["failed"]) is not kept
     assert read_status(metrics).groups_ended == ended
-    records = list(state.groups.values())
+    records = list(state.groups.live.values())
     assert metrics.groups.by_state() == {
         name: sum(group.state == name for group in records) for name in metrics.groups.by_state()
     }
@@ -118,9 +118,9 @@ def test_recoveries_and_a_drain_outlive_the_process_that_saw_them(snapshot_every
     limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=100)
     recorder = MemoryRecorder(Header(run="again", limits=limits.to_plain()))
     world = SteadyWorld(limits, recorder=recorder, snapshot_every=snapshot_every)
-    world.until(lambda state: state.steps_trained == 2)
+    world.until(lambda state: state.training.steps_trained == 2)
     world.tell(fact.SchedulerRecovered())
-    world.until(lambda state: state.steps_trained == 4)
+    world.until(lambda state: state.training.steps_trained == 4)
     world.tell(fact.SchedulerRecovered())
     world.tell(fact.DrainRequested(reason="a user asked"))
     asked = world.time
@@ -167,7 +167,7 @@ def test_idle_time_read_between_events_never_goes_back_and_adds_up() -> None:
             assert seconds >= last[cause] - 1e-12, cause
             last[cause] = seconds
         busy_s, since = busy_s + busy * (idle.at - since), idle.at
-        replicas = world.scheduler.state.replicas.values()
+        replicas = world.scheduler.state.replicas.by_id.values()
         busy = sum(replica.occupied for replica in replicas if replica.state != "installing")
         assert idle.rollout_busy_s == pytest.approx(busy_s)
         assert busy_s + sum(idle.rollout_idle_s.values()) == pytest.approx(idle.at * 9)
@@ -186,11 +186,11 @@ def test_the_oldest_group_is_found_however_many_are_being_trained_on() -> None:
     def look(state: State) -> bool:
         if world.metrics.events.total() % 7:
             return False
-        groups = [g for g in state.groups.values() if g.state not in ("queued", "batched")]
+        groups = [g for g in state.groups.live.values() if g.state not in ("queued", "batched")]
         wanted = world.time - min((g.started_at for g in groups), default=world.time)
         oldest.append(wanted)
         assert own.get_sample_value("engine_oldest_group_age_seconds") == pytest.approx(wanted)
-        return state.steps_trained >= 5
+        return state.training.steps_trained >= 5
 
     world.until(look)
     assert max(oldest) > 2
@@ -203,7 +203,7 @@ def test_groups_that_ended_before_a_snapshot_are_undone_in_number() -> None:
     )
     recorder = MemoryRecorder(Header(run="again", limits=limits.to_plain()))
     world = SteadyWorld(limits, recorder=recorder, faults=Faults(fail_data=0.5))
-    world.until(lambda state: state.steps_trained == 5)
+    world.until(lambda state: state.training.steps_trained == 5)
     recovered = recover(read(recorder))
     counted = Transitions()
     counted.take(world.metrics.transitions.to_plain())
@@ -212,7 +212,7 @@ def test_groups_that_ended_before_a_snapshot_are_undone_in_number() -> None:
     event = recovered.resume_from_checkpoint(steps=2, replicas=2)
     fact.stamp(event, recovered.events, recovered.at)
     metrics.observe(Tick(0, (event,), recovered.scheduler.tick((event,))))
-    ended, ledger = metrics.groups.by_final_state(), recovered.scheduler.state.ledger
+    ended, ledger = metrics.groups.by_final_state(), recovered.scheduler.state.groups.ledger
     assert ended == {"consumed": ledger.consumed, "filtered": 0, "dropped": 0, "failed": ledger.released}
     assert 0 < ledger.released < world.metrics.groups.by_final_state()["failed"]
 
@@ -223,7 +223,7 @@ def test_a_run_that_goes_on_is_not_taken_for_one_that_stands_since_it_began(how:
     limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=2)
     recorder = MemoryRecorder(Header(run="again", limits=limits.to_plain()))
     world = SteadyWorld(limits, recorder=recorder)
-    world.until(lambda state: state.steps_trained == 5)
+    world.until(lambda state: state.training.steps_trained == 5)
     recovered = recover(read(recorder))
     metrics = RunMetrics(recovered.scheduler, Transitions())
     event: fact.Event = recovered.resume_from_checkpoint(steps=5, replicas=2)

@@ -102,7 +102,7 @@ def test_steps_that_the_trainer_never_reports_are_written_too(tmp_path: Path) ->
 def test_a_report_after_the_step_is_finished_still_reaches_its_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     world = steady_world(steps=None, journal=Journal(path), reports=False)
-    world.until(lambda state: state.latest_version == 1)
+    world.until(lambda state: state.training.latest_version == 1)
     assert rows_of(path) == []
     world.metrics.report(0, {"loss": 2.0, "accuracy": 0.25, "step": 99})
     (row,) = rows_of(path)
@@ -178,7 +178,7 @@ def test_slots_whose_groups_wait_for_rewards_idle_for_these() -> None:
         added_states=(AddedState(name="rewarding", concurrency=1),),
     )  # fmt: skip
     world = SteadyWorld(limits, replicas=1, slots=4, state_s=9.0)
-    world.until(lambda state: state.stages.out == 1 and state.stages.groups_at("generated") == 3)
+    world.until(lambda state: state.groups.stages.out == 1 and state.groups.stages.groups_at("generated") == 3)
     status = read_status(world.metrics)
     assert status.admission_limit == "reward" and "slots free: their groups wait for rewards" in status.rollout_now
     assert status.calls_now == "3 groups wait for state rewarding"
@@ -212,7 +212,7 @@ def test_a_training_trainer_holds_the_bound_not_the_rewards() -> None:
 
 
 def test_slots_whose_groups_wait_for_agents_idle_for_these() -> None:
-    world = steady_world(lengths=lambda group: FOREVER).until(lambda state: state.ledger.running == 4)
+    world = steady_world(lengths=lambda group: FOREVER).until(lambda state: state.groups.ledger.running == 4)
     idle, began = world.metrics.idle, world.time
     calls = {"function": "agent mine", "at_once": 2, "setting": "rollout.slots", "queued": 0, "running_s": 0.0}
 
@@ -236,7 +236,7 @@ def test_slots_whose_groups_wait_for_agents_idle_for_these() -> None:
 
 
 def test_calls_of_the_users_functions_are_counted_and_change_nothing() -> None:
-    world = steady_world(lengths=lambda group: FOREVER).until(lambda state: state.ledger.running == 4)
+    world = steady_world(lengths=lambda group: FOREVER).until(lambda state: state.groups.ledger.running == 4)
     before = world.metrics.changes
     figures = {"kind": "replica", "index": 0, "incarnation": 1, "function": "reward slow", "at_once": 4}
     for calls in (1, 3):
@@ -266,7 +266,7 @@ def test_a_deadline_that_binds_is_shown_as_waiting_for_stragglers() -> None:
 
 def test_used_up_prompts_idle_slots() -> None:
     world = steady_world(steps=None, prompts=5, replicas=2, slots=2).to_the_end()
-    assert world.scheduler.state.ledger.consumed == 5
+    assert world.scheduler.state.groups.ledger.consumed == 5
     assert world.metrics.idle.rollout_idle_s["no_prompts"] > 0
 
 
@@ -283,8 +283,8 @@ def test_weight_sync_is_timed_by_its_mode() -> None:
 
 
 def test_retries_are_counted_by_cause_and_echoes_are_not() -> None:
-    world = steady_world(steps=None).until(lambda state: state.ledger.running == 4)
-    group = next(iter(world.scheduler.state.groups.values()))
+    world = steady_world(steps=None).until(lambda state: state.groups.ledger.running == 4)
+    group = next(iter(world.scheduler.state.groups.live.values()))
     failed = fact.GroupFailed(
         group=group.id, attempt=group.attempt, replica=group.replica, incarnation=1, cause="data", reason="bad reward"
     )
@@ -296,7 +296,7 @@ def test_retries_are_counted_by_cause_and_echoes_are_not() -> None:
     world.tell(fact.ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
     assert world.metrics.retries["group_data"] == 1
     assert world.metrics.retries["replica_lost"] == 1
-    assert world.scheduler.state.stale_echoes == 1
+    assert world.scheduler.state.orders.stale_echoes == 1
     assert world.metrics.idle.slots == 2
 
 
@@ -342,7 +342,7 @@ def test_the_status_before_anything_happened() -> None:
 
 
 def test_the_status_estimates_what_is_left_from_the_newest_steps() -> None:
-    world = steady_world(steps=20).until(lambda state: state.latest_version == 10)
+    world = steady_world(steps=20).until(lambda state: state.training.latest_version == 10)
     finished = world.time
     left = read_status(world.metrics, finished).eta_s
     assert left is not None
@@ -400,7 +400,7 @@ def test_slots_that_measure_are_busy_and_the_status_says_what_is_measured() -> N
     def look() -> None:
         status = read_status(world.metrics)
         seen.update((status.validation_now, status.trainer_now))
-        replicas, free = world.scheduler.state.replicas.values(), world.scheduler.state.free
+        replicas, free = world.scheduler.state.replicas.by_id.values(), world.scheduler.state.replicas
         taken = sum(r.slots - free.for_chunks(r) for r in replicas if r.state == "ready")
         full.extend([status.validation_now] if taken > status.slots_busy else [])
 
@@ -459,7 +459,7 @@ def test_groups_in_added_states_are_counted_and_their_failures_reported() -> Non
     def look() -> None:
         counts = world.metrics.groups.by_state()
         in_state.append(counts["checking"])
-        live.append(sum(counts.values()) - len(world.scheduler.state.groups))
+        live.append(sum(counts.values()) - len(world.scheduler.state.groups.live))
 
     world.to_the_end(look)
     assert max(in_state) > 1 and set(live) == {0}
@@ -477,7 +477,7 @@ def test_decisions_of_a_policy_in_error_are_reported() -> None:
 
 
 def test_bounds_that_were_set_while_the_run_goes_on_are_those_exported() -> None:
-    world = steady_world(stale=1).until(lambda state: state.ledger.running == 4)
+    world = steady_world(stale=1).until(lambda state: state.groups.ledger.running == 4)
     world.tell(fact.SettingChanged(setting="scheduler.max_staleness_steps", value="3"))
     world.tell(fact.SettingChanged(setting="scheduler.max_concurrent_groups", value="8"))
     samples = {s.name: s.value for family in registry(world.metrics).collect() for s in family.samples}

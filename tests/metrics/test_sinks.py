@@ -254,7 +254,9 @@ def test_a_sink_that_fails_costs_the_run_nothing(tmp_path: Path, make: Any, capl
     sink = Sink("elsewhere", make, lambda row: [{"prompt": "?", "response": "!"}])
     world = steady_world(steps=4, journal=RowWriter(Journal(tmp_path / "metrics.jsonl"), [sink])).to_the_end()
     world.metrics.close()
-    assert world.scheduler.state.outcome is not None and world.scheduler.state.outcome.outcome == "finished"
+    assert (
+        world.scheduler.state.ending.outcome is not None and world.scheduler.state.ending.outcome.outcome == "finished"
+    )
     assert len((tmp_path / "metrics.jsonl").read_text("utf-8").splitlines()) == 4
     assert sink.lost == 4
     assert "elsewhere" in caplog.text and caplog.text.count("Traceback") <= 3, "one report for all rows"

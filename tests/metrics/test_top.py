@@ -54,7 +54,7 @@ class Served:
 
     def steps(self, count: int) -> None:
         with self.lock:
-            self.world.until(lambda state: state.steps_trained == count)
+            self.world.until(lambda state: state.training.steps_trained == count)
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def test_what_interrupts_or_changes_a_run_is_shown_while_it_lasts() -> None:
         train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12, checkpoint_every=2, straggler_factor=2.0
     )
     world = SteadyWorld(limits, replicas=3, slots=4, sync_s=0.125)
-    world.until(lambda state: state.steps_trained == 6)
+    world.until(lambda state: state.training.steps_trained == 6)
 
     def shown() -> str:
         console = Console(width=COLUMNS, record=True, file=io.StringIO())
@@ -233,7 +233,7 @@ def test_what_interrupts_or_changes_a_run_is_shown_while_it_lasts() -> None:
     world.tell(fact.SettingChanged(setting="scheduler.max_concurrent_groups", value="11"))
     world.tell(fact.ReplicasWanted(replicas=5))
     world.tell(fact.DrainRequested(reason="asked to"))
-    world.scheduler.state.replicas[1].slow = True
+    world.scheduler.state.replicas.by_id[1].slow = True
     after = shown()
     for text in (
         "changed   max_concurrent_groups = 11",
@@ -248,7 +248,7 @@ def test_on_the_smallest_terminal_everything_shown_leaves_room_for_replicas() ->
     """24 rows, as a terminal has that nobody made larger."""
     limits = Limits(train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12, checkpoint_every=2)
     world = SteadyWorld(limits, replicas=3, slots=4, sync_s=0.125)
-    world.until(lambda state: state.steps_trained == 6)
+    world.until(lambda state: state.training.steps_trained == 6)
     status = status_of(plain_status(world.metrics, world.time + 12.0))
     full = replace(
         status, failures={"group_data": 3}, last_failure="group 4: no number", validation_now="version 3: 2 of 4 rows"
@@ -272,8 +272,8 @@ def test_a_run_without_a_checkpoint_says_so(served: Served) -> None:
 
 
 def test_a_slow_replica_and_missing_ones_are_marked() -> None:
-    world = steady_world(steps=None, sync_s=0.0).until(lambda state: state.steps_trained == 2)
-    world.scheduler.state.replicas[1].slow = True
+    world = steady_world(steps=None, sync_s=0.0).until(lambda state: state.training.steps_trained == 2)
+    world.scheduler.state.replicas.by_id[1].slow = True
     world.tell(fact.ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
     status = read_status(world.metrics)
     assert (status.replicas_slow, status.replicas_wanted, status.replicas_lost) == ((1,), 2, 1)

@@ -39,8 +39,8 @@ class Interrupted(Scripted):
         self.train()
         self.publish()
         self.install(pause=False)
-        replica = self.state.replicas[0]
-        for group in [self.state.groups[id] for id in replica.groups]:
+        replica = self.state.replicas.by_id[0]
+        for group in [self.state.groups.live[id] for id in replica.groups]:
             oldest = replica.version if group.oldest_version < 0 else group.oldest_version
             self.tell(
                 GroupAborted(
@@ -50,7 +50,7 @@ class Interrupted(Scripted):
             )  # fmt: skip
         place = {"replica": 0, "incarnation": 1, "attempt": replica.sync_attempt}
         self.tell(ReplicaPaused(**place))
-        self.tell(WeightsInstalled(**place, version=self.state.latest_version))
+        self.tell(WeightsInstalled(**place, version=self.state.training.latest_version))
 
 
 def test_a_partial_group_is_as_old_as_its_oldest_token_whatever_it_went_on_under() -> None:
@@ -58,7 +58,7 @@ def test_a_partial_group_is_as_old_as_its_oldest_token_whatever_it_went_on_under
     run = Interrupted(staleness=3)
     run.step()
     run.step()
-    assert run.state.groups[0].resumes_from == 1, "it has tokens of versions 0 and 1, and continues under 2"
+    assert run.state.groups.live[0].resumes_from == 1, "it has tokens of versions 0 and 1, and continues under 2"
     run.finish(0)
     assert run.ordered(TrainStep)[-1].groups == (0,)
     assert run.ordered(TrainStep)[-1].staleness == (2,)
@@ -71,7 +71,7 @@ def test_a_group_that_spans_ten_versions_and_more_is_trained_on() -> None:
         run.step()
     run.finish(0)
     assert (run.ordered(TrainStep)[-1].groups, run.ordered(TrainStep)[-1].staleness) == ((0,), (11,))
-    assert run.state.ledger.released == 0
+    assert run.state.groups.ledger.released == 0
 
 
 def test_the_last_step_is_validated_though_no_version_was_due() -> None:
@@ -89,7 +89,7 @@ def test_the_last_step_is_validated_though_no_version_was_due() -> None:
     run.finish(*run.running())
     run.train()
     run.publish()
-    assert run.state.outcome is None, "the run waits for it"
+    assert run.state.ending.outcome is None, "the run waits for it"
     run.install()
     assert [(order.version, order.count) for order in run.ordered(MeasureRows)] == [(2, 1)]
 
@@ -99,7 +99,11 @@ def test_a_slow_trainer_makes_nobody_drop_what_is_ready() -> None:
     run = Scripted(train_batch_size=2, max_staleness_steps=2, max_concurrent_groups=6)
     while run.running():
         run.finish(*run.running())
-    assert (run.state.ledger.ready, run.state.ledger.batched, run.state.ledger.released) == (4, 2, 0)
+    assert (run.state.groups.ledger.ready, run.state.groups.ledger.batched, run.state.groups.ledger.released) == (
+        4,
+        2,
+        0,
+    )
     assert not run.ordered(DiscardGroups)
     assert len(run.ordered(StartGroup)) == 6, "nothing more is started, and nothing waits in vain"
 
@@ -113,7 +117,7 @@ def test_an_epoch_ends_without_a_barrier_and_without_a_short_step(tmp_path: Path
     prompts = CountedPrompts(source.total, source.prompt)
     run = Scripted(prompts=source.total or 0, train_batch_size=4, max_staleness_steps=1, max_concurrent_groups=8)
     assert {command.group for command in run.ordered(StartGroup)} == set(range(8)), "two epochs run beside each other"
-    while run.state.outcome is None:
+    while run.state.ending.outcome is None:
         run.finish(*run.running())
         run.train()
         run.publish()

@@ -92,7 +92,7 @@ def record_run(
     if steps is None:
         world.run()
     else:
-        assert world.run_until(lambda state: state.steps_trained == steps)
+        assert world.run_until(lambda state: state.training.steps_trained == steps)
         world.close()
     recorder.close()
     return recorder

@@ -67,12 +67,12 @@ def test_a_run_whose_state_has_no_plain_form_says_once_that_snapshots_are_off(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     scheduler = Scheduler(ALL)
-    scheduler.state.last_failure = 7  # type: ignore[assignment]
+    scheduler.state.ending.last_failure = 7  # type: ignore[assignment]
     recorder, nothing = MemoryRecorder(Header(run="set", limits=ALL.to_plain())), Nothing()
     driver = Driver(scheduler, nothing, recorder, nothing, snapshot_every=1)
     with caplog.at_level(logging.WARNING, logger="engine"):
         driver.deliver(RunStarted())
         driver.deliver(RunStarted())
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "snapshots are off" in line and "State.last_failure" in line
+    assert "snapshots are off" in line and "Ending.last_failure: 7 is a int" in line
     assert driver.events_handled == 2 and not list(read(recorder).snapshots())

@@ -25,8 +25,10 @@ from engine.record.snapshots import declarations, restore, snapshot
 from engine.scheduling.scheduler import Scheduler
 from engine.simulation.world import Faults, Setting, World
 from engine.states.group import Group
+from engine.states.groups import Groups
 from engine.states.laws import check_all
 from engine.states.limits import Limits
+from engine.states.state import State
 from engine.states.tree import declared
 from engine.states.view import View
 from tests.core.scripted import Scripted
@@ -114,8 +116,8 @@ def test_it_asks_the_sync_policy_at_the_same_events(counting: None) -> None:
     run.publish()
     for sync in run.ordered(StageWeights):
         run.tell(WeightsStaged(replica=sync.replica, incarnation=1, attempt=sync.attempt, version=1))
-    (going_on,) = [id for id, replica in run.state.replicas.items() if replica.state == "ready"]
-    group = next(iter(run.state.replicas[going_on].groups))
+    (going_on,) = [id for id, replica in run.state.replicas.by_id.items() if replica.state == "ready"]
+    group = next(iter(run.state.replicas.by_id[going_on].groups))
     run.keep_prefix(group)
     run.twin = restore(state_of(run.scheduler))
     run.keep_prefix(group, tokens=8)
@@ -136,9 +138,10 @@ def test_every_kind_of_record_is_in_a_snapshot_once() -> None:
         require_same_state(again, world.scheduler)
         state = again.state
         records = [
-            *state.steps.values(), *state.pools.leases, *state.versions.values(), state.validations, state.checkpoints,
-            state.limit_check, *state.processes.values(), *state.validations.runs.values(), *state.replicas.values(),
-            *state.groups.values(),
+            *state.training.steps.values(), *state.pools.leases, *state.training.versions.values(), state.validations,
+            state.checkpoints, state.limit_check, *state.processes.values(), *state.validations.runs.values(),
+            *state.replicas.by_id.values(), *state.groups.live.values(), state.groups, state.training, state.replicas,
+            state.ending, state.policies,
         ]  # fmt: skip
         seen.update(type(record).__name__ for record in records)
         seen.update("Chunk" for run in state.validations.runs.values() if run.chunks)
@@ -149,10 +152,14 @@ def test_every_kind_of_record_is_in_a_snapshot_once() -> None:
 
 
 def test_a_value_that_does_not_fit_its_declaration_is_refused() -> None:
-    for name, value in (("steps_trained", "many"), ("exhausted", 1), ("steps_in", {0: 0.5}), ("none_left", None)):
+    for subject, name, value in (
+        ("training", "steps_trained", "many"), ("groups", "exhausted", 1), ("training", "steps_in", {0: 0.5}),
+        ("ending", "none_left", None),
+    ):  # fmt: skip
         scheduler = Scheduler(LIMITS)
-        setattr(scheduler.state, name, value)
-        with pytest.raises(CodecError, match=rf"State\.{name}: .* is a {type(value).__name__}|State\.{name}: 0.5"):
+        setattr(getattr(scheduler.state, subject), name, value)
+        said = rf"State\.{subject}: {subject.title()}\.{name}: (.* is a {type(value).__name__}|0.5)"
+        with pytest.raises(CodecError, match=said):
             snapshot(scheduler)
 
 
@@ -197,7 +204,7 @@ def test_the_run_goes_on_from_the_newest_snapshot_and_a_replay_checks_each() -> 
     assert recovered.report.events <= EVERY < recovered.events == plain.events == recorder.next_event
     assert recovered.at == plain.at
     require_same_state(recovered.scheduler, plain.scheduler)
-    for steps in range(recovered.scheduler.state.steps_trained + 1):
+    for steps in range(recovered.scheduler.state.training.steps_trained + 1):
         assert recovered.resume_from_checkpoint(steps=steps, replicas=2) == plain.resume_from_checkpoint(
             steps=steps, replicas=2
         )
@@ -217,7 +224,7 @@ def test_a_snapshot_follows_the_end_of_a_drain() -> None:
     recorder = MemoryRecorder(Header(run="drained", limits=LIMITS.to_plain()))
     setting = Setting(limits=LIMITS, replicas=2, slots=4, prompts=60, seed=3)
     world = World(setting, None, recorder, check=False, snapshot_every=1 << 40)
-    assert world.run_until(lambda state: state.steps_trained == 3)
+    assert world.run_until(lambda state: state.training.steps_trained == 3)
     world.tell(DrainRequested(reason="a user asked"))
     assert world.run().outcome == "stopped"
     assert next(read(recorder).snapshots()).position == recorder.next_event
@@ -245,17 +252,19 @@ def forged(recorder: MemoryRecorder, change: Callable[[list[Any]], None], newest
     return other
 
 
-GROUPS = 4
-"""Where a snapshot has its groups."""
+def groups_in(plain: list[Any]) -> list[Any]:
+    """The rows of the groups in a snapshot."""
+    rows: list[Any] = plain[3][list(declared(State)).index("groups")][list(declared(Groups)).index("live")]
+    return rows
 
 
 def change_group(plain: list[Any]) -> None:
-    rows = [row for row in plain[GROUPS] if type(row) is list]
+    rows = [row for row in groups_in(plain) if type(row) is list]
     rows[0][2] += 1
 
 
 def lose_group(plain: list[Any]) -> None:
-    plain[GROUPS].pop()
+    groups_in(plain).pop()
 
 
 def lose_everything(plain: list[Any]) -> None:
@@ -367,7 +376,7 @@ def test_what_observers_counted_goes_on(tmp_path: Path) -> None:
         snapshot_every=EVERY,
     )  # fmt: skip
     world.scheduler.state.observe(counted)
-    counted("version", world.scheduler.state.versions[0], "published", "live")
+    counted("version", world.scheduler.state.training.versions[0], "published", "live")
     world.driver.books = counted
     world.run()
     resumed = Transitions()
@@ -393,19 +402,19 @@ def test_what_a_run_keeps_of_what_ended_does_not_grow() -> None:
 
 def test_groups_that_nobody_began_are_named_by_their_ids() -> None:
     scheduler = Scheduler(LIMITS)
-    scheduler.state.draw(0, 2)
-    scheduler.state.groups[1].attempt = 3
-    rows = state_of(scheduler)[GROUPS]
+    scheduler.state.groups.draw(0, 2)
+    scheduler.state.groups.live[1].attempt = 3
+    rows = groups_in(state_of(scheduler))
     assert rows[0] == 0 and len(rows[1]) == len(declared(Group))
 
 
 def test_a_group_with_one_field_of_a_wrong_type_is_refused() -> None:
     scheduler = Scheduler(LIMITS)
-    scheduler.state.draw(0, 1)
-    scheduler.state.groups[0].attempt = 3
+    scheduler.state.groups.draw(0, 1)
+    scheduler.state.groups.live[0].attempt = 3
     for place in range(len(declared(Group))):
         plain = state_of(scheduler)
-        plain[GROUPS][0][place] = None
+        groups_in(plain)[0][place] = None
         with pytest.raises(CodecError, match="a group's fields have wrong types"):
             restore(plain)
 

@@ -22,7 +22,7 @@ def test_conversations_of_a_rollout_in_python_live_through_new_weights(
     run_dir.mkdir()
     status = run_plan(plan_of(configured(tmp_path, {"rollout": "conversations:program"}), run_dir))
     assert (status.outcome, status.steps) == ("finished", STEPS)
-    assert check_record(run_dir).state.ledger.consumed == PROMPTS
+    assert check_record(run_dir).state.groups.ledger.consumed == PROMPTS
     assert events_of(run_dir, GroupFailed) == []
     generated = events_of(run_dir, GroupGenerated)
     assert len(generated) == PROMPTS and all(e.trainable == SAMPLES for e in generated)

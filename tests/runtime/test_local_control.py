@@ -70,4 +70,4 @@ def test_a_silent_run_says_what_it_waits_for_and_an_overlong_drain_becomes_a_sto
     for answer in answers:
         assert answer["waits"][0].startswith("the trainer has been training step 0 on 4 groups")
     assert (result.outcome, result.reason) == ("stopped", "the drain exceeded durability.drain_s = 0.2")
-    assert check_record(tmp_path).state.steps_trained == 0
+    assert check_record(tmp_path).state.training.steps_trained == 0

@@ -47,7 +47,7 @@ def wordy(run_dir: Path, **changes: object) -> Plan:
 
 def check_finished(run_dir: Path) -> None:
     scheduler = check_record(run_dir)
-    assert scheduler.state.steps_trained == STEPS and scheduler.state.ledger.drawn == 40
+    assert scheduler.state.training.steps_trained == STEPS and scheduler.state.groups.ledger.drawn == 40
     assert not events_of(run_dir, GroupFailed), "a full disk is nobody's failure"
 
 

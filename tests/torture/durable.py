@@ -88,8 +88,8 @@ class Durable(Adversary):
         """Orders of the last frames never left, that to discard among them: what the state does not name is let go."""
         self.judge_up_to(recovered.events)
         state = recovered.scheduler.state
-        wanted = {*state.groups, *chain.from_iterable(state.checkpoints.stored_batches.values())}
-        self.store.discard(tuple(id for id in range(state.ledger.drawn) if id not in wanted))
+        wanted = {*state.groups.live, *chain.from_iterable(state.checkpoints.stored_batches.values())}
+        self.store.discard(tuple(id for id in range(state.groups.ledger.drawn) if id not in wanted))
         after = recovered.end
         self.recorder = Dying(self.directory, after, segment_bytes=3000, lock=RecordLock(self.directory))
         self.torn = recovered.torn.bytes if recovered.torn else 0

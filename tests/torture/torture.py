@@ -167,8 +167,13 @@ def _checked(
     _expect([step for step, _ in line] == list(range(point.steps)), f"steps trained: {[step for step, _ in line]}")
     groups = [group for _, batch in line for group in batch]
     _expect(len(set(groups)) == len(groups), "a group was trained on twice")
-    _expect(not state.groups and len(groups) == state.ledger.consumed, "a prompt has not ended, or not once")
-    _expect(state.ledger.consumed + state.ledger.released == state.ledger.drawn, "a prompt drawn was lost")
+    _expect(
+        not state.groups.live and len(groups) == state.groups.ledger.consumed, "a prompt has not ended, or not once"
+    )
+    _expect(
+        state.groups.ledger.consumed + state.groups.ledger.released == state.groups.ledger.drawn,
+        "a prompt drawn was lost",
+    )
     saved = list_checkpoints(run_dir / "checkpoints")
     _expect(bool(saved) and saved[-1][0] == point.steps, "the last checkpoint is not there")
     for _, path in saved:

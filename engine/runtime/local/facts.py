@@ -144,7 +144,7 @@ def _problems(fact: Any, scheduler: Scheduler, now: float) -> Iterator[str]:
     state = scheduler.state
     yield from _number_problems(fact)
     yield from _subject_problems(fact, state)
-    if state.outcome is None:
+    if state.ending.outcome is None:
         yield from _unordered_problems(fact, state)
     orders = [order for relation in _relations(type(fact)) for order in _about(fact, relation, state)]
     for order in orders:
@@ -177,15 +177,16 @@ def _number_problems(fact: Any) -> Iterator[str]:
 
 def _subject_problems(fact: Any, state: State) -> Iterator[str]:
     """Whether the subject of the fact exists."""
+    training = state.training
     if (group := getattr(fact, "group", None)) is not None:
-        yield from _lacks("group", group, state.ledger.drawn, "were drawn")
-        known = state.groups.get(group)
+        yield from _lacks("group", group, state.groups.ledger.drawn, "were drawn")
+        known = state.groups.live.get(group)
         if known is not None and fact.attempt > known.attempt:
             yield f"attempt {fact.attempt} of group {group} was not ordered; the newest is {known.attempt}"
     if (step := getattr(fact, "step", None)) is not None:
-        yield from _lacks("step", step, state.steps_batched, "have a batch")
-    if (steps := getattr(fact, "steps", None)) is not None and steps > state.steps_trained:
-        yield f"steps is {steps}, but only {state.steps_trained} are trained"
+        yield from _lacks("step", step, training.steps_batched, "have a batch")
+    if (steps := getattr(fact, "steps", None)) is not None and steps > training.steps_trained:
+        yield f"steps is {steps}, but only {training.steps_trained} are trained"
     kind, index = getattr(fact, "kind", REPLICA), getattr(fact, "index", getattr(fact, "replica", None))
     if index is None:
         return
@@ -198,13 +199,15 @@ def _subject_problems(fact: Any, state: State) -> Iterator[str]:
 
 def _unordered_problems(fact: Any, state: State) -> Iterator[str]:
     """Whether no order so far can have caused the fact, although its subject exists."""
+    training = state.training
     if isinstance(fact, WeightsPublished | PublishFailed):
-        to_come = fact.version > state.latest_version
+        to_come = fact.version > training.latest_version
         if not fact.version or (to_come and state.orders.find("publish", fact.version) is None):
-            yield f"no publication of version {fact.version} was ordered; the newest version is {state.latest_version}"
-        yield from _exceeds("attempt", fact.attempt, state.publishing_attempt)
+            newest = training.latest_version
+            yield f"no publication of version {fact.version} was ordered; the newest version is {newest}"
+        yield from _exceeds("attempt", fact.attempt, training.publishing_attempt)
     elif isinstance(fact, StepTrained | StepFailed | BatchScored):
-        if (step := state.steps.get(fact.step)) is not None:
+        if (step := training.steps.get(fact.step)) is not None:
             yield from _exceeds("attempt", fact.attempt, step.attempt)
             if isinstance(fact, StepTrained) and step.state == "scoring" and fact.attempt == step.attempt:
                 yield f"attempt {fact.attempt} to train step {step.id} was not ordered yet"
@@ -222,16 +225,16 @@ def _unordered_problems(fact: Any, state: State) -> Iterator[str]:
             yield from _lacks("chunk", fact.chunk, len(run.chunks), f"are in validation {run.id}")
             yield from _exceeds("attempt", fact.attempt, run.chunks[fact.chunk].attempt)
     elif isinstance(fact, StateLeft | StateFailed):
-        yield from _unknown("added state", fact.state, [*state.stages.by_name])
+        yield from _unknown("added state", fact.state, [*state.groups.stages.by_name])
     elif isinstance(fact, INSPECTION):
         yield from _unknown(
             "added state", fact.state, [*state.limits.states_at(SCORING), *state.limits.states_at(PUBLISHING)]
         )
     elif isinstance(fact, (*SYNC, SyncFailed)):
-        replica = state.replicas[fact.replica]
+        replica = state.replicas.by_id[fact.replica]
         if fact.incarnation == replica.incarnation:
             yield from _exceeds("attempt", fact.attempt, replica.sync_attempt)
-        yield from _exceeds("version", getattr(fact, "version", 0), state.latest_version)
+        yield from _exceeds("version", getattr(fact, "version", 0), training.latest_version)
     elif isinstance(fact, PromptsDrawn | DrawFailed | ProcessProbed):
         number = fact.order if isinstance(fact, ProcessProbed) else fact.number
         yield from _lacks("order", number, state.orders.next_number, "were given")
@@ -245,11 +248,11 @@ def _loss_problems(fact: ProcessLost, state: State) -> Iterator[str]:
         if fact.published != NO_VERSION or fact.saved:
             yield f"a {fact.kind} publishes no weights and saves no checkpoints; leave published and saved out"
         return
-    newest = state.latest_version + state.publishing
+    newest = state.training.latest_version + state.publishing
     if fact.published > newest:
         yield f"published is {fact.published}, but the newest version that was ordered is {newest}"
     for steps in fact.saved:
-        if not 0 < steps <= state.steps_trained or not state.limits.checkpoint_every:
+        if not 0 < steps <= state.training.steps_trained or not state.limits.checkpoint_every:
             yield f"saved has {steps}, but no checkpoint after {steps} train steps was ordered"
 
 
@@ -323,7 +326,7 @@ def _progress_problems(fact: OrderProgressed, state: State) -> Iterator[str]:
         return
     if OrderProgressed not in RELATIONS[type(order.command)].reports:
         yield f"order {fact.order} is {_name(type(order.command))}, which does not report progress"
-    elif order.subject == "group" and fact.finished > (samples := state.replicas[order.owner].samples):
+    elif order.subject == "group" and fact.finished > (samples := state.replicas.by_id[order.owner].samples):
         yield f"finished is {fact.finished}, but the group has {samples} trajectories"
     elif order.subject != "group" and fact.finished:
         yield f"finished is {fact.finished}, but order {fact.order} generates no group"
@@ -350,7 +353,7 @@ def _content_problems(fact: Any, order: Any, state: State) -> Iterator[str]:
         if type(fact) in SYNC and SYNC.index(type(fact)) > SYNC.index(answers[0]):
             yield f"{type(order).__name__} comes first; answer it by {_named(answers)}"
         aborts = isinstance(order, PauseReplica) and order.mode in ABORTING
-        if aborts and isinstance(fact, ReplicaPaused) and (groups := state.replicas[order.replica].groups):
+        if aborts and isinstance(fact, ReplicaPaused) and (groups := state.replicas.by_id[order.replica].groups):
             yield f"groups {[*groups]} still run there; first report how each was aborted or ended"
         if getattr(fact, "version", order.version) != order.version:
             yield f"version {order.version} was ordered"
@@ -361,8 +364,8 @@ def _content_problems(fact: Any, order: Any, state: State) -> Iterator[str]:
     if isinstance(fact, ProcessUp) and fact.kind == REPLICA:
         if not fact.slots or not fact.samples:
             yield "slots and samples must be at least 1"
-        if fact.version > state.latest_version:
-            yield f"version is {fact.version}, but the newest is {state.latest_version}"
+        if fact.version > state.training.latest_version:
+            yield f"version is {fact.version}, but the newest is {state.training.latest_version}"
 
 
 def _row_problems(fact: RowsMeasured, order: MeasureRows, state: State) -> Iterator[str]:
@@ -397,7 +400,7 @@ def _row_problems(fact: RowsMeasured, order: MeasureRows, state: State) -> Itera
 
 def _version_problems(fact: Any, state: State) -> Iterator[str]:
     oldest, newest = fact.oldest_version, fact.newest_version
-    known, replica = state.groups.get(fact.group), state.replicas.get(fact.replica)
+    known, replica = state.groups.live.get(fact.group), state.replicas.by_id.get(fact.replica)
     if (oldest == NO_VERSION or newest == NO_VERSION) and (fact.tokens or oldest != newest):
         yield "a group with tokens has an oldest and a newest version; use -1 for both if it has no token"
     elif isinstance(fact, GroupGenerated) and not fact.tokens:

@@ -242,7 +242,7 @@ class LocalRun:
         finally:
             await asyncio.shield(asyncio.ensure_future(self._close()))
         if finish.outcome == "failed":
-            raise RunFailed(finish.reason, steps=loop.scheduler.state.steps_trained)
+            raise RunFailed(finish.reason, steps=loop.scheduler.state.training.steps_trained)
         return self._result(finish)
 
     async def _close(self) -> None:
@@ -271,8 +271,8 @@ class LocalRun:
         return RunResult(
             outcome=finish.outcome,
             reason=finish.reason,
-            steps=state.steps_trained,
-            version=state.latest_version,
+            steps=state.training.steps_trained,
+            version=state.training.latest_version,
             groups={name: self.transitions.entered("group", name) for name in GROUP.terminal},
             staleness_mean=metrics.staleness.mean or 0.0,
             staleness_max=int(metrics.staleness.largest or 0),

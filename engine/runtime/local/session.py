@@ -187,13 +187,16 @@ class Session:
             settings = changes(
                 [] if max_steps is None else [(MAX_STEPS, str(max_steps))], state.limits, recovered.scheduler.policies
             )
-            if state.outcome is not None and state.outcome.outcome == "finished":
-                more = max_steps is not None and max_steps > state.steps_trained and not state.no_more_prompts
+            if state.ending.outcome is not None and state.ending.outcome.outcome == "finished":
+                more = max_steps is not None and max_steps > state.training.steps_trained and not state.no_more_prompts
                 if not more:
-                    law, fix = f"has finished ({state.outcome.reason})", "to train more steps, give a larger max_steps"
+                    law, fix = (
+                        f"has finished ({state.ending.outcome.reason})",
+                        "to train more steps, give a larger max_steps",
+                    )
                     raise RunFinished("directory", str(directory), law, fix)
             begin_at = _steps_of(recovered, steps)
-            wanted = sum(replica.process.wanted for replica in state.rollouts) or 1
+            wanted = sum(replica.process.wanted for replica in state.replicas.rollouts) or 1
             if replicas is not None and replicas != wanted:
                 check_replicas(replicas, state.limits, MOST_REPLICAS)
             count = (wanted if replicas is None else replicas) + len(state.limits.validators())
@@ -338,7 +341,7 @@ class Session:
     @property
     def outcome(self) -> FinishRun | None:
         """How the run ended; None while it runs. Orders that are still open need no answer."""
-        return self._scheduler.state.outcome if self._begun else None
+        return self._scheduler.state.ending.outcome if self._begun else None
 
     @property
     def events(self) -> int:
@@ -426,7 +429,7 @@ def _record_in(schedule: Path, shown: str) -> Record:
 def _steps_of(recovered: Recovered, chosen: StepId | None) -> StepId:
     """The train steps to resume from. Raises: `ConfigError` if no such checkpoint was reported as saved."""
     state = recovered.scheduler.state
-    saved = [0, *(steps for steps in state.checkpoints.steps if steps <= state.steps_trained)]
+    saved = [0, *(steps for steps in state.checkpoints.steps if steps <= state.training.steps_trained)]
     if chosen is None:
         return saved[-1]
     if chosen not in saved:

@@ -1,0 +1,46 @@
+"""The end of a run: what counts towards it, whether it came, and how often the run began again.
+
+Written by `scheduling/ending.py`, by the handlers that count failures, and where a run is told to end
+(`scheduling/issued_commands.py`).
+"""
+
+from dataclasses import dataclass
+
+from engine.commands import FinishRun
+from engine.ids import StepId
+
+
+@dataclass(eq=False, slots=True)
+class Ending:
+    """What counts towards the end of a run, and its outcome."""
+
+    outcome: FinishRun | None = None
+    draining: str = ""
+    """Why the run comes to rest; empty while it does not."""
+    none_left: str = ""
+    """Why the last replica is gone for good, which ends the run once it needs one."""
+    last_failure: str = ""
+    """Why the last group failed or replica was lost."""
+    failed_draws: int = 0
+    """Draws that failed since one succeeded."""
+    failed_in_a_row: int = 0
+    """Groups that failed for good since one was generated."""
+    filtered_in_a_row: int = 0
+    """Groups that the filter dropped since it kept one."""
+    judged: int = 0
+    """Of the latest attempts, those that ended with rewards or failed for cause `data`; see `note_judged`."""
+    misjudged: int = 0
+    """Those of them that failed."""
+    restarts: int = 0
+    """Times that the run was begun again from its record since `restarted_at` train steps, or since a user resumed
+    it."""
+    restarted_at: StepId = 0
+
+    def note_judged(self, window: int, *, failed: bool) -> None:
+        """Count an attempt that ended with rewards, or failed for cause `data`. The counts are halved when they reach
+        two windows, so that they are always those of the latest attempts."""
+        self.judged += 1
+        self.misjudged += failed
+        if self.judged >= 2 * window:
+            self.judged //= 2
+            self.misjudged //= 2

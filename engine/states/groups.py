@@ -1,0 +1,268 @@
+"""The groups of a run: which there are, in which phase, and which may be started, resumed or taken next.
+
+Written by `scheduling/groups.py` and `scheduling/steps.py`. Only `live`, the ledger and a few figures are facts; every
+list here follows from the groups and the order book, and is made anew from them (`rebuild`).
+"""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable
+from heapq import heappop, heappush
+from operator import attrgetter
+
+from engine.ids import GroupId, Version
+from engine.states.checkpoints import Checkpoints
+from engine.states.group import Group, group_table
+from engine.states.ledger import Deadlines, Ledger
+from engine.states.limits import GENERATED, QUEUED, Limits
+from engine.states.machine import Observer, Phase, SharedMachine
+from engine.states.orders import OrderBook
+from engine.states.replica import Replica
+from engine.states.replicas import Replicas
+from engine.states.stage_queues import Stages
+from engine.states.training import Training
+
+Key = tuple[float, ...]
+"""Numbers by which parked groups are ordered: the smallest resumes first."""
+
+
+class Groups:
+    """Every group that was drawn and has not ended, its phase, and its place in the lists of what may happen next."""
+
+    live: dict[GroupId, Group]
+    """Those that no step has trained on and that were not released."""
+    ledger: Ledger
+    exhausted: bool = False
+    """The source has no more prompts."""
+    next_turn: int = 0
+    """How many times groups have become ready or entered an added state."""
+    generated_at: float = 0.0
+    """When a group was last generated."""
+    loosest: int = 0
+    """The largest S that an open group may have been admitted under."""
+    over: int = 0
+    """Groups that run beyond K since it was lowered; they end, and no other starts meanwhile."""
+
+    def __init__(
+        self, limits: Limits, orders: OrderBook, replicas: Replicas, training: Training, checkpoints: Checkpoints,
+        observe: Observer | None,
+    ) -> None:  # fmt: skip
+        self._orders, self._replicas, self._training, self._checkpoints = orders, replicas, training, checkpoints
+        self.live, self.ledger = {}, Ledger()
+        self.loosest, self._timed = limits.max_staleness_steps, limits.timed
+        self.stages = Stages(limits.added_states, orders)
+        table = group_table(limits.states_at(GENERATED), limits.states_at(QUEUED))
+        self.machine = SharedMachine(table, observe)
+        self._phases: dict[str, Phase] = table.phases or {}
+        self._leave = {Phase.PARKED: self._leave_parked, Phase.READY: self._leave_ready}
+        self._enter = {
+            Phase.PARKED: self._enter_parked, Phase.READY: self._enter_ready,
+            Phase.CONSUMED: self._end, Phase.RELEASED: self._end,
+        }  # fmt: skip
+        """What a group leaves and enters with its phases."""
+        if limits.states_at(QUEUED):
+            self._leave[Phase.WAITING], self._enter[Phase.WAITING] = self._leave_waiting, self._enter_waiting
+        self.rebuild(limits.surplus)
+
+    def rebuild(self, surplus: int) -> None:
+        """Make the lists of groups, by what may happen to them next."""
+        self.waiting: deque[GroupId] = deque()
+        self.ready: dict[GroupId, None] = {}
+        """In the order they became ready; a dict for its order and its O(1) removal."""
+        self.parked: dict[Version, list[tuple[Key, GroupId]]] = {}
+        """Heaps of (key, group) by the version they resume from, the key as the resume policy gave it; outdated entries
+        are skipped."""
+        self.unrewarded: dict[GroupId, None] = {}
+        """Running groups whose trajectories have all ended: what they lack is their rewards. A dict for its order."""
+        self.deadlines = Deadlines(surplus)
+        self.stages.clear()
+        entered = []
+        for group in self.live.values():
+            phase = self._phases[group.state]
+            self.deadlines.move(group.id, group.deadline, Phase.WAITING, phase)
+            if group.state == QUEUED:
+                self.waiting.append(group.id)
+            elif group.state == "aborted":
+                self._park(group, group.resume_key or (group.deadline,))
+            elif group.replica >= 0 and group.finished == self._replicas.by_id[group.replica].samples:
+                self.unrewarded[group.id] = None
+            elif phase in (Phase.WAITING, Phase.PARKED, Phase.READY):
+                entered.append(group)
+        for group in sorted(entered, key=attrgetter("turn")):
+            if group.state == "generated":
+                self.ready[group.id] = None
+            elif self._orders.find("stage", group.id) is None:
+                self.stages.enter(group.state, group.id)
+
+    def use(self, limits: Limits) -> None:
+        """Other bounds from now on; groups keep the deadlines they have."""
+        self._timed = limits.timed
+        self.loosest = max(self.loosest, limits.max_staleness_steps)
+        self.over = max(0, self.ledger.running - limits.max_concurrent_groups)
+
+    def settle(self, most_running: int) -> None:
+        """At the end of a tick: groups beyond a K that was lowered only become fewer."""
+        if self.over:
+            self.over = min(self.over, max(0, self.ledger.running - most_running))
+
+    def draw(self, first: GroupId, count: int) -> None:
+        for id in range(first, first + count):
+            self.live[id] = Group(id)
+            self.waiting.append(id)
+        self.ledger.draw(count)
+
+    def branch(self, consumed: Iterable[GroupId], released: Iterable[GroupId]) -> None:
+        """Queue every group again that no train step holds any more, in the order of the draws; one that was live keeps
+        what its budgets have left."""
+        consumed, released, live = tuple(consumed), tuple(released), self.live
+        self.live = {id: Group(id) for id in sorted((*live, *consumed, *released))}
+        for id, before in live.items():
+            group = self.live[id]
+            group.attempt = before.attempt
+            group.infrastructure_failures = before.infrastructure_failures
+            group.data_failures = before.data_failures
+        self.rebuild(self.deadlines.surplus)
+        self.ledger.branch(waiting=len(self.live), consumed=len(consumed), released=len(released))
+
+    # changes of state
+
+    def fire(self, group: Group, trigger: str, key: Key = ()) -> None:
+        """The only way a group changes state. What follows is the books of the phase it leaves and of the one it
+        enters. `key` orders it among those parked, where it is."""
+        before = group.state
+        self.machine.fire(group, trigger)
+        source, target = self._phases[before], self._phases[group.state]
+        self.ledger.move(source, target)
+        self.deadlines.move(group.id, group.deadline, source, target)
+        leave, enter = self._leave.get(source), self._enter.get(target)
+        if leave is not None:
+            leave(group, before)
+        if enter is not None:
+            enter(group, key)
+
+    def phase_of(self, state: str) -> Phase:
+        """The phase of a state of groups."""
+        return self._phases[state]
+
+    def _leave_waiting(self, group: Group, before: str) -> None:
+        """`start_groups` removes the first group in `waiting` itself."""
+        if before != QUEUED:
+            self.stages.leave(before, group.id)
+        elif self._phases[group.state] is Phase.WAITING:
+            self.waiting.remove(group.id)
+
+    def _enter_waiting(self, group: Group, key: Key) -> None:
+        """In the order of the draws, whenever its work ended."""
+        if group.state == QUEUED:
+            insort(self.waiting, group.id)
+        else:
+            self.enter_stage(group)
+
+    def _leave_parked(self, group: Group, before: str) -> None:
+        group.resume_key = ()
+        if before == "aborted":
+            self._forget_parked(group)
+        else:
+            self.stages.leave(before, group.id)
+
+    def _leave_ready(self, group: Group, before: str) -> None:
+        del self.ready[group.id]
+
+    def _enter_parked(self, group: Group, key: Key) -> None:
+        if group.state == "aborted":
+            self._park(group, key)
+        else:
+            self.enter_stage(group)
+
+    def _enter_ready(self, group: Group, key: Key) -> None:
+        self.ready[group.id] = None
+        self._take_turn(group)
+
+    def _end(self, group: Group, key: Key) -> None:
+        """It was trained on, or released."""
+        del self.live[group.id]
+        if self._checkpoints.tracks and self._phases[group.state] is Phase.RELEASED:
+            self._checkpoints.release(group.id, self._training.steps_trained)
+
+    def enter_stage(self, group: Group) -> None:
+        """A group waits for the work of the added state it is in, behind those that already wait."""
+        self.stages.enter(group.state, group.id)
+        self._take_turn(group)
+
+    def _take_turn(self, group: Group) -> None:
+        """Put it behind the groups that already wait in its state."""
+        group.turn = self.next_turn
+        self.next_turn += 1
+
+    # groups on replicas
+
+    def seat(self, group: Group, replica: Replica, now: float) -> None:
+        """Give a group a slot, after its trigger was fired."""
+        group.attempt += 1
+        group.replica = replica.id
+        if self._timed:
+            group.seated_at, group.seated_tokens = now, group.tokens
+        replica.groups[group.id] = None
+        self._replicas.update(replica)
+
+    def unseat(self, group: Group) -> None:
+        """Take the slot of a group back, before its trigger is fired."""
+        replica = self._replicas.by_id[group.replica]
+        del replica.groups[group.id]
+        group.replica = -1
+        if group.finished:
+            replica.finished -= group.finished
+            group.finished = 0
+            self.unrewarded.pop(group.id, None)
+        group.seated_at = 0.0
+        self._replicas.update(replica)
+
+    def free_trajectories(self, group: Group, finished: int) -> None:
+        """`finished` trajectories of a running group have ended, at least as many as before. Its replica may generate
+        others in their place."""
+        replica = self._replicas.by_id[group.replica]
+        replica.finished += finished - group.finished
+        group.finished = finished
+        if finished == replica.samples:
+            self.unrewarded[group.id] = None
+        self._replicas.update(replica)
+
+    # parked groups
+
+    def begin_anew(self, group: Group, key: Key) -> None:
+        """A group that was ready or parked, and has forgotten its tokens, waits in its place for an attempt from
+        nothing."""
+        if group.state == "aborted":
+            self._park(group, key)  # the old entry is skipped
+        else:
+            self.fire(group, "lose", key)
+
+    def next_parked(self, newest: Version) -> Group | None:
+        """The parked group with the smallest key that may resume on a replica at version `newest`."""
+        best: tuple[Key, GroupId] | None = None
+        for version in sorted(self.parked):
+            heap = self.parked[version]
+            while heap and not self._is_parked(*heap[0], version):
+                heappop(heap)
+            if not heap:
+                del self.parked[version]
+            elif version <= newest and (best is None or heap[0] < best):
+                best = heap[0]
+        return None if best is None else self.live[best[1]]
+
+    def _park(self, group: Group, key: Key) -> None:
+        group.resume_key = key if key != (group.deadline,) else ()
+        heappush(self.parked.setdefault(group.resumes_from, []), (key, group.id))
+
+    def _forget_parked(self, group: Group) -> None:
+        """Drop the entry of a group that resumes, the first of its heap; others are skipped when they surface."""
+        heap = self.parked.get(group.resumes_from)
+        if heap and heap[0][1] == group.id:
+            heappop(heap)
+
+    def _is_parked(self, key: Key, id: GroupId, version: Version) -> bool:
+        """Whether an entry of a heap in `parked` is still true: its group may have begun anew since."""
+        group = self.live.get(id)
+        if group is None or group.state != "aborted" or group.resumes_from != version:
+            return False
+        return key == (group.resume_key or (group.deadline,))

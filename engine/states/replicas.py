@@ -1,0 +1,207 @@
+"""The replicas of a run: the registry of all, and the index of those that can take a group.
+
+Dispatch policies ask the index once for each start. Everything else visits the replicas, at most once in each tick.
+"""
+
+from heapq import heappop, heappush
+from operator import itemgetter
+from typing import NamedTuple
+
+from engine.ids import NO_VERSION, ReplicaId, Version
+from engine.states.orders import OrderBook
+from engine.states.paces import Paces
+from engine.states.replica import Replica
+
+
+class _SameVersion:
+    """The replicas with a free slot at one version."""
+
+    __slots__ = ("heap", "replicas")
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[float, ReplicaId]] = []
+        """(load, id) at every change; outdated entries are skipped."""
+        self.replicas: dict[ReplicaId, None] = {}
+
+
+class Contribution(NamedTuple):
+    """What one replica adds to the figures of all."""
+
+    open_at: Version = NO_VERSION
+    """Its version, if it can take a group."""
+    idle: int = 0
+    """Free slots, if it is not slow and does not leave."""
+    freed: int = 0
+    movable: int = 0
+    """Groups that may continue on another replica, because this one is slow."""
+
+
+NOTHING = Contribution()
+
+
+class Replicas:
+    """Every replica ever seen; those that can take a group, by version and load; and the sums of their slots.
+
+    The indexes follow from the replicas and the open orders to measure rows. Call `update` after every change of a
+    replica's state, version, slots, groups or these orders, when it becomes slow or is no longer slow, and when it
+    leaves. A call costs O(log replicas).
+    """
+
+    by_id: dict[ReplicaId, Replica]
+    """Lost ones included."""
+    launched: int = 0
+    launching: int = 0
+    """So many replicas are wanted, and those before `launched` were started if they were gone."""
+
+    def __init__(self, orders: OrderBook, straggler_factor: float | None) -> None:
+        self._orders, self._rows = orders, orders.open("rows")
+        self.by_id = {}
+        self.rebuild(straggler_factor)
+
+    def rebuild(self, straggler_factor: float | None) -> None:
+        """Make the indexes anew."""
+        self._index()
+        self.paces = Paces(self.by_id, straggler_factor, self._mark_slow)
+
+    def anew(self) -> "Replicas":
+        """The same replicas with the index made anew, for comparison."""
+        other = Replicas(self._orders, None)
+        other.by_id = self.by_id
+        other._index()
+        return other
+
+    def _index(self) -> None:
+        self.freed = 0
+        """Slots that running groups do not need any more: `samples` of their trajectories have ended for each."""
+        self.idle = 0
+        """Free slots of replicas that can take a group, are not slow and do not leave."""
+        self.idle_at: dict[Version, int] = {}
+        """How many such replicas there are at each version."""
+        self.seats_on_slow = 0
+        """Counts changes after which a slow replica had more groups that may continue on another."""
+        self._known: dict[ReplicaId, Contribution] = {}
+        self._at: dict[Version, _SameVersion] = {}
+        for replica in self.by_id.values():
+            self.update(replica)
+
+    def update(self, replica: Replica) -> None:
+        """A replica has changed."""
+        id, version = replica.id, replica.version
+        free = self.for_groups(replica) if replica.state == "ready" else 0
+        before = self._known.get(id, NOTHING)
+        if free > 0:
+            if before.open_at != version:
+                self._close(id, before.open_at)
+                self._at.setdefault(version, _SameVersion()).replicas[id] = None
+            at = self._at[version]
+            heappush(at.heap, (self._load(replica), id))
+            if len(at.heap) > 64 + 8 * len(at.replicas):
+                at.heap = sorted((self._load(self.by_id[one]), one) for one in at.replicas)
+        else:
+            self._close(id, before.open_at)
+        leaves = replica.process.leaves
+        now = self._known[id] = Contribution(
+            version if free > 0 else NO_VERSION,
+            0 if replica.slow or leaves else free,
+            replica.finished // replica.samples,
+            len(replica.groups) if replica.slow and replica.state == "ready" and not leaves else 0,
+        )
+        self.freed += now.freed - before.freed
+        self.idle += now.idle - before.idle
+        self.seats_on_slow += now.movable > before.movable
+        if before.idle:
+            self._count_idle_at(before.open_at, -1)
+        if now.idle:
+            self._count_idle_at(now.open_at, 1)
+
+    def _count_idle_at(self, version: Version, more: int) -> None:
+        count = self.idle_at.get(version, 0) + more
+        if count:
+            self.idle_at[version] = count
+        else:
+            del self.idle_at[version]
+
+    def _close(self, id: ReplicaId, version: Version) -> None:
+        """A replica cannot take a group any more, at that version."""
+        if version == NO_VERSION:
+            return
+        at = self._at[version]
+        del at.replicas[id]
+        if not at.replicas:
+            del self._at[version]
+
+    def _load(self, replica: Replica) -> float:
+        """Share of its slots that a validation takes or the trajectories of its groups need."""
+        samples = replica.samples
+        return ((len(replica.groups) + self.taken(replica)) * samples - replica.finished) / (replica.slots * samples)
+
+    def _mark_slow(self, replica: Replica, slow: bool) -> None:
+        """A replica is slower than the others by more than may be, or is not any more."""
+        if replica.slow != slow:
+            replica.slow = slow
+            self.update(replica)
+
+    # reading
+
+    @property
+    def rollouts(self) -> list[Replica]:
+        """Replicas that groups run on, lost ones included: all but those that only validate."""
+        return [replica for replica in list(self.by_id.values()) if not replica.validator]
+
+    def measuring(self, replica: Replica) -> int:
+        """Slots in which it measures a chunk of a validation."""
+        return len(self._orders.of(replica.id, "rows")) if self._rows else 0
+
+    def taken(self, replica: Replica) -> int:
+        """Slots that groups cannot have: all slots of a validator, and those that a validation takes."""
+        return replica.slots if replica.validator else self.measuring(replica)
+
+    def for_groups(self, replica: Replica) -> int:
+        """Slots that are free for groups."""
+        return replica.slots - self.taken(replica) - replica.occupied
+
+    def for_chunks(self, replica: Replica) -> int:
+        """Slots that neither a group nor a chunk of a validation needs."""
+        return replica.slots - self.measuring(replica) - replica.occupied
+
+    @property
+    def newest_version(self) -> Version:
+        """Newest version among replicas that can take a group; `NO_VERSION` if none can."""
+        return max(self._at, default=NO_VERSION)
+
+    def least_loaded(self, oldest: Version = 0, avoid: ReplicaId = -1) -> Replica | None:
+        """The replica with the smallest share of busy slots (then the smallest id) among those at version `oldest` or
+        newer; `avoid` only if no other will do."""
+        found = [self._best(at, avoid) for version, at in self._at.items() if version >= oldest]
+        return self.by_id[min(found)[2]] if found else None
+
+    def newest(self, oldest: Version = 0, avoid: ReplicaId = -1) -> Replica | None:
+        """The replica with the newest weights, then the least loaded, among those at version `oldest` or newer;
+        `avoid` only if no other will do."""
+        versions = sorted((version for version in self._at if version >= oldest), reverse=True)
+        found = [self._best(self._at[version], avoid) for version in versions]
+        return self.by_id[min(found, key=itemgetter(0))[2]] if found else None
+
+    def _best(self, at: _SameVersion, avoid: ReplicaId) -> tuple[bool, float, ReplicaId]:
+        """The least loaded replica at one version, as (whether it is the one to avoid, its load, its id)."""
+        heap, avoided = at.heap, None
+        while heap:
+            load, id = heap[0]
+            if id not in at.replicas or self._load(self.by_id[id]) != load:
+                heappop(heap)
+            elif id == avoid:
+                avoided = heappop(heap)
+            else:
+                break
+        best = (False, *heap[0]) if heap else None
+        if avoided is not None:
+            heappush(heap, avoided)
+        if best is None:
+            assert avoided is not None  # every replica that can take a group is in the heap
+            best = (True, *avoided)
+        return best
+
+    def figures(self) -> tuple[object, ...]:
+        """Everything that the index of free slots knows, for comparison."""
+        known = {id: one for id, one in self._known.items() if one != NOTHING}
+        return known, {version: set(at.replicas) for version, at in self._at.items()}, self.idle_at

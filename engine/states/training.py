@@ -1,0 +1,76 @@
+"""The training of a run: its steps, the versions of the weights, and how much each of them contains.
+
+Written by `scheduling/steps.py` and `scheduling/weights.py`. Checkpoints and pools have their own modules.
+"""
+
+from collections.abc import Container
+
+from engine.ids import StepId, Version
+from engine.states.step import Step
+from engine.states.version import WeightsVersion
+
+
+class Training:
+    """What was trained and published."""
+
+    steps: dict[StepId, Step]
+    """Those whose batch is formed and that are not finished, and the one that comes next."""
+    steps_batched: StepId = 0
+    steps_trained: StepId = 0
+    step_reward: float | None = None
+    """Mean reward of the groups of the last step trained."""
+    versions: dict[Version, WeightsVersion]
+    latest_version: Version = 0
+    steps_in: dict[Version, StepId]
+    """Train steps in each version that an open group, a replica or a validation may still refer to."""
+    updates_in: dict[StepId, int]
+    """Optimizer updates in the first so many train steps, for each beginning that a trainer may have: a trainer
+    schedules by them."""
+    publishing_attempt: int = 0
+    publish_failures: int = 0
+
+    def __init__(self) -> None:
+        self.steps, self.versions, self.steps_in, self.updates_in = {}, {}, {}, {0: 0}
+        self.next_step(0)
+        self.publish(0)
+
+    def next_step(self, id: StepId) -> None:
+        """Add the step that comes next."""
+        self.steps[id] = Step(id)
+
+    def publish(self, version: Version) -> None:
+        """A version holds the steps trained so far, and is the newest."""
+        self.versions[version] = WeightsVersion(version)
+        self.steps_in[version] = self.steps_trained
+        self.latest_version = version
+
+    def branch(self, steps: StepId) -> None:
+        """Go back to `steps` train steps."""
+        self.steps = {}
+        self.next_step(steps)
+        self.steps_batched = self.steps_trained = steps
+        self.steps_in = {version: min(held, steps) for version, held in self.steps_in.items()}
+        self.updates_in = {after: updates for after, updates in self.updates_in.items() if after <= steps}
+
+    @property
+    def formed_steps(self) -> list[Step]:
+        """Steps whose batch is formed and that are not finished, in their order: at most two."""
+        return [step for step in self.steps.values() if step.id < self.steps_batched]
+
+    @property
+    def training_step(self) -> Step | None:
+        """The first step whose batch is formed and that is not finished."""
+        return next(iter(self.formed_steps), None)
+
+    def forget_versions(self, least: StepId, used: Container[Version]) -> None:
+        """Drop the figures of versions with fewer than `least` train steps that are not `used`."""
+        for version in list(self.steps_in):
+            if self.steps_in[version] >= least or version >= self.latest_version - 1:
+                return
+            if version and version not in used:  # a fresh replica has version 0
+                del self.steps_in[version]
+
+    def forget_updates(self, oldest: StepId, kept: Container[StepId]) -> None:
+        """Drop the figures of steps before `oldest` that are not `kept`: no trainer can begin there."""
+        for steps in [steps for steps in self.updates_in if 0 < steps < oldest and steps not in kept]:
+            del self.updates_in[steps]
