@@ -62,9 +62,10 @@ def replica_lines(state: State, width: int) -> list[str]:
     lines = []
     for replica in state.replicas.by_id.values():
         head = f"{replica.id:>2} {replica.condition:<8} v{replica.version:<3}"
-        cells = [str(group) for group in replica.groups]
+        cells = [str(group) for group in state.replicas.running(replica)]
         cells += ["rows"] * state.replicas.measuring(replica)
-        cells += [FREE] * max(0, replica.slots - replica.occupied)
+        occupied = state.replicas.occupied(replica)
+        cells += [FREE] * max(0, replica.slots - occupied)
         shown, used = [], len(head) + 8
         for cell in cells:
             used += len(cell) + 1
@@ -72,7 +73,7 @@ def replica_lines(state: State, width: int) -> list[str]:
                 shown.append("…")
                 break
             shown.append(cell)
-        lines.append(f"{head} {' '.join(shown)}  {replica.occupied}/{replica.slots}")
+        lines.append(f"{head} {' '.join(shown)}  {occupied}/{replica.slots}")
     return lines or ["no replica has joined"]
 
 

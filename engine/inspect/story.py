@@ -105,9 +105,9 @@ def summarize(state: State) -> dict[str, Any]:
         "replicas": [
             {
                 "replica": r.id, "state": r.condition, "incarnation": r.process.incarnation, "version": r.version,
-                "next": r.next_version, "staging": state.is_staging(r), "slots": r.slots, "occupied": r.occupied,
-                "groups": list(r.groups), "chunks": state.replicas.measuring(r), "validator": r.validator,
-                "waits": r.process.room,
+                "next": r.next_version, "staging": state.is_staging(r), "slots": r.slots,
+                "occupied": state.replicas.occupied(r), "groups": list(state.replicas.running(r)),
+                "chunks": state.replicas.measuring(r), "validator": r.validator, "waits": r.process.room,
             }
             for r in state.replicas.by_id.values()
         ],

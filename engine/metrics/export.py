@@ -199,7 +199,7 @@ class Exporter(Collector):
         def alive() -> list[tuple[str, int, int, int]]:
             """(replica, version, slots in use, slots) of the replicas that are up."""
             living = [r for r in list(state.replicas.by_id.values()) if r.state != "down"]
-            return [(str(r.id), r.version, r.occupied, r.slots) for r in living]
+            return [(str(r.id), r.version, state.replicas.occupied(r), r.slots) for r in living]
 
         def known() -> list[Replica]:
             return [r for r in list(state.replicas.by_id.values()) if not r.process.dismissed]

@@ -129,7 +129,7 @@ class IdleTime:
             self._ready[replica.id] = replica.version
         else:
             self._not_ready[replica.id] = replica
-            self._count_away(replica, replica.occupied)
+            self._count_away(replica, self._state.replicas.occupied(replica))
 
     def calls_measured(self, replica: Replica) -> None:
         """Call it after a replica reported its calls of the user's functions."""
@@ -181,7 +181,7 @@ class IdleTime:
         beside = bool(state.validations.out) and not state.limits.validators()
         self._measuring = state.validations.out if beside else 0
         for replica in self._not_ready.values():
-            self._count_away(replica, replica.occupied)
+            self._count_away(replica, self._state.replicas.occupied(replica))
         busy = state.groups.ledger.running - state.replicas.freed + self._measuring - self.frozen
         self.in_agents = min(busy, sum(self._agents_of.values())) if self._agents_of else 0
         busy -= self.in_agents

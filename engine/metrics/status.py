@@ -183,7 +183,7 @@ def read_status(metrics: RunMetrics, now: float | None = None) -> Status:
         version=state.training.latest_version,
         replica_versions={r.id: r.version for r in replicas},
         replica_states={r.id: r.condition for r in fleet},
-        replica_slots={r.id: (r.occupied, r.slots) for r in replicas},
+        replica_slots={r.id: (state.replicas.occupied(r), r.slots) for r in replicas},
         replicas_lost=sum(r.lost for r in fleet),
         groups_live=metrics.groups.by_state(),
         step_phase=next((s.state for s in list(state.training.steps.values()) if s.state != "finished"), "finished"),

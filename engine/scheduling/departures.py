@@ -118,10 +118,11 @@ def _bring_to_rest(core: Core, replica: Replica, *, alone: bool = False) -> None
 
 
 def is_at_rest(core: Core) -> bool:
-    """Nothing runs anywhere, and no batch is being trained."""
+    """Nothing runs anywhere, no added state works, and no batch is being trained."""
     state = core.state
     return (
         not state.training.formed_steps
         and not state.publishing
+        and not state.groups.stages.out
         and all(replica.state in AT_REST for replica in state.replicas.by_id.values())
     )

@@ -54,8 +54,6 @@ def enter_added_state(core: Core, group: Group, place: str, after: int = -1) -> 
     groups = core.state.groups
     for stage in groups.stages.at[place]:
         if stage.number > after and core.decisions.ask(f"state {stage.name}", (view_group(group),), (bool,)):
-            if group.replica >= 0:
-                groups.unseat(group)
             groups.fire(group, stage.name)
             return True
     return False
@@ -121,6 +119,7 @@ def on_group_generated(core: Core, event: GroupGenerated) -> None:
         replica.failed_groups = 0
     if group.seated_at and core.state.limits.straggler_factor is not None:
         measure_pace(core, group, replica)
+    groups.unseat(group)
     group.failed_on = -1
     group.reward_mean = event.reward_mean
     group.described = event.described
@@ -169,8 +168,6 @@ def _complete_group(core: Core, group: Group, event: GroupGenerated) -> None:
     ending.note_judged(core.state.limits.failures_in_a_row, failed=False)
     group.ready_at = event.at
     keep = core.decisions.keeps(event)
-    if group.replica >= 0:
-        core.state.groups.unseat(group)
     core.state.groups.fire(group, "generate")
     if keep:
         ending.filtered_in_a_row = 0
@@ -265,11 +262,11 @@ def lose_replica(core: Core, replica: Replica, reason: str, *, hung: bool = Fals
     replica.failed_groups = 0
     state.fire_replica(replica, "lose")
     state.replicas.paces.compare([replica])
-    for id in list(replica.groups):
+    for id, at in began.items():
         group = state.groups.live[id]
         state.groups.unseat(group)
         if id in overdue:
-            park_after_failure(core, group, _cause_of_hang(core, group, began[id]), reason)
+            park_after_failure(core, group, _cause_of_hang(core, group, at), reason)
         elif not hung:
             park_after_failure(core, group, "infrastructure", reason)
         else:
@@ -390,6 +387,7 @@ def _resume_groups(core: Core, most: int) -> int:
             core.orders.add(ResumeGroup(**order, truncate=group.truncate))
         else:
             core.orders.add(StartGroup(**order))
+        state.replicas.update(replica)
     return most
 
 
@@ -424,6 +422,7 @@ def _admit_groups(core: Core, most: int) -> None:
         cause = core.orders.cause_on(replica.id)
         order = StartGroup(**replica.address_of(group), admitted_version=group.admitted_version, cause=cause)
         core.orders.add(order)
+        state.replicas.update(replica)
 
 
 def _oldest_admissible(core: Core) -> Version | None:

@@ -84,16 +84,15 @@ def _lose_replicas(core: Core, event: RunResumed) -> None:
     """Park all running groups; a branch then queues them again. They are not charged an attempt."""
     state = core.state
     for replica in state.replicas.by_id.values():
-        for id in list(replica.groups):
-            group = state.groups.live[id]
-            state.groups.unseat(group)
-            if event.kept:
-                park_group(core, group)
         replica.next_version = None
         replica.failed_groups = 0
         if replica.state != "down":
             state.fire_replica(replica, "lose")
             state.replicas.paces.compare([replica])
+    for group in [group for group in state.groups.live.values() if group.replica >= 0]:
+        state.groups.unseat(group)
+        if event.kept:
+            park_group(core, group)
 
 
 def _prepare_anew(core: Core, group: Group) -> None:

@@ -41,7 +41,7 @@ def move_groups_off_slow_replicas(core: Core) -> None:
     if core.searched == (free.seats_on_slow, newest):
         return  # every group that can be moved is being moved
     slow = [replica for replica in state.replicas.paces.slow if replica.state == "ready" and not replica.process.leaves]
-    groups = [state.groups.live[id] for replica in slow for id in replica.groups]
+    groups = [state.groups.live[id] for replica in slow for id in free.running(replica)]
     movable = [g for g in groups if g.id not in parking and not g.moved and g.resumes_from <= newest]
     if len(movable) <= room:
         core.searched = (free.seats_on_slow, newest)

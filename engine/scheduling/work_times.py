@@ -62,7 +62,7 @@ def could_work(state: State, order: Order) -> bool:
     command, owner = order.command, order.owner
     if order.subject in NEVER_STILL:
         if type(command) is PauseReplica and command.mode == "wait":
-            return not state.replicas.by_id[command.replica].groups
+            return not state.orders.of(command.replica, "group")
         if type(command) is StartProcess:
             return not state.process(command.kind, command.index).room
         return True

@@ -197,18 +197,15 @@ class Groups:
     # groups on replicas
 
     def seat(self, group: Group, replica: Replica, now: float) -> None:
-        """Give a group a slot, after its trigger was fired."""
+        """Begin an attempt on a replica, after the group's trigger was fired. Its order gives it a slot."""
         group.attempt += 1
         group.replica = replica.id
         if self._timed:
             group.seated_at, group.seated_tokens = now, group.tokens
-        replica.groups[group.id] = None
-        self._replicas.update(replica)
 
     def unseat(self, group: Group) -> None:
-        """Take the slot of a group back, before its trigger is fired."""
+        """End an attempt, after its order ended and before the group's trigger is fired."""
         replica = self._replicas.by_id[group.replica]
-        del replica.groups[group.id]
         group.replica = -1
         if group.finished:
             replica.finished -= group.finished

@@ -71,7 +71,10 @@ def check_all(state: State) -> None:
     live = (Phase.WAITING, Phase.RUNNING, Phase.PARKED, Phase.READY, Phase.BATCHED)
     require(all(count[p] == groups.ledger.count[p] for p in live), "law 1: books and records differ", records=count,
             books=groups.ledger.count)  # fmt: skip
-    seats = _check_seats(state)
+    if state.ending.outcome is None:
+        seats = _check_seats(state)
+    else:  # the book is empty once the run is over
+        seats = {group.id: group.replica for group in groups.live.values() if group.replica >= 0}
     for group in groups.live.values():
         running = groups.phase_of(group.state) is Phase.RUNNING
         require(
@@ -107,47 +110,42 @@ def check_all(state: State) -> None:
             "law 1: the ready list and the records differ")  # fmt: skip
     check_orders(state)
     check_validations(state)
-    if state.ending.outcome is None:  # the book is empty once the run is over
+    if state.ending.outcome is None:
         check_processes(state)
         check_stages(state)
         check_pools(state)
-    check_free_slots(state)
+        check_free_slots(state)
 
 
 def _check_seats(state: State) -> dict[GroupId, ReplicaId]:
-    """Law 2, replica by replica. Returns where each running group runs."""
-    replicas = state.replicas
-    groups = state.groups
+    """Law 2, replica by replica. Returns where each running group runs, as the order book says."""
+    replicas, groups = state.replicas, state.groups
     seats: dict[GroupId, ReplicaId] = {}
     unrewarded = 0
     for replica in replicas.by_id.values():
+        running = replicas.running(replica)
+        seats.update(dict.fromkeys(running, replica.id))
         require(replicas.for_chunks(replica) >= 0, "law 2: a replica runs more than it has slots",
-                replica=replica.id, running=len(replica.groups), chunks=replicas.measuring(replica),
+                replica=replica.id, running=len(running), chunks=replicas.measuring(replica),
                 slots=replica.slots)  # fmt: skip
-        require(not (replica.validator and replica.groups), "law 2: groups run on a validator", replica=replica.id)
-        require(
-            replica.state != "down" or not replica.groups,
-            "law 1: groups run on a replica that is down",
-            replica=replica.id,
-        )
+        require(not (replica.validator and running), "law 2: groups run on a validator", replica=replica.id)
         require(
             replica.version <= state.training.latest_version,
             "law 6: a replica is ahead of the trainer",
             replica=replica.id,
         )
-        whole = [id for id in replica.groups if groups.live[id].finished == replica.samples]
+        strangers = [id for id in running if id not in groups.live or groups.live[id].replica != replica.id]
+        require(not strangers, "law 10: a group is not where it was ordered to run", groups=strangers)
+        whole = [id for id in running if groups.live[id].finished == replica.samples]
         require(
             all(id in groups.unrewarded for id in whole),
             "a group without rewards is forgotten",
             replica=replica.id,
         )
         unrewarded += len(whole)
-        ended = sum(groups.live[id].finished for id in replica.groups)
+        ended = sum(groups.live[id].finished for id in running)
         require(replica.finished == ended, "law 2: ended trajectories are miscounted",
                 replica=replica.id, kept=replica.finished, found=ended)  # fmt: skip
-        for id in replica.groups:
-            require(id not in seats, "law 2: a group runs twice", group=id)
-            seats[id] = replica.id
     require(len(groups.unrewarded) == unrewarded, "groups without rewards are miscounted", found=unrewarded)
     return seats
 
@@ -174,8 +172,7 @@ def check_orders(state: State) -> None:
     if "group" in state.limit_check.least and orders.find("timer", LIMIT) is None:
         timed = [order.number for order in orders.open("group").values() if replicas[int(order.owner)].state == "ready"]
         require(not timed, "law 10: no check looks at orders with a time limit", orders=timed)
-    running = {id for replica in replicas.values() for id in replica.groups}
-    require(orders.open("group").keys() == running, "law 10: a running group was not ordered, or another was")
+    running = orders.open("group").keys()
     for cut in ("truncate", "park"):
         require(orders.open(cut).keys() <= running, "law 10: a group that does not run is to be cut short", cut=cut)
     held = {(run.id, replica) for run in state.validations.runs.values() for replica in run.replicas}
@@ -277,12 +274,13 @@ def check_pools(state: State) -> None:
         require(busy, "a pool is leased to a task that is not in progress", pool=lease.id, task=lease.task)
         for id in lease.replicas if lease.shared else ():
             replica = replicas.get(id)
-            idle = replica is None or not (replica.groups or state.replicas.measuring(replica))
+            idle = replica is None or not (state.replicas.running(replica) or state.replicas.measuring(replica))
             require(idle, "tasks of one pool run at once", pool=lease.id, task=lease.task, replica=id)
     for replica in replicas.values():
         if replica.state in ("yielding", "asleep"):
             require(pools.of_replica(replica.id) is not None, "a replica sleeps, but is in no pool", replica=replica.id)
-        require(replica.state != "asleep" or not replica.groups, "groups run on a sleeper", replica=replica.id)
+        require(replica.state != "asleep" or not state.replicas.running(replica), "groups run on a sleeper",
+                replica=replica.id)  # fmt: skip
 
 
 def check_validations(state: State) -> None:

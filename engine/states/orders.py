@@ -266,6 +266,7 @@ class Order:
 
 
 _number = attrgetter("number")
+_NONE: dict[Any, Order] = {}
 
 
 class OrderBook:
@@ -302,11 +303,13 @@ class OrderBook:
 
     def owned(self, owner: Owner) -> list[Order]:
         """The open orders of a process, oldest first."""
-        return sorted([order for orders in self._owned[owner].values() for order in orders.values()], key=_number)
+        owned = self._owned.get(owner, {})
+        return sorted([order for orders in owned.values() for order in orders.values()], key=_number)
 
     def of(self, owner: Owner, subject: str) -> dict[Any, Order]:
-        """The open orders of a process and a subject, by id. Callers must not change the dict."""
-        return self._owned[owner][subject]
+        """The open orders of a process and a subject, by id, oldest first. Callers must not change the dict."""
+        owned = self._owned.get(owner)
+        return _NONE if owned is None else owned.get(subject, _NONE)
 
     def first(self, owner: Owner) -> Order | None:
         """The oldest open order of a process."""

@@ -81,8 +81,6 @@ class Replica:
     """Groups in it, of this life."""
     slow: bool = False
     """It is slower than the others by more than may be."""
-    groups: dict[GroupId, None] = field(default_factory=dict)
-    """Running here, in the order they started; a dict for its order."""
 
     @property
     def incarnation(self) -> Incarnation:
@@ -99,11 +97,6 @@ class Replica:
         """It is wanted, and down since a life of it ended by itself."""
         process = self.process
         return self.state == "down" and process.wanted and (process.state == "gone" or process.deaths > 0)
-
-    @property
-    def occupied(self) -> int:
-        """Slots that its groups need, by the number of their trajectories that have not ended."""
-        return len(self.groups) - self.finished // self.samples
 
     @property
     def heading(self) -> Version:

@@ -3,12 +3,13 @@
 Dispatch policies ask the index once for each start. Everything else visits the replicas, at most once in each tick.
 """
 
+from collections.abc import Mapping
 from heapq import heappop, heappush
 from operator import itemgetter
 from typing import NamedTuple
 
-from engine.ids import NO_VERSION, ReplicaId, Version
-from engine.states.orders import OrderBook
+from engine.ids import NO_VERSION, GroupId, ReplicaId, Version
+from engine.states.orders import Order, OrderBook
 from engine.states.paces import Paces
 from engine.states.replica import Replica
 
@@ -42,9 +43,9 @@ NOTHING = Contribution()
 class Replicas:
     """Every replica ever seen; those that can take a group, by version and load; and the sums of their slots.
 
-    The indexes follow from the replicas and the open orders to measure rows. Call `update` after every change of a
-    replica's state, version, slots, groups or these orders, when it becomes slow or is no longer slow, and when it
-    leaves. A call costs O(log replicas).
+    The indexes follow from the replicas and the open orders for groups and rows. Call `update` after every change of a
+    replica's state, version, slots or these orders, when it becomes slow or is no longer slow, and when it leaves. A
+    call costs O(log replicas).
     """
 
     by_id: dict[ReplicaId, Replica]
@@ -104,7 +105,7 @@ class Replicas:
             version if free > 0 else NO_VERSION,
             0 if replica.slow or leaves else free,
             replica.finished // replica.samples,
-            len(replica.groups) if replica.slow and replica.state == "ready" and not leaves else 0,
+            len(self.running(replica)) if replica.slow and replica.state == "ready" and not leaves else 0,
         )
         self.freed += now.freed - before.freed
         self.idle += now.idle - before.idle
@@ -132,8 +133,8 @@ class Replicas:
 
     def _load(self, replica: Replica) -> float:
         """Share of its slots that a validation takes or the trajectories of its groups need."""
-        samples = replica.samples
-        return ((len(replica.groups) + self.taken(replica)) * samples - replica.finished) / (replica.slots * samples)
+        samples, running = replica.samples, len(self.running(replica))
+        return ((running + self.taken(replica)) * samples - replica.finished) / (replica.slots * samples)
 
     def _mark_slow(self, replica: Replica, slow: bool) -> None:
         """A replica is slower than the others by more than may be, or is not any more."""
@@ -148,6 +149,14 @@ class Replicas:
         """Replicas that groups run on, lost ones included: all but those that only validate."""
         return [replica for replica in list(self.by_id.values()) if not replica.validator]
 
+    def running(self, replica: Replica) -> Mapping[GroupId, Order]:
+        """The orders for the groups that run on it, by group, oldest first."""
+        return self._orders.of(replica.id, "group")
+
+    def occupied(self, replica: Replica) -> int:
+        """Slots that its groups need, by the number of their trajectories that have not ended."""
+        return len(self.running(replica)) - replica.finished // replica.samples
+
     def measuring(self, replica: Replica) -> int:
         """Slots in which it measures a chunk of a validation."""
         return len(self._orders.of(replica.id, "rows")) if self._rows else 0
@@ -158,11 +167,11 @@ class Replicas:
 
     def for_groups(self, replica: Replica) -> int:
         """Slots that are free for groups."""
-        return replica.slots - self.taken(replica) - replica.occupied
+        return replica.slots - self.taken(replica) - self.occupied(replica)
 
     def for_chunks(self, replica: Replica) -> int:
         """Slots that neither a group nor a chunk of a validation needs."""
-        return replica.slots - self.measuring(replica) - replica.occupied
+        return replica.slots - self.measuring(replica) - self.occupied(replica)
 
     @property
     def newest_version(self) -> Version:

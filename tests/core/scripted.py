@@ -218,5 +218,9 @@ class Scripted:
     def running(self) -> list[int]:
         return [group.id for group in self.state.groups.live.values() if group.replica >= 0]
 
+    def running_on(self, replica: int) -> list[int]:
+        """The groups on a replica, in the order they started."""
+        return list(self.state.orders.of(replica, "group"))
+
     def starts(self) -> Iterator[StartGroup | ResumeGroup]:
         return (command for command in self.orders if isinstance(command, StartGroup | ResumeGroup))

@@ -8,7 +8,7 @@ import pytest
 from engine import policies
 from engine.commands import AbortGroup, DiscardGroups, EnterState, FinishRun, TrainStep, TruncateGroup
 from engine.errors import ConfigError, PolicyError
-from engine.events import ProcessLost, RunResumed, StateFailed, StateLeft
+from engine.events import DrainRequested, ProcessLost, ReplicaPaused, RunResumed, StateFailed, StateLeft
 from engine.policies import state_registry
 from engine.record.codec import decode_command, encode_command
 from engine.states.group import GROUP, Group, group_table
@@ -417,3 +417,15 @@ def test_the_order_to_do_the_work_is_recorded() -> None:
 def test_a_state_works_on_a_whole_number_of_groups(concurrency: Any) -> None:
     with pytest.raises(ConfigError, match=r"scheduler\.states\.judged\.concurrency"):
         AddedState(name="judged", concurrency=concurrency)
+
+
+def test_a_drain_waits_for_the_work_that_added_states_have_begun() -> None:
+    run = checked()
+    run.finish(0, 1)
+    run.tell(DrainRequested(reason="a user asked"))
+    run.abort(*run.running())
+    run.tell(ReplicaPaused(**run.state.replicas.by_id[0].address()))
+    assert run.state.ending.outcome is None, "group 0 is being checked"
+    leave(run, 0)
+    assert run.state.ending.outcome is not None and run.state.ending.outcome.outcome == "stopped"
+    assert len(run.ordered(EnterState)) == 1, "group 1 is checked after the resume"

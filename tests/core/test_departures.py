@@ -47,7 +47,7 @@ def small(**others: object) -> Scripted:
 def paused(run: Scripted, id: int) -> None:
     """A replica has parked what ran on it, with tokens, and samples no more."""
     replica = run.state.replicas.by_id[id]
-    run.abort(*replica.groups)
+    run.abort(*run.running_on(replica.id))
     run.tell(ReplicaPaused(replica=id, incarnation=replica.incarnation, attempt=replica.sync_attempt))
 
 
@@ -170,9 +170,9 @@ def test_a_drain_waits_for_no_validation_and_the_weights_are_measured_later() ->
 
 def test_the_highest_replicas_leave_and_their_groups_go_on_elsewhere() -> None:
     run = small(slots=2)
-    held = list(run.state.replicas.by_id[1].groups)
+    held = list(run.running_on(1))
     run.tell(SettingChanged(setting="scheduler.max_concurrent_groups", value="2"))
-    run.finish(*run.state.replicas.by_id[0].groups)
+    run.finish(*run.running_on(0))
     run.tell(ReplicasWanted(replicas=1))
     assert [order.replica for order in run.ordered(PauseReplica)] == [1]
     paused(run, 1)
@@ -532,7 +532,7 @@ def paced(run: Scripted, seconds: dict[int, float], rounds: int = 4) -> None:
     """Groups end on each replica, in so many seconds; their tokens are ten each."""
     for _ in range(rounds):
         for id, took in seconds.items():
-            group = next(iter(run.state.replicas.by_id[id].groups))
+            group = next(iter(run.running_on(id)))
             run.tell(run.generated(group, spread=0.0), at=run.state.groups.live[group].seated_at + took)
 
 
@@ -548,12 +548,12 @@ def test_an_idle_replica_takes_over_from_a_slow_one() -> None:
     slow, fast = run.state.replicas.by_id[0], run.state.replicas.by_id[1]
     assert (slow.slow, fast.slow) == (True, False)
     assert not run.ordered(ParkGroup), "the fast one has groups of its own"
-    moved = min(slow.groups, key=lambda id: (run.state.groups.live[id].deadline, id))
+    moved = min(run.running_on(slow.id), key=lambda id: (run.state.groups.live[id].deadline, id))
     while not run.ordered(ParkGroup):
-        run.finish(next(iter(fast.groups)))
+        run.finish(next(iter(run.running_on(fast.id))))
     order = run.ordered(ParkGroup)[0]
     assert (order.group, order.replica) == (moved, 0)
-    run.keep_prefix(*slow.groups)
+    run.keep_prefix(*run.running_on(slow.id))
     assert len(run.ordered(ParkGroup)) == 1, "one slot is free, and one group on its way"
     run.abort(moved)
     resumed = run.ordered(ResumeGroup)[-1]
@@ -583,7 +583,7 @@ def test_a_group_moves_once_and_a_new_life_begins_unjudged() -> None:
     paced(run, {0: 100.0, 1: 10.0})
     fast = run.state.replicas.by_id[1]
     while not run.ordered(ParkGroup):
-        run.finish(next(iter(fast.groups)))
+        run.finish(next(iter(run.running_on(fast.id))))
     moved = run.ordered(ParkGroup)[0].group
     run.abort(moved)
     assert run.state.groups.live[moved].moved

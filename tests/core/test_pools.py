@@ -54,7 +54,7 @@ def place(run: Scripted, id: int = 0) -> dict[str, int]:
 
 def sleep(run: Scripted, id: int = 0) -> list[Command]:
     """A replica that was sent to sleep parks what it runs and sleeps."""
-    run.abort(*run.state.replicas.by_id[id].groups)
+    run.abort(*run.running_on(id))
     return run.tell(ReplicaPaused(**place(run, id)))
 
 
@@ -187,9 +187,9 @@ def test_a_failed_task_redoes_the_batch_and_the_others_answer_is_an_echo() -> No
 
 def test_the_idle_trainer_lends_its_pool_to_a_replica() -> None:
     run = small(LENT, replicas=2, slots=2)
-    assert sorted(run.state.replicas.by_id[1].groups) and states(run) == ["ready", "ready"]
-    lent = list(run.state.replicas.by_id[1].groups)
-    mine = list(run.state.replicas.by_id[0].groups)
+    assert sorted(run.running_on(1)) and states(run) == ["ready", "ready"]
+    lent = list(run.running_on(1))
+    mine = list(run.running_on(0))
     run.finish(*mine)
     assert states(run) == ["ready", "yielding"]
     sleep(run, 1)
@@ -229,7 +229,7 @@ def test_a_failed_sleep_is_tried_again_and_a_spent_budget_loses_the_replica() ->
 def test_held_out_rows_under_way_are_measured_to_their_end_before_a_replica_sleeps() -> None:
     pools = (Pool(tasks=("rollout", "train"), replicas=(0,)), Pool(tasks=("rollout",), replicas=(1,)))
     run = small(pools, replicas=2, slots=2, validation=ValidationLimits(rows=9, rows_per_slot=1, at_start=True))
-    run.finish(*run.state.replicas.by_id[1].groups)
+    run.finish(*run.running_on(1))
     assert states(run) == ["ready", "ready"] and not run.ordered(TrainStep)
     for chunk in (0, 1):
         assert [index for _, index in run.state.orders.open("rows")] == [0, 1][chunk:], "none is begun"
@@ -244,7 +244,7 @@ def test_a_validation_that_fails_lets_its_replica_go_to_sleep() -> None:
     validation = ValidationLimits(rows=2, rows_per_slot=1, at_start=True)
     pools = (Pool(tasks=("rollout", "train"), replicas=(0, 1)),)
     run = small(pools, replicas=2, slots=2, validation=validation, infrastructure_attempts=1)
-    run.finish(*run.state.replicas.by_id[1].groups)
+    run.finish(*run.running_on(1))
     assert states(run) == ["ready", "yielding"]
     sleep(run, 1)
     run.tell(RowsFailed(validation=0, chunk=0, attempt=1, replica=0, incarnation=1, reason="no luck"))

@@ -267,7 +267,7 @@ def test_the_process_of_added_states_restarts_and_each_group_there_is_charged_on
 
 def test_a_life_that_nobody_ordered_takes_the_place_of_the_one_before() -> None:
     run = small(slots=2)
-    groups = list(run.state.replicas.by_id[1].groups)
+    groups = list(run.running_on(1))
     run.tell(ProcessUp(kind="replica", index=1, incarnation=5, slots=100))
     assert process(run, "replica", 1).incarnation == run.state.replicas.by_id[1].incarnation == 5
     assert [run.state.groups.live[id].infrastructure_failures for id in groups] == [1, 1]

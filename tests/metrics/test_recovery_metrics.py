@@ -167,8 +167,8 @@ def test_idle_time_read_between_events_never_goes_back_and_adds_up() -> None:
             assert seconds >= last[cause] - 1e-12, cause
             last[cause] = seconds
         busy_s, since = busy_s + busy * (idle.at - since), idle.at
-        replicas = world.scheduler.state.replicas.by_id.values()
-        busy = sum(replica.occupied for replica in replicas if replica.state != "installing")
+        replicas = world.scheduler.state.replicas
+        busy = sum(replicas.occupied(one) for one in replicas.by_id.values() if one.state != "installing")
         assert idle.rollout_busy_s == pytest.approx(busy_s)
         assert busy_s + sum(idle.rollout_idle_s.values()) == pytest.approx(idle.at * 9)
 

@@ -40,7 +40,7 @@ class Interrupted(Scripted):
         self.publish()
         self.install(pause=False)
         replica = self.state.replicas.by_id[0]
-        for group in [self.state.groups.live[id] for id in replica.groups]:
+        for group in [self.state.groups.live[id] for id in self.state.replicas.running(replica)]:
             oldest = replica.version if group.oldest_version < 0 else group.oldest_version
             self.tell(
                 GroupAborted(

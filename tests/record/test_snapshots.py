@@ -117,7 +117,7 @@ def test_it_asks_the_sync_policy_at_the_same_events(counting: None) -> None:
     for sync in run.ordered(StageWeights):
         run.tell(WeightsStaged(replica=sync.replica, incarnation=1, attempt=sync.attempt, version=1))
     (going_on,) = [id for id, replica in run.state.replicas.by_id.items() if replica.state == "ready"]
-    group = next(iter(run.state.replicas.by_id[going_on].groups))
+    group = next(iter(run.running_on(going_on)))
     run.keep_prefix(group)
     run.twin = restore(state_of(run.scheduler))
     run.keep_prefix(group, tokens=8)

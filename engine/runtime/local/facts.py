@@ -353,7 +353,7 @@ def _content_problems(fact: Any, order: Any, state: State) -> Iterator[str]:
         if type(fact) in SYNC and SYNC.index(type(fact)) > SYNC.index(answers[0]):
             yield f"{type(order).__name__} comes first; answer it by {_named(answers)}"
         aborts = isinstance(order, PauseReplica) and order.mode in ABORTING
-        if aborts and isinstance(fact, ReplicaPaused) and (groups := state.replicas.by_id[order.replica].groups):
+        if aborts and isinstance(fact, ReplicaPaused) and (groups := state.orders.of(order.replica, "group")):
             yield f"groups {[*groups]} still run there; first report how each was aborted or ended"
         if getattr(fact, "version", order.version) != order.version:
             yield f"version {order.version} was ordered"
