@@ -78,8 +78,8 @@ def test_a_history_agrees_with_the_schedulers_books(family: Any, number: int) ->
     assert len(history.rows) >= len([step for step in history.trained if step.finished_at >= 0])
 
 
-def with_snapshots(record: Record, directory: Path, every: int = 25) -> Record:
-    """The record with a snapshot after so many ticks."""
+def with_snapshots(record: Record, directory: Path, every: int = 25, *, ended: bool = False) -> Record:
+    """The record with a snapshot after so many ticks. `ended`: with one at its end, as of a run that ended in order."""
     scheduler, recorder = build_scheduler(record.header), Recorder(directory, record.header)
 
     def write(tick: Tick) -> None:
@@ -88,6 +88,8 @@ def with_snapshots(record: Record, directory: Path, every: int = 25) -> Record:
             recorder.snapshot(snapshot(scheduler))
 
     replay(record, build=lambda header: scheduler, watch=write)
+    if ended:
+        recorder.snapshot(snapshot(scheduler))
     recorder.close()
     return read(directory)
 
@@ -126,6 +128,20 @@ def test_only_what_is_new_is_replayed(long: Record, tmp_path: Path, monkeypatch:
     replayed = replayed_stretches(monkeypatch)
     assert read_history(tmp_path, 25) == before
     assert [stretch.end for stretch in replayed] == [None], "the end of the record may grow"
+
+
+def test_all_of_a_run_that_ended_in_order_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = with_snapshots(faulty_record(), tmp_path / "schedule", ended=True)
+    before, end = read_history(record, 25), next(record.snapshots())
+    assert comparable(before) == comparable(read_history(record, 10**9))
+    replayed = replayed_stretches(monkeypatch)
+    assert read_history(record, 25) == before
+    assert [(stretch.begin, stretch.end) for stretch in replayed] == [(end, None)], "without events"
+
+
+def test_a_short_run_that_ended_in_order_keeps_no_cache(tmp_path: Path) -> None:
+    read_history(with_snapshots(faulty_record(), tmp_path / "schedule", 10**9, ended=True))
+    assert not (tmp_path / "history-cache").exists()
 
 
 @pytest.mark.parametrize(
