@@ -140,7 +140,8 @@ class _Case:
     def __init__(self, history: History, durations: Durations, settings: ScheduleSettings) -> None:
         self.history, self.durations, self.settings = history, durations, settings
         self.limits = settings.limits
-        self.seconds = estimate(durations, settings)
+        finished = finish_times(durations, settings)
+        self.seconds = finished[-1]
         self.otherwise = durations.reversed()
         self.otherwise_s = estimate(self.otherwise, settings)
         times = {task: s for task, s in history.trainer_s.items() if task not in OUTSIDE}
@@ -149,7 +150,7 @@ class _Case:
         slot_s = history.busy_s + sum(s for cause, s in history.idle_s.items() if cause not in OUTSIDE)
         self.busy = history.busy_s / (slot_s or 1.0)
         self.idle = {cause: s / (slot_s or 1.0) for cause, s in history.idle_s.items() if cause not in OUTSIDE}
-        self.least_gain = max(LEAST_GAIN, self._error())
+        self.least_gain = max(LEAST_GAIN, self._error(finished))
 
     def faster(self, settings: ScheduleSettings) -> float:
         return self.seconds / estimate(self.durations, settings)
@@ -158,8 +159,8 @@ class _Case:
         """Whether a gain needs the order in which groups came: there is none if they come in reverse."""
         return self.otherwise_s / estimate(self.otherwise, settings) < 1 + self.least_gain
 
-    def _error(self) -> float:
-        """How far the estimate is from the record, for the run as it was: no gain below that is known."""
+    def _error(self, finished: list[float]) -> float:
+        """How far the estimated times of the steps are from the record: no gain below that is known."""
         steps = [step for step in self.history.trained if step.finished_at >= 0 and step.groups]
         steps = steps[-len(self.durations.train) :]
         first, last = steps[0].finished_at, steps[-1].finished_at
@@ -168,9 +169,8 @@ class _Case:
             for span in self.history.idle
             if span.trainer in OUTSIDE and span.end > first and span.start < last
         )
-        times = finish_times(self.durations, self.settings)
         recorded = last - first - lost
-        return abs((times[-1] - times[0]) / recorded - 1) if recorded > 0 else 0.0
+        return abs((finished[-1] - finished[0]) / recorded - 1) if recorded > 0 else 0.0
 
     def share(self, task: str) -> str:
         return percent(self.trainer.get(task, 0.0))

@@ -123,12 +123,11 @@ def _generation(history: History) -> tuple[dict[GroupId, float], float]:
             installs[sync.replica][1].append(sync.end)
     work: dict[GroupId, float] = defaultdict(float)
     for attempt in history.attempts:
-        starts, ends = installs[attempt.replica]
-        frozen, index = 0.0, bisect_left(ends, attempt.start)
-        while index < len(starts) and starts[index] < attempt.end:
-            frozen += max(0.0, min(ends[index], attempt.end) - max(starts[index], attempt.start))
-            index += 1
-        work[attempt.group] += max(0.0, attempt.end - attempt.start - frozen)
+        (starts, ends), start, end = installs[attempt.replica], attempt.start, attempt.end
+        frozen = 0.0
+        for index in range(bisect_left(ends, start), bisect_left(starts, end)):
+            frozen += min(ends[index], end) - max(starts[index], start)
+        work[attempt.group] += max(0.0, end - start - frozen)
     return work, sum(work.values())
 
 
@@ -279,8 +278,11 @@ class _Model:
         for deadline in sorted(self.due):
             due += self.due[deadline]
             ready += self.ready_due[deadline]
-            if due > (deadline - self.batched) * size:
-                must.append((deadline, due - (deadline - self.batched) * size, ready))
+            needed = due - (deadline - self.batched) * size
+            if needed > ready:
+                return
+            if needed > 0:
+                must.append((deadline, needed, ready))
         ids = [id for id, _ in self.ready[:size]] if not must else select_in_order(self.ready, must, size)
         if ids is None or len(ids) < size:
             return
@@ -321,6 +323,8 @@ class _Model:
 
     def _sync(self) -> None:
         fleet, latest = self.fleet, len(self.steps_in) - 1
+        if fleet.version.count(latest) == len(fleet.version):
+            return
         for replica, version in enumerate(fleet.version):
             if version == latest or fleet.doing[replica] != "ready":
                 continue

@@ -6,9 +6,9 @@ second of the trainer has one bound and each idle second one cause, so the share
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.errors import ConfigError, counted
 from engine.ids import NO_VERSION, GroupId, ReplicaId, StepId
@@ -78,6 +78,7 @@ BOUNDS = {
 }
 """The bottlenecks: what the trainer waited for while it did not work."""
 WAITS = ("waiting_for_groups", "waiting_for_stragglers")
+Value = TypeVar("Value", GenerationAttempt, GroupWait)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,12 +194,9 @@ class _Chains:
 
     def __init__(self, history: History) -> None:
         self.history = history
-        self.attempts: dict[GroupId, list[GenerationAttempt]] = defaultdict(list)
-        for attempt in history.attempts:
-            self.attempts[attempt.group].append(attempt)
-        self.waits: dict[GroupId, list[GroupWait]] = defaultdict(list)
-        for wait in history.waits:
-            self.waits[wait.group].append(wait)
+        self._ready_at = {wait.group: wait.start for wait in history.waits if wait.state == READY}
+        last = set(map(self.last_group, history.steps))
+        self.attempts, self.waits = _of_groups(history.attempts, last), _of_groups(history.waits, last)
         self._span_starts = [span.start for span in history.idle]
         self._syncs: dict[ReplicaId, list[SyncPhase]] = defaultdict(list)
         for sync in history.syncs:
@@ -211,7 +209,7 @@ class _Chains:
 
     def ready_at(self, group: GroupId) -> float:
         """When a group last became ready."""
-        return next((wait.start for wait in reversed(self.waits[group]) if wait.state == READY), -1.0)
+        return self._ready_at.get(group, -1.0)
 
     def spans(self, start: float, end: float) -> list[IdleSpan]:
         """The idle spans that overlap a time, cut to it."""
@@ -269,6 +267,15 @@ class _Chains:
             sums += _overlap(start, end, syncs[index].start, syncs[index].end)
             index += 1
         return sums
+
+
+def _of_groups(values: Iterable[Value], groups: Container[GroupId | None]) -> dict[GroupId, list[Value]]:
+    """The attempts or waits of some groups, by group."""
+    found: dict[GroupId, list[Value]] = defaultdict(list)
+    for value in values:
+        if value.group in groups:
+            found[value.group].append(value)
+    return found
 
 
 def _overlap(start: float, end: float, first: float, last: float) -> float:
@@ -413,17 +420,18 @@ def explain_group(history: History, number: GroupId) -> Explanation:
     if not 0 <= number < drawn:
         fix = f"use a number from 0 to {drawn - 1}" if drawn else "try again once it trains"
         raise ConfigError("--group", number, f"does not exist: the record has {counted(drawn, 'group')}", fix)
-    chains, row = _Chains(history), history.groups[number]
+    row = history.groups[number]
+    attempts = [attempt for attempt in history.attempts if attempt.group == number]
+    waits = [wait for wait in history.waits if wait.group == number]
     told = [(row.drawn_at, f"at {moment(row.drawn_at)} it was drawn.")]
-    for attempt in chains.attempts[number]:
-        told.append((attempt.start, _attempt_sentence(attempt, row)))
-    told += [(wait.start, _wait_sentence(wait, row)) for wait in chains.waits[number]]
+    told += [(attempt.start, _attempt_sentence(attempt, row)) for attempt in attempts]
+    told += [(wait.start, _wait_sentence(wait, row)) for wait in waits]
     sentences = [text[0].upper() + text[1:] for _, text in sorted(told, key=lambda one: one[0])]
     sentences.append(_end_sentence(row))
-    amounts = {"generating": sum(a.end - a.start for a in chains.attempts[number])}
-    for wait in chains.waits[number]:
+    amounts = {"generating": sum(attempt.end - attempt.start for attempt in attempts)}
+    for wait in waits:
         amounts[wait.state] = amounts.get(wait.state, 0.0) + wait.end - wait.start
-    figures = {**row._asdict(), "seconds": amounts, "attempts": [a._asdict() for a in chains.attempts[number]]}
+    figures = {**row._asdict(), "seconds": amounts, "attempts": [attempt._asdict() for attempt in attempts]}
     heading = f"group {number}: {row.state}"
     return _explanation(history, {"group": number}, (Part(heading, tuple(sentences)),), figures)
 

@@ -9,6 +9,7 @@ read records: `history_reader` does.
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -221,7 +222,7 @@ class Failure(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class History:
     """A run as far as its record goes. Values are in the order in which they ended."""
 
@@ -265,12 +266,12 @@ class History:
     settings: tuple[tuple[float, str, str], ...] = field(default=())
     """(time, setting, value) of each change of a live setting."""
 
-    @property
+    @cached_property
     def busy_s(self) -> float:
         """Slot seconds in which groups or rows were generated."""
         return sum(span.busy_s for span in self.idle)
 
-    @property
+    @cached_property
     def idle_s(self) -> dict[str, float]:
         """Idle slot seconds by cause, largest first."""
         sums: dict[str, float] = defaultdict(float)
@@ -279,7 +280,7 @@ class History:
                 sums[cause] += seconds
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
-    @property
+    @cached_property
     def trainer_s(self) -> dict[str, float]:
         """Seconds of the trainer by task or cause of idleness, largest first."""
         sums: dict[str, float] = defaultdict(float)
