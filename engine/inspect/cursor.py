@@ -6,9 +6,9 @@
     cursor.changes(4000, 4711)
 
 Called by `engine debug`. It restores the newest snapshot before a tick, its own or one of the record, and replays the
-ticks after it. It keeps own snapshots of the ticks that it passes, one for each block of ticks and some around the
-position. A search notes what each block has to do with, so that a later one replays only blocks with a match. It must
-never write.
+ticks after it. It keeps own snapshots of the ticks that it passes, one for each block of ticks and, in short moves,
+some around the position. A search notes what each block has to do with, so that a later one replays only blocks with a
+match. It must never write.
 """
 
 from collections import OrderedDict
@@ -150,7 +150,8 @@ class Cursor:
             raise ConfigError("tick", tick, law, f"use a number from 0 to {len(self) - 1}")
         if self._scheduler is None or tick != self._begin - 1:
             self._approach(tick)
-            self._replay(tick, near=tick)
+            events = self.index.first_event(tick) - self.index.first_event(self._begin)
+            self._replay(tick, near=tick if events < self.blocks.block_events else None)  # each takes milliseconds
 
     def seek_event(self, event: EventId) -> None:
         """Move to the tick of an event. Raises: see `seek`."""

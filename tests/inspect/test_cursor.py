@@ -170,6 +170,16 @@ def test_a_growing_record_is_followed(tmp_path: Path, runs: tuple[Path, Replayed
     recorder.close()
 
 
+def test_only_short_moves_keep_snapshots_around_the_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.inspect.cursor.NEAR_EVENTS", 2)
+    directory = record_world(tmp_path, 0, 1)
+    cursor = Cursor(lambda: open_record(directory), Blocks(16))
+    cursor.seek(len(cursor) - 1)
+    assert cursor.blocks.snapshots and not cursor._near, "a far move"
+    cursor.seek(len(cursor) - 2)
+    assert cursor._near, "a step back"
+
+
 def test_the_state_after_a_diverging_decision_is_unknown(
     runs: tuple[Path, Replayed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
