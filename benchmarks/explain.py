@@ -16,12 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine.cli.recorded_run import HISTORY_OBJECTS
 from engine.inspect.explanation import explain_group, explain_idle, explain_moment, explain_run, explain_step
 from engine.inspect.history_cache import DIRECTORY
 from engine.inspect.history_reader import read_history
 from engine.policies import PolicySet
 from engine.record import Header, Recorder
-from engine.runtime.garbage_collection import rare_collection
+from engine.runtime.garbage_collection import collect_rarely, rare_collection
 from engine.runtime.history_process import HistoryProcess
 from engine.simulation.world import Setting, World
 from engine.states.limits import Limits
@@ -78,6 +79,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, rare_collection():
         directory = Path(folder)
         timed("simulating", lambda: record(directory, events))
+        collect_rarely(HISTORY_OBJECTS)  # as the commands do
         size = sum(path.stat().st_size for path in (directory / "schedule").iterdir())
         timed("reading", lambda: read_history(directory))
         shutil.rmtree(directory / DIRECTORY, ignore_errors=True)

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import scheduler as machine
 
+from engine.cli.recorded_run import HISTORY_OBJECTS
 from engine.events import RunStarted
 from engine.inspect.history_reader import read_history
 from engine.inspect.report import report_html
@@ -25,7 +26,7 @@ from engine.inspect.timeline import timeline_of
 from engine.inspect.timeline_files import write_perfetto
 from engine.record import Header, Recorder
 from engine.runtime.driver import Driver
-from engine.runtime.garbage_collection import rare_collection
+from engine.runtime.garbage_collection import collect_rarely, rare_collection
 from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import Limits
 
@@ -64,6 +65,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place, rare_collection():
         directory = Path(place)
         timed("make the record", lambda: make_record(directory, arguments.groups))
+        collect_rarely(HISTORY_OBJECTS)  # as the commands do
         timed("read the history", lambda: read_history(directory))
         history = timed("read it again", lambda: read_history(directory))
         print(f"{history.events} events in {history.ticks} ticks, {len(history.attempts)} attempts")

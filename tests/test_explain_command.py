@@ -1,5 +1,6 @@
 """`engine explain` as a user calls it: text and JSON, running and resumed runs, and records that cannot be read."""
 
+import gc
 import json
 import struct
 from pathlib import Path
@@ -11,8 +12,10 @@ from rich.console import Console
 
 from engine import cli
 from engine.cli.advice_line import first_advice
+from engine.cli.recorded_run import HISTORY_OBJECTS
 from engine.cli.run_view import summary
 from engine.cli.top import screen
+from engine.inspect import history_reader
 from engine.metrics.status import read_status
 from engine.record.files import RecordLock
 from engine.record.frames import SCHEDULE
@@ -31,6 +34,13 @@ def run(tmp_path: Path) -> Path:
 def refused(capsys: Capture, *arguments: str) -> str:
     assert cli.main(["explain", *arguments]) == 2
     return capsys.readouterr().err
+
+
+def test_garbage_is_collected_rarely_while_a_history_is_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, found, read = gc.get_threshold(), [], history_reader.read_history
+    monkeypatch.setattr(history_reader, "read_history", lambda path: found.append(gc.get_threshold()[0]) or read(path))
+    assert cli.main(["explain", str(run)]) == 0
+    assert found == [HISTORY_OBJECTS] and gc.get_threshold() == before
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,15 @@ from typing import TYPE_CHECKING
 
 from engine.cli.run_state import NO_EVENT, listed_state_of
 from engine.errors import ConfigError, RecordError, RecordNotBegun
+from engine.runtime.garbage_collection import collect_rarely
 
 if TYPE_CHECKING:
     from engine.inspect.history import History
     from engine.storage.run_directory import RunDirectory
+
+
+HISTORY_OBJECTS = 1_000_000
+"""A command that reads a history collects garbage after so many new objects: a history has millions and no cycles."""
 
 
 def takes_run(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +36,7 @@ def history_of(arguments: argparse.Namespace) -> "tuple[RunDirectory, History]":
     from engine.storage.run_directory import open_run
 
     run = open_run(arguments.directory)
+    collect_rarely(HISTORY_OBJECTS)
     with record_errors(run, extensions=arguments.extensions):
         history = read_history(run.path)
         if history.outcome == RUNNING and not (state := listed_state_of(run)).is_running:

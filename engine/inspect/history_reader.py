@@ -7,6 +7,7 @@ what they report, and `history_cache` keeps it. Must write nothing else.
 """
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -188,6 +189,7 @@ _record: Record
 def _begin_process(record: Record, parent: int) -> None:
     global _record
     _record = record
+    gc.set_threshold(50_000)  # the parent may collect more rarely, but each replay leaves a scheduler with cycles
     end_with(parent)
 
 

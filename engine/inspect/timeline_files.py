@@ -102,11 +102,12 @@ def _events(timeline: Timeline, encoder: "_EventEncoder") -> Iterator[bytes]:
     for number, (source, target) in enumerate(timeline.arrows, start=1):
         flows[source] += outgoing + fixed(number)
         flows[target] += incoming + fixed(number)
-    named, kinds, track_head = (encoder.head(*field) for field in (("name", BYTES), ("categories", BYTES), TRACK))
+    named, kind_head, track_head = (encoder.head(*field) for field in (("name", BYTES), ("categories", BYTES), TRACK))
+    kinds = {kind: kind_head + _sized(kind.encode()) for kind in {slice.kind for slice in slices}}
     tracks = [track_head + _varint(place + 1) for place in range(len(timeline.tracks))]
     for slice, flow in zip(slices, flows, strict=True):
         track, facts = tracks[slice.track], timeline.details(slice)
-        names = named + _sized(timeline.title(slice).encode()) + kinds + _sized(slice.kind.encode())
+        names = named + _sized(timeline.title(slice).encode()) + kinds[slice.kind]
         notes = b"".join(map(note, facts, facts.values()))
         yield packet(slice.start, encoder.begins + track + names + flow + notes)
         yield packet(slice.end, encoder.ends + track)
@@ -192,7 +193,8 @@ def _head(field: Any, kind: int) -> bytes:
 
 
 def _sized(value: bytes) -> bytes:
-    return _varint(len(value)) + value
+    size = len(value)
+    return (SMALL[size] if size < 1 << 14 else _varint(size)) + value
 
 
 def _varint(value: int) -> bytes:

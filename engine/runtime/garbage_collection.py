@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-def collect_rarely() -> None:
-    """Make collection rare in this process."""
-    gc.set_threshold(50_000, 20, 100)
+def collect_rarely(objects: int = 50_000) -> None:
+    """Make collection rare in this process: the first one comes after so many new objects."""
+    gc.set_threshold(objects, 20, 100)
 
 
 @contextmanager
