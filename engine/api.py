@@ -224,12 +224,8 @@ def _watch(config: "Config", directory: "RunDirectory", mode: "Mode") -> Trained
     console = Console(highlight=False)
     start_s = time.monotonic()
     console.print(f"run: {directory.shown}")
-    try:
-        # Install no signal handlers: a script or a notebook raises KeyboardInterrupt by itself.
-        status, _ = running.watch(config, directory, console, Interrupts(), mode)
-    except BaseException as error:
-        error.add_note(f"the files of the run are in {directory.shown}")
-        raise
+    # Install no signal handlers: a script or a notebook raises KeyboardInterrupt by itself.
+    status, _ = running.watch(config, directory, console, Interrupts(), mode)
     if status is None or status.outcome not in ("finished", "stopped"):
         raise RunFailed(f"{'no status' if status is None else status.reason}; the run is in {directory.shown}")
     wall_s = time.monotonic() - start_s

@@ -275,6 +275,7 @@ def test_a_chosen_directory_is_linked_too_and_never_overwritten(tmp_path: Path) 
     chosen = run_directory.create("runs", "quick", config_yaml="a: 1\n", chosen="chosen")
     assert chosen.path == Path("chosen")
     assert Path("runs/latest").resolve() == (tmp_path / "chosen").resolve()
+    Recorder(chosen.schedule, Header(run="chosen", limits={})).close()
     with pytest.raises(ConfigError, match="run_dir 'chosen' already holds a run; a run needs a new or empty directory"):
         run_directory.create("runs", "quick", config_yaml="a: 2\n", chosen="chosen", argument="run_dir")
     Path("mine").mkdir()
@@ -615,11 +616,17 @@ def test_a_run_that_finished_is_not_gone_on_with(capsys: Capture, launched: Laun
 
 
 def test_a_run_that_starts_or_runs_is_not_resumed_and_the_error_says_so(capsys: Capture, launched: Launch) -> None:
-    Path("starting/schedule").mkdir(parents=True)
-    words = "RUN 'starting' has no event yet: it is starting, or its start was interrupted; wait until it trains"
-    assert words in refused(capsys, "resume", "starting")
-    for command in ("replay", "top", "drain"):
-        assert words.partition(";")[0] + "; try again once it trains" in refused(capsys, command, "starting")
+    Path("begun/schedule").mkdir(parents=True)
+    lock = RecordLock(Path("begun"))
+    for command in ("resume", "replay", "top", "drain", "explain", "report"):
+        words = "RUN 'begun' is starting: it has no event yet; try again once it trains\n"
+        assert words in refused(capsys, command, "begun"), command
+    assert "already holds a run" in refused(capsys, "run", write_config(), "--run-dir", "begun")
+    lock.release()
+    capsys.readouterr()
+    for command in ("resume", "replay", "top", "drain", "explain", "report"):
+        words = "RUN 'begun' is not started: its process ended before the first event; start it again with `engine run"
+        assert words in refused(capsys, command, "begun"), command
     launched(interrupt_after=1)
     assert cli.main(["run", write_config(), "--resume", "auto", "--run-dir", "here"]) == 130
     capsys.readouterr()
@@ -680,7 +687,11 @@ def test_the_state_of_a_run_is_a_line_and_an_exit_code(capsys: Capture, launched
         return cli.main(["status", run]), capsys.readouterr().out
 
     Path("begun/schedule").mkdir(parents=True)
-    assert state("begun") == (6, "begun: has no event yet: it is starting, or its start was interrupted\n")
+    lock = RecordLock(Path("begun"))
+    assert state("begun") == (6, "begun: starting: it has no event yet\n")
+    lock.release()
+    again = "start it again with `engine run begun/config.yaml`"
+    assert state("begun") == (7, f"begun: not started: its process ended before the first event; {again}\n")
     launched()
     cli.main(["run", write_config(), "--run-dir", "whole"])
     launched(interrupt_after=1)
@@ -853,11 +864,19 @@ def test_a_request_to_end_while_the_model_is_made_leaves_nothing_half_made(
                 signal.raise_signal(signal.SIGTERM)
             return super().write(text)
 
+    earlier = run_directory.create("runs", "earlier", config_yaml="")
+    Recorder(earlier.schedule, Header(run="earlier", limits={})).close()
     monkeypatch.setattr(sys, "stdout", Pressed())
     config = write_config(model={"make": "arithmetic", "arithmetic": SMALLEST | {"warmup_steps": 800}})
     assert cli.main(["run", config, "--run-dir", "here"]) == 130
-    assert capsys.readouterr().err == "engine: interrupted; the files of the run are in here\n"
+    said = capsys.readouterr().err
+    assert said == (
+        "engine: interrupted; the files of the run are in here; it has not started: "
+        "start it again with `engine run here/config.yaml`\n"
+    )
     assert list(Path("runs/.made").iterdir()) == []
+    assert Path("runs/latest").resolve() == earlier.path.resolve(), "the newest run that has a record"
+    assert cli.main(["run", config, "--run-dir", "here"]) == 130, "the same command can be given again"
 
 
 # -- engine replay -----------------------------------------------------------------------------------------------------

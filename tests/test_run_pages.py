@@ -19,6 +19,7 @@ from engine.inspect.run_figures import curves
 from engine.inspect.schedule_difference import schedule_difference
 from engine.metrics.journal import Journal
 from engine.record import Header, Recorder
+from engine.record.files import RecordLock
 from engine.states.limits import Limits
 from engine.states.timeouts import Timeouts
 
@@ -77,17 +78,24 @@ def test_the_list_has_every_run_newest_first_even_a_damaged_one(capsys: Capture)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0xFF
     path.write_bytes(data)
-    Path("runs/20260102-000000-begun/schedule").mkdir(parents=True)
+    begun = Path("runs/20260102-000000-begun")
+    (begun / "schedule").mkdir(parents=True)
     Path("runs/latest").symlink_to("20260101-000000-one")
+    lock = RecordLock(begun)
     rows = answered(capsys, "runs")["runs"]
     assert [row["name"].rpartition("-")[2] for row in rows] == ["broken", "begun", "one"]
     assert [row["state"] for row in rows] == ["damaged", "starting", "finished"]
+    lock.release()
+    ended = answered(capsys, "runs")["runs"][1]
+    assert ended["state"] == "not started" and "start it again with `engine run" in ended["why"]
+    assert answered(capsys, "show", str(begun))["next"] == [f"engine run {begun}/config.yaml"]
     assert (rows[2]["steps"], rows[2]["max_steps"], rows[2]["model"]) == (4, 4, "arithmetic")
     metrics = [json.loads(line) for line in Path("runs/latest/metrics.jsonl").read_text().splitlines()]
     assert rows[2]["reward_first"] == metrics[0]["reward_mean"] and rows[2]["reward_last"] == metrics[-1]["reward_mean"]
     assert rows[2]["why"] == "finished: 4 train steps" and "at byte" in rows[0]["why"]
     text = said(capsys, "runs")
     assert "20260101-000000-one     finished           4/4" in text and "UTC: 4 train steps" in text
+    assert f"start it again with `engine run {begun}/config.yaml`" in text, "a line to copy is not wrapped"
 
 
 def test_a_list_and_a_page_show_the_last_number_of_train_steps(capsys: Capture) -> None:

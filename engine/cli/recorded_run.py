@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.cli.run_state import NO_EVENT, listed_state_of
+from engine.cli.run_state import listed_state_of, not_begun
 from engine.errors import ConfigError, RecordError, RecordNotBegun
 from engine.runtime.garbage_collection import collect_rarely
 
@@ -53,7 +53,7 @@ def record_errors(run: "RunDirectory", *, extensions: bool) -> Iterator[None]:
         load_recorded_extensions(run.path, named=extensions)
         yield
     except RecordNotBegun:
-        raise ConfigError("RUN", run.shown, NO_EVENT, "try again once it trains") from None
+        raise not_begun(run) from None
     except RecordError as error:
         unknown = isinstance(error.__cause__, ConfigError)  # a name that is not registered in this process
         if unknown and not extensions and names_extensions(run.path):

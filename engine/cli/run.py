@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
 from engine.cli.interrupts import INTERRUPTED, Interrupts, Output, complain
+from engine.cli.run_state import start_again
 from engine.errors import visible
 from engine.extras import require_packages
+from engine.record.files import RecordLock
+from engine.storage.run_directory import leave_latest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -129,7 +132,7 @@ def resumption_of(
     Raises: `ConfigError` for a change that a resume cannot make, and for a run that is starting or running;
     `RecordError` for a record that cannot be read.
     """
-    from engine.cli.run_state import NO_EVENT
+    from engine.cli.run_state import not_begun
     from engine.config.resumption import resumed
     from engine.errors import ConfigError, RecordHeld, RecordNotBegun
     from engine.record import read
@@ -143,8 +146,7 @@ def resumption_of(
         fix = f"watch it with `engine top {shown}`, or end it with `engine drain {shown}`"
         raise ConfigError("RUN", shown, "is running: another process writes its record", fix) from None
     except RecordNotBegun:
-        fix = "wait until it trains, or start it again with `engine run`"
-        raise ConfigError("RUN", shown, NO_EVENT, fix) from None
+        raise not_begun(directory) from None
     return resumed(path, header.config, overrides)
 
 
@@ -198,11 +200,7 @@ def _train(config: "Config", directory: "RunDirectory", interrupts: Interrupts, 
     began = time.monotonic()
     where = directory.shown
     print(f"run: {where}", flush=True)
-    try:
-        status, asked = watch(config, directory, console, interrupts, mode)
-    except BaseException as error:
-        error.add_note(f"the files of the run are in {where}")
-        raise
+    status, asked = watch(config, directory, console, interrupts, mode)
     if status is not None:
         wall_s = time.monotonic() - began
         console.print(summary(status, where=where, wall_s=wall_s, advice=first_advice(directory.path)))
@@ -229,7 +227,26 @@ def _train(config: "Config", directory: "RunDirectory", interrupts: Interrupts, 
 def watch(
     config: "Config", directory: "RunDirectory", console: "Console", interrupts: Interrupts, mode: Mode
 ) -> tuple["Status | None", bool]:
-    """Launch a run and show it until it ends. Returns its last status, and whether a user asked it to end."""
+    """Launch a run and show it until it ends. Returns its last status, and whether a user asked it to end. An error
+    says where the files of the run are. The lock of the directory tells readers that a run without a record starts."""
+    lock = RecordLock(directory.path)
+    try:
+        return _watch(config, directory, console, interrupts, mode)
+    except BaseException as error:
+        error.add_note(f"the files of the run are in {directory.shown}")
+        if not directory.has_record:
+            leave_latest(Path(config.run.dir), directory.path)
+            error.add_note(f"it has not started: start it again with `{start_again(directory)}`")
+        elif isinstance(error, KeyboardInterrupt):
+            error.add_note(f"resume it with `engine resume {directory.shown}`")
+        raise
+    finally:
+        lock.release()
+
+
+def _watch(
+    config: "Config", directory: "RunDirectory", console: "Console", interrupts: Interrupts, mode: Mode
+) -> tuple["Status | None", bool]:
     from engine.actors.launch import launch
     from engine.cli.run_view import PreparationView, view_for
 

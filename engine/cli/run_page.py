@@ -17,7 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 from engine.cli.interrupts import page_console
 from engine.cli.json_output import print_json, takes_json
-from engine.cli.run_state import ENDED, FAILED, FINISHED, NOT_BEGUN, RunState, listed_state_of, state_of
+from engine.cli.run_state import (
+    ENDED,
+    FAILED,
+    FINISHED,
+    NOT_STARTED,
+    STARTING,
+    RunState,
+    listed_state_of,
+    start_again,
+    state_of,
+)
 from engine.errors import ConfigError, EngineError, RecordNotBegun, visible
 from engine.errors.redaction import without_secrets
 from engine.metrics.health import findings
@@ -225,7 +235,7 @@ def _print_list(rows: Sequence[Mapping[str, Any]], console: "Console") -> None:
         console.print(line, soft_wrap=True)
         why = row["why"].partition(": ")[2] or row["why"]
         about = f"  {_short(row['model'])}, started {row['started']} UTC: {why}"
-        console.print(Text(visible(about), style="dim"))
+        console.print(Text(visible(about), style="dim"), soft_wrap=True)
 
 
 def _short(model: str) -> str:
@@ -280,8 +290,10 @@ def next_commands(run: RunFiles, state: RunState, checkpoints: Sequence[int]) ->
     from engine.cli.run import names_extensions
 
     shown = shlex.quote(run.directory.shown)
-    if state.code == NOT_BEGUN:
+    if state.code == STARTING:
         return [f"engine status {shown}"]
+    if state.code == NOT_STARTED:
+        return [start_again(run.directory)]
     named = " --extensions" if names_extensions(run.directory.path) else ""
     if state.is_running:
         return [f"engine {command}" for command in (f"top {shown}", f"waits {shown}", f"explain {shown}{named}")]

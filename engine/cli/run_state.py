@@ -6,6 +6,7 @@ endpoint. Must not write.
 
 import argparse
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,14 +14,13 @@ from engine.cli.json_output import print_json
 from engine.errors import ConfigError, RecordError, RecordHeld, RecordNotBegun, counted, visible
 from engine.storage.run_directory import RunDirectory, open_run
 
-FINISHED, FAILED, RUNNING, WAITING, ENDED, NOT_BEGUN = 0, 1, 3, 4, 5, 6
+FINISHED, FAILED, RUNNING, WAITING, ENDED, STARTING, NOT_STARTED = 0, 1, 3, 4, 5, 6, 7
 """Exit codes. 2 is bad input, such as a directory without a run."""
-NO_EVENT = "has no event yet: it is starting, or its start was interrupted"
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """`text`: a predicate of the run, beginning with a word for its state."""
+    """`text`: a predicate of the run, beginning with the name of its state."""
 
     code: int
     text: str
@@ -31,8 +31,8 @@ class RunState:
 
     @property
     def word(self) -> str:
-        """The first word of the text: `finished`, `running`, ...; `starting` for a run without an event."""
-        return "starting" if self.code == NOT_BEGUN else re.split(r"[ :,]", self.text, maxsplit=1)[0]
+        """The name of the state, with which the text begins: `finished`, `not started`, ..."""
+        return re.split(r"[:,]| after ", self.text, maxsplit=1)[0]
 
     @property
     def reason(self) -> str:
@@ -53,7 +53,10 @@ def status(arguments: argparse.Namespace) -> int:
 
 def state_of(directory: RunDirectory) -> RunState:
     """Raises: `RecordError` if the record is damaged."""
-    return _live(directory) or _recorded(directory.schedule)
+    try:
+        return _live(directory) or _recorded(directory.schedule)
+    except RecordNotBegun:
+        return _without_event(directory)
 
 
 def listed_state_of(directory: RunDirectory) -> RunState:
@@ -61,7 +64,28 @@ def listed_state_of(directory: RunDirectory) -> RunState:
     try:
         return _live(directory) or _undecided(directory.schedule)
     except RecordNotBegun:
-        return RunState(NOT_BEGUN, NO_EVENT)
+        return _without_event(directory)
+
+
+def not_begun(directory: RunDirectory) -> ConfigError:
+    """The error about a run without an event."""
+    state = _without_event(directory)
+    fix = "try again once it trains" if state.code == STARTING else ""
+    return ConfigError("RUN", directory.shown, f"is {state.text}", fix)
+
+
+def _without_event(directory: RunDirectory) -> RunState:
+    prepared = directory.is_prepared
+    if prepared is False:
+        again = f"start it again with `{start_again(directory)}`"
+        return RunState(NOT_STARTED, f"not started: its process ended before the first event; {again}")
+    unknown = ", or its start was interrupted" if prepared is None else ""
+    return RunState(STARTING, f"starting: it has no event yet{unknown}")
+
+
+def start_again(directory: RunDirectory) -> str:
+    """The command that starts a run that has no record."""
+    return f"engine run {shlex.quote(directory.shown)}/{directory.config.name}"
 
 
 def _live(directory: RunDirectory) -> RunState | None:
@@ -89,8 +113,8 @@ def require_address(directory: RunDirectory, file: str, off: str) -> None:
     if state.is_running:
         law = f"is still starting or ending, or {off}"
         raise ConfigError("RUN", directory.shown, law, "try again once it trains or has ended")
-    if state.code == NOT_BEGUN:
-        raise ConfigError("RUN", directory.shown, state.text, "try again once it trains")
+    if state.code in (STARTING, NOT_STARTED):
+        raise not_begun(directory)
     fix = "" if state.code == FINISHED else f"resume it with `engine resume {directory.shown}`"
     raise ConfigError("RUN", directory.shown, f"is not running: {state.text}", fix)
 
@@ -119,8 +143,6 @@ def _recorded(schedule: Path) -> RunState:
 
     try:
         state = recover(read(schedule)).scheduler.state
-    except RecordNotBegun:
-        return RunState(NOT_BEGUN, NO_EVENT)
     except RecordError as error:
         if isinstance(error.__cause__, ConfigError):  # it names a policy that is not registered in this process
             return _undecided(schedule)

@@ -117,7 +117,7 @@ def _kind(arguments: argparse.Namespace) -> str:
 
 
 def _why_none(arguments: argparse.Namespace, run: "RunDirectory") -> str:
-    from engine.cli.run_state import NOT_BEGUN, state_of
+    from engine.cli.run_state import NOT_STARTED, STARTING, state_of
     from engine.storage.samples import FAILED, SampleFiles
 
     if arguments.failed:
@@ -125,7 +125,9 @@ def _why_none(arguments: argparse.Namespace, run: "RunDirectory") -> str:
     if arguments.filtered:
         return "the filter has dropped no group, scheduler.policies.filter is none, or samples.per_step is 0"
     state = state_of(run)
-    if not state.is_running and state.code != NOT_BEGUN:
+    if state.code == NOT_STARTED:
+        return f"it is {state.text}"
+    if not state.is_running and state.code != STARTING:
         failed = SampleFiles(run.samples).has(FAILED)
         shown = f"; `engine samples {run.shown} --failed` shows those whose reward failed" if failed else ""
         return f"the run has ended{shown}"

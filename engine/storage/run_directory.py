@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from engine.errors import ConfigError
-from engine.record.files import make_directory, make_run_directory, private_opener
+from engine.errors import ConfigError, RecordHeld
+from engine.record.files import RecordLock, make_directory, make_run_directory, private_opener
+from engine.record.segment_log import has_segments
 from engine.storage.samples import FOLDER
 
 
@@ -43,6 +44,21 @@ class RunDirectory:
         return self.path / FOLDER
 
     @property
+    def has_record(self) -> bool:
+        """Whether the run has begun. Raises: `RecordError` if its record cannot be read."""
+        return has_segments(self.schedule)
+
+    @property
+    def is_prepared(self) -> bool | None:
+        """Whether a process prepares or runs it (`cli.run.watch`); None if the file system has no locks."""
+        try:
+            lock = RecordLock(self.path)
+        except RecordHeld:
+            return True
+        lock.release()
+        return False if lock.exclusive else None
+
+    @property
     def shown(self) -> str:
         """The path for messages: relative if the run is below the working directory."""
         try:
@@ -68,16 +84,17 @@ def create(
 ) -> RunDirectory:
     """Create the directory of a new run, write its resolved configuration, and let `<parent>/latest` point to it.
 
-    `chosen`: a path from the user, instead of `<parent>/<id>`. It may exist, but must be empty. `argument`: what the
-    user calls it, for errors. Raises: `ConfigError` if it is not empty or cannot be written.
+    `chosen`: a path from the user, instead of `<parent>/<id>`. It may exist, but must be empty, or have only what this
+    function wrote for a run whose process ended before the first event. `argument`: what the user calls it, for errors.
+    Raises: `ConfigError` if it is not empty or cannot be written.
     """
     field, path = (argument, Path(chosen)) if chosen is not None else ("run.dir", Path(parent) / run_id(name))
     try:
         path = _claim(path, argument) if chosen is not None else claim_free(path)
         directory = RunDirectory(path)
         make_run_directory(path)
-        make_directory(directory.schedule, exist_ok=False)
-        make_directory(directory.checkpoints, exist_ok=False)
+        make_directory(directory.schedule)
+        make_directory(directory.checkpoints)
         _write_whole(directory.config, config_yaml)
         _point_latest(Path(parent), path)
     except OSError as error:
@@ -123,8 +140,9 @@ def runs_named(parent: str | Path, name: str) -> list[RunDirectory]:
 
 def _claim(path: Path, argument: str) -> Path:
     make_directory(path)
-    found = sorted(inside.name for inside in path.iterdir())
-    if found:
+    run, found = RunDirectory(path), sorted(inside.name for inside in path.iterdir())
+    abandoned = found == [run.checkpoints.name, run.config.name, run.schedule.name] and not run.has_record
+    if found and not (abandoned and run.is_prepared is False):
         law = "already holds a run" if "schedule" in found else f"is not empty: it has {found[0]}"
         raise ConfigError(argument, str(path), law, "a run needs a new or empty directory")
     return path
@@ -149,6 +167,18 @@ def _write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def leave_latest(parent: Path, path: Path) -> None:
+    """If `<parent>/latest` points to this run, which did not start, let it point to the newest one that did, if any."""
+    latest = parent / "latest"
+    if not latest.is_symlink() or latest.resolve() != path.resolve():
+        return
+    begun = [run for run in map(RunDirectory, parent.iterdir()) if not run.path.is_symlink() and run.has_record]
+    if begun:
+        _point_latest(parent, max(begun, key=lambda run: run.schedule.stat().st_mtime).path)
+    else:
+        latest.unlink()
 
 
 def _point_latest(parent: Path, path: Path) -> None:
