@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.commands import FinishRun
-from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished, are, reason_of
+from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished, are, counted, reason_of
 from engine.events import RunInterrupted, RunResumed
 from engine.ids import GroupId, StepId, Version
 from engine.metrics.journal import ReplayedRows, StepRows, cut_rows
@@ -191,11 +191,14 @@ class RunHistory:
     """Files of the run that were left out because they are unreadable, or missing but not needed."""
     aside: tuple[Path, ...] = ()
     """New names of the files that were set aside."""
+    validations: int = 0
+    """Number of validations that the run created, also of those that were cancelled at its end."""
 
     def __str__(self) -> str:
         event = self.event(0)
         source = "the initial weights" if self.restore.checkpoint is None else Path(self.restore.checkpoint).name
-        parts = [f"resumed from {source}, after {self.recovered.events} events"]
+        numbers = f" and {counted(self.validations, 'validation')}, which count from 0" if self.validations else ""
+        parts = [f"resumed from {source}, after {self.recovered.events} events{numbers}"]
         if self.missing is not None:
             parts += (
                 [f"{are(len(self.restore.redo), 'step')} trained again from stored trajectories"]
@@ -341,8 +344,9 @@ def _prepared(
     for directory in (plan.run_dir, plan.run_dir / "checkpoints") if newest else ():
         remove_aside(directory, newest)  # of earlier resumes
     return RunHistory(
-        recovered, lock, restore, missing, None if missing is None else rows_open.rows, torn, tuple(damaged), newest
-    )
+        recovered, lock, restore, missing, None if missing is None else rows_open.rows, torn, tuple(damaged), newest,
+        state.validations.created,
+    )  # fmt: skip
 
 
 def _samples_aside(directory: Path, steps: StepId, rows: Sequence[dict[str, Any]], damaged: list[str]) -> Path | None:
