@@ -1,6 +1,7 @@
 """`engine samples`: what it shows, and its words for what is not there."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,21 @@ def test_reward_parts_and_figures_of_turns_are_shown(run: Path, capsys: Capture)
 )
 def test_samples_are_chosen(run: Path, capsys: Capture, options: list[str], groups: list[int]) -> None:
     assert [row["group"] for row in listed(capsys, "mine", *options)] == groups
+
+
+@pytest.mark.parametrize("worst", [1, 2, 4])
+@pytest.mark.parametrize("best", [1, 3])
+def test_a_sample_that_was_asked_for_says_why_it_is_shown(run: Path, capsys: Capture, worst: int, best: int) -> None:
+    rows = [replace(of_step(9, number), reasons=("longest",)) for number in range(4)]
+    SampleFiles(run / FOLDER).write_step(9, rows)
+    said = shown(capsys, "mine", "--step", "9", "--worst", str(worst), "--best", str(best))
+    labels = re.findall(r"group (\d+)  sample \d  \((.*?)\)", said)
+    lowest, highest = [90, 91, 92, 93][:worst], [93, 92, 91, 90][:best]
+    assert labels == [(f"{group}", "worst, longest") for group in lowest] + [
+        (f"{group}", "best, longest") for group in highest
+    ]
+    both = shown(capsys, "mine", "--validation", "--step", "4", "--worst", "1", "--best", "1")
+    assert re.findall(r"response \d  \((.*?)\)", both) == ["worst", "best"]
 
 
 def test_lines_of_json_have_null_for_what_is_not_finite(run: Path, capsys: Capture) -> None:

@@ -275,8 +275,8 @@ def wanted(arguments: argparse.Namespace) -> Callable[[Row], bool]:
 
 
 def extremes(rows: Sequence[Row], worst: int | None, best: int | None, *, of_step: bool = False) -> list[Row]:
-    """All rows; or those with the lowest rewards, then those with the highest. Among equal rewards, samples that were
-    kept for this reason come first.
+    """All rows; or those with the lowest rewards, then those with the highest, each also for the reason that was asked
+    for. Among equal rewards, samples that were kept for this reason come first.
 
     `of_step`: the rows are those stored of a train step. Then a row is left out if a response that was not stored may
     have a lower (or higher) reward: each of these has at least the reward of every row kept as one of the worst.
@@ -290,9 +290,12 @@ def extremes(rows: Sequence[Row], worst: int | None, best: int | None, *, of_ste
     high = min(kept["best"], default=math.inf) if of_step else -math.inf
     lowest = [row for row in rewarded if row["reward"] <= low]
     highest = [row for row in rewarded if row["reward"] >= high]
+    found = {
+        "worst": heapq.nsmallest(worst or 0, lowest, key=lambda row: (row["reward"], "worst" not in row["reasons"])),
+        "best": heapq.nlargest(best or 0, highest, key=lambda row: (row["reward"], "best" in row["reasons"])),
+    }
     return [
-        *heapq.nsmallest(worst or 0, lowest, key=lambda row: (row["reward"], "worst" not in row["reasons"])),
-        *heapq.nlargest(best or 0, highest, key=lambda row: (row["reward"], "best" in row["reasons"])),
+        {**row, "reasons": list(dict.fromkeys((reason, *row["reasons"])))} for reason in found for row in found[reason]
     ]
 
 
@@ -408,9 +411,12 @@ def place(row: Row) -> str:
 
 
 def _whose(row: Row) -> str:
+    why = ", ".join(reason for reason in row["reasons"] if reason != "validation")
     if row["kind"] != "validation":
-        return f"{_source(row)}group {row['group']}  sample {row['sample']}  ({', '.join(row['reasons'])})"
-    return f"set {row['validation_set']}  prompt {row['prompt_row']}  response {row['sample']}"
+        return f"{_source(row)}group {row['group']}  sample {row['sample']}  ({why})"
+    return f"set {row['validation_set']}  prompt {row['prompt_row']}  response {row['sample']}" + f"  ({why})" * bool(
+        why
+    )
 
 
 def _source(row: Row) -> str:
