@@ -43,7 +43,7 @@ $(RUN):
 	  echo "Making $(VENV) with $(PYTHON)"; \
 	  $(PYTHON) -m venv --clear $(VENV) || { echo "Is the venv module of $(PYTHON) installed?" >&2; exit 1; }; }
 	@echo "Installing into $(VENV) (minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,train]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,train,inspect]'
 	@rm -f $(VENV)/.run-* $(VENV)/.installed-* $(VENV)/.vllm-*
 	@touch $@
 

@@ -26,11 +26,11 @@ FOR_RUNS = ("ray", "train")
 
 
 def install_command(*extras: str) -> str:
-    """A shell command that installs extras into this environment, from where the engine itself was installed. vLLM
-    gets the versions that the clone lists for GPUs."""
+    """A shell command that installs extras into this environment, from where the engine itself was installed, with the
+    versions that a clone lists."""
     source, editable = _source()
-    versions = Path(source) / "constraints-gpu.txt"
-    listed = f"-c {shlex.quote(str(versions))} " if "vllm" in extras and versions.is_file() else ""
+    versions = Path(source) / ("constraints-gpu.txt" if "vllm" in extras else "constraints.txt")
+    listed = f"-c {shlex.quote(str(versions))} " if versions.is_file() else ""
     wanted = shlex.quote(f"{source}[{','.join(extras)}]")
     return f"{shlex.quote(sys.executable)} -m pip install {listed}{'-e ' * editable}{wanted}"
 

@@ -15,6 +15,8 @@ from file_limits import largest_file
 
 from engine import cli
 from engine.config import load_config
+from engine.extras import EXTRAS, FOR_RUNS, install_command
+from engine.inspect import timeline_files
 
 ROOT = Path(__file__).resolve().parent.parent
 Capture = pytest.CaptureFixture[str]
@@ -78,6 +80,15 @@ def test_the_files_and_commands_of_the_tutorial_work(capsys: Capture, monkeypatc
     said = checked(capsys, ".")
     assert f"    | <|im_start|>user\n    | {row['question']}<|im_end|>" in said
     assert "my_rewards:score returns" in said and "model.warm_start.path has 1024" in said
+
+
+@pytest.mark.parametrize("file", ["Makefile", "docs/TUTORIAL.md"])
+def test_a_newcomer_gets_the_packages_of_every_command_that_reads_a_run(file: str) -> None:
+    (extras,) = re.findall(r"-c constraints\.txt -e '\.\[(ray,.*?)\]'", (ROOT / file).read_text(encoding="utf-8"))
+    reading = {EXTRAS[package] for package in (*timeline_files.PACKAGES.values(), "textual", "pyarrow")}
+    assert {*FOR_RUNS, *reading} == {*extras.split(",")}
+    listed = re.search(r" -c \S*constraints\.txt -e \S*\[inspect\]", install_command("inspect"))
+    assert listed, "the versions of the clone"
 
 
 def test_a_new_project_for_a_model_of_ones_own_passes_its_check(capsys: Capture, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from engine import cli
 from engine.cli.json_output import json_line
 from engine.cli.samples import ranges
+from engine.record.files import RecordLock
 from engine.storage.samples import FAILED, FOLDER, TRAIN, VALIDATION, SampleFiles, SampleRow
 
 Capture = pytest.CaptureFixture[str]
@@ -204,8 +205,11 @@ def test_what_is_not_there_is_refused_with_what_is(run: Path, capsys: Capture) -
         assert f"{name} is not a readable file of samples" in refused(capsys, "mine")
     for path in (run / FOLDER).iterdir():
         path.unlink()
+    assert "has no samples of train steps; it is not started: its process ended" in refused(capsys, "mine")
+    lock = RecordLock(run)
     assert "has no samples of train steps; wait for the first" in refused(capsys, "mine")
     assert "has no samples of validations; wait for the first" in refused(capsys, "mine", "--validation")
+    lock.release()
     for wrong in (["--step", "-1"], ["--best", "0"], ["--limit", "some"]):
         with pytest.raises(SystemExit, match="2"):
             cli.main(["samples", "mine", *wrong])
