@@ -464,17 +464,64 @@ def test_prompts_that_several_validation_sets_share_are_judged_by_each(models: d
     assert "ok: validation.sets.1.reward my_code:half returns 0.5 for the answer '10' to row 0" in said
 
 
+NO_HIGHER = (
+    "note: reward.function my_code:{}: no answer to row 0 of data.path from its columns ({}) gets a higher reward than "
+)
+
+
 def test_a_reward_that_tells_no_answer_from_another_is_noted(models: dict[str, str], capsys: Capture) -> None:
     note = (
-        "note: reward.function my_code:half: the answer '4' to row 0 of data.path and a made-up one get the same "
-        "reward: 0.5"
+        NO_HIGHER.format("half", "answer")
+        + "'The test answer is \\\\boxed{42}.', which gets 0.5; make sure that a right"
     )
     Path("my_code.py").write_text("def half(prompt, trajectory):\n    return 0.5\n")
-    assert note in shown(capsys, write_config(models["base"], reward={"function": "my_code:half"}))
-    assert "made-up" not in shown(capsys, write_config(models["base"]))
+    reward = {"function": "my_code:half"}
+    assert note in shown(capsys, write_config(models["base"], reward=reward))
+    assert "note: reward" not in shown(capsys, write_config(models["base"]))
+    assert "note: reward" not in shown(capsys, write_config(models["base"], {"prompt": "2+2?"}, reward=reward))
     parts = [{"name": f"part_{n}", "function": function} for n, function in enumerate(("my_code:half", EXACT))]
     mixed = write_config(models["base"], reward={"function": None, "functions": parts})
-    assert "made-up" not in shown(capsys, mixed), "one part that tells them apart is enough"
+    assert "note: reward" not in shown(capsys, mixed), "one part that tells them apart is enough"
+
+
+RIGHT = """
+def bare(prompt, trajectory):
+    return float(trajectory.text == str(prompt.fields['sum']))
+
+def boxed(prompt, trajectory):
+    return float(r'\\boxed{%s}' % prompt.fields['sum'] in trajectory.text)
+
+def short(prompt, trajectory):
+    return float(len(trajectory.text) < 4)
+
+def upside_down(prompt, trajectory):
+    return -bare(prompt, trajectory)
+"""
+
+
+def test_the_right_answer_is_tried_whatever_its_column_is_called(models: dict[str, str], capsys: Capture) -> None:
+    Path("my_code.py").write_text(RIGHT)
+    rows = [{"prompt": f"{n}+{n}?", "source": "school", "level": n, "sum": 2 * n} for n in range(1, 4)]
+
+    def said(function: str) -> str:
+        return shown(capsys, write_config(models["base"], *rows, reward={"function": f"my_code:{function}"}))
+
+    lines = said("bare")
+    returns = "ok: reward.function my_code:bare returns"
+    assert f"{returns} 1 for the answer '2' to row 0 of data.path, its column 'sum'\n" in lines
+    assert f"{returns} 0 for the answer '4' to row 0 of data.path, a wrong one: that of row 1\n" in lines
+    assert f"{returns} 0 for the answer 'The test answer is \\\\boxed{{42}}.' to row 0 of data.path\n" in lines
+    assert "note: reward" not in lines
+    lines = said("boxed")
+    assert (
+        "returns 1 for the answer 'The test answer is \\\\boxed{2}.' to row 0 of data.path, its column 'sum'\n" in lines
+    )
+    assert "returns 0 for the answer 'The test answer is \\\\boxed{4}.' to row 0 of data.path, a wrong one" in lines
+    assert "note: reward" not in lines
+    assert NO_HIGHER.format("upside_down", "source, level, sum") in said("upside_down")
+    lines = said("short")
+    best = "'2', a wrong one: that of row 1, which gets 1; make sure"
+    assert NO_HIGHER.format("short", "source, level, sum") + best in lines
 
 
 SLOW = """

@@ -7,9 +7,11 @@ user's reward. If a run would fail, it raises a `ConfigError` that names the fie
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, product
 from math import inf
+from statistics import fmean
 from threading import Thread
 from time import monotonic
 from typing import Any
@@ -39,12 +41,16 @@ from engine.trajectory import Prompt, Span, Trajectory
 HELD_OUT = "data.validation_path"
 SHOWN_CHARACTERS = 2000
 """Of the first prompt."""
-MADE_ANSWER = r"The test answer is \boxed{42}."
+MADE_ANSWER, MADE_NUMBER = r"The test answer is \boxed{42}.", "42"
 """A response with a number, so that rewards can extract an answer from it."""
+ANSWER = "answer"
+"""The column of most right answers."""
 SHOWN_S, SLOW_S = 0.1, 5.0
 """The shortest time of a call that is shown; the longest time of all calls of a train step without a note."""
 MOST_KINDS = 16
 """Maximum number of kinds of rows for which the reward is called."""
+MOST_COLUMNS, MOST_ROWS = 4, 64
+"""Maximum number of columns, and of rows, in which a right answer and a wrong one are looked for."""
 
 
 def dry_run(config: Config, model: str, files: Mapping[str, Dataset], local: Local = NO_LOCAL) -> Iterator[str]:
@@ -247,49 +253,106 @@ def _judges(config: Config, surveys: Mapping[str, Survey], local: Local) -> Iter
             yield _Judge(apart, {f"{path}.reward": one.reward}, found)
 
 
-def _reward_lines(judge: _Judge, tokenizer: Any, config: Config) -> Iterator[str]:
-    """Call every function for the first row of each kind: with the row's answer, if it has one, and with `MADE_ANSWER`.
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """An answer that was tried."""
 
-    Raises: `ConfigError` if a call fails.
-    """
-    rewards = list(zip(judge.specs.items(), judge.reward.parts, strict=True))
-    began: set[str] = set()
-    took_s: dict[str, float] = {}
-    """Of the fastest call by field. The first one in a process is left out: it starts the process."""
+    text: str
+    why: str
+    """What it is, if it is not the value of the column `answer`, or made up."""
+    values: Mapping[str, Value]
+    """The value of each function by its field."""
+    reward: float
+    """The weighted sum, with the mean of values for turns or tokens: a longer answer is not a better one."""
+
+
+def _reward_lines(judge: _Judge, tokenizer: Any, config: Config) -> Iterator[str]:
+    """Call every function for the first row of each kind. Raises: `ConfigError` if a call fails."""
+    calls = _Calls(judge, tokenizer)
     try:
-        yield from (f"ok: {field} {spec}: {part.note}" for (field, spec), part in rewards if part.note)
+        yield from (f"ok: {path} {spec}: {part.note}" for path, spec, part in calls.rewards if part.note)
         for name, found in judge.surveys.items():
-            for number, row in enumerate(sorted(found.kinds.values())[:MOST_KINDS]):
-                prompt = found.data.prompt(row)
-                where = f"row {row} of {name}"
-                tried: list[dict[str, Value]] = []
-                answers = list(dict.fromkeys((str(prompt.fields.get("answer") or MADE_ANSWER), MADE_ANSWER)))
-                for answer in answers:
-                    tried.append(values := {})
-                    for (field, spec), part in rewards:
-                        said = _test_trajectory(tokenizer, prompt, answer)
-                        at = monotonic()
-                        values[field] = _call(part, field, spec, prompt, said, where)
-                        if field in began or not part.limits_itself:
-                            took_s[field] = min(took_s.get(field, inf), monotonic() - at)
-                        began.add(field)
-                    if all(value is None for value in values.values()):
-                        specs = [spec for (_, spec), _ in rewards]
-                        law, fix = f"all returned None for {where}", "make one of them return a number for every row"
-                        raise ConfigError("reward.functions", specs, law, fix)
-                    for (field, spec), part in rewards if number == 0 else ():
-                        call = f"{field} {spec} returns {_describe(values[field], part)}"
-                        yield f"ok: {call} for the answer {answer!r:.60} to row 0 of {name}{FORMS[part.form]}"
-                if number == 0 and len(tried) == 2 and tried[0] == tried[1]:
-                    judges = ", ".join(f"{field} {spec}" for (field, spec), _ in rewards)
-                    same = ", ".join(_describe(values[field], part) for (field, _), part in rewards)
-                    yield (
-                        f"note: {judges}: the answer {answers[0]!r:.60} to row 0 of {name} and a made-up one get the "
-                        f"same reward: {same}; a run learns only from responses with different rewards"
-                    )
-        yield from _time_lines(judge, took_s, config)
+            first, *others = sorted(found.kinds.values())[:MOST_KINDS]
+            yield from _first_row_lines(calls, found.data, found.data.prompt(first), name)
+            for prompt in map(found.data.prompt, others):
+                for answer in dict.fromkeys((*(str(prompt.fields[one]) for one in _columns(prompt)[:1]), MADE_ANSWER)):
+                    calls.tried(prompt, answer, name)
+        yield from _time_lines(judge, calls.took_s, config)
     finally:
         judge.reward.close()
+
+
+def _first_row_lines(calls: "_Calls", data: Dataset, prompt: Prompt, name: str) -> Iterator[str]:
+    """The rewards of a right answer, a wrong one and a made-up one, and a note if the right one does not get the most.
+
+    The right answer is the first value of the row, alone or in the sentence of the made-up one, that gets more than the
+    made-up one; if none does, the one that gets the most. The wrong answer is the value of another row.
+    """
+    trials, wrong = list[tuple[str, str, _Trial]](), [calls.tried(prompt, MADE_ANSWER, name)]
+    for column, form in product(_columns(prompt), (MADE_NUMBER, MADE_ANSWER)):
+        text = form.replace(MADE_NUMBER, str(prompt.fields[column]))
+        why = f", its column {column!r}" * (column != ANSWER)
+        trials.append((column, form, calls.tried(prompt, text, name, why)))
+        if trials[-1][2].reward > wrong[0].reward:
+            break
+    if not trials:
+        yield from calls.lines(prompt, name, wrong)
+        return
+    column, form, right = max(trials, key=lambda one: one[2].reward)
+    others = (one for one in islice(data.prompts(), MOST_ROWS) if one.fields.get(column) is not None)
+    other = next((one for one in others if one.fields[column] != prompt.fields[column]), None)
+    if other is not None:
+        text = form.replace(MADE_NUMBER, str(other.fields[column]))
+        wrong.insert(0, calls.tried(prompt, text, name, f", a wrong one: that of row {other.row}"))
+    yield from calls.lines(prompt, name, [right, *wrong])
+    best, tried = max(wrong, key=lambda one: one.reward), ", ".join(_columns(prompt))
+    if right.reward <= best.reward:
+        yield (
+            f"note: {calls.who}: no answer to row {prompt.row} of {name} from its columns ({tried}) gets a higher "
+            f"reward than {best.text!r:.60}{best.why}, which gets {best.reward:g}; make sure that a right answer does, "
+            f"because a run learns only from responses with different rewards"
+        )
+
+
+def _columns(prompt: Prompt) -> list[str]:
+    """Columns whose value may be the right answer, the likeliest first."""
+    fit = [name for name, value in prompt.fields.items() if isinstance(value, str | int | float) and str(value)]
+    return sorted(fit, key=lambda name: name != ANSWER)[:MOST_COLUMNS]
+
+
+class _Calls:
+    """Calls the functions of a judge, and measures how long they take."""
+
+    def __init__(self, judge: _Judge, tokenizer: Any) -> None:
+        self.rewards = [(*spec, part) for spec, part in zip(judge.specs.items(), judge.reward.parts, strict=True)]
+        self.who = ", ".join(f"{path} {spec}" for path, spec, _ in self.rewards)
+        self.took_s: dict[str, float] = {}
+        """Of the fastest call by field. The first one in a process is left out: it starts the process."""
+        self._tokenizer = tokenizer
+        self._began: set[str] = set()
+
+    def tried(self, prompt: Prompt, answer: str, name: str, why: str = "") -> _Trial:
+        """Raises: `ConfigError` if a call fails, or no function applies."""
+        where = f"row {prompt.row} of {name}"
+        values: dict[str, Value] = {}
+        total = 0.0
+        for path, spec, part in self.rewards:
+            said = _test_trajectory(self._tokenizer, prompt, answer)
+            at = monotonic()
+            value = values[path] = _call(part, path, spec, prompt, said, where)
+            if path in self._began or not part.limits_itself:
+                self.took_s[path] = min(self.took_s.get(path, inf), monotonic() - at)
+            self._began.add(path)
+            total += part.weight * fmean((value or [0.0]) if isinstance(value, list) else [value or 0.0])
+        if all(value is None for value in values.values()):
+            law, fix = f"all returned None for {where}", "make one of them return a number for every row"
+            raise ConfigError("reward.functions", [spec for _, spec, _ in self.rewards], law, fix)
+        return _Trial(answer, why, values, total)
+
+    def lines(self, prompt: Prompt, name: str, trials: Sequence[_Trial]) -> Iterator[str]:
+        for one, (path, spec, part) in product(trials, self.rewards):
+            call = f"{path} {spec} returns {_describe(one.values[path], part)}"
+            yield f"ok: {call} for the answer {one.text!r:.60} to row {prompt.row} of {name}{one.why}{FORMS[part.form]}"
 
 
 def _time_lines(judge: _Judge, took_s: Mapping[str, float], config: Config) -> Iterator[str]:
