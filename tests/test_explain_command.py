@@ -100,7 +100,7 @@ def test_a_foreign_empty_newer_or_damaged_record_is_refused(run: Path, tmp_path:
     (tmp_path / "foreign").mkdir()
     assert "foreign" in refused(capsys, str(tmp_path / "foreign"))
     (tmp_path / "empty" / "schedule").mkdir(parents=True)
-    assert "has no event yet" in refused(capsys, str(tmp_path / "empty"))
+    assert "is not started: its process ended" in refused(capsys, str(tmp_path / "empty"))
     (segment,) = (run / "schedule").glob("*.seg")
     whole = segment.read_bytes()
     damaged = bytearray(whole)

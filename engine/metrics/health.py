@@ -8,6 +8,8 @@ changes from step to step, so that a view prints it once.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from math import inf, sqrt
 from statistics import fmean
 from typing import Any
 
@@ -26,6 +28,18 @@ LENGTH_FACTOR = 3.0
 TRUNCATED = 0.5
 REPEATED = 0.95
 """Shares of responses that are reported."""
+START, LONG = 8, 48
+"""Number of the first train steps with which later rewards are compared, and after how many train steps."""
+SMALL = 0.5
+"""Largest reward of a response, where none is right, of which a part of a right answer's reward is supposed."""
+SOLVED = 0.8
+"""Place of the mean reward between the smallest and the largest one, from which on little is left to learn."""
+CLEAR, SLIGHT = 2.0, 1.0
+"""Standard errors by which a reward clearly, or slightly, rises."""
+LEARN = (
+    "let the model imitate right answers for longer (model.warm_start), or begin with easier prompts; "
+    "docs/OPERATIONS.md#a-reward-that-does-not-rise says more"
+)
 GAP = 0.5
 """Mean gap between the log-probs of sampler and trainer that is reported, as by the alert `EngineLogprobGap`."""
 GAP_FACTOR = 3.0
@@ -45,20 +59,23 @@ class HealthFinding:
 
 
 def findings(rows: Sequence[Row]) -> list[HealthFinding]:
-    """What the newest rows of train steps show, oldest row first."""
-    rows = rows[-WINDOW:]
-    if len(rows) < STEPS:
+    """What rows of train steps show, oldest first: the newest ones, and the first of the run for `_no_progress`."""
+    newest = rows[-WINDOW:]
+    if len(newest) < STEPS:
         return []
-    found = [HealthFinding(name, text) for name, check in CHECKS.items() if (text := check(rows))]
-    flat = any(one.check == "flat_reward" for one in found)
-    return [one for one in found if not (flat and one.check == "no_update")]  # it is why nothing is updated
+    found = {name: text for name, check in CHECKS.items() if (text := check(newest))}
+    if text := _no_progress(rows[:START], newest):
+        found[NO_PROGRESS] = text
+    hidden = {effect for cause in found for effect in EFFECTS.get(cause, ())}
+    return [HealthFinding(name, text) for name, text in found.items() if name not in hidden]
 
 
 def run_findings(rows: Sequence[Row], versions: Mapping[int, int], newest: int, staleness: int) -> list[HealthFinding]:
     """What the newest rows of `metrics.jsonl` and the weights versions of the replicas that are up show. `staleness`:
-    the bound S."""
+    the bound S. A resumed run publishes several versions at once while it trains stored steps again."""
     steps = [row for row in rows if "step" in row]
-    return [*findings(steps), *replicas_behind(versions, newest, staleness + 1)]
+    late = replicas_behind(versions, newest, staleness + 1) if len(steps) >= STEPS else []
+    return [*findings(steps), *late]
 
 
 def replicas_behind(versions: Mapping[int, int], newest: int, most: int) -> list[HealthFinding]:
@@ -83,6 +100,43 @@ def _flat_reward(rows: Sequence[Row]) -> str:
         f"in each of the last {STEPS} train steps, all responses to a prompt got the same reward, so the "
         "model learned nothing: check the reward with `engine samples`, or use easier or harder prompts"
     )
+
+
+def _never_right(rows: Sequence[Row]) -> str:
+    ranges = [value_range(row) for row in rows]
+    if all(one == (0.0, 0.0) for one in ranges):
+        return f"every response of the last {STEPS} train steps or more got the reward 0: {LEARN}"
+    small = all(one is not None and one[0] >= 0.0 and one[1] <= SMALL for one in ranges)
+    rewards = [number for row in rows if (number := _number(row, "reward_mean")) is not None]
+    if len(rows) < 2 * STEPS or len(rewards) < len(rows) or not small:
+        return ""
+    if any(_number(row, "accuracy") != 0.0 for row in rows) or _rise(rewards, rewards[:STEPS], STEPS) > CLEAR:
+        return ""
+    return f"no response of the last {2 * STEPS} train steps or more was right, and the reward does not rise: {LEARN}"
+
+
+def _no_progress(first: Sequence[Row], rows: Sequence[Row]) -> str:
+    """`first`: the first rows of the run."""
+    begins = [row.get("step") for row in first] == [*range(START)]
+    rewards = [number for row in (*first, *rows) if (number := _number(row, "reward_mean")) is not None]
+    ranges = [one for row in rows if (one := value_range(row)) is not None]
+    if not begins or rows[-1]["step"] + 1 < LONG or len(rewards) < START + WINDOW or len(ranges) < WINDOW:
+        return ""
+    low, high = min(one[0] for one in ranges), max(one[1] for one in ranges)
+    newest = rewards[START:]
+    solved = fmean(newest[-WINDOW // 2 :]) >= low + SOLVED * (high - low)
+    if solved or _rise(newest, rewards[:START], WINDOW // 2) > SLIGHT:
+        return ""
+    return f"the reward has not risen in the first {LONG} train steps or more, though responses differ in it: {LEARN}"
+
+
+def _rise(newest: Sequence[float], old: Sequence[float], count: int) -> float:
+    """How far the mean of the newest `count` values is above that of old ones, in standard errors. The noise is that
+    between neighbors among the newest values, so that a trend does not count as noise."""
+    steps = [(after - before) ** 2 / 2 for before, after in pairwise(newest)]
+    error = sqrt(fmean(steps) * (1 / count + 1 / len(old)))
+    rise = fmean(newest[-count:]) - fmean(old)
+    return rise / error if error else inf if rise > 0 else 0.0
 
 
 def _reward_scale(rows: Sequence[Row]) -> str:
@@ -172,7 +226,9 @@ def _unused_source(rows: Sequence[Row]) -> str:
     return f"no prompt of data.sources {names} has been drawn: raise its weight, or look when its curriculum begins"
 
 
+NO_PROGRESS = "no_progress"
 CHECKS: dict[str, Callable[[Sequence[Row]], str]] = {
+    "never_right": _never_right,
     "flat_reward": _flat_reward,
     "reward_scale": _reward_scale,
     "one_reward": _one_part,
@@ -183,10 +239,16 @@ CHECKS: dict[str, Callable[[Sequence[Row]], str]] = {
     "no_update": _no_update,
     "unused_source": _unused_source,
 }
-"""Each gets at least `STEPS` rows and returns a sentence, or nothing."""
+"""Each gets the newest rows, at least `STEPS` of them, and returns a sentence, or nothing."""
 OLD_WEIGHTS = "old_weights"
-ALL_CHECKS = (*CHECKS, OLD_WEIGHTS)
+ALL_CHECKS = (*CHECKS, NO_PROGRESS, OLD_WEIGHTS)
 """Every value of `HealthFinding.check`."""
+EFFECTS = {
+    "never_right": ("flat_reward", "no_update", NO_PROGRESS),
+    "flat_reward": ("no_update", NO_PROGRESS),
+    "no_update": (NO_PROGRESS,),
+}
+"""What a check finds too because of what another one has found."""
 
 
 def _number(row: Row, name: str) -> float | None:

@@ -23,6 +23,7 @@ from engine.commands import TrainStep
 from engine.errors import FULL, ConfigError, StorageFull
 from engine.events import RunResumed
 from engine.ids import GroupId, StepId
+from engine.metrics.health import START, WINDOW
 from engine.metrics.intervals import Estimate
 from engine.metrics.transitions import Transitions
 from engine.record.files import open_private, private_opener
@@ -268,11 +269,11 @@ class StepRows:
     """Collects rows of open steps; passes finished rows to `emit` in order of steps."""
 
     def __init__(
-        self, emit: Callable[[Row], None], counts: Mapping[str, int] | None = None, recent: int = 32
+        self, emit: Callable[[Row], None], counts: Mapping[str, int] | None = None, recent: int = WINDOW
     ) -> None:  # fmt: skip
         """`counts`: counts, as in `finished`, that later rows must not include."""
-        self.recent: deque[Row] = deque(maxlen=recent)
-        """The newest rows, oldest first."""
+        self._first: list[Row] = []
+        self._newest: deque[Row] = deque(maxlen=recent)
         self._emit = emit
         self._open: dict[StepId, _OpenGroup] = {}
         self._reported: dict[StepId, Row] = {}
@@ -281,9 +282,15 @@ class StepRows:
 
     def written_to(self, emit: Callable[[Row], None]) -> Self:
         """Write rows to another target from now on."""
-        self.recent.clear()
+        self._first.clear()
+        self._newest.clear()
         self._emit = emit
         return self
+
+    @property
+    def recent(self) -> tuple[Row, ...]:
+        """The rows of the first steps of the run, if this process wrote them, and the newest rows, oldest first."""
+        return (*self._first, *self._newest)
 
     def formed(self, step: StepId, groups: list[Group], staleness: tuple[int, ...]) -> None:
         """Note that a batch was ordered to be trained. A repeated order changes nothing.
@@ -365,7 +372,7 @@ class StepRows:
         seconds = {name.removeprefix(TRAINER_SECONDS): value for name, value in reported.items() if name not in own}
         if seconds:
             row["trainer_seconds"] = seconds
-        self.recent.append(row)
+        (self._first if step == len(self._first) < START else self._newest).append(row)
         self._emit(row)
 
 

@@ -352,7 +352,7 @@ def test_what_cannot_be_is_refused_with_its_law(rig: Rig, capsys: Capture, case:
 
 def test_a_run_that_has_ended_is_said_to_have(rig: Rig, capsys: Capture) -> None:
     withdraw(rig.run_dir)
-    assert "has no event yet: it is starting, or its start was interrupted" in refused(capsys, "stop", str(rig.run_dir))
+    assert "is not started: its process ended before the first event" in refused(capsys, "stop", str(rig.run_dir))
 
 
 def test_a_run_without_an_address_that_lives_is_not_to_be_resumed(rig: Rig, capsys: Capture) -> None:
