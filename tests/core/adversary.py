@@ -41,24 +41,21 @@ from engine.events import (
 )
 from engine.policies import PolicySet
 from engine.record.frames import Header, Tick
-from engine.record.msgpack_values import pack, unpack
 from engine.record.reader import Record, read
 from engine.record.recorder import MemoryRecorder, Recorder
 from engine.record.recovery import Recovered, recover
-from engine.record.snapshots import restore, snapshot
 from engine.runtime.driver import Driver
 from engine.scheduling.scheduler import Scheduler
 from engine.simulation.run_checks import Judge
-from engine.states.laws import check_all
 from engine.states.limits import Limits
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 from tests.core.agents import SimReplica, SimStore, SimTrainer, inspection_answer, state_answer
-from tests.core.states import require_same_state
+from tests.core.core_rig import CoreRig
 
 AT_REST = "the test wants it to rest"
 
 
-class Adversary:
+class Adversary(CoreRig):
     """Executor whose every effect waits until the test asks for it."""
 
     def __init__(
@@ -70,8 +67,10 @@ class Adversary:
         snapshot_every: int = 0,
         samples: int = 1,
         together: int = 1,
+        replicas: int = 0,
     ) -> None:
-        """`together`: so many events arrive at once, and are one tick unless some are ticks of their own."""
+        """`together`: so many events arrive at once, and are one tick unless some are ticks of their own. `replicas`:
+        so many join first, or as many as validations need."""
         self.together = together
         self.arriving: list[Event] = []
         """Events that arrive with the next ones."""
@@ -111,9 +110,13 @@ class Adversary:
         self.past: list[Event] = []
         """What may be said again."""
         self.history: list[Event] = []
-        self.twin: Scheduler | None = None
-        """Made from a snapshot of the scheduler. It must decide as the scheduler does."""
         self.deliver(RunStarted())
+        self.least = limits.validators().stop
+        """The fewest replicas that the run can have."""
+        self.first = max(replicas, self.least) if replicas else 0
+        """Replicas that joined first."""
+        for id in range(self.first):
+            self.join(id)
 
     def new_record(self, header: Header) -> MemoryRecorder | Recorder:
         return MemoryRecorder(header)
@@ -123,12 +126,7 @@ class Adversary:
 
     def _observe(self, tick: Tick) -> None:
         self.judge_tick(tick)
-        check_all(self.scheduler.state)
-        assert self.scheduler.tick(()) == (), f"reacting again to {tick.events} orders more"
-        if self.twin is not None:
-            assert self.twin.tick(tick.events) == tick.commands, f"restored, it decides otherwise at {tick.events}"
-            require_same_state(self.twin, self.scheduler)
-            check_all(self.twin.state)
+        self.check_tick(tick.events, tick.commands)
 
     def judge_tick(self, tick: Tick) -> None:
         self.judge.observe(tick.events, tick.commands)
@@ -196,7 +194,7 @@ class Adversary:
         return replica is None or replica.frozen or not (replica.groups or replica.measuring)
 
     def _work(self, command: ScoreBatch | TrainStep) -> None:
-        pools = self.scheduler.state.pools
+        pools = self.state.pools
         lease = pools.of(command.task if isinstance(command, ScoreBatch) else "train")
         self.judge.begin_task(lease, self._idle, command)
         task = command.task if isinstance(command, ScoreBatch) else "train"
@@ -243,7 +241,7 @@ class Adversary:
 
     def join(self, id: int) -> None:
         """A replica is up whose start was ordered, or that the launch has started."""
-        known = self.scheduler.state.find_process(REPLICA, id)
+        known = self.state.find_process(REPLICA, id)
         incarnation = self.starting.pop((REPLICA, id), 1 if known is None else known.incarnation + 1)
         self.incarnations[id] = incarnation
         self.down.pop(id, None)
@@ -279,7 +277,7 @@ class Adversary:
     def kill_worker(self, kind: str, index: int = 0) -> None:
         """The trainer, a scorer, or the process of the added states dies, with what it was ordered."""
         self.arrive()  # a resume on its way would make the news that of an earlier life
-        process = self.scheduler.state.find_process(kind, index)
+        process = self.state.find_process(kind, index)
         if process is None or process.state != "up":
             return
         self._end(kind, index)
@@ -287,7 +285,7 @@ class Adversary:
 
     def killable(self) -> list[tuple[str, int]]:
         """Processes that are no replicas, and up."""
-        processes = self.scheduler.state.processes.values()
+        processes = self.state.processes.values()
         return [(p.kind, p.index) for p in processes if p.state == "up" and p.kind in (TRAINER, SCORER, ADDED_STATES)]
 
     def crash(self, replicas: int, *, kept: bool = False, missing: Callable[[int], bool] = lambda group: False) -> None:
@@ -304,11 +302,11 @@ class Adversary:
         self.driver = Driver(
             self.scheduler, self, self.recorder, self, self._observe, recovered.events, self.snapshot_every
         )
-        saved = [steps for steps in self.trainer.saved if steps <= self.scheduler.state.training.steps_trained]
+        saved = [steps for steps in self.trainer.saved if steps <= self.state.training.steps_trained]
         self.trainer = SimTrainer(self._post(-1))
         self.trainer.saved = saved
         self.scorers.clear()
-        self.drawn = self.scheduler.state.groups.ledger.drawn
+        self.drawn = self.state.groups.ledger.drawn
         self.up.clear()
         self.down.clear()
         self.replicas.clear()
@@ -321,7 +319,7 @@ class Adversary:
         self.done.clear()
         self.arriving.clear()
         if kept:
-            state = self.scheduler.state
+            state = self.state
             stored = [
                 g for g in state.groups.live.values() if g.state == "generated" or (g.tokens and g.state != "batched")
             ]
@@ -340,11 +338,6 @@ class Adversary:
     def go_on(self, recovered: Recovered) -> None:
         """The record continues where it ends."""
 
-    def restore_twin(self) -> None:
-        """From here on, a scheduler that was restored from a snapshot handles every event, too."""
-        self.twin = restore([unpack(pack(part)) for part in snapshot(self.scheduler)])
-        require_same_state(self.twin, self.scheduler)
-
     def arrive_up(self, source: int) -> None:
         self.deliver(self.up[source].popleft())
 
@@ -362,7 +355,7 @@ class Adversary:
     def draw(self, most: int = 1 << 30) -> None:
         """The source gives what was ordered, or `most` of it; for 0 the draw fails, unless that would end the run."""
         command = self.draws.pop(0)
-        if not most and self.scheduler.state.ending.failed_draws + 1 < self.scheduler.limits.infrastructure_attempts:
+        if not most and self.state.ending.failed_draws + 1 < self.scheduler.limits.infrastructure_attempts:
             self.deliver(DrawFailed(number=command.number, reason="the source is asleep"))
             return
         count = min(command.count, self.prompts - self.drawn, max(1, most))
@@ -440,14 +433,12 @@ class Adversary:
                 if self.driver.outcome.reason == AT_REST:
                     self.crash(max(1, self.limits.validators().stop, len(self.replicas)), kept=True)
                     continue
-                self.judge.close(self.scheduler.state, self.driver.outcome, self.prompts)
+                self.judge.close(self.state, self.driver.outcome, self.prompts)
                 return self.driver.outcome
             if not self.act():
-                ledger = self.scheduler.state.groups.ledger
+                ledger = self.state.groups.ledger
                 raise AssertionError(f"liveness: nothing can happen any more; {ledger.count}, drawn {ledger.drawn}")
-        raise AssertionError(
-            f"liveness: not ended after {patience} actions; {self.scheduler.state.groups.ledger.count}"
-        )
+        raise AssertionError(f"liveness: not ended after {patience} actions; {self.state.groups.ledger.count}")
 
     def act(self) -> bool:
         """Everything that can happen now, once; False where that is nothing."""

@@ -38,15 +38,14 @@ from engine.events import (
 from engine.policies import PolicySet
 from engine.scheduling.scheduler import Scheduler
 from engine.simulation.run_ledger import RunLedger
-from engine.states.laws import check_all
 from engine.states.limits import Limits
 from engine.states.timeouts import Timeouts
-from tests.core.states import require_same_state
+from tests.core.core_rig import CoreRig
 
 Kind = TypeVar("Kind", bound=Command)
 
 
-class Scripted:
+class Scripted(CoreRig):
     """Replicas with many slots joined, prompts drawn on demand, everything else by the test. No order has a time limit,
     unless the test gives it one."""
 
@@ -66,10 +65,7 @@ class Scripted:
         chosen = PolicySet.from_names(policies or {})
         self.scheduler = Scheduler(Limits(**limits), chosen)
         self.ledger = RunLedger(self.scheduler.limits, chosen.names)
-        self.state = self.scheduler.state
-        self.view = self.scheduler.view
-        self._counts_calls = bool(policies)
-        """A policy of a test may count how often it is asked."""
+        self.reacts_again = not policies
         self.prompts = prompts
         self.answers_draws, self.answers_probes = answers_draws, answers_probes
         self.events = 0
@@ -78,8 +74,6 @@ class Scripted:
         """When each timer that was set, and neither fired nor was canceled, is due."""
         self.orders: list[Command] = []
         """Everything ordered so far, but for the first lives of the replicas."""
-        self.twin: Scheduler | None = None
-        """Restored from a snapshot of the scheduler. It must decide as the scheduler does."""
         self.tell(RunStarted(replicas=replicas))
         for id in range(replicas):
             self.tell(ProcessUp(kind="replica", index=id, incarnation=1, slots=slots, samples=samples))
@@ -96,11 +90,7 @@ class Scripted:
             self.timers.pop(event.timer, None)
         new = list(self.scheduler.tick((event,)))
         self.ledger.observe((event,), new)
-        check_all(self.state)
-        assert self._counts_calls or self.scheduler.tick(()) == (), f"reacting again to {event} orders more"
-        if self.twin is not None:
-            assert [*self.twin.tick((event,))] == new, f"restored, it decides otherwise: {event}"
-            require_same_state(self.twin, self.scheduler)
+        self.check_tick((event,), new)
         self.orders += new
         for command in list(new):
             if isinstance(command, SetTimer):

@@ -11,8 +11,8 @@ from engine.record.snapshots import restore, snapshot
 from engine.scheduling.work_times import limit_of, time_taken
 from engine.states.limits import Pool
 from engine.states.timeouts import Timeouts
+from tests.core.core_rig import require_same_state
 from tests.core.scripted import Scripted
-from tests.core.states import require_same_state
 from tests.core.test_time_limits import wait
 
 APART = (Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("train",)), Pool(tasks=("old_logprobs",)))

@@ -19,8 +19,8 @@ from engine.events import (
 from engine.metrics.waits import waits
 from engine.states.checkpoints import Checkpoints
 from engine.states.limits import Limits
+from tests.core.core_rig import state_of
 from tests.core.scripted import Scripted
-from tests.core.states import state_of
 from tests.core.test_recovery import until_trained, world
 
 

@@ -68,8 +68,8 @@ from engine.states.process import REPLICA
 from engine.states.timeouts import Timeouts
 from tests.core.added_states import WEIGHING
 from tests.core.adversary import Adversary
+from tests.core.moves import any_limits, any_policies, drawn, generating
 from tests.core.scripted import Scripted
-from tests.core.test_laws import any_policies, generating, limits
 from tests.core.test_worlds import ROUGH
 
 NEED_NO_ORDER = (
@@ -351,7 +351,7 @@ class Forgetful(World):
 
 @settings(max_examples=50)
 @given(
-    limits=limits(), names=any_policies(), seed=st.integers(0, 2**31), replicas=st.integers(1, 3),
+    limits=drawn(any_limits), names=drawn(any_policies), seed=st.integers(0, 2**31), replicas=st.integers(1, 3),
     prompts=st.integers(1, 40), rough=st.booleans(), every=st.integers(3, 40), times=st.integers(1, 2),
 )  # fmt: skip
 @example(

@@ -31,6 +31,7 @@ from engine.events import (
     RunResumed,
     SettingChanged,
     StateLeft,
+    StepFailed,
     StopRequested,
 )
 from engine.ids import NO_VERSION
@@ -38,8 +39,8 @@ from engine.metrics.waits import waits
 from engine.states.limits import Pool
 from engine.states.process import KINDS, Process
 from tests.core.added_states import CHECKING
+from tests.core.core_rig import state_of
 from tests.core.scripted import Scripted
-from tests.core.states import state_of
 from tests.core.test_departures import paused, small
 
 APART = (
@@ -419,6 +420,21 @@ def test_checkpoints_that_the_trainer_was_to_write_or_delete() -> None:
     assert {*run.state.orders.open("delete")} == {1}
     (start,) = run.ordered(StartProcess)
     assert (start.steps, start.redo) == (2, (2,))
+
+
+def test_a_lost_trainer_that_ends_the_run_costs_its_step_no_attempt() -> None:
+    """The ledger, which judges every scripted run, must not count one either: the resumed step has all of them."""
+    run = trains(infrastructure_attempts=2, trainer_restarts=0, keeps_batches=True, checkpoint_every=5)
+    run.finish(run.running()[0])
+    lose(run, "trainer", final=True)
+    assert run.ordered(FinishRun) and run.state.steps[0].failures == 0
+    run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=(), kept=True))
+    come_up(run, "trainer")
+    run.publish()
+    for _ in range(2):
+        assert len(run.ordered(FinishRun)) == 1
+        run.tell(StepFailed(step=0, attempt=run.ordered(TrainStep)[-1].attempt, reason="out of memory"))
+    assert "train step 0 failed 2 times" in run.ordered(FinishRun)[-1].reason
 
 
 # where a trainer begins

@@ -19,8 +19,8 @@ from engine.record.segment_log import Index, store_index
 from engine.states.limits import Limits
 from tests.core.added_states import CHECKING
 from tests.core.adversary import Adversary
-from tests.core.states import require_same_state
-from tests.core.test_laws import any_policies, limits
+from tests.core.core_rig import require_same_state
+from tests.core.moves import any_limits, any_policies, drawn
 
 
 def world(prompts: int = 12, slots: int = 4, replicas: int = 1, **figures: object) -> Adversary:
@@ -39,7 +39,7 @@ def until_trained(made: Adversary, steps: int) -> None:
 
 
 @given(
-    limits=limits(), names=any_policies(), prompts=st.integers(1, 40), slots=st.integers(1, 4),
+    limits=drawn(any_limits), names=drawn(any_policies), prompts=st.integers(1, 40), slots=st.integers(1, 4),
     replicas=st.integers(1, 3),
     crashes=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 3), st.booleans(), st.integers(2, 9)), max_size=4),
     keeps=st.booleans(), together=st.sampled_from([1, 1, 3]), snapshot_every=st.sampled_from([0, 1, 7, 30]),

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from engine.commands import FinishRun
 from engine.events import DrainRequested, ProcessLost, RunInterrupted, RunResumed, StopRequested
+from tests.core.core_rig import state_of
 from tests.core.scripted import Scripted
-from tests.core.states import state_of
 from tests.core.test_departures import joined, small
 
 LOST = "the weights store is lost: killed"

@@ -28,7 +28,7 @@ from engine.states.orders import RELATIONS, TRAINER, Order
 from engine.states.state import State
 from engine.states.timeouts import KINDS, Timeouts
 from engine.workers.replica import ReplicaWorker
-from tests.core.test_laws import any_policies, generating, limits
+from tests.core.moves import any_limits, any_policies, drawn, generating
 
 ROUGH = Faults(
     lose=0.1,
@@ -91,7 +91,7 @@ CUT_WHILE_STOPPED = Limits(
     tick_size=1, drain_at=None,
 )  # fmt: skip
 @given(
-    limits=limits(), names=any_policies(), seed=st.integers(0, 2**31), replicas=st.integers(1, 4),
+    limits=drawn(any_limits), names=drawn(any_policies), seed=st.integers(0, 2**31), replicas=st.integers(1, 4),
     slots=st.integers(1, 4), prompts=st.integers(1, 60), spread=st.sampled_from([1.0, 0.5]),
     faults=st.sampled_from([Faults(), Faults(), ROUGH, DYING, HANGING]), prefixes=st.sampled_from([0, 3]),
     tick_size=st.sampled_from([1, 64, 0]), drain_at=st.sampled_from([None, None, None, 20.0, 100.0]),

@@ -9,7 +9,7 @@ from engine.metrics.export import registry
 from engine.metrics.status import read_status
 from engine.metrics.waits import waits
 from engine.states.limits import AddedState, Limits
-from tests.core.states import state_of
+from tests.core.core_rig import state_of
 
 LIMITS = Limits(
     train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=2, keeps_batches=True,

@@ -1,5 +1,7 @@
 """The worlds of the oracle: a thousand small simulated runs, each determined by its family and number.
 
+Importing this module registers the policies that recorded worlds name.
+
 Six families:
 
 * `calm`: no faults, and only lengths are random, so an extra or missing order changes nothing else.
@@ -19,18 +21,17 @@ from random import Random
 from typing import Any
 
 from engine.config import load_config
-from engine.errors import ConfigError
-from engine.events import DrainRequested, Event, ReplicaLeaves, ReplicasWanted, SettingChanged, StopRequested
-from engine.policies import DEFAULTS, PolicySet
+from engine.events import DrainRequested, Event, ReplicaLeaves, ReplicasWanted, StopRequested
+from engine.policies import DEFAULTS, PolicySet, register
 from engine.record.frames import Tick
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.settings import check_setting
+from engine.scheduling.settings import live_settings
 from engine.simulation.simulated_models import Dice
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits
 from engine.states.timeouts import Timeouts
 from tests.core.adversary import AT_REST
-from tests.oracle.figures import SHIPPED, STEPS, any_limits, any_policies
+from tests.core.moves import any_change, any_limits, any_policies
 from tests.steady_world import SteadyDice
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
@@ -40,11 +41,52 @@ ROUGH = Faults(
     lose=0.1, duplicate=0.1, die=0.01, stay_dead=0.2, fail_group=0.03, fail_data=0.03, fail_sync=0.1,
     fail_trainer=0.1, fail_state=0.05, fail_rows=0.1,
 )  # fmt: skip
-FIGURES = (
-    "scheduler.max_staleness_steps", "scheduler.max_concurrent_groups", "scheduler.deadline_timeout_s",
-    "scheduler.max_drops", "scheduler.infrastructure_attempts", "scheduler.data_attempts", "timeouts.group_s",
-    "rollout.straggler_factor", "rollout.give_up_s",
-)  # fmt: skip
+STEPS = 10
+"""Maximum train steps of a preset's world."""
+
+
+@register("admission", "oracle-halves")
+class Halves:
+    """Starts half of the allowed groups, so sometimes none. If that would stop the run, the default decides."""
+
+    def admit(self, view: Any, legal: int) -> int:
+        return legal // 2
+
+
+@register("batching", "oracle-newest")
+class Newest:
+    """Sometimes breaks the law of deadlines."""
+
+    def select(self, view: Any, size: int) -> Sequence[int] | None:
+        return sorted(view.ready_ids(), reverse=True)[:size]
+
+
+@register("retry", "oracle-raises")
+class Raises:
+    def retry(self, view: Any, group: Any, cause: str) -> bool:
+        if cause == "data":
+            raise ValueError("a defect of the user's own")
+        return bool(group.infrastructure_failures < 2)
+
+
+@register("validation", "oracle-odd")
+class Odd:
+    def due(self, view: Any, version: int, steps_before: int, steps: int) -> bool:
+        return version % 2 == 1
+
+
+OWN = {
+    "admission": "oracle-halves", "batching": "oracle-newest", "retry": "oracle-raises", "validation": "oracle-odd",
+    "on_error": "builtin",
+}  # fmt: skip
+"""Custom policies that break the rules. The defaults decide instead."""
+
+
+def some_policies(random: Random) -> dict[str, str]:
+    """For each decision the default or any shipped policy, at even odds; in every tenth world custom ones, too."""
+    shipped = any_policies(random)
+    named = {decision: random.choice((DEFAULTS[decision], shipped[decision])) for decision in DEFAULTS}
+    return named | OWN if random.random() < 0.1 else named
 
 
 class RunReport:
@@ -101,14 +143,14 @@ def in_world(
 def calm(number: int, report: RunReport) -> None:
     random = Random(f"calm/{number}")
     limits = replace(any_limits(random), timeouts=Timeouts.every(None))
-    named = any_policies(random, own=0.1)
+    named = some_policies(random)
     setting = a_setting(random, limits)
     in_world(setting, named, report, dice=SteadyDice(setting))  # so the order of the draws does not matter
 
 
 def rough(number: int, report: RunReport) -> None:
     random = Random(f"rough/{number}")
-    limits, named = any_limits(random), any_policies(random, own=0.1)
+    limits, named = any_limits(random), some_policies(random)
     if number % 3 == 0:  # limits that take effect: short steps, rolling installs, deaths
         named |= {"deadline": ("shrink", "drop", "truncate")[number // 3 % 3], "sync": "rolling"}
         limits = replace(limits, deadline_timeout_s=1.0, max_drops=3, infrastructure_attempts=50)
@@ -163,9 +205,8 @@ def preset(number: int, report: RunReport) -> None:
 
 
 def request(random: Random, world: Any) -> Event | None:
-    """A random user request that is valid now, or None. `world`: with or without a clock."""
-    scheduler = world.scheduler
-    limits, kind = scheduler.limits, random.choice(["wanted", "leaves", "figure", "figure", "policy"])
+    """A random user request that is valid now, or None."""
+    limits, kind = world.scheduler.limits, random.choice(["wanted", "leaves", "setting", "setting", "setting"])
     choice, replicas = random.randrange(10_000), list(world.replicas.values())
     if kind == "wanted":
         alone = not limits.pools and not limits.validators()
@@ -175,22 +216,12 @@ def request(random: Random, world: Any) -> Event | None:
             return None
         chosen = replicas[choice % len(replicas)]
         return ReplicaLeaves(replica=chosen.id, incarnation=chosen.incarnation, reason="spot")
-    decision = sorted(DEFAULTS)[choice % len(DEFAULTS)]
-    setting, value = FIGURES[choice % len(FIGURES)], str(random.choice([0, 1, 2, 3, 4, 6, 8, 12, 50]))
-    if kind == "policy":
-        setting, value = f"scheduler.policies.{decision}", random.choice(SHIPPED[decision])
-        if choice % 17 == 0:
-            setting, value = "scheduler.policies.on_error", random.choice(["stop", "builtin"])
-    try:
-        check_setting(limits, scheduler.policies, setting, value)
-    except ConfigError:
-        return None
-    return SettingChanged(setting=setting, value=value)
+    return any_change(world.scheduler, random.choice(live_settings()), random)
 
 
 def asked(number: int, report: RunReport) -> None:
     random = Random(f"asked/{number}")
-    limits, named = any_limits(random), any_policies(random, own=0.1)
+    limits, named = any_limits(random), some_policies(random)
     if number % 2:
         limits = replace(limits, pools=(), validation=None)
     asks: list[Any] = [

@@ -31,9 +31,9 @@ from engine.states.limits import Limits
 from engine.states.state import State
 from engine.states.tree import declared
 from engine.states.view import View
+from tests.core.core_rig import require_same_state, state_of
+from tests.core.moves import any_limits, any_policies, drawn
 from tests.core.scripted import Scripted
-from tests.core.states import require_same_state, state_of
-from tests.core.test_laws import any_policies, limits
 from tests.core.test_worlds import ROUGH
 from tests.killed_writers import leave_open
 
@@ -61,7 +61,7 @@ def a_world(seed: int, figures: Limits, names: dict[str, str], recorder: MemoryR
 
 
 @settings(max_examples=12)
-@given(limits=limits(), names=any_policies(), seed=st.integers(0, 2**31), share=st.floats(0, 1))
+@given(limits=drawn(any_limits), names=drawn(any_policies), seed=st.integers(0, 2**31), share=st.floats(0, 1))
 def test_from_any_point_on_it_decides_as_the_other_would_have(
     limits: Limits, names: dict[str, str], seed: int, share: float
 ) -> None:
@@ -86,7 +86,7 @@ def test_a_parked_group_whose_tokens_are_gone_resumes_in_its_new_place() -> None
     for group, tokens in ((0, 9), (1, 5), (2, 7)):
         run.keep_prefix(group, tokens=tokens)
     run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=(), kept=True, missing=(0,)))
-    run.twin = restore(state_of(run.scheduler))
+    run.restore_twin()
     ordered = run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=2))
     assert [order.group for order in ordered if isinstance(order, StartGroup | ResumeGroup)] == [2, 1]
 
@@ -119,7 +119,7 @@ def test_it_asks_the_sync_policy_at_the_same_events(counting: None) -> None:
     (going_on,) = [id for id, replica in run.state.replicas.by_id.items() if replica.state == "ready"]
     group = next(iter(run.running_on(going_on)))
     run.keep_prefix(group)
-    run.twin = restore(state_of(run.scheduler))
+    run.restore_twin()
     run.keep_prefix(group, tokens=8)
 
 

@@ -54,7 +54,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import ValidationLimits
 from engine.states.orders import RELATIONS
 from engine.states.timeouts import Timeouts
-from tests.core.states import require_same_state, state_of
+from tests.core.core_rig import require_same_state, state_of
 
 
 def test_a_loop_that_answers_every_order_reaches_the_end() -> None:
