@@ -14,8 +14,8 @@ def is_synchronous(course: Course) -> None:
     """Every token is of the weights that are trained on it, and nothing generates while a step is trained."""
     assert course.steps
     assert set(course.every_staleness()) == {0}
-    for step, trained in course.steps.items():
-        assert not trained.beside, f"groups {sorted(trained.beside)} ran beside step {step}"
+    for step, groups in course.beside.items():
+        assert not groups, f"groups {sorted(groups)} ran beside step {step}"
 
 
 def is_one_step_off(course: Course) -> None:
@@ -26,7 +26,7 @@ def is_one_step_off(course: Course) -> None:
     for batch in whole_batches(course):
         versions = {course.begun[group].version for group in batch}
         assert len(versions) == 1, f"the batch of group {batch[0]} began on versions {sorted(versions)}"
-    assert any(course.steps[step].beside & set(course.steps[step + 1].groups) for step in list(course.steps)[:-1])
+    assert any(course.beside[step] & set(course.steps[step + 1].groups) for step in list(course.steps)[:-1])
 
 
 def is_generate_ahead(course: Course, ahead: int) -> None:
@@ -46,7 +46,7 @@ def steps_early(course: Course) -> list[int]:
 def is_fully_async(course: Course, staleness: int) -> None:
     """No group is older than the bound, rollout continues beside training, and what is ready first is trained first."""
     assert max(course.every_staleness()) <= staleness
-    assert any(trained.beside for trained in course.steps.values()), "nothing ran beside training"
+    assert any(course.beside.values()), "nothing ran beside training"
     takes_ready_first(course)
 
 
@@ -54,28 +54,19 @@ def is_partial_rollout(course: Course, staleness: int, most: int) -> None:
     """At most `most` groups run. What runs when a batch is full is interrupted, sleeps through training, and continues
     from what it has."""
     assert max(course.every_staleness()) <= staleness
-    for step, trained in course.steps.items():
-        assert not trained.beside, f"groups {sorted(trained.beside)} ran beside step {step}"
-    trained_groups = {group for batch in course.batches for group in batch}
-    resumed = {group for _, group in course.resumed}
-    assert all(cut.asleep for cut in course.cut)
-    assert {cut.group for cut in course.cut if cut.tokens} & trained_groups <= resumed, (
+    for step, groups in course.beside.items():
+        assert not groups, f"groups {sorted(groups)} ran beside step {step}"
+    assert all(cut.reason == "pool" for cut in course.cut)
+    assert {cut.group for cut in course.cut if cut.tokens} & course.trained <= course.resumed, (
         "an interrupted group began anew"
     )
-    assert all(key == least for key, least in course.preferred), "another group should have gone on first"
     kept_busy(course, len(course.steps[0].groups), staleness, most)
 
 
 def interrupted(course: Course) -> set[GroupId]:
     """Groups that were cut short with tokens, continued, and were trained on with tokens from before and after."""
     mixed = {group for group, end in course.generated.items() if end.oldest_version < end.newest_version}
-    trained_groups = {group for batch in course.batches for group in batch}
-    return (
-        {cut.group for cut in course.cut if cut.tokens}
-        & {group for _, group in course.resumed}
-        & mixed
-        & trained_groups
-    )
+    return {cut.group for cut in course.cut if cut.tokens} & course.resumed & mixed & course.trained
 
 
 def is_stream(course: Course, steps: int, ahead: int) -> None:
@@ -87,7 +78,7 @@ def is_stream(course: Course, steps: int, ahead: int) -> None:
     assert set(held[:-1]) == {steps}, held
     assert 1 <= held[-1] <= steps
     batch = len(course.steps[0].groups)
-    in_order = sorted(course.begun.values(), key=lambda begun: (begun.at, begun.group))
+    in_order = sorted(course.begun.values(), key=lambda begun: (begun.start, begun.group))
     beyond = [number - course.steps_in[begun.version] * batch for number, begun in enumerate(in_order, start=1)]
     assert max(beyond) <= ahead, beyond
 
@@ -98,8 +89,10 @@ def whole_batches(course: Course) -> list[tuple[GroupId, ...]]:
     taken = [group for batch in batches for group in batch]
     assert taken == list(range(len(taken))), "batches are trained in the order of their draws"
     for before, batch in pairwise(batches):
-        ended = max(course.ready_at[group] for group in before)
-        assert all(course.begun[group].at >= ended for group in batch), f"the batch of group {batch[0]} began too early"
+        ended = max(course.generated[group].end for group in before)
+        assert all(course.begun[group].start >= ended for group in batch), (
+            f"the batch of group {batch[0]} began too early"
+        )
     return batches
 
 
@@ -108,24 +101,33 @@ def takes_ready_first(course: Course) -> None:
     for step, trained in course.steps.items():
         later = [group for other in course.steps if other > step for group in course.steps[other].groups]
         for left in later:
-            passed = [g for g in trained.groups if course.ready_at[g] > course.ready_at[left]]
+            passed = [g for g in trained.groups if course.generated[g].end > course.generated[left].end]
             older = [
                 course.steps_in[course.begun[g].version] < course.steps_in[course.begun[left].version] for g in passed
             ]
             assert all(older), f"step {step} passed over group {left}, which was ready before {passed}"
 
 
-def kept_busy(course: Course, batch: int, staleness: int, most: int) -> None:
-    """Whenever trajectories end and the batch is not full, the same tick fills their slot. Three bounds leave it
-    empty: `most` groups run; nothing is parked, and the weights have as many groups as the staleness bound allows; or
-    the last step has all its groups."""
+def kept_busy(course: Course, batch: int, staleness: int, most: int) -> int:
+    """Whenever a group ends and the batch is not full, its slot is filled at once. Three bounds leave it empty: `most`
+    groups run; nothing is parked, and the weights have as many groups as the staleness bound allows; or the last step
+    has all its groups. Returns how often no bound did."""
     looked_at = 0
-    for freed in course.freed:
-        formed = sum(trained.ordered <= freed.at for trained in course.steps.values())
-        ready = sum(other <= freed.at for other in course.ready_at.values()) - formed * batch
-        places = min(staleness + 1 + freed.steps, len(course.steps)) * batch
-        assert freed.empty >= 0, f"{-freed.empty} slots too many were taken at {freed.at}, by group {freed.group}"
-        if ready < batch and freed.running < most and (freed.parked or freed.begun < places):
-            assert freed.empty == 0, f"{freed.empty} slots stayed empty at {freed.at}, where group {freed.group} ran"
+    for ended in course.generated.values():
+        at, replica = ended.end, ended.replica
+        if course.is_paused(replica, at):
+            continue
+        running = [one for one in course.attempts if one.start <= at < one.end]
+        version = max(one.version for one in course.attempts if one.replica == replica and one.start <= at)
+        formed = sum(course.training(step).start <= at for step in course.steps)
+        ready = sum(one.end <= at for one in course.generated.values()) - formed * batch
+        begun = sum(one.start <= at for one in course.begun.values())
+        places = min(staleness + 1 + course.steps_in[version], len(course.steps)) * batch
+        if ready >= batch or len(running) >= most:
+            continue
+        if begun < places or any(one.newest_version <= version for one in course.parked_at(at)):
+            held = sum(one.replica == replica for one in running)
+            empty = course.history.slots[replica] - held
+            assert empty <= 0, f"{empty} slots stayed empty at {at}, where group {ended.group} ran"
             looked_at += 1
-    assert looked_at, "no trajectory ended before its batch was full"
+    return looked_at

@@ -66,7 +66,7 @@ def test_generate_ahead(times: dict[str, float], layout: str) -> None:
 def test_generation_is_ahead_of_a_slow_trainer_by_as_many_batches_as_it_may() -> None:
     course = course_in_world("generate_ahead", {"seed": 1, "train_s": 200.0})
     assert max(definitions.steps_early(course)) == max(course.every_staleness()) == 2
-    assert all(course.steps[step].beside for step in range(STEPS - 3))
+    assert all(course.beside[step] for step in range(STEPS - 3))
 
 
 @given(times=TIMES, staleness=st.sampled_from([2, 3]))
@@ -85,6 +85,7 @@ def test_partial_rollout_goes_on_with_what_it_interrupted() -> None:
     for seed in range(3):
         course = course_in_world("partial_rollout", {**times, "seed": seed})
         assert definitions.interrupted(course)
+        assert definitions.kept_busy(course, BATCH, staleness=3, most=4 * BATCH), "some bound always left slots empty"
 
 
 @given(times=TIMES)

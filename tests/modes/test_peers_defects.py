@@ -188,11 +188,11 @@ def test_a_scorer_apart_from_the_trainer_scores_every_step(layout: str, seed: in
     before, and everything is scored before its step is trained."""
     course = scored_in(LAYOUTS[layout], seed, train_s)
     assert len(course.steps) == 6
-    for step, trained in course.steps.items():
+    for step in course.steps:
         scored = {task: (ordered, done) for ordered, done, of, task in course.scored if of == step}
         assert scored.keys() == {"ref_logprobs", "old_logprobs"}
-        assert all(done <= trained.ordered for _, done in scored.values())
-        assert step == 0 or scored["old_logprobs"][0] >= course.steps[step - 1].done
+        assert all(done <= course.training(step).cause for _, done in scored.values())
+        assert step == 0 or scored["old_logprobs"][0] >= course.training(step - 1).ended_by
 
 
 def test_the_reference_scores_the_next_batch_before_this_one_is_trained() -> None:
@@ -203,7 +203,7 @@ def test_the_reference_scores_the_next_batch_before_this_one_is_trained() -> Non
         beside[name] = [
             of
             for ordered, _, of, task in course.scored
-            if task == "ref_logprobs" and of and ordered < course.steps[of - 1].done
+            if task == "ref_logprobs" and of and ordered < course.training(of - 1).ended_by
         ]
     assert beside["two halves"] == []
     assert beside["separate reference"] and beside["all separate"]

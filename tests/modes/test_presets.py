@@ -81,16 +81,17 @@ def run(preset: str, made: Path, *overrides: str) -> tuple[Course, Path]:
     assert result.validations and result.validations[-1]["steps"] == result.steps, "the last step is validated"
     check_record(run_dir)
     course = course_of(run_dir)
-    assert not course.failed
-    for step, trained in course.steps.items():
-        assert list(trained.said) == course.staleness(step), "the order says what the tokens say"
+    assert not course.history.failures
+    for step, row in course.steps.items():
+        assert list(row.staleness) == course.staleness(step), "the order says what the tokens say"
     return course, run_dir
 
 
 def test_sync(made: Path) -> None:
     course, _ = run("sync", made)
     definitions.is_synchronous(course)
-    assert len(course.sleeps) == 2 * STEPS, "both replicas sleep for every step"
+    sleeps = [sync for sync in course.history.syncs if (sync.mode, sync.outcome) == ("sleep", "done")]
+    assert len(sleeps) == 2 * STEPS, "both replicas sleep for every step"
 
 
 def test_one_step_off(made: Path) -> None:
