@@ -31,9 +31,9 @@ from engine.states.timeouts import Timeouts
 from engine.states.view import GroupView, View
 from tests.core.added_states import CHECKING
 from tests.core.adversary import Adversary
+from tests.core.moves import LAYOUTS
 from tests.core.scripted import Scripted
 from tests.core.test_departures import paused
-from tests.core.test_laws import LAYOUTS
 from tests.core.test_scenarios import small, straggling
 
 
@@ -76,9 +76,8 @@ def test_a_run_whose_batches_only_the_built_in_takes_ends_whatever_the_pools(poo
         train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, scoring_tasks=tasks, pools=pools,
         validation=ValidationLimits(rows=4, every=1),
     )  # fmt: skip
-    world = Adversary(limits, policies.PolicySet.from_names({"batching": "none", "on_error": "builtin"}), 9, 4)
-    for id in (0, 1):
-        world.join(id)
+    names = {"batching": "none", "on_error": "builtin"}
+    world = Adversary(limits, policies.PolicySet.from_names(names), 9, 4, replicas=2)
     assert world.complete().outcome == "finished"
 
 

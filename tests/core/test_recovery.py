@@ -26,15 +26,13 @@ from tests.core.moves import any_limits, any_policies, drawn
 def world(prompts: int = 12, slots: int = 4, replicas: int = 1, **figures: object) -> Adversary:
     """B = 2, S = 1, a checkpoint after every second step."""
     bounds = {"train_batch_size": 2, "max_staleness_steps": 1, "max_concurrent_groups": 4, "checkpoint_every": 2}
-    made = Adversary(Limits(**{**bounds, **figures}), PolicySet.from_names({}), prompts, slots)  # type: ignore[arg-type]
-    for id in range(replicas):
-        made.join(id)
-    return made
+    limits = Limits(**{**bounds, **figures})  # type: ignore[arg-type]
+    return Adversary(limits, PolicySet.from_names({}), prompts, slots, replicas=replicas)
 
 
 def until_trained(made: Adversary, steps: int) -> None:
     """Let things happen until so many steps are trained."""
-    while made.scheduler.state.training.steps_trained < steps:
+    while made.state.training.steps_trained < steps:
         assert made.act()
 
 
@@ -51,17 +49,15 @@ def test_wherever_a_run_is_cut_it_ends_as_if_it_had_not_been(
     """Each prompt ends once in the line of weights that survives, no group is consumed too late, the record replays;
     whether the trajectories survive as well, most of them, or none does."""
     limits = replace(limits, keeps_batches=keeps and limits.checkpoint_every > 0)
-    made = Adversary(limits, PolicySet.from_names(names), prompts, slots, snapshot_every, together=together)
-    least = limits.validators().stop
-    for id in range(max(replicas, least)):
-        made.join(id)
+    policies = PolicySet.from_names(names)
+    made = Adversary(limits, policies, prompts, slots, snapshot_every, together=together, replicas=replicas)
     for actions, replicas_then, kept, gap in crashes:
         for _ in range(actions):
             if made.driver.outcome is not None or not made.act():
                 break
         if made.driver.outcome is not None and made.driver.outcome.outcome == "finished":
             break
-        made.crash(max(replicas_then, least), kept=kept, missing=lambda group, gap=gap: group % gap == 1)
+        made.crash(max(replicas_then, made.least), kept=kept, missing=lambda group, gap=gap: group % gap == 1)
         made.restore_twin()
     outcome = made.complete()
     assert outcome.outcome == "finished", outcome
@@ -78,7 +74,7 @@ def test_what_the_checkpoint_does_not_hold_is_done_again_and_nothing_else() -> N
     (event,) = [e for e in made.history if isinstance(e, RunResumed)]
     assert event.steps == 2
     assert event.consumed == tuple(sorted(group for group, step in before.items() if step == 2))
-    state = made.scheduler.state
+    state = made.state
     assert state.groups.ledger.consumed == 4 and state.training.steps_trained == state.training.steps_batched == 2
     assert list(state.groups.waiting) == sorted(
         set(range(state.groups.ledger.drawn)) - {g for g, s in before.items() if s < 2}
@@ -92,10 +88,10 @@ def test_what_the_checkpoint_does_not_hold_is_done_again_and_nothing_else() -> N
 def test_without_a_checkpoint_it_begins_with_the_initial_weights_under_a_new_version() -> None:
     made = world(checkpoint_every=0)
     until_trained(made, 2)
-    published = made.scheduler.state.training.latest_version
+    published = made.state.training.latest_version
     made.crash(replicas=1)
-    assert made.scheduler.state.training.steps_trained == 0
-    assert made.scheduler.state.capacity == 4, "places are those of the weights there are, not of those that were"
+    assert made.state.training.steps_trained == 0
+    assert made.state.capacity == 4, "places are those of the weights there are, not of those that were"
     assert made.complete().outcome == "finished"
     assert made.judge.ledger.books.steps_in[published + 1] == 0
 
@@ -103,7 +99,7 @@ def test_without_a_checkpoint_it_begins_with_the_initial_weights_under_a_new_ver
 def test_a_run_that_failed_goes_on_once_its_cause_is_gone() -> None:
     made = world(infrastructure_attempts=1)
     until_trained(made, 2)
-    while not (made.scheduler.state.training.training_step and made.trainer.work):
+    while not (made.state.training.training_step and made.trainer.work):
         assert made.act()
     while made.driver.outcome is None:
         if made.trainer.work:
@@ -118,7 +114,7 @@ def test_a_replica_that_is_not_started_again_is_not_waited_for() -> None:
     made = world(replicas=2)
     until_trained(made, 1)
     made.crash(replicas=1)
-    replicas = made.scheduler.state.replicas.by_id
+    replicas = made.state.replicas.by_id
     assert (replicas[1].process.wanted, replicas[1].process.state) == (False, "gone")
     made.arrive_up(0)
     made.kill(0, final=True)
@@ -139,9 +135,9 @@ def test_budgets_of_groups_under_way_are_not_given_anew() -> None:
     replica, group = made.running()[0]
     replica.fail(group, "infrastructure")
     made.arrive_up(0)
-    attempt = made.scheduler.state.groups.live[group].attempt
+    attempt = made.state.groups.live[group].attempt
     made.crash(replicas=1)
-    again = made.scheduler.state.groups.live[group]
+    again = made.state.groups.live[group]
     assert (again.state, again.infrastructure_failures, again.attempt) == ("queued", 1, attempt)
 
 
@@ -189,7 +185,7 @@ def test_a_replica_lost_before_the_crash_may_come_back_after_it() -> None:
     while not any(isinstance(event, ProcessLost) for event in made.history):
         made.arrive_up(1001)
     made.crash(replicas=2)
-    assert made.scheduler.state.replicas.by_id[1].process.state == "starting"
+    assert made.state.replicas.by_id[1].process.state == "starting"
     assert made.complete().outcome == "finished"
 
 
@@ -197,7 +193,7 @@ def busy() -> Adversary:
     """Three steps trained, the last checkpoint after two, a batch formed, a group ready, others running."""
     made = world(keeps_batches=True, prompts=40)
     until_trained(made, 3)
-    state = made.scheduler.state
+    state = made.state
     while not (state.training.training_step and state.groups.ready):
         for source in made.sources():
             made.arrive_up(source)
@@ -217,13 +213,13 @@ def busy() -> Adversary:
 def test_nothing_but_what_ran_is_lost_where_the_trajectories_are_kept() -> None:
     """B = 2, S = 1: three steps trained, a batch formed, a group ready, others running; all of it is there again."""
     made = busy()
-    state = made.scheduler.state
+    state = made.state
     taken, ready = dict(made.judge.ledger.books.taken), list(state.groups.ready)
     step = state.training.training_step
     assert step is not None
     budgets = {group.id: group.infrastructure_failures for group in state.groups.live.values()}
     made.crash(replicas=1, kept=True)
-    state = made.scheduler.state
+    state = made.state
     assert (
         state.training.steps_trained == 3
         and made.judge.ledger.books.taken == taken
@@ -251,7 +247,7 @@ def test_work_of_an_added_state_whose_process_ended_the_run_is_done_after_a_resu
     assert made.driver.outcome is not None and made.driver.outcome.outcome == "failed"
     made.crash(1, kept=True)
     made.complete(500)
-    assert made.scheduler.state.training.steps_trained == 2
+    assert made.state.training.steps_trained == 2
 
 
 def test_a_batch_is_kept_until_a_checkpoint_contains_its_step() -> None:
@@ -259,17 +255,17 @@ def test_a_batch_is_kept_until_a_checkpoint_contains_its_step() -> None:
     until_trained(made, 3)
     gone = {group for group, step in made.judge.ledger.books.taken.items() if step < 3} & made.store.discarded
     assert gone == {group for group, step in made.judge.ledger.books.taken.items() if step < 2}
-    assert made.scheduler.state.checkpoints.stored_batches.keys() == {2}
+    assert made.state.checkpoints.stored_batches.keys() == {2}
 
 
 def test_a_ready_group_whose_trajectories_are_gone_begins_again_in_its_place() -> None:
     made = world(slots=3)
-    while not made.scheduler.state.groups.ready:
+    while not made.state.groups.ready:
         assert made.act()
-    (lost, *_) = made.scheduler.state.groups.ready
-    before = made.scheduler.state.groups.live[lost]
+    (lost, *_) = made.state.groups.ready
+    before = made.state.groups.live[lost]
     made.crash(replicas=1, kept=True, missing=lambda group: group == lost)
-    group = made.scheduler.state.groups.live[lost]
+    group = made.state.groups.live[lost]
     assert (group.state, group.deadline, group.tokens) == ("aborted", before.deadline, 0)
     assert made.complete().outcome == "finished"
 
@@ -279,9 +275,9 @@ def test_a_formed_batch_cannot_lose_a_group() -> None:
     until_trained(made, 1)
     while not made.trainer.work:
         assert made.act()
-    step = made.scheduler.state.training.training_step
+    step = made.state.training.training_step
     assert step is not None
-    steps = made.scheduler.state.training.steps_trained
+    steps = made.state.training.steps_trained
     event = RunResumed(steps=steps, replicas=1, consumed=(), released=(), kept=True, missing=step.groups[:1])
     stamp(event, made.driver.events_handled, made.time)
     with pytest.raises(InvariantViolated, match="cannot be generated again"):
