@@ -97,7 +97,8 @@ def with_snapshots(record: Record, directory: Path, every: int = 25, *, ended: b
 def comparable(history: History) -> History:
     """The history with rounded sums of idle time instead of its spans, which end at each snapshot."""
     causes = {"busy": history.busy_s, **history.idle_s, **history.trainer_s}
-    sums = IdleSpan(0.0, history.end, 0.0, tuple(sorted((name, round(s, 6)) for name, s in causes.items() if s)), "")
+    rounded = {name: round(seconds, 6) for name, seconds in causes.items()}
+    sums = IdleSpan(0.0, history.end, 0.0, tuple(sorted(one for one in rounded.items() if one[1])), "")
     return replace(history, idle=(sums,))
 
 
