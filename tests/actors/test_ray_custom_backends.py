@@ -11,9 +11,10 @@ import pytest
 from ray_plans import check_record, events_of
 from test_ray_lives import kill, until_step
 
+from engine import cli
 from engine.actors.launch import launch
 from engine.config.loading import parse_config
-from engine.control.requests import Scale
+from engine.control.address_file import FILE
 from engine.events import InspectionFailed, ProcessLost, StepInspected, WeightsInstalled
 from engine.policies import state_registry
 
@@ -91,7 +92,7 @@ def tree(folder: Path, url: str) -> dict[str, Any]:
         },
         "trainer": {"backend": "counter:Counter", "device": "cpu", "checkpoint_every": 4, "threads": 1},
         "validation": {"at_start": False, "at_end": False},
-        "control": {"enabled": False},
+        "control": {"port": 0},
     }  # fmt: skip
 
 
@@ -116,12 +117,13 @@ def test_custom_classes_and_states_of_steps_are_restarted_and_resized(tmp_path: 
             until_step(run, 5)
             kill("TrainerAct")
             kill("RolloutAct")
-            run._tell(Scale(replicas=2))
+            assert cli.main(["scale", str(run_dir), "--replicas", "2"]) == 0
             for status in run.updates():
                 installed = {event.replica for event in events_of(run_dir, WeightsInstalled)}
-                if status.step > 6 and len(installed) == 2:
-                    run.drain("enough")
-            assert status.outcome == "stopped"
+                if status.step > 6 and len(installed) == 2 and not run.end_requested:
+                    assert cli.main(["drain", str(run_dir)]) == 0
+            assert (status.outcome, status.reason) == ("stopped", "asked by engine drain") and run.end_requested
+    assert not (run_dir / FILE).exists(), "nobody listens any more"
     assert check_record(run_dir).state.training.steps_trained > 6, "the restarted trainer has loaded its checkpoint"
     lost = {event.kind for event in events_of(run_dir, ProcessLost)}
     assert {"trainer", "replica", "added states"} <= lost

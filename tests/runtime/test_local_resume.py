@@ -18,8 +18,9 @@ from embedded_run import FIGURES, PROMPTS, Quick, Saving, options
 
 import engine.runtime.local
 from engine.cli import main
+from engine.control.address_file import place_of
 from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished
-from engine.events import ProcessLost, StepTrained
+from engine.events import DrainRequested, ProcessLost, ReplicasWanted, RunResumed, SettingChanged, StepTrained
 from engine.protocols import Batch, GroupWork
 from engine.record import read, replay
 from engine.record.files import RecordLock
@@ -149,7 +150,9 @@ class Forgetful(SimpleTrainer):
     def save(self, directory: str, step: int) -> None: ...
 
 
-def test_a_running_run_is_watched_drained_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_running_run_is_watched_scaled_set_drained_and_resumed_as_it_was_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen: list[str] = []
 
     class Telling(Saving):
@@ -159,18 +162,33 @@ def test_a_running_run_is_watched_drained_and_resumed(tmp_path: Path, capsys: py
                 (target,) = json.loads(place.read_text())[0]["targets"]
                 with urllib.request.urlopen(f"http://{target}/metrics", timeout=30) as page:
                     seen.append(page.read().decode())
+                seen.append(place_of(tmp_path, "it").token)
+                assert main(["scale", str(tmp_path), "--replicas", "3"]) == 0
+                bounds = ["scheduler.max_staleness_steps=3", "scheduler.max_concurrent_groups=16"]
+                assert main(["set", str(tmp_path), *bounds]) == 0
+                assert main(["set", str(tmp_path), "scheduler.max_concurrent_groups=99"]) == 2
                 for command in ("waits", "drain"):
                     assert main([command, str(tmp_path)]) == 0
             return super().train(batch)
 
     result = engine.runtime.local.run(**options(tmp_path, Telling(), metrics_port=0, control_port=0))
-    assert result.outcome == "stopped" and 5 <= result.steps < PROMPTS // 4
-    assert "engine_train_steps_total 4.0" in seen[0]
-    said = capsys.readouterr().out
-    assert "train" in said and "the run drains" in said
+    assert (result.outcome, result.reason) == ("stopped", "asked by engine drain")
+    assert 5 <= result.steps < PROMPTS // 4
+    page, token = seen
+    assert "engine_train_steps_total 4.0" in page
+    said = capsys.readouterr()
+    assert "3 replicas are wanted; K = 12 leaves some of their 18 slots empty" in said.out
+    assert "train" in said.out and "the run drains" in said.out
+    assert "scheduler.max_concurrent_groups is 99" in said.err
     assert not [*tmp_path.glob("control.json"), *tmp_path.glob("endpoint.json")], "nobody listens any more"
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
+    assert written == [], "the token stood in control.json alone"
     _, trainer = resumed(tmp_path)
     assert sorted(trainer.groups) == ONCE
+    asked = (ReplicasWanted, SettingChanged, DrainRequested, RunResumed)
+    kinds = [type(event) for event in events(tmp_path) if isinstance(event, asked)]
+    assert kinds == [ReplicasWanted, SettingChanged, SettingChanged, DrainRequested, RunResumed, ReplicasWanted]
+    assert {event.replicas for event in events(tmp_path) if isinstance(event, ReplicasWanted)} == {3}
 
 
 def test_a_full_disk_stops_the_run_and_more_room_lets_it_go_on(tmp_path: Path) -> None:
