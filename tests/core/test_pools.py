@@ -1,6 +1,5 @@
 """Tasks that share hardware take turns on it; those that do not, overlap. Each line is one fact or one order."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,9 +28,6 @@ from engine.events import (
     WeightsInstalled,
     WeightsStaged,
 )
-from engine.scheduling import pools
-from engine.simulation.run_checks import Finding
-from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, Pool, ValidationLimits
 from tests.core.scripted import Scripted
 
@@ -310,46 +306,6 @@ def test_training_does_not_wait_for_a_replica_that_a_validation_holds() -> None:
 def test_unlawful_pools_are_refused(pools: tuple[Pool, ...], more: dict[str, bool], law: str) -> None:
     with pytest.raises(ConfigError, match=law):
         Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=2, pools=pools, **more)  # type: ignore[arg-type]
-
-
-def worlds(count: int, faults: Faults | None = None, **limits: Any) -> Iterator[World]:
-    pools = (Pool(tasks=("rollout", "train"), replicas=(0, 1)),)
-    figures = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, pools=pools, **limits)
-    for seed in range(count):
-        yield World(Setting(limits=figures, replicas=2, prompts=20, seed=seed, faults=faults or Faults()))
-
-
-def test_validations_that_fail_do_not_hold_up_training() -> None:
-    validation = ValidationLimits(rows=12, rows_per_slot=1, every=1)
-    for world in worlds(10, Faults(fail_rows=0.3), validation=validation, infrastructure_attempts=2):
-        assert world.run().outcome == "finished"
-
-
-def nobody_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "_send_all_to_sleep", lambda core, lease: None)
-    monkeypatch.setattr("engine.scheduling.pools.OUT_OF_THE_WAY", ("asleep", "down", "ready"))
-
-
-def nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.scheduling.pools.OUT_OF_THE_WAY", ("asleep", "down", "yielding"))
-
-
-def nobody_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "_wake_replicas", lambda core, lease: None)
-
-
-def test_worlds_with_pools_keep_every_law() -> None:
-    for world in worlds(5):
-        world.run()
-
-
-@pytest.mark.parametrize("put_in", [nobody_sleeps, nobody_is_waited_for, nobody_wakes])
-def test_wrong_variants_are_caught(put_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_in(monkeypatch)
-    monkeypatch.setattr("engine.simulation.world.check_all", lambda state: None)
-    with pytest.raises(Finding, match=r"liveness|works in the pool"):
-        for world in worlds(5):
-            world.run()
 
 
 def test_replicas_and_trainer_take_turns_only_where_both_stand() -> None:

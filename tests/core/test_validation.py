@@ -1,7 +1,6 @@
 """Validation runs: when they are due, what they hold and what they leave alone, and that each ends once, whatever
 happens."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from engine.commands import (
     StopMeasuring,
     StopProcess,
 )
-from engine.errors import ConfigError, EngineError
+from engine.errors import ConfigError
 from engine.events import (
     CheckpointSaved,
     DrainRequested,
@@ -31,15 +30,10 @@ from engine.events import (
     StopRequested,
     SyncFailed,
 )
-from engine.policies import PolicySet
-from engine.scheduling import weights
-from engine.scheduling.core import Core
-from engine.simulation.world import Faults, Setting, World
+from engine.simulation.world import Setting, World
 from engine.states.limits import Limits, ValidationLimits, ValidationSet
-from engine.states.replicas import Replicas
-from engine.states.state import State
 from engine.states.timeouts import Timeouts
-from engine.states.validation import Validation, Validations
+from engine.states.validation import Validation
 from tests.core.scripted import Scripted
 
 ON_THE_WAY = ValidationLimits(rows=4, rows_per_slot=2, at_start=False, every=1, at_end=False)
@@ -517,100 +511,6 @@ def test_a_validation_that_takes_for_ever_delays_nobody_else(own_from: int | Non
     assert all(set(installed[id]) >= {2, 4, 6, 8} for id in quick)
     reported = [version for state, version, _ in world.judge.validations.values() if state == "reported"]
     assert reported == [0, 8]
-
-
-def worlds(count: int) -> Iterator[World]:
-    """Small rough worlds with a validation of every version."""
-    for seed in range(count):
-        validation = ValidationLimits(
-            rows=13, rows_per_slot=3, every=1 + seed % 2, replicas=1 + seed % 2, own_from=3 if seed % 3 == 0 else None,
-            conflict=("hold", "cancel")[seed % 2],
-        )  # fmt: skip
-        limits = Limits(
-            train_batch_size=2, max_staleness_steps=2, max_concurrent_groups=6, infrastructure_attempts=50,
-            validation=validation,
-        )  # fmt: skip
-        faults = Faults(die=0.02, lose=0.1, duplicate=0.2, fail_rows=0.1, fail_sync=0.05)
-        setting = Setting(limits=limits, replicas=3, slots=2, prompts=42, seed=seed, faults=faults, train_s=5.0)
-        yield World(setting, PolicySet.from_names({"sync": ("rolling", "together")[seed % 2]}))
-
-
-def versions_are_retired_under_their_validation(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = weights._retire_versions
-
-    def retire(core: Core, latest: int) -> None:
-        validations = core.state.validations
-        runs, validations.runs = validations.runs, {}
-        honest(core, latest)
-        validations.runs = runs
-
-    monkeypatch.setattr(weights, "_retire_versions", retire)
-
-
-def held_replicas_take_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(State, "target_of", lambda self, replica: self.training.latest_version)
-
-
-def replicas_are_held_beyond_the_validation(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Validations.release
-
-    def release(self: Validations, run: Validation, replica: Any, *, failed: bool = False) -> None:
-        honest(self, run, replica, failed=failed)
-        run.replicas[replica.id] = None
-
-    monkeypatch.setattr(Validations, "release", release)
-
-
-def rows_of_a_lost_replica_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Validations.lose
-
-    def lose(self: Validations, replica: Any, *, failed: bool) -> None:
-        run = self.holding(replica)
-        waiting = list(run.waiting) if run is not None else []
-        honest(self, replica, failed=failed)
-        if run is not None:
-            run.waiting[:] = waiting
-
-    monkeypatch.setattr(Validations, "lose", lose)
-
-
-def repeated_answers_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    def count(self: Validations, run: Validation, *rest: Any) -> None:
-        honest(self, run, *rest)
-        run.measured += rest[-1].measured
-
-    honest = Validations.count
-    monkeypatch.setattr(Validations, "count", count)
-
-
-def groups_run_on_validators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Replicas, "taken", Replicas.measuring)
-
-
-def the_run_ends_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.scheduling.ending.close_validations", lambda core: None)
-
-
-WRONG = [
-    versions_are_retired_under_their_validation, held_replicas_take_new_weights, repeated_answers_count,
-    replicas_are_held_beyond_the_validation, rows_of_a_lost_replica_are_forgotten, groups_run_on_validators,
-    the_run_ends_without_waiting,
-]  # fmt: skip
-
-
-def test_worlds_with_validations_keep_every_law() -> None:
-    for world in worlds(6):
-        world.run()
-
-
-@pytest.mark.parametrize("put_in", WRONG)
-def test_wrong_variants_are_caught(
-    put_in: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put_in(monkeypatch)
-    with pytest.raises(EngineError):
-        for world in worlds(60):
-            world.run(events=20_000)
 
 
 # figures
