@@ -238,8 +238,8 @@ def replay_stretch(record: Record, stretch: _Stretch) -> bytes | None:
         rest.append(call)
         if name in OF_ALL_GROUPS:
             getattr(groups, name)(*call[1:])
-    rows = [notes.row(id) for id, notes in groups.notes.items() if id in whole]
-    attempts, waits, rows = ([*zip(*values, strict=True)] for values in (groups.attempts, groups.waits, rows))
+    ended = [notes.row(id) for id, notes in groups.notes.items() if id in whole]
+    attempts, waits, rows = ([*zip(*values, strict=True)] for values in (groups.attempts, groups.waits, ended))
     return msgpack.packb(_Finished(replayed, attempts, waits, rows, groups.tokens, rest))
 
 

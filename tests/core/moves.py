@@ -298,7 +298,7 @@ def crash(world: Adversary, _: None, choose: Choices) -> None:
         world.restore_twin()
 
 
-@move(0.1, once(lambda world: goes_on(world) and not world.state.draining))
+@move(0.1, once(lambda world: goes_on(world) and not world.state.ending.draining))
 def drain(world: Adversary, _: None, choose: Choices) -> None:
     world.deliver(DrainRequested(reason=AT_REST))
 

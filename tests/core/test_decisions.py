@@ -242,10 +242,13 @@ def test_among_replicas_new_enough_the_least_loaded_is_chosen():
     )
     run.finish(0, 1)
     replicas, free = run.state.replicas.by_id, run.state.replicas
-    replicas[0].version = 0
+    for group in list(run.state.orders.open("group")):
+        run.state.orders.withdraw("group", group)
     for r, v, n in ((0, 0, 0), (1, 1, 2), (2, 1, 1)):
         replicas[r].version, replicas[r].slots = v, 4
-        replicas[r].groups = dict.fromkeys(range(n))
+        for group in range(n):
+            order = StartGroup(group=10 * r + group, attempt=1, replica=r, incarnation=1, admitted_version=v)
+            run.state.orders.add(order, at=0.0)
         free.update(replicas[r])
     assert free.least_loaded(0).id == 0
     assert free.least_loaded(1).id == 2

@@ -427,7 +427,7 @@ def test_a_lost_trainer_that_ends_the_run_costs_its_step_no_attempt() -> None:
     run = trains(infrastructure_attempts=2, trainer_restarts=0, keeps_batches=True, checkpoint_every=5)
     run.finish(run.running()[0])
     lose(run, "trainer", final=True)
-    assert run.ordered(FinishRun) and run.state.steps[0].failures == 0
+    assert run.ordered(FinishRun) and run.state.training.steps[0].failures == 0
     run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=(), kept=True))
     come_up(run, "trainer")
     run.publish()
