@@ -107,6 +107,7 @@ def awaited(process: str) -> Iterator[None]:
 
 
 DETAIL = re.compile(r"Worker exit detail: (.*?)(?: Some common causes|$)")
+NEVER_RAN = re.compile(r"its node has died.*The actor never ran", re.DOTALL)
 CLASS, PID = re.compile(r"class_name: (\w+)"), re.compile(r"pid: (\d+)")
 
 
@@ -117,6 +118,12 @@ def unwrapped(error: BaseException) -> BaseException:
     if isinstance(error, RayActorError):
         return RunFailed(clean(_death(" ".join(str(error).split()))))
     return error
+
+
+def never_ran(error: BaseException) -> bool:
+    """Whether Ray placed an actor on a node that had died, which it did not know yet. The actor may be created
+    again."""
+    return isinstance(error, RayActorError) and NEVER_RAN.search(str(error)) is not None
 
 
 def _death(story: str) -> str:

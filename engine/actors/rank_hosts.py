@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine.actors.detached_actors import PackedPlan, hide_gpus, prepare_process
-from engine.actors.failures import failure_reason, raised
+from engine.actors.failures import failure_reason, never_ran, raised
 from engine.errors import EngineError
 from engine.runtime.stacks import stacks_descriptor
 from engine.training.child_ranks import ChildRanks
@@ -37,9 +37,22 @@ class RankNodes:
         self._gpus = gpus
 
     def start(self, ranks: int) -> "list[RemoteRanks]":
-        """Start the ranks of the other nodes. Returns at once: their first messages wait for the nodes."""
+        """Start the ranks of the other nodes. Blocks until the nodes are there."""
         group = ray.util.get_current_placement_group()
-        return [RemoteRanks(self._make(group, bundle, ranks), ranks) for bundle in range(1, self.count)]
+        begun = {bundle: self._make(group, bundle, ranks) for bundle in range(1, self.count)}
+        return [RemoteRanks(self._running(group, bundle, ranks, actor), ranks) for bundle, actor in begun.items()]
+
+    def _running(self, group: Any, bundle: int, ranks: int, actor: Any) -> Any:
+        """The host actor of a node, once it runs. Ray notices a dead node late, so it may have placed the actor there:
+        then another one is created, on the node that Ray moves the bundle to."""
+        while True:
+            try:
+                ray.get(actor.__ray_ready__.remote())
+                return actor
+            except RayError as error:
+                if not never_ran(error):
+                    raise raised(error) from None
+            actor = self._make(group, bundle, ranks)
 
     def _make(self, group: Any, bundle: int, ranks: int) -> Any:
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)

@@ -5,7 +5,8 @@ Ray reports its death, or if it misses heartbeats.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from engine.actors.detached_actors import PackedPlan, RunningActors, calls_file, detached_options
-from engine.actors.failures import Pulse, raised, sign_of
+from engine.actors.failures import Pulse, never_ran, raised, sign_of
 from engine.actors.placement import (
     ActorPlacement,
     found_place,
@@ -37,6 +38,8 @@ from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINE
 from engine.storage.group_codec import plain_prompt
 from engine.trajectory import Prompt, TrajectoryGroup
 
+log = logging.getLogger(__name__)
+
 STORE_PATIENCE = 4
 """Factor on the heartbeat limit of the stores. The weights store copies whole models on the event loop that answers
 heartbeats."""
@@ -50,9 +53,22 @@ class RayProcess:
     ones."""
 
     def __init__(
-        self, kind: str, index: int, actor: Any, pulse: Pulse, plan: Plan, epoch: int, placed: ActorPlacement
+        self,
+        kind: str,
+        index: int,
+        actor: Any,
+        pulse: Pulse,
+        plan: Plan,
+        epoch: int,
+        placed: ActorPlacement,
+        create: Callable[[], Any] | None = None,
     ) -> None:
+        """`create`: creates the actor again; None if an earlier scheduler process created it."""
         self.actor = actor
+        self._create = create
+        """None once it has run."""
+        self._early: list[Message] = []
+        """What was sent to it before it has run."""
         self._kind = kind
         self._source = source_of(kind, index)
         self._pulse = pulse
@@ -66,10 +82,20 @@ class RayProcess:
         """Its process id; 0 until its first sign of life."""
 
     async def bring_up(self, restore: Restore | None) -> None:
-        try:
-            await self.actor.bring_up.remote(*((restore,) if self._kind == TRAINER else ()))
-        except RayError as error:
-            raise raised(error) from error
+        """Ray notices a dead node late, so it may place an actor there: that costs no attempt."""
+        while True:
+            try:
+                await self.actor.bring_up.remote(*((restore,) if self._kind == TRAINER else ()))
+                self._create = None
+                self._early.clear()
+                return
+            except RayError as error:
+                if self._create is None or not never_ran(error):
+                    raise raised(error) from error
+                log.warning("%s is placed again: the node that Ray had chosen for it has died", self._source)
+                self.actor = self._create()
+                for message in self._early:
+                    self.actor.carry_out.remote(*message)
 
     def join(self) -> None:
         self.actor.join.remote()
@@ -77,6 +103,8 @@ class RayProcess:
     def send(self, orders: Sequence[SentOrder]) -> None:
         self._sequence += 1
         message = (self._epoch, self._sequence, pack_orders(orders))
+        if self._create is not None:
+            self._early.append(message)
         if self._held is None:
             self.actor.carry_out.remote(*message)
         else:
@@ -126,6 +154,7 @@ class RayProcess:
 
     def kill(self, *, hung: bool = False) -> None:
         """Kill the actor and free its placement group."""
+        self._create = None
         if self.actor is not None:
             ray.kill(self.actor)
         self._place.free()
@@ -170,13 +199,17 @@ class RayProcesses:
             ADDED_STATES: {"max_concurrency": 100_000},
         }[kind]
         named = detached_options(self._packed, source, incarnation)
+        made = ray.remote(ACTORS[kind]).options(num_cpus=0, enable_task_events=False, **options, **named)
+
+        def create() -> Any:
+            return made.remote(self._packed, index, incarnation, *self._given, self._kept[GATEWAY])
+
         try:
-            made = ray.remote(ACTORS[kind]).options(num_cpus=0, enable_task_events=False, **options, **named)
-            actor = made.remote(self._packed, index, incarnation, *self._given, self._kept[GATEWAY])
+            actor = create()
         except BaseException:
             placed.free()
             raise
-        process = self._reporting[source, incarnation] = self._process(kind, index, actor, placed)
+        process = self._reporting[source, incarnation] = self._process(kind, index, actor, placed, create)
         return process
 
     def reporting(self, source: str, incarnation: Incarnation) -> RayProcess | None:
@@ -220,9 +253,16 @@ class RayProcesses:
         self._reporting.update(known)
         return Found(processes=known, silent=living.silent)
 
-    def _process(self, kind: str, index: int, actor: Any, placed: ActorPlacement | None = None) -> RayProcess:
+    def _process(
+        self,
+        kind: str,
+        index: int,
+        actor: Any,
+        placed: ActorPlacement | None = None,
+        create: Callable[[], Any] | None = None,
+    ) -> RayProcess:
         pulse = self._patient if kind in SERVICES else self._pulse
-        return RayProcess(kind, index, actor, pulse, self._plan, self._epoch, placed or ActorPlacement({}))
+        return RayProcess(kind, index, actor, pulse, self._plan, self._epoch, placed or ActorPlacement({}), create)
 
     def _name(self, source: str, incarnation: Incarnation) -> str:
         """The name of an incarnation's actor and placement group."""

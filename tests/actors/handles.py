@@ -119,7 +119,7 @@ class RayOfHandles:
         name = options["name"].partition("/")[2]
         if name == self.refuses:
             raise ValueError("no node has such a resource")
-        assert name not in self.handles, "one life is one actor"
+        assert name not in self.handles or self.handles[name].failure, "one life is one actor"
         return self.add(name)
 
     def add(self, name: str) -> Handle:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from handles import RayOfHandles, Scene, played, settled
-from ray.exceptions import RayError
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
+from ray.exceptions import ActorDiedError, RayError
 from ray_plans import Mortal, restore_mortal
 
 from engine.commands import Command, SaveCheckpoint, ScoreBatch, StartGroup, TrainStep
@@ -58,6 +59,48 @@ async def test_a_trainer_without_room_says_that_it_waits(tmp_path: Path, cluster
     assert isinstance(scene.events[1], ProcessWaits) and scene.events[1].reason == "", "there is room now"
     scene.handle("trainer/2").opens.set()
     await scene.hears(ProcessUp)
+
+
+def on_a_dead_node() -> ActorDiedError:
+    """How Ray says that it placed an actor on a node that had died."""
+    said = "The actor died because its node has died. Node Id: ab"
+    return ActorDiedError(ActorDiedErrorContext(actor_id=b"a" * 16, error_message=said, never_started=True))
+
+
+@pytest.mark.parametrize(("kind", "source"), [(REPLICA, "rollout-0"), (TRAINER, "trainer")])
+@played
+async def test_an_actor_that_ray_placed_on_a_dead_node_is_placed_again(
+    tmp_path: Path, cluster: RayOfHandles, kind: str, source: str
+) -> None:
+    scene = Scene(tmp_path, cluster)
+    cluster.up_at_once = False
+    refused = await scene.begin(kind, 0, 1)
+    order = StartGroup(group=1, attempt=1, replica=0, incarnation=1, admitted_version=0, cause=0)
+    scene.supervisor.order(kind, 0, SentOrder(order, None))
+    scene.supervisor.flush()
+    refused.failure = on_a_dead_node()
+    refused.opens.set()
+    await settled()
+    again = scene.handle(f"{source}/1")
+    assert again is not refused and again.opened_with == refused.opened_with
+    assert again.orders == refused.orders == [order]
+    again.opens.set()
+    await settled()
+    assert scene.lost == [] and again.watchers == 1
+    scene.stop(kind, 0, 1)
+    await settled()
+    assert again.over.is_set() and not refused.over.is_set()
+
+
+@played
+async def test_a_stopped_actor_is_not_placed_again(tmp_path: Path, cluster: RayOfHandles) -> None:
+    scene = Scene(tmp_path, cluster)
+    cluster.up_at_once = False
+    stopped = await scene.begin(REPLICA, 0, 1)
+    stopped.failure = on_a_dead_node()
+    scene.stop(REPLICA, 0, 1)
+    await settled()
+    assert scene.handle("rollout-0/1") is stopped and len(scene.lost) == 1
 
 
 @pytest.mark.parametrize("part", [0.5, 1.0])
