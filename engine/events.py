@@ -530,6 +530,15 @@ class CallsMeasured(ProcessEvent):
     """Seconds since the start of the oldest running call."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheMeasured(ProcessEvent):
+    """A replica measured its KV cache. Sent while groups run, if the run's concurrency policy uses it."""
+
+    tag: ClassVar[int] = 57
+    used: float
+    """Share of it in use, from 0 to 1."""
+
+
 EVENTS: dict[int, type[Event]] = {
     cls.tag: cls
     for cls in (
@@ -538,6 +547,6 @@ EVENTS: dict[int, type[Event]] = {
         PublishFailed, CheckpointSaved, CheckpointFailed, TimerFired, StopRequested, PrefixStored, RunResumed,
         RowsMeasured, RowsFailed, StateLeft, StateFailed, StepInspected, InspectionFailed, SchedulerRecovered,
         DrainRequested, ReplicaLeaves, ReplicasWanted, SettingChanged, OrderDone, DrawFailed, CheckpointDamaged,
-        ProcessWaits, RunInterrupted, ProcessProbed, CallsMeasured, OrderProgressed,
+        ProcessWaits, RunInterrupted, ProcessProbed, CallsMeasured, OrderProgressed, CacheMeasured,
     )
 }  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from engine.config.schema import Config
 from engine.errors import ConfigError, counted
-from engine.protocols import Generator, GeneratorSetup, Restorable, Trainer, TrainerSetup
+from engine.protocols import Generator, GeneratorSetup, MeasuresCache, Restorable, Trainer, TrainerSetup
 from engine.protocols.named_code import NO_LOCAL, Local, find
 
 GENERATOR, TRAINER = "rollout.backend", "trainer.backend"
@@ -54,7 +54,7 @@ def check_custom_classes(config: Config, local: Local = NO_LOCAL) -> None:
 def custom_lines(config: Config) -> Iterator[str]:
     """What `engine check` says of the classes, which `check_custom_classes` has accepted."""
     if config.rollout.custom:
-        yield f"{GENERATOR} {config.rollout.backend} has {_counted(OF_GENERATORS)} of a Generator"
+        yield f"{GENERATOR} {config.rollout.backend} has {_counted(_of_generator(config))} of a Generator"
     if config.trainer.custom:
         yield f"{TRAINER} {config.trainer.backend} has {_counted(_of_trainer(config))} of a Trainer"
 
@@ -63,7 +63,7 @@ def generator_class(config: Config, local: Local = NO_LOCAL) -> Any:
     """The class of `rollout.backend`. Raises: as `check_custom_classes`."""
     section = config.rollout
     found = find(section.backend, config.run.code_dir, GENERATOR, local)
-    _check(found, section.backend, GENERATOR, section.arguments, OF_GENERATORS, GeneratorSetup)
+    _check(found, section.backend, GENERATOR, section.arguments, _of_generator(config), GeneratorSetup)
     return found
 
 
@@ -73,6 +73,11 @@ def trainer_class(config: Config, local: Local = NO_LOCAL) -> Any:
     found = find(section.backend, config.run.code_dir, TRAINER, local)
     _check(found, section.backend, TRAINER, section.arguments, _of_trainer(config), TrainerSetup)
     return found
+
+
+def _of_generator(config: Config) -> tuple[Required, ...]:
+    adaptive = config.scheduler.policies.concurrency == "kv-cache"
+    return (*OF_GENERATORS, Required(MeasuresCache, "cache_used")) if adaptive else OF_GENERATORS
 
 
 def _of_trainer(config: Config) -> tuple[Required, ...]:

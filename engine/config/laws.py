@@ -23,6 +23,7 @@ def refuse_unlawful(config: Sections, limits: Limits, settings: TrainerSettings)
     _refuse_missing_inputs(config)
     _refuse_adapter(config)
     _refuse_router_replay(config)
+    _refuse_adaptive_concurrency(config)
     refuse_idle_gpus(config.trainer)
     _refuse_two_players(config)
     _refuse_beside_a_made_model(config)
@@ -68,6 +69,13 @@ def _refuse_router_replay(config: Sections) -> None:
     if config.trainer.compile:
         law = "compiled layers do not take the experts that sampled a token"
         raise ConfigError("trainer.router_replay", True, law, "use trainer.compile: false")
+
+
+def _refuse_adaptive_concurrency(config: Sections) -> None:
+    """Raises: `ConfigError` for servers, which do not say how full their KV caches are."""
+    if config.scheduler.policies.concurrency == "kv-cache" and config.rollout.backend == "openai":
+        law = "rollout.backend openai does not say how full the KV caches of its servers are"
+        raise ConfigError("scheduler.policies.concurrency", "kv-cache", law, "use slots, or rollout.backend vllm")
 
 
 def _refuse_adapter(config: Sections) -> None:

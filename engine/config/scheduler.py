@@ -61,6 +61,11 @@ class PoliciesSection(Section):
 
     admission: str = Field(DEFAULTS["admission"], pattern=REGISTERED, description="How many groups may start.")
     dispatch: str = Field(DEFAULTS["dispatch"], pattern=REGISTERED, description="Which replica a group starts on.")
+    concurrency: str = Field(
+        DEFAULTS["concurrency"],
+        pattern=REGISTERED,
+        description="How many groups may run on a replica: slots, or as many as fit into its KV cache (kv-cache).",
+    )
     batching: str = Field(DEFAULTS["batching"], pattern=REGISTERED, description="Which ready groups a step takes.")
     deadline: str = Field(
         DEFAULTS["deadline"], pattern=REGISTERED, description="What to do with groups that delay a step."

@@ -18,7 +18,7 @@ from engine.config.secrets import refuse_secrets
 from engine.config.sections import Sections
 from engine.config.trainer import settled_correction
 from engine.config.validation import validation_limits
-from engine.policies import PolicySet, added_states
+from engine.policies import DEFAULTS, PolicySet, added_states
 from engine.policies.registry import is_built_in
 from engine.states.limits import Limits
 from engine.training.trainer_settings import TrainerSettings
@@ -94,6 +94,11 @@ class Config(Sections):
         s = self.scheduler
         asks = s.states or s.policy_fields or not is_built_in("filter", s.policies.filter)
         return s.policy_fields if asks else None
+
+    @property
+    def measures_cache(self) -> bool:
+        """Whether replicas report how full their KV caches are: only some concurrency policies use it."""
+        return self.scheduler.policies.concurrency != DEFAULTS["concurrency"]
 
     def policies(self) -> PolicySet:
         """The policy of each decision. Raises: ConfigError for a name that is not registered, or not yet."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from engine.commands import ParkGroup, SetTimer, StartGroup, TrainStep
 from engine.events import (
+    CacheMeasured,
     CallsMeasured,
     CheckpointFailed,
     CheckpointSaved,
@@ -319,8 +320,9 @@ class RunMetrics:
 
     @property
     def changes(self) -> int:
-        """Number of events so far that changed something: no stale echoes, and no figures of calls."""
-        return self.events.total() - self._events[CallsMeasured] - self.state.orders.stale_echoes
+        """Number of events so far that changed something: no stale echoes, and no figures of calls and caches."""
+        figures = self._events[CallsMeasured] + self._events[CacheMeasured]
+        return self.events.total() - figures - self.state.orders.stale_echoes
 
     def reported(self) -> list[Row]:
         """Rows of the reported validations, oldest first."""

@@ -307,7 +307,7 @@ class IdleTime:
         return "weight_sync" if self._swapping else "slots_full" if self.slots else self.rollout_cause
 
     def _why_slots_are_free(self) -> str:
-        state, ledger = self._state, self._state.groups.ledger
+        state, ledger, replicas = self._state, self._state.groups.ledger, self._state.replicas
         if not state.started:
             return "starting"
         if state.ending.draining:
@@ -315,6 +315,8 @@ class IdleTime:
         bound = self._bound(ledger.count)
         if bound:
             return bound
+        if (ledger.waiting or ledger.parked) and not replicas.idle and any(map(replicas.is_limited, replicas.rollouts)):
+            return "concurrency"
         if ledger.waiting:
             return "other"
         if ledger.parked:

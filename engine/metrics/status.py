@@ -13,7 +13,7 @@ from engine.ids import ReplicaId, Version
 from engine.metrics.collector import RunMetrics
 from engine.metrics.health import HealthFinding, run_findings
 from engine.metrics.journal import plain
-from engine.metrics.waits import agent_wait, inspected, reward_wait, start_text, waits
+from engine.metrics.waits import agent_wait, inspected, limit_wait, reward_wait, start_text, waits
 from engine.states.process import TRAINER
 from engine.states.state import State
 
@@ -323,6 +323,7 @@ def _rollout_now(metrics: RunMetrics) -> str:
     newest = state.training.latest_version
     why = {
         "worker_bound": f"K = {limits.max_concurrent_groups} groups run",
+        "concurrency": limit_wait(state),
         "reward": "their groups wait for rewards",
         "staleness_bound": f"S = {limits.max_staleness_steps}: no place before version {newest + 1}",
         "run_ending": "the run needs no more groups",

@@ -42,11 +42,13 @@ from engine.protocols import SLOTS
 from engine.states.limits import GENERATED
 from engine.states.orders import DATA_SOURCE, DEADLINE, DRAIN, FILL, LIMIT, RELATIONS, TIMERS, Order, owner_text
 from engine.states.process import ADDED_STATES, TRAINER, FunctionCalls, Process
+from engine.states.replica import Replica
 from engine.states.state import State
 
 Since = Mapping[tuple[str, int], float]
 """When a record entered its current state, by (machine, id), if known: seconds since the run began."""
 GROUPS_NAMED = 3
+REPLICAS_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +155,9 @@ def _detail(like: list[Order], state: State) -> str:
         return _room(oldest.command, state)
     slowest = _slowest(_callers(like, state))
     limits = _limits(slowest, state) if slowest else ""
+    if oldest.subject == "group" and not slowest:
+        replica = state.replicas.by_id[oldest.owner]
+        return f"it {_limited(replica)}" if state.replicas.is_limited(replica) else ""
     if oldest.subject == "stage":
         return _stage_detail(state.groups.stages.by_name[oldest.command.state], slowest, limits)
     if not slowest or oldest.id in state.groups.unrewarded:
@@ -209,6 +214,18 @@ def reward_wait(state: State) -> str:
     otherwise = f"state {busy[0]}" if busy and not state.groups.unrewarded else "their rewards"
     text = f"{_groups(groups)} {_wait(groups)} for {slowest.name if slowest else otherwise}"
     return text + (f": {_limits(slowest, state)}" if slowest else "")
+
+
+def limit_wait(state: State) -> str:
+    """`replica 1 takes no more groups than 9: KV cache 84 %`: why replicas with free slots take no group. Empty if
+    there are none."""
+    limited = [replica for replica in state.replicas.rollouts if state.replicas.is_limited(replica)]
+    return "; ".join(f"replica {replica.id} {_limited(replica)}" for replica in limited[:REPLICAS_NAMED])
+
+
+def _limited(replica: Replica) -> str:
+    cache = f": KV cache {100 * replica.cache_used:.0f} %" if replica.cache_used else ""
+    return f"takes no more groups than {replica.limit}{cache}"
 
 
 def agent_wait(state: State) -> str:

@@ -60,6 +60,9 @@ class ScriptedModel:
     def tokens_sampled(self) -> int:
         return 0
 
+    def cache_used(self) -> float:
+        return 0.0
+
 
 def rehearse_agent(config: Config, prompt: Prompt) -> Iterator[str]:
     """Lines like those of `check_inputs`. Raises: `ConfigError` for an agent that cannot be started, or that fails

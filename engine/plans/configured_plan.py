@@ -41,6 +41,7 @@ from engine.storage.samples import SamplePolicy
 from engine.tasks.quickstart import Progress
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import Prompt
+from engine.workers.cache_reports import CACHE_EVERY_S
 
 
 def plan_of(config: Config, run_dir: Path, progress: Progress | None = None, local: Local = NO_LOCAL) -> Plan:
@@ -122,6 +123,7 @@ def _planned(config: Config, inputs: Inputs, run_dir: Path) -> Plan:
         replicas=config.rollout.replicas,
         slots=config.rollout.slots,
         prefix_every_tokens=config.durability.prefix_every_tokens,
+        cache_every_s=CACHE_EVERY_S if config.measures_cache else 0.0,
         snapshot_every=config.durability.snapshot_every,
         make_rollout=partial(make_rollout, config, inputs),
         make_sharing_rollout=partial(make_sharing_rollout, config, inputs),

@@ -242,6 +242,7 @@ def vllm_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutB
         structures=config.agent.on_gateway and config.agent.tool_choice == "constrain",
         notes_routes=config.trainer_settings.router_replay,
         lora=config.trainer_settings.lora,
+        measures_cache=config.measures_cache,
         log=None if inputs.logs is None else inputs.logs / f"{source_of(REPLICA, replica)}.vllm.log",
     )
 

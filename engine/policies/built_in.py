@@ -6,7 +6,7 @@ from itertools import islice
 from engine.events import GroupGenerated
 from engine.ids import NO_VERSION, GroupId, ReplicaId, StepId, Version
 from engine.policies.registry import register
-from engine.states.view import GroupView, View
+from engine.states.view import GroupView, ReplicaView, View
 
 # -- admission: how many new groups start now --------------------------------------------------------------------------
 
@@ -52,6 +52,39 @@ class NewestWeights:
 
     def choose(self, view: View, oldest: Version, group: GroupId) -> ReplicaId | None:
         return view.newest_weights(oldest, avoid=view.failed_on(group))
+
+
+# -- concurrency: how many groups may run on a replica at once ---------------------------------------------------------
+
+
+@register("concurrency", "slots")
+class Slots:
+    """As many as it has slots."""
+
+    def limit(self, view: View, replica: ReplicaView) -> int:
+        return replica.slots
+
+
+GROW, TRIM, CUT = 0.6, 0.8, 0.9
+"""Shares of the KV cache in use: below the first, a limit grows; above the second, it shrinks; above the third, it is
+halved."""
+
+
+@register("concurrency", "kv-cache")
+class KvCache:
+    """As many as fit into its KV cache. Half of the slots at first; one more after each report below 60 % of a replica
+    that is full; no change from 60 to 80 %; one less than run now above 80 %; half of those that run above 90 %. A
+    limit above which groups still run does not shrink further: it has not taken effect yet."""
+
+    def limit(self, view: View, replica: ReplicaView) -> int:
+        used, running, limit = replica.cache_used, replica.running, replica.limit
+        if not limit:
+            return max(1, replica.slots // 2)
+        if used < GROW:
+            return min(replica.slots, limit + (running >= limit))
+        if used <= TRIM or running > limit:
+            return limit
+        return max(1, running // 2 if used > CUT else running - 1)
 
 
 # -- filter: whether a generated group is used for training ------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from engine.events import GroupGenerated
 from engine.ids import GroupId, ReplicaId, Version
-from engine.states.view import GroupView, StepView, View
+from engine.states.view import GroupView, ReplicaView, StepView, View
 
 
 class AdmissionPolicy(Protocol):
@@ -29,6 +29,12 @@ class DispatchPolicy(Protocol):
     def choose(self, view: View, oldest: Version, group: GroupId) -> ReplicaId | None:
         """The replica that a group starts or resumes on: ready, with a free slot, at version `oldest` or newer. None:
         the group waits."""
+
+
+class ConcurrencyPolicy(Protocol):
+    def limit(self, view: View, replica: ReplicaView) -> int:
+        """How many groups may run on a replica at once from now on, from 1 to its slots; those that run stay. Asked
+        when it joins and after each report of its KV cache."""
 
 
 class BatchingPolicy(Protocol):

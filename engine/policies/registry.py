@@ -14,6 +14,7 @@ from engine.errors import ConfigError, describe_error, suggestion
 from engine.policies.protocols import (
     AdmissionPolicy,
     BatchingPolicy,
+    ConcurrencyPolicy,
     DeadlinePolicy,
     DispatchPolicy,
     FilterPolicy,
@@ -36,6 +37,7 @@ ON_ERROR = ("stop", "builtin")
 DEFAULTS: dict[str, str] = {
     "admission": "bounds",
     "dispatch": "least-loaded",
+    "concurrency": "slots",
     "batching": "deadline-first",
     "deadline": "wait",
     "sync": "together",
@@ -47,6 +49,7 @@ DEFAULTS: dict[str, str] = {
 METHODS: dict[str, str] = {
     "admission": "admit",
     "dispatch": "choose",
+    "concurrency": "limit",
     "batching": "select",
     "deadline": "decide",
     "sync": "pause",
@@ -136,6 +139,7 @@ class PolicySet:
 
     admission: AdmissionPolicy
     dispatch: DispatchPolicy
+    concurrency: ConcurrencyPolicy
     batching: BatchingPolicy
     deadline: DeadlinePolicy
     sync: SyncPolicy

@@ -36,6 +36,7 @@ __all__ = [
     "Grouping",
     "ImportanceTerms",
     "LossTerms",
+    "MeasuresCache",
     "MeasuresCalls",
     "Offloadable",
     "Prompt",
@@ -214,6 +215,14 @@ class MeasuresCalls(Protocol):
 
     def watch_calls(self, changed: Callable[[], None]) -> None:
         """Call `changed` on the event loop whenever a group begins to wait, or a call ends."""
+
+
+@runtime_checkable
+class MeasuresCache(Protocol):
+    """A generator that knows how full its KV cache is. A concurrency policy may limit its groups accordingly."""
+
+    def cache_used(self) -> float:
+        """Share of the KV cache in use, from 0 to 1. Called on the event loop."""
 
 
 @runtime_checkable

@@ -58,6 +58,9 @@ class RemoteEngine:
     def tokens_sampled(self) -> int:
         return self._sampled
 
+    def cache_used(self) -> float:
+        return 0.0
+
     async def failed(self) -> str:
         """Wait until the backend has failed and return the reason. `close` does not count as a failure."""
         return await asyncio.shield(self._end())
@@ -116,6 +119,8 @@ class SampleRequest:
     seed: int
     """Seed of this trajectory only. The torch backend draws at response position i with (seed, i), so a resumed request
     has the same random numbers. Other backends use (seed, length of the prefix) for each request."""
+    session: int | None = None
+    """Requests of one session have a common prefix: a backend may keep its keys and values for the next request."""
     report_every: int = 0
     """Tokens between two calls of `report`; 0 for none."""
     report: "Callable[[SampleResult], None] | None" = None
@@ -167,6 +172,9 @@ class RolloutBackend(Protocol):
 
     def tokens_sampled(self) -> int:
         """Response tokens sampled since the start, for metrics."""
+
+    def cache_used(self) -> float:
+        """Share of the KV cache in use, from 0 to 1; 0 if it is not known."""
 
 
 # -- checks of a request -----------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
 class BackendGenerator:
     """Base class of the built-in generators: the parts of `protocols.Generator` that only call the backend. Implements
-    `protocols.Fallible`, `Sleeper` and `MeasuresCalls`."""
+    `protocols.Fallible`, `Sleeper`, `MeasuresCalls` and `MeasuresCache`."""
 
     def __init__(self, backend: RolloutBackend, grader: Grader, agent: AgentCalls | None = None) -> None:
         """`agent`: measures the calls of the user's code between the answers of the model."""
@@ -69,6 +69,10 @@ class BackendGenerator:
     def tokens_sampled(self) -> int:
         """Tokens sampled since the start, for metrics."""
         return self._backend.tokens_sampled()
+
+    def cache_used(self) -> float:
+        """See `protocols.MeasuresCache`."""
+        return self._backend.cache_used()
 
 
 class GeneratorOfCalls(BackendGenerator):
@@ -285,6 +289,7 @@ class ModelGenerator(BackendGenerator):
                 prefix_ids=trajectory.token_ids,
                 params=self._params,
                 seed=derive_seed(self._seed, work.group, index),
+                session=work.group,
                 report_every=work.save_every_tokens if work.save is not None else PROGRESS_EVERY_TOKENS,
                 report=lambda so_far: self._take_report(attempt, index, so_far),
             )

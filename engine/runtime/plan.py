@@ -120,6 +120,8 @@ class Plan:
     slots: int = 8
     prefix_every_tokens: int = 1024
     """A replica stores a group's prefixes after this many new tokens of a trajectory; 0: only at an abort."""
+    cache_every_s: float = 0.0
+    """Seconds between two reports of a replica on its KV cache, while groups run; 0: none."""
     make_gateway: Callable[[], "GatewayParts"] | None = None
     """Makes the gateway, for generators that run agents; None: no gateway."""
     restore_trainer: Callable[[Trainer, Restore], None] | None = None

@@ -165,6 +165,7 @@ class PlannedReplica(PlannedWorker):
             described=plan.described,
             progress_every_s=self._progress_every_s,
             keeper=keeper,
+            cache_every_s=plan.cache_every_s,
         )
 
     def _held_out(self, rollout: Rollout, keeper: SampleKeeper | None) -> HeldOut | None:

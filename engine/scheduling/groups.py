@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.commands import AbortGroup, DrawPrompts, EnterState, ParkGroup, ResumeGroup, StartGroup
 from engine.events import (
+    CacheMeasured,
     DrawFailed,
     GroupAborted,
     GroupFailed,
@@ -35,7 +36,7 @@ from engine.states.orders import FILL, KINDS_OF_SUBJECTS
 from engine.states.process import ADDED_STATES
 from engine.states.replica import Replica
 from engine.states.timeouts import CUT_SHORT
-from engine.states.view import view_group
+from engine.states.view import view_group, view_replica
 
 MOST_DRAWN = 4096
 """Maximum number of prompts in one order."""
@@ -217,6 +218,23 @@ def on_order_progressed(core: Core, event: OrderProgressed) -> None:
     if event.finished > group.finished:
         core.state.groups.free_trajectories(group, event.finished)
         core.orders.note_room(replica.id)
+
+
+def on_cache_measured(core: Core, event: CacheMeasured) -> None:
+    replica = core.state.replicas.by_id[event.index]
+    replica.cache_used = event.used
+    limit_replica(core, replica)
+
+
+def limit_replica(core: Core, replica: Replica) -> None:
+    """Let the concurrency policy decide how many groups may run on a replica."""
+
+    def unlawful(limit: int) -> str:
+        return "" if 1 <= limit <= replica.slots else f"it must return an integer from 1 to {replica.slots}"
+
+    seen = view_replica(core.state, replica)
+    replica.limit = core.decisions.ask("concurrency", (seen,), (int,), unlawful)
+    core.state.replicas.update(replica)
 
 
 def on_group_failed(core: Core, event: GroupFailed) -> None:

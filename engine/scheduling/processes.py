@@ -7,6 +7,7 @@ while the run continues: the run stops, and begins again from its record.
 
 from engine.commands import EnterState, InspectStep, PublishWeights, SaveCheckpoint, ScoreBatch, StopProcess, TrainStep
 from engine.events import (
+    CacheMeasured,
     CallsMeasured,
     Event,
     ProcessLost,
@@ -72,7 +73,7 @@ def is_repeated(core: Core, event: Event) -> bool:
     if isinstance(event, ReplicaLeaves):
         replica = core.state.replicas.by_id.get(event.replica)
         return replica is None or replica.state == "down" or replica.incarnation != event.incarnation
-    if isinstance(event, CallsMeasured):
+    if isinstance(event, CallsMeasured | CacheMeasured):
         process = core.state.find_process(event.kind, event.index)
         return process is None or process.state != "up" or process.incarnation != event.incarnation
     if not isinstance(event, ProcessUp | ProcessLost):

@@ -15,6 +15,7 @@ from engine.commands import Command, FinishRun
 from engine.errors import ConfigError
 from engine.events import (
     BatchScored,
+    CacheMeasured,
     CallsMeasured,
     CheckpointDamaged,
     CheckpointFailed,
@@ -78,7 +79,7 @@ ALONE = (RunStarted, RunResumed, RunInterrupted, SchedulerRecovered, SettingChan
 """Facts that are ticks of their own."""
 GROUP_EVENTS = (
     GroupGenerated, PromptsDrawn, GroupAborted, GroupFailed, PrefixStored, OrderProgressed, StateLeft, StateFailed,
-    OrderDone, CallsMeasured,
+    OrderDone, CallsMeasured, CacheMeasured,
 )  # fmt: skip
 """Facts that do not themselves change steps, replicas or versions. Nearly all events are of these kinds."""
 
@@ -155,6 +156,7 @@ HANDLERS: Mapping[type[Event], Callable[[Core, Any], None]] = {
     ProcessProbed: time_limits.on_probed,
     ProcessWaits: processes.on_waits,
     CallsMeasured: processes.on_calls_measured,
+    CacheMeasured: groups.on_cache_measured,
     WeightsStaged: lambda core, event: None,  # `sync_weights` pauses the replica
     ReplicaPaused: weights.on_replica_paused,
     WeightsInstalled: weights.on_weights_installed,

@@ -17,6 +17,8 @@ from engine.states.limits import Limits
 from engine.states.timeouts import AUTO, KINDS, Limit, Timeouts
 
 POLICIES = "scheduler.policies."
+LIVE_DECISIONS = [decision for decision in (*DEFAULTS, "on_error") if decision != "concurrency"]
+"""Replicas measure their KV cache from their start, or never."""
 MAX_STEPS = "run.max_steps"
 
 
@@ -73,7 +75,7 @@ FIGURES: dict[str, tuple[str, Callable[[str], Any], str]] = {
 
 def live_settings() -> list[str]:
     """The paths of everything that may be set while a run is running."""
-    return [*FIGURES, *(f"{POLICIES}{decision}" for decision in (*DEFAULTS, "on_error"))]
+    return [*FIGURES, *(f"{POLICIES}{decision}" for decision in LIVE_DECISIONS)]
 
 
 def changed_limits(limits: Limits, setting: str, value: str) -> Limits:
@@ -111,7 +113,7 @@ def check_setting(limits: Limits, policies: PolicySet, setting: str, value: str)
     """Raises: `ConfigError` for a setting that cannot be changed, or an invalid value."""
     if setting in FIGURES:
         changed_limits(limits, setting, value)
-    elif setting.startswith(POLICIES):
+    elif setting.startswith(POLICIES) and setting != f"{POLICIES}concurrency":
         changed_policies(policies, setting, value)
     else:
         law = "cannot be changed while the run is running"

@@ -8,7 +8,7 @@ from engine.commands import InstallWeights, PauseReplica, ResumeReplica, RetireW
 from engine.events import ProcessUp, ReplicaPaused, SyncFailed, WeightsInstalled
 from engine.ids import ReplicaId, Version
 from engine.scheduling.core import Core
-from engine.scheduling.groups import stop_replica
+from engine.scheduling.groups import limit_replica, stop_replica
 from engine.states.laws import require
 from engine.states.orders import GIVE_UP
 from engine.states.replica import IN_SYNC, Replica
@@ -32,7 +32,8 @@ def join_replica(core: Core, replica: Replica, event: ProcessUp) -> None:
     if not replica.validator:
         _forget_none_left(core)
     replica.slots, replica.samples = event.slots, event.samples
-    replica.version = event.version
+    replica.version, replica.limit, replica.cache_used = event.version, 0, 0.0
+    limit_replica(core, replica)
     replica.sync_attempt = replica.sync_failures = 0
     replica.pace, replica.paced = 0.0, 0
     state.fire_replica(replica, "join")

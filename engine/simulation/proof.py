@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.policies import PolicySet
+from engine.policies import DEFAULTS, PolicySet
 from engine.record.frames import Header
 from engine.record.reader import read
 from engine.record.recorder import MemoryRecorder
@@ -89,8 +89,10 @@ def _problem(limits: Limits, policies: Mapping[str, str], seed: int, faults: Fau
     """What is wrong with one world; empty if nothing is."""
     chosen = PolicySet.from_names(policies)
     prompts = 12 + 7 * (seed % 8)
+    measures = chosen.names["concurrency"] != DEFAULTS["concurrency"]
     setting = Setting(
         limits=limits, replicas=2, slots=1 + seed % 4, prompts=prompts, seed=seed, spread=(1.0, 0.5)[seed % 3 == 2],
+        cache_tokens=(20 + 20 * (seed % 5)) * measures,
         faults=faults, prefix_every_tokens=(0, 5)[seed % 2], tick_size=(1, 64, 0)[seed // 2 % 3],
         described=seen.described, rows=seen.rows, rewards=seen.rewards,
     )  # fmt: skip

@@ -70,6 +70,9 @@ class Setting:
     """Response lengths are Pareto distributed: most are short, a few are very long."""
     max_tokens: int | None = None
     """Maximum response length; None: a few are longer than all others together."""
+    cache_tokens: int = 0
+    """Tokens of running trajectories for which a replica's KV cache has room; 0: replicas report no cache. A cache that
+    is full has no effect on sampling."""
     prefix_every_tokens: int = 0
     """Prefixes of a group are stored after this many new tokens; 0: only when it is aborted."""
     described: tuple[str, ...] | None = None

@@ -120,6 +120,11 @@ class SimGenerator:
         self.measuring = 0
         """Validation rows that are being answered."""
 
+    @property
+    def token_s(self) -> float:
+        """Seconds that a token takes now."""
+        return self._setting.token_s
+
     async def generate(self, work: GroupWork) -> Generated:
         if work.held_out:
             return await self._answer(work)
@@ -161,7 +166,7 @@ class SimGenerator:
                 every = sampling.work.save_every_tokens
                 if every:
                     tokens = min(tokens, max(sampling.saved + every - sampling.progress, 0.0))
-                timer = loop.call_later(tokens * self._setting.token_s, _wake, sampling)
+                timer = loop.call_later(tokens * self.token_s, _wake, sampling)
             try:
                 await sampling.wake
             finally:
@@ -183,6 +188,15 @@ class SimGenerator:
         if self.running > most:
             self._fail(EngineError(f"law 2: {self.running} trajectories are sampled, but the slots allow only {most}"))
 
+    def cache_used(self) -> float:
+        return min(1.0, self.needed())
+
+    def needed(self) -> float:
+        """Tokens of the running trajectories, as a share of those for which the cache has room."""
+        self.sample_all()
+        held = sum(sampling.progress * sampling.running for sampling in self.groups.values())
+        return held / self._setting.cache_tokens
+
     def _until_one_ends(self, sampling: Sampling) -> int:
         """Length at which the next trajectory ends."""
         return sampling.ends[sampling.finished]
@@ -200,7 +214,7 @@ class SimGenerator:
         if now == sampling.since:
             return
         if not (self.frozen or sampling.stuck):
-            grown = sampling.progress + (now - sampling.since) / self._setting.token_s
+            grown = sampling.progress + (now - sampling.since) / self.token_s
             sampling.progress = min(grown, float(sampling.ends[-1]))
             tokens = int(sampling.progress + ROUNDING)
             for one, end in zip(sampling.group.trajectories, sampling.ends, strict=True):

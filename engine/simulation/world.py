@@ -47,6 +47,7 @@ from engine.states.limits import QUEUED
 from engine.states.process import REPLICA
 from engine.states.state import State
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
+from engine.workers.cache_reports import CACHE_EVERY_S
 from engine.workers.clock import Deadlock, VirtualLoop
 
 __all__ = ["Faults", "Setting", "World"]
@@ -176,6 +177,7 @@ class World:
             replicas=setting.replicas,
             slots=setting.slots,
             prefix_every_tokens=setting.prefix_every_tokens,
+            cache_every_s=CACHE_EVERY_S if setting.cache_tokens else 0.0,
             restore_trainer=restore,
             make_scorer=lambda tasks: SimScorer(self.dice),
             make_work=lambda state: work_of(self.dice, state),

@@ -63,6 +63,10 @@ class Replica:
     """Trajectories that a slot holds: those of one group."""
     finished: int = 0
     """Trajectories that have ended, of the groups that run here. Each `samples` of them free a slot."""
+    limit: int = 0
+    """Groups that may run on it at once: the newest answer of the concurrency policy."""
+    cache_used: float = 0.0
+    """Share of its KV cache in use, by its newest report."""
     version: Version = 0
     next_version: Version | None = None
     """The version that it is to install: in host memory, or being brought there while a `StageWeights` is open."""

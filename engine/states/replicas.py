@@ -44,8 +44,8 @@ class Replicas:
     """Every replica ever seen; those that can take a group, by version and load; and the sums of their slots.
 
     The indexes follow from the replicas and the open orders for groups and rows. Call `update` after every change of a
-    replica's state, version, slots or these orders, when it becomes slow or is no longer slow, and when it leaves. A
-    call costs O(log replicas).
+    replica's state, version, slots, limit or these orders, when it becomes slow or is no longer slow, and when it
+    leaves. A call costs O(log replicas).
     """
 
     by_id: dict[ReplicaId, Replica]
@@ -166,8 +166,12 @@ class Replicas:
         return replica.slots if replica.validator else self.measuring(replica)
 
     def for_groups(self, replica: Replica) -> int:
-        """Slots that are free for groups."""
-        return replica.slots - self.taken(replica) - self.occupied(replica)
+        """Slots that are free for groups, and that the concurrency policy allows."""
+        return max(0, min(replica.slots, replica.limit) - self.taken(replica) - self.occupied(replica))
+
+    def is_limited(self, replica: Replica) -> bool:
+        """Whether a replica has free slots, but the concurrency policy allows it no more groups."""
+        return replica.state == "ready" and self.for_chunks(replica) > 0 and not self.for_groups(replica)
 
     def for_chunks(self, replica: Replica) -> int:
         """Slots that neither a group nor a chunk of a validation needs."""

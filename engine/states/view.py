@@ -62,7 +62,8 @@ class StepView(NamedTuple):
 
 class ReplicaView(NamedTuple):
     """One replica. `running` of its `slots` are busy, with groups or a validation; `staged` is the version in its host
-    memory, if any."""
+    memory, if any. At most `limit` groups may run on it; 0: it joins. `cache_used`: see `CacheMeasured`; 0 before the
+    first."""
 
     id: ReplicaId
     state: str
@@ -71,6 +72,8 @@ class ReplicaView(NamedTuple):
     staged: Version | None
     slots: int
     running: int
+    limit: int
+    cache_used: float
 
 
 class ValidationView(NamedTuple):
@@ -117,6 +120,8 @@ def view_replica(state: State, replica: Replica) -> ReplicaView:
         None if state.is_staging(replica) else replica.next_version,
         replica.slots,
         replica.slots - state.replicas.for_chunks(replica),
+        replica.limit,
+        replica.cache_used,
     )
 
 

@@ -35,6 +35,7 @@ from engine.storage.prefixes import Growth, growth_of
 from engine.storage.trajectories import Trajectories, copy_prompt
 from engine.storage.weights import Weights
 from engine.trajectory import Prompt, TrajectoryGroup
+from engine.workers.cache_reports import CacheReports
 from engine.workers.call_reports import CallReports
 from engine.workers.group_reports import (
     DoneOrders,
@@ -124,6 +125,7 @@ class ReplicaWorker:
         described: Sequence[str] | None = None,
         progress_every_s: Interval = each_minute,
         keeper: SampleKeeper | None = None,
+        cache_every_s: float = 0.0,
     ) -> None:
         self.replica = replica
         self.incarnation = incarnation
@@ -153,6 +155,7 @@ class ReplicaWorker:
         )  # fmt: skip
         sources = [generator] if held_out is None else [generator, held_out.evaluator]
         self._calls = CallReports("replica", replica, incarnation, sources, emit)
+        self._cache = CacheReports(replica, incarnation, generator, cache_every_s, lambda: self.running, emit)
         self._done = DoneOrders(self._report_done)
         self._weights = ReplicaWeights(
             who=self._who, generator=generator, weights=weights, measuring=self._measuring,
@@ -200,6 +203,7 @@ class ReplicaWorker:
             attempt.unwanted = True
         self._measuring.close()
         self._calls.close()
+        self._cache.close()
         await self._tasks.close()
         try:
             await awaited(self.generator.close)
@@ -229,6 +233,7 @@ class ReplicaWorker:
         attempt = GroupAttempt(command.group, command.attempt, command.number)
         self._running[command.group] = attempt
         attempt.task = self._tasks.spawn(self._run(attempt, command, prompt, before))
+        self._cache.begin()
         if before is not None:
             self._stop(before)
 

@@ -27,6 +27,7 @@ from engine.commands import (
 from engine.events import (
     EVENTS,
     BatchScored,
+    CacheMeasured,
     CallsMeasured,
     CheckpointDamaged,
     DrainRequested,
@@ -74,7 +75,7 @@ from tests.core.test_worlds import ROUGH
 
 NEED_NO_ORDER = (
     RunStarted, RunResumed, StopRequested, DrainRequested, ReplicaLeaves, ReplicasWanted, SettingChanged,
-    SchedulerRecovered, CheckpointDamaged, RunInterrupted, CallsMeasured,
+    SchedulerRecovered, CheckpointDamaged, RunInterrupted, CallsMeasured, CacheMeasured,
 )  # fmt: skip
 """Events that answer no order: the run's own, what users, hardware and disks say, and figures."""
 

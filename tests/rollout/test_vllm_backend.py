@@ -192,6 +192,19 @@ def test_no_new_request_meets_the_keys_and_values_of_older_weights() -> None:
     run_over(vllm_engines.rent(model()), scenario)
 
 
+def test_the_use_of_the_kv_cache_is_known_while_requests_run() -> None:
+    async def scenario(backend: Any) -> None:
+        reached = backend.hold(17)
+        running = asyncio.ensure_future(backend.sample(asked("r", TOKENS)))
+        await reached
+        assert 0.0 < backend.engine.cache_used() < 0.5
+        backend.go_on()
+        await running
+        assert backend.engine.cache_used() == 0.0, "its blocks are free"
+
+    run_over(vllm_engines.rent(model()), scenario)
+
+
 def test_stop_ids_end_a_response_and_are_part_of_it() -> None:
     async def scenario(backend: Any) -> None:
         params = SamplingParams(max_tokens=100, stop_ids=tuple(range(0, 32, 4)))

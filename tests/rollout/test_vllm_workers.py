@@ -6,18 +6,20 @@ Each kind starts once for all tests. The second one takes long, so `make torture
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import vllm_engines
-from backends import WIDE, build, run
+from backends import WIDE, build, run, run_over
 from test_vllm_weights import assert_samples, greedy
 from vllm_arguments import ENGINE_ARGS, require_vllm
 
 from engine.errors import EngineError
-from engine.rollout.vllm import vllm_backend
+from engine.rollout.vllm import engine_load, vllm_backend
 from engine.rollout.vllm.engine_args import all_engine_args
+from engine.rollout.vllm.engine_load import SessionEngines
 from engine.rollout.vllm.weight_checks import differing, not_loaded
 
 pytestmark = pytest.mark.timeout(600)
@@ -74,6 +76,54 @@ def test_an_install_reaches_every_worker(engine: Any) -> None:
         await assert_sampled(engine, new)
 
     run(scenario())
+
+
+@pytest.mark.long
+def test_requests_of_a_session_go_to_the_engine_that_has_their_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a model without experts: engines with experts must run batches of one size on CPUs."""
+    engine = vllm_engines.start(build("qwen2", **WIDE), engine_args=ENGINE_ARGS | KINDS["data"])
+    cached: dict[str, int] = {}
+    generate = engine._engine.generate
+
+    async def noted(*given: Any, **options: Any) -> Any:
+        async for output in generate(*given, **options):
+            cached[output.request_id] = output.num_cached_tokens
+            yield output
+
+    async def ask(name: str, session: int, turn: int) -> None:
+        prompt = [(7 * i + session) % 32 for i in range(200 + turn)]  # longer than a block of the cache on a CPU
+        await engine.sample(replace(greedy(name, 4), prompt_ids=prompt, session=session))
+
+    async def scenario(engine: Any) -> None:
+        await asyncio.gather(ask("a1", 1, 0), ask("b1", 2, 0))
+        for session, name in ((2, "b2"), (1, "a2"), (2, "b3")):
+            await ask(name, session, 1)
+        assert (cached["a1"], cached["b1"]) == (0, 0)
+        assert min(cached["a2"], cached["b2"], cached["b3"]) >= 128
+
+    monkeypatch.setattr(engine._engine, "generate", noted)
+    run_over(engine, scenario)
+
+
+def test_a_new_session_goes_to_the_engine_with_the_fewest_requests() -> None:
+    engines = SessionEngines(2)
+    assert [engines.enter(1), engines.enter(1), engines.enter(2)] == [0, 0, 1]
+    engines.leave(0)
+    engines.leave(0)
+    assert engines.enter(3) == 0
+    assert engines.enter(2) == 1, "although it has more requests"
+    engines.leave(engines.enter(None))
+    assert engines.requests == [1, 2]
+    assert SessionEngines(1).enter(1) is None
+
+
+def test_the_least_recently_used_session_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_load, "SESSIONS_KEPT", 2)
+    engines = SessionEngines(2)
+    assert [engines.enter(session) for session in (1, 2, 1, 3)] == [0, 1, 0, 1]
+    engines.leave(1), engines.leave(1)
+    assert engines.enter(2) == 1 and engines.requests == [2, 1], "it is new again"
+    assert engines.enter(1) == 1, "forgotten for 2, and new again"
 
 
 FAULTS = {

@@ -42,7 +42,7 @@ def start(model: PreTrainedModel, **options: Any) -> Any:
     arguments = ENGINE_ARGS | gated(gate)
     before = processes()
     with forked_engines():
-        backend = Held(directory.name, **{"rows": ROWS, "engine_args": arguments, **options})
+        backend = Held(directory.name, **{"rows": ROWS, "engine_args": arguments, "measures_cache": True, **options})
     backend.gate = Gate(gate)
     backend.process = min(processes() - before)
     STARTED.append(backend)

@@ -190,6 +190,7 @@ class AgentGenerator(GeneratorOfCalls):
                     prefix_ids=call.prefix_ids,
                     params=params,
                     seed=derive_seed(self._seed, call.group, *call.place),
+                    session=call.group,
                 )
             )
             opened.work.progress()

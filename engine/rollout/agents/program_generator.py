@@ -265,11 +265,11 @@ class ProgramGenerator(GeneratorOfCalls):
             running.requests[name] = None
             running.idle.clear()
             try:
-                result = await self._backend.sample(
-                    SampleRequest(
-                        id=name, prompt_ids=call.prompt_ids, prefix_ids=list(call.token_ids), params=params, seed=seed
-                    )
-                )
+                request = SampleRequest(
+                    id=name, prompt_ids=call.prompt_ids, prefix_ids=list(call.token_ids), params=params, seed=seed,
+                    session=work.group,
+                )  # fmt: skip
+                result = await self._backend.sample(request)
             finally:
                 del running.requests[name]
                 if not running.requests:

@@ -184,6 +184,10 @@ class BatchSampler:
         """Number of requests that have a row, and keys and values in it."""
         return len(self._running)
 
+    def cache_used(self) -> float:
+        """Share of the keys and values for which there is room that the running requests have. Any thread."""
+        return float(self._known[: len(self._running)].sum()) / (self._rows * self.model.context)
+
     def submit(self, request: SampleRequest, finish: Finish, report: Report | None = None) -> None:
         """Add a request. `finish` is called once with its result or its error, possibly before this returns."""
         context, vocabulary = self.model.context, self.model.vocabulary

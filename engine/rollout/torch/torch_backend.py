@@ -112,6 +112,9 @@ class TorchBackend:
     def tokens_sampled(self) -> int:
         return self._sampler.tokens_sampled
 
+    def cache_used(self) -> float:
+        return self._sampler.cache_used()
+
     async def sample(self, request: SampleRequest) -> SampleResult:
         try:
             result: SampleResult = await self._ask(lambda reply: self._submit(request, reply))

@@ -28,6 +28,7 @@ from engine.rollout.backend import (
     refusal_of,
 )
 from engine.rollout.vllm.engine_args import all_engine_args, prepare_environment
+from engine.rollout.vllm.engine_load import CacheUse, SessionEngines
 from engine.rollout.vllm.engine_log import EngineLog
 from engine.rollout.vllm.staged_weights import StagingArea
 from engine.rollout.vllm.weight_receiver import Incoming, IncomingAdapter
@@ -129,6 +130,9 @@ class VllmBackend(SleepingEngine):
 
     With `notes_routes`, results say which experts computed each token; vLLM needs a GPU for that.
 
+    With data parallelism, requests of one session go to one engine. With `measures_cache`, vLLM counts how full its
+    KV cache is.
+
     With `structures`, requests may have a structure; their log-probs are those of the constrained distribution.
 
     At temperature 0, the log-probs are those of the softmax at temperature 1, as vLLM defines it.
@@ -153,8 +157,10 @@ class VllmBackend(SleepingEngine):
         lora: Lora | None = None,
         structures: bool = False,
         notes_routes: bool = False,
+        measures_cache: bool = False,
         log: Path | None = None,
     ) -> None:
+        self._cache_use = CacheUse() if measures_cache else None
         self._recompute = kv == "recompute"
         self.install_timeout_s = install_timeout_s
         rank = None if lora is None else lora.rank
@@ -167,7 +173,7 @@ class VllmBackend(SleepingEngine):
         try:
             with self._log.inherited():
                 os.environ[OWNER] = f"{os.getpid()}:{self._area.root}"
-                self._engine: Any = _start(arguments, self._log)
+                self._engine: Any = _start(arguments, self._log, self._cache_use)
         except BaseException:
             self._area.close()
             raise
@@ -177,6 +183,7 @@ class VllmBackend(SleepingEngine):
         self._context: int = config.max_model_len
         self._vocabulary: int = config.get_vocab_size()
         super().__init__(sleep_mode=bool(arguments.get("enable_sleep_mode")))
+        self._sessions = SessionEngines(arguments.get("data_parallel_size", 1))
         self._runs: dict[str, RunningRequest] = {}
         self._opening: asyncio.Task[None] | None = None
         self._ending = threading.Lock()
@@ -199,6 +206,9 @@ class VllmBackend(SleepingEngine):
         return self._area.root
 
     # Sampling.
+
+    def cache_used(self) -> float:
+        return 0.0 if self._cache_use is None else self._cache_use.used
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         await self._open()
@@ -228,14 +238,18 @@ class VllmBackend(SleepingEngine):
         if run.cut:
             return nothing_new("abort")
         run.continue_under(self._version, 0)
+        engine = self._sessions.enter(run.request.session)
         try:
-            return await self._stream(run)  # no await before the send, so no pause can happen in between
+            return await self._stream(run, engine)  # no await before the send, so no pause can happen in between
         except EngineError:
             raise
         except Exception as error:
             raise self._refused(error) from error
+        finally:
+            self._sessions.leave(engine)
 
-    async def _stream(self, run: RunningRequest) -> SampleResult:
+    async def _stream(self, run: RunningRequest, engine: int | None) -> SampleResult:
+        """`engine`: the data-parallel engine that samples; None: vLLM chooses."""
         from vllm.inputs.engine import tokens_input
 
         request, tokens, logprobs = run.request, [], []
@@ -246,7 +260,7 @@ class VllmBackend(SleepingEngine):
         reported = 0
         async for output in self._engine.generate(
             tokens_input(known, cache_salt=str(self._version)), _sampling_params(request, budget), request.id,
-            lora_request=self._incoming.adapter(self._version),
+            lora_request=self._incoming.adapter(self._version), data_parallel_rank=engine,
         ):  # fmt: skip
             last = output.outputs[0]
             tokens += last.token_ids
@@ -490,14 +504,15 @@ def _sampling_params(request: SampleRequest, budget: int) -> Any:
     )
 
 
-def _start(arguments: Mapping[str, Any], log: EngineLog) -> Any:
+def _start(arguments: Mapping[str, Any], log: EngineLog, cache_use: CacheUse | None) -> Any:
     try:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
     except ImportError as error:
         raise ConfigError("rollout.backend", "vllm", f"vLLM cannot be imported: {error}") from error
     try:
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        loggers: Any = None if cache_use is None else [cache_use]
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=loggers)
     except TypeError as error:
         raise ConfigError("rollout.engine_args", dict(arguments), f"vLLM does not accept them: {error}") from error
     except Exception as error:

@@ -1,0 +1,78 @@
+"""When a replica reports its KV cache, on a virtual clock."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from engine.workers.cache_reports import CacheReports
+from engine.workers.clock import VirtualLoop
+
+
+class Cache:
+    """A generator whose cache the test fills."""
+
+    def __init__(self) -> None:
+        self.used, self.running = 0.0, 0
+
+    def cache_used(self) -> float:
+        return self.used
+
+
+def reported(
+    scene: Callable[[Cache, CacheReports], object], every_s: float = 2.0, source: object = None
+) -> list[tuple[float, float]]:
+    """(time, share) of the reports in a minute. `scene` begins at 0 s."""
+    loop, found = VirtualLoop(), list[tuple[float, float]]()
+
+    async def play() -> None:
+        cache = Cache()
+        reports = CacheReports(
+            0, 1, source or cache, every_s, lambda: cache.running, lambda event: found.append((loop.time(), event.used))
+        )
+        scene(cache, reports)
+        await asyncio.sleep(60.0)
+
+    try:
+        loop.run_until_complete(play())
+    finally:
+        loop.close()
+    return found
+
+
+def filled(cache: Cache, reports: CacheReports) -> None:
+    """Two groups run; the last one ends after 5 s."""
+    cache.used, cache.running = 0.5, 2
+    reports.begin()
+    reports.begin()
+    asyncio.get_running_loop().call_later(3.0, lambda: setattr(cache, "used", 0.7))
+    asyncio.get_running_loop().call_later(5.0, lambda: setattr(cache, "running", 0))
+
+
+def test_the_cache_is_reported_while_groups_run_and_once_after_the_last() -> None:
+    assert reported(filled) == [(2.0, 0.5), (4.0, 0.7), (6.0, 0.7)]
+
+
+def test_nothing_is_reported_without_an_interval_or_a_cache_or_after_the_end() -> None:
+    assert reported(filled, every_s=0.0) == []
+    assert reported(filled, source=object()) == []
+
+    def closed(cache: Cache, reports: CacheReports) -> None:
+        filled(cache, reports)
+        asyncio.get_running_loop().call_later(3.0, reports.close)
+
+    assert reported(closed) == [(2.0, 0.5)]
+
+
+@pytest.mark.parametrize("used", [1.5, float("nan"), "half"])
+def test_a_share_that_is_none_is_logged_once_and_no_more_is_reported(
+    used: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(cache: Cache, reports: CacheReports) -> None:
+        filled(cache, reports)
+        cache.used = used
+
+    with caplog.at_level(logging.ERROR):
+        assert reported(wrong) == []
+    assert [record.getMessage() for record in caplog.records] == ["replica 0 reports its KV cache no more"]
