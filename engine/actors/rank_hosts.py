@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine.actors.detached_actors import PackedPlan, hide_gpus, prepare_process
-from engine.actors.failures import failure_reason, never_ran, raised
+from engine.actors.failures import failure_reason, named, never_ran, raised
 from engine.errors import EngineError
 from engine.runtime.stacks import stacks_descriptor
 from engine.training.child_ranks import ChildRanks
@@ -70,16 +70,20 @@ class RemoteRanks:
         self._ends: dict[int, str] = {}
         self.links: Sequence[Connection] = [self._linked(place) for place in range(ranks)]
 
+    def share(self, message: bytes) -> str:
+        """See `ranked_trainer.RankHost`. Raises: `EngineError`."""
+        with named():
+            path: str = ray.get(self._actor.share.remote(message))
+        return path
+
     def hold(self, weights: PublishedTensors, manifest: Manifest) -> None:
         """See `ranked_trainer.RemoteHost`. Raises: `EngineError`."""
         import torch
 
         by_place = {place: weights[name] for name, place in manifest.names}
         arrays = [by_place[place].reshape(-1).view(torch.uint8).numpy() for place in range(len(by_place))]
-        try:
+        with named():
             ray.get(self._actor.hold.remote(manifest, weights.publication, arrays))
-        except RayError as error:
-            raise raised(error) from None
 
     def drop(self) -> None:
         self._actor.drop.remote()
@@ -128,6 +132,9 @@ class RankHostActor:
         except (EOFError, OSError):
             raise EngineError(self._ranks.end_of(place)) from None
         return answer
+
+    def share(self, message: bytes) -> str:
+        return self._ranks.share(message)
 
     def hold(self, manifest: Manifest, publication: str, arrays: "Sequence[numpy.ndarray[Any, Any]]") -> None:
         """See `ranked_trainer.RemoteHost`."""

@@ -4,6 +4,7 @@ Started by `ranked_trainer` for its own machine, and by `actors.rank_hosts` for 
 end with the process that started them, even if that process is killed.
 """
 
+import mmap
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import threading
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from typing import IO
 
 
 class ChildRanks:
@@ -22,6 +24,8 @@ class ChildRanks:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stacks = () if stacks is None else (stacks,)
         self._closed = threading.Event()
+        self._shared: IO[bytes] | None = None
+        """The memory of `share`."""
         self._start(count)
 
     @property
@@ -37,6 +41,15 @@ class ChildRanks:
         self._processes[place].kill()
         status = self._processes[place].wait()
         return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+
+    def share(self, message: bytes) -> str:
+        """Keep a message in memory until the next one. Returns a path where the ranks find it. Raises: `OSError`."""
+        self._shared = os.fdopen(os.memfd_create("step-engine-call"), "r+b", buffering=0)
+        handle = self._shared.fileno()
+        os.posix_fallocate(handle, 0, len(message))
+        with mmap.mmap(handle, len(message)) as memory:
+            memory[:] = message
+        return f"/proc/{os.getpid()}/fd/{handle}"
 
     def close(self) -> None:
         for process in self._processes:

@@ -10,7 +10,9 @@ import copy
 import ctypes
 import faulthandler
 import logging
+import mmap
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -19,6 +21,8 @@ from multiprocessing.reduction import recv_handle
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+SHARED = "shared"
+"""In place of the name of a call: the call is packed in the file at a path, which is the argument."""
 PROGRESS = (None, None)
 """Sent before the answer: the call has progressed."""
 
@@ -60,10 +64,18 @@ def main() -> None:
         except EOFError:
             return
         try:
+            if name == SHARED:
+                name, arguments = unpacked(arguments)
             answer = (True, rank.call(name, arguments))
         except Exception as error:
             answer = (False, sendable(error))
         link.send(answer)
+
+
+def unpacked(path: str) -> Any:
+    """The content of a packed file, without a copy of the file."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+        return pickle.loads(memory)
 
 
 class Rank:

@@ -17,20 +17,22 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import send_handle
+from multiprocessing.reduction import ForkingPickler, send_handle
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from engine.errors import ConfigError, EngineError, TrainerSpoiled, reason_of
 from engine.ids import StepId
 from engine.protocols import Batch, RolloutFigures
 from engine.training.child_ranks import ChildRanks
-from engine.training.rank_process import PROGRESS, family_of
+from engine.training.rank_process import PROGRESS, SHARED, family_of
 from engine.training.shared_weights import SHARES, Manifest, PublishedTensors, copy_of, find
 from engine.training.trainer_settings import TrainerSettings
 
 if TYPE_CHECKING:
     from engine.training.batch import Answer  # it brings torch, which this process needs for weights only
 
+SHARED_BYTES = 1 << 20
+"""Size of a packed call from which on the ranks of a node read one copy."""
 SETTLE_S = 10.0
 """Seconds that ranks may differ in noticing the same error, before it counts as the error of some."""
 
@@ -57,6 +59,10 @@ class RankHost(Protocol):
 
     @property
     def links(self) -> Sequence[Connection]: ...
+
+    def share(self, message: bytes) -> str:
+        """Bring a message to the node. Returns a path where its ranks find it until the next one. Raises: `OSError` if
+        this node has no room, `EngineError` of another node."""
 
     def end_of(self, place: int) -> str:
         """How a rank that no longer answers has ended."""
@@ -131,8 +137,8 @@ class RankedTrainer:
             place = (address, listening.getsockname()[1])
             return self._answer_to(self._jobs(replace(job, rendezvous=place)), listening.fileno())
 
-    def _jobs(self, job: Job) -> list[Job]:
-        return [replace(job, index=rank) for rank in range(job.count)]
+    def _jobs(self, job: Job) -> list[bytes]:
+        return [_packed(replace(job, index=rank)) for rank in range(job.count)]
 
     # -- the calls of a trainer
 
@@ -207,16 +213,26 @@ class RankedTrainer:
     # -- the ranks
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """The first rank's result of a call in every rank."""
-        return self._answer_to([(name, arguments)] * len(self._links))
+        """The first rank's result of a call in every rank. A large call, such as one with a batch, is packed once, and
+        the ranks of a node read one copy."""
+        message = _packed((name, arguments))
+        if len(message) < SHARED_BYTES or self._lost:
+            return self._answer_to([message] * len(self._links))
+        places: list[bytes] = []
+        for host in self._hosts:
+            try:
+                places += [_packed((SHARED, host.share(message)))] * len(host.links)
+            except EngineError:
+                self._lose(len(places))
+        return self._answer_to(places)
 
-    def _answer_to(self, messages: Sequence[Any], handle: int | None = None) -> Any:
-        """`handle`: an open file that the first rank gets with its message."""
+    def _answer_to(self, messages: Sequence[bytes], handle: int | None = None) -> Any:
+        """`messages`: packed. `handle`: an open file that the first rank gets with its message."""
         if self._lost:
             raise TrainerSpoiled(self._lost)
         for rank, (link, message) in enumerate(zip(self._links, messages, strict=True)):
             try:
-                link.send(message)
+                link.send_bytes(message)
                 if handle is not None and rank == 0:
                     send_handle(link, handle, self.pids[0])
             except OSError:
@@ -276,3 +292,7 @@ class RankedTrainer:
         self._lost = self._lost or reason
         self.close()
         raise TrainerSpoiled(self._lost)
+
+
+def _packed(message: Any) -> bytes:
+    return bytes(ForkingPickler.dumps(message))

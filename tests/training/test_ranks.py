@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from forked_ranks import SETTINGS, ForkServer, LocalNodes, OfRanks, starts_of
+from forked_ranks import SETTINGS, ForkServer, LocalNodes, LocalRanks, OfRanks, starts_of
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from weight_holders import inodes
 
@@ -28,6 +28,7 @@ from engine.errors import ConfigError, EngineError, TrainerSpoiled
 from engine.plans.trainers import make_trainer
 from engine.protocols import Batch
 from engine.runtime.stacks import dump_stacks, register_stacks, stacks_file
+from engine.training import ranked_trainer
 from engine.training.custom_functions import CustomFunction
 from engine.training.model_checkpoint import optimizer_tensors
 from engine.training.ranked_trainer import RankedTrainer
@@ -88,6 +89,35 @@ def test_ranks_that_share_a_model_in_each_node_take_the_steps_of_one(
         assert other.load(str(tmp_path / "saved")) == 1
         assert close_to(other.weights(), weights)
         assert close_to(optimizer_tensors(other.model, other.optimizer), moments), "0.1 of the gradients"
+
+
+def test_the_ranks_of_a_node_read_one_copy_of_a_large_batch(
+    of_ranks: OfRanks, batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with of_ranks(2) as trainer:
+        expected, weights = trainer.train(batch(0)), dict(trainer.weights())
+    monkeypatch.setattr(ranked_trainer, "SHARED_BYTES", 2_000)
+    with of_ranks(2, nodes=2) as trainer:
+        metrics = trainer.train(batch(0))
+        sizes = [os.fstat(host._shared.fileno()).st_size for host in trainer._hosts]
+        assert sizes[0] == sizes[1] > 2_000
+        assert {n: v for n, v in metrics.items() if "seconds" not in n} == {
+            n: v for n, v in expected.items() if "seconds" not in n
+        }
+        assert all(torch.equal(value, weights[name]) for name, value in trainer.weights().items())
+        assert [os.fstat(host._shared.fileno()).st_size for host in trainer._hosts] == sizes, "a small call is sent"
+
+
+def test_a_node_that_cannot_get_a_batch_is_lost(
+    of_ranks: OfRanks, batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(self: LocalRanks, message: bytes) -> str:
+        raise EngineError("its actor has died")
+
+    monkeypatch.setattr(ranked_trainer, "SHARED_BYTES", 2_000)
+    monkeypatch.setattr(LocalRanks, "share", gone)
+    with of_ranks(2, nodes=2) as trainer, pytest.raises(TrainerSpoiled, match="rank 1 of 2 died"):
+        trainer.train(batch(0))
 
 
 def test_a_loss_of_the_user_trains_the_same_on_two_ranks(of_ranks: OfRanks, batch: MakeBatch) -> None:
