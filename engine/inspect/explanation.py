@@ -41,12 +41,12 @@ SLOT_CAUSES = {
     "agent": "its group waited for an agent or an environment",
     "worker_bound": "K groups were running (scheduler.max_concurrent_groups)",
     "staleness_bound": "the staleness bound was reached (scheduler.max_staleness_steps)",
-    "concurrency": "its KV cache, or another concurrency policy, allowed its replica no more groups",
     "no_prompts": "the prompts were used up",
     "waiting_for_prompts": "prompts were being drawn",
     "waiting_for_weights": "the parked groups needed newer weights",
     "run_ending": "the run needed no more groups",
     "starting": "the run was starting",
+    "concurrency": "its KV cache, or another concurrency policy, allowed its replica no more groups",
     "other": "the policies started no group",
 }
 TRAINER_CAUSES = {

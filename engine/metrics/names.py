@@ -27,19 +27,19 @@ ROLLOUT_IDLE_CAUSES = (
     "agent",
     "worker_bound",
     "staleness_bound",
-    "concurrency",
     "no_prompts",
     "waiting_for_prompts",
     "waiting_for_weights",
     "run_ending",
     "starting",
+    "concurrency",
     "other",
 )
 """Why a slot of a running replica is idle, in the order of the values: the replica syncs weights; another task has
 its pool; the replica or the run drains; its groups wait for rewards, or for the work of an added state; its group waits
-for an agent, a rollout or an environment; K is reached; the staleness bound is reached; the concurrency policy allows
-the replica no more groups; there are no more prompts; prompts are being drawn; the parked groups need newer weights
-than the replica has; the run needs no more groups; the run is starting; anything else."""
+for an agent, a rollout or an environment; K is reached; the staleness bound is reached; there are no more prompts;
+prompts are being drawn; the parked groups need newer weights than the replica has; the run needs no more groups; the
+run is starting; the concurrency policy allows the replica no more groups; anything else."""
 
 ADMISSION_LIMITS = ("slots_full", "no_replica", *ROLLOUT_IDLE_CAUSES)
 """Why no further group starts: every slot is busy; no replica is up; otherwise why slots are idle."""
