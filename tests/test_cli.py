@@ -712,7 +712,12 @@ def test_the_state_of_a_run_is_a_line_and_an_exit_code(capsys: Capture, launched
     assert cli.main(["waits", "killed"]) == 0 and "according to the record" in capsys.readouterr().out
     assert "is not running: finished: 4 train steps\n" in refused(capsys, "drain", "whole")
     assert "is not running: finished: 4 train steps\n" in refused(capsys, "top", "whole")
-    assert "; resume it with `engine resume drained`\n" in refused(capsys, "stop", "drained")
+    said = refused(capsys, "stop", "drained")
+    assert said.endswith("interrupted by the user; resume it with `engine resume drained`\n") and "can be" not in said
+    Path("killed/endpoint.json").write_text('[{"targets": ["127.0.0.1:1"], "labels": {}}]')
+    Path("killed/control.json").write_text('{"url": "http://127.0.0.1:1", "token": "gone"}')
+    assert cli.main(["waits", "killed"]) == 0 and "according to the record" in capsys.readouterr().out, "nobody answers"
+    assert "; `engine status killed` says whether it can be resumed\n" in refused(capsys, "top", "killed")
 
 
 # -- requests to end ---------------------------------------------------------------------------------------------------

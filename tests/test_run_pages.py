@@ -86,8 +86,10 @@ def test_the_list_has_every_run_newest_first_even_a_damaged_one(capsys: Capture)
     assert [row["name"].rpartition("-")[2] for row in rows] == ["broken", "begun", "one"]
     assert [row["state"] for row in rows] == ["damaged", "starting", "finished"]
     lock.release()
+    assert "; did you mean 20260101-000000-one?" in refused(capsys, "status", "2026010-000000-one")
     ended = answered(capsys, "runs")["runs"][1]
     assert ended["state"] == "not started" and "start it again with `engine run" in ended["why"]
+    assert f"RUN '{begun}' is not started: its process" in refused(capsys, "compare", str(begun), "20260101-000000-one")
     assert answered(capsys, "show", str(begun))["next"] == [f"engine run {begun}/config.yaml"]
     assert (rows[2]["steps"], rows[2]["max_steps"], rows[2]["model"]) == (4, 4, "arithmetic")
     metrics = [json.loads(line) for line in Path("runs/latest/metrics.jsonl").read_text().splitlines()]

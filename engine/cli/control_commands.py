@@ -35,7 +35,7 @@ def add_commands(commands: Any) -> None:
     state = _command(commands, "status", "print the state of a run in one line, and exit with its code")
     state.description = (
         "Exit codes: 0 finished, 1 failed, 2 no such run, 3 running, 4 waiting (nothing has changed for "
-        "run.silence_s), 5 drained, stopped or interrupted: it can be resumed, 6 no event yet."
+        "run.silence_s), 5 drained, stopped or interrupted: it can be resumed, 6 starting, 7 not started."
     )
     takes_json(state)
     state.set_defaults(run=status)
@@ -119,9 +119,8 @@ def _only_recorded(directory: "RunDirectory") -> bool:
     from engine.inspect import open_record
 
     try:
-        if (directory.path / FILE).exists():
-            return False
-        return not open_record(directory.path).header.config or not state_of(directory).is_running
+        configured = open_record(directory.path).header.config or (directory.path / FILE).exists()
+        return not configured or not state_of(directory).is_running
     except RecordError:
         return False
 

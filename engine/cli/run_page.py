@@ -25,6 +25,7 @@ from engine.cli.run_state import (
     STARTING,
     RunState,
     listed_state_of,
+    not_begun,
     start_again,
     state_of,
 )
@@ -327,6 +328,9 @@ def _compare(arguments: argparse.Namespace) -> int:
 
     runs = [RunFiles(open_run(name)) for name in (arguments.one, arguments.other)]
     differing = differing_fields(*(run.configuration for run in runs))
+    for run in runs:
+        if not run.directory.has_record:
+            raise not_begun(run.directory)
     parting = schedule_difference(*(open_record(run.directory.path) for run in runs))
     if arguments.json:
         fields = {

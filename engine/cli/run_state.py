@@ -16,6 +16,7 @@ from engine.storage.run_directory import RunDirectory, open_run
 
 FINISHED, FAILED, RUNNING, WAITING, ENDED, STARTING, NOT_STARTED = 0, 1, 3, 4, 5, 6, 7
 """Exit codes. 2 is bad input, such as a directory without a run."""
+RESUMABLE = "; it can be resumed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +116,9 @@ def require_address(directory: RunDirectory, file: str, off: str) -> None:
         raise ConfigError("RUN", directory.shown, law, "try again once it trains or has ended")
     if state.code in (STARTING, NOT_STARTED):
         raise not_begun(directory)
-    fix = "" if state.code == FINISHED else f"resume it with `engine resume {directory.shown}`"
-    raise ConfigError("RUN", directory.shown, f"is not running: {state.text}", fix)
+    law = f"is not running: {state.text.removesuffix(RESUMABLE)}"
+    fix = f"resume it with `engine resume {directory.shown}`" if state.text.endswith(RESUMABLE) else ""
+    raise ConfigError("RUN", directory.shown, law, fix)
 
 
 def _answer(directory: RunDirectory) -> RunState | None:
@@ -149,13 +151,13 @@ def _recorded(schedule: Path) -> RunState:
         raise
     trained = f"after {counted(state.training.steps_trained, 'train step')}"
     if state.ending.outcome is None:
-        return RunState(ENDED, f"interrupted {trained}: its processes were killed; it can be resumed")
+        return RunState(ENDED, f"interrupted {trained}: its processes were killed{RESUMABLE}")
     if state.ending.outcome.outcome == "finished":
         return RunState(FINISHED, f"finished: {state.ending.outcome.reason}")
     if state.ending.outcome.outcome == "failed":
-        return RunState(FAILED, f"failed {trained}: {state.ending.outcome.reason}; it can be resumed")
+        return RunState(FAILED, f"failed {trained}: {state.ending.outcome.reason}{RESUMABLE}")
     word = ending_of("stopped", state.ending.draining, state.groups.ledger.running)
-    return RunState(ENDED, f"{word} {trained}: {state.ending.outcome.reason}; it can be resumed")
+    return RunState(ENDED, f"{word} {trained}: {state.ending.outcome.reason}{RESUMABLE}")
 
 
 def _undecided(schedule: Path) -> RunState:
@@ -164,5 +166,5 @@ def _undecided(schedule: Path) -> RunState:
     end = read(schedule).outcome()
     codes = {"finished": FINISHED, "failed": FAILED}
     if end is None:
-        return RunState(ENDED, "interrupted: its processes were killed; it can be resumed")
+        return RunState(ENDED, f"interrupted: its processes were killed{RESUMABLE}")
     return RunState(codes.get(end.outcome, ENDED), f"{end.outcome}: {end.reason}")

@@ -94,7 +94,7 @@ def ask(address: str, shown: str) -> Status:
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
         reason = getattr(error, "reason", None) or error
         law = f"does not answer at {address} ({reason}): the run was killed, or its machine is unreachable"
-        raise ConfigError("RUN", shown, law, f"read its record with `engine replay {shown}`") from None
+        raise ConfigError("RUN", shown, law, f"`engine status {shown}` says whether it can be resumed") from None
     except (ValueError, TypeError, KeyError, AttributeError, http.client.HTTPException) as error:
         raise _no_run(address, shown, error) from None
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from engine.errors import ConfigError, RecordHeld
+from engine.errors import ConfigError, RecordHeld, suggestion
 from engine.record.files import RecordLock, make_directory, make_run_directory, private_opener
 from engine.record.segment_log import has_segments
 from engine.storage.samples import FOLDER
@@ -124,7 +124,7 @@ def open_run(run: str | Path, parent: str | Path = "runs") -> RunDirectory:
         fix = f"the last run by name in {Path(parent)}/ is {others[-1]}"
     else:
         fix = f"there is no run in {Path(parent)}/; give its directory"
-    raise ConfigError("RUN", str(run), "does not exist", fix)
+    raise ConfigError("RUN", str(run), "does not exist", suggestion(str(run), [path.name for path in others], fix))
 
 
 def runs_named(parent: str | Path, name: str) -> list[RunDirectory]:
