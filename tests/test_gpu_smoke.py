@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -27,16 +29,27 @@ gpu_smoke = loaded()
 
 def test_the_program_measures_and_names_what_it_skips(tmp_path: Path) -> None:
     out = tmp_path / "lines.jsonl"
-    asked = ["--device", "cpu", "--parts", "facts,publication,offload,attention", "--out", str(out)]
+    asked = ["--device", "cpu", "--parts", "facts,attention", "--out", str(out)]
     done = subprocess.run([sys.executable, str(PROGRAM), *asked], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert out.read_text() == done.stdout
-    facts, publication, offload, attention = map(json.loads, done.stdout.splitlines())
+    facts, attention = map(json.loads, done.stdout.splitlines())
     assert facts["part"] == "facts" and facts["device"] == "cpu" and facts["torch"]
+    assert attention == {"part": "attention", "skipped": "no GPU"}
+
+
+def test_weights_are_published_and_offloaded_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from gpu import training
+    from gpu.bench import Bench
+
+    def figures_of(part: Callable[[Any], Iterable[Mapping[str, Any]]]) -> dict[str, Any]:
+        return dict(ChainMap(*map(dict, part(Bench("cpu", tmp_path)))))
+
+    publication, offload = figures_of(training.publication), figures_of(training.offload)
     assert publication["publish"]["equal"] is True and len(publication["publish"]["gb_per_s"]) == 4
     assert publication["publish"]["bytes"] > 0 and publication["bare copy"]["gb_per_s"]
     assert offload["again"]["equal"] is True and offload["trains_afterwards"] is True
-    assert attention == {"part": "attention", "skipped": "no GPU"}
 
 
 def test_a_part_that_dies_or_hangs_keeps_its_figures_and_says_how_it_ended(tmp_path: Path) -> None:

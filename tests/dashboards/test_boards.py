@@ -1,7 +1,6 @@
 """The boards: up to date, in Grafana's own schema, understandable, and about names that exist."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -179,11 +178,13 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("arguments", [["--into"], ["a", "b"]])
-def test_arguments_that_are_no_folder_are_refused(arguments: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dashboards.generate", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "usage: python -m dashboards.generate [-h] [FOLDER]" in done.stderr
+def test_arguments_that_are_no_folder_are_refused(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "usage: python -m dashboards.generate [-h] [FOLDER]" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,7 +8,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from engine.errors import EngineError
@@ -50,12 +50,12 @@ def differences(directory: Path, prefix: str) -> Iterator[str]:
             yield f"{path.name}: {report.divergence}"
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["write", "replay"])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--prefix", default="", help="worlds whose names begin so")
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     act = write if asked.action == "write" else differences
     lines = list(act(asked.directory, asked.prefix))
     print("\n".join(lines), end="\n" if lines else "")
