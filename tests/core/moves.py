@@ -12,9 +12,17 @@ from hypothesis import strategies as st
 
 from engine import policies
 from engine.errors import ConfigError
-from engine.events import DrainRequested, ReplicaLeaves, ReplicasWanted, SchedulerRecovered, SettingChanged
+from engine.events import (
+    CacheMeasured,
+    DrainRequested,
+    ReplicaLeaves,
+    ReplicasWanted,
+    SchedulerRecovered,
+    SettingChanged,
+)
 from engine.scheduling.settings import POLICIES, check_setting, live_settings
 from engine.states.limits import CONFLICTS, SYNC_MODES, AddedState, Limits, Pool, ValidationLimits
+from engine.states.process import REPLICA
 from engine.states.timeouts import AUTO, KINDS, Timeouts
 from tests.core.added_states import CHECKING, FETCHING, GATING, PROVING, SIFTING, WEIGHING
 from tests.core.adversary import AT_REST, Adversary
@@ -223,6 +231,12 @@ def keep_prefix(world: Adversary, running: Any, choose: Choices) -> None:
 def fail(world: Adversary, running: Any, choose: Choices) -> None:
     replica, group = running
     replica.fail(group, choose.choice(CAUSES))
+
+
+@move(1, lambda world: list(world.replicas.values()))
+def measure_cache(world: Adversary, replica: Any, choose: Choices) -> None:
+    used = choose.choice([0.1, 0.7, 0.85, 0.95])
+    world.deliver(CacheMeasured(kind=REPLICA, index=replica.id, incarnation=replica.incarnation, used=used))
 
 
 @move(4, lambda world: world.syncing())
