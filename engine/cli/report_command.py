@@ -54,9 +54,9 @@ def _steps(text: str) -> list[int]:
 
 
 def _samples(run: "RunDirectory", steps: list[int] | None) -> list[dict[str, Any]]:
-    """The first responses of the chosen train steps; by default, of the first, the middle and the last one.
-    Raises: `ConfigError` for a step without samples."""
-    from engine.storage.samples import TRAIN, SampleFiles, lacks_pyarrow
+    """The first responses of the chosen train steps; by default, of the first, the middle and the last one, or those
+    whose reward failed if there is none. Raises: `ConfigError` for a step without samples."""
+    from engine.storage.samples import FAILED, TRAIN, SampleFiles, lacks_pyarrow
 
     if lacks_pyarrow() or not run.samples.is_dir():
         if steps is not None:
@@ -71,7 +71,7 @@ def _samples(run: "RunDirectory", steps: list[int] | None) -> list[dict[str, Any
         law = f"names steps without samples: {_listed(missing)}"
         fix = f"use steps from {known[0]} to {known[-1]}" if known else "this run has none"
         raise ConfigError("--samples", _listed(steps), law, fix)
-    return [row for step in steps for row in _first(files.rows(TRAIN, {step}))]
+    return [row for step in steps for row in _first(files.rows(TRAIN, {step}))] or _first(files.rows(FAILED))
 
 
 def _first(rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -53,7 +53,6 @@ def report_html(
     meta, data = _packed(timeline)
     meta |= {
         "idle": _idle_bins(history), "curves": _curves(history, rows), "run": history.run, "end": history.end,
-        "steps": len(history.trained),
     }  # fmt: skip
     parts = {
         "TITLE": html.escape(history.run), "SUMMARY": _summary(history), "ADVICE": _advice(advice),
@@ -199,7 +198,8 @@ def _summary(history: History) -> str:
     groups = sum(group.ended_at >= 0 for group in history.groups)
     facts = {
         "outcome": f"{history.outcome}{': ' if history.reason else ''}{history.reason}",
-        "train steps": len(history.trained), "groups": f"{groups} ended of {len(history.groups)} drawn",
+        "train steps": sum(step.finished_at >= 0 for step in history.trained),
+        "groups": f"{groups} ended of {len(history.groups)} drawn",
         "time": f"{history.end:.1f} s", "events": history.events,
         "replicas": f"{len(history.slots)} with {sum(history.slots.values())} slots",
         "bounds": ", ".join(
@@ -264,8 +264,18 @@ def _samples(samples: Iterable[Mapping[str, Any]]) -> str:
     parts = []
     for row in samples:
         reward = "" if row.get("reward") is None else f", reward {row['reward']:.3g}"
-        title = html.escape(f"step {row.get('step')}, group {row.get('group')}, sample {row.get('sample')}{reward}")
-        names = ("tokens", "staleness", "oldest_version", "newest_version", "finish_reason", "advantage", "answer")
+        place = f"attempt {row.get('attempt')}" if row.get("attempt") is not None else f"step {row.get('step')}"
+        title = html.escape(f"{place}, group {row.get('group')}, sample {row.get('sample')}{reward}")
+        names = (
+            "error",
+            "tokens",
+            "staleness",
+            "oldest_version",
+            "newest_version",
+            "finish_reason",
+            "advantage",
+            "answer",
+        )
         facts = {name.replace("_", " "): row[name] for name in names if row.get(name) not in (None, "")}
         prompt, response = html.escape(str(row.get("prompt", ""))), html.escape(str(row.get("response", "")))
         parts.append(

@@ -2,18 +2,21 @@
 
 import html
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from steady_world import steady_world
 
 from engine.cli import main
 from engine.inspect.advice import advise
 from engine.inspect.history_reader import read_history
 from engine.inspect.report import _curves, _idle_bins, report_html
 from engine.inspect.timeline import timeline_of
+from engine.record import Header, Recorder
 from engine.storage.samples import SampleFiles, SampleRow
 from tests.inspect.recorded_worlds import faulty_record, recorded
 
@@ -156,6 +159,19 @@ class TestPage:
         page.check("input[value=wall]")
         assert page.locator(".plot canvas").count() == 7
 
+    def test_curves_have_whole_steps_and_room_for_their_numbers(self, page: Any) -> None:
+        for plot in range(page.evaluate("plots.length")):
+            page.evaluate(f"plots[{plot}].setScale('x', {{min: 0, max: 1}})")
+            page.evaluate(f"plots[{plot}].setScale('y', {{min: -0.00004, max: -0.00001}})")
+            page.evaluate("new Promise(requestAnimationFrame)")
+            wide = "Math.max(...y._values.map((text) => ctx.measureText(text).width)) / devicePixelRatio"
+            steps, numbers, room, wide = page.evaluate(
+                "({axes: [x, y], ctx}) => [x._splits, y._values, y._size, (ctx.font = y.font[0], " + wide + ")]",
+                page.evaluate_handle(f"plots[{plot}]"),
+            )
+            assert steps == [0, 1]
+            assert not any("-" in text for text in numbers) or room >= wide + 15, "the sign is not cut off"
+
     def test_a_group_without_a_slice_is_named(self, page: Any) -> None:
         page.fill("#group", "99999")
         page.press("#group", "Enter")
@@ -192,6 +208,19 @@ def test_the_report_of_a_run_has_the_advice_about_it(run: Path, tmp_path: Path) 
     assert main(["report", str(run), "--out", str(path)]) == 0
     advice = advise(read_history(run)).lines
     assert "".join(f"<li>{html.escape(line)}</li>" for line in advice) in path.read_text(encoding="utf-8")
+
+
+def test_the_report_of_a_failed_run_counts_no_step_and_shows_failed_rewards(tmp_path: Path) -> None:
+    limits = steady_world().setting.limits
+    recorder = Recorder(tmp_path / "schedule", Header(run="fails", limits=limits.to_plain()))
+    steady_world(recorder=recorder).until(lambda state: state.groups.ledger.batched > 0)
+    recorder.close()
+    row = SampleRow(kind="failed", group=3, attempt=2, prompt_row=0, prompt="?", response="!", error="no such thing")
+    SampleFiles(tmp_path / "samples").write_failure(3, 2, [row])
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert re.search(r"train steps</dt>\s*<dd>0</dd>", page)
+    assert "attempt 2, group 3, sample 0" in page and "no such thing" in page
 
 
 def test_a_report_is_named_after_the_directory_of_its_run(run: Path, tmp_path: Path, monkeypatch: Any) -> None:

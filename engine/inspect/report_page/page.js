@@ -623,6 +623,18 @@ class TimelineView {
 
 const plots = [];
 
+// The axes of a plot: train steps in whole numbers, and room for the longest value.
+function axesOf(axis) {
+  const line = { stroke: style("--line"), width: 0.5 };
+  const look = { stroke: style("--soft"), grid: line, ticks: line, labelSize: 18 };
+  const whole = [...Array(8).keys()].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
+  const longest = (values) => Math.max(0, ...(values ?? []).map((text) => text.length));
+  return [
+    axis === "step" ? { ...look, label: "step", incrs: whole } : { ...look, label: "s" },
+    { ...look, size: (_, values) => Math.max(50, 20 + 7 * longest(values)) },
+  ];
+}
+
 function drawCurves() {
   const axis = document.querySelector("input[name=axis]:checked").value;
   const box = byId("curves");
@@ -637,10 +649,6 @@ function drawCurves() {
     card.className = "plot";
     card.append(element("h3", title));
     box.append(card);
-    const axes = [axis === "step" ? "step" : "s", ""].map((label) => ({
-      label: label || undefined, labelSize: 18, stroke: style("--soft"), grid: { stroke: style("--line"), width: 0.5 },
-      ticks: { stroke: style("--line"), width: 0.5 },
-    }));
     const series = [{ label: axis === "step" ? "step" : "s" }, ...names.map((name, place) => ({
       label: name.replaceAll("_", " "), stroke: lines[place % lines.length], width: 1.5, spanGaps: true,
       dash: [[], [6, 3], [2, 2], [8, 3, 2, 3]][place % 4],
@@ -648,7 +656,7 @@ function drawCurves() {
     }))];
     const data = [x, ...values];
     plots.push(new uPlot({
-      width: card.clientWidth - 16, height: 210, scales: { x: { time: false } }, axes, series,
+      width: card.clientWidth - 16, height: 210, scales: { x: { time: false } }, axes: axesOf(axis), series,
       cursor: { sync: { key: "curves" } },
     }, data, card));
   }
@@ -690,7 +698,7 @@ function drawHistograms(name, rows, mean, x, axis, box) {
   plots.push(new uPlot({
     width: card.clientWidth - 16, height: 210,
     scales: { x: { time: false }, y: { range: [low - margin, high + margin] } },
-    axes: ["", ""].map(() => ({ stroke: style("--soft"), grid: { stroke: style("--line"), width: 0.5 } })),
+    axes: axesOf(axis),
     series: [{ label: axis }, { label: "mean", stroke: COLORS.orange, width: 1 }],
     cursor: { sync: { key: "curves" } }, hooks: { drawAxes: [draw] },
   }, [x, mean], card));
@@ -705,7 +713,7 @@ function drawValidations(axis, lines, box) {
   const found = [...meta.curves.validations].sort((a, b) => a[column] - b[column]);
   plots.push(new uPlot({
     width: card.clientWidth - 16, height: 210, scales: { x: { time: false } },
-    axes: ["", ""].map(() => ({ stroke: style("--soft"), grid: { stroke: style("--line"), width: 0.5 } })),
+    axes: axesOf(axis),
     series: [{ label: axis }, { label: "accuracy", stroke: lines[1], width: 1.5, points: { show: true, size: 7 } }],
   }, [found.map((row) => row[column]), found.map((row) => row[2])], card));
 }
