@@ -5,7 +5,9 @@ relays the messages between them and `training.ranked_trainer`.
 host actors are children of the trainer's actor, so Ray ends them with it, and their ranks end with them.
 """
 
+import os
 import threading
+import weakref
 from collections.abc import Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -18,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from engine.actors.detached_actors import PackedPlan, hide_gpus, prepare_process
 from engine.actors.failures import failure_reason, named, never_ran, raised
 from engine.errors import EngineError
-from engine.runtime.stacks import stacks_descriptor
+from engine.runtime.stacks import dump_stacks, stacks_descriptor, stacks_file
 from engine.training.child_ranks import ChildRanks
 from engine.training.shared_weights import Manifest, Memory, PublishedTensors, view_bytes
 
@@ -35,12 +37,19 @@ class RankNodes:
         self.address: str = ray.util.get_node_ip_address()
         self._packed = packed
         self._gpus = gpus
+        self._started: weakref.WeakSet[RemoteRanks] = weakref.WeakSet()
 
     def start(self, ranks: int) -> "list[RemoteRanks]":
         """Start the ranks of the other nodes. Blocks until the nodes are there."""
         group = ray.util.get_current_placement_group()
         begun = {bundle: self._make(group, bundle, ranks) for bundle in range(1, self.count)}
-        return [RemoteRanks(self._running(group, bundle, ranks, actor), ranks) for bundle, actor in begun.items()]
+        made = [RemoteRanks(self._running(group, bundle, ranks, actor), ranks) for bundle, actor in begun.items()]
+        self._started.update(made)
+        return made
+
+    def dump_stacks(self) -> list[Any]:
+        """Make the host actors and their ranks write their stacks. Returns a reference for each, which ends then."""
+        return [one.dump_stacks() for one in self._started]
 
     def _running(self, group: Any, bundle: int, ranks: int, actor: Any) -> Any:
         """The host actor of a node, once it runs. Ray notices a dead node late, so it may have placed the actor there:
@@ -56,7 +65,7 @@ class RankNodes:
 
     def _make(self, group: Any, bundle: int, ranks: int) -> Any:
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": self._gpus, "max_concurrency": ranks + 1}
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": self._gpus, "max_concurrency": ranks + 2}
         made = ray.remote(RankHostActor).options(**options, enable_task_events=False, scheduling_strategy=place)
         return made.remote(self._packed, f"trainer-node-{bundle}", ranks)
 
@@ -75,6 +84,9 @@ class RemoteRanks:
         with named():
             path: str = ray.get(self._actor.share.remote(message))
         return path
+
+    def dump_stacks(self) -> Any:
+        return self._actor.dump_stacks.remote()
 
     def hold(self, weights: PublishedTensors, manifest: Manifest) -> None:
         """See `ranked_trainer.RemoteHost`. Raises: `EngineError`."""
@@ -120,6 +132,7 @@ class RankHostActor:
         hide_gpus()
         packed.enter()
         prepare_process(name, packed.run_dir)
+        self._stacks = None if packed.run_dir is None else stacks_file(packed.run_dir, name)
         self._ranks = ChildRanks(ranks, stacks_descriptor())
         self._held: object = None
 
@@ -135,6 +148,11 @@ class RankHostActor:
 
     def share(self, message: bytes) -> str:
         return self._ranks.share(message)
+
+    def dump_stacks(self) -> None:
+        """Write the stacks of this process and its ranks into a file of this node, beside the trainer's."""
+        if self._stacks is not None:
+            dump_stacks(os.getpid(), self._stacks)
 
     def hold(self, manifest: Manifest, publication: str, arrays: "Sequence[numpy.ndarray[Any, Any]]") -> None:
         """See `ranked_trainer.RemoteHost`."""

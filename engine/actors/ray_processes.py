@@ -7,6 +7,7 @@ Ray reports its death, or if it misses heartbeats.
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +45,8 @@ STORE_PATIENCE = 4
 """Factor on the heartbeat limit of the stores. The weights store copies whole models on the event loop that answers
 heartbeats."""
 OWN_PROCESS = "if a reward ends its process, name it in reward.functions with processes: 1, which protects the replica"
+STACKS_S = 15.0
+"""Seconds in which the trainer's other nodes write their stacks."""
 CLOSE_TIMEOUT_S = 5.0
 """Seconds that a generator, the gateway or the trajectory store gets to close."""
 
@@ -73,6 +76,7 @@ class RayProcess:
         self._source = source_of(kind, index)
         self._pulse = pulse
         self._run_dir = plan.run_dir
+        self._apart = plan.trainer_nodes > 1
         self._epoch = epoch
         self._place = placed
         self._sequence = 0
@@ -136,9 +140,12 @@ class RayProcess:
         return replace(ended, reason=f"{ended.reason}; it was calling {calls}; {OWN_PROCESS}") if calls else ended
 
     async def stacks(self) -> str:
-        """Works only for a process on this node."""
+        """Works only for a process on this node, and the trainer's ranks on any node."""
         if self._run_dir is None or not self._pid:
             return ""
+        if self._kind == TRAINER and self._apart:
+            with suppress(RayError, TimeoutError):
+                await asyncio.wait_for(self.actor.dump_stacks.remote(), STACKS_S)
         file = stacks_file(self._run_dir, self._source)
         if not await asyncio.to_thread(writes_to, self._pid, file):
             return ""

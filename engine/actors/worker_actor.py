@@ -279,8 +279,12 @@ class TrainerActor(WorkerActor):
         unpacked = super()._unpacked(plan)
         if unpacked.trainer_nodes == 1:
             return unpacked
-        nodes = RankNodes(plan, unpacked.trainer_nodes, trainer_gpus_of_node(unpacked))
-        return replace(unpacked, make_trainer=partial(unpacked.make_trainer, nodes=nodes))
+        self._nodes = RankNodes(plan, unpacked.trainer_nodes, trainer_gpus_of_node(unpacked))
+        return replace(unpacked, make_trainer=partial(unpacked.make_trainer, nodes=self._nodes))
+
+    async def dump_stacks(self) -> None:
+        """Make the processes on the trainer's other nodes write their stacks, also while the trainer's thread hangs."""
+        await asyncio.gather(*(self._nodes.dump_stacks()))
 
     async def hand_over(self, steps: StepId) -> None:
         """Called for a scorer: hand over the weights after `steps` train steps, if they are still owed."""

@@ -117,6 +117,9 @@ def ranks_apart(directory: Path) -> tuple[list[str], dict[str, tuple[str, int]],
         ray.get(other._actor.drop.remote())  # then it has started its ranks
         rank = next(one for one in psutil.process_iter(["cmdline"]) if "engine.training.rank_process" in one.cmdline())
         (directory / "sees").write_text(rank.environ()["CUDA_VISIBLE_DEVICES"])
+        ray.get(nodes.dump_stacks())
+        said = (directory / "logs" / "trainer-node-1.stacks").read_text()
+        assert said.count("engine/training/rank_process.py") >= 2, "both ranks have written their stacks"
         relays = [thread for thread in threading.enumerate() if thread.name.startswith("rank-")]
         del other
         for relay in relays:
