@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from engine.errors import ConfigError, counted
 from engine.ids import NO_VERSION, GroupId, ReplicaId, StepId
@@ -79,7 +79,6 @@ BOUNDS = {
 }
 """The bottlenecks: what the trainer waited for while it did not work."""
 WAITS = ("waiting_for_groups", "waiting_for_stragglers")
-Value = TypeVar("Value", GenerationAttempt, GroupWait)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +196,8 @@ class _Chains:
         self.history = history
         self._ready_at = {wait.group: wait.start for wait in history.waits if wait.state == READY}
         last = set(map(self.last_group, history.steps))
-        self.attempts, self.waits = _of_groups(history.attempts, last), _of_groups(history.waits, last)
+        self.attempts: dict[GroupId, list[GenerationAttempt]] = _of_groups(history.attempts, last)
+        self.waits: dict[GroupId, list[GroupWait]] = _of_groups(history.waits, last)
         self._span_starts = [span.start for span in history.idle]
         self._syncs: dict[ReplicaId, list[SyncPhase]] = defaultdict(list)
         for sync in history.syncs:
@@ -270,9 +270,9 @@ class _Chains:
         return sums
 
 
-def _of_groups(values: Iterable[Value], groups: Container[GroupId | None]) -> dict[GroupId, list[Value]]:
+def _of_groups(values: Iterable[Any], groups: Container[GroupId | None]) -> dict[GroupId, list[Any]]:
     """The attempts or waits of some groups, by group."""
-    found: dict[GroupId, list[Value]] = defaultdict(list)
+    found = defaultdict(list)
     for value in values:
         if value.group in groups:
             found[value.group].append(value)

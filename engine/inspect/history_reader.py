@@ -162,8 +162,9 @@ def _stretches(record: Record, least: int) -> list[_Stretch]:
         before = places[-1]
         if place.position - (0 if before is None else before.position) >= least:
             places.append(place)
-    if len(places) > 1 and places[-1] != snapshots[-1] and record.ends_at(snapshots[-1]):
-        places.append(snapshots[-1])
+    newest = snapshots[-1] if len(places) > 1 else None
+    if newest not in places and not any(record.frames_and_snapshots(answers=False, after=newest)):
+        places.append(newest)
     return [_Stretch(begin, end) for begin, end in zip(places, [*places[1:], None], strict=True)]
 
 

@@ -140,10 +140,6 @@ class Record:
             raise RecordError(payload.path, payload.offset, "is not the snapshot that was there")
         return frame
 
-    def ends_at(self, place: Place) -> bool:
-        """Whether nothing follows a snapshot, as in the record of a run that ended in order. Raises: `RecordError`."""
-        return next(self.frames_and_snapshots(answers=False, after=place), None) is None
-
     def snapshot_bytes(self, place: Place) -> bytes:
         """The snapshot at a place, without decoding it. Raises: `RecordError`."""
         return self._payload(place).data
