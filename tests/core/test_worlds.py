@@ -233,15 +233,6 @@ def test_a_world_takes_a_request_while_it_stands_and_can_be_left_there() -> None
         left.tell(StopRequested(reason="too late"))
 
 
-def test_a_faulty_world_replays_identically() -> None:
-    recorder = MemoryRecorder(Header(run="replayed", limits=a_world(0).setting.limits.to_plain()))
-    world = a_world(5, recorder)
-    world.run()
-    report = replay(read(recorder))
-    assert report.divergence is None
-    assert report.events == world.driver.events_handled > 100
-
-
 def test_the_staleness_bound_is_attained_and_work_goes_on_out_of_order() -> None:
     worst, orders = set(), 0
     for seed in range(10):

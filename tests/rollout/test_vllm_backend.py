@@ -1,8 +1,7 @@
-"""vLLM as replicas of a run, and what becomes of them when processes die."""
+"""vLLM as replicas of a run, and what is left of an owner that is killed."""
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from test_prefixes import assert_begins
 from vllm_arguments import require_vllm
 
 from engine.errors import DataFailure, EngineError
-from engine.events import GroupGenerated, ProcessLost, WeightsInstalled
+from engine.events import WeightsInstalled
 from engine.protocols import Batch
 from engine.record import read, replay
 from engine.record.replayer import build_scheduler
@@ -258,34 +257,3 @@ def test_reports_name_the_version_of_each_token_that_vllm_hands_over_late() -> N
             assert_begins(result, one)
 
     run_over(vllm_engines.rent(model()), scenario)
-
-
-class Mortal(vllm_engines.Rented):
-    async def close(self) -> None:
-        await self.engine.close()
-
-
-def test_the_other_engine_finishes_the_groups_of_a_killed_engine() -> None:
-    """Last: no later test uses that engine."""
-    mortal = vllm_engines.rent(model(), Mortal)
-    mortal.hold(30)
-    trainer = Publisher()
-
-    def end_it() -> None:
-        until_at(mortal, vllm_engines.ROWS * 30)  # as many as it samples at once
-        os.kill(mortal.engine.process, signal.SIGKILL)
-
-    trainer.at[1] = end_it
-    limits = Limits(
-        train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12, sync_mode="abort", checkpoint_every=0
-    )
-    result = run_on(
-        [vllm_engines.rent(model()), mortal], trainer, prompts=[f"question {n}" for n in range(28)], limits=limits,
-        samples=2, slots=6, policies={"filter": "none"},
-    )  # fmt: skip
-    assert (result.outcome, result.groups["consumed"]) == ("finished", 28)
-    (lost,) = events_of(result, ProcessLost)
-    assert lost.index == 1 and "vLLM" in lost.reason
-    assert {event.replica for event in events_of(result, GroupGenerated)} == {0}
-    assert all(len(t.token_ids) == TOKENS for group in trainer.groups for t in group.trajectories)
-    assert_lawful(result)
