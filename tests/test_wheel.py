@@ -33,7 +33,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("wheel")
     pip: Sequence[object] = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
     done(*pip, "wheel", "--no-deps", "--wheel-dir", place, ROOT, cwd=place)
-    done(sys.executable, "-m", "venv", place / "venv", cwd=place)
+    done(sys.executable, "-m", "venv", "--without-pip", place / "venv", cwd=place)
     (wheel,) = place.glob("*.whl")
     python = place / "venv" / "bin" / "python"
     done(*pip, "--python", python, "install", "-c", ROOT / "constraints.txt", wheel, cwd=place)
