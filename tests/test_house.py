@@ -199,6 +199,7 @@ def nothing_sleeps(source: Source) -> Iterator[str]:
 UNPICKLES = {
     "engine/actors/detached_actors.py": "the plan of a run, from the process that launches it to its actors",
     "engine/runtime/wire.py": "calls between the actors of one run",
+    "engine/training/rank_process.py": "calls of a rank, from memory of the process that started it",
 }
 """Where something is unpickled: traffic between processes of one run, which Ray pickles as well."""
 EXECUTES = {

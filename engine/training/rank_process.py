@@ -73,7 +73,8 @@ def main() -> None:
 
 
 def unpacked(path: str) -> Any:
-    """The content of a packed file, without a copy of the file."""
+    """What this process's parent has packed into a file of its memory, as `Connection.recv` reads it from the link, but
+    without a copy of the file."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
         return pickle.loads(memory)
 
