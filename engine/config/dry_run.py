@@ -226,12 +226,55 @@ FORMS = {"response": "", "group": ", called once for each group", "batch": ", ca
 
 
 @dataclass(frozen=True, slots=True)
+class _Trial:
+    """An answer that was tried."""
+
+    text: str
+    why: str
+    """What it is, if it is not the value of the column `answer`, or made up."""
+    values: Mapping[str, Value]
+    """The value of each function by its field."""
+    reward: float
+    """The weighted sum, with the mean of values for turns or tokens: a longer answer is not a better one."""
+
+
+@dataclass(slots=True)
 class _Judge:
     """A reward, its functions by field, and the prompts whose responses it judges."""
 
     reward: RewardParts
     specs: Mapping[str, str]
     surveys: Mapping[str, Survey]
+    took_s: dict[str, float] = field(default_factory=dict)
+    """Of the fastest call by field. The first one in a process is left out: it starts the process."""
+    began: set[str] = field(default_factory=set)
+
+    @property
+    def rewards(self) -> list[tuple[str, str, RewardPart]]:
+        return [(*spec, part) for spec, part in zip(self.specs.items(), self.reward.parts, strict=True)]
+
+    def tried(self, tokenizer: Any, prompt: Prompt, answer: str, name: str, why: str = "") -> _Trial:
+        """Raises: `ConfigError` if a call fails, or no function applies."""
+        where = f"row {prompt.row} of {name}"
+        values: dict[str, Value] = {}
+        total = 0.0
+        for path, spec, part in self.rewards:
+            said = _test_trajectory(tokenizer, prompt, answer)
+            at = monotonic()
+            value = values[path] = _call(part, path, spec, prompt, said, where)
+            if path in self.began or not part.limits_itself:
+                self.took_s[path] = min(self.took_s.get(path, inf), monotonic() - at)
+            self.began.add(path)
+            total += part.weight * fmean((value or [0.0]) if isinstance(value, list) else [value or 0.0])
+        if all(value is None for value in values.values()):
+            law, fix = f"all returned None for {where}", "make one of them return a number for every row"
+            raise ConfigError("reward.functions", [spec for _, spec, _ in self.rewards], law, fix)
+        return _Trial(answer, why, values, total)
+
+    def lines(self, prompt: Prompt, name: str, trials: Sequence[_Trial]) -> Iterator[str]:
+        for one, (path, spec, part) in product(trials, self.rewards):
+            call = f"{path} {spec} returns {_describe(one.values[path], part)}"
+            yield f"ok: {call} for the answer {one.text!r:.60} to row {prompt.row} of {name}{one.why}{FORMS[part.form]}"
 
 
 def _judges(config: Config, surveys: Mapping[str, Survey], local: Local) -> Iterator[_Judge]:
@@ -253,62 +296,49 @@ def _judges(config: Config, surveys: Mapping[str, Survey], local: Local) -> Iter
             yield _Judge(apart, {f"{path}.reward": one.reward}, found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """An answer that was tried."""
-
-    text: str
-    why: str
-    """What it is, if it is not the value of the column `answer`, or made up."""
-    values: Mapping[str, Value]
-    """The value of each function by its field."""
-    reward: float
-    """The weighted sum, with the mean of values for turns or tokens: a longer answer is not a better one."""
-
-
 def _reward_lines(judge: _Judge, tokenizer: Any, config: Config) -> Iterator[str]:
     """Call every function for the first row of each kind. Raises: `ConfigError` if a call fails."""
-    calls = _Calls(judge, tokenizer)
     try:
-        yield from (f"ok: {path} {spec}: {part.note}" for path, spec, part in calls.rewards if part.note)
+        yield from (f"ok: {path} {spec}: {part.note}" for path, spec, part in judge.rewards if part.note)
         for name, found in judge.surveys.items():
             first, *others = sorted(found.kinds.values())[:MOST_KINDS]
-            yield from _first_row_lines(calls, found.data, found.data.prompt(first), name)
+            yield from _first_row_lines(judge, tokenizer, found.data, found.data.prompt(first), name)
             for prompt in map(found.data.prompt, others):
                 for answer in dict.fromkeys((*(str(prompt.fields[one]) for one in _columns(prompt)[:1]), MADE_ANSWER)):
-                    calls.tried(prompt, answer, name)
-        yield from _time_lines(judge, calls.took_s, config)
+                    judge.tried(tokenizer, prompt, answer, name)
+        yield from _time_lines(judge, config)
     finally:
         judge.reward.close()
 
 
-def _first_row_lines(calls: "_Calls", data: Dataset, prompt: Prompt, name: str) -> Iterator[str]:
+def _first_row_lines(judge: _Judge, tokenizer: Any, data: Dataset, prompt: Prompt, name: str) -> Iterator[str]:
     """The rewards of a right answer, a wrong one and a made-up one, and a note if the right one does not get the most.
 
     The right answer is the first value of the row, alone or in the sentence of the made-up one, that gets more than the
     made-up one; if none does, the one that gets the most. The wrong answer is the value of another row.
     """
-    trials, wrong = list[tuple[str, str, _Trial]](), [calls.tried(prompt, MADE_ANSWER, name)]
+    trials, wrong = list[tuple[str, str, _Trial]](), [judge.tried(tokenizer, prompt, MADE_ANSWER, name)]
     for column, form in product(_columns(prompt), (MADE_NUMBER, MADE_ANSWER)):
         text = form.replace(MADE_NUMBER, str(prompt.fields[column]))
         why = f", its column {column!r}" * (column != ANSWER)
-        trials.append((column, form, calls.tried(prompt, text, name, why)))
+        trials.append((column, form, judge.tried(tokenizer, prompt, text, name, why)))
         if trials[-1][2].reward > wrong[0].reward:
             break
     if not trials:
-        yield from calls.lines(prompt, name, wrong)
+        yield from judge.lines(prompt, name, wrong)
         return
     column, form, right = max(trials, key=lambda one: one[2].reward)
     others = (one for one in islice(data.prompts(), MOST_ROWS) if one.fields.get(column) is not None)
     other = next((one for one in others if one.fields[column] != prompt.fields[column]), None)
     if other is not None:
         text = form.replace(MADE_NUMBER, str(other.fields[column]))
-        wrong.insert(0, calls.tried(prompt, text, name, f", a wrong one: that of row {other.row}"))
-    yield from calls.lines(prompt, name, [right, *wrong])
+        wrong.insert(0, judge.tried(tokenizer, prompt, text, name, f", a wrong one: that of row {other.row}"))
+    yield from judge.lines(prompt, name, [right, *wrong])
     best, tried = max(wrong, key=lambda one: one.reward), ", ".join(_columns(prompt))
     if right.reward <= best.reward:
+        who = ", ".join(f"{path} {spec}" for path, spec, _ in judge.rewards)
         yield (
-            f"note: {calls.who}: no answer to row {prompt.row} of {name} from its columns ({tried}) gets a higher "
+            f"note: {who}: no answer to row {prompt.row} of {name} from its columns ({tried}) gets a higher "
             f"reward than {best.text!r:.60}{best.why}, which gets {best.reward:g}; make sure that a right answer does, "
             f"because a run learns only from responses with different rewards"
         )
@@ -320,47 +350,12 @@ def _columns(prompt: Prompt) -> list[str]:
     return sorted(fit, key=lambda name: name != ANSWER)[:MOST_COLUMNS]
 
 
-class _Calls:
-    """Calls the functions of a judge, and measures how long they take."""
-
-    def __init__(self, judge: _Judge, tokenizer: Any) -> None:
-        self.rewards = [(*spec, part) for spec, part in zip(judge.specs.items(), judge.reward.parts, strict=True)]
-        self.who = ", ".join(f"{path} {spec}" for path, spec, _ in self.rewards)
-        self.took_s: dict[str, float] = {}
-        """Of the fastest call by field. The first one in a process is left out: it starts the process."""
-        self._tokenizer = tokenizer
-        self._began: set[str] = set()
-
-    def tried(self, prompt: Prompt, answer: str, name: str, why: str = "") -> _Trial:
-        """Raises: `ConfigError` if a call fails, or no function applies."""
-        where = f"row {prompt.row} of {name}"
-        values: dict[str, Value] = {}
-        total = 0.0
-        for path, spec, part in self.rewards:
-            said = _test_trajectory(self._tokenizer, prompt, answer)
-            at = monotonic()
-            value = values[path] = _call(part, path, spec, prompt, said, where)
-            if path in self._began or not part.limits_itself:
-                self.took_s[path] = min(self.took_s.get(path, inf), monotonic() - at)
-            self._began.add(path)
-            total += part.weight * fmean((value or [0.0]) if isinstance(value, list) else [value or 0.0])
-        if all(value is None for value in values.values()):
-            law, fix = f"all returned None for {where}", "make one of them return a number for every row"
-            raise ConfigError("reward.functions", [spec for _, spec, _ in self.rewards], law, fix)
-        return _Trial(answer, why, values, total)
-
-    def lines(self, prompt: Prompt, name: str, trials: Sequence[_Trial]) -> Iterator[str]:
-        for one, (path, spec, part) in product(trials, self.rewards):
-            call = f"{path} {spec} returns {_describe(one.values[path], part)}"
-            yield f"ok: {call} for the answer {one.text!r:.60} to row {prompt.row} of {name}{one.why}{FORMS[part.form]}"
-
-
-def _time_lines(judge: _Judge, took_s: Mapping[str, float], config: Config) -> Iterator[str]:
+def _time_lines(judge: _Judge, config: Config) -> Iterator[str]:
     """How long a call of each function takes, unless it is fast; a note if the calls for a train step take longer than
     `SLOW_S`."""
     sizes, replicas = config.scheduler, config.rollout.replicas
-    for (path, spec), part in zip(judge.specs.items(), judge.reward.parts, strict=True):
-        call_s = took_s.get(path, 0.0)
+    for path, spec, part in judge.rewards:
+        call_s = judge.took_s.get(path, 0.0)
         if call_s < SHOWN_S:
             continue
         takes = f"{path} {spec} takes {call_s:.2g} s a call"
