@@ -19,6 +19,7 @@ from engine.inspect.breakpoints import parse_breakpoint
 from engine.inspect.cursor import Cursor
 from engine.policies import PolicySet
 from engine.record import Header, Recorder
+from engine.runtime.local.session import SNAPSHOT_EVERY
 from engine.simulation.world import Setting, World
 from engine.states.limits import Limits
 
@@ -30,7 +31,7 @@ def record_run(directory: Path, events: int) -> None:
     policies = PolicySet.from_names({})
     header = Header(run="benchmark", limits=LIMITS.to_plain(), policies=dict(policies.names))
     recorder = Recorder(directory / "schedule", header)
-    world = World(SETTING, policies, recorder, check=False, snapshot_every=25_000)
+    world = World(SETTING, policies, recorder, check=False, snapshot_every=SNAPSHOT_EVERY)
     world.run_until(lambda state: world.driver.events_handled >= events)
     world.close()
     recorder.close()

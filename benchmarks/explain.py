@@ -1,7 +1,7 @@
 """The time of `engine explain` on a long record.
 
 `python benchmarks/explain.py [--events 1000000]` simulates a run with about this number of events, records it in a
-temporary directory with a snapshot every 25 000 events, as runs do, and prints the seconds of reading its history and
+temporary directory with snapshots as often as in runs, and prints the seconds of reading its history and
 of each question: wall time, CPU time of this process, and CPU time of the processes that replayed stretches of it:
 during the simulation, the one that runs beside a run. The first reading uses what this one kept beside the record, the
 second uses nothing, the third everything.
@@ -24,6 +24,7 @@ from engine.policies import PolicySet
 from engine.record import Header, Recorder
 from engine.runtime.garbage_collection import collect_rarely, rare_collection
 from engine.runtime.history_process import HistoryProcess
+from engine.runtime.local.session import SNAPSHOT_EVERY
 from engine.simulation.world import Setting, World
 from engine.states.limits import Limits
 
@@ -53,7 +54,7 @@ def record(directory: Path, events: int) -> None:
     )  # fmt: skip
     header = Header(run="long", limits=limits.to_plain(), policies=dict(PolicySet.from_names({}).names))
     recorder = ReadRecorder(directory / "schedule", header)
-    World(setting, recorder=recorder, check=False, snapshot_every=25_000).run(events=10 * events)
+    World(setting, recorder=recorder, check=False, snapshot_every=SNAPSHOT_EVERY).run(events=10 * events)
     recorder.reader.close()
     recorder.close()
 

@@ -117,7 +117,7 @@ class DurabilitySection(Section):
         description="Maximum seconds of a drain; then the run stops. null: no limit.",
     )
     snapshot_every: int = Field(
-        25_000,
+        12_500,
         ge=0,
         le=1 << 40,
         description="Maximum number of events between snapshots of the state in the record. Checkpoints, resumes, "

@@ -177,7 +177,7 @@ class Plan:
     """Folder in which each running run announces its metrics endpoint; None: only in the run's directory."""
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Additional sinks for the lines of `metrics.jsonl`: options by name (`metrics.sinks.CLIENTS`)."""
-    snapshot_every: int = 25_000
+    snapshot_every: int = 12_500
     """Number of events between two snapshots in the record; 0: none."""
     trajectories: str = "disk"
     """Where trajectories are stored: `memory`, or `disk`, in the run's directory if there is one."""

@@ -38,7 +38,7 @@ from engine.states.limits import Limits
 from engine.states.view import View
 from engine.version import __version__
 
-SNAPSHOT_EVERY = 25_000
+SNAPSHOT_EVERY = 12_500
 Orders = tuple[Command, ...]
 
 
