@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from engine.errors import ConfigError, counted
@@ -238,27 +239,24 @@ class _Chains:
         return sums
 
     def _split(self, group: GroupId, start: float, end: float, bound: str, sums: dict[str, float]) -> None:
-        """Add what a group did between two times."""
-        began = min((attempt.start for attempt in self.attempts[group]), default=end)
-        sums["not_started"] += _overlap(start, end, 0.0, began)
-        left = end - start - _overlap(start, end, 0.0, began)
-        for wait in self.waits[group]:
-            part = _overlap(start, end, wait.start, wait.end)
-            if part > 0 and wait.state != READY:
-                sums["rewards"] += part
-                left -= part
-        for attempt in self.attempts[group]:
-            part = _overlap(start, end, attempt.start, attempt.end)
-            if part <= 0:
-                continue
-            low, high = max(start, attempt.start), min(end, attempt.end)
-            synced = self._synced(attempt.replica, low, high)
-            sums["sync"] += synced
-            sums[bound] += part - synced
-            left -= part
-        ready = _overlap(start, end, self.ready_at(group), end) if self.ready_at(group) >= 0 else 0.0
-        sums["other"] += min(max(left, 0.0), ready)
-        sums["parked"] += max(0.0, left - ready)
+        """Add what a group did between two times: its attempts and waits, which never overlap, and the gaps."""
+        at, gap = start, "not_started"
+        done: list[GenerationAttempt | GroupWait] = [*self.attempts[group], *self.waits[group]]
+        for one in sorted(done, key=attrgetter("start", "end")):
+            low = min(max(at, one.start), end)
+            high = min(max(low, one.end), end)
+            sums[gap] += low - at
+            at = high
+            if isinstance(one, GenerationAttempt):
+                synced = self._synced(one.replica, low, high)
+                sums["sync"] += synced
+                sums[bound] += high - low - synced
+                gap = "parked"
+            else:
+                sums["other" if one.state == READY else "rewards"] += high - low
+                if one.outcome == "batched":
+                    gap = "other"
+        sums[gap] += end - at
 
     def _synced(self, replica: ReplicaId, start: float, end: float) -> float:
         """Seconds between two times in which a replica took new weights."""

@@ -11,6 +11,7 @@ from steady_world import SteadyDice
 from engine.errors import ConfigError
 from engine.inspect.explanation import (
     BOUNDS,
+    READY,
     SLOT_CAUSES,
     TRAINER_CAUSES,
     Explanation,
@@ -20,7 +21,8 @@ from engine.inspect.explanation import (
     explain_run,
     explain_step,
 )
-from engine.inspect.history import History
+from engine.inspect.history import GenerationAttempt, GroupWait, History
+from engine.inspect.history_builder import HistoryBuilder
 from engine.inspect.history_reader import read_history
 from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES, TRAINER_TASKS
 from engine.record import Header, Record, read
@@ -128,6 +130,27 @@ def test_a_moment_has_the_trainer_every_replica_and_the_ready_groups() -> None:
     assert "Replica 0: up, 1 group running (1)." in said and "3 groups ready: 5, 6, 7." in said
 
 
+def test_each_second_of_the_last_group_has_one_bound_in_every_order_of_states() -> None:
+    built = HistoryBuilder()
+    built.draw(0, 1, 0.0)
+    attempt = GenerationAttempt(0, 1, 0, 1, 7.0, 11.0, False, "aborted", "timeout", 0, 0, 0, 4, 4, 2, 3, 3)
+    again = attempt._replace(attempt=2, start=13.0, end=16.0, resumed=True, outcome="generated", reason="")
+    built.attempts += [attempt, again]
+    for state, start, end, outcome in [
+        ("fetching", 0.0, 6.0, "queued"), ("checking", 16.0, 20.0, READY), (READY, 20.0, 21.0, "batched"),
+    ]:  # fmt: skip
+        built.waits.append(GroupWait(0, state, start, end, outcome, 0, 0))
+    for at, state in [(0.0, "collecting"), (21.0, "training"), (25.0, "finished")]:
+        built.step(0, state, at, 0)
+    built.batch(0, [0], [0])
+    built.span(0.0, 21.0, 0.0, (), "waiting_for_groups")
+    built.span(21.0, 25.0, 0.0, (), "training")
+    history = built.history(Header(run="made", limits={}), 1, 1, 26.0, "finished", "", ())
+    assert seconds_of(explain_step(history, 0)) == {
+        "rewards": 10.0, "generation": 7.0, "training": 4.0, "parked": 2.0, "not_started": 1.0, "other": 2.0,
+    }  # fmt: skip
+
+
 # -- sums --------------------------------------------------------------------------------------------------------------
 
 
@@ -152,7 +175,7 @@ def check_sums(history: History) -> None:
 
 @pytest.mark.parametrize(
     ("family", "number"),
-    [(worlds.preset, 5), (worlds.rough, 8), (worlds.rough, 40), (worlds.asked, 9), (clock_removal.cut, 6),
+    [(worlds.preset, 5), (worlds.rough, 8), (worlds.rough, 51), (worlds.asked, 9), (clock_removal.cut, 6),
      (clock_removal.wild, 3)],
 )  # fmt: skip
 def test_shares_add_up_whatever_happens_in_a_run(family: Any, number: int) -> None:
