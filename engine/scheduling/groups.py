@@ -280,9 +280,10 @@ def lose_replica(core: Core, replica: Replica, reason: str, *, hung: bool = Fals
     replica.failed_groups = 0
     state.fire_replica(replica, "lose")
     state.replicas.paces.compare([replica])
+    for id in began:
+        state.groups.unseat(state.groups.live[id])
     for id, at in began.items():
         group = state.groups.live[id]
-        state.groups.unseat(group)
         if id in overdue:
             park_after_failure(core, group, _cause_of_hang(core, group, at), reason)
         elif not hung:

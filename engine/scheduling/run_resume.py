@@ -89,10 +89,11 @@ def _lose_replicas(core: Core, event: RunResumed) -> None:
         if replica.state != "down":
             state.fire_replica(replica, "lose")
             state.replicas.paces.compare([replica])
-    for group in [group for group in state.groups.live.values() if group.replica >= 0]:
+    running = [group for group in state.groups.live.values() if group.replica >= 0]
+    for group in running:
         state.groups.unseat(group)
-        if event.kept:
-            park_group(core, group)
+    for group in running if event.kept else ():
+        park_group(core, group)
 
 
 def _prepare_anew(core: Core, group: Group) -> None:

@@ -10,12 +10,14 @@ from engine import policies
 from engine.commands import DrawPrompts, ResumeGroup, StageWeights, StartGroup
 from engine.errors import ConfigError, PolicyError
 from engine.events import (
+    Event,
     GroupAborted,
     GroupFailed,
     GroupGenerated,
     ProcessLost,
     PromptsDrawn,
     ReplicaPaused,
+    RunResumed,
     SettingChanged,
     WeightsInstalled,
     WeightsStaged,
@@ -81,6 +83,30 @@ def parked(order: str) -> list[int]:
 )
 def test_the_resume_policy_orders_parked_groups(order: str, resumed: list[int]) -> None:
     assert parked(order) == resumed
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"),
+        RunResumed(steps=0, replicas=1, consumed=(), released=(), kept=True),
+    ],
+)
+def test_the_resume_policy_sees_no_group_on_a_lost_replica(registered: None, loss: Event) -> None:
+    seen: list[int] = []
+
+    class Seeing:
+        def key(self, view: View, group: GroupView) -> tuple[float, ...]:
+            seen.extend(replica.running for replica in view.replicas())
+            return (group.deadline,)
+
+    policies.register("resume", "seeing")(Seeing)
+    run = small(policies={"resume": "seeing"}, samples=2)
+    running = run.state.groups.ledger.running
+    for group in range(running):
+        run.end_trajectories(group, 2)
+    run.tell(loss)
+    assert seen == [0] * running
 
 
 def test_nearest_end_looks_at_length_then_at_staleness_among_equals() -> None:
