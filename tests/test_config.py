@@ -391,6 +391,13 @@ def test_router_replay_is_refused_where_experts_are_not_known(sections: dict[str
         parse_config({**MADE, **sections, "trainer": {**sections.get("trainer", {}), "router_replay": True}})
 
 
+def test_a_limit_by_the_kv_cache_is_refused_for_servers() -> None:
+    served = {"backend": "openai", "urls": ["http://h:1"], "weights_dir": "/w"}
+    adaptive = {"policies": {"concurrency": "kv-cache"}}
+    with pytest.raises(ConfigError, match=r"^scheduler\.policies\.concurrency is 'kv-cache': rollout.backend openai does"):
+        parse_config({**MADE, "rollout": served, "scheduler": adaptive})
+
+
 def test_every_other_mistake_is_named_too(tmp_path: Path) -> None:
     error = refused("run.seed=x", "rollout.slots=0", "run.sede=1", tmp_path=tmp_path)
     for path in ("run.seed", "rollout.slots", "run.sede"):

@@ -261,6 +261,19 @@ def test_a_simple_generator_whose_sample_is_no_coroutine_is_refused(model: str) 
         check_config(load_config(configured(model, rollout={"backend": "mine:Blocking"})))
 
 
+def test_a_generator_that_a_limit_by_the_kv_cache_cannot_ask_is_refused(model: str) -> None:
+    with open("mine.py", "a", encoding="utf-8") as module:
+        module.write("class Measuring(Generator):\n    def cache_used(self): return 0.5\n")
+
+    def checked(backend: str) -> list[str]:
+        adaptive = {"policies": {"concurrency": "kv-cache"}}
+        return check_config(load_config(configured(model, rollout={**OWN, "backend": backend}, scheduler=adaptive)))
+
+    assert checked("mine:Measuring")
+    with pytest.raises(ConfigError, match=r"lacks the method cache_used; define def cache_used\(self\) -> float"):
+        checked("mine:Generator")
+
+
 def test_an_agent_with_a_custom_generator_is_refused(model: str) -> None:
     with pytest.raises(ConfigError, match="is set too, but a custom generator runs whole rollouts"):
         load_config(configured(model, rollout=OWN, agent={"rollout": "mine:a_function"}))
