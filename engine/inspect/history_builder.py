@@ -370,9 +370,6 @@ class HistoryBuilder(GroupBuilder):
         """`counts`: since the stretch began."""
         self._metrics.finished(step, version, at, self._counted(counts))
 
-    def flush_rows(self) -> None:
-        self._metrics.flush()
-
     def end_stretch(self, counts: Mapping[str, int]) -> None:
         self._counts = self._counted(counts)
 

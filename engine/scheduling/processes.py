@@ -171,7 +171,7 @@ def _lose_worker(core: Core, process: Process, event: ProcessLost) -> None:
     reason = f"the {who} is lost: {event.reason}"
     if event.final or not may_restart(core, process):
         _end_process(core, process, reason)
-        core.orders.end_run("failed", _why_spent(core, process, reason, event))  # a resume orders its work again
+        core.orders.end_run("failed", _why_spent(process, reason, event))  # a resume orders its work again
         return
     failed, charged = _take_orders(core, process, event)
     start_process(core, process)
@@ -200,7 +200,7 @@ def _lose_trainer(core: Core, process: Process, event: ProcessLost) -> None:
         return
     if event.final or not restarts:
         _end_process(core, process, reason)
-        core.orders.end_run("failed", _why_spent(core, process, reason, event))
+        core.orders.end_run("failed", _why_spent(process, reason, event))
         return
     start_process(core, process, **beginning)
     for step in state.training.formed_steps:  # what the trainer computed of a batch that is inspected is lost
@@ -223,7 +223,7 @@ def _take_orders(core: Core, process: Process, event: ProcessLost) -> tuple[list
     return failed, exceeded if hung else failed
 
 
-def _why_spent(core: Core, process: Process, reason: str, event: ProcessLost) -> str:
+def _why_spent(process: Process, reason: str, event: ProcessLost) -> str:
     if event.final or process.deaths <= 1:
         return reason
     return f"{reason}; it ended {process.deaths} times without progress"

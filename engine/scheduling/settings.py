@@ -17,8 +17,6 @@ from engine.states.limits import Limits
 from engine.states.timeouts import AUTO, KINDS, Limit, Timeouts
 
 POLICIES = "scheduler.policies."
-LIVE_DECISIONS = [decision for decision in (*DEFAULTS, "on_error") if decision != "concurrency"]
-"""Replicas measure their KV cache from their start, or never."""
 MAX_STEPS = "run.max_steps"
 
 
@@ -74,8 +72,9 @@ FIGURES: dict[str, tuple[str, Callable[[str], Any], str]] = {
 
 
 def live_settings() -> list[str]:
-    """The paths of everything that may be set while a run is running."""
-    return [*FIGURES, *(f"{POLICIES}{decision}" for decision in LIVE_DECISIONS)]
+    """The paths of everything that may be set while a run is running. Not `concurrency`: replicas measure their KV
+    cache from their start, or never."""
+    return [*FIGURES, *(f"{POLICIES}{decision}" for decision in (*DEFAULTS, "on_error") if decision != "concurrency")]
 
 
 def changed_limits(limits: Limits, setting: str, value: str) -> Limits:

@@ -37,7 +37,7 @@ def move_groups_off_slow_replicas(core: Core) -> None:
     room = free.idle - state.groups.ledger.parked - len(parking)
     if room <= 0:
         return
-    newest = max(free.idle_at)
+    newest = free.newest_idle
     if core.searched == (free.seats_on_slow, newest):
         return  # every group that can be moved is being moved
     slow = [replica for replica in state.replicas.paces.slow if replica.state == "ready" and not replica.process.leaves]

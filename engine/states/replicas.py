@@ -76,8 +76,6 @@ class Replicas:
         """Slots that running groups do not need any more: `samples` of their trajectories have ended for each."""
         self.idle = 0
         """Free slots of replicas that can take a group, are not slow and do not leave."""
-        self.idle_at: dict[Version, int] = {}
-        """How many such replicas there are at each version."""
         self.seats_on_slow = 0
         """Counts changes after which a slow replica had more groups that may continue on another."""
         self._known: dict[ReplicaId, Contribution] = {}
@@ -110,17 +108,6 @@ class Replicas:
         self.freed += now.freed - before.freed
         self.idle += now.idle - before.idle
         self.seats_on_slow += now.movable > before.movable
-        if before.idle:
-            self._count_idle_at(before.open_at, -1)
-        if now.idle:
-            self._count_idle_at(now.open_at, 1)
-
-    def _count_idle_at(self, version: Version, more: int) -> None:
-        count = self.idle_at.get(version, 0) + more
-        if count:
-            self.idle_at[version] = count
-        else:
-            del self.idle_at[version]
 
     def _close(self, id: ReplicaId, version: Version) -> None:
         """A replica cannot take a group any more, at that version."""
@@ -182,6 +169,12 @@ class Replicas:
         """Newest version among replicas that can take a group; `NO_VERSION` if none can."""
         return max(self._at, default=NO_VERSION)
 
+    @property
+    def newest_idle(self) -> Version:
+        """Newest version among replicas with a free slot that are not slow and do not leave; `NO_VERSION` if there is
+        none."""
+        return max((known.open_at for known in self._known.values() if known.idle), default=NO_VERSION)
+
     def least_loaded(self, oldest: Version = 0, avoid: ReplicaId = -1) -> Replica | None:
         """The replica with the smallest share of busy slots (then the smallest id) among those at version `oldest` or
         newer; `avoid` only if no other will do."""
@@ -217,4 +210,4 @@ class Replicas:
     def figures(self) -> tuple[object, ...]:
         """Everything that the index of free slots knows, for comparison."""
         known = {id: one for id, one in self._known.items() if one != NOTHING}
-        return known, {version: set(at.replicas) for version, at in self._at.items()}, self.idle_at
+        return known, {version: set(at.replicas) for version, at in self._at.items()}
