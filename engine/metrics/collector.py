@@ -165,6 +165,8 @@ class RunMetrics:
         self._journal = journal
         self._events: Counter[type[Event]] = Counter()
         """Number of events by class, without those that `generated` counts."""
+        self._without_effect = 0
+        """Number of events so far that changed nothing: stale echoes, and figures of calls and caches."""
         self.groups = GroupCounts(self.state, transitions)
         self._finished_at: deque[float] = deque(maxlen=11)
         self._counted = self._counters()
@@ -251,6 +253,7 @@ class RunMetrics:
             self._group_generated(event)
             return
         self._events[kind] += 1
+        self._without_effect += stale or kind in (CallsMeasured, CacheMeasured)
         if kind in REQUESTS:
             self.progress.on_request(kind)
         counted = None if stale else self._counted.get(kind)
@@ -320,9 +323,8 @@ class RunMetrics:
 
     @property
     def changes(self) -> int:
-        """Number of events so far that changed something: no stale echoes, and no figures of calls and caches."""
-        figures = self._events[CallsMeasured] + self._events[CacheMeasured]
-        return self.events.total() - figures - self.state.orders.stale_echoes
+        """Number of events so far that changed something."""
+        return self.events.total() - self._without_effect
 
     def reported(self) -> list[Row]:
         """Rows of the reported validations, oldest first."""

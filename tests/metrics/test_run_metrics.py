@@ -235,9 +235,11 @@ def test_slots_whose_groups_wait_for_agents_idle_for_these() -> None:
     assert idle.in_agents == 0, "its life has ended"
 
 
-def test_calls_of_the_users_functions_are_counted_and_change_nothing() -> None:
+def test_figures_of_calls_and_caches_are_counted_and_change_nothing() -> None:
     world = steady_world(lengths=lambda group: FOREVER).until(lambda state: state.groups.ledger.running == 4)
     before = world.metrics.changes
+    for incarnation in (1, 0):  # a report, and one of a life that has ended
+        world.tell(fact.CacheMeasured(kind="replica", index=0, incarnation=incarnation, used=0.5))
     figures = {"kind": "replica", "index": 0, "incarnation": 1, "function": "reward slow", "at_once": 4}
     for calls in (1, 3):
         world.tell(
