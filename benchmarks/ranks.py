@@ -3,7 +3,7 @@
     python benchmarks/ranks.py [--ranks 4] [--groups 64] [--tokens 1000] [--rounds 5]
 
 The ranks have a tiny model and only read the batch: what is measured is packing, sending and unpacking. Prints the
-seconds of a call from its begin to the last answer (the median), the CPU seconds of the process that sends, and the
+seconds of a call from its start to the last answer (the median), the CPU seconds of the process that sends, and the
 bytes of the packed batch.
 """
 
