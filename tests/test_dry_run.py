@@ -508,19 +508,18 @@ def test_the_right_answer_is_tried_whatever_its_column_is_called(models: dict[st
 
     lines = said("bare")
     returns = "ok: reward.function my_code:bare returns"
-    assert f"{returns} 1 for the answer '2' to row 0 of data.path, its column 'sum'\n" in lines
-    assert f"{returns} 0 for the answer '4' to row 0 of data.path, a wrong one: that of row 1\n" in lines
+    assert f"{returns} 1 for the answer '2' to row 0 of data.path (from its column 'sum')\n" in lines
+    assert f"{returns} 0 for the answer '4' to row 0 of data.path (a wrong answer: that of row 1)\n" in lines
     assert f"{returns} 0 for the answer 'The test answer is \\\\boxed{{42}}.' to row 0 of data.path\n" in lines
     assert "note: reward" not in lines
     lines = said("boxed")
-    assert (
-        "returns 1 for the answer 'The test answer is \\\\boxed{2}.' to row 0 of data.path, its column 'sum'\n" in lines
-    )
-    assert "returns 0 for the answer 'The test answer is \\\\boxed{4}.' to row 0 of data.path, a wrong one" in lines
+    right = "'The test answer is \\\\boxed{2}.' to row 0 of data.path (from its column 'sum')"
+    assert f"returns 1 for the answer {right}\n" in lines
+    assert "returns 0 for the answer 'The test answer is \\\\boxed{4}.' to row 0 of data.path (a wrong answer" in lines
     assert "note: reward" not in lines
     assert NO_HIGHER.format("upside_down", "source, level, sum") in said("upside_down")
     lines = said("short")
-    best = "'2', a wrong one: that of row 1, which gets 1; make sure"
+    best = "'2' (a wrong answer: that of row 1), which gets 1; make sure"
     assert NO_HIGHER.format("short", "source, level, sum") + best in lines
 
 

@@ -79,7 +79,7 @@ def test_the_files_and_commands_of_the_tutorial_work(capsys: Capture, monkeypatc
     row = json.loads(Path("data.jsonl").read_text().partition("\n")[0])
     said = checked(capsys, ".")
     assert f"    | <|im_start|>user\n    | {row['question']}<|im_end|>" in said
-    for reward, which in ((1, ", its column 'smallest'"), (0.1, ", a wrong one"), (0, "\n")):
+    for reward, which in ((1, r" \(from its column 'smallest'\)"), (0.1, r" \(a wrong answer"), (0, "\n")):
         assert re.search(rf"my_rewards:score returns {reward} for the answer '.*' to row 0 of data.path{which}", said)
     assert "model.warm_start.path has 1024" in said
 

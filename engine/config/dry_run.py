@@ -44,13 +44,13 @@ SHOWN_CHARACTERS = 2000
 MADE_ANSWER, MADE_NUMBER = r"The test answer is \boxed{42}.", "42"
 """A response with a number, so that rewards can extract an answer from it."""
 ANSWER = "answer"
-"""The column of most right answers."""
+"""The column that most data sets use for the right answer."""
 SHOWN_S, SLOW_S = 0.1, 5.0
 """The shortest time of a call that is shown; the longest time of all calls of a train step without a note."""
 MOST_KINDS = 16
 """Maximum number of kinds of rows for which the reward is called."""
 MOST_COLUMNS, MOST_ROWS = 4, 64
-"""Maximum number of columns, and of rows, in which a right answer and a wrong one are looked for."""
+"""Maximum number of columns that are tried as the right answer, and of rows that are searched for a wrong one."""
 
 
 def dry_run(config: Config, model: str, files: Mapping[str, Dataset], local: Local = NO_LOCAL) -> Iterator[str]:
@@ -231,11 +231,11 @@ class _Trial:
 
     text: str
     why: str
-    """What it is, if it is not the value of the column `answer`, or made up."""
+    """Where it comes from, for messages. Empty for the value of the column `answer` and for the made-up answer."""
     values: Mapping[str, Value]
-    """The value of each function by its field."""
+    """What each function returned, by its field."""
     reward: float
-    """The weighted sum, with the mean of values for turns or tokens: a longer answer is not a better one."""
+    """The weighted sum. Values for turns or tokens count by their mean, so a longer answer gets no more."""
 
 
 @dataclass(slots=True)
@@ -246,7 +246,7 @@ class _Judge:
     specs: Mapping[str, str]
     surveys: Mapping[str, Survey]
     took_s: dict[str, float] = field(default_factory=dict)
-    """Of the fastest call by field. The first one in a process is left out: it starts the process."""
+    """Duration of the fastest call, by field. The first call in a process of its own also starts it and is left out."""
     began: set[str] = field(default_factory=set)
 
     @property
@@ -312,15 +312,15 @@ def _reward_lines(judge: _Judge, tokenizer: Any, config: Config) -> Iterator[str
 
 
 def _first_row_lines(judge: _Judge, tokenizer: Any, data: Dataset, prompt: Prompt, name: str) -> Iterator[str]:
-    """The rewards of a right answer, a wrong one and a made-up one, and a note if the right one does not get the most.
+    """The rewards of a right, a wrong and a made-up answer, and a note if the right answer does not get the most.
 
-    The right answer is the first value of the row, alone or in the sentence of the made-up one, that gets more than the
-    made-up one; if none does, the one that gets the most. The wrong answer is the value of another row.
+    The right answer is the first value of the row, alone or in the sentence of the made-up answer, that gets more than
+    the made-up answer. If no value does, it is the one that gets the most. The wrong answer is that of another row.
     """
     trials, wrong = list[tuple[str, str, _Trial]](), [judge.tried(tokenizer, prompt, MADE_ANSWER, name)]
     for column, form in product(_columns(prompt), (MADE_NUMBER, MADE_ANSWER)):
         text = form.replace(MADE_NUMBER, str(prompt.fields[column]))
-        why = f", its column {column!r}" * (column != ANSWER)
+        why = f" (from its column {column!r})" * (column != ANSWER)
         trials.append((column, form, judge.tried(tokenizer, prompt, text, name, why)))
         if trials[-1][2].reward > wrong[0].reward:
             break
@@ -332,15 +332,15 @@ def _first_row_lines(judge: _Judge, tokenizer: Any, data: Dataset, prompt: Promp
     other = next((one for one in others if one.fields[column] != prompt.fields[column]), None)
     if other is not None:
         text = form.replace(MADE_NUMBER, str(other.fields[column]))
-        wrong.insert(0, judge.tried(tokenizer, prompt, text, name, f", a wrong one: that of row {other.row}"))
+        wrong.insert(0, judge.tried(tokenizer, prompt, text, name, f" (a wrong answer: that of row {other.row})"))
     yield from judge.lines(prompt, name, [right, *wrong])
     best, tried = max(wrong, key=lambda one: one.reward), ", ".join(_columns(prompt))
     if right.reward <= best.reward:
         who = ", ".join(f"{path} {spec}" for path, spec, _ in judge.rewards)
         yield (
             f"note: {who}: no answer to row {prompt.row} of {name} from its columns ({tried}) gets a higher "
-            f"reward than {best.text!r:.60}{best.why}, which gets {best.reward:g}; make sure that a right answer does, "
-            f"because a run learns only from responses with different rewards"
+            f"reward than {best.text!r:.60}{best.why}, which gets {best.reward:g}; make sure that a right answer gets "
+            f"more: a run learns only from responses with different rewards"
         )
 
 

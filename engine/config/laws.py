@@ -72,9 +72,9 @@ def _refuse_router_replay(config: Sections) -> None:
 
 
 def _refuse_adaptive_concurrency(config: Sections) -> None:
-    """Raises: `ConfigError` for servers, which do not say how full their KV caches are."""
+    """Raises: `ConfigError` for servers, which do not report how full their KV caches are."""
     if config.scheduler.policies.concurrency == "kv-cache" and config.rollout.backend == "openai":
-        law = "rollout.backend openai does not say how full the KV caches of its servers are"
+        law = "rollout.backend openai does not report how full the KV caches of its servers are"
         raise ConfigError("scheduler.policies.concurrency", "kv-cache", law, "use slots, or rollout.backend vllm")
 
 

@@ -47,7 +47,7 @@ SLOT_CAUSES = {
     "waiting_for_weights": "the parked groups needed newer weights",
     "run_ending": "the run needed no more groups",
     "starting": "the run was starting",
-    "concurrency": "its KV cache, or another concurrency policy, allowed its replica no more groups",
+    "concurrency": "scheduler.policies.concurrency allowed its replica no more groups",
     "other": "the policies started no group",
 }
 TRAINER_CAUSES = {

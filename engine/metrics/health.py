@@ -29,16 +29,16 @@ TRUNCATED = 0.5
 REPEATED = 0.95
 """Shares of responses that are reported."""
 START, LONG = 8, 48
-"""Number of the first train steps with which later rewards are compared, and after how many train steps."""
+"""Rewards are compared with those of the first `START` train steps, once `LONG` steps are trained."""
 SMALL = 0.5
-"""Largest reward of a response, where none is right, of which a part of a right answer's reward is supposed."""
+"""If no response is right, a reward up to this counts as a part of the reward of a right answer."""
 SOLVED = 0.8
-"""Place of the mean reward between the smallest and the largest one, from which on little is left to learn."""
+"""Share of the way from the smallest to the largest reward. If the mean reward is there, little is left to learn."""
 CLEAR, SLIGHT = 2.0, 1.0
-"""Standard errors by which a reward clearly, or slightly, rises."""
+"""Number of standard errors by which a reward must rise to rise clearly, or slightly."""
 LEARN = (
     "let the model imitate right answers for longer (model.warm_start), or begin with easier prompts; "
-    "docs/OPERATIONS.md#a-reward-that-does-not-rise says more"
+    "see docs/OPERATIONS.md#a-reward-that-does-not-rise"
 )
 GAP = 0.5
 """Mean gap between the log-probs of sampler and trainer that is reported, as by the alert `EngineLogprobGap`."""
@@ -59,7 +59,7 @@ class HealthFinding:
 
 
 def findings(rows: Sequence[Row]) -> list[HealthFinding]:
-    """What rows of train steps show, oldest first: the newest ones, and the first of the run for `_no_progress`."""
+    """What train steps show. `rows`: the first rows of the run, for `_no_progress`, and the newest, oldest first."""
     newest = rows[-WINDOW:]
     if len(newest) < STEPS:
         return []
@@ -72,7 +72,7 @@ def findings(rows: Sequence[Row]) -> list[HealthFinding]:
 
 def run_findings(rows: Sequence[Row], versions: Mapping[int, int], newest: int, staleness: int) -> list[HealthFinding]:
     """What the newest rows of `metrics.jsonl` and the weights versions of the replicas that are up show. `staleness`:
-    the bound S. A resumed run publishes several versions at once while it trains stored steps again."""
+    the bound S. After a resume, replicas may have version 0 until the trainer has trained stored steps again."""
     steps = [row for row in rows if "step" in row]
     late = replicas_behind(versions, newest, staleness + 1) if len(steps) >= STEPS else []
     return [*findings(steps), *late]
@@ -105,14 +105,14 @@ def _flat_reward(rows: Sequence[Row]) -> str:
 def _never_right(rows: Sequence[Row]) -> str:
     ranges = [value_range(row) for row in rows]
     if all(one == (0.0, 0.0) for one in ranges):
-        return f"every response of the last {STEPS} train steps or more got the reward 0: {LEARN}"
+        return f"for at least {STEPS} train steps, every response got the reward 0: {LEARN}"
     small = all(one is not None and one[0] >= 0.0 and one[1] <= SMALL for one in ranges)
     rewards = [number for row in rows if (number := _number(row, "reward_mean")) is not None]
     if len(rows) < 2 * STEPS or len(rewards) < len(rows) or not small:
         return ""
     if any(_number(row, "accuracy") != 0.0 for row in rows) or _rise(rewards, rewards[:STEPS], STEPS) > CLEAR:
         return ""
-    return f"no response of the last {2 * STEPS} train steps or more was right, and the reward does not rise: {LEARN}"
+    return f"for at least {2 * STEPS} train steps, no response was right and the reward did not rise: {LEARN}"
 
 
 def _no_progress(first: Sequence[Row], rows: Sequence[Row]) -> str:
@@ -127,12 +127,15 @@ def _no_progress(first: Sequence[Row], rows: Sequence[Row]) -> str:
     solved = fmean(newest[-WINDOW // 2 :]) >= low + SOLVED * (high - low)
     if solved or _rise(newest, rewards[:START], WINDOW // 2) > SLIGHT:
         return ""
-    return f"the reward has not risen in the first {LONG} train steps or more, though responses differ in it: {LEARN}"
+    return (
+        f"the reward is not higher than in the first {START} train steps, although responses get different rewards: "
+        f"raise trainer.learning_rate, or {LEARN}"
+    )
 
 
 def _rise(newest: Sequence[float], old: Sequence[float], count: int) -> float:
-    """How far the mean of the newest `count` values is above that of old ones, in standard errors. The noise is that
-    between neighbors among the newest values, so that a trend does not count as noise."""
+    """By how many standard errors the mean of the newest `count` values is above that of old ones. Differences of
+    neighbors among the newest values give the noise, so a trend does not count as noise."""
     steps = [(after - before) ** 2 / 2 for before, after in pairwise(newest)]
     error = sqrt(fmean(steps) * (1 / count + 1 / len(old)))
     rise = fmean(newest[-count:]) - fmean(old)
@@ -248,7 +251,7 @@ EFFECTS = {
     "flat_reward": ("no_update", NO_PROGRESS),
     "no_update": (NO_PROGRESS,),
 }
-"""What a check finds too because of what another one has found."""
+"""Checks that also find something whenever the key does: `findings` leaves them out then."""
 
 
 def _number(row: Row, name: str) -> float | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.commands import FinishRun
-from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished, are, counted, reason_of
+from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished, are, reason_of
 from engine.events import RunInterrupted, RunResumed
 from engine.ids import GroupId, StepId, Version
 from engine.metrics.journal import ReplayedRows, StepRows, cut_rows
@@ -192,13 +192,13 @@ class RunHistory:
     aside: tuple[Path, ...] = ()
     """New names of the files that were set aside."""
     validations: int = 0
-    """Number of validations that the run created, also of those that were cancelled at its end."""
+    """Number of validations that the run created, including those that its end canceled."""
 
     def __str__(self) -> str:
         event = self.event(0)
         source = "the initial weights" if self.restore.checkpoint is None else Path(self.restore.checkpoint).name
-        numbers = f" and {counted(self.validations, 'validation')}, which count from 0" if self.validations else ""
-        parts = [f"resumed from {source}, after {self.recovered.events} events{numbers}"]
+        parts = [f"resumed from {source}, after {self.recovered.events} events"]
+        parts += [f"the next validation has number {self.validations}"] if self.validations else []
         if self.missing is not None:
             parts += (
                 [f"{are(len(self.restore.redo), 'step')} trained again from stored trajectories"]

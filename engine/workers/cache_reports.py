@@ -1,6 +1,6 @@
 """Reports how much of a replica's KV cache is in use, while groups run.
 
-The worker of a replica uses it. It must never report while no group runs, but once after the last one.
+The worker of a replica uses it. It must not report while no group runs, except once after the last group has ended.
 """
 
 import asyncio
@@ -35,12 +35,12 @@ class CacheReports:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """A group runs."""
+        """Call when a group starts."""
         if self._timer is None and self._source is not None:
             self._timer = asyncio.get_running_loop().call_later(self._every_s, self._report)
 
     def close(self) -> None:
-        """Report nothing any more."""
+        """Stop reporting."""
         self._source = None
         if self._timer is not None:
             self._timer.cancel()
@@ -50,7 +50,9 @@ class CacheReports:
         try:
             used = contained(self._used)
         except Exception:
-            log.exception("replica %d reports its KV cache no more", self._who["index"])
+            log.exception(
+                "replica %d no longer reports its KV cache: correct cache_used() of its generator", self._who["index"]
+            )
             self._source = None
             return
         self._emit(CacheMeasured(**self._who, used=used))

@@ -95,7 +95,7 @@ def test_figures_come_from_the_record_and_the_best_checkpoint_outlasts_a_resume(
 
     resumed = trained(directory, resume=True, limits=replace(LIMITS, max_steps=5))
     assert resumed.outcome == "finished" and resumed.validations[-1]["validation"] == len(rows)
-    assert f" events and {len(rows)} validations, which count from 0" in resumed.resumed
+    assert f" events; the next validation has number {len(rows)}" in resumed.resumed
     assert left(directory) == ["step-000002", "step-000005"]
     assert best_step(configured(directory, keep.replace("}}", ", mode: min}}"))) == 5
 

@@ -75,4 +75,5 @@ def test_a_share_that_is_none_is_logged_once_and_no_more_is_reported(
 
     with caplog.at_level(logging.ERROR):
         assert reported(wrong) == []
-    assert [record.getMessage() for record in caplog.records] == ["replica 0 reports its KV cache no more"]
+    said = "replica 0 no longer reports its KV cache: correct cache_used() of its generator"
+    assert [record.getMessage() for record in caplog.records] == [said]
