@@ -121,8 +121,7 @@ def unwrapped(error: BaseException) -> BaseException:
 
 
 def never_ran(error: BaseException) -> bool:
-    """Whether Ray placed an actor on a node that had died, which it did not know yet. The actor may be created
-    again."""
+    """Whether Ray placed an actor on a dead node before it noticed the death. The caller may create the actor again."""
     return isinstance(error, RayActorError) and NEVER_RAN.search(str(error)) is not None
 
 

@@ -48,12 +48,13 @@ class RankNodes:
         return made
 
     def dump_stacks(self) -> list[Any]:
-        """Make the host actors and their ranks write their stacks. Returns a reference for each, which ends then."""
+        """Make the host actors and their ranks write their stacks. Returns a reference for each, which resolves
+        once they are written."""
         return [one.dump_stacks() for one in self._started]
 
     def _running(self, group: Any, bundle: int, ranks: int, actor: Any) -> Any:
-        """The host actor of a node, once it runs. Ray notices a dead node late, so it may have placed the actor there:
-        then another one is created, on the node that Ray moves the bundle to."""
+        """The host actor of a node, once it runs. Ray notices a dead node late. If it has placed the actor there,
+        create another one, on the node that Ray moves the bundle to."""
         while True:
             try:
                 ray.get(actor.__ray_ready__.remote())

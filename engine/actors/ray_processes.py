@@ -46,7 +46,7 @@ STORE_PATIENCE = 4
 heartbeats."""
 OWN_PROCESS = "if a reward ends its process, name it in reward.functions with processes: 1, which protects the replica"
 STACKS_S = 15.0
-"""Seconds in which the trainer's other nodes write their stacks."""
+"""Seconds that the trainer's other nodes have to write their stacks."""
 CLOSE_TIMEOUT_S = 5.0
 """Seconds that a generator, the gateway or the trajectory store gets to close."""
 
@@ -69,9 +69,9 @@ class RayProcess:
         """`create`: creates the actor again; None if an earlier scheduler process created it."""
         self.actor = actor
         self._create = create
-        """None once it has run."""
+        """None once the actor has run."""
         self._early: list[Message] = []
-        """What was sent to it before it has run."""
+        """Messages sent before the actor has run: if it is created again, the new one gets them."""
         self._kind = kind
         self._source = source_of(kind, index)
         self._pulse = pulse
@@ -86,7 +86,8 @@ class RayProcess:
         """Its process id; 0 until its first sign of life."""
 
     async def bring_up(self, restore: Restore | None) -> None:
-        """Ray notices a dead node late, so it may place an actor there: that costs no attempt."""
+        """Wait until the actor runs. Ray notices a dead node late. If it has placed the actor there, create it again,
+        which uses up no attempt."""
         while True:
             try:
                 await self.actor.bring_up.remote(*((restore,) if self._kind == TRAINER else ()))
@@ -140,7 +141,7 @@ class RayProcess:
         return replace(ended, reason=f"{ended.reason}; it was calling {calls}; {OWN_PROCESS}") if calls else ended
 
     async def stacks(self) -> str:
-        """Works only for a process on this node, and the trainer's ranks on any node."""
+        """Works only for a process on this node, and for the trainer's ranks on any node."""
         if self._run_dir is None or not self._pid:
             return ""
         if self._kind == TRAINER and self._apart:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 HISTORY_OBJECTS = 1_000_000
-"""A command that reads a history collects garbage after so many new objects: a history has millions and no cycles."""
+"""New objects after which a command that reads a history collects garbage: a history has millions and no cycles."""
 
 
 def takes_run(parser: argparse.ArgumentParser) -> None:

@@ -54,8 +54,8 @@ def _steps(text: str) -> list[int]:
 
 
 def _samples(run: "RunDirectory", steps: list[int] | None) -> list[dict[str, Any]]:
-    """The first responses of the chosen train steps; by default, of the first, the middle and the last one, or those
-    whose reward failed if there is none. Raises: `ConfigError` for a step without samples."""
+    """The first responses of the chosen train steps; by default, of the first, the middle and the last one. Without
+    a train step, those whose reward failed. Raises: `ConfigError` for a step without samples."""
     from engine.storage.samples import FAILED, TRAIN, SampleFiles, lacks_pyarrow
 
     if lacks_pyarrow() or not run.samples.is_dir():

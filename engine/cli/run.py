@@ -228,7 +228,7 @@ def watch(
     config: "Config", directory: "RunDirectory", console: "Console", interrupts: Interrupts, mode: Mode
 ) -> tuple["Status | None", bool]:
     """Launch a run and show it until it ends. Returns its last status, and whether a user asked it to end. An error
-    says where the files of the run are. The lock of the directory tells readers that a run without a record starts."""
+    says where the files of the run are. Holds the lock of the directory: it shows readers that the run is starting."""
     lock = RecordLock(directory.path)
     try:
         return _watch(config, directory, console, interrupts, mode)

@@ -275,8 +275,8 @@ def wanted(arguments: argparse.Namespace) -> Callable[[Row], bool]:
 
 
 def extremes(rows: Sequence[Row], worst: int | None, best: int | None, *, of_step: bool = False) -> list[Row]:
-    """All rows; or those with the lowest rewards, then those with the highest, each also for the reason that was asked
-    for. Among equal rewards, samples that were kept for this reason come first.
+    """All rows; or those with the lowest rewards, then those with the highest. Their `reasons` then begin with `worst`
+    or `best`. Among equal rewards, samples that were stored for this reason come first.
 
     `of_step`: the rows are those stored of a train step. Then a row is left out if a response that was not stored may
     have a lower (or higher) reward: each of these has at least the reward of every row kept as one of the worst.

@@ -160,7 +160,7 @@ class _Case:
         return self.otherwise_s / estimate(self.otherwise, settings) < 1 + self.least_gain
 
     def _error(self, finished: list[float]) -> float:
-        """How far the estimated times of the steps are from the record: no gain below that is known."""
+        """How far the estimated times of the steps are from the record. A gain below that may be an error."""
         steps = [step for step in self.history.trained if step.finished_at >= 0 and step.groups]
         steps = steps[-len(self.durations.train) :]
         first, last = steps[0].finished_at, steps[-1].finished_at

@@ -6,9 +6,9 @@
     cursor.changes(4000, 4711)
 
 Called by `engine debug`. It restores the newest snapshot before a tick, its own or one of the record, and replays the
-ticks after it. It keeps own snapshots of the ticks that it passes, one for each block of ticks and, in short moves,
-some around the position. A search notes what each block has to do with, so that a later one replays only blocks with a
-match. It must never write.
+ticks after it. It keeps snapshots of the ticks that it passes: one for each block of ticks and, in short moves, some
+around the position. A search notes what each block is about, so that a later search replays only blocks with a match.
+It must never write.
 """
 
 from collections import OrderedDict

@@ -144,7 +144,7 @@ class _Finished(NamedTuple):
 
     replayed: tuple[Any, ...]
     attempts: list[Any]
-    """These, `waits` and `rows` are columns; with `tokens`, they are of the groups whose whole life is in the stretch.
+    """Columns, like `waits` and `rows`. These and `tokens` are of the groups whose whole life is in the stretch.
     Columns are read faster: they need no object for each row, and Python's garbage collection passes over numbers."""
     waits: list[Any]
     rows: list[Any]
@@ -154,8 +154,8 @@ class _Finished(NamedTuple):
 
 
 def _stretches(record: Record, least: int) -> list[_Stretch]:
-    """Stretches of at least `least` events, in order. The last may be shorter. In a run that ended in order, the last
-    has no event, and the one before it may be shorter: its end is the snapshot that ends the record."""
+    """Stretches of at least `least` events, in order. The last may be shorter. If the run finished or was drained, the
+    last has no event. The one before it may then be shorter: it ends with the snapshot that ends the record."""
     places: list[Place | None] = [None]
     snapshots = sorted(record.snapshots(), key=lambda place: place.position)
     for place in snapshots:

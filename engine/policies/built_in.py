@@ -72,9 +72,9 @@ halved."""
 
 @register("concurrency", "kv-cache")
 class KvCache:
-    """As many as fit into its KV cache. Half of the slots at first; one more after each report below 60 % of a replica
-    that is full; no change from 60 to 80 %; one less than run now above 80 %; half of those that run above 90 %. A
-    limit above which groups still run does not shrink further: it has not taken effect yet."""
+    """As many as fit into its KV cache. Half of the slots at first. After a report below 60 %, one more if as many
+    groups run as the limit allows; from 60 to 80 %, the same; above 80 %, one less than run now; above 90 %, half of
+    those that run now. While more groups run than the limit allows, it does not shrink further."""
 
     def limit(self, view: View, replica: ReplicaView) -> int:
         used, running, limit = replica.cache_used, replica.running, replica.limit

@@ -120,7 +120,8 @@ class SampleRequest:
     """Seed of this trajectory only. The torch backend draws at response position i with (seed, i), so a resumed request
     has the same random numbers. Other backends use (seed, length of the prefix) for each request."""
     session: int | None = None
-    """Requests of one session have a common prefix: a backend may keep its keys and values for the next request."""
+    """Requests of one session have a common prefix. A backend may keep the keys and values of this prefix for the next
+    request."""
     report_every: int = 0
     """Tokens between two calls of `report`; 0 for none."""
     report: "Callable[[SampleResult], None] | None" = None

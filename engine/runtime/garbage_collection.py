@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 def collect_rarely(objects: int = 50_000) -> None:
-    """Make collection rare in this process: the first one comes after so many new objects."""
+    """Make collection rare in this process: the first one comes after `objects` new objects."""
     gc.set_threshold(objects, 20, 100)
 
 

@@ -185,7 +185,7 @@ class BatchSampler:
         return len(self._running)
 
     def cache_used(self) -> float:
-        """Share of the keys and values for which there is room that the running requests have. Any thread."""
+        """Share of the room for keys and values that the running requests use. Any thread may call this."""
         return float(self._known[: len(self._running)].sum()) / (self._rows * self.model.context)
 
     def submit(self, request: SampleRequest, finish: Finish, report: Report | None = None) -> None:

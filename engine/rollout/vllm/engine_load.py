@@ -40,14 +40,14 @@ class SessionEngines:
 
 class CacheUse:
     """How full the KV cache of each engine is. An object of this class is one of vLLM's `stat_loggers`: vLLM calls it
-    for each engine, and then `record` of the result with the figures of each forward pass."""
+    once for each engine, and calls `record` on the result with the figures of each forward pass."""
 
     def __init__(self) -> None:
         self._used: dict[int, float] = {}
 
     @property
     def used(self) -> float:
-        """Of the fullest engine."""
+        """Share of the KV cache in use, of the fullest engine."""
         return max(self._used.values(), default=0.0)
 
     def __call__(self, vllm_config: Any, engine_index: int) -> "CacheUse":
