@@ -48,9 +48,9 @@ class Checkpoints:
     released: dict[StepId, list[GroupId]]
     """Groups that ended untrained, by the train steps done then."""
     ordered: StepId = 0
-    """Train steps in the one that was ordered last."""
+    """Train steps in the checkpoint that was ordered last."""
     failures: int = 0
-    """How often that one failed."""
+    """How often that checkpoint failed."""
     exceeded: int = 0
     """How often orders for a checkpoint exceeded their time limit since one was answered."""
     ratings: dict[StepId, float]

@@ -1,7 +1,7 @@
-"""The end of a run: what counts towards it, whether it came, and how often the run began again.
+"""The end of a run: what counts towards it, its outcome, and how often the run was restarted from its record.
 
-Written by `scheduling/ending.py`, by the handlers that count failures, and where a run is told to end
-(`scheduling/issued_commands.py`).
+Written by `scheduling/ending.py`, by the handlers that count failures, and by `scheduling/issued_commands.py`, which
+ends the run.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Ending:
 
     outcome: FinishRun | None = None
     draining: str = ""
-    """Why the run comes to rest; empty while it does not."""
+    """Why the run drains; empty if it does not."""
     none_left: str = ""
     """Why the last replica is gone for good, which ends the run once it needs one."""
     last_failure: str = ""
@@ -30,10 +30,9 @@ class Ending:
     judged: int = 0
     """Of the latest attempts, those that ended with rewards or failed for cause `data`; see `note_judged`."""
     misjudged: int = 0
-    """Those of them that failed."""
+    """Those of the `judged` attempts that failed."""
     restarts: int = 0
-    """Times that the run was begun again from its record since `restarted_at` train steps, or since a user resumed
-    it."""
+    """Restarts of the run from its record since `restarted_at` train steps, or since a user resumed it."""
     restarted_at: StepId = 0
 
     def note_judged(self, window: int, *, failed: bool) -> None:

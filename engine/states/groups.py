@@ -1,7 +1,7 @@
 """The groups of a run: which there are, in which phase, and which may be started, resumed or taken next.
 
-Written by `scheduling/groups.py` and `scheduling/steps.py`. Only `live`, the ledger and a few figures are facts; every
-list here follows from the groups and the order book, and is made anew from them (`rebuild`).
+Written by `scheduling/groups.py` and `scheduling/steps.py`. Only `live`, the ledger and a few figures are facts;
+`rebuild` makes every list here from the groups and the order book.
 """
 
 from bisect import insort
@@ -30,7 +30,7 @@ class Groups:
     """Every group that was drawn and has not ended, its phase, and its place in the lists of what may happen next."""
 
     live: dict[GroupId, Group]
-    """Those that no step has trained on and that were not released."""
+    """Groups that no step has trained on and that were not released."""
     ledger: Ledger
     exhausted: bool = False
     """The source has no more prompts."""
@@ -39,9 +39,9 @@ class Groups:
     generated_at: float = 0.0
     """When a group was last generated."""
     loosest: int = 0
-    """The largest S that an open group may have been admitted under."""
+    """The largest S under which an open group may have been admitted."""
     over: int = 0
-    """Groups that run beyond K since it was lowered; they end, and no other starts meanwhile."""
+    """Number of groups that run beyond K after it was lowered. No other group starts until they have ended."""
 
     def __init__(
         self, limits: Limits, orders: OrderBook, replicas: Replicas, training: Training, checkpoints: Checkpoints,
@@ -59,13 +59,13 @@ class Groups:
             Phase.PARKED: self._enter_parked, Phase.READY: self._enter_ready,
             Phase.CONSUMED: self._end, Phase.RELEASED: self._end,
         }  # fmt: skip
-        """What a group leaves and enters with its phases."""
+        """What changes when a group leaves or enters a phase."""
         if limits.states_at(QUEUED):
             self._leave[Phase.WAITING], self._enter[Phase.WAITING] = self._leave_waiting, self._enter_waiting
         self.rebuild(limits.surplus)
 
     def rebuild(self, surplus: int) -> None:
-        """Make the lists of groups, by what may happen to them next."""
+        """Make the lists of groups again, by what may happen to the groups next."""
         self.waiting: deque[GroupId] = deque()
         self.ready: dict[GroupId, None] = {}
         """In the order they became ready; a dict for its order and its O(1) removal."""
@@ -73,7 +73,7 @@ class Groups:
         """Heaps of (key, group) by the version they resume from, the key as the resume policy gave it; outdated entries
         are skipped."""
         self.unrewarded: dict[GroupId, None] = {}
-        """Running groups whose trajectories have all ended: what they lack is their rewards. A dict for its order."""
+        """Running groups whose trajectories have all ended, but not their rewards. A dict for its order."""
         self.deadlines = Deadlines(surplus)
         self.stages.clear()
         entered = []
@@ -95,13 +95,13 @@ class Groups:
                 self.stages.enter(group.state, group.id)
 
     def use(self, limits: Limits) -> None:
-        """Other bounds from now on; groups keep the deadlines they have."""
+        """Use other bounds from now on. Groups keep their deadlines."""
         self._timed = limits.timed
         self.loosest = max(self.loosest, limits.max_staleness_steps)
         self.over = max(0, self.ledger.running - limits.max_concurrent_groups)
 
     def settle(self, most_running: int) -> None:
-        """At the end of a tick: groups beyond a K that was lowered only become fewer."""
+        """At the end of a tick, count the groups beyond a lowered K again: they can only become fewer."""
         if self.over:
             self.over = min(self.over, max(0, self.ledger.running - most_running))
 
@@ -112,8 +112,8 @@ class Groups:
         self.ledger.draw(count)
 
     def branch(self, consumed: Iterable[GroupId], released: Iterable[GroupId]) -> None:
-        """Queue every group again that no train step holds any more, in the order of the draws; one that was live keeps
-        what its budgets have left."""
+        """Queue every group again that no train step holds any more, in the order of the draws. Groups that were live
+        keep the failures that count against their retry budgets."""
         consumed, released, live = tuple(consumed), tuple(released), self.live
         self.live = {id: Group(id) for id in sorted((*live, *consumed, *released))}
         for id, before in live.items():
@@ -127,8 +127,8 @@ class Groups:
     # changes of state
 
     def fire(self, group: Group, trigger: str, key: Key = ()) -> None:
-        """The only way a group changes state. What follows is the books of the phase it leaves and of the one it
-        enters. `key` orders it among those parked, where it is."""
+        """The only way to change the state of a group. Updates the books and lists of the phases that it leaves and
+        enters. `key`: its place among the parked groups, if it enters them."""
         before = group.state
         self.machine.fire(group, trigger)
         source, target = self._phases[before], self._phases[group.state]
@@ -152,7 +152,7 @@ class Groups:
             self.waiting.remove(group.id)
 
     def _enter_waiting(self, group: Group, key: Key) -> None:
-        """In the order of the draws, whenever its work ended."""
+        """A queued group waits in the order of the draws, whenever added states finished their work on it."""
         if group.state == QUEUED:
             insort(self.waiting, group.id)
         else:
@@ -179,7 +179,7 @@ class Groups:
         self._take_turn(group)
 
     def _end(self, group: Group, key: Key) -> None:
-        """It was trained on, or released."""
+        """The group was trained on, or released."""
         del self.live[group.id]
         if self._checkpoints.tracks and self._phases[group.state] is Phase.RELEASED:
             self._checkpoints.release(group.id, self._training.steps_trained)
@@ -190,7 +190,7 @@ class Groups:
         self._take_turn(group)
 
     def _take_turn(self, group: Group) -> None:
-        """Put it behind the groups that already wait in its state."""
+        """Put the group behind those that already wait in its state."""
         group.turn = self.next_turn
         self.next_turn += 1
 
@@ -227,10 +227,10 @@ class Groups:
     # parked groups
 
     def begin_anew(self, group: Group, key: Key) -> None:
-        """A group that was ready or parked, and has forgotten its tokens, waits in its place for an attempt from
-        nothing."""
+        """Park a group that was ready or parked and has forgotten its tokens. It keeps its place, and its next attempt
+        starts from nothing."""
         if group.state == "aborted":
-            self._park(group, key)  # the old entry is skipped
+            self._park(group, key)  # its old entry is skipped
         else:
             self.fire(group, "lose", key)
 

@@ -49,10 +49,10 @@ class Replicas:
     """
 
     by_id: dict[ReplicaId, Replica]
-    """Lost ones included."""
+    """All replicas, lost ones included."""
     launched: int = 0
     launching: int = 0
-    """So many replicas are wanted, and those before `launched` were started if they were gone."""
+    """Number of replicas that are wanted. Those with ids below `launched` were started if they were gone."""
 
     def __init__(self, orders: OrderBook, straggler_factor: float | None) -> None:
         self._orders, self._rows = orders, orders.open("rows")
@@ -60,7 +60,7 @@ class Replicas:
         self.rebuild(straggler_factor)
 
     def rebuild(self, straggler_factor: float | None) -> None:
-        """Make the indexes anew."""
+        """Make the indexes from the replicas and the orders."""
         self._index()
         self.paces = Paces(self.by_id, straggler_factor, self._mark_slow)
 
@@ -73,7 +73,7 @@ class Replicas:
 
     def _index(self) -> None:
         self.freed = 0
-        """Slots that running groups do not need any more: `samples` of their trajectories have ended for each."""
+        """Slots that running groups no longer need: one for each `samples` trajectories that have ended."""
         self.idle = 0
         """Free slots of replicas that can take a group, are not slow and do not leave."""
         self.seats_on_slow = 0
@@ -84,7 +84,7 @@ class Replicas:
             self.update(replica)
 
     def update(self, replica: Replica) -> None:
-        """A replica has changed."""
+        """Update the indexes after a change of a replica."""
         id, version = replica.id, replica.version
         free = self.for_groups(replica) if replica.state == "ready" else 0
         before = self._known.get(id, NOTHING)
@@ -110,7 +110,7 @@ class Replicas:
         self.seats_on_slow += now.movable > before.movable
 
     def _close(self, id: ReplicaId, version: Version) -> None:
-        """A replica cannot take a group any more, at that version."""
+        """Take a replica out of those that can take a group at a version."""
         if version == NO_VERSION:
             return
         at = self._at[version]
@@ -124,7 +124,7 @@ class Replicas:
         return ((running + self.taken(replica)) * samples - replica.finished) / (replica.slots * samples)
 
     def _mark_slow(self, replica: Replica, slow: bool) -> None:
-        """A replica is slower than the others by more than may be, or is not any more."""
+        """Note that a replica is slower than the others by more than `straggler_factor`, or is no longer."""
         if replica.slow != slow:
             replica.slow = slow
             self.update(replica)
@@ -133,7 +133,7 @@ class Replicas:
 
     @property
     def rollouts(self) -> list[Replica]:
-        """Replicas that groups run on, lost ones included: all but those that only validate."""
+        """Replicas for groups, lost ones included: all but those that only validate."""
         return [replica for replica in list(self.by_id.values()) if not replica.validator]
 
     def running(self, replica: Replica) -> Mapping[GroupId, Order]:
@@ -153,7 +153,7 @@ class Replicas:
         return replica.slots if replica.validator else self.measuring(replica)
 
     def for_groups(self, replica: Replica) -> int:
-        """Slots that are free for groups, and that the concurrency policy allows."""
+        """Free slots that groups may have under the limit of the concurrency policy."""
         return max(0, min(replica.slots, replica.limit) - self.taken(replica) - self.occupied(replica))
 
     def is_limited(self, replica: Replica) -> bool:

@@ -30,7 +30,7 @@ from engine.states.version import VERSION, WeightsVersion
 
 @dataclass(eq=False, slots=True)
 class PolicyNotes:
-    """What is known of the policies of a run."""
+    """Errors of the policies of a run, and what the policies remember."""
 
     errors: int = 0
     """Decisions of built-in policies in place of one that raised or broke a law."""
@@ -46,12 +46,12 @@ class State:
     now: float = 0.0
     """Time of the newest event, seconds since the run began."""
     settings: dict[str, str]
-    """What was set while the run continued, by name."""
+    """Settings that were changed during the run, by name."""
     groups: Groups
     orders: OrderBook
     replicas: Replicas
     processes: dict[str, Process]
-    """Every process that is no replica, by its name. A replica has its own: `Replica.process`."""
+    """Every process that is not a replica, by its name. A replica has its own: `Replica.process`."""
     training: Training
     pools: Pools
     checkpoints: Checkpoints
@@ -91,7 +91,7 @@ class State:
         self.limit_check.use(self.limits.timeouts)
 
     def change(self, limits: Limits) -> None:
-        """Other bounds from now on."""
+        """Use other bounds from now on."""
         self.limits, self._ahead = limits, limits.ahead
         self.limit_check.use(limits.timeouts)
         self.replicas.paces.use(limits.straggler_factor)
@@ -108,13 +108,13 @@ class State:
         self.retire_all()
 
     def retire_all(self) -> None:
-        """The weights of every version are gone."""
+        """Note that the weights of every version are gone."""
         for version in list(self.training.versions.values()):
             self.fire_version(version, "retire")
 
     def begin_again(self) -> None:
-        """New processes carry the run: nothing is running any more, it is not over, and nothing counts towards its end
-        but the restarts it has used."""
+        """Note that new processes carry the run: nothing runs any more, the run is not over, and only the restarts that
+        it has used count towards its end."""
         self.started = True
         self.ending = Ending(restarts=self.ending.restarts, restarted_at=self.ending.restarted_at)
         self.training.publish_failures = self.checkpoints.failures = 0

@@ -1,4 +1,4 @@
-"""The training of a run: its steps, the versions of the weights, and how much each of them contains.
+"""The training of a run: its steps, its weights versions, and the train steps that each version contains.
 
 Written by `scheduling/steps.py` and `scheduling/weights.py`. Checkpoints and pools have their own modules.
 """
@@ -14,7 +14,7 @@ class Training:
     """What was trained and published."""
 
     steps: dict[StepId, Step]
-    """Those whose batch is formed and that are not finished, and the one that comes next."""
+    """Steps whose batch is formed and that are not finished, and the next step."""
     steps_batched: StepId = 0
     steps_trained: StepId = 0
     step_reward: float | None = None
@@ -24,8 +24,8 @@ class Training:
     steps_in: dict[Version, StepId]
     """Train steps in each version that an open group, a replica or a validation may still refer to."""
     updates_in: dict[StepId, int]
-    """Optimizer updates in the first so many train steps, for each beginning that a trainer may have: a trainer
-    schedules by them."""
+    """Optimizer updates in the first n train steps, by n, for each n after which a trainer may begin: it needs them for
+    its schedule."""
     publishing_attempt: int = 0
     publish_failures: int = 0
 
@@ -35,11 +35,11 @@ class Training:
         self.publish(0)
 
     def next_step(self, id: StepId) -> None:
-        """Add the step that comes next."""
+        """Add the next step."""
         self.steps[id] = Step(id)
 
     def publish(self, version: Version) -> None:
-        """A version holds the steps trained so far, and is the newest."""
+        """Add the newest version. It holds the steps trained so far."""
         self.versions[version] = WeightsVersion(version)
         self.steps_in[version] = self.steps_trained
         self.latest_version = version

@@ -25,7 +25,7 @@ class ChildRanks:
         self._stacks = () if stacks is None else (stacks,)
         self._closed = threading.Event()
         self._shared: IO[bytes] | None = None
-        """The memory of `share`."""
+        """The memory that `share` filled last."""
         self._start(count)
 
     @property

@@ -22,7 +22,7 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 SHARED = "shared"
-"""In place of the name of a call: the call is packed in the file at a path, which is the argument."""
+"""Stands in place of the name of a call. The argument is the path of a file that has the packed call."""
 PROGRESS = (None, None)
 """Sent before the answer: the call has progressed."""
 
@@ -73,8 +73,8 @@ def main() -> None:
 
 
 def unpacked(path: str) -> Any:
-    """What this process's parent has packed into a file of its memory, as `Connection.recv` reads it from the link, but
-    without a copy of the file."""
+    """Unpack what the parent of this process has packed into a file in memory, as `Connection.recv` unpacks a message,
+    but without a copy of the file."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
         return pickle.loads(memory)
 

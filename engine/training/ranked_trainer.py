@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from engine.training.batch import Answer  # it brings torch, which this process needs for weights only
 
 SHARED_BYTES = 1 << 20
-"""Size of a packed call from which on the ranks of a node read one copy."""
+"""The ranks of a node read one copy of a packed call that has at least this size."""
 SETTLE_S = 10.0
 """Seconds that ranks may differ in noticing the same error, before it counts as the error of some."""
 
@@ -61,8 +61,8 @@ class RankHost(Protocol):
     def links(self) -> Sequence[Connection]: ...
 
     def share(self, message: bytes) -> str:
-        """Bring a message to the node. Returns a path where its ranks find it until the next one. Raises: `OSError` if
-        this node has no room, `EngineError` of another node."""
+        """Bring a message to the node. Returns a path where its ranks find it until the next message. Raises:
+        `OSError` if this node has no room for it, `EngineError` if another node fails."""
 
     def end_of(self, place: int) -> str:
         """How a rank that no longer answers has ended."""

@@ -60,9 +60,9 @@ def title(process: psutil.Process) -> str:
 
 
 def test_a_killed_run_is_resumed_and_neither_end_leaves_a_process(tmp_path: Path) -> None:
-    """A request to the launcher's whole process group, as `timeout` sends it: Ray's processes do not hear it. Before
-    that its scheduler dies, and Ray says nothing of the calls that it makes again. Actors in a cluster of the run's own
-    do not give way to other programs."""
+    """The launcher's whole process group gets SIGTERM, as from `timeout`, but Ray's processes do not. Before that, the
+    scheduler dies, and Ray's messages about repeated calls are not shown. Actors in the run's own cluster have the
+    usual priority."""
     config = tmp_path / "small.yaml"
     config.write_text(yaml.safe_dump(CONFIG))
     first = engine("run", "small.yaml", "--plain", cwd=tmp_path)

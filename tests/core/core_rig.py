@@ -50,7 +50,7 @@ class CoreRig:
         require_same_state(self.twin, self.scheduler)
 
     def check_tick(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
-        """All laws hold, to react again orders nothing, and the twin decided the same and has the same state."""
+        """Check that all laws hold, that reacting again orders nothing, and that the twin decides the same."""
         check_all(self.state)
         assert not self.reacts_again or self.scheduler.tick(()) == (), f"reacting again to {events} orders more"
         if self.twin is not None:

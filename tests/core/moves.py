@@ -32,7 +32,7 @@ One = TypeVar("One")
 
 
 class Choices(Protocol):
-    """Whoever chooses: a `Random`, or Hypothesis."""
+    """What chooses: a `Random`, or Hypothesis."""
 
     def randint(self, a: int, b: int) -> int: ...
 
@@ -70,7 +70,7 @@ LAYOUTS: tuple[tuple[Pool, ...], ...] = (
     (Pool(tasks=("rollout", "ref_logprobs"), replicas=(0, 1)), Pool(tasks=("train", "old_logprobs"))),
     (Pool(tasks=("rollout", "old_logprobs"), replicas=(0,)), Pool(tasks=("rollout", "train"), replicas=(1,))),
 )
-"""Replicas take turns with nobody, scoring is done beside training, replicas take turns with one or more of them."""
+"""No task shares a pool with rollout, scoring has a pool of its own, or rollout shares pools with other tasks."""
 ADDED: tuple[tuple[AddedState, ...], ...] = (
     (), (), (), (WEIGHING,), (WEIGHING, CHECKING), (FETCHING,), (FETCHING, CHECKING), (GATING,), (PROVING,),
     (AddedState(name="rewarding", concurrency=2),), (WEIGHING, CHECKING, GATING, SIFTING, PROVING),
@@ -155,9 +155,9 @@ class Move:
 
     name: str
     weight: float
-    """How likely it is beside others, where nobody tries all of them."""
+    """How often a seed chooses it, relative to other moves."""
     among: Callable[[Adversary], Collection[Any]]
-    """To whom it can happen now."""
+    """What it can happen to now."""
     act: Act
 
 
@@ -173,7 +173,7 @@ def move(weight: float, among: Callable[[Adversary], Collection[Any]]) -> Callab
 
 
 def once(possible: Callable[[Adversary], Any]) -> Callable[[Adversary], Collection[Any]]:
-    """For what happens to the whole run."""
+    """For a move that happens to the whole run."""
     return lambda world: (None,) if possible(world) else ()
 
 
@@ -302,7 +302,7 @@ def join_another(world: Adversary, _: None, choose: Choices) -> None:
 
 @move(0.2, once(lambda world: getattr(world.driver.outcome, "outcome", "") != "finished"))
 def crash(world: Adversary, _: None, choose: Choices) -> None:
-    """Where the trajectories are kept, those of some groups are lost, of none, or of all."""
+    """If trajectories survive the crash, those of some groups, of no group or of all groups are lost."""
     every = choose.choice([0, 0, 1, 2])
     world.crash(
         max(choose.randint(1, 3), world.least), kept=choose.choice([False, True]),
