@@ -16,5 +16,5 @@ class Core:
     orders: Orders
     decisions: Decisions
     searched: tuple[int, Version] = (0, NO_VERSION)
-    """`Replicas.seats_on_slow` and the newest idle version when a search for groups to move last found all of them: it
-    need not be repeated before one of these changes."""
+    """`Replicas.seats_on_slow` and the newest idle version after the last search that found room for all groups to
+    move: it need not be repeated before one of these changes."""

@@ -122,7 +122,7 @@ class SimGenerator:
 
     @property
     def token_s(self) -> float:
-        """Seconds that a token takes now."""
+        """Current duration of a token."""
         return self._setting.token_s
 
     async def generate(self, work: GroupWork) -> Generated:

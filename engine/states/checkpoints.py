@@ -3,7 +3,7 @@ released groups.
 
 Written by `scheduling/steps.py` and `State`; read where a trainer begins, where deletions are ordered, and by
 `record/recovery.py`. Resuming from a checkpoint does again what came after it. What two checkpoints contain is
-forgotten: the last but one is still at hand should the last be damaged. Whoever resumes from an older one replays the
+forgotten: the last but one is still at hand should the last be damaged. A resume from an older one replays the
 record from its beginning. This module never looks at a disk, and must never name the newest checkpoint as one to
 delete.
 """
@@ -144,7 +144,7 @@ class Checkpoints:
         self.tracks, self._forgets = True, False
 
     def hand_over(self, tracks: bool) -> "Checkpoints":
-        """All that is known, to whoever asked for it; here what a run needs is left, if it needs anything."""
+        """Return all that is known, and keep only what a run needs, if it needs anything."""
         known = Checkpoints(True)
         known.floor = 0 if not self._forgets else self.floor if self.tracks else NOTHING_KNOWN
         known.trained, known.released = dict(self.trained), {step: [*ids] for step, ids in self.released.items()}

@@ -69,8 +69,8 @@ class Adversary(CoreRig):
         together: int = 1,
         replicas: int = 0,
     ) -> None:
-        """`together`: so many events arrive at once, and are one tick unless some are ticks of their own. `replicas`:
-        so many join first, or as many as validations need."""
+        """`together`: number of events that arrive at once. They are one tick, unless some need their own. `replicas`:
+        number of replicas that join first, at least as many as validations need."""
         self.together = together
         self.arriving: list[Event] = []
         """Events that arrive with the next ones."""
@@ -104,17 +104,17 @@ class Adversary(CoreRig):
         self.judged: list[EnterState | InspectStep] = []
         """Work of added states in progress; it may end in any order."""
         self.probes: list[ProbeProcess] = []
-        """Whoever is probed may say that it waits for any process, or say nothing."""
+        """A probed process may say that it waits for any process, or say nothing."""
         self.done: list[int] = []
-        """Orders that only had to arrive and did; who says so may say it late, in any order, together or one by one."""
+        """Orders that only had to arrive and did. Their answers may come late, in any order, together or one by one."""
         self.past: list[Event] = []
-        """What may be said again."""
+        """Events that may arrive again."""
         self.history: list[Event] = []
         self.deliver(RunStarted())
         self.least = limits.validators().stop
         """The fewest replicas that the run can have."""
         self.first = max(replicas, self.least) if replicas else 0
-        """Replicas that joined first."""
+        """Number of replicas that joined first."""
         for id in range(self.first):
             self.join(id)
 

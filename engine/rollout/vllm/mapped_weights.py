@@ -1,4 +1,4 @@
-"""Lets vLLM's workers read published tensors where they lie in shared memory, whoever allocated it.
+"""Lets vLLM's workers read published tensors where they lie in shared memory, whichever process allocated it.
 
 In the replica, `rollout.vllm.staged_weights` opens the memory of a staged version and describes in a file where each
 tensor lies; in a worker, `rollout.vllm.worker_extension` maps it. The replica holds the tensors while the version is
@@ -50,7 +50,7 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class OpenMemory:
-    """The shared memory of tensors, whoever allocated it, held for child processes: its contents stay until `close`."""
+    """The shared memory of tensors, held for child processes: its contents stay until `close`."""
 
     places: tuple[TensorPlace, ...]
     tensors: dict[str, torch.Tensor]
