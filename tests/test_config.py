@@ -394,7 +394,9 @@ def test_router_replay_is_refused_where_experts_are_not_known(sections: dict[str
 def test_a_limit_by_the_kv_cache_is_refused_for_servers() -> None:
     served = {"backend": "openai", "urls": ["http://h:1"], "weights_dir": "/w"}
     adaptive = {"policies": {"concurrency": "kv-cache"}}
-    with pytest.raises(ConfigError, match=r"^scheduler\.policies\.concurrency is 'kv-cache': rollout.backend openai does"):
+    with pytest.raises(
+        ConfigError, match=r"^scheduler\.policies\.concurrency is .kv-cache.: rollout.backend openai does"
+    ):
         parse_config({**MADE, "rollout": served, "scheduler": adaptive})
 
 
