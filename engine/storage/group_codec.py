@@ -1,12 +1,11 @@
 """Packs trajectory groups as bytes, for transfer between processes and for disk.
 
-    [format, group, [row, text, fields], [[trajectory], ...]]       msgpack; of a named data source also its name:
-                                                                    [row, text, fields, source]
+    [format, group, [row, text, fields, source], [[trajectory], ...]]       msgpack
     trajectory: prompt ids, token ids (int32), log-probs (float64), loss mask (uint8), spans (int64: start, stop,
                 version) as little-endian arrays, then text, finish reason, reward, whether it continues another,
-                then, only if there are any, the parts of the reward by name, the figures of the rollout by name,
-                the positions (int32) and values (float64) of the rewards of single tokens, the prompt that samples
-                show, and the routes of its tokens
+                whether it is unparsable, the parts of the reward by name, the figures of the rollout by name, the
+                positions (int32) and values (float64) of the rewards of single tokens, the prompt that samples show,
+                and the routes of its tokens
 
     growth:     [format, group, [[place, known tokens, trajectory], ...]]; any number of them may follow a group. Of a
                 trajectory with known tokens, the prompt ids are empty, and arrays and routes continue after these
@@ -17,7 +16,7 @@ most a fixed multiple of their size in memory.
 
 import sys
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -109,25 +108,22 @@ def plain_prompt(prompt: Prompt) -> tuple[Any, ...]:
         if problem:
             law = "use only text, bytes, numbers, true, false, null, lists, and mappings with text keys"
             raise DataFailure(f"row {prompt.row}: its field {name!r} {problem}; {law}", row=prompt.row)
-    named = (prompt.source,) if prompt.source else ()
-    return prompt.row, prompt.text, dict(prompt.fields), *named
+    return prompt.row, prompt.text, dict(prompt.fields), prompt.source
 
 
 def _plain_trajectory(t: Trajectory) -> tuple[Any, ...]:
-    spans = array("q", [number for span in t.spans for number in span])
-    numbers = [{name: float(value) for name, value in one.items()} for one in (t.reward_parts, t.figures)]
-    long = t.step_rewards or t.shown_prompt or t.routes
-    more: tuple[Any, ...] = tuple(numbers if t.figures or long else numbers[:1] if t.reward_parts else [])
-    if long:
-        positions, values = zip(*t.step_rewards, strict=True) if t.step_rewards else ((), ())
-        more = (*more, _bytes_of("i", positions), _bytes_of("d", values))
-    more = (*more, t.shown_prompt) if t.shown_prompt or t.routes else more
-    more = (*more, t.routes) if t.routes else more
+    spans = [number for span in t.spans for number in span]
+    positions, values = zip(*t.step_rewards, strict=True) if t.step_rewards else ((), ())
     return (
         _bytes_of("i", t.prompt_ids), _bytes_of("i", t.token_ids), _bytes_of("d", t.logprobs), bytes(t.loss_mask),
         _bytes_of("q", spans), t.text, t.finish_reason, None if t.reward is None else float(t.reward), t.continues,
-        t.unparsable, *more,
+        t.unparsable, _floats(t.reward_parts), _floats(t.figures), _bytes_of("i", positions), _bytes_of("d", values),
+        t.shown_prompt, t.routes,
     )  # fmt: skip
+
+
+def _floats(parts: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(value) for name, value in parts.items()}
 
 
 def _group_from(plain: Any) -> TrajectoryGroup:
@@ -162,25 +158,27 @@ def _grow(group: TrajectoryGroup, plain: Any) -> None:
 
 
 def _prompt_from(plain: Any) -> Prompt:
-    row, text, fields, *more = plain
+    row, text, fields, source = plain
     _require(type(row) is int and type(text) is str and type(fields) is dict, "a prompt is its row, text and fields")
-    _require(len(more) <= 1 and all(type(one) is str for one in more), "a prompt's source is its name")
-    return Prompt(row=row, text=text, fields=fields, source=more[0] if more else "")
+    _require(type(source) is str, "a prompt's source is its name")
+    return Prompt(row=row, text=text, fields=fields, source=source)
 
 
 def _trajectory_from(plain: Any) -> Trajectory:
-    prompt_ids, token_ids, logprobs, mask, spans, text, finish_reason, reward, continues, unparsable, *more = plain
-    law = "its text and finish reason are text, and its flags are bools"
-    _require(type(text) is str and type(finish_reason) is str and type(continues) is type(unparsable) is bool, law)
+    (
+        prompt_ids, token_ids, logprobs, mask, spans, text, finish_reason, reward, continues, unparsable, parts,
+        figures, positions, values, shown_prompt, routes,
+    ) = plain  # fmt: skip
+    law = "its texts and finish reason are text, and its flags are bools"
+    _require(type(text) is type(finish_reason) is type(shown_prompt) is str, law)
+    _require(type(continues) is type(unparsable) is bool, law)
     _require(reward is None or type(reward) is float, "its reward is a number")
-    _require(len(more) in (0, 1, 2, 4, 5, 6), "it has 10, 11, 12, 14, 15 or 16 parts")
-    _require(all(type(one) is str for one in more[4:5]), "the prompt that samples show is text")
-    routes = more[5] if len(more) > 5 else []
+    _require(_are_parts(parts) and _are_parts(figures), "its reward parts and figures are numbers by name")
     _require(type(routes) is list and all(type(one) is bytes for one in routes), "the routes of its tokens are bytes")
-    _require(all(_are_parts(one) for one in more[:2]), "its reward parts and figures are numbers by name")
     _require(type(mask) is bytes, "its loss mask is bytes")
     bounds = _list_of("q", spans)
     _require(len(bounds) % 3 == 0, "a span has 3 numbers")
+    steps = list(zip(_list_of("i", positions), _list_of("d", values), strict=True))
     trajectory = Trajectory(
         prompt_ids=_list_of("i", prompt_ids),
         token_ids=_list_of("i", token_ids),
@@ -192,16 +190,13 @@ def _trajectory_from(plain: Any) -> Trajectory:
         reward=reward,
         continues=continues,
         unparsable=unparsable,
-        reward_parts=more[0] if more else {},
-        figures=more[1] if len(more) > 1 else {},
-        shown_prompt=more[4] if len(more) > 4 else "",
+        reward_parts=parts,
+        figures=figures,
+        step_rewards=[StepReward(*step) for step in steps],
+        shown_prompt=shown_prompt,
         routes=routes,
     )
     tokens = len(trajectory.token_ids)
-    if len(more) >= 4:
-        positions, values = _list_of("i", more[2]), _list_of("d", more[3])
-        _require(len(positions) == len(values), "each reward of a token has a position")
-        trajectory.step_rewards = [StepReward(*step) for step in zip(positions, values, strict=True)]
     _require(len(trajectory.logprobs) == len(mask) == tokens, "each token has a log-prob and a mask")
     return trajectory
 

@@ -118,13 +118,6 @@ STORED = TrajectoryGroup(
 )
 
 
-def test_a_group_without_parts_of_its_reward_is_readable() -> None:
-    plain = [1, 5, [0, "?", {}], [[b"", b"", b"", b"", b"", "a", "stop", 1.0, False, False]]]
-    whole = unpack_group(msgpack.packb(plain))
-    assert whole.trajectories == [Trajectory(text="a", finish_reason="stop", reward=1.0)]
-    assert msgpack.unpackb(pack_group(whole)) == plain
-
-
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_bytes_that_are_no_group_are_refused(data: st.DataObject) -> None:
