@@ -195,11 +195,6 @@ class GroupBuilder:
                 self.tokens["undone"] += notes.tokens
             notes.tokens, notes.ended_at, notes.state = 0, -1.0, "queued"
 
-    def resume(self, at: float, event: EventId, ready: Iterable[tuple[GroupId, str]]) -> None:
-        """The run continues: groups that are ready wait from now on. Reported after the moves of the tick."""
-        for id, state in ready:
-            self._waiting.setdefault(id, (state, at, event))
-
     def end(self, live: Iterable[tuple[GroupId, str, Tokens]]) -> None:
         """The record ends with these groups."""
         for id, state, (tokens, oldest, newest) in live:
@@ -456,6 +451,16 @@ class HistoryBuilder(GroupBuilder):
 
     def validation(self, row: Mapping[str, Any]) -> None:
         self.validations.append(row)
+
+    def resume(self, at: float, event: EventId, groups: Iterable[Any], steps: Iterable[tuple[StepId, str]]) -> None:
+        """The run continues: groups and train steps are in these states from now on. Reported after the moves of the
+        tick, in which no group runs."""
+        for id, state in groups:
+            if state not in NO_WAITS:
+                self._waiting.setdefault(id, (state, at, event))
+        for step, state in steps:
+            if state != "waiting":
+                self._open_phases.setdefault(step, (state, at, event))
 
     def close(self, at: float, outcome: str, event: EventId, live: Mapping[GroupId, Tokens]) -> None:
         super().close(at, outcome, event, live)

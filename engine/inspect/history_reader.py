@@ -409,9 +409,9 @@ class _StretchWatcher:
         self._moves.clear()
         self._step_moves.clear()
         if resumed is not None:
-            phase_of, groups = self.state.groups.phase_of, self.state.groups.live.values()
-            ready = [(group.id, group.state) for group in groups if phase_of(group.state) is Phase.READY]
-            self._report("resume", tick.at, resumed.id, ready)
+            groups, steps = self.state.groups.live.values(), self.state.training.steps.values()
+            states = [[(one.id, one.state) for one in records] for records in (groups, steps)]
+            self._report("resume", tick.at, resumed.id, *states)
         for command in tick.commands:
             handle_command = self._on_command.get(type(command))
             if handle_command is not None:

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from engine.errors import ConfigError, EngineError, RecordError
+from engine.events import RunResumed
 from engine.inspect import history_cache, history_reader
 from engine.inspect.history import FATES, NO_EVENT, RUNNING, History, IdleSpan
+from engine.inspect.history_builder import NO_WAITS
 from engine.inspect.history_cache import SOURCES, HistoryCache
 from engine.inspect.history_reader import read_history
 from engine.inspect.timeline import timeline_of
@@ -35,7 +37,7 @@ WORLDS = [
     *((worlds.rough, number) for number in (0, 3, 21)),
     *((worlds.asked, number) for number in (2, 5)),
     *((clock_removal.cut, number) for number in (12, 17, 34)),
-    *((clock_removal.wild, number) for number in (2, 4, 6)),
+    *((clock_removal.wild, number) for number in (2, 4, 6, 7)),
 ]
 """Runs with every fault, request, crash and branch."""
 
@@ -76,6 +78,37 @@ def test_a_history_agrees_with_the_schedulers_books(family: Any, number: int) ->
     tracks = sorted((one.track, one.value.incarnation, one.start, one.end) for one in slices)
     assert all(a[3] <= b[2] for a, b in pairwise(tracks) if a[:2] == b[:2]), "two groups overlap in one slot"
     assert len(history.rows) >= len([step for step in history.trained if step.finished_at >= 0])
+
+
+def states_at(history: History, at: float) -> dict[tuple[str, int], str]:
+    """The state of every group and train step at a time, where it is an attempt, a wait or a phase."""
+    running: list[Any] = [("group", one.group, "running", one) for one in history.attempts]
+    waits = [("group", one.group, one.state, one) for one in history.waits]
+    phases = [("step", one.step, one.name, one) for step in history.steps for one in step.phases]
+    found = [((kind, id), state) for kind, id, state, one in running + waits + phases if one.start <= at < one.end]
+    assert len(dict(found)) == len(found), f"a group or step is in two states at {at} s: {found}"
+    return dict(found)
+
+
+@pytest.mark.parametrize(("family", "number"), WORLDS)
+def test_between_two_ticks_a_history_has_the_states_of_the_books(family: Any, number: int) -> None:
+    record = record_of(family, number)
+    history, scheduler = read_history(record), build_scheduler(record.header)
+    state, before = scheduler.state, (0.0, dict[tuple[str, int], str]())
+
+    def watch(tick: Tick) -> None:
+        nonlocal before
+        at, states = before
+        if at < tick.at and not isinstance(tick.events[0], RunResumed):  # nothing is known of the time before a resume
+            assert states_at(history, (at + tick.at) / 2) == states
+        states = {("step", step.id): step.state for step in state.training.steps.values() if step.state != "waiting"}
+        for group in state.groups.live.values():
+            running = state.groups.phase_of(group.state) is Phase.RUNNING
+            if group.state not in NO_WAITS:
+                states["group", group.id] = "running" if running else group.state
+        before = tick.at, states
+
+    replay(record, build=lambda header: scheduler, watch=watch)
 
 
 def with_snapshots(record: Record, directory: Path, every: int = 25, *, ended: bool = False) -> Record:
