@@ -28,23 +28,23 @@ def measure_pace(core: Core, group: Group, replica: Replica) -> None:
 def move_groups_off_slow_replicas(core: Core) -> None:
     """If a fast replica has slots that nothing else needs, park groups of slow replicas, earliest deadline first.
     They resume on a fast replica, because dispatch avoids the replica they come from."""
-    state, free = core.state, core.state.replicas
-    if not free.seats_on_slow or state.ending.draining or state.limits.straggler_factor is None:
+    state, replicas = core.state, core.state.replicas
+    if not replicas.seats_on_slow or state.ending.draining or state.limits.straggler_factor is None:
         return
     if state.groups.waiting and state.capacity:
         return
     parking = state.orders.open("park")
-    room = free.idle - state.groups.ledger.parked - len(parking)
+    room = replicas.idle - state.groups.ledger.parked - len(parking)
     if room <= 0:
         return
-    newest = free.newest_idle
-    if core.searched == (free.seats_on_slow, newest):
+    newest = replicas.newest_idle
+    if core.searched == (replicas.seats_on_slow, newest):
         return  # every group that can be moved is being moved
-    slow = [replica for replica in state.replicas.paces.slow if replica.state == "ready" and not replica.process.leaves]
-    groups = [state.groups.live[id] for replica in slow for id in free.running(replica)]
+    slow = [replica for replica in replicas.paces.slow if replica.state == "ready" and not replica.process.leaves]
+    groups = [state.groups.live[id] for replica in slow for id in replicas.running(replica)]
     movable = [g for g in groups if g.id not in parking and not g.moved and g.resumes_from <= newest]
     if len(movable) <= room:
-        core.searched = (free.seats_on_slow, newest)
+        core.searched = (replicas.seats_on_slow, newest)
     for group in sorted(movable, key=lambda g: (g.deadline, g.id))[:room]:
-        replica = state.replicas.by_id[group.replica]
+        replica = replicas.by_id[group.replica]
         core.orders.add(ParkGroup(**replica.address_of(group)))

@@ -4,7 +4,6 @@ Started by `ranked_trainer` for its own machine, and by `actors.rank_hosts` for 
 end with the process that started them, even if that process is killed.
 """
 
-import mmap
 import os
 import signal
 import subprocess
@@ -44,12 +43,10 @@ class ChildRanks:
 
     def share(self, message: bytes) -> str:
         """Keep a message in memory until the next one. Returns a path where the ranks find it. Raises: `OSError`."""
-        self._shared = os.fdopen(os.memfd_create("step-engine-call"), "r+b", buffering=0)
-        handle = self._shared.fileno()
-        os.posix_fallocate(handle, 0, len(message))
-        with mmap.mmap(handle, len(message)) as memory:
-            memory[:] = message
-        return f"/proc/{os.getpid()}/fd/{handle}"
+        self._shared = os.fdopen(os.memfd_create("step-engine-call"), "wb")
+        self._shared.write(message)
+        self._shared.flush()
+        return f"/proc/{os.getpid()}/fd/{self._shared.fileno()}"
 
     def close(self) -> None:
         for process in self._processes:
