@@ -29,11 +29,11 @@ def join_replica(core: Core, replica: Replica, event: ProcessUp) -> None:
         replica=replica.id, version=event.version, latest=state.training.latest_version, slots=event.slots,
         samples=event.samples,
     )  # fmt: skip
-    if not replica.validator:
-        _forget_none_left(core)
     replica.slots, replica.samples = event.slots, event.samples
     replica.version, replica.limit, replica.cache_used = event.version, 0, 0.0
-    limit_replica(core, replica)
+    if not replica.validator:
+        _forget_none_left(core)
+        limit_replica(core, replica)
     replica.sync_attempt = replica.sync_failures = 0
     replica.pace, replica.paced = 0.0, 0
     state.fire_replica(replica, "join")

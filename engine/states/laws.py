@@ -128,8 +128,9 @@ def _check_seats(state: State) -> dict[GroupId, ReplicaId]:
         require(replicas.for_chunks(replica) >= 0, "law 2: a replica runs more than it has slots",
                 replica=replica.id, running=len(running), chunks=replicas.measuring(replica),
                 slots=replica.slots)  # fmt: skip
-        require(replica.state == "down" or 1 <= replica.limit <= replica.slots, "law 2: a replica has no valid limit",
-                replica=replica.id, limit=replica.limit, slots=replica.slots)  # fmt: skip
+        require(replica.state == "down" or replica.validator or 1 <= replica.limit <= replica.slots,
+                "law 2: a replica has no valid limit", replica=replica.id, limit=replica.limit,
+                slots=replica.slots)  # fmt: skip
         require(not (replica.validator and running), "law 2: groups run on a validator", replica=replica.id)
         require(
             replica.version <= state.training.latest_version,

@@ -21,8 +21,8 @@ from engine.runtime.plan import Rollout
 from engine.scheduling.settings import check_setting
 from engine.simulation.simulated_models import SimGenerator, _wake
 from engine.simulation.world import Faults, Setting, World
-from engine.states.limits import Limits
-from engine.states.view import ReplicaView
+from engine.states.limits import Limits, ValidationLimits
+from engine.states.view import ReplicaView, View
 from tests.core.scripted import Scripted
 from tests.core.test_worlds import ROUGH
 
@@ -135,6 +135,21 @@ def test_a_limit_above_the_slots_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(KvCache, "limit", Greedy.limit)
     with pytest.raises(PolicyError, match="must return an integer from 1 to 4"):
         scene()
+
+
+def test_the_policy_is_not_asked_about_replicas_that_only_validate(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[ReplicaId] = []
+
+    def limit(self: KvCache, view: View, replica: ReplicaView) -> int:
+        asked.append(replica.id)
+        return replica.slots
+
+    monkeypatch.setattr(KvCache, "limit", limit)
+    Scripted(
+        policies={"concurrency": "kv-cache"}, replicas=2, train_batch_size=1, max_staleness_steps=0,
+        max_concurrent_groups=1, validation=ValidationLimits(rows=1, rows_per_slot=1, own_from=1, replicas=1),
+    )  # fmt: skip
+    assert asked == [0]
 
 
 def test_the_policy_of_a_running_run_cannot_be_changed() -> None:
