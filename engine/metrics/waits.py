@@ -157,7 +157,7 @@ def _detail(like: list[Order], state: State) -> str:
     limits = _limits(slowest, state) if slowest else ""
     if oldest.subject == "group" and not slowest:
         replica = state.replicas.by_id[oldest.owner]
-        return f"its replica {_limited(replica)}" if state.replicas.is_limited(replica) else ""
+        return _limited(replica) if state.replicas.is_limited(replica) else ""
     if oldest.subject == "stage":
         return _stage_detail(state.groups.stages.by_name[oldest.command.state], slowest, limits)
     if not slowest or oldest.id in state.groups.unrewarded:
@@ -220,12 +220,13 @@ def limit_wait(state: State) -> str:
     """`replica 1 is limited to 9 groups by scheduler.policies.concurrency: its KV cache is 84 % full`: why replicas
     with free slots take no group. Empty if there are none."""
     limited = [replica for replica in state.replicas.rollouts if state.replicas.is_limited(replica)]
-    return "; ".join(f"replica {replica.id} {_limited(replica)}" for replica in limited[:REPLICAS_NAMED])
+    return "; ".join(map(_limited, limited[:REPLICAS_NAMED]))
 
 
 def _limited(replica: Replica) -> str:
     cache = f": its KV cache is {100 * replica.cache_used:.0f} % full" if replica.cache_used else ""
-    return f"is limited to {counted(replica.limit, 'group')} by scheduler.policies.concurrency{cache}"
+    limit = counted(replica.limit, "group")
+    return f"replica {replica.id} is limited to {limit} by scheduler.policies.concurrency{cache}"
 
 
 def agent_wait(state: State) -> str:
