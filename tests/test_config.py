@@ -395,7 +395,7 @@ def test_a_limit_by_the_kv_cache_is_refused_for_servers() -> None:
     served = {"backend": "openai", "urls": ["http://h:1"], "weights_dir": "/w"}
     adaptive = {"policies": {"concurrency": "kv-cache"}}
     with pytest.raises(
-        ConfigError, match=r"^scheduler\.policies\.concurrency is .kv-cache.: rollout.backend openai does"
+        ConfigError, match=r"^scheduler\.policies\.concurrency is 'kv-cache': rollout.backend openai does"
     ):
         parse_config({**MADE, "rollout": served, "scheduler": adaptive})
 
@@ -575,7 +575,7 @@ def test_only_an_advantage_that_compares_no_siblings_takes_one_sample_a_prompt()
 @pytest.mark.parametrize(
     ("masks", "says"),
     [
-        (3, "must be a list, each a section with the keys measure, arguments, low, high, negative_only"),
+        (3, "must be a list of at most 12, each a section with the keys measure, arguments, low, high, negative_only"),
         (
             [{"measure": "token_ratio", "hi": 2}],
             "unknown key; trainer.masks.0 must be a section with the keys measure, arguments, low, high, negative_only",
@@ -929,9 +929,13 @@ def test_distillation_needs_a_teacher_and_reads_no_reward(field: str, changes: d
         (
             "data",
             {"path": []},
-            r"^data\.path is \[\], but must be text.* or a list of at least 1, each text.*a list of these\)$",
+            r"^data\.path is \[\], but must be text.* or a list of at least 1 and at most 10000, each text.*a list of these\)$",
         ),
-        ("data", {"sources": [{"name": "A b", "path": "a"}]}, r"name is 'A b', but must be text, that matches \^\["),
+        (
+            "data",
+            {"sources": [{"name": "A b", "path": "a"}]},
+            r"name is 'A b', but must be text, at most 64 long, that matches \^\[",
+        ),
         (
             "data",
             {"curriculum": {"stages": [{"weights": {"a": float("nan")}}]}},
@@ -949,7 +953,11 @@ def test_distillation_needs_a_teacher_and_reads_no_reward(field: str, changes: d
         ("reward", {"function": "./bugs.py:typo"}, r"function is '\./bugs\.py:typo', .*; did you mean bugs:typo\?$"),
         ("data", {"chat": "on"}, r"chat is 'on', but must be auto or never"),
         ("trainer", {"bf16": "yes"}, r"bf16 is 'yes', but must be one of auto, on, off \("),
-        ("data", {"curriculum": {"stages": []}}, r"stages is \[\], but must be a list of at least 1, each a section"),
+        (
+            "data",
+            {"curriculum": {"stages": []}},
+            r"stages is \[\], but must be a list of at least 1 and at most 1000, each a section",
+        ),
     ],
 )
 def test_a_value_is_refused_with_its_whole_law(section: str, tree: dict[str, Any], said: str) -> None:

@@ -312,7 +312,8 @@ _BOUNDS = {
     "exclusiveMaximum": "below {}",
     "multipleOf": "a multiple of {}",
     "minLength": "at least {} long",
-    "maxItems": "at most {} of them",
+    "maxLength": "at most {} long",
+    "maxProperties": "at most {} entries",
 }
 
 
@@ -358,8 +359,8 @@ def _in_words(node: Mapping[str, Any]) -> str:
         inner = node.get("prefixItems") or [node.get("items", {})]
         if "prefixItems" in node:
             return f"a list of {len(inner)} numbers"
-        least = f" of at least {node['minItems']}" if "minItems" in node else ""
-        return f"a list{least}, each {_in_words(inner[0])}"
+        sizes = [f"{word} {node[key]}" for key, word in (("minItems", "at least"), ("maxItems", "at most")) if key in node]
+        return f"a list{' of ' if sizes else ''}{' and '.join(sizes)}, each {_in_words(inner[0])}"
     bounds = [words.format(node[key]) for key, words in _BOUNDS.items() if key in node]
     bounds += [f"that matches {node['pattern']}"] if "pattern" in node else []
     return ", ".join([_KINDS.get(node.get("type", ""), "a value"), *bounds])
