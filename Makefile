@@ -68,10 +68,10 @@ test: $(VLLM)  ## run the tests
 near: $(VLLM)  ## run the tests near what differs from the commit BASE (default: HEAD)
 	@BASE=$(BASE) $(BIN)/python -m tests.selection $(ARGS)
 
-torture: $(VLLM)  ## kill runs at hundreds of points and see that nothing is lost (hours); writes docs/TORTURE.md
+torture: $(VLLM)  ## kill runs at hundreds of points and see that nothing is lost (hours); writes docs/torture.csv and its summary
 	@$(BIN)/python -m pytest -m long
 	@$(BIN)/python -m tests.torture.durable --seeds 1000
-	@$(BIN)/python -u -m tests.torture.torture --table docs/TORTURE.md $(ARGS)
+	@$(BIN)/python -u -m tests.torture.torture --table docs/torture.csv --page docs/TORTURE.md $(ARGS)
 
 check: coverage lint  ## lint, formatting, types, and the branch coverage of the pure core
 

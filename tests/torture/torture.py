@@ -1,6 +1,6 @@
 """Kill runs at every kind of moment, resume them, and look whether anything was lost: `make torture`.
 
-    python -m tests.torture.torture --trees 200 --actors 50 --table docs/TORTURE.md
+    python -m tests.torture.torture --trees 200 --actors 50 --table docs/torture.csv --page docs/TORTURE.md
     python -m tests.torture.torture --mode tree --seed 17          # one again
 
 Each point is a real run over Ray (`chain.py`), a process tree of its own. After its last life: the record replays to
@@ -10,6 +10,8 @@ was written, and no process is left. A failure prints its seed, its class and th
 """
 
 import argparse
+import csv
+import datetime
 import json
 import os
 import select
@@ -20,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +60,7 @@ STOP = threading.Event()
 
 @dataclass(frozen=True)
 class Result:
-    """A line of the table."""
+    """A row of the table."""
 
     point: Point
     mode: str
@@ -205,19 +208,73 @@ def _expect(holds: bool, what: str) -> None:
         raise Failure("correctness", what)
 
 
-def table(results: list[Result]) -> str:
-    """The points as Markdown."""
-    head = ["| what died | seed | S | steps | checkpoint every | lives | events at each death | steps done again | s |"]
-    head.append("|---|---|---|---|---|---|---|---|---|")
-    return "\n".join([
-        *head,
-        *[
-            f"| {r.point.victim} {r.point.state} | {r.point.seed}"
-            f" | {r.point.staleness} | {r.point.steps} | {r.point.checkpoint_every} "
-            f"| {r.lives} | {', '.join(map(str, r.killed_at)) or '-'} | {r.redone} | {r.seconds:.0f} |"
-            for r in results
-        ],
-    ])  # fmt: skip
+Row = dict[str, str]
+"""A point that passed, as a row of `docs/torture.csv`."""
+
+
+def row_of(result: Result, date: str, commit: str) -> Row:
+    point = result.point
+    cells = {
+        "mode": result.mode,
+        "seed": point.seed,
+        "what_died": point.victim,
+        "state": point.state,
+        "max_staleness_steps": point.staleness,
+        "steps": point.steps,
+        "checkpoint_every": point.checkpoint_every,
+        "launches": result.lives,
+        "events_at_each_death": " ".join(map(str, result.killed_at)),
+        "steps_done_again": result.redone,
+        "seconds": f"{result.seconds:.0f}",
+        "date": date,
+        "commit": commit,
+    }
+    return {name: str(cell) for name, cell in cells.items()}
+
+
+def read_rows(table: Path) -> list[Row]:
+    with table.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_rows(table: Path, rows: Sequence[Row]) -> None:
+    with table.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def replace_rows(old: Sequence[Row], tried: Collection[tuple[int, str]], new: Sequence[Row]) -> list[Row]:
+    """The new rows instead of the old ones of every point that was tried, so that a point that failed has none."""
+    return [row for row in old if (int(row["seed"]), row["mode"]) not in tried] + list(new)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """The points by what died, as Markdown."""
+    kinds: dict[str, list[Row]] = {}
+    for row in rows:
+        place = f", in state `{row['state']}`" if row["state"] else ""
+        kinds.setdefault(f"{row['what_died']}{place}", []).append(row)
+    lines = [_summary_line(kind, kinds[kind]) for kind in sorted(kinds)]
+    head = "| what died | points that passed | launches | steps done again | longest run, s | date | commit |"
+    return "\n".join([head, "|---|---|---|---|---|---|---|", *lines, _summary_line("all", rows)])
+
+
+def _summary_line(kind: str, rows: Sequence[Row]) -> str:
+    launches, again = (sum(int(row[name]) for row in rows) for name in ("launches", "steps_done_again"))
+    longest = max((int(row["seconds"]) for row in rows), default=0)
+    dates, commits = (", ".join(sorted({row[name] for row in rows})) for name in ("date", "commit"))
+    return f"| {kind} | {len(rows)} | {launches} | {again} | {longest} | {dates} | {commits} |"
+
+
+def write_summary(page: Path, rows: Sequence[Row]) -> None:
+    begun = page.read_text(encoding="utf-8").split(BEGIN)[0]
+    page.write_text(f"{begun}{BEGIN}\n\n{summary(rows)}\n", encoding="utf-8")
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def one(seed: int, mode: str) -> Result | None:
@@ -261,7 +318,8 @@ def main() -> int:
     parser.add_argument("--mode", choices=(TREE, "actor", INSPECTING))
     parser.add_argument("--seed", type=int)
     parser.add_argument("--jobs", type=int, default=1, help="points at a time, each a Ray of its own")
-    parser.add_argument("--table", type=Path, help="write the results there")
+    parser.add_argument("--table", type=Path, help="replace the rows of these points in this CSV file")
+    parser.add_argument("--page", type=Path, help="write the summary of the table into this page")
     chosen = parser.parse_args()
     points = [(seed, TREE) for seed in range(chosen.first, chosen.first + chosen.trees)]
     points += [(seed, "actor") for seed in range(chosen.first, chosen.first + chosen.actors)]
@@ -275,8 +333,12 @@ def main() -> int:
     results = [result for result in looked_at if result is not None]
     print(f"{len(results)} of {len(looked_at)} points held, of {len(points)} chosen")
     if chosen.table is not None:
-        begun = chosen.table.read_text(encoding="utf-8").split(BEGIN)[0] if chosen.table.exists() else ""
-        chosen.table.write_text(f"{begun}{BEGIN}\n\n{table(results)}\n", encoding="utf-8")
+        old = read_rows(chosen.table) if chosen.table.exists() else []
+        date, commit = datetime.date.today().isoformat(), _commit()
+        rows = replace_rows(old, set(points), [row_of(result, date, commit) for result in results])
+        write_rows(chosen.table, rows)
+        if chosen.page is not None:
+            write_summary(chosen.page, rows)
     return int(len(results) < len(points))
 
 
