@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from operator import attrgetter
 from typing import Any
 
@@ -195,7 +196,10 @@ class _Chains:
 
     def __init__(self, history: History) -> None:
         self.history = history
-        self._ready_at = {wait.group: wait.start for wait in history.waits if wait.state == READY}
+        self._ready_at: dict[GroupId, list[float]] = defaultdict(list)
+        for wait in history.waits:
+            if wait.state == READY:
+                self._ready_at[wait.group].append(wait.start)
         last = set(map(self.last_group, history.steps))
         self.attempts: dict[GroupId, list[GenerationAttempt]] = _of_groups(history.attempts, last)
         self.waits: dict[GroupId, list[GroupWait]] = _of_groups(history.waits, last)
@@ -206,12 +210,13 @@ class _Chains:
                 self._syncs[sync.replica].append(sync)
 
     def last_group(self, step: StepRow) -> GroupId | None:
-        """The group of a batch that became ready last."""
-        return max(step.groups, key=self.ready_at, default=None)
+        """The group of a batch that became ready last. After a branch, groups become ready again for a later batch."""
+        formed = next((phase.start for phase in step.phases if phase.name != "collecting"), inf)
 
-    def ready_at(self, group: GroupId) -> float:
-        """When a group last became ready."""
-        return self._ready_at.get(group, -1.0)
+        def ready_at(group: GroupId) -> float:
+            return max((at for at in self._ready_at[group] if at <= formed), default=-1.0)
+
+        return max(step.groups, key=ready_at, default=None)
 
     def spans(self, start: float, end: float) -> list[IdleSpan]:
         """The idle spans that overlap a time, cut to it."""

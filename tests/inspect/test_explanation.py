@@ -151,6 +151,30 @@ def test_each_second_of_the_last_group_has_one_bound_in_every_order_of_states() 
     }  # fmt: skip
 
 
+def test_an_undone_step_waited_for_the_last_group_of_its_own_batch() -> None:
+    built = HistoryBuilder()
+    built.draw(0, 2, 0.0)
+    for group, start, end in [(0, 0.0, 5.0), (1, 0.0, 9.0), (1, 10.0, 15.0), (0, 10.0, 18.0)]:
+        made = GenerationAttempt(group, 1, 0, 1, start, end, False, "generated", "", 0, 0, 0, 4, 4, 0, 0, 0)
+        built.attempts.append(made)
+        built.waits.append(GroupWait(group, READY, end, 9.0 if start < 10.0 else 18.0, "batched", 0, 0))
+    for begin, formed, finished in [(0.0, 9.0, 10.0), (10.0, 18.0, 20.0)]:
+        for at, state in [(begin, "collecting"), (formed, "training"), (finished, "finished")]:
+            built.step(0, state, at, 0)
+        built.batch(0, [0, 1], [0, 0])
+        built.span(begin, formed, 0.0, (), "waiting_for_groups")
+        built.span(formed, finished, 0.0, (), "training")
+        if begin == 0.0:
+            built.undo_steps(0)
+    history = built.history(Header(run="made", limits=LIMITS.to_plain()), 1, 1, 20.0, "finished", "", ())
+    slowest = next(part for part in explain_run(history).parts if part.heading == "slowest steps")
+    waits = [sentence.split(" on replica")[0] for sentence in slowest.sentences]
+    assert waits == [
+        f"step 0: 10 s, of which 9 s: {BOUNDS['generation']}; group 1",
+        f"step 0: 10 s, of which 8 s: {BOUNDS['generation']}; group 0",
+    ]
+
+
 # -- sums --------------------------------------------------------------------------------------------------------------
 
 
