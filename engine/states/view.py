@@ -62,8 +62,8 @@ class StepView(NamedTuple):
 
 class ReplicaView(NamedTuple):
     """One replica. `running` of its `slots` are busy, with groups or a validation; `staged` is the version in its host
-    memory, if any. At most `limit` groups may run on it; 0 while it joins. `cache_used`: see `CacheMeasured`; 0 before
-    the first report."""
+    memory, if any. At most `limit` groups may run on it; 0 while it joins, and for a validator. `cache_used`: see
+    `CacheMeasured`; 0 before the first report."""
 
     id: ReplicaId
     state: str
