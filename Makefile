@@ -24,7 +24,7 @@ RUN := $(VENV)/.run-$(SUM)
 STAMP := $(VENV)/.installed-$(SUM)
 VLLM := $(VENV)/.vllm-$(SUM)
 
-.PHONY: help setup run test near torture check lint coverage mutants format bench clean
+.PHONY: help setup run test near torture check lint docs coverage mutants format bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this text
@@ -73,15 +73,20 @@ torture: $(VLLM)  ## kill runs at hundreds of points and see that nothing is los
 	@$(BIN)/python -m tests.torture.durable --seeds 1000
 	@$(BIN)/python -u -m tests.torture.torture --table docs/torture.csv --page docs/TORTURE.md $(ARGS)
 
-check: coverage lint  ## lint, formatting, types, and the branch coverage of the pure core
+check: coverage lint docs  ## lint, formatting, types, the links of the pages, and the branch coverage of the pure core
 
 lint: $(VLLM)  ## lint, formatting and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-# With `check`, which `.ci/run` makes in two processes, nothing is installed beside it.
-coverage: $(if $(filter check,$(MAKECMDGOALS)),$(VLLM),$(STAMP))  ## run the quick tests of the pure core and see that they take enough of its branches
+# With `check`, which `.ci/run` makes in two processes, nothing is installed beside these two.
+INSTALLED := $(if $(filter check,$(MAKECMDGOALS)),$(VLLM),$(STAMP))
+
+docs: $(INSTALLED)  ## build the pages as a site in build/site; a dead link fails it
+	@$(BIN)/python -m sphinx -q -W --keep-going -c docs . build/site
+
+coverage: $(INSTALLED)  ## run the quick tests of the pure core and see that they take enough of its branches
 	@$(BIN)/python -m coverage run -m pytest -q -p no:cacheprovider $(QUICK)
 	@$(BIN)/python -m coverage report
 

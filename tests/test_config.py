@@ -929,7 +929,7 @@ def test_distillation_needs_a_teacher_and_reads_no_reward(field: str, changes: d
         (
             "data",
             {"path": []},
-            r"^data\.path is \[\], but must be text.* or a list of at least 1 and at most 10000, each text.*a list of these\)$",
+            r"^data\.path is \[\], but must be text.* or a list of at least 1 and at most 10000.*a list of these\)$",
         ),
         (
             "data",
