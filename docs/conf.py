@@ -1,7 +1,7 @@
 """Settings of the site that `make docs` builds into build/site: the Markdown pages of the repository, unchanged.
 
-Read by Sphinx only. The front page is README.md, and the list of pages at the side is made from its section "Read on", so
-a page that the front page does not name fails the build, as a dead link does. Files that pages link to are copied.
+Read by Sphinx only. The front page is README.md. The list of pages at the side is made from its section "Read on": a
+page that is not named there fails the build, as a dead link does. Files that pages link to are copied.
 """
 
 import re
