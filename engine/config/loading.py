@@ -359,7 +359,9 @@ def _in_words(node: Mapping[str, Any]) -> str:
         inner = node.get("prefixItems") or [node.get("items", {})]
         if "prefixItems" in node:
             return f"a list of {len(inner)} numbers"
-        sizes = [f"{word} {node[key]}" for key, word in (("minItems", "at least"), ("maxItems", "at most")) if key in node]
+        sizes = [
+            f"{word} {node[key]}" for key, word in (("minItems", "at least"), ("maxItems", "at most")) if key in node
+        ]
         return f"a list{' of ' if sizes else ''}{' and '.join(sizes)}, each {_in_words(inner[0])}"
     bounds = [words.format(node[key]) for key, words in _BOUNDS.items() if key in node]
     bounds += [f"that matches {node['pattern']}"] if "pattern" in node else []
