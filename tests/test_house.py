@@ -593,6 +593,34 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+MESSAGE = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
+"""The first cell of a row of docs/TROUBLESHOOTING.md: a message of the engine."""
+LEAST_PART = 8
+"""Characters of the longest fixed part of a message, so that it is not found by chance."""
+
+
+def fixed_parts(message: str) -> list[str]:
+    """The parts of a printed message that do not differ. A `ConfigError` joins its field, its law and its fix."""
+    return [part.strip() for part in re.split(r"…|; |: |, but |, and |, so that ", message) if part.strip()]
+
+
+def texts_of_the_engine() -> str:
+    """Every text in the code of engine/, without docstrings, a line each. Parts of an f-string are texts, too."""
+    trees = [ast.parse(path.read_text("utf-8")) for path in sorted((ROOT / "engine").rglob("*.py"))]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return "\n".join(str(node.value) for node in texts if id(node) not in docs)
+
+
+def test_the_engine_has_every_message_of_the_troubleshooting_page() -> None:
+    messages = MESSAGE.findall((ROOT / "docs" / "TROUBLESHOOTING.md").read_text("utf-8"))
+    texts = texts_of_the_engine()
+    assert len(messages) > 40
+    assert [one for one in messages if max(map(len, fixed_parts(one))) < LEAST_PART] == []
+    assert [part for one in messages for part in fixed_parts(one) if part not in texts] == []
+
+
 # -- addresses ---------------------------------------------------------------------------------------------------------
 
 # Written in pieces, so that this file holds none of them.

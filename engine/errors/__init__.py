@@ -171,7 +171,7 @@ class RecordDamaged(RecordError):
     """Bytes of a record were lost or changed."""
 
     fix = (
-        "restore this file from a copy of the run's directory; without a copy, docs/OPERATIONS.md, "
+        "restore this file from a copy of the run's directory; without a copy, docs/FAILURES.md, "
         '"What a resume refuses", says how to continue'
     )
 
