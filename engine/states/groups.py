@@ -113,7 +113,7 @@ class Groups:
 
     def branch(self, consumed: Iterable[GroupId], released: Iterable[GroupId]) -> None:
         """Queue every group again that no train step holds any more, in the order of the draws. Groups that were live
-        keep the failures that count against their retry budgets."""
+        keep the failures that count against their retry budgets, and how often they hung."""
         consumed, released, live = tuple(consumed), tuple(released), self.live
         self.live = {id: Group(id) for id in sorted((*live, *consumed, *released))}
         for id, before in live.items():
@@ -121,6 +121,7 @@ class Groups:
             group.attempt = before.attempt
             group.infrastructure_failures = before.infrastructure_failures
             group.data_failures = before.data_failures
+            group.exceeded = before.exceeded
         self.rebuild(self.deadlines.surplus)
         self.ledger.branch(waiting=len(self.live), consumed=len(consumed), released=len(released))
 

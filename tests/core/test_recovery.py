@@ -17,10 +17,12 @@ from engine.record.recovery import recover
 from engine.record.replayer import replay
 from engine.record.segment_log import Index, store_index
 from engine.states.limits import Limits
+from engine.states.timeouts import Timeouts
 from tests.core.added_states import CHECKING
 from tests.core.adversary import Adversary
 from tests.core.core_rig import require_same_state
 from tests.core.moves import any_limits, any_policies, drawn
+from tests.core.scripted import Scripted
 
 
 def world(prompts: int = 12, slots: int = 4, replicas: int = 1, **figures: object) -> Adversary:
@@ -139,6 +141,16 @@ def test_budgets_of_groups_under_way_are_not_given_anew() -> None:
     made.crash(replicas=1)
     again = made.state.groups.live[group]
     assert (again.state, again.infrastructure_failures, again.attempt) == ("queued", 1, attempt)
+
+
+def test_a_resume_from_a_checkpoint_knows_which_groups_hung() -> None:
+    run = Scripted(
+        train_batch_size=1, max_staleness_steps=0, max_concurrent_groups=1, timeouts=Timeouts.every(None, group_s=4.0)
+    )
+    run.wait(5.0)
+    run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=(), kept=False))
+    again = run.state.groups.live[0]
+    assert (again.state, again.exceeded) == ("queued", 1)
 
 
 @pytest.mark.parametrize(
