@@ -310,9 +310,10 @@ _BOUNDS = {
     "exclusiveMinimum": "above {}",
     "maximum": "at most {}",
     "exclusiveMaximum": "below {}",
-    "multipleOf": "a multiple of {}",
     "minLength": "at least {} long",
     "maxLength": "at most {} long",
+    "minItems": "at least {}",
+    "maxItems": "at most {}",
     "maxProperties": "at most {} entries",
 }
 
@@ -355,15 +356,12 @@ def _in_words(node: Mapping[str, Any]) -> str:
         return f"one of {', '.join(choices)}" if len(choices) > 2 else " or ".join(choices)
     if node.get("pattern") in FORMS:
         return FORMS[node["pattern"]]
+    bounds = [words.format(node[key]) for key, words in _BOUNDS.items() if key in node]
     if node.get("type") == "array":
         inner = node.get("prefixItems") or [node.get("items", {})]
         if "prefixItems" in node:
             return f"a list of {len(inner)} numbers"
-        sizes = [
-            f"{word} {node[key]}" for key, word in (("minItems", "at least"), ("maxItems", "at most")) if key in node
-        ]
-        return f"a list{' of ' if sizes else ''}{' and '.join(sizes)}, each {_in_words(inner[0])}"
-    bounds = [words.format(node[key]) for key, words in _BOUNDS.items() if key in node]
+        return f"a list{' of ' if bounds else ''}{' and '.join(bounds)}, each {_in_words(inner[0])}"
     bounds += [f"that matches {node['pattern']}"] if "pattern" in node else []
     return ", ".join([_KINDS.get(node.get("type", ""), "a value"), *bounds])
 
