@@ -1,4 +1,4 @@
-"""Draws docs/img/modes.svg, staleness.svg, recovery.svg, debug.svg and report.png from records of simulated runs.
+"""Draws the pictures in docs/img, modes.svg to report.png, from records of simulated runs.
 
 Run from the root: python docs/pictures.py [NAME ...]. The runs are deterministic, so a test notices a picture that is
 not drawn again. report.png needs the program chromium.
@@ -13,18 +13,27 @@ import tempfile
 import zlib
 from collections.abc import Sequence
 from html import escape
+from io import StringIO
 from pathlib import Path
 
+from rich.console import Console
+
+from engine.cli.top import screen
 from engine.config import load_config
 from engine.inspect.cursor import Cursor
 from engine.inspect.history import GenerationAttempt, History
 from engine.inspect.history_reader import read_history
 from engine.inspect.report import PAGE, report_html
 from engine.inspect.timeline import Slice, Timeline, timeline_of
+from engine.metrics.collector import RunMetrics
+from engine.metrics.status import read_status
+from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
 from engine.record import Header, read
 from engine.record.recorder import MemoryRecorder
+from engine.scheduling.scheduler import Scheduler
 from engine.simulation.world import Faults, Setting, World
+from engine.states.limits import Limits
 
 DOCS = Path(__file__).resolve().parent
 CONFIGS = DOCS.parent / "configs"
@@ -258,6 +267,23 @@ DEBUGGER_SIZE = (120, 28)
 """Columns and rows of the terminal."""
 
 
+def top() -> str:
+    """`engine top`, in the middle of a run, in a terminal of 100 columns."""
+    record = read(simulated("fully_async", steps=20))
+    transitions = Transitions()
+    limits, policies = Limits.from_plain(record.header.limits), PolicySet.from_names(record.header.policies)
+    scheduler = Scheduler(limits, policies, transitions.changed)
+    metrics = RunMetrics(scheduler, transitions)
+    for tick in record.ticks():
+        scheduler.tick(tick.events)
+        metrics.observe(tick)
+        if scheduler.state.training.steps_trained == 12:
+            break
+    console = Console(record=True, width=100, file=StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(screen(read_status(metrics), "runs/latest"))
+    return console.export_svg(title="engine top latest")
+
+
 def report() -> bytes:
     """`engine report`, with a followed group, in headless Chromium."""
     from playwright.sync_api import sync_playwright  # late: the other pictures need no browser
@@ -291,7 +317,8 @@ REPORTED = "fully_async"
 REPORT_SIZE = {"width": 1180, "height": 1010}
 
 PICTURES = {
-    "modes.svg": modes, "staleness.svg": staleness, "recovery.svg": recovery, "debug.svg": debug, "report.png": report,
+    "modes.svg": modes, "staleness.svg": staleness, "recovery.svg": recovery, "debug.svg": debug, "top.svg": top,
+    "report.png": report,
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ def load() -> Any:
     return module
 
 
-@pytest.mark.parametrize("name", ["modes.svg", "staleness.svg", "recovery.svg", "debug.svg"])
+@pytest.mark.parametrize("name", ["modes.svg", "staleness.svg", "recovery.svg", "debug.svg", "top.svg"])
 def test_a_picture_is_what_its_runs_draw_now(name: str) -> None:
     if name == "debug.svg":
         pytest.importorskip("textual")
