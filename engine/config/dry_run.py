@@ -267,7 +267,7 @@ class _Judge:
             self.began.add(path)
             total += part.weight * fmean((value or [0.0]) if isinstance(value, list) else [value or 0.0])
         if all(value is None for value in values.values()):
-            law, fix = f"all returned None for {where}", "make one of them return a number for every row"
+            law, fix = f"all returned None for {where}", "let at least one of them return a number for each row"
             raise ConfigError("reward.functions", [spec for _, spec, _ in self.rewards], law, fix)
         return _Trial(answer, why, values, total)
 

@@ -27,7 +27,7 @@ Key = tuple[float, ...]
 
 
 class Groups:
-    """Every group that was drawn and has not ended, its phase, and its place in the lists of what may happen next."""
+    """The groups that were drawn and have not ended, and the lists of those that may start, resume or be taken next."""
 
     live: dict[GroupId, Group]
     """Groups that no step has trained on and that were not released."""
@@ -65,7 +65,7 @@ class Groups:
         self.rebuild(limits.surplus)
 
     def rebuild(self, surplus: int) -> None:
-        """Make the lists of groups again, by what may happen to the groups next."""
+        """Make the lists of groups from the groups and the open orders."""
         self.waiting: deque[GroupId] = deque()
         self.ready: dict[GroupId, None] = {}
         """In the order they became ready; a dict for its order and its O(1) removal."""

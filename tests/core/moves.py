@@ -101,7 +101,7 @@ def any_limits(choose: Choices) -> Limits:
 
 
 def any_timeouts(choose: Choices) -> Timeouts:
-    """No time limits, one for groups, one for every order, or the default."""
+    """Time limits: none, for groups only, for every order, or the defaults."""
     one = choose.choice
     chosen = one(["none", "groups", "all", "all", "auto"])
     if chosen in ("none", "groups"):
@@ -125,7 +125,7 @@ def any_validation(choose: Choices) -> ValidationLimits:
 
 
 def any_policies(choose: Choices) -> dict[str, str]:
-    """Any built-in policy for every decision."""
+    """A built-in policy for each decision."""
     return {decision: choose.choice(names) for decision, names in SHIPPED.items()}
 
 

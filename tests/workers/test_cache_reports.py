@@ -8,6 +8,7 @@ import pytest
 
 from engine.workers.cache_reports import CacheReports
 from engine.workers.clock import VirtualLoop
+from tests.workers.virtual_minute import for_a_minute
 
 
 class Cache:
@@ -24,20 +25,15 @@ def reported(
     scene: Callable[[Cache, CacheReports], object], every_s: float = 2.0, source: object = None
 ) -> list[tuple[float, float]]:
     """(time, share) of the reports in a minute. `scene` begins at 0 s."""
-    loop, found = VirtualLoop(), list[tuple[float, float]]()
+    cache, found = Cache(), list[tuple[float, float]]()
 
-    async def play() -> None:
-        cache = Cache()
+    def begin(loop: VirtualLoop) -> None:
         reports = CacheReports(
             0, 1, source or cache, every_s, lambda: cache.running, lambda event: found.append((loop.time(), event.used))
         )
         scene(cache, reports)
-        await asyncio.sleep(60.0)
 
-    try:
-        loop.run_until_complete(play())
-    finally:
-        loop.close()
+    for_a_minute(begin)
     return found
 
 

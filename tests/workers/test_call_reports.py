@@ -8,6 +8,7 @@ from engine.events import CallsMeasured
 from engine.protocols import CallFigures
 from engine.workers.call_reports import CallReports
 from engine.workers.clock import VirtualLoop
+from tests.workers.virtual_minute import for_a_minute
 
 NONE = CallFigures(
     function="reward slow", at_once=4, setting="reward.concurrency", groups=0, queued=0, calls=0, seconds=0.0,
@@ -35,20 +36,16 @@ class Reward:
 
 def reported(scene: Callable[[Reward, Reward, CallReports], asyncio.Future[None] | object]) -> list[tuple[float, ...]]:
     """(time, groups, queued, calls, seconds) of the reports in a minute. `scene` begins at 0 s."""
-    loop, found = VirtualLoop(), list[tuple[float, ...]]()
+    found = list[tuple[float, ...]]()
 
-    def emit(event: CallsMeasured) -> None:
-        found.append((loop.time(), event.groups, event.queued, event.calls, event.seconds))
+    def begin(loop: VirtualLoop) -> None:
+        def emit(event: CallsMeasured) -> None:
+            found.append((loop.time(), event.groups, event.queued, event.calls, event.seconds))
 
-    async def play() -> None:
         one, other = Reward(), Reward()
         scene(one, other, CallReports("replica", 0, 1, [one, object(), other], emit))
-        await asyncio.sleep(60.0)
 
-    try:
-        loop.run_until_complete(play())
-    finally:
-        loop.close()
+    for_a_minute(begin)
     return found
 
 
