@@ -118,8 +118,9 @@ class IdleTime:
         self.slots -= self._slots_of.pop(replica.id, 0)
         if self._not_ready.pop(replica.id, None) is not None:
             self._count_away(replica, 0)
-        self._ready.pop(replica.id, None)
         self._agents_of.pop(replica.id, None)
+        if replica.state != "ready":
+            self._ready.pop(replica.id, None)
         if replica.state in DOWN_STATES:
             return
         self._slots_of[replica.id] = replica.slots
@@ -279,9 +280,8 @@ class IdleTime:
 
     def _newest_installed(self) -> Version:
         """The newest version on a replica that can start groups; if there is none, on any replica that is up."""
-        if self._ready:
-            return max(self._ready.values())
-        return max([replica.version for replica in self._not_ready.values()], default=0)
+        ready = list(self._ready.values())  # a copy: the run may change it while another thread asks
+        return max(ready or [replica.version for replica in list(self._not_ready.values())], default=0)
 
     @property
     def split(self) -> dict[str, int]:

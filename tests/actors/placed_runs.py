@@ -115,7 +115,8 @@ def ranks_apart(directory: Path) -> tuple[list[str], dict[str, tuple[str, int]],
         note_place(directory, "trainer")
         (other,) = nodes.start(2)
         ray.get(other._actor.drop.remote())  # then it has started its ranks
-        rank = next(one for one in psutil.process_iter(["cmdline"]) if "engine.training.rank_process" in one.cmdline())
+        node = psutil.Process(ray.get(other._actor.__ray_call__.remote(lambda _: os.getpid())))
+        rank = next(one for one in node.children() if "engine.training.rank_process" in one.cmdline())
         (directory / "sees").write_text(rank.environ()["CUDA_VISIBLE_DEVICES"])
         ray.get(nodes.dump_stacks())
         said = (directory / "logs" / "trainer-node-1.stacks").read_text()

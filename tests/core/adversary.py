@@ -37,6 +37,7 @@ from engine.events import (
     ProcessUp,
     PromptsDrawn,
     RunStarted,
+    SettingChanged,
     TimerFired,
 )
 from engine.policies import PolicySet
@@ -142,7 +143,8 @@ class Adversary(CoreRig):
 
     def deliver(self, event: Event) -> None:
         self.time += 1.0
-        self.past.append(copy(event))
+        if not isinstance(event, SettingChanged):  # checked when it is asked for; an old one may break a law now
+            self.past.append(copy(event))
         self.history.append(event)
         self._arrive(event)
 

@@ -334,6 +334,7 @@ def take_away(world: Adversary, replica: Any, choose: Choices) -> None:
 
 @move(0.6, lambda world: live_settings())
 def change(world: Adversary, setting: str, choose: Choices) -> None:
+    world.arrive()  # a change is checked against the limits that the earlier changes made
     event = any_change(world.scheduler, setting, choose)
     if event is not None:
         world.deliver(event)

@@ -1,6 +1,7 @@
 """The names of `names.py` are exactly those exported, scraped over HTTP and written in the docs."""
 
 import re
+import sys
 import threading
 import urllib.request
 from pathlib import Path
@@ -210,6 +211,25 @@ def test_scrapes_from_another_thread_while_the_run_goes_on() -> None:
     over.set()
     thread.join()
     assert not failures
+
+
+def test_a_scrape_within_a_change_of_a_replica_sees_a_capacity_of_before_or_after() -> None:
+    world = steady_world(batch=2, stale=3, workers=2, steps=None, replicas=1)
+    idle, seen = world.metrics.idle, list[tuple[int, int]]()
+    world.until(lambda state: state.training.steps_trained >= 3 and idle.capacity[1] > 0)
+
+    def each_line(frame: Any, event: str, _: object) -> object:
+        seen.append(idle.capacity)
+        return each_line
+
+    before = idle.capacity
+    sys.settrace(lambda frame, *_: each_line if frame.f_code is type(idle).replica_changed.__code__ else None)
+    try:
+        for replica in world.scheduler.state.replicas.by_id.values():
+            idle.replica_changed(replica)
+    finally:
+        sys.settrace(None)
+    assert seen and set(seen) == {before}
 
 
 def test_two_runs_in_one_process_do_not_share_a_registry() -> None:
