@@ -81,13 +81,16 @@ def _is_anything_timed(state: State) -> bool:
 
 
 def check_limits(core: Core) -> None:
-    """Look at the open orders, and act on each that exceeds its limit. Many orders are looked at in turns."""
+    """Look at the open orders, and act on each that exceeds its limit. Many orders are looked at in rounds; a round has
+    the orders that were open when it began."""
     state, check = core.state, core.state.limit_check
     check.advance(state.now)
     numbers = list(state.orders.by_number)
-    first = bisect_right(numbers, check.cursor) if len(numbers) > MOST_LOOKS else 0
-    looked_at = numbers[first : first + MOST_LOOKS]
-    check.cursor = looked_at[-1] if first + MOST_LOOKS < len(numbers) else -1
+    first, end = bisect_right(numbers, check.cursor), bisect_right(numbers, check.newest)
+    if first >= end:  # all orders of the last round were looked at
+        first, end, check.newest = 0, len(numbers), numbers[-1] if numbers else -1
+    looked_at = numbers[first : min(end, first + MOST_LOOKS)]
+    check.cursor = looked_at[-1] if looked_at else -1
     for number in looked_at:
         if state.ending.outcome is not None:
             return

@@ -853,6 +853,18 @@ def test_one_check_serves_all_orders_as_often_as_the_smallest_limit_needs() -> N
     assert not cut_or_stopped(wait(run, run.clock + 50.0))
 
 
+def test_a_hung_group_is_noticed_while_many_others_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More orders are given between two checks than one check looks at."""
+    monkeypatch.setattr("engine.scheduling.time_limits.MOST_LOOKS", 4)
+    run = small(every(None, group_s=100.0), max_staleness_steps=100, max_concurrent_groups=12)
+    given = run.state.orders.find("group", 0).at  # type: ignore[union-attr]
+    while run.clock < given + 120.0 and not run.ordered(ParkGroup):
+        wait(run, run.clock + 5.0)
+        for group in [*run.state.orders.open("group")][1:9]:
+            run.tell(run.generated(group), at=run.clock)
+    assert [order.group for order in run.ordered(ParkGroup)] == [0]
+
+
 def test_limits_may_be_set_and_lifted_at_any_time() -> None:
     run = small(every(None))
     trains(run)
