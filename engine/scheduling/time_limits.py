@@ -124,12 +124,12 @@ def _handle_exceeded_limit(core: Core, order: Order) -> None:
     if order.subject in ("group", "truncate") and _is_parked_as_overdue(core.state, order):
         order.overdue = True  # one attempt exceeds its limit once
         return
-    reason, limit_s = _reason_of(core, order), limit_of(core.state, order)
+    (limit, _), reason = _exceeded_limit(core, order), _reason_of(core, order)
     note_exceeded(core.state, order)
     if order.subject == "probe":
         _on_silence(core, order)
     elif order.subject in ("group", "truncate"):
-        _park_overdue(core, order, f"an attempt exceeded its time limit of {limit_s:g} s (timeouts.group_s)")
+        _park_overdue(core, order, f"an attempt exceeded its time limit of {limit}")
     elif order.subject == "rows":
         cut_rows(core, order, reason)
     elif order.subject in ("stage", "inspect") and not is_silent(core.state, order):
@@ -246,15 +246,19 @@ def _stop_hung_process(core: Core, name: str, reason: str, order: Order) -> None
         mark(core.state, order)
 
 
-def _reason_of(core: Core, order: Order) -> str:
-    """One sentence: the process, the limit, the time taken and the work."""
+def _exceeded_limit(core: Core, order: Order) -> tuple[str, float]:
+    """The limit that an order exceeded, with its setting; and the seconds that it took."""
     timeouts, kind = core.state.limits.timeouts, KINDS_OF_SUBJECTS[order.subject]
-    setting = f"timeouts.{kind}_s" + (": auto" if timeouts.given(kind) == AUTO else "")
     limit_s, taken_s = limit_of(core.state, order), time_taken(core.state, order)
     if timeouts.max_s is not None and taken_s < limit_s:
-        setting, limit_s, taken_s = "timeouts.max_s", timeouts.max_s, core.state.now - order.at
+        return f"{timeouts.max_s:g} s (timeouts.max_s)", core.state.now - order.at
+    return f"{limit_s:g} s (timeouts.{kind}_s{': auto' if timeouts.given(kind) == AUTO else ''})", taken_s
+
+
+def _reason_of(core: Core, order: Order) -> str:
+    """One sentence: the process, the limit, the time taken and the work."""
+    limit, taken_s = _exceeded_limit(core, order)
     keys = ", ".join(f"{name} {getattr(order.command, name)}" for name in RELATIONS[type(order.command)].id)
     work = type(order.command).__name__ + (f" ({keys})" if keys else "")
     checked = f"limits are checked every {core.state.limit_check.interval:.3g} s"
-    exceeded = f"{owner_text(order.owner)} exceeded its time limit of {limit_s:g} s ({setting})"
-    return f"{exceeded} after {taken_s:.0f} s in {work}; {checked}"
+    return f"{owner_text(order.owner)} exceeded its time limit of {limit} after {taken_s:.0f} s in {work}; {checked}"

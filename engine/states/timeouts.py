@@ -16,7 +16,7 @@ KINDS = (
     "draw", "start", "group", "rows", "stage", "sync", "resume", "score", "train", "publish", "checkpoint", "store",
 )  # fmt: skip
 """Kinds of orders that have a limit of their own. `CUT` is that of orders that are executed at once: cutting
-another one short, and probes. It has a limit if any kind has one."""
+another one short, and probes. It has a limit if any order has one."""
 CUT = "cut"
 CUT_SHORT = ("group", "rows")
 """Kinds that are cut short when they exceed their limit. For the others, a process is stopped."""
@@ -99,7 +99,7 @@ class Timeouts:
     def given(self, kind: str) -> Limit:
         """The limit of a kind as it was set."""
         if kind == CUT:
-            return None if all(self.given(other) is None for other in KINDS) else self.cut_s
+            return None if self.max_s is None and all(self.given(other) is None for other in KINDS) else self.cut_s
         limit: Limit = getattr(self, f"{kind}_s")
         return limit
 
@@ -169,9 +169,9 @@ class LimitCheck:
         self.least: dict[str, float] = {}
         """By subject; subjects without a limit are left out."""
         for subject, kind in self._kinds.items():
-            limit = timeouts.limit(kind, self.longest.get(kind), fresh=False)
-            if limit is not None:
-                self.least[subject] = limit if timeouts.max_s is None else min(limit, timeouts.max_s)
+            either = (timeouts.limit(kind, self.longest.get(kind), fresh=False), timeouts.max_s)
+            if limits := [limit for limit in either if limit is not None]:
+                self.least[subject] = min(limits)
 
     def learn(self, timeouts: Timeouts, kind: str, took: float) -> None:
         """No order of a kind has taken so long before."""

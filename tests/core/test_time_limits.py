@@ -11,6 +11,7 @@ import pytest
 from engine.commands import (
     Command,
     DiscardGroups,
+    DrawPrompts,
     EnterState,
     FinishRun,
     ParkGroup,
@@ -35,6 +36,7 @@ from engine.events import (
     ProcessLost,
     ProcessUp,
     ProcessWaits,
+    PromptsDrawn,
     ReplicaPaused,
     ReplicasWanted,
     RunResumed,
@@ -654,6 +656,28 @@ def test_max_s_bounds_a_group_whatever_its_progress() -> None:
     assert not run.ordered(ParkGroup)
     wait(run, began + 255.0)
     assert [order.group for order in run.ordered(ParkGroup)].count(0) == 1
+
+
+def test_max_s_bounds_orders_whose_kind_has_no_limit() -> None:
+    run = small(every(None, max_s=250.0))
+    began = run.state.orders.find("group", 0).at  # type: ignore[union-attr]
+    assert not cut_or_stopped(wait(run, began + 249.0))
+    assert cut_or_stopped(wait(run, began + 263.0)) == ["ParkGroup"] * 4
+    assert cut_or_stopped(wait(run, run.clock + 73.0)) == ["StopProcess"], "cut_s holds, too"
+
+
+def test_a_group_that_exceeds_max_s_names_it() -> None:
+    run = small(every(None, group_s=1000.0, max_s=250.0))
+    wait(run, run.clock + 263.0)
+    run.abort(0)
+    assert run.state.ending.last_failure == "an attempt exceeded its time limit of 250 s (timeouts.max_s)"
+
+
+def test_a_data_source_has_one_floor_once_it_has_answered() -> None:
+    run = small(every(None, draw_s=AUTO, floor_s=100.0), answers_draws=False)
+    assert limit(run, "draw", None) == 600.0
+    run.tell(PromptsDrawn(first=0, count=2, exhausted=False, number=run.ordered(DrawPrompts)[-1].number))
+    assert limit(run, "draw", None) == 100.0
 
 
 def test_auto_waits_six_floors_for_the_first_answer_and_learns_from_answers() -> None:
