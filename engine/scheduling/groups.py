@@ -76,7 +76,8 @@ def order_stage_work(core: Core) -> None:
         while stage.waiting and stage.working < stage.concurrency:
             group = groups.live[groups.stages.next(stage)]
             group.attempt += 1
-            core.orders.add(EnterState(group=group.id, attempt=group.attempt, state=stage.name))
+            cause = core.orders.cause_among((group.id,))
+            core.orders.add(EnterState(group=group.id, attempt=group.attempt, state=stage.name, cause=cause))
 
 
 # facts

@@ -36,7 +36,7 @@ class Orders:
     another made the command possible.
     """
 
-    __slots__ = ("_commands", "_discards", "_of_group", "_of_replica", "_state", "cause", "fired")
+    __slots__ = ("_commands", "_discards", "_of_group", "_of_replica", "_state", "cause", "changed_by", "fired")
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -45,6 +45,8 @@ class Orders:
     def begin(self) -> None:
         """Begin a tick."""
         self.cause: EventId = -1
+        self.changed_by: EventId = -1
+        """The last fact of this tick that was about something other than a group; -1: none was."""
         self.fired: dict[str, EventId] = {}
         """Fired timers on which nothing has acted yet, by name: the event of each."""
         self._commands: list[Command] = []
@@ -73,8 +75,8 @@ class Orders:
 
     @contextmanager
     def because(self, cause: EventId) -> Iterator[None]:
-        """Name another fact as the cause."""
-        last, self.cause = self.cause, cause
+        """Name another fact as the cause, if there is one (-1: there is none)."""
+        last, self.cause = self.cause, cause if cause >= 0 else self.cause
         try:
             yield
         finally:
@@ -87,6 +89,12 @@ class Orders:
         if not facts:
             return self.cause
         return facts.pop() if len(facts) > 1 else facts[0]
+
+    def cause_of_sync(self, replica: ReplicaId) -> EventId:
+        """The fact of this tick that answered the replica's sync order; without any, the present cause."""
+        facts = self._state.orders.matched.items()
+        answers = (fact for fact, orders in facts for one in orders if (one.subject, one.id) == ("sync", replica))
+        return next(answers, self.cause)
 
     def cause_among(self, groups: Iterable[GroupId]) -> EventId:
         """The last fact of this tick about one of these groups; without any, the last fact of the tick."""

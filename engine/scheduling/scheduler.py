@@ -294,7 +294,7 @@ class Scheduler:
         if state.limit_check.least:
             note_matched(state, event, state.orders.matched[event.id])
         if type(event) not in GROUP_EVENTS:
-            state.changed = True
+            state.changed, core.orders.changed_by = True, event.id
         HANDLERS[type(event)](core, event)
 
     def _react(self) -> None:

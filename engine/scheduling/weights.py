@@ -182,8 +182,8 @@ def _pause_staged(core: Core, staged: list[Replica]) -> None:
 def _pause_replica(core: Core, replica: Replica) -> None:
     assert replica.next_version is not None  # only replicas with staged weights are paused
     core.state.fire_replica(replica, "pause")
-    mode = core.state.limits.sync_mode
-    core.orders.add(PauseReplica(**replica.address(), version=replica.next_version, mode=mode))
+    order = {**replica.address(), "version": replica.next_version, "cause": core.orders.cause_of_sync(replica.id)}
+    core.orders.add(PauseReplica(**order, mode=core.state.limits.sync_mode))
 
 
 def _retire_versions(core: Core, latest: Version) -> None:
