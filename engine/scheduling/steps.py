@@ -110,7 +110,7 @@ def _drop_surplus(core: Core, step: Step) -> None:
     groups = state.groups
     if not groups.deadlines.due(step.id):
         return
-    unready = groups.deadlines.unready(step.id)
+    unready = _unready_due(core, step.id)
     ready = sorted(id for id in groups.ready if groups.live[id].deadline <= step.id)
     for id in (*reversed(unready), *reversed(ready)):
         drop_group(core, groups.live[id])
@@ -142,9 +142,15 @@ def find_stragglers(core: Core) -> list[Group]:
     needs = groups.deadlines.needs(state.training.steps_batched, state.limits.train_batch_size)
     chosen: dict[GroupId, None] = {}
     for deadline, missing in needs:
-        due = (id for id in groups.deadlines.unready(deadline) if id not in chosen)
+        due = (id for id in _unready_due(core, deadline) if id not in chosen)
         chosen.update(dict.fromkeys(islice(due, missing)))
     return [groups.live[id] for id in sorted(chosen)]
+
+
+def _unready_due(core: Core, deadline: int) -> list[GroupId]:
+    """The unready groups due by a step, in the order in which they started."""
+    groups = core.state.groups
+    return sorted(groups.deadlines.unready(deadline), key=lambda id: groups.live[id].started_at)
 
 
 def set_deadline_timer(core: Core) -> None:

@@ -35,6 +35,7 @@ from engine.events import (
     ProcessUp,
     PublishFailed,
     ReplicaPaused,
+    StateLeft,
     StepFailed,
     StopRequested,
     SyncFailed,
@@ -44,7 +45,7 @@ from engine.events import (
     stamp,
 )
 from engine.states.limits import Limits
-from tests.core.added_states import CHECKING
+from tests.core.added_states import CHECKING, FETCHING
 from tests.core.scripted import Scripted
 
 
@@ -598,3 +599,12 @@ def test_every_start_names_its_cause() -> None:
     run = small()
     causes = {command.cause for command in run.starts() if isinstance(command, StartGroup)}
     assert causes == {2}, "the draw, which is the third event"
+
+
+def test_the_deadline_policy_acts_on_the_groups_that_started_first_not_on_those_drawn_first() -> None:
+    run = small(policies={"deadline": "drop"}, added_states=(FETCHING,))
+    assert run.running() == [1, 4], "0 and 2 are prepared first"
+    for id in (0, 2):
+        run.tell(StateLeft(group=id, attempt=1, state="fetching", trainable=0, reward_mean=0.0, reward_spread=0.0))
+    run.wait(60.0)
+    assert sorted(order.group for order in run.ordered(AbortGroup)) == [1, 4]
