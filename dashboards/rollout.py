@@ -58,6 +58,25 @@ def rollout() -> Dashboard:
     )
     page = page.with_panel(
         graph(
+            "Groups allowed on each replica",
+            "Constant with concurrency: slots. With kv-cache, a limit settles at the number of groups that fit into "
+            "the replica's KV cache.",
+            "suffix: groups",
+            {"replica {{replica}}": of(names.REPLICA_LIMIT)},
+            steps=True,
+        )
+    )
+    page = page.with_panel(
+        graph(
+            "KV cache in use, by replica",
+            "60 to 80 %, or less if all slots are held. Only with the concurrency policy kv-cache.",
+            "percentunit",
+            {"replica {{replica}}": of(names.REPLICA_CACHE)},
+            high=1.0,
+        )
+    )
+    page = page.with_panel(
+        graph(
             "Response tokens per second, by replica",
             "About equal on equal machines. Tokens count when their group is finished, so the line moves in steps.",
             "suffix: tokens/s",

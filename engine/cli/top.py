@@ -177,7 +177,8 @@ def _replicas(status: Status, shown: int) -> RenderableType:
             state = "slow" if state == "ready" else state
         style = "" if state == "ready" else "yellow"
         version = f"v{status.replica_versions[id]}" if id in status.replica_versions else ""
-        table.add_row(f"{id}", Text(state, style=style), version, bar, f"{held}/{slots}" if slots else "")
+        cache = [f"KV {100 * status.replica_caches[id]:.0f}%"] if id in status.replica_caches else []
+        table.add_row(f"{id}", Text(state, style=style), version, bar, f"{held}/{slots}" if slots else "", *cache)
     more = len(status.replica_states) - shown
     notes = [f"{more} more"] if more > 0 else []
     there = len(status.replica_slots)

@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFam
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
+from engine.events import CacheMeasured
 from engine.metrics import names
 from engine.metrics.collector import RunMetrics
 from engine.metrics.counts import Histogram, OldestGroup
@@ -196,10 +197,17 @@ class Exporter(Collector):
         states, state, figures = REPLICA_STATES, self._metrics.state, self._metrics.replicas.of
         modes, ends = names.SYNC_MODES, REPLICA_GROUP_ENDS
 
-        def alive() -> list[tuple[str, int, int, int]]:
-            """(replica, version, slots in use, slots) of the replicas that are up."""
-            living = [r for r in list(state.replicas.by_id.values()) if r.state != "down"]
-            return [(str(r.id), r.version, state.replicas.occupied(r), r.slots) for r in living]
+        def each(figure: Callable[[Replica], float]) -> Read:
+            """Reads a figure of each replica that is up."""
+            return lambda: [((str(r.id),), figure(r)) for r in self._alive()]
+
+        def slots() -> Samples:
+            for r in self._alive():
+                held = state.replicas.occupied(r)
+                yield from [((str(r.id), "held"), held), ((str(r.id), "free"), max(0, r.slots - held))]
+
+        def caches() -> Samples:
+            return each(lambda r: r.cache_used)() if self._metrics.events[CacheMeasured.__name__] else []
 
         def known() -> list[Replica]:
             return [r for r in list(state.replicas.by_id.values()) if not r.process.dismissed]
@@ -210,18 +218,14 @@ class Exporter(Collector):
 
         return {
             names.REPLICAS.name: by_state,
-            names.REPLICA_WEIGHTS_VERSION.name: lambda: [((id,), version) for id, version, _, _ in alive()],
+            names.REPLICA_WEIGHTS_VERSION.name: each(lambda r: r.version),
             names.REPLICA_STATE.name: lambda: [
                 ((str(r.id), state), r.condition == state) for r in known() for state in states
             ],
-            names.REPLICA_SLOW.name: lambda: [
-                ((str(r.id),), r.slow) for r in list(state.replicas.by_id.values()) if r.state != "down"
-            ],
-            names.REPLICA_SLOTS.name: lambda: [
-                ((id, state), held if state == "held" else max(0, slots - held))
-                for id, _, held, slots in alive()
-                for state in ("held", "free")
-            ],
+            names.REPLICA_SLOW.name: each(lambda r: r.slow),
+            names.REPLICA_SLOTS.name: slots,
+            names.REPLICA_LIMIT.name: each(lambda r: r.limit),
+            names.REPLICA_CACHE.name: caches,
             names.REPLICA_TOKENS.name: lambda: [((str(id),), f.tokens) for id, f in list(figures.items())],
             names.REPLICA_RESUMED.name: lambda: [((str(id),), f.resumed) for id, f in list(figures.items())],
             names.REPLICA_GROUPS.name: lambda: [
@@ -260,9 +264,12 @@ class Exporter(Collector):
             names.PROCESS_DEATHS.name: lambda: _labelled(metrics.deaths),
         }
 
+    def _alive(self) -> list[Replica]:
+        return [r for r in list(self._metrics.state.replicas.by_id.values()) if r.state != "down"]
+
     def _health(self) -> Samples:
         m, state = self._metrics, self._metrics.state
-        versions = {r.id: r.version for r in list(state.replicas.by_id.values()) if r.state != "down"}
+        versions = {r.id: r.version for r in self._alive()}
         rows = list(m.steps.recent)
         found = {
             one.check

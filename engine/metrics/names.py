@@ -255,6 +255,19 @@ REPLICA_SLOTS = _gauge(
     "Slots of a replica that is up. held: in use; free: not in use.",
     {"replica": (), "state": ("held", "free")},
 )
+REPLICA_LIMIT = _gauge(
+    "engine_replica_limit_groups",
+    "groups",
+    "Groups that the concurrency policy allows a replica that is up; 0 while it joins, and for a validator.",
+    {"replica": ()},
+)
+REPLICA_CACHE = _gauge(
+    "engine_replica_cache_used_ratio",
+    "ratio",
+    "Share of its KV cache that a replica uses, from its newest report, 0 to 1.",
+    {"replica": ()},
+    where="scheduler.policies.concurrency: kv-cache",
+)
 REPLICA_TOKENS = _counter(
     "engine_replica_tokens_total", "tokens", "Response tokens of the groups that a replica generated.", {"replica": ()}
 )

@@ -57,6 +57,8 @@ class Status:
     """Number of replicas by state (`names.REPLICA_STATES`)."""
     replica_slots: dict[ReplicaId, tuple[int, int]]
     """Slots held and slots, of replicas that are up."""
+    replica_caches: dict[ReplicaId, float]
+    """Share of its KV cache that a replica uses, of replicas that report more than 0."""
     replicas_lost: int
     """Number of replicas that are down because their process died."""
     groups_live: dict[str, int]
@@ -184,6 +186,7 @@ def read_status(metrics: RunMetrics, now: float | None = None) -> Status:
         replica_versions={r.id: r.version for r in replicas},
         replica_states={r.id: r.condition for r in fleet},
         replica_slots={r.id: (state.replicas.occupied(r), r.slots) for r in replicas},
+        replica_caches={r.id: r.cache_used for r in replicas if r.cache_used},
         replicas_lost=sum(r.lost for r in fleet),
         groups_live=metrics.groups.by_state(),
         step_phase=next((s.state for s in list(state.training.steps.values()) if s.state != "finished"), "finished"),
@@ -235,7 +238,7 @@ def plain_status(metrics: RunMetrics, now: float) -> dict[str, Any]:
 def status_of(answer: Mapping[str, Any]) -> Status:
     """Parse a snapshot that `plain_status` wrote. Raises: ValueError, TypeError for anything else."""
     values: dict[str, Any] = {field.name: answer[field.name] for field in fields(Status) if field.name in answer}
-    for name in ("replica_versions", "replica_states", "replica_slots"):
+    for name in ("replica_versions", "replica_states", "replica_slots", "replica_caches"):
         values[name] = {int(id): value for id, value in values.get(name, {}).items()}
     for name in ("rewards", "accuracies", "recent", "replicas_slow"):
         values[name] = tuple(values.get(name, ()))

@@ -78,6 +78,7 @@ def test_exactly_these_names_are_scraped_over_http(tmp_path: Path) -> None:
     metrics = world.metrics
     figures = {"groups": 1, "queued": 0, "at_once": 4, "calls": 2, "seconds": 1.0, "running_s": 0.0, "setting": ""}
     world.tell(fact.CallsMeasured(kind="replica", index=0, incarnation=1, function="reward slow", **figures))
+    world.tell(fact.CacheMeasured(kind="replica", index=0, incarnation=1, used=0.5))
     metrics.mixed = TwoSources()
     metrics.report(3, {SOURCES: {"math": {"groups": 2, "share": 1.0, "reward_mean": 0.5}}})
     server = MetricsServer(registry(metrics, everything(tmp_path)))

@@ -248,6 +248,8 @@ def test_figures_of_calls_and_caches_are_counted_and_change_nothing() -> None:
     assert world.metrics.changes == before and world.metrics.calls == {"reward slow": (4, 12.0, "reward")}
     assert read_status(world.metrics).slowest == {"reward": "reward slow, 3 s a call"}
     read = registry(world.metrics).get_sample_value
+    cache = read("engine_replica_cache_used_ratio", {"replica": "0"})
+    assert cache == 0.5 and read("engine_replica_limit_groups", {"replica": "0"}) == 2
     labels = {"function": "reward slow"}
     assert read("engine_function_calls_total", labels) == 4 and read("engine_function_waiting_groups", labels) == 2
     assert read("engine_function_call_seconds_total", labels) == 12.0

@@ -283,6 +283,15 @@ def test_a_slow_replica_and_missing_ones_are_marked() -> None:
     assert "1 of 2 wanted, 1 lost" in text and re.search(r"1\s+slow\s+v\d", text)
 
 
+def test_a_replica_that_reports_its_cache_shows_how_full_it_is() -> None:
+    world = steady_world(steps=None).until(lambda state: state.training.steps_trained == 2)
+    world.tell(fact.CacheMeasured(kind="replica", index=1, incarnation=1, used=0.84))
+    console = Console(width=COLUMNS, record=True, file=io.StringIO())
+    console.print(screen(status_of(plain_status(world.metrics, world.time)), "Step Engine  runs/latest"))
+    rows = [line for line in console.export_text().splitlines() if "KV 84%" in line]
+    assert len(rows) == 1 and re.search(r"│ +1  \w", rows[0])
+
+
 def test_the_status_survives_the_way(served: Served) -> None:
     with served.lock:
         direct = read_status(served.world.metrics, served.world.time)
