@@ -70,10 +70,12 @@ class Counsel:
 
     advice: tuple[Advice, ...] = ()
     none: str = ""
+    limited: str = ""
+    """How long the concurrency policy left slots idle, and what to change. No estimate covers it."""
 
     @property
     def lines(self) -> tuple[str, ...]:
-        return tuple(one.text for one in self.advice) or (self.none,)
+        return (*([one.text for one in self.advice] or [self.none]), *filter(None, [self.limited]))
 
 
 def advise(history: History) -> Counsel:
@@ -85,7 +87,8 @@ def advise(history: History) -> Counsel:
         return Counsel(none=f"no advice yet: it needs {FEWEST_STEPS} finished train steps")
     if limits.trains_in_turns:
         return Counsel(none="no advice: the estimate does not cover a trainer and replicas that take turns on a pool")
-    rolling = {**history.policies, **_changed_policies(history)}.get("sync", DEFAULTS["sync"]) == "rolling"
+    policies = {**DEFAULTS, **history.policies, **_changed_policies(history)}
+    rolling = policies["sync"] == "rolling"
     case = _Case(history, durations, ScheduleSettings(limits=limits, slots=slots, rolling=rolling))
     free: list[Advice] = []
     paid: list[Advice] = []
@@ -96,14 +99,23 @@ def advise(history: History) -> Counsel:
     free = _by_gain(free)
     if any(one.setting == WORKERS for one in free):  # the bound has room for more: K comes first
         free.sort(key=lambda one: one.setting == STALENESS)
-    chosen = [*free, *_by_gain(paid)][:MOST_LINES]
-    if chosen:
-        return Counsel(advice=tuple(chosen))
-    return Counsel(none=f"no setting would make the run much faster: {case.bound()}")
+    chosen = tuple([*free, *_by_gain(paid)][:MOST_LINES])
+    none = "" if chosen else f"no setting would make the run much faster: {case.bound()}"
+    return Counsel(advice=chosen, none=none, limited=_limited(case, policies["concurrency"]))
 
 
 def _by_gain(found: list[Advice]) -> list[Advice]:
     return sorted(found, key=lambda one: -one.faster)
+
+
+def _limited(case: "_Case", policy: str) -> str:
+    share = case.idle.get("concurrency", 0.0)
+    if share < LEAST_GAIN:
+        return ""
+    fix = f"policy {policy} allowed no more groups"
+    if policy == "kv-cache":
+        fix = "KV caches were full; give them more memory (rollout.engine_args), or lower rollout.max_tokens"
+    return f"{percent(share)} of slot time was idle because of scheduler.policies.concurrency: {fix}"
 
 
 def present_limits(history: History) -> Limits:
@@ -121,10 +133,13 @@ def _changed_policies(history: History) -> dict[str, str]:
 
 
 def _slots(history: History, limits: Limits) -> tuple[int, ...]:
-    """Slots of the replicas that generate, without those that were lost for good."""
+    """Slots of the replicas that generate, without those that were lost for good and those that the concurrency policy
+    did not allow to be used."""
+    slot_s = history.busy_s + sum(history.idle_s.values())
+    allowed = 1 - history.idle_s.get("concurrency", 0.0) / (slot_s or 1.0)
     newest = {life.index: life.outcome for life in history.lives if life.kind == REPLICA}
     found = [
-        slots
+        max(1, round(slots * allowed))
         for replica, slots in sorted(history.slots.items())
         if newest.get(replica) != "lost" and not limits.validates_only(replica)
     ]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from steady_world import SteadyDice
 
-from engine.inspect.advice import advise, present_limits
+from engine.inspect.advice import _slots, advise, present_limits
 from engine.inspect.estimate import ScheduleSettings, estimate, measure
 from engine.inspect.history import History
 from engine.inspect.history_reader import read_history
@@ -102,6 +102,19 @@ def test_a_busy_trainer_needs_more_gpus_and_nothing_else() -> None:
     _, history = run(train_s=200.0)
     (only,) = advise(history).advice
     assert only.text.startswith("with more GPUs, raise trainer.ranks from 1 to 2: about 1.8 × faster; the trainer was ")
+
+
+def test_slots_that_the_concurrency_policy_leaves_idle_are_named_and_do_not_count() -> None:
+    _, history = run(policies={"concurrency": "kv-cache"}, cache_tokens=40, train_s=1.0)
+    *advice, limited = advise(history).lines
+    assert advice and limited == (
+        "42 % of slot time was idle because of scheduler.policies.concurrency: KV caches were full; give them more "
+        "memory (rollout.engine_args), or lower rollout.max_tokens"
+    )
+    custom = advise(replace(history, policies={"concurrency": "mine"})).limited
+    assert custom.endswith("because of scheduler.policies.concurrency: policy mine allowed no more groups")
+    _, free = run()
+    assert not advise(free).limited and _slots(free, LIMITS) == (6, 6) and _slots(history, LIMITS) == (3, 3)
 
 
 def test_a_balanced_run_has_nothing_to_gain() -> None:
