@@ -72,16 +72,16 @@ halved."""
 
 @register("concurrency", "kv-cache")
 class KvCache:
-    """As many as fit into its KV cache. Half of the slots at first. After a report below 60 %, one more if as many
-    groups run as the limit allows; from 60 to 80 %, the same; above 80 %, one less than run now; above 90 %, half of
-    those that run now. While more groups run than the limit allows, it does not shrink further."""
+    """As many as fit into its KV cache. All slots at first. After a report below 60 %, a quarter more if as many groups
+    run as the limit allows; from 60 to 80 %, the same; above 80 %, one less than run now; above 90 %, half of those
+    that run now. While more groups run than the limit allows, it does not shrink further."""
 
     def limit(self, view: View, replica: ReplicaView) -> int:
         used, running, limit = replica.cache_used, replica.running, replica.limit
         if not limit:
-            return max(1, replica.slots // 2)
+            return replica.slots
         if used < GROW:
-            return min(replica.slots, limit + (running >= limit))
+            return min(replica.slots, limit + max(1, limit // 4)) if running >= limit else limit
         if used <= TRIM or running > limit:
             return limit
         return max(1, running // 2 if used > CUT else running - 1)

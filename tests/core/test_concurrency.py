@@ -49,7 +49,7 @@ def test_a_limit_stays_from_1_to_the_slots_and_never_grows_above_60_percent(
     limit = limit_after(slots, 0, 0, 0.0)
     for used, busy in reports:
         before, limit = limit, limit_after(slots, limit, round(busy * slots), used)
-        assert 1 <= limit <= slots and limit <= before + 1
+        assert 1 <= limit <= slots and limit <= before + max(1, before // 4)
         assert used < GROW or limit <= before
         assert used <= TRIM or limit < before or before == 1 or round(busy * slots) > before
 
@@ -65,8 +65,10 @@ def test_a_limit_recovers_once_the_cache_has_room(slots: int, limit: int, used: 
 @pytest.mark.parametrize(
     ("used", "limit", "running", "next_limit"),
     [
-        (0.0, 0, 0, 8),
-        (0.59, 8, 8, 9),
+        (0.0, 0, 0, 16),
+        (0.59, 3, 3, 4),
+        (0.59, 8, 8, 10),
+        (0.59, 15, 15, 16),
         (0.59, 8, 7, 8),
         (0.59, 16, 16, 16),
         (0.6, 8, 8, 8),
@@ -87,7 +89,7 @@ def test_the_limit_grows_stays_is_trimmed_or_halved(used: float, limit: int, run
 
 
 def scene() -> Scripted:
-    """One replica of 4 slots with room for 2 groups at first; more groups wait."""
+    """One replica of 4 slots, all in use; more groups wait."""
     return Scripted(
         policies={"concurrency": "kv-cache"}, slots=4, train_batch_size=4, max_staleness_steps=1,
         max_concurrent_groups=8,
@@ -100,28 +102,29 @@ def measured(used: float, incarnation: int = 1) -> CacheMeasured:
 
 def test_a_report_of_the_cache_starts_groups_or_holds_them_back() -> None:
     run = scene()
-    assert run.state.groups.ledger.running == 2 and len(run.tell(measured(0.5))) == 1
-    assert run.state.groups.ledger.running == 3
-    assert run.tell(measured(0.7)) == [] and run.tell(measured(0.84)) == []
+    assert run.state.groups.ledger.running == 4
+    assert run.tell(measured(0.95)) == [] and run.tell(measured(0.95)) == []
     assert run.state.replicas.by_id[0].limit == 2
-    run.finish(0)
-    assert run.state.groups.ledger.running == 2, "no other group takes the slot"
-    run.finish(1)
+    run.finish(0, 1)
+    assert run.state.groups.ledger.running == 2, "no other group takes the slots"
+    run.finish(2)
     assert run.state.groups.ledger.running == 2
+    assert len(run.tell(measured(0.5))) == 1 and run.tell(measured(0.7)) == []
+    assert run.state.groups.ledger.running == 3
     echoes = run.state.orders.stale_echoes
     run.tell(measured(0.1, incarnation=2))
-    assert run.state.orders.stale_echoes == echoes + 1 and run.state.replicas.by_id[0].cache_used == 0.84
+    assert run.state.orders.stale_echoes == echoes + 1 and run.state.replicas.by_id[0].cache_used == 0.7
 
 
 def test_a_held_replica_says_so() -> None:
     run = scene()
-    assert limit_wait(run.state) == "replica 0 is limited to 2 groups by scheduler.policies.concurrency"
-    run.tell(measured(0.84))
-    said = "replica 0 is limited to 1 group by scheduler.policies.concurrency: its KV cache is 84 % full"
+    run.tell(measured(0.95))
+    assert limit_wait(run.state) == "", "all slots are in use"
+    run.finish(0, 1)
+    said = "replica 0 is limited to 2 groups by scheduler.policies.concurrency: its KV cache is 95 % full"
     assert limit_wait(run.state) == said
     assert said in [wait.detail for wait in waits(run.state)]
-    run.finish(0, 1)
-    for _ in range(3):
+    for _ in range(2):
         run.tell(measured(0.1))
     assert run.state.groups.ledger.running == 4 and limit_wait(run.state) == ""
 
@@ -209,12 +212,12 @@ class FullWorld(World):
         return Rollout(generator=generator, evaluator=generator)
 
 
-def seconds(cache_tokens: int, policy: str, steps: int = 20) -> float:
+def seconds(cache_tokens: int, policy: str, steps: int = 20, seed: int = 0) -> float:
     """Virtual seconds of a run with one replica of 32 slots, of groups of about 100 tokens."""
     limits = Limits(train_batch_size=16, max_staleness_steps=2, max_concurrent_groups=48, max_steps=steps)
     setting = Setting(
         limits=limits, replicas=1, slots=32, prompts=10_000, mean_tokens=100.0, max_tokens=300, train_s=1.0,
-        sync_s=0.1, cache_tokens=cache_tokens,
+        sync_s=0.1, cache_tokens=cache_tokens, seed=seed,
     )  # fmt: skip
     world = FullWorld(setting, PolicySet.from_names({"concurrency": policy}), check=False)
     assert world.run().outcome == "finished"
@@ -225,5 +228,5 @@ def test_a_limit_by_the_cache_beats_slots_that_overfill_it() -> None:
     assert seconds(700, "kv-cache") < 0.8 * seconds(700, "slots")
 
 
-def test_a_limit_by_the_cache_costs_little_where_there_is_room() -> None:
-    assert seconds(100_000, "kv-cache") < 1.03 * seconds(100_000, "slots")
+def test_a_limit_by_the_cache_costs_nothing_where_there_is_room() -> None:
+    assert seconds(100_000, "kv-cache") == seconds(100_000, "slots")
