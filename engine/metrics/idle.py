@@ -202,7 +202,7 @@ class IdleTime:
         state, ready = self._state, self._state.groups.ledger.ready
         groups = unrewarded_groups(state)
         if not groups or self.rollout_cause == "worker_bound":
-            return len(state.groups.unrewarded)
+            return len(state.replicas.unrewarded)
         if self.rollout_cause not in ("staleness_bound", "run_ending") or self.trainer_task is not None:
             return 0
         if self.trainer_cause not in ("waiting_for_groups", "waiting_for_stragglers"):

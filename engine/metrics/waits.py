@@ -103,7 +103,7 @@ def _together(order: Order, state: State) -> tuple[str, Any]:
     """The key of orders that share a sentence: groups of a replica, those that wait for rewards apart; work of a state,
     rows of a validation, discards of a store."""
     if order.subject in ("group", "stage"):
-        return order.subject, (order.owner, order.id in state.groups.unrewarded)
+        return order.subject, (order.owner, order.id in state.replicas.unrewarded)
     if order.subject in ("discard", "retire"):
         return order.subject, None
     return order.subject, order.id[0] if order.subject == "rows" else order.id
@@ -136,7 +136,7 @@ Words = Callable[[list[Order], State], str]
 
 def _generates(like: list[Order], state: State) -> str:
     doing = f"generating {_named([order.id for order in like])}"
-    if like[0].id in state.groups.unrewarded:
+    if like[0].id in state.replicas.unrewarded:
         slowest = _slowest(_callers(like, state))
         doing = f"waiting for {slowest.name if slowest else 'the rewards'} of {_groups(len(like))}"
     return doing + (", the oldest" if len(like) > 1 else "")
@@ -160,7 +160,7 @@ def _detail(like: list[Order], state: State) -> str:
         return _limited(replica) if state.replicas.is_limited(replica) else ""
     if oldest.subject == "stage":
         return _stage_detail(state.groups.stages.by_name[oldest.command.state], slowest, limits)
-    if not slowest or oldest.id in state.groups.unrewarded:
+    if not slowest or oldest.id in state.replicas.unrewarded:
         return limits
     if oldest.subject == "rows":
         return f"{slowest.name}: {limits}"
@@ -200,7 +200,7 @@ def agent_groups(process: Process) -> int:
 
 def unrewarded_groups(state: State) -> int:
     """Groups whose trajectories have all ended and whose rewards, or whose work in an added state, have not."""
-    return len(state.groups.unrewarded) + state.groups.stages.groups_at(GENERATED)
+    return len(state.replicas.unrewarded) + state.groups.stages.groups_at(GENERATED)
 
 
 def reward_wait(state: State) -> str:
@@ -211,7 +211,7 @@ def reward_wait(state: State) -> str:
         return ""
     slowest = _slowest(_calls(_processes(state), of_agents=False))
     busy = [stage.name for stage in state.groups.stages.at[GENERATED] if stage.waiting or stage.working]
-    otherwise = f"state {busy[0]}" if busy and not state.groups.unrewarded else "their rewards"
+    otherwise = f"state {busy[0]}" if busy and not state.replicas.unrewarded else "their rewards"
     text = f"{_groups(groups)} {_wait(groups)} for {slowest.name if slowest else otherwise}"
     return text + (f": {_limits(slowest, state)}" if slowest else "")
 
@@ -256,7 +256,7 @@ def _callers(like: Sequence[Order], state: State) -> Calls:
     rewards = _calls(processes, of_agents=False)
     if oldest.subject == "rows":
         return [*agents, *rewards]
-    return rewards if oldest.id in state.groups.unrewarded else agents
+    return rewards if oldest.id in state.replicas.unrewarded else agents
 
 
 def _calls(processes: Sequence[Process], *, of_agents: bool) -> Calls:

@@ -119,9 +119,8 @@ def on_group_generated(core: Core, event: GroupGenerated) -> None:
     replica = core.state.replicas.by_id[event.replica]
     if replica.failed_groups:
         replica.failed_groups = 0
-    if group.seated_at and core.state.limits.straggler_factor is not None:
-        measure_pace(core, group, replica)
-    groups.unseat(group)
+    if core.state.limits.straggler_factor is not None:
+        measure_pace(core, group, replica, _began(core, event))
     group.failed_on = -1
     group.reward_mean = event.reward_mean
     group.described = event.described
@@ -185,10 +184,8 @@ def on_group_aborted(core: Core, event: GroupAborted) -> None:
         group.unfinished = event.unfinished
     unasked = core.state.replicas.by_id[event.replica].state == "ready"
     parks = [order.command for order in core.state.orders.matched[event.id] if isinstance(order.command, ParkGroup)]
-    core.state.groups.unseat(group)
     if parks and parks[0].reason:
-        began = min(order.at for order in core.state.orders.matched[event.id])
-        park_after_failure(core, group, _cause_of_hang(core, group, began), parks[0].reason)
+        park_after_failure(core, group, _cause_of_hang(core, group, _began(core, event)), parks[0].reason)
         return
     if parks:
         group.moved, group.failed_on, unasked = True, event.replica, False
@@ -196,6 +193,11 @@ def on_group_aborted(core: Core, event: GroupAborted) -> None:
         park_after_failure(core, group, "infrastructure", "its replica aborted it without an order")
         return
     _park_uncharged(core, group)
+
+
+def _began(core: Core, event: GroupGenerated | GroupAborted) -> float:
+    """When an attempt that has ended began: orders to cut it short came later."""
+    return min(order.at for order in core.state.orders.matched[event.id])
 
 
 def on_prefix_stored(core: Core, event: PrefixStored) -> None:
@@ -208,17 +210,17 @@ def on_prefix_stored(core: Core, event: PrefixStored) -> None:
 
 def on_order_progressed(core: Core, event: OrderProgressed) -> None:
     """Trajectories that ended make room for others. `work_times.note_matched` restarts the order's time limit."""
-    ordered: Any = core.state.orders.matched[event.id][0].command
-    if not event.finished or not isinstance(ordered, StartGroup | ResumeGroup):
+    order = core.state.orders.matched[event.id][0]
+    if not event.finished or not isinstance(order.command, StartGroup | ResumeGroup):
         return
-    group, replica = core.state.groups.live[ordered.group], core.state.replicas.by_id[ordered.replica]
+    samples = core.state.replicas.by_id[order.command.replica].samples
     require(
-        event.finished <= replica.samples, "law 2: more trajectories ended than the group has",
-        group=group.id, finished=event.finished, samples=replica.samples,
+        event.finished <= samples, "law 2: more trajectories ended than the group has",
+        group=order.id, finished=event.finished, samples=samples,
     )  # fmt: skip
-    if event.finished > group.finished:
-        core.state.groups.free_trajectories(group, event.finished)
-        core.orders.note_room(replica.id)
+    if event.finished > order.finished:
+        core.state.orders.note_finished(order, event.finished)
+        core.orders.note_room(order.command.replica)
 
 
 def on_cache_measured(core: Core, event: CacheMeasured) -> None:
@@ -243,7 +245,6 @@ def on_group_failed(core: Core, event: GroupFailed) -> None:
     if event.cause == "data" and group.tokens:
         group.forget_tokens()
     group.failed_on = event.replica
-    core.state.groups.unseat(group)
     park_after_failure(core, group, event.cause, event.reason)
     if event.cause == "infrastructure":
         _blame_replica(core, core.state.replicas.by_id[event.replica], event)
@@ -281,8 +282,6 @@ def lose_replica(core: Core, replica: Replica, reason: str, *, hung: bool = Fals
     replica.failed_groups = 0
     state.fire_replica(replica, "lose")
     state.replicas.paces.compare([replica])
-    for id in began:
-        state.groups.unseat(state.groups.live[id])
     for id, at in began.items():
         group = state.groups.live[id]
         if id in overdue:
@@ -342,10 +341,9 @@ def release_group(core: Core, group: Group, trigger: str) -> None:
 
 def drop_group(core: Core, group: Group) -> None:
     """End an open group that is in no batch, in whatever state it is."""
-    if group.replica >= 0:
-        replica = core.state.replicas.by_id[group.replica]
+    replica = core.state.replicas.of_group(group.id)
+    if replica is not None:
         core.orders.add(AbortGroup(**replica.address_of(group)))
-        core.state.groups.unseat(group)
     release_group(core, group, "drop")
 
 
@@ -400,14 +398,13 @@ def _resume_groups(core: Core, most: int) -> int:
             return most
         most -= 1
         groups.fire(group, "resume")
-        groups.seat(group, replica, state.now)
+        group.begin_attempt()
         order = replica.address_of(group) | {"admitted_version": group.admitted_version}
         order["cause"] = core.orders.cause_on(replica.id)
         if group.tokens:
             core.orders.add(ResumeGroup(**order, truncate=group.truncate))
         else:
             core.orders.add(StartGroup(**order))
-        state.replicas.update(replica)
     return most
 
 
@@ -438,11 +435,10 @@ def _admit_groups(core: Core, most: int) -> None:
         group.deadline = state.training.steps_in[replica.version] + limits.max_staleness_steps
         group.started_at = state.now
         groups.fire(group, "start")
-        groups.seat(group, replica, state.now)
+        group.begin_attempt()
         cause = core.orders.cause_on(replica.id)
         order = StartGroup(**replica.address_of(group), admitted_version=group.admitted_version, cause=cause)
         core.orders.add(order)
-        state.replicas.update(replica)
 
 
 def _oldest_admissible(core: Core) -> Version | None:

@@ -89,9 +89,8 @@ def _lose_replicas(core: Core, event: RunResumed) -> None:
         if replica.state != "down":
             state.fire_replica(replica, "lose")
             state.replicas.paces.compare([replica])
-    running = [group for group in state.groups.live.values() if group.replica >= 0]
-    for group in running:
-        state.groups.unseat(group)
+    groups = state.groups
+    running = [group for group in groups.live.values() if groups.phase_of(group.state) is Phase.RUNNING]
     for group in running if event.kept else ():
         park_group(core, group)
 

@@ -213,8 +213,8 @@ def _truncate(core: Core, stragglers: Sequence[Group]) -> None:
         if group.state in state.groups.stages.by_name:
             continue  # it is generated already: there is nothing to truncate
         group.truncate = True
-        if group.replica >= 0:
-            replica = state.replicas.by_id[group.replica]
+        replica = state.replicas.of_group(group.id)
+        if replica is not None:
             core.orders.add(TruncateGroup(**replica.address_of(group)))
         elif not group.tokens:
             drop_group(core, group)

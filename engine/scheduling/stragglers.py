@@ -14,12 +14,12 @@ WEIGHT = 0.2
 """Weight of the newest group in a replica's pace, a moving average."""
 
 
-def measure_pace(core: Core, group: Group, replica: Replica) -> None:
-    """Measure a finished group, from the start of its attempt. Called before it leaves its slot."""
-    tokens = group.tokens - group.seated_tokens
+def measure_pace(core: Core, group: Group, replica: Replica, began: float) -> None:
+    """Measure a finished group, from the start of its attempt."""
+    tokens = group.tokens - group.resumed_tokens
     if tokens <= 0:
         return
-    pace = (core.state.now - group.seated_at) / tokens
+    pace = (core.state.now - began) / tokens
     replica.pace = pace if not replica.paced else (1 - WEIGHT) * replica.pace + WEIGHT * pace
     replica.paced += 1
     core.state.replicas.paces.compare([replica])
@@ -41,10 +41,9 @@ def move_groups_off_slow_replicas(core: Core) -> None:
     if core.searched == (replicas.seats_on_slow, newest):
         return  # every group that can be moved is being moved
     slow = [replica for replica in replicas.paces.slow if replica.state == "ready" and not replica.process.leaves]
-    groups = [state.groups.live[id] for replica in slow for id in replicas.running(replica)]
-    movable = [g for g in groups if g.id not in parking and not g.moved and g.resumes_from <= newest]
+    groups = [(state.groups.live[id], replica) for replica in slow for id in replicas.running(replica)]
+    movable = [(g, r) for g, r in groups if g.id not in parking and not g.moved and g.resumes_from <= newest]
     if len(movable) <= room:
         core.searched = (replicas.seats_on_slow, newest)
-    for group in sorted(movable, key=lambda g: (g.deadline, g.id))[:room]:
-        replica = replicas.by_id[group.replica]
+    for group, replica in sorted(movable, key=lambda pair: (pair[0].deadline, pair[0].id))[:room]:
         core.orders.add(ParkGroup(**replica.address_of(group)))

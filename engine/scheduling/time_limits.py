@@ -144,8 +144,7 @@ def _handle_exceeded_limit(core: Core, order: Order) -> None:
 
 def _park_overdue(core: Core, order: Order, reason: str) -> None:
     state = core.state
-    group = state.groups.live[order.id]
-    replica = state.replicas.by_id[group.replica]
+    group, replica = state.groups.live[order.id], state.replicas.by_id[int(order.owner)]
     core.orders.add(ParkGroup(**replica.address_of(group), reason=reason))
 
 

@@ -124,7 +124,6 @@ def send_rows(core: Core) -> None:
                 run.started_at = core.state.now
                 core.state.validations.fire(run, "start")
             _order_rows(core, run, run.take(), replica)
-            free.update(replica)
 
 
 def close_validations(core: Core) -> None:

@@ -59,7 +59,6 @@ class Group:
     id: GroupId
     state: str = GROUP.initial
     attempt: int = 0
-    replica: ReplicaId = -1
     admitted_version: Version = NO_VERSION
     deadline: int = -1
     """The last train step that may consume it: steps in the version it was admitted on, plus S. Never moved."""
@@ -70,9 +69,6 @@ class Group:
     """Tokens that its attempts left in the trajectory store; 0: the next attempt begins with the prompt."""
     unfinished: int = 0
     """Trajectories of what is stored that have not ended; 0 while nothing is stored."""
-    finished: int = 0
-    """Trajectories that have ended in the running attempt, as far as its replica has reported; 0 while it is not
-    running."""
     truncate: bool = False
     """The deadline policy wants it finished with the prefixes it has."""
     infrastructure_failures: int = 0
@@ -80,10 +76,8 @@ class Group:
     exceeded: int = 0
     """How often orders about it exceeded their time limit since one was answered."""
     started_at: float = 0.0
-    seated_at: float = 0.0
-    """When its present attempt began, where attempts are timed; 0 where they are not."""
-    seated_tokens: int = 0
-    """Tokens it had then."""
+    resumed_tokens: int = 0
+    """Tokens it had when its newest attempt began."""
     moved: bool = False
     """A faster replica took it over once; it stays there."""
     failed_on: ReplicaId = -1
@@ -98,6 +92,11 @@ class Group:
     """What policies see of it besides figures, as JSON; empty if its events say nothing."""
     prepared: bool = False
     """An added state before generation has stored its prompt."""
+
+    def begin_attempt(self) -> None:
+        """It is about to be ordered to run on a replica."""
+        self.attempt += 1
+        self.resumed_tokens = self.tokens
 
     def forget_tokens(self) -> None:
         """What earlier attempts left is gone: the next one begins with the prompt."""

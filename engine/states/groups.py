@@ -17,8 +17,6 @@ from engine.states.ledger import Deadlines, Ledger
 from engine.states.limits import GENERATED, QUEUED, Limits
 from engine.states.machine import Observer, Phase, SharedMachine
 from engine.states.orders import OrderBook
-from engine.states.replica import Replica
-from engine.states.replicas import Replicas
 from engine.states.stage_queues import Stages
 from engine.states.training import Training
 
@@ -44,12 +42,11 @@ class Groups:
     """Number of groups that run beyond K after it was lowered. No other group starts until they have ended."""
 
     def __init__(
-        self, limits: Limits, orders: OrderBook, replicas: Replicas, training: Training, checkpoints: Checkpoints,
-        observe: Observer | None,
-    ) -> None:  # fmt: skip
-        self._orders, self._replicas, self._training, self._checkpoints = orders, replicas, training, checkpoints
+        self, limits: Limits, orders: OrderBook, training: Training, checkpoints: Checkpoints, observe: Observer | None
+    ) -> None:
+        self._orders, self._training, self._checkpoints = orders, training, checkpoints
         self.live, self.ledger = {}, Ledger()
-        self.loosest, self._timed = limits.max_staleness_steps, limits.timed
+        self.loosest = limits.max_staleness_steps
         self.stages = Stages(limits.added_states, orders)
         table = group_table(limits.states_at(GENERATED), limits.states_at(QUEUED))
         self.machine = SharedMachine(table, observe)
@@ -72,8 +69,6 @@ class Groups:
         self.parked: dict[Version, list[tuple[Key, GroupId]]] = {}
         """Heaps of (key, group) by the version they resume from, the key as the resume policy gave it; outdated entries
         are skipped."""
-        self.unrewarded: dict[GroupId, None] = {}
-        """Running groups whose trajectories have all ended, but not their rewards. A dict for its order."""
         self.deadlines = Deadlines(surplus)
         self.stages.clear()
         entered = []
@@ -84,8 +79,6 @@ class Groups:
                 self.waiting.append(group.id)
             elif group.state == "aborted":
                 self._park(group, group.resume_key or (group.deadline,))
-            elif group.replica >= 0 and group.finished == self._replicas.by_id[group.replica].samples:
-                self.unrewarded[group.id] = None
             elif phase in (Phase.WAITING, Phase.PARKED, Phase.READY):
                 entered.append(group)
         for group in sorted(entered, key=attrgetter("turn")):
@@ -96,7 +89,6 @@ class Groups:
 
     def use(self, limits: Limits) -> None:
         """Use other bounds from now on. Groups keep their deadlines."""
-        self._timed = limits.timed
         self.loosest = max(self.loosest, limits.max_staleness_steps)
         self.over = max(0, self.ledger.running - limits.max_concurrent_groups)
 
@@ -194,36 +186,6 @@ class Groups:
         """Put the group behind those that already wait in its state."""
         group.turn = self.next_turn
         self.next_turn += 1
-
-    # groups on replicas
-
-    def seat(self, group: Group, replica: Replica, now: float) -> None:
-        """Begin an attempt on a replica, after the group's trigger was fired. Its order gives it a slot."""
-        group.attempt += 1
-        group.replica = replica.id
-        if self._timed:
-            group.seated_at, group.seated_tokens = now, group.tokens
-
-    def unseat(self, group: Group) -> None:
-        """End an attempt, after its order ended and before the group's trigger is fired."""
-        replica = self._replicas.by_id[group.replica]
-        group.replica = -1
-        if group.finished:
-            replica.finished -= group.finished
-            group.finished = 0
-            self.unrewarded.pop(group.id, None)
-        group.seated_at = 0.0
-        self._replicas.update(replica)
-
-    def free_trajectories(self, group: Group, finished: int) -> None:
-        """`finished` trajectories of a running group have ended, at least as many as before. Its replica may generate
-        others in their place."""
-        replica = self._replicas.by_id[group.replica]
-        replica.finished += finished - group.finished
-        group.finished = finished
-        if finished == replica.samples:
-            self.unrewarded[group.id] = None
-        self._replicas.update(replica)
 
     # parked groups
 

@@ -71,26 +71,22 @@ def check_all(state: State) -> None:
     live = (Phase.WAITING, Phase.RUNNING, Phase.PARKED, Phase.READY, Phase.BATCHED)
     require(all(count[p] == groups.ledger.count[p] for p in live), "law 1: books and records differ", records=count,
             books=groups.ledger.count)  # fmt: skip
-    if state.ending.outcome is None:
-        seats = _check_seats(state)
-    else:  # the book is empty once the run is over
-        seats = {group.id: group.replica for group in groups.live.values() if group.replica >= 0}
+    over = state.ending.outcome is not None  # the book is empty then
+    seats = {} if over else _check_seats(state)
     for group in groups.live.values():
         running = groups.phase_of(group.state) is Phase.RUNNING
         require(
-            running == (group.id in seats), "law 1: a running group has no seat, or another has one", group=group.id
-        )
-        most = state.replicas.by_id[seats[group.id]].samples if running else 0
-        require(0 <= group.finished <= most, "law 2: more trajectories ended than were running",
-                group=group.id, finished=group.finished, most=most)  # fmt: skip
+            over or running == (group.id in seats), "law 1: a running group has no seat, or another has one",
+            group=group.id,
+        )  # fmt: skip
         started = running or groups.phase_of(group.state) in (Phase.PARKED, Phase.READY)
         if started:
             due = state.training.steps_in[group.admitted_version] + state.limits.max_staleness_steps
             latest = state.training.steps_in[group.admitted_version] + groups.loosest
             holds = group.deadline == due or (state.settings and group.deadline <= latest)
             require(bool(holds), "law 4: a deadline was moved", group=group.id, deadline=group.deadline, due=due)
-        if running:
-            version = state.replicas.by_id[group.replica].version
+        if group.id in seats:
+            version = state.replicas.by_id[seats[group.id]].version
             require(
                 version >= group.resumes_from, "law 3: a group runs on a replica older than its tokens", group=group.id
             )
@@ -121,7 +117,6 @@ def _check_seats(state: State) -> dict[GroupId, ReplicaId]:
     """Law 2, replica by replica. Returns where each running group runs, as the order book says."""
     replicas, groups = state.replicas, state.groups
     seats: dict[GroupId, ReplicaId] = {}
-    unrewarded = 0
     for replica in replicas.by_id.values():
         running = replicas.running(replica)
         seats.update(dict.fromkeys(running, replica.id))
@@ -137,19 +132,12 @@ def _check_seats(state: State) -> dict[GroupId, ReplicaId]:
             "law 6: a replica is ahead of the trainer",
             replica=replica.id,
         )
-        strangers = [id for id in running if id not in groups.live or groups.live[id].replica != replica.id]
-        require(not strangers, "law 10: a group is not where it was ordered to run", groups=strangers)
-        whole = [id for id in running if groups.live[id].finished == replica.samples]
-        require(
-            all(id in groups.unrewarded for id in whole),
-            "a group without rewards is forgotten",
-            replica=replica.id,
-        )
-        unrewarded += len(whole)
-        ended = sum(groups.live[id].finished for id in running)
-        require(replica.finished == ended, "law 2: ended trajectories are miscounted",
-                replica=replica.id, kept=replica.finished, found=ended)  # fmt: skip
-    require(len(groups.unrewarded) == unrewarded, "groups without rewards are miscounted", found=unrewarded)
+        for id, order in running.items():
+            attempt = getattr(order.command, "attempt", None)
+            require(id in groups.live and groups.live[id].attempt == attempt,
+                    "law 10: an attempt runs that its group does not know", group=id, attempt=attempt)  # fmt: skip
+            require(0 <= order.finished <= replica.samples, "law 2: more trajectories ended than were running",
+                    group=id, finished=order.finished, most=replica.samples)  # fmt: skip
     return seats
 
 

@@ -499,11 +499,6 @@ class Limits:
         """The names of the added states in a place, in their order."""
         return tuple(state.name for state in self.added_states if state.place == place)
 
-    @property
-    def timed(self) -> bool:
-        """Whether it matters when an attempt began."""
-        return self.straggler_factor is not None
-
     def to_plain(self) -> dict[str, Any]:
         """For the header of a record."""
         return asdict(self)

@@ -246,14 +246,15 @@ def works_in_order(owner: Owner) -> bool:
 class Order:
     """One open order. `at`: time it was given, in seconds since the run began. `mark`: the work time of its owner when
     it was given or last progressed (`scheduling/work_times.py`). `overdue`: it exceeded its limit, and that was acted
-    on."""
+    on. `finished`: trajectories of a running group that have ended, by the newest report."""
 
     number: int
     at: float
     mark: float
     overdue: bool
+    finished: int
     command: Command
-    __slots__ = ("at", "command", "id", "mark", "number", "overdue", "owner", "subject")
+    __slots__ = ("at", "command", "finished", "id", "mark", "number", "overdue", "owner", "subject")
 
     def __init__(self, number: int, subject: str, id: Any, owner: Owner, command: Command, at: float) -> None:
         self.number = number
@@ -263,7 +264,12 @@ class Order:
         self.command = command
         self.at = self.mark = at
         self.overdue = False
+        self.finished = 0
 
+
+Listener = Callable[[Order, int], None]
+"""Called as (order, change of the number of trajectories that have ended, of open orders) after an order has opened,
+progressed or closed."""
 
 _number = attrgetter("number")
 _NONE: dict[Any, Order] = {}
@@ -284,6 +290,7 @@ class OrderBook:
         self._by_subject: dict[str, dict[Any, Order]] = {relation.subject: {} for relation in RELATIONS.values()}
         self.by_number = {}
         self._owned: dict[Owner, dict[str, dict[Any, Order]]] = defaultdict(lambda: defaultdict(dict))
+        self._listeners: dict[str, Listener] = {}
         self.matched: dict[EventId, tuple[Order, ...]] = {}
         """By fact of the newest tick: the orders that it answered or reported on, which caused it. A stale echo has no
         entry."""
@@ -329,6 +336,10 @@ class OrderBook:
             if order.number in self.by_number:
                 yield command
 
+    def listen(self, subject: str, listener: Listener) -> None:
+        """Call a listener after every change of the open orders of a subject."""
+        self._listeners[subject] = listener
+
     def scorer(self, task: str) -> Owner:
         """The owner of a scoring task."""
         return f"{SCORER_OF}{task}" if task in self._apart else TRAINER
@@ -354,18 +365,25 @@ class OrderBook:
         owner: Owner = own(self, command)
         order = orders[id] = self.by_number[number] = Order(number, subject, id, owner, command, at)
         self._owned[owner][subject][id] = order
+        if subject in self._listeners:
+            self._listeners[subject](order, 0)
         return order
+
+    def note_finished(self, order: Order, finished: int) -> None:
+        """So many trajectories of a running group have ended, more than before."""
+        more = finished - order.finished
+        order.finished = finished
+        self._listeners[order.subject](order, more)
 
     def rebuild(self) -> None:
         """Make the indexes anew from `by_number`."""
-        following, orders = self.next_number, self.all()
-        self.clear()
-        for order in orders:
-            self.next_number = order.number
-            again = self.add(order.command, order.at)
-            assert again is not None  # only orders are in a book
-            again.mark, again.overdue = order.mark, order.overdue
-        self.next_number = following
+        for orders in self._by_subject.values():
+            orders.clear()
+        self._owned.clear()
+        for order in self.all():
+            subject, identify, own, _ = _OPENINGS[type(order.command)]
+            order.subject, order.id, order.owner = subject, identify(order.command), own(self, order.command)
+            self._by_subject[subject][order.id] = self._owned[order.owner][subject][order.id] = order
 
     def withdraw(self, subject: str, id: Any) -> Order | None:
         """End an order without an answer. A later answer is a stale echo."""
@@ -383,9 +401,8 @@ class OrderBook:
 
     def clear(self) -> None:
         """End every order: the run is over, or a resume starts new processes."""
-        for orders in (*self._by_subject.values(), self.by_number):
-            orders.clear()
-        self._owned.clear()
+        for order in self.all():
+            self._close(order)
 
     # events
 
@@ -433,6 +450,8 @@ class OrderBook:
     def _close(self, order: Order) -> None:
         subject, id = order.subject, order.id
         del self.by_number[order.number], self._owned[order.owner][subject][id], self._by_subject[subject][id]
+        if subject in self._listeners:
+            self._listeners[subject](order, -order.finished)
 
 
 class _Rule:

@@ -61,8 +61,6 @@ class Replica:
     slots: int = 0
     samples: int = 1
     """Trajectories that a slot holds: those of one group."""
-    finished: int = 0
-    """Trajectories that have ended, of the groups that run here. Each `samples` of them free a slot."""
     limit: int = 0
     """Groups that may run on it at once: the newest answer of the concurrency policy."""
     cache_used: float = 0.0

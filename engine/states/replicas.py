@@ -43,9 +43,8 @@ NOTHING = Contribution()
 class Replicas:
     """Every replica ever seen; those that can take a group, by version and load; and the sums of their slots.
 
-    The indexes follow from the replicas and the open orders for groups and rows. Call `update` after every change of a
-    replica's state, version, slots, limit or these orders, when it becomes slow or is no longer slow, and when it
-    leaves. A call costs O(log replicas).
+    The indexes follow from the replicas and the open orders for groups and rows, which the book reports. Call `update`
+    after every change of a replica's state, version, slots or limit, and when it leaves. A call costs O(log replicas).
     """
 
     by_id: dict[ReplicaId, Replica]
@@ -78,10 +77,29 @@ class Replicas:
         """Free slots of replicas that can take a group, are not slow and do not leave."""
         self.seats_on_slow = 0
         """Counts changes after which a slow replica had more groups that may continue on another."""
+        self.unrewarded: dict[GroupId, None] = {}
+        """Running groups whose trajectories have all ended, but not their rewards. A dict for its order."""
+        self._ended: dict[ReplicaId, int] = {}
+        """Trajectories that have ended, of the groups that run on a replica. Each `samples` of them free a slot."""
         self._known: dict[ReplicaId, Contribution] = {}
         self._at: dict[Version, _SameVersion] = {}
         for replica in self.by_id.values():
+            for id, order in self.running(replica).items():
+                self._ended[replica.id] = self.ended(replica) + order.finished
+                if order.finished == replica.samples:
+                    self.unrewarded[id] = None
             self.update(replica)
+
+    def note_order(self, order: Order, more: int) -> None:
+        """An order for a group or rows has opened or closed, or `more` trajectories of a group have ended."""
+        replica = self.by_id[int(order.owner)]
+        if more:
+            self._ended[replica.id] = self.ended(replica) + more
+            if more > 0 and order.finished == replica.samples:
+                self.unrewarded[order.id] = None
+            elif more < 0:
+                self.unrewarded.pop(order.id, None)
+        self.update(replica)
 
     def update(self, replica: Replica) -> None:
         """Update the indexes after a change of a replica."""
@@ -102,7 +120,7 @@ class Replicas:
         now = self._known[id] = Contribution(
             version if free > 0 else NO_VERSION,
             0 if replica.slow or leaves else free,
-            replica.finished // replica.samples,
+            self.ended(replica) // replica.samples,
             len(self.running(replica)) if replica.slow and replica.state == "ready" and not leaves else 0,
         )
         self.freed += now.freed - before.freed
@@ -121,7 +139,7 @@ class Replicas:
     def _load(self, replica: Replica) -> float:
         """Share of its slots that a validation takes or the trajectories of its groups need."""
         samples, running = replica.samples, len(self.running(replica))
-        return ((running + self.taken(replica)) * samples - replica.finished) / (replica.slots * samples)
+        return ((running + self.taken(replica)) * samples - self.ended(replica)) / (replica.slots * samples)
 
     def _mark_slow(self, replica: Replica, slow: bool) -> None:
         """Note that a replica is slower than the others by more than `straggler_factor`, or is no longer."""
@@ -140,9 +158,18 @@ class Replicas:
         """The orders for the groups that run on it, by group, oldest first."""
         return self._orders.of(replica.id, "group")
 
+    def of_group(self, group: GroupId) -> Replica | None:
+        """The replica that a group runs on."""
+        order = self._orders.find("group", group)
+        return None if order is None else self.by_id[int(order.owner)]
+
+    def ended(self, replica: Replica) -> int:
+        """Trajectories that have ended, of the groups that run on it."""
+        return self._ended.get(replica.id, 0)
+
     def occupied(self, replica: Replica) -> int:
         """Slots that its groups need, by the number of their trajectories that have not ended."""
-        return len(self.running(replica)) - replica.finished // replica.samples
+        return len(self.running(replica)) - self.ended(replica) // replica.samples
 
     def measuring(self, replica: Replica) -> int:
         """Slots in which it measures a chunk of a validation."""
@@ -210,4 +237,6 @@ class Replicas:
     def figures(self) -> tuple[object, ...]:
         """Everything that the index of free slots knows, for comparison."""
         known = {id: one for id, one in self._known.items() if one != NOTHING}
-        return known, {version: set(at.replicas) for version, at in self._at.items()}
+        ended = {id: count for id, count in self._ended.items() if count}
+        open_at = {version: set(at.replicas) for version, at in self._at.items()}
+        return known, ended, set(self.unrewarded), open_at

@@ -72,9 +72,11 @@ class State:
             self._worker_of.update((self.orders.scorer(task), name_of(SCORER, index)) for task in tasks)
         """The process that executes the orders of an owner with another name."""
         self.replicas = Replicas(self.orders, limits.straggler_factor)
+        for subject in ("group", "rows"):
+            self.orders.listen(subject, self.replicas.note_order)
         self.training, self.pools = Training(), Pools(limits)
         self.checkpoints = Checkpoints(bool(limits.checkpoint_every), limits.keeps_batches)
-        self.groups = Groups(limits, self.orders, self.replicas, self.training, self.checkpoints, observe)
+        self.groups = Groups(limits, self.orders, self.training, self.checkpoints, observe)
         self.validations = Validations(self.replicas, self.orders, self._validation_machine)
         self.limit_check = LimitCheck(limits.timeouts, KINDS_OF_SUBJECTS)
         self.policies, self.ending = PolicyNotes(), Ending()

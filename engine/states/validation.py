@@ -232,7 +232,7 @@ class Validations:
     def put_back(self, run: Validation, chunk: Chunk, replica: Replica, *, failed: bool = True) -> None:
         """The chunk, measured on a replica, waits again. `failed`: it has lost an attempt."""
         chunk.failures += failed
-        self._unseat(run, chunk, replica)
+        self._orders.withdraw("rows", (run.id, chunk.index))
         run.put_back(chunk)
 
     def count(self, run: Validation, chunk: Chunk, replica: Replica, event: RowsMeasured) -> None:
@@ -241,12 +241,7 @@ class Validations:
         chunk.rows, chunk.rewards, chunk.answers = event.rows, event.rewards, event.answers
         chunk.right_rows, chunk.part_rows = event.right_rows, event.part_rows
         chunk.part_places, chunk.part_values = event.part_places, event.part_values
-        self._unseat(run, chunk, replica)
         run.left -= 1
         run.measured += event.measured
         run.right += event.right
         run.reward += event.reward
-
-    def _unseat(self, run: Validation, chunk: Chunk, replica: Replica) -> None:
-        self._orders.withdraw("rows", (run.id, chunk.index))
-        self._replicas.update(replica)

@@ -66,7 +66,8 @@ class Scene:
 
     def keep_prefix(self, group: Group) -> None:
         """One is recorded as stored, with tokens of its replica's version."""
-        replica = self.state.replicas.by_id[group.replica]
+        replica = self.state.replicas.of_group(group.id)
+        assert replica is not None
         event = PrefixStored(
             group=group.id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, tokens=2,
             oldest_version=replica.version, newest_version=replica.version,

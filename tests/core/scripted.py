@@ -123,7 +123,7 @@ class Scripted(CoreRig):
 
     def generated(self, id: int, spread: float = 1.0, trainable: int = 2, oldest: int | None = None) -> GroupGenerated:
         group = self.state.groups.live[id]
-        replica = self.state.replicas.by_id[group.replica]
+        replica = self.state.replicas.by_id[self.replica_of(id)]
         first = group.oldest_version if group.oldest_version >= 0 else group.admitted_version
         return GroupGenerated(
             group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, tokens=10,
@@ -137,7 +137,7 @@ class Scripted(CoreRig):
     def fail(self, id: int, *, cause: str, reason: str = "no number") -> list[Command]:
         """An attempt of a running group comes to nothing."""
         group = self.state.groups.live[id]
-        replica = self.state.replicas.by_id[group.replica]
+        replica = self.state.replicas.by_id[self.replica_of(id)]
         return self.tell(
             GroupFailed(
                 group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, cause=cause,
@@ -162,7 +162,7 @@ class Scripted(CoreRig):
     def _report(self, kind: type[GroupAborted | PrefixStored], groups: tuple[int, ...], tokens: int) -> None:
         for id in groups:
             group = self.state.groups.live[id]
-            replica = self.state.replicas.by_id[group.replica]
+            replica = self.state.replicas.by_id[self.replica_of(id)]
             version = replica.version if tokens else -1
             self.tell(
                 kind(
@@ -206,7 +206,12 @@ class Scripted(CoreRig):
         return new
 
     def running(self) -> list[int]:
-        return [group.id for group in self.state.groups.live.values() if group.replica >= 0]
+        return sorted(self.state.orders.open("group"))
+
+    def replica_of(self, group: int) -> int:
+        """The replica that a group runs on; -1: it does not run."""
+        replica = self.state.replicas.of_group(group)
+        return -1 if replica is None else replica.id
 
     def running_on(self, replica: int) -> list[int]:
         """The groups on a replica, in the order they started."""

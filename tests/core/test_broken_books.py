@@ -51,9 +51,13 @@ def move_a_phase(state: State) -> None:
     state.groups.ledger.count[WAITING] += 1
 
 
-def move_a_group(state: State) -> None:
-    first, second = state.replicas.by_id.values()
-    state.groups.live[next(iter(state.replicas.running(first)))].replica = second.id
+def repeat_an_attempt(state: State) -> None:
+    state.groups.live[next(iter(state.orders.open("group")))].attempt += 1
+
+
+def end_too_many_trajectories(state: State) -> None:
+    order = next(iter(state.orders.open("group").values()))
+    state.orders.note_finished(order, 1 + state.replicas.by_id[0].samples)
 
 
 def take_a_seat(state: State) -> None:
@@ -81,7 +85,8 @@ def forget_ready(state: State) -> None:
         (owe_a_passed_step, "law 4: a group is left behind"),
         (owe_too_many, "law 4: more groups are due"),
         (move_a_phase, "law 1: books and records differ"),
-        (move_a_group, "law 10: a group is not where it was ordered to run"),
+        (repeat_an_attempt, "law 10: an attempt runs that its group does not know"),
+        (end_too_many_trajectories, "law 2: more trajectories ended than were running"),
         (take_a_seat, "law 1: a running group has no seat"),
         (move_a_deadline, "law 4: a deadline was moved"),
         (run_ahead, "law 6: a replica is ahead"),

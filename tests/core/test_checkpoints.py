@@ -323,7 +323,7 @@ def test_without_checkpoints_only_the_newest_updates_are_known() -> None:
 def test_the_version_of_a_replica_that_lags_behind_stays_known() -> None:
     run = run_of(replicas=2, max_staleness_steps=3, max_concurrent_groups=8)
     for step in range(8):
-        mine = [group for group in run.running() if run.state.groups.live[group].replica == 0]
+        mine = [group for group in run.running() if run.replica_of(group) == 0]
         run.finish(*mine[:2])
         run.train()
         run.publish()

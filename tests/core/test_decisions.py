@@ -211,9 +211,9 @@ def test_a_replica_behind_takes_groups_while_its_version_has_places():
     run.train()
     run.publish()
     run.install(0)
-    assert {run.state.groups.live[g].replica: run.state.groups.live[g].admitted_version for g in run.running()}[1] == 0
-    run.finish(next(g for g in run.running() if run.state.groups.live[g].replica == 1))
-    assert 1 in {run.state.groups.live[g].replica for g in run.running()}, "version 0 still has places"
+    assert {run.replica_of(g): run.state.groups.live[g].admitted_version for g in run.running()}[1] == 0
+    run.finish(next(g for g in run.running() if run.replica_of(g) == 1))
+    assert 1 in {run.replica_of(g) for g in run.running()}, "version 0 still has places"
 
 
 def test_the_tail_waits_for_a_parked_group():
@@ -385,12 +385,12 @@ def test_the_room_is_checked_whatever_chose_the_batch(monkeypatch):
 
 def test_a_replica_on_which_group_after_group_fails_is_replaced() -> None:
     run = small(replicas=2, slots=2, infrastructure_attempts=3)
-    sick = [g for g in run.running() if run.state.groups.live[g].replica == 0]
+    sick = [g for g in run.running() if run.replica_of(g) == 0]
     for group in (*sick, *sick):
-        if 0 <= run.state.groups.live[group].replica == 0:
+        if 0 <= run.replica_of(group) == 0:
             fail(run, group)
     while not run.ordered(StopProcess):
-        fail(run, next(g for g in run.running() if run.state.groups.live[g].replica == 0))
+        fail(run, next(g for g in run.running() if run.replica_of(g) == 0))
     assert run.ordered(StopProcess)[0].index == 0
     assert "3 groups in a row failed on it" in run.ordered(StopProcess)[0].reason
 
@@ -405,20 +405,13 @@ def test_one_group_that_fails_again_and_again_does_not_cost_its_replica() -> Non
 
 def test_a_failed_group_goes_on_elsewhere_if_it_can() -> None:
     run = small(replicas=2, slots=3)
-    failed_on = run.state.groups.live[0].replica
+    failed_on = run.replica_of(0)
     fail(run, 0)
-    assert run.state.groups.live[0].replica != failed_on
+    assert run.replica_of(0) != failed_on
 
 
 def fail(run: Scripted, id: int) -> None:
-    group = run.state.groups.live[id]
-    replica = run.state.replicas.by_id[group.replica]
-    run.tell(
-        GroupFailed(
-            group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation,
-            cause="infrastructure", reason="out of memory",
-        )
-    )  # fmt: skip
+    run.fail(id, cause="infrastructure", reason="out of memory")
 
 
 def test_a_version_that_no_replica_can_take_ends_the_run() -> None:
@@ -537,17 +530,7 @@ def fail_for_good(run, count):
     for _ in range(count):
         if run.state.ending.outcome is not None:
             return
-        group = run.state.groups.live[run.running()[0]]
-        run.tell(
-            GroupFailed(
-                group=group.id,
-                attempt=group.attempt,
-                replica=group.replica,
-                incarnation=1,
-                cause="data",
-                reason="burnt",
-            )
-        )
+        run.fail(run.running()[0], cause="data", reason="burnt")
 
 
 def test_a_run_whose_groups_all_fail_ends_before_its_prompts_do():

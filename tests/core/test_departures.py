@@ -533,7 +533,7 @@ def paced(run: Scripted, seconds: dict[int, float], rounds: int = 4) -> None:
     for _ in range(rounds):
         for id, took in seconds.items():
             group = next(iter(run.running_on(id)))
-            run.tell(run.generated(group, spread=0.0), at=run.state.groups.live[group].seated_at + took)
+            run.tell(run.generated(group, spread=0.0), at=run.state.orders.find("group", group).at + took)
 
 
 def compared(**others: object) -> Scripted:

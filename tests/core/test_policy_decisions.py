@@ -522,7 +522,7 @@ def test_the_sync_policy_is_not_asked_about_group_events(registered: None) -> No
     for sync in run.ordered(StageWeights):
         run.tell(WeightsStaged(replica=sync.replica, incarnation=1, attempt=sync.attempt, version=1))
     before = len(asked)
-    generating = [id for id in run.running() if run.view.replicas()[run.state.groups.live[id].replica].state == "ready"]
+    generating = [id for id in run.running() if run.view.replicas()[run.replica_of(id)].state == "ready"]
     run.keep_prefix(generating[0])
     run.finish(generating[0])
     assert len(asked) == before > 0

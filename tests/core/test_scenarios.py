@@ -416,7 +416,7 @@ def test_a_lost_replica_parks_its_groups_and_its_late_answers_change_nothing() -
 
 def test_what_a_group_stored_on_its_way_survives_its_replica() -> None:
     run = small(replicas=2, slots=4)
-    lost = run.state.groups.live[0].replica
+    lost = run.replica_of(0)
     run.keep_prefix(0, tokens=7)
     assert run.state.groups.live[0].state == "generating" and run.state.groups.live[0].tokens == 7
     run.tell(ProcessLost(kind="replica", index=lost, incarnation=1, final=True, reason="power"))
@@ -433,14 +433,14 @@ def test_a_stored_prefix_resumes_only_on_weights_as_new_as_its_tokens() -> None:
     run.publish()
     ahead = 0
     run.install(ahead)
-    old = next(g for g in run.running() if run.state.groups.live[g].replica == ahead)
+    old = next(g for g in run.running() if run.replica_of(g) == ahead)
     run.keep_prefix(old)
     assert run.state.groups.live[old].newest_version == 1
     run.tell(ProcessLost(kind="replica", index=ahead, incarnation=1, final=True, reason="power"))
     behind = 1 - ahead
     assert run.state.groups.live[old].state == "aborted", "the replica that is left has older weights"
     run.install(behind)
-    assert run.state.groups.live[old].state == "resumed" and run.state.groups.live[old].replica == behind
+    assert run.state.groups.live[old].state == "resumed" and run.replica_of(old) == behind
 
 
 def test_a_prefix_found_to_be_newer_than_was_known_waits_for_weights_as_new() -> None:
@@ -448,12 +448,12 @@ def test_a_prefix_found_to_be_newer_than_was_known_waits_for_weights_as_new() ->
     run.finish(0, 1)
     run.train()
     run.publish()
-    old = next(g for g in run.running() if run.state.groups.live[g].replica == 0)
+    old = next(g for g in run.running() if run.replica_of(g) == 0)
     run.keep_prefix(old)
     run.install(0)
     run.tell(ProcessLost(kind="replica", index=0, incarnation=1, final=True, reason="power"))
     group = run.state.groups.live[old]
-    assert group.state == "resumed" and group.replica == 1, "as far as is known, it has tokens of version 0 alone"
+    assert group.state == "resumed" and run.replica_of(old) == 1, "as far as is known, it has tokens of version 0 alone"
     run.tell(
         GroupAborted(
             group=old, attempt=group.attempt, replica=1, incarnation=1, tokens=9, oldest_version=0, newest_version=1
@@ -461,7 +461,7 @@ def test_a_prefix_found_to_be_newer_than_was_known_waits_for_weights_as_new() ->
     )
     assert group.state == "aborted" and group.infrastructure_failures == 2
     run.install(1)
-    assert group.state == "resumed" and group.replica == 1
+    assert group.state == "resumed" and run.replica_of(old) == 1
 
 
 def test_a_prefix_whose_group_cannot_be_scored_is_not_gone_on_from() -> None:

@@ -289,11 +289,12 @@ def test_weight_sync_is_timed_by_its_mode() -> None:
 def test_retries_are_counted_by_cause_and_echoes_are_not() -> None:
     world = steady_world(steps=None).until(lambda state: state.groups.ledger.running == 4)
     group = next(iter(world.scheduler.state.groups.live.values()))
+    replica = world.scheduler.state.orders.open("group")[group.id].command.replica
     failed = fact.GroupFailed(
-        group=group.id, attempt=group.attempt, replica=group.replica, incarnation=1, cause="data", reason="bad reward"
+        group=group.id, attempt=group.attempt, replica=replica, incarnation=1, cause="data", reason="bad reward"
     )
     echo = fact.GroupFailed(
-        group=group.id, attempt=group.attempt, replica=group.replica, incarnation=1, cause="data", reason="bad reward"
+        group=group.id, attempt=group.attempt, replica=replica, incarnation=1, cause="data", reason="bad reward"
     )
     world.tell(failed)
     world.tell(echo)
