@@ -77,6 +77,7 @@ class Sampling:
     """A group that is being sampled."""
 
     group: TrajectoryGroup
+    """Its trajectories have the tokens only after `SimGenerator._write`."""
     work: GroupWork
     ends: tuple[int, int]
     """Length of each trajectory."""
@@ -85,22 +86,20 @@ class Sampling:
     since: float
     """Time at which `progress` was last updated."""
     stuck: bool
-    cut: str = ""
-    saved: float = 0.0
+    cut: str
+    done: "asyncio.Future[None]"
+    """Completed when every trajectory has its full length, or the group is aborted or truncated."""
+    saved: float
+    finished: int = 0
+    """Number of trajectories that have their full length."""
     running: int = 0
     """Number of its trajectories in `SimGenerator.running`."""
     reported: int = 0
     """Finished trajectories that `GroupWork.finished` was called with."""
-    wake: "asyncio.Future[None] | None" = field(default=None)
-    timed: bool = False
-    """Whether a timer is set that wakes it."""
-
-    @property
-    def finished(self) -> int:
-        """Number of trajectories that have their full length."""
-        reached = self.progress + ROUNDING
-        short, long = self.ends
-        return (short <= reached) + (long <= reached)
+    unwritten: list[tuple[int, Version]] = field(default_factory=list)
+    """For each version since the last `_write`: the length of the longest trajectory when it was last sampled from."""
+    timer: asyncio.TimerHandle | None = None
+    """Fires when the next trajectory ends or a prefix is due."""
 
 
 class SimGenerator:
@@ -135,49 +134,58 @@ class SimGenerator:
         reached = max(len(one.token_ids) for one in group.trajectories)
         sampling = Sampling(
             group, work, _ends(self._dice.length(work.group)), reached, _now(),
-            self._dice.chance(self._setting.faults.stick), "truncate" if work.truncate else "", reached,
+            self._dice.chance(self._setting.faults.stick), "truncate" if work.truncate else "",
+            asyncio.get_running_loop().create_future(), reached,
         )  # fmt: skip
         self.groups[work.group] = sampling
-        self._report_finished(sampling)
         self._count(sampling)
+        self._continue(sampling)
         self._check_slots()
         try:
-            await self._sample_to_the_end(sampling)
+            await sampling.done
         finally:
             del self.groups[work.group]
             self.running -= sampling.running
+            if sampling.timer is not None:
+                sampling.timer.cancel()
         if sampling.cut == "abort":
-            self._mark_finished(sampling)
+            self._write(sampling)
             return Generated(group=group, aborted=True)
         if not sampling.cut:
             self._fail_by_chance()
         self._finish(sampling)
         return Generated(group=group)
 
-    async def _sample_to_the_end(self, sampling: Sampling) -> None:
-        """Return when every trajectory has its full length, or the group is aborted or truncated."""
-        loop = asyncio.get_running_loop()
-        while not sampling.cut and sampling.finished < SAMPLES:
-            sampling.wake = loop.create_future()
-            timer = None
-            sampling.timed = not (self.frozen or sampling.stuck)
-            if sampling.timed:
-                tokens = self._until_one_ends(sampling) - sampling.progress
-                every = sampling.work.save_every_tokens
-                if every:
-                    tokens = min(tokens, max(sampling.saved + every - sampling.progress, 0.0))
-                timer = loop.call_later(tokens * self.token_s, _wake, sampling)
-            try:
-                await sampling.wake
-            finally:
-                if timer is not None:
-                    timer.cancel()
-            self._sample(sampling)
-            self._save(sampling)
-            self._report_finished(sampling)
+    def _continue(self, sampling: Sampling) -> None:
+        """Sample the tokens up to the present; then end the group, or set the timer for what comes next."""
+        if sampling.timer is not None:
+            sampling.timer.cancel()
+            sampling.timer = None
+        self._sample(sampling)
+        if sampling.cut or sampling.finished == SAMPLES:
+            if not sampling.done.done():
+                sampling.done.set_result(None)
+            return
+        self._save(sampling)
+        if sampling.reported < sampling.finished:
+            sampling.reported = sampling.finished
+            sampling.work.finished(sampling.finished)
+        if not (self.frozen or sampling.stuck):
+            tokens = sampling.ends[sampling.finished] - sampling.progress
+            every = sampling.work.save_every_tokens
+            if every:
+                tokens = min(tokens, max(sampling.saved + every - sampling.progress, 0.0))
+            sampling.timer = asyncio.get_running_loop().call_later(tokens * self.token_s, self._act_on_timer, sampling)
+
+    def _act_on_timer(self, sampling: Sampling) -> None:
+        sampling.timer = None
+        self._continue(sampling)
 
     def _count(self, sampling: Sampling) -> None:
         """Update the number of running trajectories after a group has begun, grown or been cut."""
+        reached = sampling.progress + ROUNDING
+        short, long = sampling.ends
+        sampling.finished = (short <= reached) + (long <= reached)
         running = 0 if sampling.cut else SAMPLES - sampling.finished
         self.running += running - sampling.running
         sampling.running = running
@@ -197,17 +205,6 @@ class SimGenerator:
         held = sum(sampling.progress * sampling.running for sampling in self.groups.values())
         return held / self._setting.cache_tokens
 
-    def _until_one_ends(self, sampling: Sampling) -> int:
-        """Length at which the next trajectory ends."""
-        return sampling.ends[sampling.finished]
-
-    def _report_finished(self, sampling: Sampling) -> None:
-        """Report that trajectories have ended, but for the last: its reward takes no time, so the group ends too."""
-        finished = sampling.finished
-        if not sampling.cut and sampling.reported < finished < SAMPLES:
-            sampling.reported = finished
-            sampling.work.finished(finished)
-
     def _sample(self, sampling: Sampling) -> None:
         """Sample the tokens up to the present."""
         now = _now()
@@ -216,31 +213,39 @@ class SimGenerator:
         if not (self.frozen or sampling.stuck):
             grown = sampling.progress + (now - sampling.since) / self.token_s
             sampling.progress = min(grown, float(sampling.ends[-1]))
-            tokens = int(sampling.progress + ROUNDING)
-            for one, end in zip(sampling.group.trajectories, sampling.ends, strict=True):
-                fresh = min(tokens, end) - len(one.token_ids)
-                if fresh > 0:
-                    one.extend([0] * fresh, [0.0] * fresh, [Span(0, fresh, self.version)])
+            unwritten, tokens = sampling.unwritten, int(sampling.progress + ROUNDING)
+            if unwritten and unwritten[-1][1] == self.version:
+                unwritten[-1] = (tokens, self.version)
+            else:
+                unwritten.append((tokens, self.version))
             self._count(sampling)
         sampling.since = now
 
     def _save(self, sampling: Sampling) -> None:
         save, every = sampling.work.save, sampling.work.save_every_tokens
-        if save is None or sampling.cut or sampling.finished == SAMPLES:
-            return
-        if sampling.progress - sampling.saved >= every - ROUNDING:
+        if save is not None and sampling.progress - sampling.saved >= every - ROUNDING:
             sampling.saved = sampling.progress
-            self._mark_finished(sampling)
+            self._write(sampling)
             save(copy_group(sampling.group))
 
-    def _mark_finished(self, sampling: Sampling) -> None:
+    def _write(self, sampling: Sampling, unfinished: str = "") -> None:
+        """Append the sampled tokens to the trajectories. `unfinished`: the finish reason of those without their full
+        length."""
         for one, end in zip(sampling.group.trajectories, sampling.ends, strict=True):
-            one.finish_reason = "stop" if len(one.token_ids) >= end else ""
+            before = reached = len(one.token_ids)
+            spans = []
+            for stop, version in sampling.unwritten:
+                if min(stop, end) > reached:
+                    spans.append(Span(reached - before, min(stop, end) - before, version))
+                    reached = min(stop, end)
+            one.extend([0] * (reached - before), [0.0] * (reached - before), spans)
+            one.finish_reason = "stop" if reached >= end else unfinished
+        sampling.unwritten.clear()
 
     def _finish(self, sampling: Sampling) -> None:
         spread = not sampling.cut and not self._dice.chance(1.0 - self._setting.spread)
-        for index, (one, end) in enumerate(zip(sampling.group.trajectories, sampling.ends, strict=True)):
-            one.finish_reason = "stop" if len(one.token_ids) >= end else "truncated"
+        self._write(sampling, unfinished="truncated")
+        for index, one in enumerate(sampling.group.trajectories):
             one.reward = self._dice.reward(sampling.work.group, index) if spread or sampling.cut else 0.5
             one.reward_parts = dict.fromkeys(self._setting.rewards, one.reward)
             if not self._rewarded:
@@ -285,7 +290,7 @@ class SimGenerator:
                 self._sample(sampling)
                 sampling.cut = sampling.cut or how
                 self._count(sampling)
-                _wake(sampling)
+                self._continue(sampling)
 
     async def pause(self, mode: str) -> None:
         await self._sync()
@@ -312,19 +317,14 @@ class SimGenerator:
         self.sample_all()
         self.frozen = False
         for sampling in self.groups.values():
-            if not sampling.timed:  # the timer of any other one is early by the pause, and is then set again
-                _wake(sampling)
+            if sampling.timer is None:  # any other timer is early by the pause, and is then set again
+                self._continue(sampling)
 
     async def close(self) -> None: ...
 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _wake(sampling: Sampling) -> None:
-    if sampling.wake is not None and not sampling.wake.done():
-        sampling.wake.set_result(None)
 
 
 def _ends(longest: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from engine.record.recorder import MemoryRecorder
 from engine.record.replayer import replay
 from engine.runtime.plan import Rollout
 from engine.scheduling.settings import check_setting
-from engine.simulation.simulated_models import SimGenerator, _wake
+from engine.simulation.simulated_models import SimGenerator
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.view import ReplicaView, View
@@ -200,7 +200,7 @@ class FullCache(SimGenerator):
         self.pace, before = max(1.0, self.needed()) ** 2, self.pace
         if self.pace != before:
             for sampling in self.groups.values():
-                _wake(sampling)
+                self._continue(sampling)
         self.looking = bool(self.groups)
         if self.looking:
             asyncio.get_running_loop().call_later(1.0, self._look)
