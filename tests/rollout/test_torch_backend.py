@@ -11,6 +11,7 @@ from backends import CONTEXT, build, build_torch, run_over, until_sampled
 
 from engine.errors import ConfigError, EngineError
 from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams
+from engine.rollout.torch.batch_sampler import BatchSampler
 from engine.rollout.torch.causal_model import FIXED_ROWS, CausalModel
 from engine.rollout.torch.torch_backend import TorchBackend
 
@@ -223,6 +224,24 @@ def test_a_group_of_one_prompt_has_different_samples_and_shares_its_prefill() ->
         expected = behavior_logprobs(model, [1, 2, 3, 4, 5], result, params)
         assert result.logprobs == pytest.approx(expected, abs=1e-4)
     assert sum(prefilled) <= 3, "ten samples of one prompt, four at a time, need one prefill per turnover"
+
+
+def test_cache_used_is_the_share_of_the_rows_that_running_requests_fill() -> None:
+    model = CausalModel(build("qwen2"), rows=4, context=20, device="cpu", fixed_shapes=False)
+    sampler = BatchSampler(model, rows=2, version=0, deterministic=False)
+    assert sampler.cache_used() == 0.0
+    for row in range(3):  # the third waits for a row
+        sampler.submit(ask(row, SamplingParams(max_tokens=4 - row)), lambda result: None)
+    assert sampler.cache_used() == 0.0
+    prompts = [len(prompt) for prompt in PROMPTS]
+    sampler.step()
+    sampler.step()
+    assert sampler.cache_used() == (prompts[0] + 2 + prompts[1] + 2) / (2 * 20)
+    sampler.step()  # the second has its three tokens
+    assert sampler.cache_used() == (prompts[0] + 3) / (2 * 20)
+    while sampler.busy:
+        sampler.step()
+    assert sampler.cache_used() == 0.0
 
 
 def test_stop_id_ends_the_response_and_belongs_to_it() -> None:
