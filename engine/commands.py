@@ -261,6 +261,13 @@ class FinishRun(Command):
     reason: str
     again: bool = False
     """The launching process must resume the run from its record: a running run cannot replace the lost process."""
+    drained: bool = False
+    """It stopped because it was asked to drain and nothing was running any more."""
+
+    @property
+    def word(self) -> str:
+        """How the run ended, for people: `drained` or the outcome."""
+        return "drained" if self.drained else self.outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

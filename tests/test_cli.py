@@ -705,6 +705,9 @@ def test_the_state_of_a_run_is_a_line_and_an_exit_code(capsys: Capture, launched
     assert code == 5 and re.fullmatch(
         r"drained: drained after \d train steps: interrupted by the user; it can be resumed\n", said
     )
+    assert cli.main(["runs", ".", "--json"]) == 0
+    listed = {row["name"]: row["state"] for row in json.loads(capsys.readouterr().out)["runs"]}
+    assert listed["drained"] == "drained" and listed["whole"] == "finished"
     code, said = state("killed")
     assert code == 5 and "interrupted after" in said and "its processes were killed" in said
     assert "does not exist; the newest run is runs/latest" in refused(capsys, "status", "nowhere")
@@ -851,7 +854,7 @@ def test_a_run_that_somebody_else_ended_is_no_failure(capsys: Capture, launched:
         def updates(self) -> Iterator[Status]:
             self.end_requested = True
             for status in super().updates():
-                yield dataclasses.replace(status, outcome="stopped", reason="asked by engine drain")
+                yield dataclasses.replace(status, outcome="stopped", ending="stopped", reason="asked by engine drain")
 
     launched(EndedByRequest)
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130

@@ -140,7 +140,6 @@ def _answer(directory: RunDirectory) -> RunState | None:
 
 def _recorded(schedule: Path) -> RunState:
     """The state of a run that no process is running."""
-    from engine.metrics.status import ending_of
     from engine.record import read, recover
 
     try:
@@ -156,8 +155,7 @@ def _recorded(schedule: Path) -> RunState:
         return RunState(FINISHED, f"finished: {state.ending.outcome.reason}")
     if state.ending.outcome.outcome == "failed":
         return RunState(FAILED, f"failed {trained}: {state.ending.outcome.reason}{RESUMABLE}")
-    word = ending_of("stopped", state.ending.draining, state.groups.ledger.running)
-    return RunState(ENDED, f"{word} {trained}: {state.ending.outcome.reason}{RESUMABLE}")
+    return RunState(ENDED, f"{state.ending.outcome.word} {trained}: {state.ending.outcome.reason}{RESUMABLE}")
 
 
 def _undecided(schedule: Path) -> RunState:
@@ -167,4 +165,4 @@ def _undecided(schedule: Path) -> RunState:
     codes = {"finished": FINISHED, "failed": FAILED}
     if end is None:
         return RunState(ENDED, f"interrupted: its processes were killed{RESUMABLE}")
-    return RunState(codes.get(end.outcome, ENDED), f"{end.outcome}: {end.reason}")
+    return RunState(codes.get(end.outcome, ENDED), f"{end.word}: {end.reason}")

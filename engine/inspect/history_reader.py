@@ -352,7 +352,7 @@ class _StretchWatcher:
         notes = [f"cut: {report.torn}"] if report.torn and end is None else []
         notes += [f"tick {one.number} was rejected: {one.reason}" for one in report.rejected]
         ending = self.state.ending.outcome
-        outcome, reason = (RUNNING, "") if ending is None else (ending.outcome, ending.reason)
+        outcome, reason = (RUNNING, "") if ending is None else (ending.word, ending.reason)
         return _Replayed(report.ticks, report.events, self._at, outcome, reason, tuple(notes))
 
     def whole_groups(self) -> set[GroupId]:

@@ -117,11 +117,8 @@ class Status:
     """For the idle causes `reward` and `agent`: the function with the most time in calls, and the time of one."""
     calls_now: str = ""
     """The reward, judge, agent or environment that groups wait for, if slots are idle for it or the run drains."""
-
-    @property
-    def ending(self) -> str:
-        """See `ending_of`; empty while the run is running."""
-        return ending_of(self.outcome or "", self.draining, self.running)
+    ending: str = ""
+    """`FinishRun.word`; empty while the run is running."""
 
     @property
     def health(self) -> list[HealthFinding]:
@@ -142,11 +139,6 @@ class Status:
     def accuracy_last(self) -> float | None:
         """Accuracy of the weights after the newest train step."""
         return self.accuracy if self.step and self.accuracies and self.accuracies[-1][0] == self.step else None
-
-
-def ending_of(outcome: str, draining: str, running: int) -> str:
-    """The outcome of a run, but `drained` for a run that was asked to drain and stopped with no group running."""
-    return "drained" if outcome == "stopped" and draining and not running else outcome
 
 
 SPARK_STEPS = 60
@@ -221,6 +213,7 @@ def read_status(metrics: RunMetrics, now: float | None = None) -> Status:
         silence=metrics.silence[1] if metrics.silence[0] == metrics.changes and outcome is None else "",
         slowest=_slowest_calls(metrics),
         calls_now=_calls_now(metrics),
+        ending="" if outcome is None else outcome.word,
     )
 
 
@@ -265,7 +258,7 @@ def _trainer_now(metrics: RunMetrics) -> str:
     training = state.training
     groups = state.groups
     if ending.outcome is not None:
-        return f"run {ending_of(ending.outcome.outcome, ending.draining, groups.ledger.running)}"
+        return f"run {ending.outcome.word}"
     if state.validations.closing and state.validations.runs:
         return "every step is trained; the run ends with its last validation"
     step, size = training.steps_batched, state.limits.train_batch_size

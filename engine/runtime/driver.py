@@ -267,8 +267,7 @@ class Driver:
         if self._next_snapshot == NEVER:
             return False
         if self.outcome is not None:  # a run that fails may have no room for one
-            drained = self.outcome.outcome == "stopped" and bool(self.scheduler.state.ending.draining)
-            return drained or self.outcome.outcome == "finished"
+            return self.outcome.word in ("finished", "drained")
         return self.events_handled >= self._next_snapshot or any(isinstance(fact, MARKS) for fact in facts)
 
     def _write_snapshot(self) -> None:

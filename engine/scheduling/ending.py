@@ -31,7 +31,7 @@ def _come_to_rest(core: Core) -> None:
     if is_unsaved(core):
         order_checkpoint(core)
     if not state.checkpoint_pending and not state.deletion_pending:
-        core.orders.end_run("stopped", state.ending.draining)
+        core.orders.end_run("stopped", state.ending.draining, drained=True)
 
 
 def finish_or_require_progress(core: Core) -> None:

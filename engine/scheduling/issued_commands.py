@@ -148,7 +148,7 @@ class Orders:
 
     # the end
 
-    def end_run(self, outcome: str, reason: str, *, again: bool = False) -> None:
+    def end_run(self, outcome: str, reason: str, *, again: bool = False, drained: bool = False) -> None:
         """End the run as `finished`, `stopped` or `failed`. The first call determines the outcome. `again`: the run
         begins again from its record if its budget allows."""
         state = self._state
@@ -163,7 +163,7 @@ class Orders:
                 reason += spent if ending.restarts else ""
         else:
             again = False
-        ending.outcome = FinishRun(outcome=outcome, reason=reason, again=again, cause=self.cause)
+        ending.outcome = FinishRun(outcome=outcome, reason=reason, again=again, drained=drained, cause=self.cause)
 
     def _charge_restart(self) -> bool:
         """Whether the run may begin again from its record. A new train step resets the budget."""

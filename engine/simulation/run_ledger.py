@@ -310,8 +310,9 @@ class RunLedger:
     def drains_to_a_checkpoint(self, command: c.FinishRun) -> None:
         """A drain parks what runs, trains and publishes the formed batch, and ends with a checkpoint."""
         books = self.books
-        if books.drain is None or (command.outcome, command.reason) != ("stopped", books.drain):
+        if not command.drained:
             return
+        self._expect(command.reason == books.drain, f"nobody asked for a drain because of {command.reason}", command)
         for work in ("generate", "score", "inspect", "train", "publish", "save"):
             self._expect(not books.open[work], f"a drain ends with open orders to {work}", command)
         self._expect(self._is_saved(), f"a drain ends without a checkpoint of step {books.trained}", command)

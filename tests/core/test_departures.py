@@ -74,7 +74,7 @@ def test_a_run_that_drains_parks_its_groups_trains_its_batch_and_saves_a_checkpo
     assert not run.ordered(StageWeights), "nobody needs the version any more"
     run.tell(CheckpointSaved(steps=1))
     (end,) = run.ordered(FinishRun)
-    assert (end.outcome, end.reason) == ("stopped", "maintenance")
+    assert (end.outcome, end.reason, end.word) == ("stopped", "maintenance", "drained")
     assert len(list(run.starts())) == starts, "nothing was started meanwhile"
     assert {group.infrastructure_failures for group in run.state.groups.live.values()} == {0}
 

@@ -589,6 +589,7 @@ def test_a_drain_that_takes_too_long_stops_the_run_as_it_is() -> None:
     run.fire()
     (end,) = run.ordered(FinishRun)
     assert (end.outcome, end.reason) == ("stopped", "the drain exceeded durability.drain_s = 30")
+    assert end.word == "stopped"
 
 
 def test_a_drain_keeps_the_limit_that_it_began_with() -> None:
