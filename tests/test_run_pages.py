@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from engine.metrics.journal import Journal
 from engine.record import Header, Recorder
 from engine.record.files import RecordLock
 from engine.states.limits import Limits
+from engine.states.state import State
 from engine.states.timeouts import Timeouts
 
 Capture = pytest.CaptureFixture[str]
@@ -32,8 +34,11 @@ def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("COLUMNS", "100")
 
 
-def make_run(name: str, steps: int = 4, slots: int = 2, max_staleness_steps: int = 1, then: int | None = None) -> Path:
-    """A finished run under runs/. `then`: another run.max_steps, from the second step on."""
+def make_run(
+    name: str, steps: int = 4, slots: int = 2, max_staleness_steps: int = 1, then: int | None = None,
+    killed: Callable[[State], bool] | None = None,
+) -> Path:  # fmt: skip
+    """A finished run under runs/, or one that is killed. `then`: another run.max_steps, from the second step on."""
     directory = Path("runs") / name
     directory.mkdir(parents=True)
     text = f"model: {{make: arithmetic}}\nrun: {{max_steps: {steps}}}\nrollout: {{slots: {slots}}}\n"
@@ -47,7 +52,10 @@ def make_run(name: str, steps: int = 4, slots: int = 2, max_staleness_steps: int
     if then is not None:
         world.until(lambda state: state.training.steps_trained == 1)
         world.tell(SettingChanged(setting="run.max_steps", value=str(then)))
-    world.run()
+    if killed is None:
+        world.run()
+    else:
+        world.until(killed)
     recorder.close()
     return directory
 
@@ -105,6 +113,15 @@ def test_a_list_and_a_page_show_the_last_number_of_train_steps(capsys: Capture) 
     (row,) = answered(capsys, "runs")["runs"]
     assert (row["state"], row["steps"], row["max_steps"]) == ("finished", 6, 6)
     assert answered(capsys, "show", "longer")["configuration"]["run.max_steps"]["value"] == 6
+
+
+def test_a_step_that_was_not_published_does_not_count_as_finished(capsys: Capture) -> None:
+    make_run("killed", killed=lambda state: state.training.steps_trained == 3 and state.publishing)
+    (row,) = answered(capsys, "runs")["runs"]
+    shown = answered(capsys, "show", "killed")
+    assert (row["steps"], shown["figures"]["train_steps"]) == (2, 2)
+    assert shown["why"].startswith("interrupted after 2 train steps and one that was not published: ")
+    assert "\n  2 train steps in " in said(capsys, "explain", "killed")
 
 
 def test_a_run_of_an_engine_with_other_limits_is_listed_with_its_first_settings(capsys: Capture) -> None:

@@ -148,7 +148,10 @@ def _recorded(schedule: Path) -> RunState:
         if isinstance(error.__cause__, ConfigError):  # it names a policy that is not registered in this process
             return _undecided(schedule)
         raise
-    trained = f"after {counted(state.training.steps_trained, 'train step')}"
+    training = state.training
+    unpublished = sum(step.id < training.steps_trained for step in training.formed_steps)
+    finished = counted(training.steps_trained - unpublished, "train step")
+    trained = f"after {finished}{' and one that was not published' if unpublished else ''}"
     if state.ending.outcome is None:
         return RunState(ENDED, f"interrupted {trained}: its processes were killed{RESUMABLE}")
     if state.ending.outcome.outcome == "finished":
