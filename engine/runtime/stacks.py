@@ -76,7 +76,7 @@ def _dump(pid: int, file: Path, patience_s: float, who: str) -> str:
     if state is None:
         return "it has ended"
     failure = _append(file, f"{who} is asked for its stacks")
-    if failure is None and _can_answer(pid) and _signal_and_wait(pid, file, patience_s):
+    if failure is None and can_answer(pid) and _signal_and_wait(pid, file, patience_s):
         return f"its stacks are in {file}"
     story = f"it wrote no stacks: {process_state(pid) or state}"
     failure = failure or _append(file, f"process {pid}: {story}")
@@ -136,7 +136,7 @@ def _status(pid: int) -> dict[str, str]:
     return {name: value.strip() for name, _, value in fields}
 
 
-def _can_answer(pid: int) -> bool:
+def can_answer(pid: int) -> bool:
     """Whether a process has a handler for the signal, and is not stopped."""
     try:
         status = _status(pid)

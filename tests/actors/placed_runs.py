@@ -18,6 +18,7 @@ from engine.actors.launch import start
 from engine.actors.rank_hosts import RankNodes
 from engine.runtime.plan import Rollout
 from engine.runtime.prompt_sources import listed
+from engine.runtime.stacks import can_answer
 
 NODES = (4, 2)
 """GPUs of each node."""
@@ -116,8 +117,10 @@ def ranks_apart(directory: Path) -> tuple[list[str], dict[str, tuple[str, int]],
         (other,) = nodes.start(2)
         ray.get(other._actor.drop.remote())  # then it has started its ranks
         node = psutil.Process(ray.get(other._actor.__ray_call__.remote(lambda _: os.getpid())))
-        rank = next(one for one in node.children() if "engine.training.rank_process" in one.cmdline())
-        (directory / "sees").write_text(rank.environ()["CUDA_VISIBLE_DEVICES"])
+        ranks = [one for one in node.children() if "engine.training.rank_process" in one.cmdline()]
+        while not all(can_answer(rank.pid) for rank in ranks):  # they have just been started
+            ray.get(other._actor.__ray_ready__.remote())
+        (directory / "sees").write_text(ranks[0].environ()["CUDA_VISIBLE_DEVICES"])
         ray.get(nodes.dump_stacks())
         said = (directory / "logs" / "trainer-node-1.stacks").read_text()
         assert said.count("engine/training/rank_process.py") >= 2, "both ranks have written their stacks"

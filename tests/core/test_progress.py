@@ -399,7 +399,7 @@ def test_a_run_continues_with_fewer_failures(outcomes: str, others: dict[str, ob
 
 
 def test_only_the_latest_attempts_count() -> None:
-    run = judged("." * 500 + "x" * 30, max_failure_share=0.25)
+    run = judged("." * 500 + "x" * 26, max_failure_share=0.25)
     assert run.ordered(FinishRun), "of all, 6 % have failed; of the latest, a quarter"
     assert run.state.ending.judged < 128
 
