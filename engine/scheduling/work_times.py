@@ -48,8 +48,8 @@ def mark(state: State, order: Order, delay_s: float = 0.0) -> None:
 def mark_all(state: State) -> None:
     """Every open order gets its full time from now on. What one that exceeded its limit has caused goes on."""
     for order in state.orders.all():
-        overdue = order.overdue
-        mark(state, order)
+        overdue, is_delayed = order.overdue, order.mark > _work_time(state, order)
+        mark(state, order, order.command.delay_s if is_delayed and isinstance(order.command, StartProcess) else 0.0)
         order.overdue = overdue
 
 
