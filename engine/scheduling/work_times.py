@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from math import inf
 from typing import Any, Protocol
 
-from engine.commands import PauseReplica, StartProcess
+from engine.commands import InspectStep, PauseReplica, ScoreBatch, StageWeights, StartProcess
 from engine.events import Event, ProcessWaits
 from engine.ids import NO_VERSION
 from engine.states.orders import FAILURES, KINDS_OF_SUBJECTS, Order, works_in_order
@@ -25,6 +25,8 @@ MOST_DOUBLED = 6
 NEVER_STILL = frozenset(("start", "stop", "sync", "resume", "probe"))
 """Subjects of orders that do not stand still with their process: most of them change its state."""
 
+PREPARES = frozenset((ScoreBatch, InspectStep, StageWeights, PauseReplica))
+"""Orders with which each attempt at a train step or an install begins. Their answers do not end a doubling."""
 TEACH_NOTHING = FAILURES | {ProcessWaits}
 """Events that say nothing about how long work takes."""
 
@@ -127,7 +129,7 @@ def note_matched(state: State, event: Event, matched: Iterable[Order]) -> None:
         if process is not None:
             process.answered |= BITS[kind]
         subject = _subject_of(state, order)
-        if subject is not None and subject.exceeded:
+        if subject is not None and subject.exceeded and type(order.command) not in PREPARES:
             subject.exceeded = 0
 
 

@@ -295,6 +295,35 @@ def test_a_stopped_trainer_restarts_and_its_orders_stand_still_until_it_is_up() 
     assert cut_or_stopped(wait(run, began + 100.0)) == ["StopProcess"]
 
 
+def test_the_limit_of_a_train_step_stays_doubled_while_its_batch_is_scored_again() -> None:
+    run = small(every(None, train_s=100.0, score_s=1000.0), scoring_tasks=("old_logprobs",))
+    run.finish(0, 1)
+    score = {"step": 0, "task": "old_logprobs"}
+    run.tell(BatchScored(**score, attempt=1))
+    wait(run, run.clock + 106.0)
+    lost(run)
+    up(run)
+    run.tell(BatchScored(**score, attempt=2))
+    assert limit(run, "train", 0) == 200.0
+
+
+def test_the_limit_of_an_install_stays_doubled_while_the_weights_are_staged_again() -> None:
+    run = small(every(None, sync_s=100.0))
+    syncs(run)
+    place = {"replica": 0, "incarnation": 1, "attempt": 1}
+    run.tell(WeightsStaged(**place, version=1))
+    run.tell(ReplicaPaused(**place))
+    wait(run, run.clock + 106.0)
+    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="stopped"))
+    run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=100))
+    place["incarnation"] = 2
+    run.tell(WeightsStaged(**place, version=1))
+    run.tell(ReplicaPaused(**place))
+    assert limit(run, "sync", 0) == 200.0
+    run.tell(WeightsInstalled(**place, version=1))
+    assert run.state.replicas.by_id[0].exceeded == 0
+
+
 @pytest.mark.parametrize(
     "then", [SettingChanged(setting="timeouts.group_s", value="900"), SchedulerRecovered()], ids=["setting", "failover"]
 )
