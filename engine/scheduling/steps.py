@@ -6,6 +6,7 @@ every batch against it, whichever policy chose the batch.
 
 from collections.abc import Sequence
 from itertools import islice
+from math import fsum
 from typing import Any
 
 from engine.commands import DeleteCheckpoint, EnterState, InspectStep, PublishWeights, SaveCheckpoint, TruncateGroup
@@ -252,7 +253,7 @@ def on_step_trained(core: Core, event: StepTrained) -> None:
     groups = state.groups
     step = training.steps[event.step]
     state.checkpoints.train(step.id, step.groups, step.staleness)
-    training.step_reward = sum(groups.live[id].reward_mean for id in step.groups) / len(step.groups)
+    training.step_reward = fsum(groups.live[id].reward_mean for id in step.groups) / len(step.groups)
     for id in step.groups:
         groups.fire(groups.live[id], "consume")
     if not state.limits.keeps_batches:

@@ -608,3 +608,11 @@ def test_the_deadline_policy_acts_on_the_groups_that_started_first_not_on_those_
         run.tell(StateLeft(group=id, attempt=1, state="fetching", trainable=0, reward_mean=0.0, reward_spread=0.0))
     run.wait(60.0)
     assert sorted(order.group for order in run.ordered(AbortGroup)) == [1, 4]
+
+
+def test_the_mean_reward_of_a_step_does_not_depend_on_how_python_adds() -> None:
+    run = small(train_batch_size=10, max_concurrent_groups=20)
+    for id in range(10):
+        run.tell(replace(run.generated(id), reward_mean=0.1))
+    run.train()
+    assert run.view.step_reward == 0.1, "sum() gives 0.09999999999999999 before Python 3.12, and 0.1 from then on"
