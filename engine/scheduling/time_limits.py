@@ -100,9 +100,13 @@ def check_limits(core: Core) -> None:
 
 
 def _check_order(core: Core, order: Order) -> None:
-    state, total_s = core.state, core.state.limits.timeouts.max_s
-    if order.overdue or not is_limited(state, order):
+    state, check, total_s = core.state, core.state.limit_check, core.state.limits.timeouts.max_s
+    least_s = check.least.get(order.subject)
+    if order.overdue or least_s is None:
         return
+    of_replica = type(order.owner) is int and order.subject not in NEVER_STILL
+    if of_replica and total_s is None and check.clock - order.mark < least_s - SLACK_S:
+        return  # it is within the smallest limit, even if its replica never stood still
     if total_s is not None and state.now - order.at >= total_s - SLACK_S:
         _handle_exceeded_limit(core, order)
     elif could_work(state, order):

@@ -207,7 +207,7 @@ def copy_group(group: TrajectoryGroup) -> TrajectoryGroup:
 
 def copy_prompt(prompt: Prompt) -> Prompt:
     """A copy of a prompt with new fields. It shares their values, except dicts and lists."""
-    fields = _copied(dict(prompt.fields), {})
+    fields = _copied(dict(prompt.fields), {}) if prompt.fields else {}
     return Prompt(row=prompt.row, text=prompt.text, fields=fields, source=prompt.source)
 
 

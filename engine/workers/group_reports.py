@@ -213,11 +213,12 @@ def _numbers_problem(field: str, numbers: Mapping[Any, Any], *, finite: bool = F
 
 
 def _ids_problem(name: str, ids: list[Any]) -> str:
+    if not ids:
+        return ""
     try:
-        numbers = array("i", ids)
+        smallest = min(array("i", ids))
     except Exception:  # whatever the values' own conversion raises
         return f"{name} must hold only ints from 0 to {LARGEST_ID}"
-    smallest = min(numbers, default=0)
     return "" if smallest >= 0 else f"{name} holds {smallest}; a token id is an int from 0 to {LARGEST_ID}"
 
 

@@ -137,10 +137,14 @@ class ReplicaWorker:
         self._described = described
         self._keeper = keeper
         self._progress = ProgressReports(progress_every_s(StartGroup), self._report)
+        self._note_progress = from_any_thread(self._progress.note)
+        self._note_finished = from_any_thread(self._take_finished)
         self._finished = 0
         """Trajectories of running attempts that have ended."""
         self._reported = 0
         """Ended trajectories that were in the last reports."""
+        self._unreported: dict[GroupAttempt, None] = {}
+        """Attempts with ended trajectories since the last reports."""
         self._trajectories = trajectories
         self._emit = emit
         self._broken = broken
@@ -265,6 +269,7 @@ class ReplicaWorker:
             self._finished -= attempt.finished
             self._reported -= attempt.reported
             attempt.finished = attempt.reported = 0
+            self._unreported.pop(attempt, None)
         if not attempt.unwanted and event is not None:
             self._emit(event)
 
@@ -295,8 +300,8 @@ class ReplicaWorker:
             truncate=truncate,
             save_every_tokens=self.prefix_every_tokens,
             save=from_any_thread(functools.partial(self._save, attempt, began)) if self.prefix_every_tokens else None,
-            progress=from_any_thread(functools.partial(self._progress.note, attempt)),
-            finished=self._finisher(attempt),
+            progress=functools.partial(self._note_progress, attempt),
+            finished=functools.partial(self._check_finished, attempt),
         )
         attempt.work = work
         attempt.begun = True
@@ -368,19 +373,21 @@ class ReplicaWorker:
         except Exception:  # it is malformed, and the check says how
             return None
 
-    def _finisher(self, attempt: GroupAttempt) -> Callable[[int], None]:
-        note = from_any_thread(functools.partial(self._note_finished, attempt))
-        return lambda count: note(checked_count(count, attempt.group, self.samples))
+    def _check_finished(self, attempt: GroupAttempt, count: Any) -> None:
+        """`GroupWork.finished`, on any thread. Raises: `EngineError` for another argument than a count."""
+        self._note_finished(attempt, checked_count(count, attempt.group, self.samples))
 
-    def _note_finished(self, attempt: GroupAttempt, count: int) -> None:
+    def _take_finished(self, attempt: GroupAttempt, count: int) -> None:
         """`count` trajectories of an attempt have ended. Report it once enough have ended to start another group, or
         once all of its own have: it waits for its rewards."""
         if count <= attempt.finished or not self._runs(attempt):
             return
         self._finished += count - attempt.finished
         attempt.finished = count
+        self._unreported[attempt] = None
         if self._finished // self.samples > self._reported // self.samples or count == self.samples:
-            for one in list(self._running.values()):  # the report may start a group
+            unreported, self._unreported = self._unreported, {}
+            for one in unreported:
                 if one.finished > one.reported:
                     self._report(one)
 

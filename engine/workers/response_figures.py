@@ -27,11 +27,12 @@ def response_figures(groups: Sequence[TrajectoryGroup], correct: Sequence[str] =
     identical to an earlier response of their group (`repeated_share`), and in which a reward function found no answer
     (`unparsable_share`).
     """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    by_group = [group.rollouts for group in groups]
+    rollouts = [rollout for own in by_group for rollout in own]
     if not rollouts:
         return {}
     have_texts = any(trajectory.text for rollout in rollouts for trajectory in rollout)
-    distinct = sum(len({_identity(rollout) for rollout in group.rollouts}) for group in groups)
+    distinct = sum(len({*map(_identity, own)}) for own in by_group)
     return {
         "accuracy": fmean(rollout[-1].is_right(correct) for rollout in rollouts),
         "truncated_share": sum(is_cut_off(rollout) for rollout in rollouts) / len(rollouts),

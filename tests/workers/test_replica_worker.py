@@ -659,15 +659,18 @@ def test_an_attempt_aborted_while_it_is_kept_leaves_what_a_newer_one_left_elsewh
     class Overtaken(LocalTrajectories):
         """A put that takes until the group has been aborted here and done anew on another replica."""
 
+        def __init__(self, worker: ReplicaWorker) -> None:
+            super().__init__()
+            self.worker = worker
+
         async def put(self, group: TrajectoryGroup, attempt: int) -> None:
-            stage.worker._running[0].unwanted = True
+            self.worker._running[0].unwanted = True
             await super().put(newer, attempt=2)
             await super().put(group, attempt)
 
-    stage = Stage(TokenGenerator(length=2, free=True))
-    stage.worker._trajectories = stage.trajectories = Overtaken()
-
     async def scene() -> None:
+        stage = Stage(TokenGenerator(length=2, free=True))
+        stage.worker._trajectories = stage.trajectories = Overtaken(stage.worker)
         stage.start()
         await stage.settle()
         assert stage.worker.running == 0 and stage.events == []
