@@ -291,7 +291,7 @@ class _Rows(StepRows):
         super().__init__(lambda row: None)
         self._report_call = report
 
-    def written_to(self, emit: Any) -> "_Rows":
+    def written_to(self, emit: Any, first: Any) -> "_Rows":
         return self
 
     def formed(self, step: StepId, groups: list[Group], staleness: tuple[int, ...]) -> None:

@@ -10,7 +10,7 @@ when `status.py` or the exporter (`export.py`) needs it; both may run on other t
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from engine.commands import ParkGroup, SetTimer, StartGroup, TrainStep
@@ -109,9 +109,10 @@ class RunMetrics:
 
     def __init__(
         self, scheduler: HasState, transitions: Transitions, journal: TakesRows | None = None,
-        rows: StepRows | None = None,
+        rows: StepRows | None = None, first: Sequence[Row] = (),
     ) -> None:  # fmt: skip
-        """`rows`: rows that an earlier process of the run left unfinished."""
+        """`rows`: rows that an earlier process of the run left unfinished. `first`: rows of the first train steps that
+        an earlier process wrote."""
         self.state = scheduler.state
         self.transitions = transitions
         self.idle = IdleTime(self.state)
@@ -156,7 +157,7 @@ class RunMetrics:
         self.validation_s = Histogram(VALIDATION_BUCKETS)
         self.rows_measured = 0
         self.progress = RunProgress(self.state, transitions)
-        self.steps = StepRows(self._emit, transitions.group_counts()) if rows is None else rows.written_to(self._emit)
+        self.steps = (rows or StepRows(self._emit, transitions.group_counts())).written_to(self._emit, first)
         self._journal: TakesRows | None = None
         self._validations_ended()  # those of a replayed record, which were written and shown before
         self.validations_before = len(self.validations)

@@ -270,12 +270,9 @@ class Exporter(Collector):
     def _health(self) -> Samples:
         m, state = self._metrics, self._metrics.state
         versions = {r.id: r.version for r in self._alive()}
-        rows = list(m.steps.recent)
-        found = {
-            one.check
-            for one in run_findings(rows, versions, state.training.latest_version, state.limits.max_staleness_steps)
-        }
-        return [((check,), check in found) for check in ALL_CHECKS]
+        newest, staleness = state.training.latest_version, state.limits.max_staleness_steps
+        found = run_findings([*m.steps.recent], versions, newest, staleness, [*m.steps.first])
+        return [((check,), any(one.check == check for one in found)) for check in ALL_CHECKS]
 
     def _of_sources(self, figure: str) -> Samples:
         mixed = self._metrics.mixed

@@ -58,24 +58,27 @@ class HealthFinding:
     """A sentence that says what to do."""
 
 
-def findings(rows: Sequence[Row]) -> list[HealthFinding]:
-    """What train steps show. `rows`: the first rows of the run, for `_no_progress`, and the newest, oldest first."""
+def findings(rows: Sequence[Row], first: Sequence[Row] = ()) -> list[HealthFinding]:
+    """What train steps show. `rows`: the newest, oldest first. `first`: the first rows of the run, if `rows` begins
+    later."""
     newest = rows[-WINDOW:]
     if len(newest) < STEPS:
         return []
     found = {name: text for name, check in CHECKS.items() if (text := check(newest))}
-    if text := _no_progress(rows[:START], newest):
+    if text := _no_progress((first or rows)[:START], newest):
         found[NO_PROGRESS] = text
     hidden = {effect for cause in found for effect in EFFECTS.get(cause, ())}
     return [HealthFinding(name, text) for name, text in found.items() if name not in hidden]
 
 
-def run_findings(rows: Sequence[Row], versions: Mapping[int, int], newest: int, staleness: int) -> list[HealthFinding]:
-    """What the newest rows of `metrics.jsonl` and the weights versions of the replicas that are up show. `staleness`:
-    the bound S. After a resume, replicas may have version 0 until the trainer has trained stored steps again."""
+def run_findings(
+    rows: Sequence[Row], versions: Mapping[int, int], newest: int, staleness: int, first: Sequence[Row] = ()
+) -> list[HealthFinding]:  # fmt: skip
+    """What the newest rows of `metrics.jsonl`, the first rows of the run and the weights versions of the replicas that
+    are up show. `staleness`: the bound S. After a resume, replicas may have version 0 until the trainer has trained stored steps again."""
     steps = [row for row in rows if "step" in row]
     late = replicas_behind(versions, newest, staleness + 1) if len(steps) >= STEPS else []
-    return [*findings(steps), *late]
+    return [*findings(steps, first), *late]
 
 
 def replicas_behind(versions: Mapping[int, int], newest: int, most: int) -> list[HealthFinding]:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -110,6 +111,12 @@ def validation_rows(path: Path) -> Iterator[dict[str, Any]]:
 def step_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of train steps in the metrics of a run. Raises: `ConfigError` if the file cannot be read."""
     return [row for row in rows_of(path) if "step" in row]
+
+
+def first_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of the first train steps, which health checks compare the newest with. Raises: `ConfigError` if the file
+    cannot be read."""
+    return [*islice((row for row in rows_of(path) if "step" in row), START)]
 
 
 TAIL_BYTES = 1 << 18
@@ -268,29 +275,24 @@ class _OpenGroup:
 class StepRows:
     """Collects rows of open steps; passes finished rows to `emit` in order of steps."""
 
-    def __init__(
-        self, emit: Callable[[Row], None], counts: Mapping[str, int] | None = None, recent: int = WINDOW
-    ) -> None:  # fmt: skip
+    def __init__(self, emit: Callable[[Row], None], counts: Mapping[str, int] | None = None) -> None:
         """`counts`: counts, as in `finished`, that later rows must not include."""
-        self._first: list[Row] = []
-        self._newest: deque[Row] = deque(maxlen=recent)
+        self.first: list[Row] = []
+        """Rows of the first `START` steps of the run."""
+        self.recent: deque[Row] = deque(maxlen=WINDOW)
+        """The newest rows that this process wrote, oldest first."""
         self._emit = emit
         self._open: dict[StepId, _OpenGroup] = {}
         self._reported: dict[StepId, Row] = {}
         self._collecting_since = 0.0
         self._counts = dict(counts or {})
 
-    def written_to(self, emit: Callable[[Row], None]) -> Self:
-        """Write rows to another target from now on."""
-        self._first.clear()
-        self._newest.clear()
+    def written_to(self, emit: Callable[[Row], None], first: Sequence[Row]) -> Self:
+        """Write rows to another target from now on. `first`: rows of the first steps that are written already."""
+        self.first = [*first]
+        self.recent.clear()
         self._emit = emit
         return self
-
-    @property
-    def recent(self) -> tuple[Row, ...]:
-        """The rows of the first steps of the run, if this process wrote them, and the newest rows, oldest first."""
-        return (*self._first, *self._newest)
 
     def formed(self, step: StepId, groups: list[Group], staleness: tuple[int, ...]) -> None:
         """Note that a batch was ordered to be trained. A repeated order changes nothing.
@@ -372,7 +374,9 @@ class StepRows:
         seconds = {name.removeprefix(TRAINER_SECONDS): value for name, value in reported.items() if name not in own}
         if seconds:
             row["trainer_seconds"] = seconds
-        (self._first if step == len(self._first) < START else self._newest).append(row)
+        self.recent.append(row)
+        if step == len(self.first) < START:
+            self.first.append(row)
         self._emit(row)
 
 

@@ -110,7 +110,9 @@ class Status:
     """Live settings that were changed, by name."""
     events: int
     recent: tuple[dict[str, Any], ...]
-    """The newest lines of `metrics.jsonl`, oldest first."""
+    """The newest lines of `metrics.jsonl` that this process wrote, oldest first."""
+    first: tuple[dict[str, Any], ...]
+    """The lines of the first train steps of the run."""
     silence: str = ""
     """The newest report that nothing changed: for how long, and what the run waits for. Empty if something did."""
     slowest: dict[str, str] = field(default_factory=dict)
@@ -123,7 +125,7 @@ class Status:
     @property
     def health(self) -> list[HealthFinding]:
         """Common training failures, from the newest train steps and the replicas."""
-        return run_findings(self.recent, self.replica_versions, self.version, self.max_staleness_steps)
+        return run_findings(self.recent, self.replica_versions, self.version, self.max_staleness_steps, self.first)
 
     @property
     def accuracy(self) -> float | None:
@@ -210,6 +212,7 @@ def read_status(metrics: RunMetrics, now: float | None = None) -> Status:
         settings=dict(state.settings),
         events=sum(metrics.events.values()),
         recent=tuple(metrics.steps.recent),
+        first=tuple(metrics.steps.first),
         silence=metrics.silence[1] if metrics.silence[0] == metrics.changes and outcome is None else "",
         slowest=_slowest_calls(metrics),
         calls_now=_calls_now(metrics),
@@ -233,7 +236,7 @@ def status_of(answer: Mapping[str, Any]) -> Status:
     values: dict[str, Any] = {field.name: answer[field.name] for field in fields(Status) if field.name in answer}
     for name in ("replica_versions", "replica_states", "replica_slots", "replica_caches"):
         values[name] = {int(id): value for id, value in values.get(name, {}).items()}
-    for name in ("rewards", "accuracies", "recent", "replicas_slow"):
+    for name in ("rewards", "accuracies", "recent", "first", "replicas_slow"):
         values[name] = tuple(values.get(name, ()))
     return Status(**values)
 

@@ -17,7 +17,7 @@ from engine.control.requests import after_resuming
 from engine.errors import clean
 from engine.events import Event, RunInterrupted, RunStarted
 from engine.metrics.collector import RunMetrics
-from engine.metrics.journal import StepRows
+from engine.metrics.journal import Row, StepRows, first_rows
 from engine.metrics.sinks import open_row_writer
 from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
@@ -145,11 +145,13 @@ class RunLoop:
             self.scheduler = Scheduler(plan.limits, policies, observe=transitions.changed)
         else:
             self.scheduler = earlier.recovered.scheduler
-        journal = None
+        journal, first = None, list[Row]()
         if plan.run_dir is not None:
             samples = samples_for_sinks(plan.run_dir / FOLDER, plan.sample_policy)
             journal = open_row_writer(plan.run_dir, plan.config, plan.sinks, samples)
-        self.metrics = RunMetrics(self.scheduler, transitions, journal, None if earlier is None else earlier.rows)
+            first = first_rows(plan.run_dir / "metrics.jsonl")
+        rows = None if earlier is None else earlier.rows
+        self.metrics = RunMetrics(self.scheduler, transitions, journal, rows, first)
         self._history = HistoryProcess(recorder) if isinstance(recorder, Recorder) else None
         self.clock = LoopClock(self._at)
         self._settings: Sequence[Event] = ()

@@ -495,18 +495,20 @@ def test_rows_of_a_record_that_was_replayed_are_no_news() -> None:
     rows.changed(0, "scoring", 1.0)
     rows.finished(0, 1, 2.0, {})
     rows.flush()
-    assert rows.recent and not rows.written_to(lambda row: None).recent
+    assert rows.recent and not rows.written_to(lambda row: None, []).recent
 
 
-def finish(rows: StepRows, steps: range) -> list[int]:
+def finish(rows: StepRows, steps: range) -> tuple[list[int], list[int]]:
+    """The first steps and the newest ones, by their rows."""
     for step in steps:
         rows.changed(step, "scoring", 1.0)
         rows.finished(step, 1, 2.0, {})
     rows.flush()
-    return [row["step"] for row in rows.recent]
+    return [row["step"] for row in rows.first], [row["step"] for row in rows.recent]
 
 
 def test_the_rows_of_the_first_steps_stay_beside_the_newest() -> None:
-    assert finish(StepRows(lambda row: None), range(60)) == [*range(8), *range(28, 60)]
-    assert finish(StepRows(lambda row: None), range(3)) == [0, 1, 2]
-    assert finish(StepRows(lambda row: None), range(4, 44)) == [*range(12, 44)], "resumed after four steps"
+    assert finish(StepRows(lambda row: None), range(60)) == ([*range(8)], [*range(28, 60)])
+    assert finish(StepRows(lambda row: None), range(3)) == ([0, 1, 2], [0, 1, 2])
+    resumed = StepRows(lambda row: None).written_to(lambda row: None, [{"step": step} for step in range(4)])
+    assert finish(resumed, range(4, 44)) == ([*range(8)], [*range(12, 44)]), "resumed after four steps"

@@ -18,9 +18,11 @@ from embedded_run import FIGURES, PROMPTS, Quick, Saving, options
 
 import engine.runtime.local
 from engine.cli import main
+from engine.cli.top import ask
 from engine.control.address_file import place_of
 from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished
 from engine.events import DrainRequested, ProcessLost, ReplicasWanted, RunResumed, SettingChanged, StepTrained
+from engine.metrics.address_files import address_of
 from engine.protocols import Batch, GroupWork
 from engine.record import read, replay
 from engine.record.files import RecordLock
@@ -183,8 +185,18 @@ def test_a_running_run_is_watched_scaled_set_drained_and_resumed_as_it_was_left(
     assert not [*tmp_path.glob("control.json"), *tmp_path.glob("endpoint.json")], "nobody listens any more"
     written = [path for path in tmp_path.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
     assert written == [], "the token stood in control.json alone"
-    _, trainer = resumed(tmp_path)
+    first: list[list[int]] = []
+
+    class Looking(Saving):
+        def train(self, batch: Batch) -> dict[str, float]:
+            if batch.step == 12:
+                first.append([row["step"] for row in ask(address_of(tmp_path, ""), "").first])
+            return super().train(batch)
+
+    trainer = Looking()
+    engine.runtime.local.run(**options(tmp_path, trainer, resume=True, metrics_port=0))
     assert sorted(trainer.groups) == ONCE
+    assert first == [[*range(8)]], "health checks know the first steps of the run"
     asked = (ReplicasWanted, SettingChanged, DrainRequested, RunResumed)
     kinds = [type(event) for event in events(tmp_path) if isinstance(event, asked)]
     assert kinds == [ReplicasWanted, SettingChanged, SettingChanged, DrainRequested, RunResumed, ReplicasWanted]
