@@ -887,6 +887,27 @@ def test_a_request_to_end_while_the_model_is_made_leaves_nothing_half_made(
     assert cli.main(["run", config, "--run-dir", "here"]) == 130, "the same command can be given again"
 
 
+def test_a_link_that_cannot_be_set_back_does_not_hide_why_a_run_ended(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pressed(io.StringIO):
+        def write(self, text: str) -> int:
+            if text.startswith("making data"):
+                Path(f"runs/.latest-{os.getpid()}").mkdir()  # the name of the next link
+                signal.raise_signal(signal.SIGTERM)
+            return super().write(text)
+
+    earlier = run_directory.create("runs", "earlier", config_yaml="")
+    Recorder(earlier.schedule, Header(run="earlier", limits={})).close()
+    monkeypatch.setattr(sys, "stdout", Pressed())
+    config = write_config(model={"make": "arithmetic", "arithmetic": SMALLEST | {"warmup_steps": 800}})
+    assert cli.main(["run", config, "--run-dir", "here"]) == 130
+    assert capsys.readouterr().err == (
+        "engine: interrupted; the files of the run are in here; it has not started: "
+        "start it again with `engine run here/config.yaml`\n"
+    )
+
+
 # -- engine replay -----------------------------------------------------------------------------------------------------
 
 

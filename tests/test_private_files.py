@@ -3,6 +3,7 @@
 import logging
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ import pytest
 
 from engine import Limits, Session
 from engine.actors.detached_actors import RunLog, note_launch, prepare_process
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RecordHeld
 from engine.metrics.address_files import FILE, FOLDER, announce
 from engine.metrics.journal import Journal, keep_rows
 from engine.record import Header, Recorder
-from engine.record.files import RecordLock, make_run_private
+from engine.record.files import RecordLock, is_locked, make_run_private
 from engine.storage import run_directory
 from engine.storage.checkpoints import save_checkpoint
 from engine.storage.durable_trajectories import DurableStore
@@ -174,6 +175,32 @@ def test_looking_at_a_record_changes_no_mode(tmp_path: Path) -> None:
     schedule.chmod(0o750)
     RecordLock(schedule).release()
     assert stat.S_IMODE(schedule.stat().st_mode) == 0o750
+
+
+def test_looking_at_a_lock_refuses_no_process_that_takes_it(tmp_path: Path) -> None:
+    over, seen = threading.Event(), set[bool | None]()
+
+    def look() -> None:
+        while not over.is_set():
+            seen.add(is_locked(tmp_path))
+
+    looking = [threading.Thread(target=look) for _ in range(2)]
+    for thread in looking:
+        thread.start()
+    try:
+        for _ in range(2000):
+            RecordLock(tmp_path).release()
+        lock = RecordLock(tmp_path)
+        with pytest.raises(RecordHeld, match="another process is writing this record"):
+            RecordLock(tmp_path)
+        assert is_locked(tmp_path) is True
+        lock.release()
+        assert is_locked(tmp_path) is False
+    finally:
+        over.set()
+        for thread in looking:
+            thread.join()
+    assert seen and None not in seen
 
 
 def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:

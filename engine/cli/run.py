@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, TextIO, cast
 
 from engine.cli.interrupts import INTERRUPTED, Interrupts, Output, complain
 from engine.cli.run_state import start_again
-from engine.errors import visible
+from engine.errors import EngineError, visible
 from engine.extras import require_packages
-from engine.record.files import RecordLock
+from engine.record.files import RecordLock, is_locked
 from engine.storage.run_directory import leave_latest
 
 if TYPE_CHECKING:
@@ -134,17 +134,15 @@ def resumption_of(
     """
     from engine.cli.run_state import not_begun
     from engine.config.resumption import resumed
-    from engine.errors import ConfigError, RecordHeld, RecordNotBegun
+    from engine.errors import ConfigError, RecordNotBegun
     from engine.record import read
-    from engine.record.files import RecordLock
 
     shown = directory.shown
-    try:
-        RecordLock(directory.schedule).release()  # before Ray starts
-        header = read(directory.schedule, missing_end=bool(force_from)).header
-    except RecordHeld:
+    if is_locked(directory.schedule):  # before Ray starts
         fix = f"watch it with `engine top {shown}`, or end it with `engine drain {shown}`"
-        raise ConfigError("RUN", shown, "is running: another process writes its record", fix) from None
+        raise ConfigError("RUN", shown, "is running: another process writes its record", fix)
+    try:
+        header = read(directory.schedule, missing_end=bool(force_from)).header
     except RecordNotBegun:
         raise not_begun(directory) from None
     return resumed(path, header.config, overrides)
@@ -234,11 +232,12 @@ def watch(
         return _watch(config, directory, console, interrupts, mode)
     except BaseException as error:
         error.add_note(f"the files of the run are in {directory.shown}")
-        if not directory.has_record:
-            leave_latest(Path(config.run.dir), directory.path)
-            error.add_note(f"it has not started: start it again with `{start_again(directory)}`")
-        elif isinstance(error, KeyboardInterrupt):
-            error.add_note(f"resume it with `engine resume {directory.shown}`")
+        with suppress(EngineError, OSError):  # a record or link that cannot be read must not hide the error
+            if directory.has_record and isinstance(error, KeyboardInterrupt):
+                error.add_note(f"resume it with `engine resume {directory.shown}`")
+            elif not directory.has_record:
+                error.add_note(f"it has not started: start it again with `{start_again(directory)}`")
+                leave_latest(Path(config.run.dir), directory.path)
         raise
     finally:
         lock.release()

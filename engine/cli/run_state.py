@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.cli.json_output import print_json
-from engine.errors import ConfigError, RecordError, RecordHeld, RecordNotBegun, counted, visible
+from engine.errors import ConfigError, RecordError, RecordNotBegun, counted, visible
+from engine.record.files import is_locked
 from engine.storage.run_directory import RunDirectory, open_run
 
 FINISHED, FAILED, RUNNING, WAITING, ENDED, STARTING, NOT_STARTED = 0, 1, 3, 4, 5, 6, 7
@@ -91,16 +92,10 @@ def start_again(directory: RunDirectory) -> str:
 
 def _live(directory: RunDirectory) -> RunState | None:
     """The state of a run that a process is running; None if no process does."""
-    from engine.record.files import RecordLock
-
     answer = _answer(directory)
-    if answer is not None:
-        return answer
-    try:
-        RecordLock(directory.schedule).release()
-    except RecordHeld:
+    if answer is None and is_locked(directory.schedule):
         return RunState(RUNNING, "running, but it does not answer: it starts, ends, or its machine is another one")
-    return None
+    return answer
 
 
 def require_address(directory: RunDirectory, file: str, off: str) -> None:

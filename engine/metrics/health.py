@@ -75,7 +75,8 @@ def run_findings(
     rows: Sequence[Row], versions: Mapping[int, int], newest: int, staleness: int, first: Sequence[Row] = ()
 ) -> list[HealthFinding]:  # fmt: skip
     """What the newest rows of `metrics.jsonl`, the first rows of the run and the weights versions of the replicas that
-    are up show. `staleness`: the bound S. After a resume, replicas may have version 0 until the trainer has trained stored steps again."""
+    are up show. `staleness`: the bound S. After a resume, replicas may have version 0 until the trainer has trained
+    stored steps again."""
     steps = [row for row in rows if "step" in row]
     late = replicas_behind(versions, newest, staleness + 1) if len(steps) >= STEPS else []
     return [*findings(steps, first), *late]

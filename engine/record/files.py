@@ -64,6 +64,11 @@ WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
 segment of a higher epoch before it writes."""
 
 
+OF_DIRECTORIES = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+LOOKS = 1000
+"""How often the lock is tried again while other processes only look at it."""
+
+
 class RecordLock:
     """Locks a record's directory until `release`, until nothing refers to it, or until the process ends. Creates the
     directory if it is missing.
@@ -79,8 +84,8 @@ class RecordLock:
         """This process holds the lock. False if the file system has no locks."""
         try:
             make_directory(directory)
-            self._handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(self._handle, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._handle = os.open(directory, OF_DIRECTORIES)
+            fcntl.flock(self._handle, fcntl.LOCK_EX) if waits else _lock_at_once(self._handle)
             self.exclusive = True
         except BlockingIOError:
             self.release()
@@ -99,6 +104,39 @@ class RecordLock:
 
     __del__ = release
     """A recorder that was dropped without `close` releases its record before the process ends."""
+
+
+def _lock_at_once(handle: int) -> None:
+    """Raises: `BlockingIOError` if another process holds the lock, but not because one looks at it (`is_locked`)."""
+    for _ in range(LOOKS):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_UN)
+            os.sched_yield()
+    raise BlockingIOError
+
+
+def is_locked(directory: Path) -> bool | None:
+    """Whether a process holds the `RecordLock` of a directory; None if the file system has no locks. A process that
+    locks the directory meanwhile is not refused. Raises: `RecordError` if the directory cannot be read."""
+    try:
+        handle = os.open(directory, OF_DIRECTORIES)
+    except OSError as error:
+        raise RecordError(str(directory), 0, f"cannot be read: {error.strerror or error}") from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise RecordError(str(directory), 0, f"cannot be read: {error.strerror or error}") from None
+        return None
+    finally:
+        os.close(handle)
 
 
 # -- files for the user only -------------------------------------------------------------------------------------------

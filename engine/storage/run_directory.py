@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from engine.errors import ConfigError, RecordHeld, suggestion
-from engine.record.files import RecordLock, make_directory, make_run_directory, private_opener
+from engine.errors import ConfigError, suggestion
+from engine.record.files import is_locked, make_directory, make_run_directory, private_opener
 from engine.record.segment_log import has_segments
 from engine.storage.samples import FOLDER
 
@@ -51,12 +51,7 @@ class RunDirectory:
     @property
     def is_prepared(self) -> bool | None:
         """Whether a process prepares or runs it (`cli.run.watch`); None if the file system has no locks."""
-        try:
-            lock = RecordLock(self.path)
-        except RecordHeld:
-            return True
-        lock.release()
-        return False if lock.exclusive else None
+        return is_locked(self.path)
 
     @property
     def shown(self) -> str:
