@@ -621,6 +621,18 @@ def test_the_engine_has_every_message_of_the_troubleshooting_page() -> None:
     assert [part for one in messages for part in fixed_parts(one) if part not in texts] == []
 
 
+def test_every_error_of_a_command_says_what_to_do() -> None:
+    """A `ConfigError` of the commands and of control has a fix; the reason of a refusing run has its own."""
+    without = []
+    for path in sorted([*(ROOT / "engine/cli").glob("*.py"), *(ROOT / "engine/control").glob("*.py")]):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ConfigError":
+                fixed = len(node.args) == 4 and ast.unparse(node.args[3]) not in ("''", '""')
+                if not fixed and "refuses: " not in ast.unparse(node):
+                    without.append(f"{path.name}:{node.lineno}")
+    assert without == []
+
+
 # -- addresses ---------------------------------------------------------------------------------------------------------
 
 # Written in pieces, so that this file holds none of them.

@@ -87,7 +87,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
             raise
     row = result.validations[-1]
     if row["outcome"] != "reported":
-        raise EngineError(f"the validation sets could not be measured: {row['reason']}")
+        raise EngineError(f"the validation sets could not be measured; correct the cause and start again: {row['reason']}")
     if lacks_pyarrow():
         console.print("no samples are kept: the package pyarrow is not installed")
     else:
@@ -119,7 +119,8 @@ def _new_directory(chosen: str | None, parent: Path, config: str) -> Path:
         make_directory(path)
         make_run_directory(path)
     except OSError as error:
-        raise ConfigError("--to", str(path), f"cannot be written: {error.strerror or error}") from None
+        law = f"cannot be written: {error.strerror or error}"
+        raise ConfigError("--to", str(path), law, "give another directory with --to") from None
     return path
 
 

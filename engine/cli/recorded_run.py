@@ -84,4 +84,5 @@ def writable(option: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(option, str(path), f"cannot be written: {error.strerror or error}") from None
+        law = f"cannot be written: {error.strerror or error}"
+        raise ConfigError(option, str(path), law, f"give another file with {option}") from None

@@ -60,7 +60,8 @@ def _samples(run: "RunDirectory", steps: list[int] | None) -> list[dict[str, Any
 
     if lacks_pyarrow() or not run.samples.is_dir():
         if steps is not None:
-            raise ConfigError("--samples", _listed(steps), "cannot be shown: this run has no samples")
+            law = "cannot be shown: this run has no samples"
+            raise ConfigError("--samples", _listed(steps), law, "leave --samples out")
         return []
     files = SampleFiles(run.samples)
     known = files.numbers(TRAIN)

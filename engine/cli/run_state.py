@@ -94,7 +94,8 @@ def _live(directory: RunDirectory) -> RunState | None:
     """The state of a run that a process is running; None if no process does."""
     answer = _answer(directory)
     if answer is None and is_locked(directory.schedule):
-        return RunState(RUNNING, "running, but it does not answer: it starts, ends, or its machine is another one")
+        why = "it is starting or ending, or runs on another machine; try again, or type this command there"
+        return RunState(RUNNING, f"running, but it does not answer: {why}")
     return answer
 
 
@@ -105,15 +106,16 @@ def require_address(directory: RunDirectory, file: str, off: str) -> None:
     """
     if (directory.path / file).exists():
         return
-    state = state_of(directory)
+    state, shown = state_of(directory), directory.shown
     if state.is_running:
         law = f"is still starting or ending, or {off}"
-        raise ConfigError("RUN", directory.shown, law, "try again once it trains or has ended")
+        raise ConfigError("RUN", shown, law, "try again once it trains or has ended")
     if state.code in (STARTING, NOT_STARTED):
         raise not_begun(directory)
     law = f"is not running: {state.text.removesuffix(RESUMABLE)}"
-    fix = f"resume it with `engine resume {directory.shown}`" if state.text.endswith(RESUMABLE) else ""
-    raise ConfigError("RUN", directory.shown, law, fix)
+    resumable = state.text.endswith(RESUMABLE)
+    fix = f"resume it with `engine resume {shown}`" if resumable else f"see what it did with `engine show {shown}`"
+    raise ConfigError("RUN", shown, law, fix)
 
 
 def _answer(directory: RunDirectory) -> RunState | None:

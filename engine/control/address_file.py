@@ -59,11 +59,13 @@ def place_of(run_dir: Path, shown: str) -> ControlPlace:
         law = "is not running, or runs with control.enabled: false"
         raise ConfigError("RUN", shown, law, f"resume a run that has stopped with `engine resume {shown}`") from None
     except OSError as error:
-        raise ConfigError("RUN", shown, f"has an unreadable {FILE}: {error.strerror or error}") from None
+        law = f"has an unreadable {FILE}: {error.strerror or error}"
+        raise ConfigError("RUN", shown, law, "type the command as the user who started the run") from None
     try:
         return _read(handle)
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError("RUN", shown, f"has an invalid {FILE}: {error}") from None
+        fix = "end the run with a signal to its launching process, then resume it: it writes a new one"
+        raise ConfigError("RUN", shown, f"has an invalid {FILE}: {error}", fix) from None
     finally:
         os.close(handle)
 

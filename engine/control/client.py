@@ -55,10 +55,8 @@ def tell(run_dir: Path, shown: str, operation: Operation) -> dict[str, Any]:
         law = f"does not answer at {place.url} ({reason}): the run was killed, or its machine is unreachable"
         raise ConfigError("RUN", shown, law, f"if it was killed, resume it with `engine resume {shown}`") from None
     except (ValueError, http.client.HTTPException) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            "RUN", shown, f"the answer from {place.url} is not from a run of this engine version: {reason}"
-        ) from None
+        law = f"the answer from {place.url} is not from a run of this engine version: {' '.join(str(error).split())}"
+        raise ConfigError("RUN", shown, law, "use the engine version that started this run") from None
 
 
 def _refused(shown: str, error: urllib.error.HTTPError) -> ConfigError:

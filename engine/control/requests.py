@@ -109,7 +109,8 @@ def decide(
     if isinstance(operation, Look):
         return ()
     if outcome is not None:
-        fix = "" if outcome.outcome == "finished" else "resume it with `engine resume`"
+        more = " and a larger run.max_steps" if outcome.outcome == "finished" else ""
+        fix = f"resume it with `engine resume`{more}"
         raise ConfigError("RUN", outcome.outcome, f"the run has ended: {outcome.reason}", fix)
     if isinstance(operation, Stop):
         return (StopRequested(reason=operation.reason),)

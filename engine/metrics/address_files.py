@@ -94,4 +94,5 @@ def address_of(directory: Path, shown: str) -> str:
         law = "is not running: it is still starting, has ended, or was started without metrics"
         raise ConfigError("RUN", shown, law, f"read the record of an ended run with `engine replay {shown}`") from None
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError("RUN", shown, f"has an unreadable {FILE}: {error}") from None
+        fix = "watch it with `engine waits`, or end it and resume it: it writes a new one"
+        raise ConfigError("RUN", shown, f"has an unreadable {FILE}: {error}", fix) from None
