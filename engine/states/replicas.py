@@ -79,13 +79,13 @@ class Replicas:
         """Counts changes after which a slow replica had more groups that may continue on another."""
         self.unrewarded: dict[GroupId, None] = {}
         """Running groups whose trajectories have all ended, but not their rewards. A dict for its order."""
-        self._ended: dict[ReplicaId, int] = {}
+        self._finished: dict[ReplicaId, int] = {}
         """Trajectories that have ended, of the groups that run on a replica. Each `samples` of them free a slot."""
         self._known: dict[ReplicaId, Contribution] = {}
         self._at: dict[Version, _SameVersion] = {}
         for replica in self.by_id.values():
             for id, order in self.running(replica).items():
-                self._ended[replica.id] = self.ended(replica) + order.finished
+                self._finished[replica.id] = self.finished_trajectories(replica) + order.finished
                 if order.finished == replica.samples:
                     self.unrewarded[id] = None
             self.update(replica)
@@ -94,7 +94,7 @@ class Replicas:
         """An order for a group or rows has opened or closed, or `more` trajectories of a group have ended."""
         replica = self.by_id[int(order.owner)]
         if more:
-            self._ended[replica.id] = self.ended(replica) + more
+            self._finished[replica.id] = self.finished_trajectories(replica) + more
             if more > 0 and order.finished == replica.samples:
                 self.unrewarded[order.id] = None
             elif more < 0:
@@ -120,7 +120,7 @@ class Replicas:
         now = self._known[id] = Contribution(
             version if free > 0 else NO_VERSION,
             0 if replica.slow or leaves else free,
-            self.ended(replica) // replica.samples,
+            self.finished_trajectories(replica) // replica.samples,
             len(self.running(replica)) if replica.slow and replica.state == "ready" and not leaves else 0,
         )
         self.freed += now.freed - before.freed
@@ -138,8 +138,8 @@ class Replicas:
 
     def _load(self, replica: Replica) -> float:
         """Share of its slots that a validation takes or the trajectories of its groups need."""
-        samples, running = replica.samples, len(self.running(replica))
-        return ((running + self.taken(replica)) * samples - self.ended(replica)) / (replica.slots * samples)
+        samples, needed = replica.samples, len(self.running(replica)) + self.taken(replica)
+        return (needed * samples - self.finished_trajectories(replica)) / (replica.slots * samples)
 
     def _mark_slow(self, replica: Replica, slow: bool) -> None:
         """Note that a replica is slower than the others by more than `straggler_factor`, or is no longer."""
@@ -163,13 +163,13 @@ class Replicas:
         order = self._orders.find("group", group)
         return None if order is None else self.by_id[int(order.owner)]
 
-    def ended(self, replica: Replica) -> int:
+    def finished_trajectories(self, replica: Replica) -> int:
         """Trajectories that have ended, of the groups that run on it."""
-        return self._ended.get(replica.id, 0)
+        return self._finished.get(replica.id, 0)
 
     def occupied(self, replica: Replica) -> int:
         """Slots that its groups need, by the number of their trajectories that have not ended."""
-        return len(self.running(replica)) - self.ended(replica) // replica.samples
+        return len(self.running(replica)) - self.finished_trajectories(replica) // replica.samples
 
     def measuring(self, replica: Replica) -> int:
         """Slots in which it measures a chunk of a validation."""
@@ -237,6 +237,6 @@ class Replicas:
     def figures(self) -> tuple[object, ...]:
         """Everything that the index of free slots knows, for comparison."""
         known = {id: one for id, one in self._known.items() if one != NOTHING}
-        ended = {id: count for id, count in self._ended.items() if count}
+        finished = {id: count for id, count in self._finished.items() if count}
         open_at = {version: set(at.replicas) for version, at in self._at.items()}
-        return known, ended, set(self.unrewarded), open_at
+        return known, finished, set(self.unrewarded), open_at

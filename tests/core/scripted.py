@@ -39,6 +39,7 @@ from engine.policies import PolicySet
 from engine.scheduling.scheduler import Scheduler
 from engine.simulation.run_ledger import RunLedger
 from engine.states.limits import Limits
+from engine.states.replica import Replica
 from engine.states.timeouts import Timeouts
 from tests.core.core_rig import CoreRig
 
@@ -123,7 +124,7 @@ class Scripted(CoreRig):
 
     def generated(self, id: int, spread: float = 1.0, trainable: int = 2, oldest: int | None = None) -> GroupGenerated:
         group = self.state.groups.live[id]
-        replica = self.state.replicas.by_id[self.replica_of(id)]
+        replica = self._seat(id)
         first = group.oldest_version if group.oldest_version >= 0 else group.admitted_version
         return GroupGenerated(
             group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, tokens=10,
@@ -131,13 +132,18 @@ class Scripted(CoreRig):
             reward_mean=0.5, reward_spread=spread,
         )  # fmt: skip
 
+    def _seat(self, id: int) -> Replica:
+        """The replica that a group runs on, or ran on last."""
+        starts = (order for order in reversed(self.orders) if isinstance(order, StartGroup | ResumeGroup))
+        return self.state.replicas.by_id[next(order.replica for order in starts if order.group == id)]
+
     def abort(self, *groups: int, tokens: int = 5) -> None:
         self._report(GroupAborted, groups, tokens)
 
     def fail(self, id: int, *, cause: str, reason: str = "no number") -> list[Command]:
         """An attempt of a running group comes to nothing."""
         group = self.state.groups.live[id]
-        replica = self.state.replicas.by_id[self.replica_of(id)]
+        replica = self._seat(id)
         return self.tell(
             GroupFailed(
                 group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, cause=cause,
@@ -162,7 +168,7 @@ class Scripted(CoreRig):
     def _report(self, kind: type[GroupAborted | PrefixStored], groups: tuple[int, ...], tokens: int) -> None:
         for id in groups:
             group = self.state.groups.live[id]
-            replica = self.state.replicas.by_id[self.replica_of(id)]
+            replica = self._seat(id)
             version = replica.version if tokens else -1
             self.tell(
                 kind(

@@ -344,6 +344,8 @@ def judged(outcomes: str, **others: object) -> Scripted:
     """Attempts in order: `.` ends with rewards, `x` fails on its data, `i` on its replica."""
     run = small(prompts=1000, data_attempts=1000, infrastructure_attempts=1000, **{"max_failure_share": 0.25, **others})
     for outcome in outcomes:
+        if run.state.ending.outcome is not None:
+            break
         group = run.running()[0]
         if outcome == ".":
             run.finish(group)
