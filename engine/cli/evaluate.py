@@ -87,7 +87,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
             raise
     row = result.validations[-1]
     if row["outcome"] != "reported":
-        raise EngineError(f"the validation sets could not be measured; correct the cause and start again: {row['reason']}")
+        raise EngineError(
+            f"the validation sets could not be measured; correct the cause and start again: {row['reason']}"
+        )
     if lacks_pyarrow():
         console.print("no samples are kept: the package pyarrow is not installed")
     else:
