@@ -18,6 +18,7 @@ from engine.training.batch import Sample, samples_of
 from engine.training.model_checkpoint import ModelSnapshot
 from engine.training.model_trainer import ModelTrainer
 from engine.training.ranks import Sharded, own_part
+from engine.training.shared_weights import ReusedMemory
 from engine.training.trainer_settings import TrainerSettings
 from gpu.bench import Bench, Figures
 
@@ -356,7 +357,8 @@ def repeat(bench: Bench) -> Iterator[Figures]:
     batches = [bench.batch(step, 2, 4, 64, 256) for step in range(2)]
     trainer.train(batches[0])
     score(trainer, batches[1])
-    snapshot = ModelSnapshot(trainer.model, trainer.optimizer, trainer.policy.masters)
+    memory = ReusedMemory(pins=bench.device.type == "cuda")
+    snapshot = ModelSnapshot(trainer.model, trainer.optimizer, trainer.policy.masters, memory)
     before = [value.detach().to("cpu", copy=True) for value in trainer.policy.trained]
 
     def trained() -> tuple[list[Tensor], float]:

@@ -53,6 +53,7 @@ from engine.training.model_files import (
     write_model,
 )
 from engine.training.ranks import ALONE, Ranks, Whole, own_part
+from engine.training.shared_weights import Manifest, ReusedMemory
 from engine.training.stored_tensors import Stored, matching, named_tensors, stored_tensors
 
 # -- failed steps ------------------------------------------------------------------------------------------------------
@@ -61,14 +62,22 @@ from engine.training.stored_tensors import Stored, matching, named_tensors, stor
 class ModelSnapshot:
     """Copies in host memory of everything that a train step changes; of several ranks, each has its own part."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, masters: Masters = UNSPLIT) -> None:
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, masters: Masters, memory: ReusedMemory
+    ) -> None:  # fmt: skip
+        """`memory` takes the copies; those of a later snapshot replace them once nothing refers to this one."""
         self._optimizer = optimizer
         self._masters = masters
         self._live = [*self._masters.trained(model), *model.buffers()]
-        self._kept = [_copy(tensor) for tensor in self._live]
+        moments = [value for state in optimizer.state.values() for value in state.values()]
+        values = [own_part(value) for value in (*self._live, *moments)]
+        kinds = [(str(value.dtype).removeprefix("torch."), tuple(value.shape)) for value in values]
+        copies = memory.take(Manifest(tensors=tuple(kinds), names=())).tensors
+        for copy, value in zip(copies, values, strict=True):
+            copy.copy_(value)
+        self._kept, rest = copies[: len(self._live)], iter(copies[len(self._live) :])
         self._moments = {
-            parameter: {name: _copy(value) for name, value in state.items()}
-            for parameter, state in optimizer.state.items()
+            parameter: {name: next(rest) for name in state} for parameter, state in optimizer.state.items()
         }
         self._random = random_state()
 
@@ -101,10 +110,6 @@ def set_random_state(states: dict[str, Tensor]) -> None:
     for name, state in states.items():
         if name.startswith("cuda.") and int(name[5:]) < torch.cuda.device_count():
             torch.cuda.set_rng_state(state, int(name[5:]))
-
-
-def _copy(value: Tensor) -> Tensor:
-    return own_part(value).to("cpu", copy=True)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

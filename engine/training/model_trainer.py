@@ -129,7 +129,7 @@ class ModelTrainer:
         self._proximal: Scores | None = None
         self._reference: Scores | None = None
         self._notes = RolloutNotes([])
-        self._memory = ReusedMemory(pins=device.type == "cuda")
+        self._memory, self._copies = (ReusedMemory(pins=device.type == "cuda") for _ in range(2))
         self._progressed: Callable[[], None] = lambda: None
 
     def watch_progress(self, progressed: Callable[[], None]) -> None:
@@ -223,7 +223,7 @@ class ModelTrainer:
         snapshot = None
         if self.settings.rollback and optimizer_steps > 1:
             with tally.phase("snapshot"), self.ranks.together():
-                snapshot = ModelSnapshot(self.model, self.optimizer, self.policy.masters)
+                snapshot = ModelSnapshot(self.model, self.optimizer, self.policy.masters, self._copies)
         try:
             yield
         except TrainerSpoiled:

@@ -173,8 +173,8 @@ class _Pages(mmap.mmap):
 
 
 class ReusedMemory:
-    """Memory for the successive publications of a trainer. Memory that no process holds any more gets the next one,
-    because providing new memory takes the system longer than the copy."""
+    """Memory for the successive publications of a trainer, or for the copies that undo its failed steps. Memory that no
+    process holds any more gets the next one, because providing new memory takes the system longer than the copy."""
 
     def __init__(self, *, pins: bool) -> None:
         """`pins`: pin the memory, because the weights come from a GPU."""

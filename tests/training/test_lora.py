@@ -23,6 +23,7 @@ from engine.training import model_checkpoint
 from engine.training.lora import Lora, adapter_tensors
 from engine.training.model_scorer import ModelScorer
 from engine.training.model_trainer import ModelTrainer
+from engine.training.shared_weights import ReusedMemory
 from engine.training.trainer_settings import TrainerSettings
 
 MakeBatch = Callable[..., Batch]
@@ -57,7 +58,8 @@ def test_only_the_adapter_is_trained_and_held_by_the_optimizer(model_path: str, 
     assert {id(parameter) for parameter in held} == {id(tensor) for tensor in own.values()}
     assert all(name in base and torch.equal(value, base[name]) for name, value in base_of(trainer).items())
     assert not any(torch.equal(own[name], before[name]) for name in own)
-    snapshot = model_checkpoint.ModelSnapshot(trainer.model, trainer.optimizer)
+    memory = ReusedMemory(pins=False)
+    snapshot = model_checkpoint.ModelSnapshot(trainer.model, trainer.optimizer, trainer.policy.masters, memory)
     assert len(snapshot._live) == len(own) + len(list(trainer.model.buffers()))
 
 

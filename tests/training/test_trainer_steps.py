@@ -18,6 +18,7 @@ from engine.training import gradients, model_trainer
 from engine.training.advantages import set_advantages
 from engine.training.gradients import entropy_of
 from engine.training.model_trainer import ModelTrainer
+from engine.training.shared_weights import Manifest, Memory, ReusedMemory
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import TrajectoryGroup
 
@@ -186,6 +187,34 @@ def test_a_step_that_fails_leaves_everything_as_before_and_can_be_redone(
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
     trainer.train(batch(1))
     spared.train(batch(1))
+    assert same(trainer.weights(), spared.weights())
+
+
+def test_the_copies_that_undo_a_step_are_in_the_memory_of_the_step_before(
+    model_path: str, batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = TrainerSettings(policy_mini_batch_size=2, learning_rate=1e-2)
+    trainer, spared = ModelTrainer(model_path, settings), ModelTrainer(model_path, settings)
+    taken: list[Memory] = []
+
+    def take(manifest: Manifest) -> Memory:
+        taken.append(ReusedMemory.take(trainer._copies, manifest))
+        return taken[-1]
+
+    monkeypatch.setattr(trainer._copies, "take", take)
+    for step in range(2):
+        trainer.train(batch(step))
+    before = trainer.weights()
+    with pytest.MonkeyPatch.context() as patch:
+        count_steps(trainer, patch, fail_at=2)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            trainer.train(batch(2))
+    assert same(before, trainer.weights())
+    trainer.train(batch(2))
+    first, *others = taken
+    assert len(others) == 3 and all(memory is others[0] for memory in others) and first is not others[0], "no moments"
+    for step in range(3):
+        spared.train(batch(step))
     assert same(trainer.weights(), spared.weights())
 
 
