@@ -30,6 +30,7 @@ from engine.metrics.health import HealthFinding
 
 READY = "generated"
 """State of a group that waits for its batch."""
+FORMED = (READY, "batched")
 SLOWEST = 3
 """Number of the slowest steps that are named."""
 SHOWN = 8
@@ -200,7 +201,8 @@ class _Chains:
         for wait in history.waits:
             if wait.state == READY:
                 self._ready_at[wait.group].append(wait.start)
-        last = set(map(self.last_group, history.steps))
+        self._next = self._next_group()
+        last = {self._next, *map(self.last_group, history.steps)}
         self.attempts: dict[GroupId, list[GenerationAttempt]] = _of_groups(history.attempts, last)
         self.waits: dict[GroupId, list[GroupWait]] = _of_groups(history.waits, last)
         self._span_starts = [span.start for span in history.idle]
@@ -218,6 +220,11 @@ class _Chains:
 
         return max(step.groups, key=ready_at, default=None)
 
+    def _next_group(self) -> GroupId | None:
+        """The group for which a step waits whose batch is not formed: of those at work, the one due first."""
+        rows = (row for row in self.history.groups if row.started_at >= 0 > row.ended_at and row.state not in FORMED)
+        return min(((row.deadline, row.group) for row in rows), default=(0, None))[1]
+
     def spans(self, start: float, end: float) -> list[IdleSpan]:
         """The idle spans that overlap a time, cut to it."""
         first = max(0, bisect_right(self._span_starts, start) - 1)
@@ -233,7 +240,7 @@ class _Chains:
     def bounds(self, step: StepRow, start: float, end: float) -> dict[str, float]:
         """Seconds between `start` and `end` by what the trainer did or what bounded the step (`BOUNDS`)."""
         sums = dict.fromkeys(BOUNDS, 0.0)
-        group = self.last_group(step)
+        group = self.last_group(step) if step.groups else self._next
         for span in self.spans(start, end):
             if span.trainer in WAITS and group is not None:
                 bound = "stragglers" if span.trainer == "waiting_for_stragglers" else "generation"

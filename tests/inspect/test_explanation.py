@@ -151,6 +151,20 @@ def test_each_second_of_the_last_group_has_one_bound_in_every_order_of_states() 
     }  # fmt: skip
 
 
+def test_a_step_without_a_batch_waits_for_the_group_at_work_that_is_due_first() -> None:
+    limits = Limits(train_batch_size=4, max_staleness_steps=0, max_concurrent_groups=4, max_steps=3)
+    recorder = MemoryRecorder(Header(run="known", limits=limits.to_plain()))
+    made = Setting(limits=limits, **QUICK)
+    world = World(made, recorder=recorder, check=False, dice=SteadyDice(made, lambda group: 50 if group == 6 else 4))
+    world.run_until(lambda state: state.training.steps_trained == 1)
+    world.run_for(20.0)
+    world.close()
+    history = read_history(read(recorder))
+    assert seconds_of(explain_step(history, 1)) == {"not_started": 0.75, "generation": 4.0}
+    assert "It has no batch yet." in sentences(explain_step(history, 1))
+    assert explain_run(history).figures["bounds"]["other"] == 0.0
+
+
 def test_an_undone_step_waited_for_the_last_group_of_its_own_batch() -> None:
     built = HistoryBuilder()
     built.draw(0, 2, 0.0)
