@@ -209,6 +209,17 @@ def test_a_curve_is_binned_over_the_steps_that_it_has() -> None:
     assert curves([{"step": 0, "reward_mean": None, "loss": float("nan"), "tokens": "many"}]) == {}
 
 
+def test_each_of_several_reward_functions_has_a_curve() -> None:
+    def row(step: int, *names: str) -> dict[str, Any]:
+        return {"step": step, "reward_histograms": {name: [] for name in ("reward", *names)}, "reward_form": 0.5 * step}
+
+    found = curves([row(0, "reward_form", "reward_right"), row(1, "reward_form") | {"reward_right": 1.0}])
+    assert (found["reward form"].steps, found["reward form"].values) == ((0, 1), (0.0, 0.5))
+    assert found["reward right"].steps == (1,)
+    assert curves([row(1, "reward_form")]) == {}, "the reward itself"
+    assert curves([row(1) | {"reward_histograms": "none"}]) == {}
+
+
 def test_differing_fields_are_those_without_the_default_value() -> None:
     tree = parse_yaml(
         "model: {make: arithmetic}\ntrainer: {lora: {rank: 8}}\nscheduler: {train_batch_size: 8}", "f", ""

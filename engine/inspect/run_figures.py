@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+from engine.reward_histogram import HISTOGRAMS, REWARD
+
 Row = Mapping[str, Any]
 
 CURVES = {
@@ -56,9 +58,13 @@ def number(row: Row, name: str) -> float | None:
 
 
 def curves(rows: Sequence[Row]) -> dict[str, Curve]:
-    """The known curves of the rows of train steps, by label; without those that have no value."""
+    """The known curves of the rows of train steps, by label, and one for each of several reward functions; without
+    those that have no value."""
     found = {}
-    for label, name in CURVES.items():
+    histograms = (row.get(HISTOGRAMS) for row in rows)
+    names = dict.fromkeys(name for one in histograms if isinstance(one, Mapping) for name in one if name != REWARD)
+    functions = {f"reward {name.removeprefix('reward_')}": name for name in names} if len(names) > 1 else {}
+    for label, name in {**CURVES, **functions}.items():
         points = [(int(row["step"]), value) for row in rows if (value := number(row, name)) is not None]
         if points:
             steps, values = zip(*points, strict=True)
