@@ -125,6 +125,9 @@ def note_matched(state: State, event: Event, matched: Iterable[Order]) -> None:
             check.learn(state.limits.timeouts, kind, took)
         if progress:
             mark(state, order)
+            truncated = state.orders.find("truncate", order.id) if order.subject == "group" else None
+            if truncated is not None:
+                mark(state, truncated)  # the same work
             continue
         if process is not None:
             process.answered |= BITS[kind]

@@ -25,6 +25,7 @@ from engine.commands import (
     StopMeasuring,
     StopProcess,
     TrainStep,
+    TruncateGroup,
 )
 from engine.errors import ConfigError
 from engine.events import (
@@ -588,6 +589,16 @@ def test_each_stored_prefix_gives_a_group_its_full_time_again() -> None:
         run.keep_prefix(0, 1, 2, 3, tokens=tokens)
     assert cut_or_stopped(wait(run, run.clock + 90.0)) == []
     assert cut_or_stopped(wait(run, run.clock + 20.0)) == ["ParkGroup"] * 4
+
+
+def test_a_group_that_progresses_while_it_is_truncated_has_its_full_time_again() -> None:
+    run = small(every(None, group_s=100.0), policies={"deadline": "truncate"}, deadline_timeout_s=10.0)
+    run.wait(11.0)
+    assert {order.group for order in run.ordered(TruncateGroup)} == {0, 1}
+    for tokens in range(1, 4):
+        assert not cut_or_stopped(wait(run, run.clock + 70.0))
+        run.keep_prefix(0, 1, 2, 3, tokens=tokens)
+    assert {order.group for order in wait(run, run.clock + 106.0) if isinstance(order, ParkGroup)} == {0, 1, 2, 3}
 
 
 def starts(run: Scripted) -> None:
