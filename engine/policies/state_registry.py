@@ -93,7 +93,7 @@ def add_state(
             law = "an added state of train steps lies before the training, or before replicas get the weights"
         raise ConfigError(f"{FIELD}.between", between, law, f"use {' or '.join(map(str, places.values()))}")
     _require_phase(place, phase)
-    _require_name(state, step_table(checks=("-",)) if of_step else GROUP)
+    _require_name(state, step_table(checks=("-",)) if of_step else group_table(before=("-",)))
     _check_policy(policy, STEP_METHODS if of_step else METHODS)
     if of_step and concurrency != 1:
         raise ConfigError(f"{FIELD}.concurrency", concurrency, "must be 1: steps are inspected one by one", "use 1")

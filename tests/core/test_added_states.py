@@ -339,6 +339,7 @@ async def no_group(self: Any) -> None: ...
         ({"state": "Judging!"}, "must be a word"),
         ({"state": "aborted"}, "is already a state or trigger"),
         ({"state": "resume"}, "is already a state or trigger"),
+        ({"state": "prepare"}, "is already a state or trigger"),
         ({"state": "checking"}, "is already a state or trigger"),
         ({"phase": None}, "phase is not set: a state of groups has a phase; use parked"),
         ({"policy": object}, "must be a class with a method enters"),
