@@ -200,7 +200,8 @@ class Replicas:
     def newest_idle(self) -> Version:
         """Newest version among replicas with a free slot that are not slow and do not leave; `NO_VERSION` if there is
         none."""
-        return max((known.open_at for known in self._known.values() if known.idle), default=NO_VERSION)
+        known, newest_first = self._known, sorted(self._at, reverse=True)
+        return next((at for at in newest_first if any(known[id].idle for id in self._at[at].replicas)), NO_VERSION)
 
     def least_loaded(self, oldest: Version = 0, avoid: ReplicaId = -1) -> Replica | None:
         """The replica with the smallest share of busy slots (then the smallest id) among those at version `oldest` or
