@@ -25,7 +25,7 @@ from engine.policies import PolicySet
 from engine.record.codec import command_from, plain_command
 from engine.record.msgpack_values import CodecError, pack, unpack
 from engine.scheduling.scheduler import Scheduler
-from engine.states.group import Group
+from engine.states.group import NO_RARE_FACTS, Group, RareFacts
 from engine.states.laws import check_all
 from engine.states.limits import Limits
 from engine.states.machine import Observer
@@ -120,6 +120,8 @@ def _inner(hint: Any, here: Plain, there: Plain) -> list[tuple[str, Any]]:
     """The names and types of the parts of two values, if they have the same parts."""
     if type(here) is not list or type(there) is not list or len(here) != len(there):
         return []
+    if hint is Group:
+        return [(f".{name}", None) for name in _FIELDS]
     if isinstance(hint, type) and declared(hint) and get_origin(hint) is None and hint not in SCALARS:
         return [(f".{name}", field) for name, field in declared(hint).items()]
     args = get_args(hint)
@@ -137,7 +139,8 @@ def _inner(hint: Any, here: Plain, there: Plain) -> list[tuple[str, Any]]:
 
 def _whole(row: Plain) -> Plain:
     """A group's row with all its fields."""
-    return [row, *(list(value) if type(value) is tuple else value for value in _FRESH)] if type(row) is int else row
+    row = [row] if type(row) is int else row
+    return [*row, *(list(value) if type(value) is tuple else value for value in _FRESH[len(row) :])]
 
 
 def _shown(value: Plain) -> str:
@@ -292,11 +295,12 @@ def _classes_in(hint: Any) -> list[type]:
 
 # groups: there are so many that each is one row
 
-_GROUP_FIELDS = list(declared(Group))
-_figures = attrgetter(*_GROUP_FIELDS)
-_FRESH = _figures(Group(0))[1:]
-_WIRE = tuple(list if type(value) is tuple else type(value) for value in _figures(Group(0)))
-_KEY = _GROUP_FIELDS.index("resume_key")
+_USUAL = [name for name in declared(Group) if name != "rare"]
+_FIELDS = (*_USUAL, *RareFacts._fields)
+_figures = attrgetter(*_USUAL)
+_FRESH = (*_figures(Group(0)), *NO_RARE_FACTS)
+_WIRE = tuple(list if type(value) is tuple else type(value) for value in _FRESH)
+_KEY = _FIELDS.index("resume_key")
 
 
 def _groups() -> Form:
@@ -308,19 +312,26 @@ def _groups() -> Form:
 
 
 def _row(group: Group) -> Plain:
-    """The fields of a group; only its id if all other fields have their defaults."""
+    """The fields of a group, the rare ones only if it has some; only its id if all other fields have their defaults."""
     row: tuple[Any, ...] = _figures(group)
-    return row[0] if not group.attempt and row[1:] == _FRESH else row
+    if group.rare is not NO_RARE_FACTS:
+        return (*row, *group.rare)
+    return row[0] if not group.attempt and row[1:] == _FRESH[1 : len(row)] else row
 
 
 def _group(row: Plain) -> Group:
     if type(row) is int:
         return Group(row)
-    kinds = tuple(map(type, row))
-    if kinds != _WIRE and any(kind is not want and (kind, want) != (int, float) for kind, want in
-                              zip(kinds, _WIRE, strict=True)):  # fmt: skip
+    if len(row) not in (len(_USUAL), len(_FIELDS)):
+        raise CodecError("a group has a wrong number of fields")
+    kinds, wire = tuple(map(type, row)), _WIRE[: len(row)]
+    if kinds != wire and any(kind is not want and (kind, want) != (int, float) for kind, want in
+                             zip(kinds, wire, strict=True)):  # fmt: skip
         raise CodecError("a group's fields have wrong types")
-    row[_KEY] = tuple(row[_KEY])
-    if not all(type(number) in (int, float) for number in row[_KEY]):
-        raise CodecError("the resume key of a group must consist of numbers")
-    return Group(*row)
+    group = Group(*row[: len(_USUAL)])
+    if len(row) == len(_FIELDS):
+        row[_KEY] = tuple(row[_KEY])
+        if not all(type(number) in (int, float) for number in row[_KEY]):
+            raise CodecError("the resume key of a group must consist of numbers")
+        group.note(**dict(zip(RareFacts._fields, row[len(_USUAL) :], strict=True)))
+    return group

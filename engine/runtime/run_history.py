@@ -151,7 +151,9 @@ def _missing(store: DurableStore, recovered: Recovered) -> tuple[GroupId, ...]:
             is_stored = attempts.get(group.id) == group.attempt and _is_whole(store, group.id)
         else:
             continues = phase in (Phase.RUNNING, Phase.PARKED) and group.tokens > 0
-            is_stored = not (continues or group.prepared) or _is_known(store, group.id, state.training.latest_version)
+            is_stored = not (continues or group.rare.prepared) or _is_known(
+                store, group.id, state.training.latest_version
+            )
         if not is_stored:
             missing.append(group.id)
     return tuple(missing)

@@ -111,12 +111,12 @@ class Decisions:
         """Count a lost attempt. Returns whether the group gets another one: the retry policy decides, within
         `Limits.most_attempts`."""
         if cause == "data":
-            group.data_failures += 1
+            failures = group.rare.data_failures + 1
+            group.note(data_failures=failures)
             self.state.ending.note_judged(self.state.limits.failures_in_a_row, failed=True)
-            failures = group.data_failures
         else:
-            group.infrastructure_failures += 1
-            failures = group.infrastructure_failures
+            failures = group.rare.infrastructure_failures + 1
+            group.note(infrastructure_failures=failures)
         again: bool = self.ask("retry", (view_group(group), cause), (bool,))
         return again and failures < self.state.limits.most_attempts(cause)
 

@@ -121,7 +121,8 @@ def on_group_generated(core: Core, event: GroupGenerated) -> None:
         replica.failed_groups = 0
     if core.state.limits.straggler_factor is not None:
         measure_pace(core, group, replica, _began(core, event))
-    group.failed_on = -1
+    if group.rare.failed_on >= 0:
+        group.note(failed_on=-1)
     group.reward_mean = event.reward_mean
     group.described = event.described
     if not groups.stages.at[GENERATED] or not enter_added_state(core, group, GENERATED):
@@ -136,7 +137,7 @@ def on_state_left(core: Core, event: StateLeft) -> None:
     group, stage = groups.live[event.group], groups.stages.by_name[event.state]
     group.described = event.described or group.described
     if stage.place == QUEUED:
-        group.prepared = True
+        group.note(prepared=True)
         if not enter_added_state(core, group, QUEUED, stage.number):
             groups.fire(group, "prepare")
         return
@@ -188,7 +189,8 @@ def on_group_aborted(core: Core, event: GroupAborted) -> None:
         park_after_failure(core, group, _cause_of_hang(core, group, _began(core, event)), parks[0].reason)
         return
     if parks:
-        group.moved, group.failed_on, unasked = True, event.replica, False
+        group.note(moved=True, failed_on=event.replica)
+        unasked = False
     if unasked:  # the replica was not paused: charge an attempt, because this could repeat forever
         park_after_failure(core, group, "infrastructure", "its replica aborted it without an order")
         return
@@ -244,7 +246,7 @@ def on_group_failed(core: Core, event: GroupFailed) -> None:
     group = core.state.groups.live[event.group]
     if event.cause == "data" and group.tokens:
         group.forget_tokens()
-    group.failed_on = event.replica
+    group.note(failed_on=event.replica)
     park_after_failure(core, group, event.cause, event.reason)
     if event.cause == "infrastructure":
         _blame_replica(core, core.state.replicas.by_id[event.replica], event)
@@ -295,7 +297,7 @@ def lose_replica(core: Core, replica: Replica, reason: str, *, hung: bool = Fals
 def _cause_of_hang(core: Core, group: Group, began: float) -> str:
     """The cause that an attempt is charged to after it exceeded its limit: `data` if the prompt hung before and
     other groups were generated meanwhile; otherwise a machine may be the cause."""
-    return "data" if group.exceeded > 1 and core.state.groups.generated_at > began else "infrastructure"
+    return "data" if group.rare.exceeded > 1 and core.state.groups.generated_at > began else "infrastructure"
 
 
 def park_after_failure(core: Core, group: Group, cause: str, reason: str) -> None:
@@ -305,14 +307,14 @@ def park_after_failure(core: Core, group: Group, cause: str, reason: str) -> Non
     park_group(core, group)
     if not again:
         _give_up_group(core, group)
-    elif group.truncate and not group.tokens:
+    elif group.rare.truncate and not group.tokens:
         release_group(core, group, "drop")
 
 
 def _park_uncharged(core: Core, group: Group) -> None:
     """Park a group without charging it an attempt. Drop it if it must be truncated but has no tokens."""
     park_group(core, group)
-    if group.truncate and not group.tokens:
+    if group.rare.truncate and not group.tokens:
         release_group(core, group, "drop")
 
 
@@ -398,11 +400,13 @@ def _resume_groups(core: Core, most: int) -> int:
             return most
         most -= 1
         groups.fire(group, "resume")
-        group.begin_attempt()
+        group.attempt += 1
+        if state.limits.straggler_factor is not None:
+            group.note(resumed_tokens=group.tokens)
         order = replica.address_of(group) | {"admitted_version": group.admitted_version}
         order["cause"] = core.orders.cause_on(replica.id)
         if group.tokens:
-            core.orders.add(ResumeGroup(**order, truncate=group.truncate))
+            core.orders.add(ResumeGroup(**order, truncate=group.rare.truncate))
         else:
             core.orders.add(StartGroup(**order))
     return most
@@ -435,7 +439,7 @@ def _admit_groups(core: Core, most: int) -> None:
         group.deadline = state.training.steps_in[replica.version] + limits.max_staleness_steps
         group.started_at = state.now
         groups.fire(group, "start")
-        group.begin_attempt()
+        group.attempt += 1
         cause = core.orders.cause_on(replica.id)
         order = StartGroup(**replica.address_of(group), admitted_version=group.admitted_version, cause=cause)
         core.orders.add(order)

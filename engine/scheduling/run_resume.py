@@ -97,7 +97,7 @@ def _lose_replicas(core: Core, event: RunResumed) -> None:
 
 def _prepare_anew(core: Core, group: Group) -> None:
     """Let a group that waits pass through all added states before generation once more."""
-    group.prepared = False
+    group.note(prepared=False)
     if group.state != QUEUED:
         core.state.groups.fire(group, "prepare")
     prepare_groups(core, [group.id])
@@ -112,7 +112,7 @@ def _begin_work_again(core: Core, event: RunResumed) -> None:
         group.forget_tokens()
         if groups.phase_of(group.state) is Phase.WAITING:
             _prepare_anew(core, group)
-        elif group.prepared:
+        elif group.rare.prepared:
             drop_group(core, group)  # its prompt is lost, and a group that has begun cannot be prepared again
         else:
             groups.begin_anew(group, resume_key(core, group))

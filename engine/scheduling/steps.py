@@ -213,7 +213,7 @@ def _truncate(core: Core, stragglers: Sequence[Group]) -> None:
     for group in stragglers:
         if group.state in state.groups.stages.by_name:
             continue  # it is generated already: there is nothing to truncate
-        group.truncate = True
+        group.note(truncate=True)
         replica = state.replicas.of_group(group.id)
         if replica is not None:
             core.orders.add(TruncateGroup(**replica.address_of(group)))

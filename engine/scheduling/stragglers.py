@@ -16,7 +16,7 @@ WEIGHT = 0.2
 
 def measure_pace(core: Core, group: Group, replica: Replica, began: float) -> None:
     """Measure a finished group, from the start of its attempt."""
-    tokens = group.tokens - group.resumed_tokens
+    tokens = group.tokens - group.rare.resumed_tokens
     if tokens <= 0:
         return
     pace = (core.state.now - began) / tokens
@@ -42,7 +42,7 @@ def move_groups_off_slow_replicas(core: Core) -> None:
         return  # every group that can be moved is being moved
     slow = [replica for replica in replicas.paces.slow if replica.state == "ready" and not replica.process.leaves]
     groups = [(state.groups.live[id], replica) for replica in slow for id in replicas.running(replica)]
-    movable = [(g, r) for g, r in groups if g.id not in parking and not g.moved and g.resumes_from <= newest]
+    movable = [(g, r) for g, r in groups if g.id not in parking and not g.rare.moved and g.resumes_from <= newest]
     if len(movable) <= room:
         core.searched = (replicas.seats_on_slow, newest)
     for group, replica in sorted(movable, key=lambda pair: (pair[0].deadline, pair[0].id))[:room]:

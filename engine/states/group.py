@@ -6,6 +6,7 @@ The table is the law of what may happen to a group; the record is what the sched
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 from engine.ids import NO_VERSION, GroupId, ReplicaId, Version
 from engine.states.machine import Phase, Table, Transition, transitions
@@ -52,6 +53,31 @@ GROUP = Table(
 )
 
 
+class RareFacts(NamedTuple):
+    """What is noted of few groups: those that failed, were moved or hung, and those with policies of their own."""
+
+    infrastructure_failures: int = 0
+    data_failures: int = 0
+    exceeded: int = 0
+    """How often orders about it exceeded their time limit since one was answered."""
+    truncate: bool = False
+    """The deadline policy wants it finished with the prefixes it has."""
+    moved: bool = False
+    """A faster replica took it over once; it stays there."""
+    failed_on: ReplicaId = -1
+    """The replica its last attempt failed on; another one is preferred for the next."""
+    resumed_tokens: int = 0
+    """Tokens it had when it was last resumed, where the paces of replicas are compared."""
+    resume_key: tuple[float, ...] = ()
+    """Where it is parked: what the resume policy orders it by; empty for its deadline alone."""
+    prepared: bool = False
+    """An added state before generation has stored its prompt."""
+
+
+NO_RARE_FACTS = RareFacts()
+"""Shared by all groups of which nothing is noted."""
+
+
 @dataclass(slots=True, eq=False)
 class Group:
     """What the scheduler knows of one live group. Versions are `NO_VERSION` until known."""
@@ -69,34 +95,28 @@ class Group:
     """Tokens that its attempts left in the trajectory store; 0: the next attempt begins with the prompt."""
     unfinished: int = 0
     """Trajectories of what is stored that have not ended; 0 while nothing is stored."""
-    truncate: bool = False
-    """The deadline policy wants it finished with the prefixes it has."""
-    infrastructure_failures: int = 0
-    data_failures: int = 0
-    exceeded: int = 0
-    """How often orders about it exceeded their time limit since one was answered."""
     started_at: float = 0.0
-    resumed_tokens: int = 0
-    """Tokens it had when its newest attempt began."""
-    moved: bool = False
-    """A faster replica took it over once; it stays there."""
-    failed_on: ReplicaId = -1
-    """The replica its last attempt failed on; another one is preferred for the next."""
-    resume_key: tuple[float, ...] = ()
-    """Where it is parked: what the resume policy orders it by; empty for its deadline alone."""
     turn: int = 0
     """While it is ready or in an added state: the number of its entry, which orders the groups there."""
     ready_at: float = 0.0
     reward_mean: float = 0.0
     described: str = ""
     """What policies see of it besides figures, as JSON; empty if its events say nothing."""
-    prepared: bool = False
-    """An added state before generation has stored its prompt."""
+    rare: RareFacts = NO_RARE_FACTS
 
-    def begin_attempt(self) -> None:
-        """It is about to be ordered to run on a replica."""
-        self.attempt += 1
-        self.resumed_tokens = self.tokens
+    def note(self, **facts: Any) -> None:
+        """Note rare facts, by the names of their fields."""
+        noted = self.rare._replace(**facts)
+        self.rare = NO_RARE_FACTS if noted == NO_RARE_FACTS else noted
+
+    @property
+    def exceeded(self) -> int:
+        """As every record has it that counts exceeded limits."""
+        return self.rare.exceeded
+
+    @exceeded.setter
+    def exceeded(self, count: int) -> None:
+        self.note(exceeded=count)
 
     def forget_tokens(self) -> None:
         """What earlier attempts left is gone: the next one begins with the prompt."""

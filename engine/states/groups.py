@@ -78,7 +78,7 @@ class Groups:
             if group.state == QUEUED:
                 self.waiting.append(group.id)
             elif group.state == "aborted":
-                self._park(group, group.resume_key or (group.deadline,))
+                self._park(group, group.rare.resume_key or (group.deadline,))
             elif phase in (Phase.WAITING, Phase.PARKED, Phase.READY):
                 entered.append(group)
         for group in sorted(entered, key=attrgetter("turn")):
@@ -109,11 +109,9 @@ class Groups:
         consumed, released, live = tuple(consumed), tuple(released), self.live
         self.live = {id: Group(id) for id in sorted((*live, *consumed, *released))}
         for id, before in live.items():
-            group = self.live[id]
-            group.attempt = before.attempt
-            group.infrastructure_failures = before.infrastructure_failures
-            group.data_failures = before.data_failures
-            group.exceeded = before.exceeded
+            self.live[id].attempt = before.attempt
+            infrastructure, data, exceeded, *_ = before.rare
+            self.live[id].note(infrastructure_failures=infrastructure, data_failures=data, exceeded=exceeded)
         self.rebuild(self.deadlines.surplus)
         self.ledger.branch(waiting=len(self.live), consumed=len(consumed), released=len(released))
 
@@ -152,7 +150,8 @@ class Groups:
             self.enter_stage(group)
 
     def _leave_parked(self, group: Group, before: str) -> None:
-        group.resume_key = ()
+        if group.rare.resume_key:
+            group.note(resume_key=())
         if before == "aborted":
             self._forget_parked(group)
         else:
@@ -211,7 +210,9 @@ class Groups:
         return None if best is None else self.live[best[1]]
 
     def _park(self, group: Group, key: Key) -> None:
-        group.resume_key = key if key != (group.deadline,) else ()
+        noted = key if key != (group.deadline,) else ()
+        if group.rare.resume_key != noted:
+            group.note(resume_key=noted)
         heappush(self.parked.setdefault(group.resumes_from, []), (key, group.id))
 
     def _forget_parked(self, group: Group) -> None:
@@ -225,4 +226,4 @@ class Groups:
         group = self.live.get(id)
         if group is None or group.state != "aborted" or group.resumes_from != version:
             return False
-        return key == (group.resume_key or (group.deadline,))
+        return key == (group.rare.resume_key or (group.deadline,))

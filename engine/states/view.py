@@ -98,9 +98,10 @@ class PoolView(NamedTuple):
 
 
 def view_group(group: Group) -> GroupView:
+    rare = group.rare
     return GroupView(
         group.id, group.state, group.attempt, group.deadline, group.admitted_version, group.oldest_version,
-        group.newest_version, group.tokens, group.infrastructure_failures, group.data_failures, group.started_at,
+        group.newest_version, group.tokens, rare.infrastructure_failures, rare.data_failures, group.started_at,
         group.ready_at, group.reward_mean, group.unfinished, *(_described(group) if group.described else ()),
     )  # fmt: skip
 
@@ -239,7 +240,7 @@ class View:
 
     def failed_on(self, id: GroupId) -> ReplicaId:
         """The replica on which the last attempt of an open group failed; -1 if none did."""
-        return self._state.groups.live[id].failed_on
+        return self._state.groups.live[id].rare.failed_on
 
     def least_loaded(self, oldest: Version, avoid: ReplicaId = -1) -> ReplicaId | None:
         """The replica with the smallest share of busy slots among those that can take a group at version `oldest` or

@@ -140,7 +140,7 @@ def test_budgets_of_groups_under_way_are_not_given_anew() -> None:
     attempt = made.state.groups.live[group].attempt
     made.crash(replicas=1)
     again = made.state.groups.live[group]
-    assert (again.state, again.infrastructure_failures, again.attempt) == ("queued", 1, attempt)
+    assert (again.state, again.rare.infrastructure_failures, again.attempt) == ("queued", 1, attempt)
 
 
 def test_a_resume_from_a_checkpoint_knows_which_groups_hung() -> None:
@@ -229,7 +229,7 @@ def test_nothing_but_what_ran_is_lost_where_the_trajectories_are_kept() -> None:
     taken, ready = dict(made.judge.ledger.books.taken), list(state.groups.ready)
     step = state.training.training_step
     assert step is not None
-    budgets = {group.id: group.infrastructure_failures for group in state.groups.live.values()}
+    budgets = {group.id: group.rare.infrastructure_failures for group in state.groups.live.values()}
     made.crash(replicas=1, kept=True)
     state = made.state
     assert (
@@ -239,7 +239,7 @@ def test_nothing_but_what_ran_is_lost_where_the_trajectories_are_kept() -> None:
     )
     again = state.training.training_step
     assert again is not None and (again.groups, again.attempt) == (step.groups, step.attempt + 1)
-    assert {group.id: group.infrastructure_failures for group in state.groups.live.values()} == budgets
+    assert {group.id: group.rare.infrastructure_failures for group in state.groups.live.values()} == budgets
     assert made.complete().outcome == "finished"
 
 

@@ -459,7 +459,7 @@ def test_a_prefix_found_to_be_newer_than_was_known_waits_for_weights_as_new() ->
             group=old, attempt=group.attempt, replica=1, incarnation=1, tokens=9, oldest_version=0, newest_version=1
         )
     )
-    assert group.state == "aborted" and group.infrastructure_failures == 2
+    assert group.state == "aborted" and group.rare.infrastructure_failures == 2
     run.install(1)
     assert group.state == "resumed" and run.replica_of(old) == 1
 

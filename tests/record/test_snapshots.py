@@ -24,7 +24,7 @@ from engine.record.msgpack_values import CodecError, pack, unpack
 from engine.record.snapshots import declarations, restore, snapshot
 from engine.scheduling.scheduler import Scheduler
 from engine.simulation.world import Faults, Setting, World
-from engine.states.group import Group
+from engine.states.group import NO_RARE_FACTS, Group
 from engine.states.groups import Groups
 from engine.states.laws import check_all
 from engine.states.limits import Limits
@@ -405,14 +405,25 @@ def test_groups_that_nobody_began_are_named_by_their_ids() -> None:
     scheduler.state.groups.draw(0, 2)
     scheduler.state.groups.live[1].attempt = 3
     rows = groups_in(state_of(scheduler))
-    assert rows[0] == 0 and len(rows[1]) == len(declared(Group))
+    assert rows[0] == 0 and len(rows[1]) == len(declared(Group)) - 1, "it has no rare facts"
+
+
+def test_rare_facts_of_a_group_are_restored() -> None:
+    run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4)
+    run.fail(0, cause="data")
+    run.state.groups.live[1].note(resume_key=(1, 2.5))
+    restored = restore([unpack(pack(part)) for part in snapshot(run.scheduler)])
+    require_same_state(restored, run.scheduler)
+    live = restored.state.groups.live
+    assert live[0].rare.data_failures == 1 and live[1].rare.resume_key == (1, 2.5)
+    assert live[2].rare is NO_RARE_FACTS, "groups without any share one record"
 
 
 def test_a_group_with_one_field_of_a_wrong_type_is_refused() -> None:
     scheduler = Scheduler(LIMITS)
     scheduler.state.groups.draw(0, 1)
-    scheduler.state.groups.live[0].attempt = 3
-    for place in range(len(declared(Group))):
+    scheduler.state.groups.live[0].note(prepared=True)
+    for place in range(len(groups_in(state_of(scheduler))[0])):
         plain = state_of(scheduler)
         groups_in(plain)[0][place] = None
         with pytest.raises(CodecError, match="a group's fields have wrong types"):
