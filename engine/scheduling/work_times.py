@@ -91,16 +91,16 @@ def limit_of(state: State, order: Order) -> float:
 
 def exceeded(state: State, order: Order) -> int:
     """How often orders about the same subject exceeded their limit since one was answered."""
-    subject = _subject_of(state, order)
-    return 0 if subject is None else subject.exceeded
+    record = _record_of(state, order)
+    return 0 if record is None else record.exceeded
 
 
 def note_exceeded(state: State, order: Order) -> None:
     """An order exceeded its limit: the next one about its subject gets twice as much time."""
     order.overdue = True
-    subject = _subject_of(state, order)
-    if subject is not None and KINDS_OF_SUBJECTS[order.subject] != CUT:
-        subject.exceeded += 1
+    record = _record_of(state, order)
+    if record is not None and KINDS_OF_SUBJECTS[order.subject] != CUT:
+        record.exceeded += 1
 
 
 def note_matched(state: State, event: Event, matched: Iterable[Order]) -> None:
@@ -112,15 +112,16 @@ def note_matched(state: State, event: Event, matched: Iterable[Order]) -> None:
             following = state.orders.first(order.owner)
             if following is not None and following.number > order.number:
                 mark(state, following)  # its process works on it from now on
-        if order.subject not in check.least:
+        subject = order.subject
+        if subject not in check.least:
             continue
         process = state.process_of(order.owner)
-        if process is not None and order.subject in ("stage", "inspect"):
+        if process is not None and subject in ("stage", "inspect"):
             process.last_answer = _work_time(state, order)
-        if type(event) in TEACH_NOTHING or (order.subject == "start" and not could_work(state, order)):
+        if type(event) in TEACH_NOTHING or (subject == "start" and not could_work(state, order)):
             continue  # when it had room to start is not known
-        kind, took = KINDS_OF_SUBJECTS[order.subject], time_taken(state, order)
-        whole = not progress or order.subject != "start"  # a part of a start teaches nothing about those of others
+        kind, took = KINDS_OF_SUBJECTS[subject], time_taken(state, order)
+        whole = not progress or subject != "start"  # a part of a start teaches nothing about those of others
         if whole and took > check.longest.get(kind, -1.0):
             check.learn(state.limits.timeouts, kind, took)
         if progress:
@@ -131,9 +132,9 @@ def note_matched(state: State, event: Event, matched: Iterable[Order]) -> None:
             continue
         if process is not None:
             process.answered |= BITS[kind]
-        subject = _subject_of(state, order)
-        if subject is not None and subject.exceeded and type(order.command) not in PREPARES:
-            subject.exceeded = 0
+        record = _record_of(state, order)
+        if record is not None and record.exceeded and type(order.command) not in PREPARES:
+            record.exceeded = 0
 
 
 def is_silent(state: State, order: Order) -> bool:
@@ -149,7 +150,7 @@ def _work_time(state: State, order: Order) -> float:
     return clock if process is None else process.work_time(clock)
 
 
-def _subject_of(state: State, order: Order) -> CountsExceeded | None:
+def _record_of(state: State, order: Order) -> CountsExceeded | None:
     """The record of what an order is about, if it counts exceeded limits."""
     command: Any = order.command
     found: CountsExceeded | None = None

@@ -246,7 +246,8 @@ def works_in_order(owner: Owner) -> bool:
 class Order:
     """One open order. `at`: time it was given, in seconds since the run began. `mark`: the work time of its owner when
     it was given or last progressed (`scheduling/work_times.py`). `overdue`: it exceeded its limit, and that was acted
-    on. `finished`: trajectories of a running group that have ended, by the newest report."""
+    on. `finished`: trajectories of a running group that have ended, by the newest report. What else is known of it
+    follows from its command."""
 
     number: int
     at: float
@@ -254,17 +255,23 @@ class Order:
     overdue: bool
     finished: int
     command: Command
-    __slots__ = ("at", "command", "finished", "id", "mark", "number", "overdue", "owner", "subject")
+    __slots__ = ("at", "command", "finished", "mark", "number", "overdue", "owner")
 
-    def __init__(self, number: int, subject: str, id: Any, owner: Owner, command: Command, at: float) -> None:
+    def __init__(self, number: int, owner: Owner, command: Command, at: float) -> None:
         self.number = number
-        self.subject = subject
-        self.id = id
         self.owner = owner
         self.command = command
         self.at = self.mark = at
         self.overdue = False
         self.finished = 0
+
+    @property
+    def subject(self) -> str:
+        return RELATIONS[type(self.command)].subject
+
+    @property
+    def id(self) -> Any:
+        return _OPENINGS[type(self.command)][1](self.command)
 
 
 Listener = Callable[[Order, int], None]
@@ -363,10 +370,11 @@ class OrderBook:
         number = self.next_number
         self.next_number = number + 1
         owner: Owner = own(self, command)
-        order = orders[id] = self.by_number[number] = Order(number, subject, id, owner, command, at)
+        order = orders[id] = self.by_number[number] = Order(number, owner, command, at)
         self._owned[owner][subject][id] = order
-        if subject in self._listeners:
-            self._listeners[subject](order, 0)
+        listener = self._listeners.get(subject)
+        if listener is not None:
+            listener(order, 0)
         return order
 
     def note_finished(self, order: Order, finished: int) -> None:
@@ -382,8 +390,8 @@ class OrderBook:
         self._owned.clear()
         for order in self.all():
             subject, identify, own, _ = _OPENINGS[type(order.command)]
-            order.subject, order.id, order.owner = subject, identify(order.command), own(self, order.command)
-            self._by_subject[subject][order.id] = self._owned[order.owner][subject][order.id] = order
+            id, order.owner = identify(order.command), own(self, order.command)
+            self._by_subject[subject][id] = self._owned[order.owner][subject][id] = order
 
     def withdraw(self, subject: str, id: Any) -> Order | None:
         """End an order without an answer. A later answer is a stale echo."""
@@ -448,10 +456,12 @@ class OrderBook:
             self.clear()
 
     def _close(self, order: Order) -> None:
-        subject, id = order.subject, order.id
+        subject, identify, _, _ = _OPENINGS[type(order.command)]
+        id = identify(order.command)
         del self.by_number[order.number], self._owned[order.owner][subject][id], self._by_subject[subject][id]
-        if subject in self._listeners:
-            self._listeners[subject](order, -order.finished)
+        listener = self._listeners.get(subject)
+        if listener is not None:
+            listener(order, -order.finished)
 
 
 class _Rule:
