@@ -111,10 +111,9 @@ def _drop_surplus(core: Core, step: Step) -> None:
     groups = state.groups
     if not groups.deadlines.due(step.id):
         return
-    unready = _unready_due(core, step.id)
-    ready = sorted(id for id in groups.ready if groups.live[id].deadline <= step.id)
-    for id in (*reversed(unready), *reversed(ready)):
-        drop_group(core, groups.live[id])
+    ready = [groups.live[id] for id in sorted(groups.ready) if groups.live[id].deadline <= step.id]
+    for group in (*reversed(groups.unready(step.id)), *reversed(ready)):
+        drop_group(core, group)
 
 
 def _why_unlawful(core: Core, chosen: tuple[GroupId, ...] | None, size: int) -> str:
@@ -141,17 +140,12 @@ def find_stragglers(core: Core) -> list[Group]:
     state = core.state
     groups = state.groups
     needs = groups.deadlines.needs(state.training.steps_batched, state.limits.train_batch_size)
-    chosen: dict[GroupId, None] = {}
+    unready = groups.unready(needs[-1][0]) if needs else []
+    chosen: dict[GroupId, Group] = {}
     for deadline, missing in needs:
-        due = (id for id in _unready_due(core, deadline) if id not in chosen)
-        chosen.update(dict.fromkeys(islice(due, missing)))
-    return [groups.live[id] for id in sorted(chosen)]
-
-
-def _unready_due(core: Core, deadline: int) -> list[GroupId]:
-    """The unready groups due by a step, in the order in which they started."""
-    groups = core.state.groups
-    return sorted(groups.deadlines.unready(deadline), key=lambda id: groups.live[id].started_at)
+        due = ((group.id, group) for group in unready if group.deadline <= deadline and group.id not in chosen)
+        chosen.update(islice(due, missing))
+    return [chosen[id] for id in sorted(chosen)]
 
 
 def set_deadline_timer(core: Core) -> None:

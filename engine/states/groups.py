@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from engine.ids import GroupId, Version
+from engine.ids import GroupId, StepId, Version
 from engine.states.checkpoints import Checkpoints
 from engine.states.group import Group, group_table
-from engine.states.ledger import Deadlines, Ledger
+from engine.states.ledger import UNREADY, Deadlines, Ledger
 from engine.states.limits import GENERATED, QUEUED, Limits
 from engine.states.machine import Observer, Phase, SharedMachine
 from engine.states.orders import OrderBook
@@ -74,7 +74,7 @@ class Groups:
         entered = []
         for group in self.live.values():
             phase = self._phases[group.state]
-            self.deadlines.move(group.id, group.deadline, Phase.WAITING, phase)
+            self.deadlines.count(group.deadline, phase)
             if group.state == QUEUED:
                 self.waiting.append(group.id)
             elif group.state == "aborted":
@@ -124,7 +124,7 @@ class Groups:
         self.machine.fire(group, trigger)
         source, target = self._phases[before], self._phases[group.state]
         self.ledger.move(source, target)
-        self.deadlines.move(group.id, group.deadline, source, target)
+        self.deadlines.move(group.deadline, source, target)
         leave, enter = self._leave.get(source), self._enter.get(target)
         if leave is not None:
             leave(group, before)
@@ -134,6 +134,13 @@ class Groups:
     def phase_of(self, state: str) -> Phase:
         """The phase of a state of groups."""
         return self._phases[state]
+
+    def unready(self, until: StepId) -> list[Group]:
+        """Started groups with deadline ≤ `until` that are not ready, in the order in which they started. Visits all
+        live groups."""
+        live = self.live.values()
+        found = (group for group in live if group.deadline <= until and UNREADY[self._phases[group.state]])
+        return sorted(found, key=attrgetter("started_at"))
 
     def _leave_waiting(self, group: Group, before: str) -> None:
         """`start_groups` removes the first group in `waiting` itself."""

@@ -1,4 +1,4 @@
-"""The books: how many prompts are in each phase, and how many started groups each deadline still has.
+"""The books: how many prompts are in each phase, and how many started groups have each deadline.
 
 Kept by `states/groups.py` as groups change state; read by the laws, the policies and the metrics. All of it costs O(1)
 for each event, except for loops over deadlines: there are at most S + 2, one for each version that an open group can
@@ -8,7 +8,6 @@ have been admitted on.
 from bisect import insort
 from collections.abc import Iterator
 
-from engine.ids import GroupId
 from engine.states.machine import Phase
 
 WAITING, RUNNING, PARKED, READY, BATCHED, CONSUMED, RELEASED = map(int, Phase)
@@ -79,7 +78,7 @@ UNREADY = tuple(phase in (Phase.RUNNING, Phase.PARKED) for phase in Phase)
 
 
 class Deadlines:
-    """U(d): started, untaken groups by deadline, and which of them are not ready (DESIGN 4).
+    """U(d): started, untaken groups by deadline, and how many of them are ready (DESIGN 4).
 
     `surplus` is X: groups that may be due by a step beyond those it can take, since they are dropped with it.
     """
@@ -88,36 +87,38 @@ class Deadlines:
         self.surplus = surplus
         self._order: list[int] = []
         self._started: dict[int, int] = {}
-        self._unready: dict[int, dict[GroupId, None]] = {}
+        self._ready: dict[int, int] = {}
 
-    def move(self, group: GroupId, deadline: int, source: Phase, target: Phase) -> None:
+    def move(self, deadline: int, source: Phase, target: Phase) -> None:
         """A group with that deadline changed its phase."""
-        if UNREADY[source]:
-            if UNREADY[target]:
-                return
-            del self._unready[deadline][group]
-            if not STARTED[target]:
-                self._end(deadline)
-        elif STARTED[target]:
+        if target == READY:
+            self._ready[deadline] += 1
+        elif source == READY:
+            self._ready[deadline] -= 1
+        if STARTED[target]:
             if not STARTED[source]:
                 self._start(deadline)
-            if UNREADY[target]:
-                self._unready[deadline][group] = None
         elif STARTED[source]:
             self._end(deadline)
+
+    def count(self, deadline: int, phase: Phase) -> None:
+        """Count a group with that deadline in its phase."""
+        if STARTED[phase]:
+            self._start(deadline)
+            self._ready[deadline] += phase == READY
 
     def _start(self, deadline: int) -> None:
         if deadline in self._started:
             self._started[deadline] += 1
         else:
             insort(self._order, deadline)
-            self._started[deadline], self._unready[deadline] = 1, {}
+            self._started[deadline], self._ready[deadline] = 1, 0
 
     def _end(self, deadline: int) -> None:
         """A started group was taken by a step or released."""
         self._started[deadline] -= 1
         if not self._started[deadline]:
-            del self._started[deadline], self._unready[deadline]
+            del self._started[deadline], self._ready[deadline]
             self._order.remove(deadline)
 
     def cumulative(self) -> Iterator[tuple[int, int, int]]:
@@ -125,12 +126,8 @@ class Deadlines:
         started = ready = 0
         for deadline in self._order:
             started += self._started[deadline]
-            ready += self._started[deadline] - len(self._unready[deadline])
+            ready += self._ready[deadline]
             yield deadline, started, ready
-
-    def unready(self, until: int) -> list[GroupId]:
-        """Started groups with deadline ≤ `until` that are not ready, in the order drawn."""
-        return sorted(id for deadline in self._order if deadline <= until for id in self._unready[deadline])
 
     def requirements(self, step: int, batch: int) -> list[tuple[int, int, int]]:
         """(d, least number of groups with deadline ≤ d that the step must take, how many are ready), where that is
@@ -162,4 +159,4 @@ class Deadlines:
 
     def by_deadline(self) -> dict[int, tuple[int, int]]:
         """deadline → (started, ready) groups."""
-        return {d: (self._started[d], self._started[d] - len(self._unready[d])) for d in self._order}
+        return {d: (self._started[d], self._ready[d]) for d in self._order}
