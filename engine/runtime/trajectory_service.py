@@ -29,6 +29,8 @@ Packed = tuple[GroupId, int, bytes, bool]
 """(group, attempt, packed group or growth, whether it is a growth)"""
 LARGEST_TOKEN_BYTES = 32
 """Upper bound of the bytes of a stored token, with its share of texts and spans."""
+SMALL_BYTES = 1 << 16
+"""Groups of this size together are unpacked faster than a thread starts."""
 MAX_ITEMS = 4096
 """Maximum number of items of one call."""
 
@@ -142,8 +144,13 @@ class TrajectoryService:
 
 
 async def unpacked(packed: Sequence[bytes | TrajectoryGroup]) -> list[TrajectoryGroup]:
-    """Groups that a store may have returned packed."""
-    return await on_a_thread(lambda: [unpack_group(one) if isinstance(one, bytes) else one for one in packed])
+    """Groups that a store may have returned packed. Large ones are unpacked on a thread."""
+
+    def unpack() -> list[TrajectoryGroup]:
+        return [unpack_group(one) if isinstance(one, bytes) else one for one in packed]
+
+    small = sum(len(one) for one in packed if isinstance(one, bytes)) <= SMALL_BYTES
+    return unpack() if small else await on_a_thread(unpack)
 
 
 class PackedTrajectories:
@@ -153,18 +160,20 @@ class PackedTrajectories:
         """`store`: has the methods of a `TrajectoryService`. `awaited(process)`: context manager for each call."""
         self._store = store
         self._awaited = awaited
-        self._puts: Batcher[Packed] = Batcher(lambda groups: store.put(list(groups)))
+        self._puts: Batcher[Packed] = Batcher(self._put_all)
+
+    async def _put_all(self, groups: Sequence[Packed]) -> None:
+        with self._awaited(TRAJECTORY_STORE):
+            await self._store.put(list(groups))
 
     async def put(self, group: TrajectoryGroup, attempt: int) -> None:
-        with self._awaited(TRAJECTORY_STORE):
-            await self._puts.put((group.group, attempt, pack_group(group), False))
+        await self._puts.put((group.group, attempt, pack_group(group), False))
 
     async def grow(self, growth: Growth, attempt: int) -> None:
         if growth.group.tokens * LARGEST_TOKEN_BYTES > MAX_GROUP_BYTES:  # appended parts must not exceed the limit
             await self.put(growth.group, attempt)
             return
-        with self._awaited(TRAJECTORY_STORE):
-            await self._puts.put((growth.group.group, attempt, pack_growth(growth), True))
+        await self._puts.put((growth.group.group, attempt, pack_growth(growth), True))
 
     async def replace(self, group: TrajectoryGroup, attempt: int) -> None:
         with self._awaited(TRAJECTORY_STORE):

@@ -221,7 +221,7 @@ class SampleFiles:
         """The files, sorted by name."""
         if not self.directory.is_dir():
             return []
-        return [found for path in sorted(self.directory.iterdir()) if (found := FileName.of(path.name)) is not None]
+        return [found for name in sorted(os.listdir(self.directory)) if (found := FileName.of(name)) is not None]
 
     def _write(self, name: str, rows: Sequence[SampleRow]) -> None:
         lines = [json.dumps(_plain(row), ensure_ascii=False) + "\n" for row in rows]

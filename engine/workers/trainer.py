@@ -30,7 +30,7 @@ from engine.reward_histogram import HISTOGRAMS
 from engine.storage.checkpoints import checkpoint_path, remove_checkpoint, save_checkpoint
 from engine.storage.trajectories import Trajectories
 from engine.storage.weights import Trained, Weights
-from engine.trajectory import SOURCES
+from engine.trajectory import SOURCES, TrajectoryGroup
 from engine.workers.order_queue import OrderQueue
 from engine.workers.progress_reports import SerialProgress
 from engine.workers.response_figures import response_figures, reward_histograms, source_figures
@@ -119,6 +119,12 @@ def _shown(name: Any) -> str:
         return f"{name!r:.80}"
     except BaseException:
         return f"an object of type {type(name).__name__}"
+
+
+def _figures_of(groups: Sequence[TrajectoryGroup], correct: Sequence[str]) -> tuple[dict[str, Figure], dict[str, Any]]:
+    """The figures of a batch's responses; and its tables, without empty ones."""
+    tables = {SOURCES: source_figures(groups), HISTOGRAMS: reward_histograms(groups)}
+    return response_figures(groups, correct), {name: table for name, table in tables.items() if table}
 
 
 # -- offloading --------------------------------------------------------------------------------------------------------
@@ -322,11 +328,7 @@ class TrainerWorker(OrderQueue[Command]):
         groups = await self._trajectories.get(ids)
         scores = {task: await self._trajectories.scores(step, task, ids) for task in self._scored_apart}
         batch = Batch(step=step, groups=groups, staleness=list(staleness), scores=scores)
-        responses: dict[str, Figure] = await self._call(response_figures, groups, self._correct)
-        tables = {
-            SOURCES: await self._call(source_figures, groups),
-            HISTOGRAMS: await self._call(reward_histograms, groups),
-        }
+        responses, tables = await self._call(_figures_of, groups, self._correct)
         metrics: object = await self._call(self.trainer.train, batch)
         if metrics is not None and not isinstance(metrics, Mapping):
             law = f"train() must return a dict of metrics or None, not {type(metrics).__name__}"
@@ -337,7 +339,7 @@ class TrainerWorker(OrderQueue[Command]):
             figures = await self._call(self._figures.read, step, metrics)
         if self._samples is not None:
             await self._samples.keep_step(batch, await self._rollout_figures())
-        return {**responses, **figures, **{name: table for name, table in tables.items() if table}}
+        return {**responses, **figures, **tables}
 
     async def _rollout_figures(self) -> Sequence[Sequence[RolloutFigures]]:
         """The trainer's figures of the rollouts that it has just trained; empty if it has none."""
