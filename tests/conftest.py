@@ -74,15 +74,20 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     yield
 
 
+WITHOUT_MODEL = ("test_ray_contract", "test_ray_hangs", "test_ray_lives", "test_ray_runs")
+"""Half of the time of tests with a shared cluster: their runs compute nothing, and are killed or wait for limits."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep the tests that share vLLM engines in one process, where they run one after another, those that share a Ray
-    cluster in another, and those with a cluster of their own in a third. Files whose names and parameters do not say so
-    mark themselves. These groups are the longest, and pytest-xdist begins with them."""
+    cluster in two others, and those with a cluster of their own in a fourth. Files whose names and parameters do not
+    say so mark themselves. These groups are the longest, and pytest-xdist begins with them."""
     for item in items:
         if item.get_closest_marker("ray") is not None:
             shared = "cluster" in getattr(item, "fixturenames", ())
-            item.add_marker(pytest.mark.xdist_group("cluster" if shared else "clusters"))
+            group = "deaths" if item.path.stem in WITHOUT_MODEL else "cluster" if shared else "clusters"
+            item.add_marker(pytest.mark.xdist_group(group))
         elif "vllm" in item.nodeid:
             item.add_marker(pytest.mark.xdist_group("engines"))
         elif "server" in getattr(item, "fixturenames", ()):
