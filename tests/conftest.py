@@ -31,6 +31,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Each process of vLLM would compile the few functions that it decorates so, in C++ the first time: longer than it runs.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
+# Where Python may write no bytecode, as in many images, each of the programs that tests start compiles the engine anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # For clusters that tests start without `connect`: Ray's workers would hardly run beside other programs.
 os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.pop("RAY_ADDRESS", None)  # a run would join that cluster
