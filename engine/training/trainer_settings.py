@@ -214,9 +214,9 @@ class StepChoices(Section):
         True,
         description="Copy weights and moments before a train step of several optimizer steps, to undo a failed one.",
     )
-    """The copy is in host memory (12 bytes per parameter), which the trainer keeps for the next step; each of several `ranks` copies its own shards. Without the
-    copy, as in a train step of one optimizer step, the trainer's process is replaced if a step fails after an optimizer
-    step has begun."""
+    """The copy is in host memory (12 bytes per parameter), which the trainer keeps for the next step; each of several
+    `ranks` copies its own shards. Without the copy, as in a train step of one optimizer step, the trainer's process is
+    replaced if a step fails after an optimizer step has begun."""
     epochs_per_batch: int = Field(1, ge=1, le=1000, description="Passes over each batch.")
     """The minibatches of each pass are the same, in the same order."""
     micro_batch_tokens: int = Field(
