@@ -151,8 +151,6 @@ def read_status(metrics: RunMetrics, now: float | None = None) -> Status:
     """The snapshot of a run. `now`: seconds since it began; by default the time of the newest event."""
     now = metrics.at if now is None else max(now, metrics.at)
     state, idle, staleness = metrics.state, metrics.idle, metrics.staleness
-    fleet = sorted((r for r in state.replicas.by_id.values() if not r.process.dismissed), key=lambda r: r.id)
-    replicas = [replica for replica in fleet if replica.state != "down"]
     rewards, limits, progress, outcome = metrics.rewards, state.limits, metrics.progress, state.ending.outcome
     return Status(
         outcome=None if outcome is None else outcome.outcome,
@@ -177,11 +175,7 @@ def read_status(metrics: RunMetrics, now: float | None = None) -> Status:
         ready=state.groups.ledger.ready,
         parked=state.groups.ledger.parked,
         version=state.training.latest_version,
-        replica_versions={r.id: r.version for r in replicas},
-        replica_states={r.id: r.condition for r in fleet},
-        replica_slots={r.id: (state.replicas.occupied(r), r.slots) for r in replicas},
-        replica_caches={r.id: r.cache_used for r in replicas if r.cache_used},
-        replicas_lost=sum(r.lost for r in fleet),
+        **_replica_fields(state),
         groups_live=metrics.groups.by_state(),
         step_phase=next((s.state for s in list(state.training.steps.values()) if s.state != "finished"), "finished"),
         versions_kept=len(state.training.versions),
@@ -218,6 +212,18 @@ def read_status(metrics: RunMetrics, now: float | None = None) -> Status:
         calls_now=_calls_now(metrics),
         ending="" if outcome is None else outcome.word,
     )
+
+
+def _replica_fields(state: State) -> dict[str, Any]:
+    fleet = sorted((r for r in state.replicas.by_id.values() if not r.process.dismissed), key=lambda r: r.id)
+    replicas = [replica for replica in fleet if replica.state != "down"]
+    return {
+        "replica_versions": {r.id: r.version for r in replicas},
+        "replica_states": {r.id: r.condition for r in fleet},
+        "replica_slots": {r.id: (state.replicas.occupied(r), r.slots) for r in replicas},
+        "replica_caches": {r.id: r.cache_used for r in replicas if r.cache_used},
+        "replicas_lost": sum(r.lost for r in fleet),
+    }
 
 
 def plain_status(metrics: RunMetrics, now: float) -> dict[str, Any]:
