@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.cli.json_output import print_json, takes_json
+from engine.cli.recorded_run import writable
 from engine.errors import ConfigError, EngineError
 from engine.metrics.journal import metrics_in, plain
 from engine.metrics.status import read_status
@@ -114,15 +115,12 @@ def _new_directory(chosen: str | None, parent: Path, config: str) -> Path:
 
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(config).stem).strip("-.") or "evaluation"
     path = Path(chosen or parent)
-    try:
+    with writable("--to", path):
         path = Path(chosen) if chosen is not None else claim_free(parent / run_id(name))
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError("--to", str(path), "already has files", "use a new or empty directory")
         make_directory(path)
         make_run_directory(path)
-    except OSError as error:
-        law = f"cannot be written: {error.strerror or error}"
-        raise ConfigError("--to", str(path), law, "give another directory with --to") from None
     return path
 
 

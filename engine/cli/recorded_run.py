@@ -80,9 +80,9 @@ def output_path(arguments: argparse.Namespace, run: "RunDirectory", suffix: str)
 
 @contextmanager
 def writable(option: str, path: Path) -> Iterator[None]:
-    """Raises: `ConfigError` if the file cannot be written."""
+    """Raises: `ConfigError` if the file or directory cannot be written."""
     try:
         yield
     except OSError as error:
         law = f"cannot be written: {error.strerror or error}"
-        raise ConfigError(option, str(path), law, f"give another file with {option}") from None
+        raise ConfigError(option, str(path), law, f"give another path with {option}") from None

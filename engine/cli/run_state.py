@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.cli.json_output import print_json
+from engine.commands import FinishRun
 from engine.errors import ConfigError, RecordError, RecordNotBegun, counted, visible
 from engine.record.files import is_locked
 from engine.storage.run_directory import RunDirectory, open_run
@@ -148,21 +149,20 @@ def _recorded(schedule: Path) -> RunState:
     training = state.training
     unpublished = sum(step.id < training.steps_trained for step in training.formed_steps)
     finished = counted(training.steps_trained - unpublished, "train step")
-    trained = f"after {finished}{' and one that was not published' if unpublished else ''}"
-    if state.ending.outcome is None:
-        return RunState(ENDED, f"interrupted {trained}: its processes were killed{RESUMABLE}")
-    if state.ending.outcome.outcome == "finished":
-        return RunState(FINISHED, f"finished: {state.ending.outcome.reason}")
-    if state.ending.outcome.outcome == "failed":
-        return RunState(FAILED, f"failed {trained}: {state.ending.outcome.reason}{RESUMABLE}")
-    return RunState(ENDED, f"{state.ending.outcome.word} {trained}: {state.ending.outcome.reason}{RESUMABLE}")
+    trained = f" after {finished}{' and one that was not published' if unpublished else ''}"
+    return _ended(state.ending.outcome, trained)
 
 
 def _undecided(schedule: Path) -> RunState:
     from engine.record import read
 
-    end = read(schedule).outcome()
-    codes = {"finished": FINISHED, "failed": FAILED}
+    return _ended(read(schedule).outcome())
+
+
+def _ended(end: FinishRun | None, trained: str = "") -> RunState:
+    """`trained`: after how many train steps, if that is known."""
     if end is None:
-        return RunState(ENDED, f"interrupted: its processes were killed{RESUMABLE}")
-    return RunState(codes.get(end.outcome, ENDED), f"{end.word}: {end.reason}")
+        return RunState(ENDED, f"interrupted{trained}: its processes were killed{RESUMABLE}")
+    if end.outcome == "finished":
+        return RunState(FINISHED, f"finished: {end.reason}")
+    return RunState(FAILED if end.outcome == "failed" else ENDED, f"{end.word}{trained}: {end.reason}{RESUMABLE}")

@@ -26,7 +26,7 @@ from rich.text import Text
 
 from engine.cli.advice_line import AdviceWatch, first_advice
 from engine.cli.run_view import clock, panel
-from engine.control.client import RUN_OPENER
+from engine.control.client import RUN_OPENER, no_answer, not_from_a_run
 from engine.errors import ConfigError
 from engine.metrics.address_files import FILE, address_of
 from engine.metrics.status import Status, status_of
@@ -90,19 +90,11 @@ def ask(address: str, shown: str) -> Status:
                 raise ValueError(f"an answer of more than {LARGEST_ANSWER_BYTES} bytes")
             return status_of(json.loads(body))
     except urllib.error.HTTPError as error:
-        raise _no_run(address, shown, error) from None
+        raise not_from_a_run(address, shown, error) from None
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-        reason = getattr(error, "reason", None) or error
-        law = f"does not answer at {address} ({reason}): the run was killed, or its machine is unreachable"
-        raise ConfigError("RUN", shown, law, f"`engine status {shown}` says whether it can be resumed") from None
+        raise no_answer(address, shown, error) from None
     except (ValueError, TypeError, KeyError, AttributeError, http.client.HTTPException) as error:
-        raise _no_run(address, shown, error) from None
-
-
-def _no_run(address: str, shown: str, error: Exception) -> ConfigError:
-    reason = " ".join(str(error).split())
-    law = f"the answer from {address} is not from a run of this engine version: {reason}"
-    return ConfigError("RUN", shown, law, "use the engine version that started this run")
+        raise not_from_a_run(address, shown, error) from None
 
 
 def screen(status: Status, title: str, *, height: int = 50, advice: str = "") -> RenderableType:

@@ -51,12 +51,20 @@ def tell(run_dir: Path, shown: str, operation: Operation) -> dict[str, Any]:
     except urllib.error.HTTPError as error:
         raise _refused(shown, error) from None
     except (urllib.error.URLError, TimeoutError, OSError) as error:
-        reason = getattr(error, "reason", None) or error
-        law = f"does not answer at {place.url} ({reason}): the run was killed, or its machine is unreachable"
-        raise ConfigError("RUN", shown, law, f"if it was killed, resume it with `engine resume {shown}`") from None
+        raise no_answer(place.url, shown, error) from None
     except (ValueError, http.client.HTTPException) as error:
-        law = f"the answer from {place.url} is not from a run of this engine version: {' '.join(str(error).split())}"
-        raise ConfigError("RUN", shown, law, "use the engine version that started this run") from None
+        raise not_from_a_run(place.url, shown, error) from None
+
+
+def no_answer(address: str, shown: str, error: Exception) -> ConfigError:
+    reason = getattr(error, "reason", None) or error
+    law = f"does not answer at {address} ({reason}): the run was killed, or its machine is unreachable"
+    return ConfigError("RUN", shown, law, f"`engine status {shown}` says whether it can be resumed")
+
+
+def not_from_a_run(address: str, shown: str, error: Exception) -> ConfigError:
+    law = f"the answer from {address} is not from a run of this engine version: {' '.join(str(error).split())}"
+    return ConfigError("RUN", shown, law, "use the engine version that started this run")
 
 
 def _refused(shown: str, error: urllib.error.HTTPError) -> ConfigError:

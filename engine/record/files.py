@@ -64,7 +64,6 @@ WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
 segment of a higher epoch before it writes."""
 
 
-OF_DIRECTORIES = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 LOOKS = 1000
 """How often the lock is tried again while other processes only look at it."""
 
@@ -77,15 +76,20 @@ class RecordLock:
     cannot be created or locked.
     """
 
-    def __init__(self, directory: Path, *, waits: bool = False) -> None:
-        """`waits`: wait without a limit until the process that holds the lock has ended."""
+    def __init__(self, directory: Path, *, waits: bool = False, looks: bool = False) -> None:
+        """`waits`: wait without a limit until the process that holds the lock has ended. `looks`: see `is_locked`."""
         self._handle: int | None = None
         self.exclusive = False
-        """This process holds the lock. False if the file system has no locks."""
+        """False if the file system has no locks, so that other processes may hold it, too."""
         try:
             make_directory(directory)
-            self._handle = os.open(directory, OF_DIRECTORIES)
-            fcntl.flock(self._handle, fcntl.LOCK_EX) if waits else _lock_at_once(self._handle)
+            self._handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            if waits:
+                fcntl.flock(self._handle, fcntl.LOCK_EX)
+            elif looks:
+                fcntl.flock(self._handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            else:
+                _lock_at_once(self._handle)
             self.exclusive = True
         except BlockingIOError:
             self.release()
@@ -120,23 +124,14 @@ def _lock_at_once(handle: int) -> None:
 
 
 def is_locked(directory: Path) -> bool | None:
-    """Whether a process holds the `RecordLock` of a directory; None if the file system has no locks. A process that
-    locks the directory meanwhile is not refused. Raises: `RecordError` if the directory cannot be read."""
+    """Whether a process holds the `RecordLock` of a directory; None if the file system has no locks. Shares the lock
+    for a moment, in which no process that takes it is refused. Raises: `RecordError`."""
     try:
-        handle = os.open(directory, OF_DIRECTORIES)
-    except OSError as error:
-        raise RecordError(str(directory), 0, f"cannot be read: {error.strerror or error}") from None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
+        lock = RecordLock(directory, looks=True)
+    except RecordHeld:
         return True
-    except OSError as error:
-        if error.errno not in WITHOUT_LOCKS:
-            raise RecordError(str(directory), 0, f"cannot be read: {error.strerror or error}") from None
-        return None
-    finally:
-        os.close(handle)
+    lock.release()
+    return False if lock.exclusive else None
 
 
 # -- files for the user only -------------------------------------------------------------------------------------------
