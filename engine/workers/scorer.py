@@ -24,6 +24,17 @@ OF_TRAINED_WEIGHTS = ("old_logprobs",)
 """Tasks that need the trained weights from before the step that they score."""
 
 
+async def end_of_scoring(command: ScoreBatch, score: Awaitable[None]) -> Event:
+    """Wait until the batch is scored, and report it."""
+    try:
+        await score
+    except Exception as error:
+        log.warning("scoring %s of step %d failed", command.task, command.step, exc_info=error)
+        reason = f"scoring {command.task}: {reason_of(error)}"
+        return StepFailed(step=command.step, attempt=command.attempt, reason=reason)
+    return BatchScored(step=command.step, attempt=command.attempt, task=command.task)
+
+
 class ScorerWorker(OrderQueue[ScoreBatch]):
     """Executes `ScoreBatch` orders for the tasks of one pool. `emit` receives events.
 
@@ -53,13 +64,7 @@ class ScorerWorker(OrderQueue[ScoreBatch]):
         return (command.step, command.attempt, command.task)
 
     async def _answer(self, command: ScoreBatch) -> Event:
-        try:
-            await self._score(command)
-        except Exception as error:
-            log.warning("scoring %s of step %d failed", command.task, command.step, exc_info=error)
-            reason = f"scoring {command.task}: {reason_of(error)}"
-            return StepFailed(step=command.step, attempt=command.attempt, reason=reason)
-        return BatchScored(step=command.step, attempt=command.attempt, task=command.task)
+        return await end_of_scoring(command, self._score(command))
 
     async def _score(self, command: ScoreBatch) -> None:
         if command.task in OF_TRAINED_WEIGHTS and command.step != self._loaded:

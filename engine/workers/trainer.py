@@ -14,7 +14,6 @@ from typing import Any
 from engine.commands import Command, DeleteCheckpoint, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
 from engine.errors import EngineError, TrainerSpoiled, clean, describe_error, reason_of
 from engine.events import (
-    BatchScored,
     CheckpointFailed,
     CheckpointSaved,
     Event,
@@ -35,6 +34,7 @@ from engine.workers.order_queue import OrderQueue
 from engine.workers.progress_reports import SerialProgress
 from engine.workers.response_figures import response_figures, reward_histograms, source_figures
 from engine.workers.sample_keeper import SampleKeeper
+from engine.workers.scorer import end_of_scoring
 
 # -- metrics of a user's trainer ---------------------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class TrainerWorker(OrderQueue[Command]):
         were lost. Returns the number of optimizer updates in its metrics. Raises: `EngineError`."""
         try:
             for task in self._own_tasks:
-                await self._call(self.trainer.score, await self._batch_to_score(step, groups), task)
+                await self._score(step, groups, task)
             metrics = await self._train_batch(step, groups, staleness)
         except Exception as error:
             raise EngineError(f"train step {step} cannot be trained again: {reason_of(error)}") from error
@@ -301,7 +301,7 @@ class TrainerWorker(OrderQueue[Command]):
 
     async def _execute(self, command: Command) -> Event:
         if isinstance(command, ScoreBatch):
-            return await self._score(command)
+            return await end_of_scoring(command, self._score(command.step, command.groups, command.task))
         if isinstance(command, TrainStep):
             return await self._train(command)
         if isinstance(command, PublishWeights):
@@ -311,18 +311,9 @@ class TrainerWorker(OrderQueue[Command]):
         assert isinstance(command, DeleteCheckpoint)  # `_key` raises for every other command
         return await self._delete(command)
 
-    async def _score(self, command: ScoreBatch) -> Event:
-        try:
-            batch = await self._batch_to_score(command.step, command.groups)
-            await self._call(self.trainer.score, batch, command.task)
-        except Exception as error:
-            log.warning("scoring %s of step %d failed", command.task, command.step, exc_info=error)
-            reason = f"scoring {command.task}: {reason_of(error)}"
-            return StepFailed(step=command.step, attempt=command.attempt, reason=reason)
-        return BatchScored(step=command.step, attempt=command.attempt, task=command.task)
-
-    async def _batch_to_score(self, step: StepId, ids: Sequence[GroupId]) -> Batch:
-        return Batch(step=step, groups=await self._trajectories.get(ids), staleness=[0] * len(ids))
+    async def _score(self, step: StepId, ids: Sequence[GroupId], task: str) -> None:
+        batch = Batch(step=step, groups=await self._trajectories.get(ids), staleness=[0] * len(ids))
+        await self._call(self.trainer.score, batch, task)
 
     async def _train_batch(self, step: StepId, ids: Sequence[GroupId], staleness: Sequence[int]) -> dict[str, Any]:
         groups = await self._trajectories.get(ids)
