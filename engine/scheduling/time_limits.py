@@ -75,9 +75,10 @@ def set_limit_check(core: Core) -> None:
 
 
 def _is_anything_timed(state: State) -> bool:
-    """Whether an order with a limit is open that its process can work on."""
+    """Whether an order with a limit is open that its process can work on; with `max_s`, any order with a limit."""
+    always = state.limits.timeouts.max_s is not None
     found = (order for subject in state.limit_check.least for order in state.orders.open(subject).values())
-    return any(could_work(state, order) for order in found)
+    return any(always or could_work(state, order) for order in found)
 
 
 def check_limits(core: Core) -> None:

@@ -714,6 +714,13 @@ def test_max_s_bounds_orders_whose_kind_has_no_limit() -> None:
     assert cut_or_stopped(wait(run, run.clock + 73.0)) == ["StopProcess"], "cut_s holds, too"
 
 
+def test_max_s_bounds_an_order_that_stands_still_while_nothing_else_is_open() -> None:
+    run = small(every(None, max_s=100.0), replicas=0)
+    run.tell(ReplicasWanted(replicas=1))
+    run.tell(ProcessWaits(kind="replica", index=0, incarnation=1, reason="it needs a GPU"))
+    assert cut_or_stopped(wait(run, run.clock + 106.0)) == ["StopProcess"]
+
+
 def test_a_group_that_exceeds_max_s_names_it() -> None:
     run = small(every(None, group_s=1000.0, max_s=250.0))
     wait(run, run.clock + 263.0)
