@@ -241,7 +241,8 @@ def _rate_checkpoint(core: Core, run: Validation) -> None:
 def _order_rows(core: Core, run: Validation, chunk: Chunk, replica: Replica) -> None:
     core.orders.add(
         MeasureRows(validation=run.id, chunk=chunk.index, attempt=chunk.attempt, replica=replica.id,
-                    incarnation=replica.incarnation, version=run.version, first=chunk.first, count=chunk.count)
+                    incarnation=replica.incarnation, version=run.version, first=chunk.first, count=chunk.count,
+                    cause=core.orders.cause_on(replica.id))
     )  # fmt: skip
 
 

@@ -107,6 +107,17 @@ class Scripted(CoreRig):
                 new += self.probed(command)
         return new
 
+    def tell_together(self, *facts: Event) -> list[Command]:
+        """Facts of one tick; nothing is answered. Returns what was ordered."""
+        for fact in facts:
+            stamp(fact, self.events, self.clock)
+            self.events += 1
+        new = list(self.scheduler.tick(facts))
+        self.ledger.observe(facts, new)
+        self.check_tick(facts, new)
+        self.orders += new
+        return new
+
     def probed(self, probe: ProbeProcess, waits_for: str = "") -> list[Command]:
         """A process answers at once."""
         who = {"kind": probe.kind, "index": probe.index, "incarnation": probe.incarnation}

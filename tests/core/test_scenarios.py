@@ -6,7 +6,6 @@ import pytest
 
 from engine.commands import (
     AbortGroup,
-    Command,
     EnterState,
     FinishRun,
     InstallWeights,
@@ -28,7 +27,6 @@ from engine.errors import ConfigError, InvariantViolated
 from engine.events import (
     BatchScored,
     CheckpointSaved,
-    Event,
     GroupAborted,
     GroupFailed,
     ProcessLost,
@@ -42,7 +40,6 @@ from engine.events import (
     TimerFired,
     WeightsPublished,
     WeightsStaged,
-    stamp,
 )
 from engine.states.limits import Limits
 from tests.core.added_states import CHECKING, FETCHING
@@ -562,36 +559,25 @@ def test_zero_variance_filter(trainable: int, spread: float, kept: bool) -> None
     assert (run.view.ready == 1) is kept
 
 
-def told_together(run: Scripted, *facts: Event) -> list[Command]:
-    """Facts of one tick. Returns what was ordered."""
-    for fact in facts:
-        stamp(fact, run.events, run.clock)
-        run.events += 1
-    run.orders += (new := list(run.scheduler.tick(facts)))
-    run.ledger.observe(facts, new)
-    run.check_tick(facts, new)
-    return new
-
-
 def test_an_order_names_the_fact_that_made_it_possible_not_the_last_of_its_tick() -> None:
     run = small(replicas=2, scoring_tasks=("old_logprobs",))
     run.finish(0, 1)
     scored = BatchScored(step=0, attempt=1, task="old_logprobs")
-    (train,) = [one for one in told_together(run, scored, run.generated(2)) if isinstance(one, TrainStep)]
+    (train,) = [one for one in run.tell_together(scored, run.generated(2)) if isinstance(one, TrainStep)]
     assert train.cause == scored.id
     run.train()
     published = WeightsPublished(version=1, attempt=run.ordered(PublishWeights)[-1].attempt)
-    stages = [one for one in told_together(run, published, run.generated(3)) if isinstance(one, StageWeights)]
+    stages = [one for one in run.tell_together(published, run.generated(3)) if isinstance(one, StageWeights)]
     assert [stage.cause for stage in stages] == [published.id] * 2
     staged = [WeightsStaged(replica=id, incarnation=1, attempt=1, version=1) for id in (0, 1)]
-    pauses = [one for one in told_together(run, *staged) if isinstance(one, PauseReplica)]
+    pauses = [one for one in run.tell_together(*staged) if isinstance(one, PauseReplica)]
     assert [(pause.replica, pause.cause) for pause in pauses] == [(0, staged[0].id), (1, staged[1].id)]
 
 
 def test_the_work_of_an_added_state_names_the_last_fact_about_its_group() -> None:
     run = small(added_states=(replace(CHECKING, concurrency=2),))
     generated = [run.generated(0), run.generated(1)]
-    works = [one for one in told_together(run, *generated) if isinstance(one, EnterState)]
+    works = [one for one in run.tell_together(*generated) if isinstance(one, EnterState)]
     assert [(work.group, work.cause) for work in works] == [(0, generated[0].id), (1, generated[1].id)]
 
 
