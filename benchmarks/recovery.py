@@ -24,6 +24,7 @@ from engine.record.msgpack_values import unpack
 from engine.record.snapshots import restore, snapshot
 from engine.scheduling.scheduler import Scheduler
 from engine.simulation.world import Faults, Setting, World
+from engine.states.group import Stored, admit
 from engine.states.limits import Limits
 
 SNAPSHOT_EVERY = 50_000
@@ -68,8 +69,7 @@ def started(groups: int) -> Scheduler:
     state = scheduler.state
     state.groups.draw(0, groups)
     for group in state.groups.live.values():
-        group.admitted_version = group.oldest_version = group.newest_version = 0
-        group.attempt, group.tokens, group.deadline = 1, 1000 + group.id, 1
+        group.attempt, group.admission, group.stored = 1, admit(0, 1), Stored(1000 + group.id, 0, 0, 0)
         state.groups.fire(group, "start")
         state.groups.fire(group, "abort", (1,))
     state.groups.waiting.clear()

@@ -295,7 +295,7 @@ class _Rows(StepRows):
         return self
 
     def formed(self, step: StepId, groups: list[Group], staleness: tuple[int, ...]) -> None:
-        batch = [(group.id, group.reward_mean, group.tokens) for group in groups]
+        batch = [(group.id, group.outcome.reward_mean, group.stored.tokens) for group in groups]
         self._report_call("row_formed", step, batch, staleness)
 
     def changed(self, step: StepId, state: str, at: float) -> None:
@@ -431,7 +431,7 @@ class _StretchWatcher:
 
     def _live(self) -> dict[GroupId, tuple[int, int, int]]:
         return {
-            id: (group.tokens, group.oldest_version, group.newest_version)
+            id: (group.stored.tokens, group.stored.oldest_version, group.stored.newest_version)
             for id, group in self.state.groups.live.items()
         }
 
@@ -480,8 +480,8 @@ class _StretchWatcher:
         if phase >= Phase.CONSUMED:
             self._ended[group.id] = None
         self._report(
-            "move", group.id, state, int(phase), tick.at, tick.last, move.tokens, group.oldest_version,
-            group.newest_version, id, kind, reason, ready,
+            "move", group.id, state, int(phase), tick.at, tick.last, move.tokens,
+            group.stored.oldest_version, group.stored.newest_version, id, kind, reason, ready,
         )  # fmt: skip
         if isinstance(event, GroupGenerated | StateLeft):
             self._report("reward", group.id, event.reward_mean, event.reward_spread)

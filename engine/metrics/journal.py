@@ -303,7 +303,7 @@ class StepRows:
         if entry is None or "groups" in entry.fields:
             return
         entry.groups, entry.staleness = tuple(group.id for group in groups), staleness
-        rewards = [group.reward_mean for group in groups]
+        rewards = [group.outcome.reward_mean for group in groups]
         entry.fields.update(
             groups=len(staleness),
             reward_mean=sum(rewards) / len(rewards) if rewards else None,
@@ -312,7 +312,7 @@ class StepRows:
             staleness_min=min(staleness, default=0),
             staleness_mean=sum(staleness) / max(1, len(staleness)),
             staleness_max=max(staleness, default=0),
-            tokens=sum(group.tokens for group in groups),
+            tokens=sum(group.stored.tokens for group in groups),
         )
 
     def changed(self, step: StepId, state: str, at: float) -> None:

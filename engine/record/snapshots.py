@@ -14,6 +14,7 @@ replayed instead. So the classes may change freely.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import islice
 from operator import attrgetter
 from struct import error as StructError
 from types import NoneType, UnionType
@@ -25,7 +26,17 @@ from engine.policies import PolicySet
 from engine.record.codec import command_from, plain_command
 from engine.record.msgpack_values import CodecError, pack, unpack
 from engine.scheduling.scheduler import Scheduler
-from engine.states.group import NO_RARE_FACTS, Group, RareFacts
+from engine.states.group import (
+    NO_OUTCOME,
+    NO_RARE_FACTS,
+    NOTHING_STORED,
+    Admission,
+    Group,
+    Outcome,
+    RareFacts,
+    Stored,
+    admit,
+)
 from engine.states.laws import check_all
 from engine.states.limits import Limits
 from engine.states.machine import Observer
@@ -295,12 +306,14 @@ def _classes_in(hint: Any) -> list[type]:
 
 # groups: there are so many that each is one row
 
-_USUAL = [name for name in declared(Group) if name != "rare"]
-_FIELDS = (*_USUAL, *RareFacts._fields)
-_figures = attrgetter(*_USUAL)
-_FRESH = (*_figures(Group(0)), *NO_RARE_FACTS)
+_PARTS: dict[str, Any] = {"admission": Admission, "stored": Stored, "outcome": Outcome, "rare": RareFacts}
+_PLAIN = [name for name in declared(Group) if name not in _PARTS]
+_FIELDS = [*_PLAIN, *(f"{part}.{name}" for part, record in _PARTS.items() for name in record._fields)]
+_figures = attrgetter(*_PLAIN)
+_FRESH = (*_figures(Group(0)), *(value for record in _PARTS.values() for value in record()))
 _WIRE = tuple(list if type(value) is tuple else type(value) for value in _FRESH)
-_KEY = _FIELDS.index("resume_key")
+_USUAL = len(_FIELDS) - len(RareFacts._fields)
+_KEY = _FIELDS.index("rare.resume_key")
 
 
 def _groups() -> Form:
@@ -313,25 +326,30 @@ def _groups() -> Form:
 
 def _row(group: Group) -> Plain:
     """The fields of a group, the rare ones only if it has some; only its id if all other fields have their defaults."""
-    row: tuple[Any, ...] = _figures(group)
+    row: tuple[Any, ...] = (*_figures(group), *group.admission, *group.stored, *group.outcome)
     if group.rare is not NO_RARE_FACTS:
         return (*row, *group.rare)
-    return row[0] if not group.attempt and row[1:] == _FRESH[1 : len(row)] else row
+    return row[0] if not group.attempt and row[1:] == _FRESH[1:_USUAL] else row
 
 
 def _group(row: Plain) -> Group:
     if type(row) is int:
         return Group(row)
-    if len(row) not in (len(_USUAL), len(_FIELDS)):
+    if len(row) not in (_USUAL, len(_FIELDS)):
         raise CodecError("a group has a wrong number of fields")
     kinds, wire = tuple(map(type, row)), _WIRE[: len(row)]
     if kinds != wire and any(kind is not want and (kind, want) != (int, float) for kind, want in
                              zip(kinds, wire, strict=True)):  # fmt: skip
         raise CodecError("a group's fields have wrong types")
-    group = Group(*row[: len(_USUAL)])
+    values = iter(row)
+    group = Group(*islice(values, len(_PLAIN)))
+    group.admission = admit(*islice(values, len(Admission._fields)))
+    stored, outcome = Stored(*islice(values, len(Stored._fields))), Outcome(*islice(values, len(Outcome._fields)))
+    group.stored = NOTHING_STORED if stored == NOTHING_STORED else stored
+    group.outcome = NO_OUTCOME if outcome == NO_OUTCOME else outcome
     if len(row) == len(_FIELDS):
         row[_KEY] = tuple(row[_KEY])
         if not all(type(number) in (int, float) for number in row[_KEY]):
             raise CodecError("the resume key of a group must consist of numbers")
-        group.note(**dict(zip(RareFacts._fields, row[len(_USUAL) :], strict=True)))
+        group.note(**dict(zip(RareFacts._fields, row[_USUAL:], strict=True)))
     return group

@@ -94,7 +94,7 @@ def _needs_store(recovered: Recovered, steps: StepId) -> bool:
     if steps < state.training.steps_trained or state.training.formed_steps:
         return True
     return any(
-        state.groups.phase_of(group.state) is Phase.READY or group.tokens for group in state.groups.live.values()
+        state.groups.phase_of(group.state) is Phase.READY or group.stored.tokens for group in state.groups.live.values()
     )
 
 
@@ -150,7 +150,7 @@ def _missing(store: DurableStore, recovered: Recovered) -> tuple[GroupId, ...]:
         elif phase is Phase.READY:
             is_stored = attempts.get(group.id) == group.attempt and _is_whole(store, group.id)
         else:
-            continues = phase in (Phase.RUNNING, Phase.PARKED) and group.tokens > 0
+            continues = phase in (Phase.RUNNING, Phase.PARKED) and group.stored.tokens > 0
             is_stored = not (continues or group.rare.prepared) or _is_known(
                 store, group.id, state.training.latest_version
             )

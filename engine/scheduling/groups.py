@@ -28,7 +28,7 @@ from engine.scheduling.core import Core
 from engine.scheduling.issued_commands import MOST_STARTS
 from engine.scheduling.lifetimes import REASON_LENGTH, note_process_progress, stop_process
 from engine.scheduling.stragglers import measure_pace
-from engine.states.group import Group
+from engine.states.group import NOTHING_STORED, Group, Outcome, Stored, admit
 from engine.states.groups import Key
 from engine.states.laws import require
 from engine.states.limits import GENERATED, QUEUED
@@ -63,7 +63,7 @@ def enter_added_state(core: Core, group: Group, place: str, after: int = -1) -> 
 def put_back_in_stage(core: Core, name: str, group: Group) -> None:
     """Let a group wait for the work of its state again."""
     core.state.groups.stages.leave(name, group.id)
-    core.state.groups.enter_stage(group)
+    core.state.groups.stages.enter(name, group.id)
 
 
 def order_stage_work(core: Core) -> None:
@@ -97,7 +97,8 @@ def on_prompts_drawn(core: Core, event: PromptsDrawn) -> None:
     groups.exhausted = groups.exhausted or event.exhausted
     groups.draw(event.first, event.count)
     for place, known in enumerate(json.loads(event.described) if event.described else ()):
-        groups.live[event.first + place].described = "" if known is None else json.dumps(known)
+        if known is not None:
+            groups.live[event.first + place].outcome = Outcome(json.dumps(known))
     prepare_groups(core, range(event.first, event.first + event.count))
 
 
@@ -115,7 +116,7 @@ def on_group_generated(core: Core, event: GroupGenerated) -> None:
     groups = core.state.groups
     group = groups.live[event.group]
     groups.generated_at = event.at
-    _note_tokens(core, group, event.tokens, event.oldest_version, event.newest_version)
+    _note_stored(core, group, event, group.stored.unfinished)
     replica = core.state.replicas.by_id[event.replica]
     if replica.failed_groups:
         replica.failed_groups = 0
@@ -123,10 +124,11 @@ def on_group_generated(core: Core, event: GroupGenerated) -> None:
         measure_pace(core, group, replica, _began(core, event))
     if group.rare.failed_on >= 0:
         group.note(failed_on=-1)
-    group.reward_mean = event.reward_mean
-    group.described = event.described
-    if not groups.stages.at[GENERATED] or not enter_added_state(core, group, GENERATED):
-        _complete_group(core, group, event)
+    if groups.stages.at[GENERATED]:
+        group.outcome = Outcome(event.described, event.reward_mean)
+        if enter_added_state(core, group, GENERATED):
+            return
+    _complete_group(core, group, event)
 
 
 def on_state_left(core: Core, event: StateLeft) -> None:
@@ -135,19 +137,21 @@ def on_state_left(core: Core, event: StateLeft) -> None:
     groups = state.groups
     note_process_progress(state.process(ADDED_STATES, 0))
     group, stage = groups.live[event.group], groups.stages.by_name[event.state]
-    group.described = event.described or group.described
+    described = event.described or group.outcome.described
     if stage.place == QUEUED:
         group.note(prepared=True)
+        group.outcome = Outcome(described)
         if not enter_added_state(core, group, QUEUED, stage.number):
             groups.fire(group, "prepare")
         return
-    group.reward_mean = event.reward_mean
+    group.outcome = Outcome(described, event.reward_mean)
     if enter_added_state(core, group, GENERATED, stage.number):
         return
     outcome = GroupGenerated(
-        group=group.id, attempt=group.attempt, replica=-1, incarnation=-1, tokens=group.tokens,
-        oldest_version=group.oldest_version, newest_version=group.newest_version, trainable=event.trainable,
-        reward_mean=event.reward_mean, reward_spread=event.reward_spread, described=group.described,
+        group=group.id, attempt=group.attempt, replica=-1, incarnation=-1, tokens=group.stored.tokens,
+        oldest_version=group.stored.oldest_version, newest_version=group.stored.newest_version,
+        trainable=event.trainable, reward_mean=event.reward_mean, reward_spread=event.reward_spread,
+        described=described,
     )  # fmt: skip
     stamp(outcome, event.id, event.at)
     _complete_group(core, group, outcome)
@@ -168,7 +172,7 @@ def _complete_group(core: Core, group: Group, event: GroupGenerated) -> None:
     ending = core.state.ending
     ending.failed_in_a_row = 0
     ending.note_judged(core.state.limits.failures_in_a_row, failed=False)
-    group.ready_at = event.at
+    group.outcome = Outcome(event.described, event.reward_mean, event.at)
     keep = core.decisions.keeps(event)
     core.state.groups.fire(group, "generate")
     if keep:
@@ -181,8 +185,7 @@ def _complete_group(core: Core, group: Group, event: GroupGenerated) -> None:
 def on_group_aborted(core: Core, event: GroupAborted) -> None:
     group = core.state.groups.live[event.group]
     if event.tokens:
-        _note_tokens(core, group, event.tokens, event.oldest_version, event.newest_version)
-        group.unfinished = event.unfinished
+        _note_stored(core, group, event, event.unfinished)
     unasked = core.state.replicas.by_id[event.replica].state == "ready"
     parks = [order.command for order in core.state.orders.matched[event.id] if isinstance(order.command, ParkGroup)]
     if parks and parks[0].reason:
@@ -203,11 +206,8 @@ def _began(core: Core, event: GroupGenerated | GroupAborted) -> float:
 
 
 def on_prefix_stored(core: Core, event: PrefixStored) -> None:
-    if not event.tokens:
-        return
-    group = core.state.groups.live[event.group]
-    _note_tokens(core, group, event.tokens, event.oldest_version, event.newest_version)
-    group.unfinished = event.unfinished
+    if event.tokens:
+        _note_stored(core, core.state.groups.live[event.group], event, event.unfinished)
 
 
 def on_order_progressed(core: Core, event: OrderProgressed) -> None:
@@ -244,8 +244,8 @@ def limit_replica(core: Core, replica: Replica) -> None:
 
 def on_group_failed(core: Core, event: GroupFailed) -> None:
     group = core.state.groups.live[event.group]
-    if event.cause == "data" and group.tokens:
-        group.forget_tokens()
+    if event.cause == "data":
+        group.stored = NOTHING_STORED
     group.note(failed_on=event.replica)
     park_after_failure(core, group, event.cause, event.reason)
     if event.cause == "infrastructure":
@@ -307,14 +307,14 @@ def park_after_failure(core: Core, group: Group, cause: str, reason: str) -> Non
     park_group(core, group)
     if not again:
         _give_up_group(core, group)
-    elif group.rare.truncate and not group.tokens:
+    elif group.rare.truncate and not group.stored.tokens:
         release_group(core, group, "drop")
 
 
 def _park_uncharged(core: Core, group: Group) -> None:
     """Park a group without charging it an attempt. Drop it if it must be truncated but has no tokens."""
     park_group(core, group)
-    if group.rare.truncate and not group.tokens:
+    if group.rare.truncate and not group.stored.tokens:
         release_group(core, group, "drop")
 
 
@@ -349,18 +349,20 @@ def drop_group(core: Core, group: Group) -> None:
     release_group(core, group, "drop")
 
 
-def _note_tokens(core: Core, group: Group, tokens: int, oldest: Version, newest: Version) -> None:
-    group.tokens = tokens
+def _note_stored(
+    core: Core, group: Group, event: GroupGenerated | GroupAborted | PrefixStored, unfinished: int
+) -> None:
+    oldest, newest, before = event.oldest_version, event.newest_version, group.stored
     if oldest == NO_VERSION:
+        group.stored = before._replace(tokens=event.tokens, unfinished=unfinished)
         return
-    require(
-        group.admitted_version <= oldest <= newest <= core.state.training.latest_version,
-        "law 6: a replica reported tokens of versions that the group cannot have",
-        group=group.id, admitted=group.admitted_version, oldest=oldest, newest=newest,
-        latest=core.state.training.latest_version,
-    )  # fmt: skip
-    group.oldest_version = oldest
-    group.newest_version = max(newest, group.newest_version)
+    if not group.admission.version <= oldest <= newest <= core.state.training.latest_version:
+        require(
+            False, "law 6: a replica reported tokens of versions that the group cannot have",
+            group=group.id, admitted=group.admission.version, oldest=oldest, newest=newest,
+            latest=core.state.training.latest_version,
+        )  # fmt: skip
+    group.stored = Stored(event.tokens, unfinished, oldest, max(newest, before.newest_version))
 
 
 # orders
@@ -402,10 +404,10 @@ def _resume_groups(core: Core, most: int) -> int:
         groups.fire(group, "resume")
         group.attempt += 1
         if state.limits.straggler_factor is not None:
-            group.note(resumed_tokens=group.tokens)
-        order = replica.address_of(group) | {"admitted_version": group.admitted_version}
+            group.note(resumed_tokens=group.stored.tokens)
+        order = replica.address_of(group) | {"admitted_version": group.admission.version}
         order["cause"] = core.orders.cause_on(replica.id)
-        if group.tokens:
+        if group.stored.tokens:
             core.orders.add(ResumeGroup(**order, truncate=group.rare.truncate))
         else:
             core.orders.add(StartGroup(**order))
@@ -435,13 +437,13 @@ def _admit_groups(core: Core, most: int) -> None:
         if replica is None:
             return
         groups.waiting.popleft()
-        group.admitted_version = replica.version
-        group.deadline = state.training.steps_in[replica.version] + limits.max_staleness_steps
+        steps = state.training.steps_in[replica.version]
+        group.admission = admit(replica.version, steps + limits.max_staleness_steps)
         group.started_at = state.now
         groups.fire(group, "start")
         group.attempt += 1
         cause = core.orders.cause_on(replica.id)
-        order = StartGroup(**replica.address_of(group), admitted_version=group.admitted_version, cause=cause)
+        order = StartGroup(**replica.address_of(group), admitted_version=replica.version, cause=cause)
         core.orders.add(order)
 
 

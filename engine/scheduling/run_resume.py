@@ -18,7 +18,7 @@ from engine.scheduling.steps import (
     take_saved,
 )
 from engine.scheduling.validation import begin_validations_again
-from engine.states.group import Group
+from engine.states.group import NOTHING_STORED, Group
 from engine.states.laws import require
 from engine.states.limits import QUEUED
 from engine.states.machine import Phase
@@ -109,7 +109,7 @@ def _begin_work_again(core: Core, event: RunResumed) -> None:
     groups = state.groups
     for id in event.missing:
         group = groups.live[id]
-        group.forget_tokens()
+        group.stored = NOTHING_STORED
         if groups.phase_of(group.state) is Phase.WAITING:
             _prepare_anew(core, group)
         elif group.rare.prepared:

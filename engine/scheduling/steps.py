@@ -211,7 +211,7 @@ def _truncate(core: Core, stragglers: Sequence[Group]) -> None:
         replica = state.replicas.of_group(group.id)
         if replica is not None:
             core.orders.add(TruncateGroup(**replica.address_of(group)))
-        elif not group.tokens:
+        elif not group.stored.tokens:
             drop_group(core, group)
 
 
@@ -247,7 +247,7 @@ def on_step_trained(core: Core, event: StepTrained) -> None:
     groups = state.groups
     step = training.steps[event.step]
     state.checkpoints.train(step.id, step.groups, step.staleness)
-    training.step_reward = fsum(groups.live[id].reward_mean for id in step.groups) / len(step.groups)
+    training.step_reward = fsum(groups.live[id].outcome.reward_mean for id in step.groups) / len(step.groups)
     for id in step.groups:
         groups.fire(groups.live[id], "consume")
     if not state.limits.keeps_batches:

@@ -16,7 +16,7 @@ WEIGHT = 0.2
 
 def measure_pace(core: Core, group: Group, replica: Replica, began: float) -> None:
     """Measure a finished group, from the start of its attempt."""
-    tokens = group.tokens - group.rare.resumed_tokens
+    tokens = group.stored.tokens - group.rare.resumed_tokens
     if tokens <= 0:
         return
     pace = (core.state.now - began) / tokens

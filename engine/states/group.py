@@ -74,8 +74,40 @@ class RareFacts(NamedTuple):
     """An added state before generation has stored its prompt."""
 
 
-NO_RARE_FACTS = RareFacts()
-"""Shared by all groups of which nothing is noted."""
+class Admission(NamedTuple):
+    """The terms on which a group started. They never change, and groups with the same terms share them."""
+
+    version: Version = NO_VERSION
+    """Oldest version that its tokens may come from."""
+    deadline: int = -1
+    """The last train step that may consume it: steps in the version it was admitted on, plus S."""
+
+
+class Stored(NamedTuple):
+    """What the attempts of a group left in the trajectory store."""
+
+    tokens: int = 0
+    """0: the next attempt begins with the prompt."""
+    unfinished: int = 0
+    """Trajectories that have not ended."""
+    oldest_version: Version = NO_VERSION
+    newest_version: Version = NO_VERSION
+    """Newest version any token can have; the group resumes only on a replica at least as new."""
+
+
+class Outcome(NamedTuple):
+    """What policies see of a group once it is generated; of its prompt, only `described`."""
+
+    described: str = ""
+    """Columns, lengths and rewards, as JSON; empty if its events say nothing."""
+    reward_mean: float = 0.0
+    ready_at: float = 0.0
+
+
+NO_RARE_FACTS, NOT_ADMITTED, NOTHING_STORED, NO_OUTCOME = RareFacts(), Admission(), Stored(), Outcome()
+"""Shared by all groups that have no others, so that a live group takes little memory."""
+admit = lru_cache(maxsize=64)(Admission)
+"""The same object for the same terms."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,23 +117,10 @@ class Group:
     id: GroupId
     state: str = GROUP.initial
     attempt: int = 0
-    admitted_version: Version = NO_VERSION
-    deadline: int = -1
-    """The last train step that may consume it: steps in the version it was admitted on, plus S. Never moved."""
-    oldest_version: Version = NO_VERSION
-    newest_version: Version = NO_VERSION
-    """Newest version any kept token can have; it resumes only on a replica at least as new."""
-    tokens: int = 0
-    """Tokens that its attempts left in the trajectory store; 0: the next attempt begins with the prompt."""
-    unfinished: int = 0
-    """Trajectories of what is stored that have not ended; 0 while nothing is stored."""
     started_at: float = 0.0
-    turn: int = 0
-    """While it is ready or in an added state: the number of its entry, which orders the groups there."""
-    ready_at: float = 0.0
-    reward_mean: float = 0.0
-    described: str = ""
-    """What policies see of it besides figures, as JSON; empty if its events say nothing."""
+    admission: Admission = NOT_ADMITTED
+    stored: Stored = NOTHING_STORED
+    outcome: Outcome = NO_OUTCOME
     rare: RareFacts = NO_RARE_FACTS
 
     def note(self, **facts: Any) -> None:
@@ -118,15 +137,15 @@ class Group:
     def exceeded(self, count: int) -> None:
         self.note(exceeded=count)
 
-    def forget_tokens(self) -> None:
-        """What earlier attempts left is gone: the next one begins with the prompt."""
-        self.tokens = self.unfinished = 0
-        self.oldest_version = self.newest_version = NO_VERSION
+    @property
+    def deadline(self) -> int:
+        return self.admission.deadline
 
     @property
     def resumes_from(self) -> Version:
         """The oldest weights version it may continue under (law 3)."""
-        return self.admitted_version if self.admitted_version > self.newest_version else self.newest_version
+        admitted, newest = self.admission.version, self.stored.newest_version
+        return admitted if admitted > newest else newest
 
 
 BETWEEN = {"queued": ("queued", "generating"), "generated": ("generated", "batched")}

@@ -1,14 +1,13 @@
 """The groups of a run: which there are, in which phase, and which may be started, resumed or taken next.
 
-Written by `scheduling/groups.py` and `scheduling/steps.py`. Only `live`, the ledger and a few figures are facts;
-`rebuild` makes every list here from the groups and the order book.
+Written by `scheduling/groups.py` and `scheduling/steps.py`. The groups, in which order they became ready or entered
+added states, the ledger and a few figures are facts; `rebuild` makes the other lists from the groups.
 """
 
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from heapq import heappop, heappush
-from operator import attrgetter
 
 from engine.ids import GroupId, StepId, Version
 from engine.states.checkpoints import Checkpoints
@@ -29,11 +28,12 @@ class Groups:
 
     live: dict[GroupId, Group]
     """Groups that no step has trained on and that were not released."""
+    ready: dict[GroupId, None]
+    """Those that a step may take, in the order they became ready."""
+    stages: Stages
     ledger: Ledger
     exhausted: bool = False
     """The source has no more prompts."""
-    next_turn: int = 0
-    """How many times groups have become ready or entered an added state."""
     generated_at: float = 0.0
     """When a group was last generated."""
     loosest: int = 0
@@ -44,8 +44,8 @@ class Groups:
     def __init__(
         self, limits: Limits, orders: OrderBook, training: Training, checkpoints: Checkpoints, observe: Observer | None
     ) -> None:
-        self._orders, self._training, self._checkpoints = orders, training, checkpoints
-        self.live, self.ledger = {}, Ledger()
+        self._training, self._checkpoints = training, checkpoints
+        self.live, self.ready, self.ledger = {}, {}, Ledger()
         self.loosest = limits.max_staleness_steps
         self.stages = Stages(limits.added_states, orders)
         table = group_table(limits.states_at(GENERATED), limits.states_at(QUEUED))
@@ -62,16 +62,12 @@ class Groups:
         self.rebuild(limits.surplus)
 
     def rebuild(self, surplus: int) -> None:
-        """Make the lists of groups from the groups and the open orders."""
+        """Make what follows from the groups."""
         self.waiting: deque[GroupId] = deque()
-        self.ready: dict[GroupId, None] = {}
-        """In the order they became ready; a dict for its order and its O(1) removal."""
         self.parked: dict[Version, list[tuple[Key, GroupId]]] = {}
         """Heaps of (key, group) by the version they resume from, the key as the resume policy gave it; outdated entries
         are skipped."""
         self.deadlines = Deadlines(surplus)
-        self.stages.clear()
-        entered = []
         for group in self.live.values():
             phase = self._phases[group.state]
             self.deadlines.count(group.deadline, phase)
@@ -79,13 +75,6 @@ class Groups:
                 self.waiting.append(group.id)
             elif group.state == "aborted":
                 self._park(group, group.rare.resume_key or (group.deadline,))
-            elif phase in (Phase.WAITING, Phase.PARKED, Phase.READY):
-                entered.append(group)
-        for group in sorted(entered, key=attrgetter("turn")):
-            if group.state == "generated":
-                self.ready[group.id] = None
-            elif self._orders.find("stage", group.id) is None:
-                self.stages.enter(group.state, group.id)
 
     def use(self, limits: Limits) -> None:
         """Use other bounds from now on. Groups keep their deadlines."""
@@ -108,6 +97,8 @@ class Groups:
         keep the failures that count against their retry budgets, and how often they hung."""
         consumed, released, live = tuple(consumed), tuple(released), self.live
         self.live = {id: Group(id) for id in sorted((*live, *consumed, *released))}
+        self.ready.clear()
+        self.stages.clear()
         for id, before in live.items():
             self.live[id].attempt = before.attempt
             infrastructure, data, exceeded, *_ = before.rare
@@ -154,7 +145,7 @@ class Groups:
         if group.state == QUEUED:
             insort(self.waiting, group.id)
         else:
-            self.enter_stage(group)
+            self.stages.enter(group.state, group.id)
 
     def _leave_parked(self, group: Group, before: str) -> None:
         if group.rare.resume_key:
@@ -171,27 +162,16 @@ class Groups:
         if group.state == "aborted":
             self._park(group, key)
         else:
-            self.enter_stage(group)
+            self.stages.enter(group.state, group.id)
 
     def _enter_ready(self, group: Group, key: Key) -> None:
         self.ready[group.id] = None
-        self._take_turn(group)
 
     def _end(self, group: Group, key: Key) -> None:
         """The group was trained on, or released."""
         del self.live[group.id]
         if self._checkpoints.tracks and self._phases[group.state] is Phase.RELEASED:
             self._checkpoints.release(group.id, self._training.steps_trained)
-
-    def enter_stage(self, group: Group) -> None:
-        """A group waits for the work of the added state it is in, behind those that already wait."""
-        self.stages.enter(group.state, group.id)
-        self._take_turn(group)
-
-    def _take_turn(self, group: Group) -> None:
-        """Put the group behind those that already wait in its state."""
-        group.turn = self.next_turn
-        self.next_turn += 1
 
     # parked groups
 

@@ -81,8 +81,8 @@ def check_all(state: State) -> None:
         )  # fmt: skip
         started = running or groups.phase_of(group.state) in (Phase.PARKED, Phase.READY)
         if started:
-            due = state.training.steps_in[group.admitted_version] + state.limits.max_staleness_steps
-            latest = state.training.steps_in[group.admitted_version] + groups.loosest
+            due = state.training.steps_in[group.admission.version] + state.limits.max_staleness_steps
+            latest = state.training.steps_in[group.admission.version] + groups.loosest
             holds = group.deadline == due or (state.settings and group.deadline <= latest)
             require(bool(holds), "law 4: a deadline was moved", group=group.id, deadline=group.deadline, due=due)
         if group.id in seats:

@@ -13,6 +13,9 @@ from engine.states.orders import OrderBook, stage_owner
 class Stage:
     """One added state."""
 
+    waiting: dict[GroupId, None]
+    """Groups whose work is not ordered, oldest first. A dict keeps the order."""
+
     def __init__(self, number: int, added: AddedState, orders: OrderBook) -> None:
         self.number = number
         """Its index among the added states."""
@@ -20,8 +23,7 @@ class Stage:
         self.place = added.place
         self.concurrency = added.concurrency
         self.owner = stage_owner(added.name)
-        self.waiting: dict[GroupId, None] = {}
-        """Groups whose work is not ordered, oldest first. A dict keeps the order."""
+        self.waiting = {}
         self._orders = orders
 
     @property
@@ -32,6 +34,8 @@ class Stage:
 
 class Stages:
     """Every added state of a run's groups, in the order in which groups pass through them."""
+
+    by_name: dict[str, Stage]
 
     def __init__(self, added: tuple[AddedState, ...], orders: OrderBook) -> None:
         of_groups = [state for state in added if state.place in (QUEUED, GENERATED)]
@@ -51,6 +55,7 @@ class Stages:
         return len(self._orders.open("stage"))
 
     def enter(self, name: str, group: GroupId) -> None:
+        """A group waits for the work of a state, behind those that already wait."""
         self.by_name[name].waiting[group] = None
 
     def leave(self, name: str, group: GroupId) -> None:

@@ -333,7 +333,8 @@ class State:
 
     def staleness(self, group: Group, step: StepId) -> int:
         """Train steps that the oldest token of a group lags behind `step`."""
-        born = group.admitted_version if group.oldest_version == NO_VERSION else group.oldest_version
+        oldest = group.stored.oldest_version
+        born = group.admission.version if oldest == NO_VERSION else oldest
         return step - self.training.steps_in[born]
 
     @property

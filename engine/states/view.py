@@ -98,17 +98,18 @@ class PoolView(NamedTuple):
 
 
 def view_group(group: Group) -> GroupView:
-    rare = group.rare
+    stored, rare, outcome = group.stored, group.rare, group.outcome
     return GroupView(
-        group.id, group.state, group.attempt, group.deadline, group.admitted_version, group.oldest_version,
-        group.newest_version, group.tokens, rare.infrastructure_failures, rare.data_failures, group.started_at,
-        group.ready_at, group.reward_mean, group.unfinished, *(_described(group) if group.described else ()),
+        group.id, group.state, group.attempt, group.admission.deadline, group.admission.version, stored.oldest_version,
+        stored.newest_version, stored.tokens, rare.infrastructure_failures, rare.data_failures, group.started_at,
+        outcome.ready_at, outcome.reward_mean, stored.unfinished,
+        *(_described(outcome.described) if outcome.described else ()),
     )  # fmt: skip
 
 
-def _described(group: Group) -> tuple[Any, ...]:
+def _described(described: str) -> tuple[Any, ...]:
     """The last fields of a `GroupView`."""
-    known = json.loads(group.described)
+    known = json.loads(described)
     return known["source"], known["fields"], tuple(known.get("lengths", ())), known.get("rewards", NOTHING)
 
 

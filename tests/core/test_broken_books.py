@@ -6,6 +6,7 @@ import pytest
 
 from engine.errors import InvariantViolated
 from engine.events import SettingChanged
+from engine.states.group import Group
 from engine.states.laws import check_all, check_batch, check_tick
 from engine.states.ledger import PARKED, READY, RUNNING, WAITING
 from engine.states.limits import Pool
@@ -64,8 +65,12 @@ def take_a_seat(state: State) -> None:
     state.orders.withdraw("group", next(iter(state.orders.open("group"))))
 
 
+def move(group: Group) -> None:
+    group.admission = group.admission._replace(deadline=group.deadline + 1)
+
+
 def move_a_deadline(state: State) -> None:
-    next(group for group in state.groups.live.values() if group.state == "generating").deadline += 1
+    move(next(group for group in state.groups.live.values() if group.state == "generating"))
 
 
 def run_ahead(state: State) -> None:
@@ -138,7 +143,7 @@ def test_a_deadline_may_be_as_late_as_the_loosest_bound_of_the_run_and_no_later(
     run.tell(SettingChanged(setting="scheduler.max_staleness_steps", value="1"))
     run.tell(SettingChanged(setting="scheduler.max_staleness_steps", value="2"))
     check_all(run.state)
-    run.state.groups.live[0].deadline += 1
+    move(run.state.groups.live[0])
     with pytest.raises(InvariantViolated, match="law 4: a deadline was moved"):
         check_all(run.state)
 

@@ -211,7 +211,7 @@ def test_a_replica_behind_takes_groups_while_its_version_has_places():
     run.train()
     run.publish()
     run.install(0)
-    assert {run.replica_of(g): run.state.groups.live[g].admitted_version for g in run.running()}[1] == 0
+    assert {run.replica_of(g): run.state.groups.live[g].admission.version for g in run.running()}[1] == 0
     run.finish(next(g for g in run.running() if run.replica_of(g) == 1))
     assert 1 in {run.replica_of(g) for g in run.running()}, "version 0 still has places"
 

@@ -464,7 +464,7 @@ def test_an_attempt_that_takes_too_long_is_parked_and_costs_one() -> None:
     assert [order.group for order in parked] == [1, 2, 3], "none was started instead of 0"
     run.abort(1)
     group = run.state.groups.live[1]
-    assert (group.rare.infrastructure_failures, group.tokens > 0) == (1, True)
+    assert (group.rare.infrastructure_failures, group.stored.tokens > 0) == (1, True)
     assert run.ordered(ResumeGroup)[-1].group == 1
 
 

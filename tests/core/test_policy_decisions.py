@@ -126,9 +126,9 @@ def test_a_failure_of_the_data_forgets_how_much_was_unfinished() -> None:
     group = run.state.groups.live[0]
     place = {"group": 0, "replica": 0, "incarnation": 1}
     run.tell(GroupAborted(**place, attempt=1, tokens=4, oldest_version=0, newest_version=0, unfinished=2))
-    assert run.view.group(0) is not None and group.unfinished == 2
+    assert run.view.group(0) is not None and group.stored.unfinished == 2
     run.tell(GroupFailed(**place, attempt=2, cause="data", reason="x"))
-    assert group.unfinished == 0
+    assert group.stored.unfinished == 0
 
 
 # registration

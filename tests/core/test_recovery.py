@@ -278,7 +278,7 @@ def test_a_ready_group_whose_trajectories_are_gone_begins_again_in_its_place() -
     before = made.state.groups.live[lost]
     made.crash(replicas=1, kept=True, missing=lambda group: group == lost)
     group = made.state.groups.live[lost]
-    assert (group.state, group.deadline, group.tokens) == ("aborted", before.deadline, 0)
+    assert (group.state, group.deadline, group.stored.tokens) == ("aborted", before.deadline, 0)
     assert made.complete().outcome == "finished"
 
 

@@ -359,7 +359,7 @@ def test_a_parked_group_waits_for_weights_as_new_as_its_tokens() -> None:
     run.publish()
     run.install(0)
     run.finish(2)
-    newest = next(g for g in run.running() if run.state.groups.live[g].admitted_version == 1)
+    newest = next(g for g in run.running() if run.state.groups.live[g].admission.version == 1)
     run.abort(newest)
     order = [c for c in run.starts() if c.group == newest][-1]
     assert run.state.replicas.by_id[order.replica].version == 1
@@ -415,7 +415,7 @@ def test_what_a_group_stored_on_its_way_survives_its_replica() -> None:
     run = small(replicas=2, slots=4)
     lost = run.replica_of(0)
     run.keep_prefix(0, tokens=7)
-    assert run.state.groups.live[0].state == "generating" and run.state.groups.live[0].tokens == 7
+    assert run.state.groups.live[0].state == "generating" and run.state.groups.live[0].stored.tokens == 7
     run.tell(ProcessLost(kind="replica", index=lost, incarnation=1, final=True, reason="power"))
     (order,) = [command for command in run.starts() if command.group == 0 and command.attempt == 2]
     assert isinstance(order, ResumeGroup) and order.replica != lost
@@ -432,7 +432,7 @@ def test_a_stored_prefix_resumes_only_on_weights_as_new_as_its_tokens() -> None:
     run.install(ahead)
     old = next(g for g in run.running() if run.replica_of(g) == ahead)
     run.keep_prefix(old)
-    assert run.state.groups.live[old].newest_version == 1
+    assert run.state.groups.live[old].stored.newest_version == 1
     run.tell(ProcessLost(kind="replica", index=ahead, incarnation=1, final=True, reason="power"))
     behind = 1 - ahead
     assert run.state.groups.live[old].state == "aborted", "the replica that is left has older weights"
@@ -466,7 +466,7 @@ def test_a_prefix_whose_group_cannot_be_scored_is_not_gone_on_from() -> None:
     run.keep_prefix(0)
     group = run.state.groups.live[0]
     run.tell(GroupFailed(group=0, attempt=1, replica=0, incarnation=1, cause="data", reason="no reward"))
-    assert group.tokens == 0
+    assert group.stored.tokens == 0
     (order,) = [command for command in run.starts() if command.group == 0 and command.attempt == 2]
     assert isinstance(order, StartGroup)
 

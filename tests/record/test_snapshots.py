@@ -24,7 +24,7 @@ from engine.record.msgpack_values import CodecError, pack, unpack
 from engine.record.snapshots import declarations, restore, snapshot
 from engine.scheduling.scheduler import Scheduler
 from engine.simulation.world import Faults, Setting, World
-from engine.states.group import NO_RARE_FACTS, Group
+from engine.states.group import NO_RARE_FACTS, RareFacts
 from engine.states.groups import Groups
 from engine.states.laws import check_all
 from engine.states.limits import Limits
@@ -402,10 +402,12 @@ def test_what_a_run_keeps_of_what_ended_does_not_grow() -> None:
 
 def test_groups_that_nobody_began_are_named_by_their_ids() -> None:
     scheduler = Scheduler(LIMITS)
-    scheduler.state.groups.draw(0, 2)
+    scheduler.state.groups.draw(0, 3)
     scheduler.state.groups.live[1].attempt = 3
-    rows = groups_in(state_of(scheduler))
-    assert rows[0] == 0 and len(rows[1]) == len(declared(Group)) - 1, "it has no rare facts"
+    scheduler.state.groups.live[2].note(prepared=True)
+    untouched, tried, prepared = groups_in(state_of(scheduler))
+    assert untouched == 0 and tried[:3] == [1, "queued", 3]
+    assert len(tried) == len(prepared) - len(RareFacts._fields), "it has no rare facts"
 
 
 def test_rare_facts_of_a_group_are_restored() -> None:

@@ -406,7 +406,7 @@ def _version_problems(fact: Any, state: State) -> Iterator[str]:
     elif isinstance(fact, GroupGenerated) and not fact.tokens:
         yield "tokens is 0; a group without tokens is GroupFailed"
     elif oldest != NO_VERSION and known is not None and replica is not None:
-        first, last = known.admitted_version, replica.version
+        first, last = known.admission.version, replica.version
         if not first <= oldest <= newest <= last:
             law = f"must have {first} <= oldest_version <= newest_version <= {last}"
             yield f"{law}: it was admitted on version {first}, and replica {replica.id} has version {last}"
