@@ -30,6 +30,8 @@ class Contribution(NamedTuple):
 
     open_at: Version = NO_VERSION
     """Its version, if it can take a group."""
+    load: float = 0.0
+    """Share of its slots that a validation takes or the trajectories of its groups need, if it can take a group."""
     idle: int = 0
     """Free slots, if it is not slow and does not leave."""
     freed: int = 0
@@ -85,7 +87,7 @@ class Replicas:
         self._at: dict[Version, _SameVersion] = {}
         for replica in self.by_id.values():
             for id, order in self.running(replica).items():
-                self._finished[replica.id] = self.finished_trajectories(replica) + order.finished
+                self._finished[replica.id] = self._finished.get(replica.id, 0) + order.finished
                 if order.finished == replica.samples:
                     self.unrewarded[id] = None
             self.update(replica)
@@ -94,7 +96,7 @@ class Replicas:
         """An order for a group or rows has opened or closed, or `more` trajectories of a group have ended."""
         replica = self.by_id[int(order.owner)]
         if more:
-            self._finished[replica.id] = self.finished_trajectories(replica) + more
+            self._finished[replica.id] = self._finished.get(replica.id, 0) + more
             if more > 0 and order.finished == replica.samples:
                 self.unrewarded[order.id] = None
             elif more < 0:
@@ -103,29 +105,34 @@ class Replicas:
 
     def update(self, replica: Replica) -> None:
         """Update the indexes after a change of a replica."""
-        id, version = replica.id, replica.version
-        free = self.for_groups(replica) if replica.state == "ready" else 0
+        id, samples, ready = replica.id, replica.samples, replica.state == "ready"
         before = self._known.get(id, NOTHING)
-        if free > 0:
-            if before.open_at != version:
-                self._close(id, before.open_at)
-                self._at.setdefault(version, _SameVersion()).replicas[id] = None
-            at = self._at[version]
-            heappush(at.heap, (self._load(replica), id))
-            if len(at.heap) > 64 + 8 * len(at.replicas):
-                at.heap = sorted((self._load(self.by_id[one]), one) for one in at.replicas)
-        else:
-            self._close(id, before.open_at)
-        leaves = replica.process.leaves
+        running, taken, finished = len(self.running(replica)), self.taken(replica), self._finished.get(id, 0)
+        freed = finished // samples
+        free = self._free_slots(replica, taken + running - freed) if ready else 0
+        leaves, slow = replica.process.leaves, replica.slow
         now = self._known[id] = Contribution(
-            version if free > 0 else NO_VERSION,
-            0 if replica.slow or leaves else free,
-            self.finished_trajectories(replica) // replica.samples,
-            len(self.running(replica)) if replica.slow and replica.state == "ready" and not leaves else 0,
+            replica.version if free else NO_VERSION,
+            ((running + taken) * samples - finished) / (replica.slots * samples) if free else 0.0,
+            0 if slow or leaves else free,
+            freed,
+            running if slow and ready and not leaves else 0,
         )
+        if now.open_at != before.open_at:
+            self._close(id, before.open_at)
+        if free:
+            self._open(id, now)
         self.freed += now.freed - before.freed
         self.idle += now.idle - before.idle
         self.seats_on_slow += now.movable > before.movable
+
+    def _open(self, id: ReplicaId, known: Contribution) -> None:
+        """Note that a replica can take a group, and its load."""
+        at = self._at.setdefault(known.open_at, _SameVersion())
+        at.replicas[id] = None
+        heappush(at.heap, (known.load, id))
+        if len(at.heap) > 64 + 8 * len(at.replicas):
+            at.heap = sorted((self._known[one].load, one) for one in at.replicas)
 
     def _close(self, id: ReplicaId, version: Version) -> None:
         """Take a replica out of those that can take a group at a version."""
@@ -135,11 +142,6 @@ class Replicas:
         del at.replicas[id]
         if not at.replicas:
             del self._at[version]
-
-    def _load(self, replica: Replica) -> float:
-        """Share of its slots that a validation takes or the trajectories of its groups need."""
-        samples, needed = replica.samples, len(self.running(replica)) + self.taken(replica)
-        return (needed * samples - self.finished_trajectories(replica)) / (replica.slots * samples)
 
     def _mark_slow(self, replica: Replica, slow: bool) -> None:
         """Note that a replica is slower than the others by more than `straggler_factor`, or is no longer."""
@@ -163,13 +165,9 @@ class Replicas:
         order = self._orders.find("group", group)
         return None if order is None else self.by_id[int(order.owner)]
 
-    def finished_trajectories(self, replica: Replica) -> int:
-        """Trajectories that have ended, of the groups that run on it."""
-        return self._finished.get(replica.id, 0)
-
     def occupied(self, replica: Replica) -> int:
         """Slots that its groups need, by the number of their trajectories that have not ended."""
-        return len(self.running(replica)) - self.finished_trajectories(replica) // replica.samples
+        return len(self.running(replica)) - self._finished.get(replica.id, 0) // replica.samples
 
     def measuring(self, replica: Replica) -> int:
         """Slots in which it measures a chunk of a validation."""
@@ -181,7 +179,12 @@ class Replicas:
 
     def for_groups(self, replica: Replica) -> int:
         """Free slots that groups may have under the limit of the concurrency policy."""
-        return max(0, min(replica.slots, replica.limit) - self.taken(replica) - self.occupied(replica))
+        return self._free_slots(replica, self.taken(replica) + self.occupied(replica))
+
+    def _free_slots(self, replica: Replica, used: int) -> int:
+        """What is left of the slots that groups may have, if so many are used."""
+        free = (replica.slots if replica.slots < replica.limit else replica.limit) - used
+        return free if free > 0 else 0
 
     def is_limited(self, replica: Replica) -> bool:
         """Whether a replica has free slots, but the concurrency policy allows it no more groups."""
@@ -221,7 +224,7 @@ class Replicas:
         heap, avoided = at.heap, None
         while heap:
             load, id = heap[0]
-            if id not in at.replicas or self._load(self.by_id[id]) != load:
+            if id not in at.replicas or self._known[id].load != load:
                 heappop(heap)
             elif id == avoid:
                 avoided = heappop(heap)
