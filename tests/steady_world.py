@@ -81,6 +81,7 @@ class SteadyWorld(World):
         self._reports = reports
         dice = RisingRewards(made, lengths)
         super().__init__(made, None, recorder, check=False, snapshot_every=snapshot_every, dice=dice)
+        self.scheduler.state.observe(self.transitions.changed)
         self.driver.books = self.transitions
         self.metrics = RunMetrics(self.scheduler, self.transitions, journal)
         _open.append(self)
@@ -102,10 +103,6 @@ class SteadyWorld(World):
 
     def _trainer(self) -> Trainer:
         return ReportingTrainer(self.dice, self._count_busy)
-
-    def _changed(self, machine: str, record: Any, source: str, trigger: str) -> None:
-        self.transitions.changed(machine, record, source, trigger)
-        super()._changed(machine, record, source, trigger)
 
     def _report(self, step: StepId, metrics: Mapping[str, Any]) -> None:
         if self._reports:

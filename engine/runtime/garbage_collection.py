@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-def collect_rarely(objects: int = 50_000) -> None:
+def collect_rarely(objects: int = 200_000) -> None:
     """Make collection rare in this process: the first one comes after `objects` new objects."""
     gc.set_threshold(objects, 20, 100)
 

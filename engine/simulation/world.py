@@ -122,7 +122,7 @@ class World:
         observed = ObservedTrajectories()
         self.judge = Judge(setting.limits, policies, observed)
         self.store = observed if check else LocalTrajectories()
-        self.scheduler = Scheduler(setting.limits, policies, observe=self._changed)
+        self.scheduler = Scheduler(setting.limits, policies, observe=self.judge.changed if check else None)
         self.trainer_busy_s = 0.0
         self.generators: dict[ReplicaId, SimGenerator] = {}
         self._loop = VirtualLoop()
@@ -356,10 +356,6 @@ class World:
 
     def _give_up(self, reason: str) -> None:
         self.deliver(RunInterrupted(reason=reason))
-
-    def _changed(self, machine: str, record: Any, source: str, trigger: str) -> None:
-        if self.check:
-            self.judge.changed(machine, record, source, trigger)
 
     def _report(self, step: StepId, metrics: Mapping[str, Any]) -> None:
         """Take the trainer's metrics of a step."""
