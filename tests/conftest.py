@@ -38,6 +38,9 @@ sys.dont_write_bytecode = False
 # For clusters that tests start without `connect`: Ray's workers would hardly run beside other programs.
 os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.pop("RAY_ADDRESS", None)  # a run would join that cluster
+# Ray's log monitor lists the files of each cluster ten times a second, to show lines that nobody asks for here.
+os.environ.setdefault("RAY_LOG_MONITOR_MANY_FILES_THRESHOLD", "0")
+os.environ.setdefault("LOG_NAME_UPDATE_INTERVAL_S", "1e9")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
