@@ -8,6 +8,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from heapq import heappop, heappush
+from operator import attrgetter
 
 from engine.ids import GroupId, StepId, Version
 from engine.states.checkpoints import Checkpoints
