@@ -150,16 +150,16 @@ def _recorded(schedule: Path) -> RunState:
     unpublished = sum(step.id < training.steps_trained for step in training.formed_steps)
     finished = counted(training.steps_trained - unpublished, "train step")
     trained = f" after {finished}{' and one that was not published' if unpublished else ''}"
-    return _ended(state.ending.outcome, trained)
+    return _state_at_end(state.ending.outcome, trained)
 
 
 def _undecided(schedule: Path) -> RunState:
     from engine.record import read
 
-    return _ended(read(schedule).outcome())
+    return _state_at_end(read(schedule).outcome())
 
 
-def _ended(end: FinishRun | None, trained: str = "") -> RunState:
+def _state_at_end(end: FinishRun | None, trained: str = "") -> RunState:
     """`trained`: after how many train steps, if that is known."""
     if end is None:
         return RunState(ENDED, f"interrupted{trained}: its processes were killed{RESUMABLE}")

@@ -23,6 +23,7 @@ from engine.metrics.collector import RunMetrics
 from engine.metrics.counts import Histogram, OldestGroup
 from engine.metrics.health import ALL_CHECKS, run_findings
 from engine.metrics.names import ADMISSION_LIMITS, METRICS, REPLICA_GROUP_ENDS, REPLICA_STATES, Metric
+from engine.metrics.status import undisturbed
 from engine.metrics.waits import unrewarded_groups
 from engine.states.process import KINDS, PROCESS, Process
 from engine.states.replica import Replica
@@ -30,10 +31,6 @@ from engine.states.replica import Replica
 Samples = Iterable[tuple[tuple[str, ...], float]]
 """(label values in the order of `Metric.labels`, value)."""
 Read = Callable[[], Samples]
-
-TRIES = 8
-"""How often a read is retried if another thread changes the data meanwhile. Only a growing dictionary makes it fail."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalFigures:
@@ -77,7 +74,7 @@ class Exporter(Collector):
                 yield self._plain(metric)
 
     def _plain(self, metric: Metric) -> Family:
-        samples = steady(lambda: list(self._read[metric.name]()))
+        samples = undisturbed(lambda: list(self._read[metric.name]())) or []
         if metric.kind == "gauge":
             gauge = GaugeMetricFamily(metric.family, metric.help, labels=list(metric.labels))
             for labels, value in samples:
@@ -318,16 +315,6 @@ def registry(metrics: RunMetrics, around: ExternalFigures | None = None) -> Coll
     own = CollectorRegistry(auto_describe=False)
     own.register(Exporter(metrics, around))
     return own
-
-
-def steady(read: Callable[[], list[tuple[tuple[str, ...], float]]]) -> list[tuple[tuple[str, ...], float]]:
-    """The result of `read`, retried if another thread changes the state during the read; empty if every try failed."""
-    for _ in range(TRIES):
-        try:
-            return read()
-        except (RuntimeError, KeyError):
-            continue
-    return []
 
 
 def _one(value: float) -> Samples:

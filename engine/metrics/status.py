@@ -4,9 +4,10 @@
 are sentences that say what the trainer and the rollout do or wait for, from the figures that the scheduler decides by.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.errors import EngineError
 from engine.ids import ReplicaId, Version
@@ -145,6 +146,7 @@ class Status:
 
 SPARK_STEPS = 60
 TRIES = 8
+T = TypeVar("T")
 
 
 def read_status(metrics: RunMetrics, now: float | None = None) -> Status:
@@ -227,14 +229,20 @@ def _replica_fields(state: State) -> dict[str, Any]:
 
 
 def plain_status(metrics: RunMetrics, now: float) -> dict[str, Any]:
-    """The snapshot as plain JSON data. Safe on any thread: it retries if the state changes during the read. Raises:
-    `EngineError` if all `TRIES` attempts failed."""
+    """The snapshot as plain JSON data. Safe on any thread. Raises: `EngineError` if all `TRIES` attempts failed."""
+    status = undisturbed(lambda: dict(plain(asdict(read_status(metrics, now)))))
+    if status is None:
+        raise EngineError("the run changed during every attempt to read its status")
+    return status
+
+
+def undisturbed(read: Callable[[], T]) -> T | None:
+    """The result of `read`, which is repeated if another thread changes the data meanwhile; None if every attempt
+    failed."""
     for _ in range(TRIES):
-        try:
-            return dict(plain(asdict(read_status(metrics, now))))
-        except (RuntimeError, KeyError, IndexError):
-            continue
-    raise EngineError("the run changed during every attempt to read its status")
+        with suppress(RuntimeError, KeyError, IndexError):
+            return read()
+    return None
 
 
 def status_of(answer: Mapping[str, Any]) -> Status:
