@@ -32,6 +32,7 @@ Samples = Iterable[tuple[tuple[str, ...], float]]
 """(label values in the order of `Metric.labels`, value)."""
 Read = Callable[[], Samples]
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalFigures:
     """Figures that the scheduler does not have, read at each scrape; None if the run does not have the source.
