@@ -22,11 +22,13 @@ RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
 @dataclass
 class Nodes:
-    """Ray nodes of this machine, the head first. `environment`: its home has the cluster's token."""
+    """Ray nodes of this machine, the head first. `environment`: its home has the cluster's token. `arguments`: of those
+    that join the head."""
 
     address: str
     processes: list[subprocess.Popen[str]]
     environment: dict[str, str]
+    arguments: tuple[str, ...] = ()
 
     def kill(self, process: subprocess.Popen[str]) -> None:
         """With every process of the node."""
@@ -46,6 +48,16 @@ class Nodes:
         )  # fmt: skip
         self.processes.append(process)
         return process
+
+    def join(self) -> None:
+        """Another node."""
+        wait_for(self.start(f"--address={self.address}", *self.arguments))
+
+    def replace_killed(self) -> None:
+        killed = [process for process in self.processes if process.poll() is not None]
+        self.processes = [process for process in self.processes if process not in killed]
+        for _ in killed:
+            self.join()
 
 
 def end_with_parent() -> None:
@@ -73,12 +85,12 @@ def three_nodes(*arguments: str) -> Iterator[Nodes]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
     environment |= {"HOME": directory, "PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0"}
     environment |= {"RAY_health_check_period_ms": "1000"}  # of 3000: a killed node is noticed sooner
-    made = Nodes("", [], environment)
+    made = Nodes("", [], environment, arguments)
     try:
         wait_for(made.start("--head", "--port=0", f"--temp-dir={directory}", "--include-dashboard=false"))
         made.address = Path(directory, "ray_current_cluster").read_text().strip()
         for _ in range(2):  # one by one: together they may take each other's ports
-            wait_for(made.start(f"--address={made.address}", *arguments))
+            made.join()
         yield made
     finally:
         for process in made.processes:
