@@ -16,7 +16,7 @@ PROGRAM = """
 import sys
 import engine.training.warmup as warmup
 whole = warmup.WarmUp
-warmup.WarmUp = lambda **given: whole(**{**given, "steps": 100})  # of 500
+warmup.WarmUp = lambda **given: whole(**{**given, "steps": 12})  # of 500
 import multi_turn_agent
 sys.exit(multi_turn_agent.main(sys.argv[1:]))
 """
