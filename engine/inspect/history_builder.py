@@ -29,6 +29,7 @@ from engine.inspect.history import (
 )
 from engine.metrics.journal import StepRows
 from engine.record import Header
+from engine.states.group import Group, Outcome, Stored
 from engine.states.machine import Phase
 from engine.states.process import REPLICA
 
@@ -276,14 +277,6 @@ class _Begun(NamedTuple):
     cause: EventId
 
 
-class _BatchedGroup(NamedTuple):
-    """What the row of a step needs to know about a group."""
-
-    id: GroupId
-    reward_mean: float
-    tokens: int
-
-
 class HistoryBuilder(GroupBuilder):
     """Builds the whole history."""
 
@@ -355,7 +348,10 @@ class HistoryBuilder(GroupBuilder):
     # rows of `metrics.jsonl`
 
     def row_formed(self, step: StepId, groups: Iterable[Any], staleness: tuple[int, ...]) -> None:
-        batch: list[Any] = [_BatchedGroup._make(group) for group in groups]
+        batch = [
+            Group(id, stored=Stored(tokens=tokens), outcome=Outcome(reward_mean=reward))
+            for id, reward, tokens in groups
+        ]
         self._metrics.formed(step, batch, tuple(staleness))
 
     def row_changed(self, step: StepId, state: str, at: float) -> None:

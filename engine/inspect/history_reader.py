@@ -372,7 +372,7 @@ class _StretchWatcher:
     def _changed(self, machine: str, changed: Any, source: str, trigger: str) -> None:
         self._transitions.changed(machine, changed, source, trigger)
         if machine == "group":
-            self._moves.append(_Move(changed, changed.state, changed.tokens))
+            self._moves.append(_Move(changed, changed.state, changed.stored.tokens))
         elif machine == "step":
             self._step_moves.append((changed.id, changed.state))
 
