@@ -107,6 +107,11 @@ class ReplicaWorker:
     Group commands are executed at once; weights commands one at a time, in the order of arrival.
     """
 
+    _finished = 0
+    """Trajectories of running attempts that have ended."""
+    _reported = 0
+    """Ended trajectories that were in the last reports."""
+
     def __init__(
         self,
         *,
@@ -139,10 +144,6 @@ class ReplicaWorker:
         self._progress = ProgressReports(progress_every_s(StartGroup), self._report)
         self._note_progress = from_any_thread(self._progress.note)
         self._note_finished = from_any_thread(self._take_finished)
-        self._finished = 0
-        """Trajectories of running attempts that have ended."""
-        self._reported = 0
-        """Ended trajectories that were in the last reports."""
         self._unreported: dict[GroupAttempt, None] = {}
         """Attempts with ended trajectories since the last reports."""
         self._trajectories = trajectories

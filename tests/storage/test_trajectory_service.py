@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -55,7 +55,7 @@ def test_a_process_waits_for_the_store_until_all_its_puts_are_answered() -> None
 class NotedBytes(bytes):
     """Notes the thread of whoever asks for its length."""
 
-    threads: list[int] = []
+    threads: ClassVar[list[int]] = []
 
     def __len__(self) -> int:
         self.threads.append(threading.get_ident())
