@@ -1,4 +1,4 @@
-"""A run of the command line that is killed with every process, resumed with changes, and ended on request."""
+"""A run of the command line that is killed with every process, resumed, and ended on request."""
 
 import contextlib
 import os
@@ -67,14 +67,14 @@ def test_a_killed_run_is_resumed_and_neither_end_leaves_a_process(tmp_path: Path
     config.write_text(yaml.safe_dump(CONFIG))
     first = engine("run", "small.yaml", "--plain", cwd=tmp_path)
     assert first.stdout is not None
-    said = list(takewhile(lambda line: not line.startswith("step=5"), first.stdout))
+    said = list(takewhile(lambda line: not line.startswith("step=3"), first.stdout))
     begun = said.index("starting Ray on this machine\n")
     assert said[begun + 1] == "starting 1 replica and the trainer, which load the model\n"
     before = psutil.Process(first.pid).children(recursive=True)
     actors = [process for process in before if "Actor" in title(process)]
     assert len(actors) == 5 and {process.nice() for process in actors} == {psutil.Process().nice()}
     next(process for process in actors if "SchedulerActor" in title(process)).kill()
-    said += takewhile(lambda line: not line.startswith("step=12"), first.stdout)
+    said += takewhile(lambda line: not line.startswith("step=6"), first.stdout)
     started = list({*before, *psutil.Process(first.pid).children(recursive=True)})
     agents = [process for process in started if title(process) in RAYS_AGENTS]
     first.kill()
@@ -89,7 +89,7 @@ def test_a_killed_run_is_resumed_and_neither_end_leaves_a_process(tmp_path: Path
 
     run_dir = tmp_path / "runs" / "latest"
     further = f"step={len(steps_of(run_dir)) + 3} "
-    again = engine("resume", "latest", "--plain", "--set", "rollout.replicas=2", cwd=tmp_path)
+    again = engine("resume", "latest", "--plain", cwd=tmp_path)
     assert again.stdout is not None
     said = list(takewhile(lambda line: not line.startswith(further), again.stdout))
     assert any("resumed from step-0000" in line for line in said), said
