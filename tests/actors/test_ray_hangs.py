@@ -23,7 +23,7 @@ from engine.runtime.stacks import dump_stacks, stacks_file
 from engine.states.limits import Limits, Pool
 from engine.states.timeouts import KINDS, Timeouts
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 PROMPTS = 30 * 4
 BEATS = {"heartbeat_s": 1.0, "missed_beats": 3}

@@ -99,7 +99,7 @@ def test_a_run_joins_a_cluster_loses_a_node_and_finishes(
     os.mkfifo(tmp_path / "calls")
     command = ("run", "../project/preset.yaml", "--plain", "--address", nodes.address)
     wrong = engine(*command, cwd=elsewhere, env={**nodes.environment, "RAY_AUTH_TOKEN": "b" * 64})
-    said = wrong.communicate(timeout=60)[0]
+    said = wrong.communicate(timeout=250)[0]
     assert wrong.returncode == 2 and "its token is missing or wrong; set RAY_AUTH_MODE=token" in said, said
 
     run = engine(*command, cwd=elsewhere, env=nodes.environment)
@@ -113,8 +113,8 @@ def test_a_run_joins_a_cluster_loses_a_node_and_finishes(
             while len(lives) < 3:
                 note_call(run, calls, lives, places)
             enough = engine("set", "latest", "run.max_steps=1", cwd=elsewhere, env=nodes.environment)
-            assert enough.wait(timeout=60) == 0, enough.communicate()[0]
-            said = run.communicate(timeout=120)[0]
+            assert enough.wait(timeout=250) == 0, enough.communicate()[0]
+            said = run.communicate(timeout=250)[0]
         assert run.returncode == 0, said
     finally:
         run.kill()
