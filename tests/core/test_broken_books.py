@@ -1,6 +1,7 @@
 """The laws that are checked after every event find each kind of broken book: a check that cannot fail is none."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -135,6 +136,17 @@ def test_a_pool_is_leased_only_to_what_is_in_progress() -> None:
     check_all(run.state)
     lease.task = "old_logprobs"
     with pytest.raises(InvariantViolated, match="a pool is leased to a task that is not in progress"):
+        check_all(run.state)
+
+
+def test_groups_beyond_a_lowered_bound_may_run_on_but_are_not_replaced() -> None:
+    run = Scripted(train_batch_size=1, max_staleness_steps=3, max_concurrent_groups=4)
+    run.tell(SettingChanged(setting="scheduler.max_concurrent_groups", value="2"))
+    assert len(run.running()) == 4
+    run.finish(0)
+    assert run.running() == [1, 2, 3]
+    run.state.limits = replace(run.state.limits, max_concurrent_groups=1)
+    with pytest.raises(InvariantViolated, match="law 2"):
         check_all(run.state)
 
 
