@@ -1,6 +1,7 @@
 """Runs on a cluster of declared GPUs, in a process of their own: what became of its placement groups."""
 
 import os
+import re
 import threading
 from dataclasses import dataclass
 from functools import partial
@@ -123,7 +124,8 @@ def ranks_apart(directory: Path) -> tuple[list[str], dict[str, tuple[str, int]],
         (directory / "sees").write_text(ranks[0].environ()["CUDA_VISIBLE_DEVICES"])
         ray.get(nodes.dump_stacks())
         said = (directory / "logs" / "trainer-node-1.stacks").read_text()
-        assert said.count("engine/training/rank_process.py") >= 2, "both ranks have written their stacks"
+        answers = re.findall(r"rank_process.py\", line \d+ in main", said)
+        assert len(answers) == 2, "both ranks have written their stacks"
         relays = [thread for thread in threading.enumerate() if thread.name.startswith("rank-")]
         del other
         for relay in relays:
