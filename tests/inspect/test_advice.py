@@ -119,7 +119,7 @@ def test_slots_that_the_concurrency_policy_leaves_idle_are_named_and_do_not_coun
 
 def test_a_balanced_run_has_nothing_to_gain() -> None:
     limits = replace(LIMITS, max_staleness_steps=8, max_concurrent_groups=36, max_steps=30)
-    _, history = run(limits, replicas=1, slots=4, mean_tokens=30.0, max_tokens=10, train_s=8.0, sync_s=0.0, prompts=150)
+    _, history = run(limits, replicas=1, slots=4, mean_tokens=30.0, max_tokens=10, train_s=8.3, sync_s=0.0, prompts=150)
     counsel = advise(history)
     assert not counsel.advice and counsel.lines[0].startswith(
         "no setting would make the run much faster: the trainer was busy 9"
