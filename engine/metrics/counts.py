@@ -294,7 +294,8 @@ class RunProgress:
     @property
     def slow(self) -> list[int]:
         """Ids of replicas that are slower than the others by more than `rollout.straggler_factor`."""
-        return [r.id for r in list(self._state.replicas.by_id.values()) if r.slow and r.state != "down"]
+        replicas = self._state.replicas
+        return [r.id for r in list(replicas.by_id.values()) if replicas.paces.is_slow(r) and r.state != "down"]
 
 
 # -- groups by state ---------------------------------------------------------------------------------------------------

@@ -98,8 +98,7 @@ def _form_batch(core: Core, step: Step, chosen: tuple[GroupId, ...]) -> None:
     state.fire_step(step, "form")
     if state.groups.deadlines.surplus:
         _drop_surplus(core, step)
-    training.steps_batched += 1
-    training.next_step(training.steps_batched)
+    training.next_step(step.id + 1)
     check_room(state)
     step.attempt = 1
 
@@ -253,7 +252,6 @@ def on_step_trained(core: Core, event: StepTrained) -> None:
     if not state.limits.keeps_batches:
         core.orders.discard(*step.groups)
     training.updates_in[step.id + 1] = training.updates_in[step.id] + event.updates
-    training.steps_trained += 1
     if not state.limits.checkpoint_every:
         state.forget_updates()
     if training.steps_trained % state.limits.sync_every == 0 or no_step_left(core):

@@ -22,7 +22,7 @@ def measure_pace(core: Core, group: Group, replica: Replica, began: float) -> No
     pace = (core.state.now - began) / tokens
     replica.pace = pace if not replica.paced else (1 - WEIGHT) * replica.pace + WEIGHT * pace
     replica.paced += 1
-    core.state.replicas.paces.compare([replica])
+    core.state.replicas.compare_paces(replica)
 
 
 def move_groups_off_slow_replicas(core: Core) -> None:

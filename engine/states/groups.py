@@ -116,7 +116,7 @@ class Groups:
         self.machine.fire(group, trigger)
         source, target = self._phases[before], self._phases[group.state]
         self.ledger.move(source, target)
-        self.deadlines.move(group.deadline, source, target)
+        self.deadlines.move(group.admission.deadline, source, target)
         leave, enter = self._leave.get(source), self._enter.get(target)
         if leave is not None:
             leave(group, before)

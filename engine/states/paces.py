@@ -5,7 +5,7 @@ moves groups from slow replicas.
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from engine.ids import ReplicaId
 from engine.states.replica import Replica
@@ -23,37 +23,31 @@ NO_PACE: Pace = (float("inf"), MOST_ID)
 class Paces:
     """Replicas by pace. Everything here follows from the replicas and the factor, so it is not in a snapshot."""
 
-    def __init__(self, replicas: dict[ReplicaId, Replica], factor: float | None, mark: Callable[[Replica, bool], None]):
-        """`mark(replica, slow)` is called for each replica that may have become slow, or no longer be."""
-        self._replicas, self._factor, self._mark = replicas, factor, mark
+    def __init__(self, replicas: dict[ReplicaId, Replica], factor: float | None) -> None:
+        self._replicas, self.factor = replicas, factor
         self._paces: list[Pace] = []
         """Paces of the replicas whose pace counts, ascending."""
         self._listed: dict[ReplicaId, Pace] = {}
         """The same by replica."""
         self._first_slow = NO_PACE
         """The lowest pace that is slow."""
-        self.compare(replicas.values())
 
-    def use(self, factor: float | None) -> None:
-        """Compare with another factor from now on."""
-        self._factor = factor
-        self.compare(())
-
-    def compare(self, changed: Iterable[Replica]) -> None:
-        """Mark replicas that are slower than the factor times the median of the others. Call it after a change of a
-        pace, and after a loss. The paces are sorted, so this visits only replicas that changed and those between the
-        old and the new threshold."""
+    def compare(self, changed: Iterable[Replica]) -> list[Replica]:
+        """Find again which replicas are slower than the factor times the median of the others, after a change of paces
+        or of the factor. Returns those that may have become slow, or no longer be. The paces are sorted, so this visits
+        only replicas that changed and those between the old and the new threshold."""
         paces, changed = self._paces, list(changed)
         for replica in changed:
             self._list(replica)
         before, first = self._first_slow, self._find_first_slow()
         self._first_slow = paces[first] if first < len(paces) else NO_PACE
-        for replica in changed:
-            known = self._listed.get(replica.id)
-            self._mark(replica, known is not None and known >= self._first_slow)
         passed = sorted((bisect_left(paces, before), first))
-        for pace in paces[slice(*passed)]:
-            self._mark(self._replicas[pace[1]], pace >= self._first_slow)
+        return [*changed, *(self._replicas[id] for _, id in paces[slice(*passed)])]
+
+    def is_slow(self, replica: Replica) -> bool:
+        """Whether a replica is slower than the others by more than may be."""
+        known = self._listed.get(replica.id)
+        return known is not None and known >= self._first_slow
 
     @property
     def slow(self) -> list[Replica]:
@@ -76,7 +70,7 @@ class Paces:
     def _find_first_slow(self) -> int:
         """Index of the first slow replica in the sorted list. All replicas above the middle have the same median of the
         others; the middle one has its own; none below it can be slow."""
-        factor, paces, others = self._factor, self._paces, len(self._paces) - 1
+        factor, paces, others = self.factor, self._paces, len(self._paces) - 1
         if factor is None or others < 1:
             return len(paces)
         middle = others // 2

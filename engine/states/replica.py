@@ -81,8 +81,6 @@ class Replica:
     """Seconds that a token of the groups it generates takes, a moving mean; where paces are compared."""
     paced: int = 0
     """Groups in it, of this life."""
-    slow: bool = False
-    """It is slower than the others by more than may be."""
 
     @property
     def incarnation(self) -> Incarnation:

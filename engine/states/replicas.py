@@ -37,6 +37,7 @@ class Contribution(NamedTuple):
     freed: int = 0
     movable: int = 0
     """Groups that may continue on another replica, because this one is slow."""
+    slow: bool = False
 
 
 NOTHING = Contribution()
@@ -62,17 +63,7 @@ class Replicas:
 
     def rebuild(self, straggler_factor: float | None) -> None:
         """Make the indexes from the replicas and the orders."""
-        self._index()
-        self.paces = Paces(self.by_id, straggler_factor, self._mark_slow)
-
-    def anew(self) -> "Replicas":
-        """The same replicas with the index made anew, for comparison."""
-        other = Replicas(self._orders, None)
-        other.by_id = self.by_id
-        other._index()
-        return other
-
-    def _index(self) -> None:
+        self.paces = Paces(self.by_id, straggler_factor)
         self.freed = 0
         """Slots that running groups no longer need: one for each `samples` trajectories that have ended."""
         self.idle = 0
@@ -91,6 +82,7 @@ class Replicas:
                 if order.finished == replica.samples:
                     self.unrewarded[id] = None
             self.update(replica)
+        self.compare_paces(*self.by_id.values())
 
     def note_order(self, order: Order, more: int) -> None:
         """An order for a group or rows has opened or closed, or `more` trajectories of a group have ended."""
@@ -110,13 +102,14 @@ class Replicas:
         running, taken, finished = len(self.running(replica)), self.taken(replica), self._finished.get(id, 0)
         freed = finished // samples
         free = self._free_slots(replica, taken + running - freed) if ready else 0
-        leaves, slow = replica.process.leaves, replica.slow
+        leaves, slow = replica.process.leaves, before.slow
         now = self._known[id] = Contribution(
             replica.version if free else NO_VERSION,
             ((running + taken) * samples - finished) / (replica.slots * samples) if free else 0.0,
             0 if slow or leaves else free,
             freed,
             running if slow and ready and not leaves else 0,
+            slow,
         )
         if now.open_at != before.open_at:
             self._close(id, before.open_at)
@@ -143,11 +136,18 @@ class Replicas:
         if not at.replicas:
             del self._at[version]
 
-    def _mark_slow(self, replica: Replica, slow: bool) -> None:
-        """Note that a replica is slower than the others by more than `straggler_factor`, or is no longer."""
-        if replica.slow != slow:
-            replica.slow = slow
-            self.update(replica)
+    def compare_paces(self, *changed: Replica) -> None:
+        """Find again which replicas are slow. Call it after a change of a pace, and after a loss."""
+        for replica in self.paces.compare(changed):
+            known, slow = self._known.get(replica.id, NOTHING), self.paces.is_slow(replica)
+            if known.slow != slow:
+                self._known[replica.id] = known._replace(slow=slow)
+                self.update(replica)
+
+    def use(self, straggler_factor: float | None) -> None:
+        """Compare paces with another factor from now on."""
+        self.paces.factor = straggler_factor
+        self.compare_paces()
 
     # reading
 
@@ -237,6 +237,13 @@ class Replicas:
             assert avoided is not None  # every replica that can take a group is in the heap
             best = (True, *avoided)
         return best
+
+    def anew(self) -> "Replicas":
+        """The same replicas with the indexes made anew, for comparison."""
+        other = Replicas(self._orders, self.paces.factor)
+        other.by_id = self.by_id
+        other.rebuild(self.paces.factor)
+        return other
 
     def figures(self) -> tuple[object, ...]:
         """Everything that the index of free slots knows, for comparison."""

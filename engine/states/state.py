@@ -96,7 +96,7 @@ class State:
         """Use other bounds from now on."""
         self.limits, self._ahead = limits, limits.ahead
         self.limit_check.use(limits.timeouts)
-        self.replicas.paces.use(limits.straggler_factor)
+        self.replicas.use(limits.straggler_factor)
         self.groups.use(limits)
 
     def branch(self, steps: int, consumed: tuple[GroupId, ...], released: tuple[GroupId, ...]) -> None:

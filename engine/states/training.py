@@ -14,18 +14,15 @@ class Training:
     """What was trained and published."""
 
     steps: dict[StepId, Step]
-    """Steps whose batch is formed and that are not finished, and the next step."""
-    steps_batched: StepId = 0
-    steps_trained: StepId = 0
+    """Steps whose batch is formed and that are not finished, and the next step, which comes last."""
     step_reward: float | None = None
     """Mean reward of the groups of the last step trained."""
     versions: dict[Version, WeightsVersion]
-    latest_version: Version = 0
     steps_in: dict[Version, StepId]
-    """Train steps in each version that an open group, a replica or a validation may still refer to."""
+    """Train steps in each version that an open group, a replica or a validation may still refer to, the newest last."""
     updates_in: dict[StepId, int]
     """Optimizer updates in the first n train steps, by n, for each n after which a trainer may begin: it needs them for
-    its schedule."""
+    its schedule. The steps trained so far come last."""
     publishing_attempt: int = 0
     publish_failures: int = 0
 
@@ -42,20 +39,31 @@ class Training:
         """Add the newest version. It holds the steps trained so far."""
         self.versions[version] = WeightsVersion(version)
         self.steps_in[version] = self.steps_trained
-        self.latest_version = version
 
     def branch(self, steps: StepId) -> None:
         """Go back to `steps` train steps."""
         self.steps = {}
         self.next_step(steps)
-        self.steps_batched = self.steps_trained = steps
         self.steps_in = {version: min(held, steps) for version, held in self.steps_in.items()}
         self.updates_in = {after: updates for after, updates in self.updates_in.items() if after <= steps}
 
     @property
+    def steps_batched(self) -> StepId:
+        """Number of steps whose batch was formed."""
+        return next(reversed(self.steps))
+
+    @property
+    def steps_trained(self) -> StepId:
+        return next(reversed(self.updates_in))
+
+    @property
+    def latest_version(self) -> Version:
+        return next(reversed(self.steps_in))
+
+    @property
     def formed_steps(self) -> list[Step]:
         """Steps whose batch is formed and that are not finished, in their order: at most two."""
-        return [step for step in self.steps.values() if step.id < self.steps_batched]
+        return list(self.steps.values())[:-1]
 
     @property
     def training_step(self) -> Step | None:
@@ -64,8 +72,9 @@ class Training:
 
     def forget_versions(self, least: StepId, used: Container[Version]) -> None:
         """Drop the figures of versions with fewer than `least` train steps that are not `used`."""
+        latest = self.latest_version
         for version in list(self.steps_in):
-            if self.steps_in[version] >= least or version >= self.latest_version - 1:
+            if self.steps_in[version] >= least or version >= latest - 1:
                 return
             if version and version not in used:  # a fresh replica has version 0
                 del self.steps_in[version]

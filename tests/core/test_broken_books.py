@@ -41,7 +41,7 @@ def run_too_many(state: State) -> None:
 
 
 def owe_a_passed_step(state: State) -> None:
-    state.training.steps_batched += 2
+    state.training.next_step(state.training.steps_batched + 2)
 
 
 def owe_too_many(state: State) -> None:

@@ -32,6 +32,7 @@ from engine.metrics.metrics_server import MetricsServer
 from engine.metrics.status import plain_status, read_status, status_of
 from engine.record.files import RecordLock
 from engine.states.limits import Limits
+from engine.states.paces import SAMPLES
 
 COLUMNS, ROWS = 80, 30
 STYLE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[=>]|\x1b\][^\x07]*\x07")
@@ -233,7 +234,7 @@ def test_what_interrupts_or_changes_a_run_is_shown_while_it_lasts() -> None:
     world.tell(fact.SettingChanged(setting="scheduler.max_concurrent_groups", value="11"))
     world.tell(fact.ReplicasWanted(replicas=5))
     world.tell(fact.DrainRequested(reason="asked to"))
-    world.scheduler.state.replicas.by_id[1].slow = True
+    slow_down(world, 1)
     after = shown()
     for text in (
         "changed   max_concurrent_groups = 11",
@@ -271,16 +272,25 @@ def test_a_run_without_a_checkpoint_says_so(served: Served) -> None:
     assert "saved     a checkpoint of 100 steps, 3 fewer than trained" in shown(step=103, checkpoint_steps=100)
 
 
+def slow_down(world: SteadyWorld, id: int) -> None:
+    """Make a replica slower than the others by more than may be."""
+    replicas = world.scheduler.state.replicas
+    replicas.paces.factor = 2.0
+    for replica in replicas.by_id.values():
+        replica.pace, replica.paced = 10.0 if replica.id == id else 1.0, SAMPLES
+    replicas.compare_paces(*replicas.by_id.values())
+
+
 def test_a_slow_replica_and_missing_ones_are_marked() -> None:
-    world = steady_world(steps=None, sync_s=0.0).until(lambda state: state.training.steps_trained == 2)
-    world.scheduler.state.replicas.by_id[1].slow = True
+    world = steady_world(steps=None, sync_s=0.0, replicas=3).until(lambda state: state.training.steps_trained == 2)
+    slow_down(world, 1)
     world.tell(fact.ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
     status = read_status(world.metrics)
-    assert (status.replicas_slow, status.replicas_wanted, status.replicas_lost) == ((1,), 2, 1)
+    assert (status.replicas_slow, status.replicas_wanted, status.replicas_lost) == ((1,), 3, 1)
     console = Console(width=COLUMNS, record=True, file=io.StringIO())
     console.print(screen(status_of(plain_status(world.metrics, world.time)), "Step Engine  runs/latest"))
     text = console.export_text()
-    assert "1 of 2 wanted, 1 lost" in text and re.search(r"1\s+slow\s+v\d", text)
+    assert "2 of 3 wanted, 1 lost" in text and re.search(r"1\s+slow\s+v\d", text)
 
 
 def test_a_replica_that_reports_its_cache_shows_how_full_it_is() -> None:
