@@ -53,6 +53,7 @@ from engine.record.recorder import MemoryRecorder
 from engine.record.recovery import recover
 from engine.scheduling.scheduler import Scheduler
 from engine.simulation.world import Faults, Setting, World
+from engine.states.laws import check_free_slots
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.orders import (
     NO_ORDERS,
@@ -408,3 +409,17 @@ def test_an_event_of_an_older_life_answers_nothing() -> None:
 def test_only_trainer_and_scorers_execute_their_orders_one_after_another() -> None:
     assert works_in_order(TRAINER) and works_in_order(f"{SCORER_OF}ref_logprobs")
     assert not works_in_order(3) and not works_in_order("weights store")
+
+
+def test_the_index_of_replicas_follows_the_orders_for_groups() -> None:
+    run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=3, slots=4)
+    orders, replicas = run.state.orders, run.state.replicas
+    assert (replicas.idle, replicas.newest_version, replicas.freed) == (1, 0, 0)
+    orders.note_finished(orders.open("group")[0], replicas.by_id[0].samples)
+    assert (replicas.idle, replicas.freed, list(replicas.unrewarded)) == (2, 1, [0])
+    orders.withdraw("group", 0)
+    assert (replicas.idle, replicas.freed, list(replicas.unrewarded)) == (2, 0, [])
+    check_free_slots(run.state)
+    orders.clear()
+    assert replicas.idle == 4
+    check_free_slots(run.state)
