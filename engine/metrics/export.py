@@ -220,7 +220,7 @@ class Exporter(Collector):
             names.REPLICA_STATE.name: lambda: [
                 ((str(r.id), state), r.condition == state) for r in known() for state in states
             ],
-            names.REPLICA_SLOW.name: each(state.replicas.paces.is_slow),
+            names.REPLICA_SLOW.name: each(lambda r: state.replicas.paces.is_slow(r)),
             names.REPLICA_SLOTS.name: slots,
             names.REPLICA_LIMIT.name: each(lambda r: r.limit),
             names.REPLICA_CACHE.name: caches,

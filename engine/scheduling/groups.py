@@ -463,13 +463,7 @@ def _dispatch(core: Core, group: Group, oldest: Version) -> Replica | None:
     replicas = state.replicas
 
     def unlawful(id: ReplicaId | None) -> str:
-        replica = None if id is None else replicas.by_id.get(id)
-        if id is None or (
-            replica is not None
-            and replica.state == "ready"
-            and replicas.for_groups(replica) > 0
-            and replica.version >= oldest
-        ):
+        if id is None or replicas.open_version(id) >= oldest:
             return ""
         return f"it must choose a ready replica with a free slot and version {oldest} or newer, or None"
 

@@ -194,6 +194,10 @@ class Replicas:
         """Slots that neither a group nor a chunk of a validation needs."""
         return replica.slots - self.measuring(replica) - self.occupied(replica)
 
+    def open_version(self, id: ReplicaId) -> Version:
+        """The version of a replica that can take a group; `NO_VERSION` for any other."""
+        return self._known.get(id, NOTHING).open_at
+
     @property
     def newest_version(self) -> Version:
         """Newest version among replicas that can take a group; `NO_VERSION` if none can."""
