@@ -59,8 +59,8 @@ def rollout() -> Dashboard:
     page = page.with_panel(
         graph(
             "Groups allowed on each replica",
-            "Constant with concurrency: slots. With kv-cache, a limit settles at the number of groups that fit into "
-            "the replica's KV cache.",
+            "Constant with the concurrency policy slots. With kv-cache, a limit settles at the number of groups that "
+            "fit into the replica's KV cache.",
             "suffix: groups",
             {"replica {{replica}}": of(names.REPLICA_LIMIT)},
             steps=True,
@@ -69,7 +69,7 @@ def rollout() -> Dashboard:
     page = page.with_panel(
         graph(
             "KV cache in use, by replica",
-            "60 to 80 %, or less if all slots are held. Only with the concurrency policy kv-cache.",
+            "Normally 60 to 80 %; less if all slots are in use. Only with the concurrency policy kv-cache.",
             "percentunit",
             {"replica {{replica}}": of(names.REPLICA_CACHE)},
             high=1.0,

@@ -713,10 +713,10 @@ def test_the_state_of_a_run_is_a_line_and_an_exit_code(capsys: Capture, launched
     assert "does not exist; the newest run is runs/latest" in refused(capsys, "status", "nowhere")
     assert cli.main(["waits", "whole"]) == 0 and capsys.readouterr().out == "the run has finished: 4 train steps\n"
     assert cli.main(["waits", "killed"]) == 0 and "according to the record" in capsys.readouterr().out
-    assert "is not running: finished: 4 train steps; see what it did with `engine show whole`\n" in refused(
+    assert "is not running: finished: 4 train steps; see its summary with `engine show whole`\n" in refused(
         capsys, "drain", "whole"
     )
-    assert "is not running: finished: 4 train steps; see what" in refused(capsys, "top", "whole")
+    assert "is not running: finished: 4 train steps; see its" in refused(capsys, "top", "whole")
     said = refused(capsys, "stop", "drained")
     assert said.endswith("interrupted by the user; resume it with `engine resume drained`\n") and "can be" not in said
     Path("killed/endpoint.json").write_text('[{"targets": ["127.0.0.1:1"], "labels": {}}]')

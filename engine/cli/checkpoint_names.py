@@ -71,7 +71,7 @@ def best_step(directory: RunDirectory, field: str = "RUN") -> int:
             ratings[int(row["steps"])] = value
     best = best_of((steps for steps, _ in list_checkpoints(directory.checkpoints)), ratings, mode)
     if best < 0:
-        raise ConfigError(field, directory.shown, f"has no checkpoint with a measured {metric}", "wait for one")
+        raise ConfigError(field, directory.shown, f"has no checkpoint with a measured {metric}", "use RUN@step-N")
     return best
 
 

@@ -89,7 +89,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     row = result.validations[-1]
     if row["outcome"] != "reported":
         raise EngineError(
-            f"the validation sets could not be measured; correct the cause and start again: {row['reason']}"
+            f"the validation sets could not be measured: {row['reason']}; correct the cause and run the command again"
         )
     if lacks_pyarrow():
         console.print("no samples are kept: the package pyarrow is not installed")

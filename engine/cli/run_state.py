@@ -95,7 +95,7 @@ def _live(directory: RunDirectory) -> RunState | None:
     """The state of a run that a process is running; None if no process does."""
     answer = _answer(directory)
     if answer is None and is_locked(directory.schedule):
-        why = "it is starting or ending, or runs on another machine; try again, or type this command there"
+        why = "it is starting or ending, or runs on another machine; try again, or run this command on that machine"
         return RunState(RUNNING, f"running, but it does not answer: {why}")
     return answer
 
@@ -115,7 +115,7 @@ def require_address(directory: RunDirectory, file: str, off: str) -> None:
         raise not_begun(directory)
     law = f"is not running: {state.text.removesuffix(RESUMABLE)}"
     resumable = state.text.endswith(RESUMABLE)
-    fix = f"resume it with `engine resume {shown}`" if resumable else f"see what it did with `engine show {shown}`"
+    fix = f"resume it with `engine resume {shown}`" if resumable else f"see its summary with `engine show {shown}`"
     raise ConfigError("RUN", shown, law, fix)
 
 

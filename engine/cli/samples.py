@@ -173,7 +173,8 @@ class Shelf:
         if not found:
             there = sorted({known for number in self.numbers if (known := self.step_of(number)) is not None})
             what = "validation samples" if self.validates else "samples"
-            raise ConfigError(field, step, f"has no {what}", f"use one of {ranges(there)}" if there else "wait for one")
+            fix = f"use one of {ranges(there)}" if there else "wait until its first validation has ended"
+            raise ConfigError(field, step, f"has no {what}", fix)
         return found
 
     def rows(self, numbers: Sequence[int] | None, keep: Callable[[Row], bool]) -> list[Row]:

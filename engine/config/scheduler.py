@@ -126,7 +126,7 @@ class SchedulerSection(Section):
     max_filtered_in_a_row: int = Field(
         1000,
         **BOUNDS["max_filtered_in_a_row"].as_field(),
-        description="Groups in a row that the filter may drop before the run fails; at least 4·K.",
+        description="Groups in a row that the filter may drop before the run fails; 4·K if that is more.",
     )
     infrastructure_attempts: int = Field(
         5,

@@ -120,7 +120,7 @@ class DurabilitySection(Section):
         12_500,
         ge=0,
         le=1 << 40,
-        description="Events between snapshots of the state in the record; as many as groups are open, if that is more. "
+        description="Events between snapshots of the state in the record; if more groups are open, as many as groups. "
         "Checkpoints, resumes, failovers and the end of a drained or finished run are followed by one, too. 0: none.",
     )
 

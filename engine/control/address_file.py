@@ -60,11 +60,11 @@ def place_of(run_dir: Path, shown: str) -> ControlPlace:
         raise ConfigError("RUN", shown, law, f"resume a run that has stopped with `engine resume {shown}`") from None
     except OSError as error:
         law = f"has an unreadable {FILE}: {error.strerror or error}"
-        raise ConfigError("RUN", shown, law, "type the command as the user who started the run") from None
+        raise ConfigError("RUN", shown, law, "run the command as the user who started the run") from None
     try:
         return _read(handle)
     except (OSError, ValueError, LookupError, TypeError) as error:
-        fix = "end the run with a signal to its launching process, then resume it: it writes a new one"
+        fix = f"send SIGTERM to its launching process, then run `engine resume {shown}`, which writes a new file"
         raise ConfigError("RUN", shown, f"has an invalid {FILE}: {error}", fix) from None
     finally:
         os.close(handle)

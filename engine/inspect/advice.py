@@ -112,7 +112,7 @@ def _limited(case: "_Case", policy: str) -> str:
     share = case.idle.get("concurrency", 0.0)
     if share < LEAST_GAIN:
         return ""
-    fix = f"policy {policy} allowed no more groups"
+    fix = f"policy {policy} allowed no more groups; let it allow more, or use the policy slots"
     if policy == "kv-cache":
         fix = "KV caches were full; give them more memory (rollout.engine_args), or lower rollout.max_tokens"
     return f"{percent(share)} of slot time was idle because of scheduler.policies.concurrency: {fix}"

@@ -94,5 +94,5 @@ def address_of(directory: Path, shown: str) -> str:
         law = "is not running: it is still starting, has ended, or was started without metrics"
         raise ConfigError("RUN", shown, law, f"read the record of an ended run with `engine replay {shown}`") from None
     except (OSError, ValueError, LookupError, TypeError) as error:
-        fix = "watch it with `engine waits`, or end it and resume it: it writes a new one"
+        fix = f"list what it waits for with `engine waits {shown}`; the next resume of the run writes a new file"
         raise ConfigError("RUN", shown, f"has an unreadable {FILE}: {error}", fix) from None

@@ -258,13 +258,13 @@ REPLICA_SLOTS = _gauge(
 REPLICA_LIMIT = _gauge(
     "engine_replica_limit_groups",
     "groups",
-    "Groups that the concurrency policy allows a replica that is up; 0 while it joins, and for a validator.",
+    "Groups that the concurrency policy allows on a replica that is up; 0 if the replica only measures validations.",
     {"replica": ()},
 )
 REPLICA_CACHE = _gauge(
     "engine_replica_cache_used_ratio",
     "ratio",
-    "Share of its KV cache that a replica uses, from its newest report, 0 to 1.",
+    "Share of a replica's KV cache in use, from 0 to 1, by its newest report.",
     {"replica": ()},
     where="scheduler.policies.concurrency: kv-cache",
 )

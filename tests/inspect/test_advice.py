@@ -112,7 +112,7 @@ def test_slots_that_the_concurrency_policy_leaves_idle_are_named_and_do_not_coun
         "memory (rollout.engine_args), or lower rollout.max_tokens"
     )
     custom = advise(replace(history, policies={"concurrency": "mine"})).limited
-    assert custom.endswith("because of scheduler.policies.concurrency: policy mine allowed no more groups")
+    assert custom.endswith("policy mine allowed no more groups; let it allow more, or use the policy slots")
     _, free = run()
     assert not advise(free).limited and _slots(free, LIMITS) == (6, 6) and _slots(history, LIMITS) == (3, 3)
 
