@@ -115,7 +115,7 @@ class Trajectory:
         return bool(known) and min(known) >= RIGHT
 
     def copy(self) -> "Trajectory":
-        """A copy with its own lists. It sets every field, because `__init__` takes twice as long."""
+        """A copy with its own lists. It sets every field itself, because a call of `__init__` takes twice as long."""
         copy = object.__new__(Trajectory)
         copy.prompt_ids = list(self.prompt_ids)
         copy.token_ids = list(self.token_ids)

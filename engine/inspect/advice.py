@@ -133,8 +133,8 @@ def _changed_policies(history: History) -> dict[str, str]:
 
 
 def _slots(history: History, limits: Limits) -> tuple[int, ...]:
-    """Slots of the replicas that generate, without those that were lost for good and those that the concurrency policy
-    did not allow to be used."""
+    """Slots of the replicas that generate and were not lost for good, without the share that the concurrency policy
+    left idle."""
     slot_s = history.busy_s + sum(history.idle_s.values())
     allowed = 1 - history.idle_s.get("concurrency", 0.0) / (slot_s or 1.0)
     newest = {life.index: life.outcome for life in history.lives if life.kind == REPLICA}

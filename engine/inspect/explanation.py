@@ -30,7 +30,8 @@ from engine.metrics.health import HealthFinding
 
 READY = "generated"
 """State of a group that waits for its batch."""
-FORMED = (READY, "batched")
+COMPLETE = (READY, "batched")
+"""States of groups that no step waits for."""
 SLOWEST = 3
 """Number of the slowest steps that are named."""
 SHOWN = 8
@@ -221,8 +222,8 @@ class _Chains:
         return max(step.groups, key=ready_at, default=None)
 
     def _next_group(self) -> GroupId | None:
-        """The group for which a step waits whose batch is not formed: of those at work, the one due first."""
-        rows = (row for row in self.history.groups if row.started_at >= 0 > row.ended_at and row.state not in FORMED)
+        """The group for which the next batch waits: of those that are not complete, the one due first."""
+        rows = (row for row in self.history.groups if row.started_at >= 0 > row.ended_at and row.state not in COMPLETE)
         return min(((row.deadline, row.group) for row in rows), default=(0, None))[1]
 
     def spans(self, start: float, end: float) -> list[IdleSpan]:

@@ -280,7 +280,7 @@ class IdleTime:
 
     def _newest_installed(self) -> Version:
         """The newest version on a replica that can start groups; if there is none, on any replica that is up."""
-        ready = list(self._ready.values())  # a copy: the run may change it while another thread asks
+        ready = list(self._ready.values())  # a copy: the run may change the dict while another thread reads it
         return max(ready or [replica.version for replica in list(self._not_ready.values())], default=0)
 
     @property

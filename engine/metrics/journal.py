@@ -114,8 +114,8 @@ def step_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def first_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of the first train steps, which health checks compare the newest with. Raises: `ConfigError` if the file
-    cannot be read."""
+    """The rows of the first train steps, for health checks that compare them with the newest. Raises: `ConfigError` if
+    the file cannot be read."""
     return [*islice((row for row in rows_of(path) if "step" in row), START)]
 
 

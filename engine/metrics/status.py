@@ -55,11 +55,11 @@ class Status:
     replica_versions: dict[ReplicaId, Version]
     """Weights versions of the replicas that are up."""
     replica_states: dict[ReplicaId, str]
-    """Number of replicas by state (`names.REPLICA_STATES`)."""
+    """State of each replica (`names.REPLICA_STATES`)."""
     replica_slots: dict[ReplicaId, tuple[int, int]]
     """Slots held and slots, of replicas that are up."""
     replica_caches: dict[ReplicaId, float]
-    """Share of its KV cache that a replica uses, of replicas that report more than 0."""
+    """Share of the KV cache in use, of each replica whose newest report is above 0."""
     replicas_lost: int
     """Number of replicas that are down because their process died."""
     groups_live: dict[str, int]
@@ -237,8 +237,8 @@ def plain_status(metrics: RunMetrics, now: float) -> dict[str, Any]:
 
 
 def undisturbed(read: Callable[[], T]) -> T | None:
-    """The result of `read`, which is repeated if another thread changes the data meanwhile; None if every attempt
-    failed."""
+    """The result of `read`; None if every attempt failed. An attempt fails if another thread changes the data during
+    it."""
     for _ in range(TRIES):
         with suppress(RuntimeError, KeyError, IndexError):
             return read()

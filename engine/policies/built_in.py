@@ -72,9 +72,9 @@ halved."""
 
 @register("concurrency", "kv-cache")
 class KvCache:
-    """As many as fit into its KV cache. All slots at first. After a report below 60 %, a quarter more if as many groups
-    run as the limit allows; from 60 to 80 %, the same; above 80 %, one less than run now; above 90 %, half of those
-    that run now. While more groups run than the limit allows, it does not shrink further."""
+    """As many as fit into its KV cache. All slots at first. After a report below 60 %, a quarter more (at least one) if
+    as many groups run as the limit allows; from 60 to 80 %, the same; above 80 %, one less than run now; above 90 %,
+    half of those that run now. While more groups run than the limit allows, it does not shrink further."""
 
     def limit(self, view: View, replica: ReplicaView) -> int:
         used, running, limit = replica.cache_used, replica.running, replica.limit

@@ -65,7 +65,7 @@ segment of a higher epoch before it writes."""
 
 
 LOOKS = 1000
-"""How often the lock is tried again while other processes only look at it."""
+"""Attempts to take the lock while other processes only check whether it is held (`is_locked`)."""
 
 
 class RecordLock:
@@ -111,7 +111,7 @@ class RecordLock:
 
 
 def _lock_at_once(handle: int) -> None:
-    """Raises: `BlockingIOError` if another process holds the lock, but not because one looks at it (`is_locked`)."""
+    """Raises: `BlockingIOError` if another process holds the lock. Succeeds if others only check it (`is_locked`)."""
     for _ in range(LOOKS):
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,8 +124,8 @@ def _lock_at_once(handle: int) -> None:
 
 
 def is_locked(directory: Path) -> bool | None:
-    """Whether a process holds the `RecordLock` of a directory; None if the file system has no locks. Shares the lock
-    for a moment, in which no process that takes it is refused. Raises: `RecordError`."""
+    """Whether a process holds the `RecordLock` of a directory; None if the file system has no locks. Takes a shared
+    lock for a moment; a process that takes the lock meanwhile tries again. Raises: `RecordError`."""
     try:
         lock = RecordLock(directory, looks=True)
     except RecordHeld:

@@ -30,7 +30,7 @@ Packed = tuple[GroupId, int, bytes, bool]
 LARGEST_TOKEN_BYTES = 32
 """Upper bound of the bytes of a stored token, with its share of texts and spans."""
 SMALL_BYTES = 1 << 16
-"""Groups of this size together are unpacked faster than a thread starts."""
+"""Up to this total size, unpacking groups takes less time than starting a thread."""
 MAX_ITEMS = 4096
 """Maximum number of items of one call."""
 

@@ -201,7 +201,7 @@ def on_group_aborted(core: Core, event: GroupAborted) -> None:
 
 
 def _began(core: Core, event: GroupGenerated | GroupAborted) -> float:
-    """When an attempt that has ended began: orders to cut it short came later."""
+    """When an attempt began that this event ends: at its first order. Orders to cut it short came later."""
     return min(order.at for order in core.state.orders.matched[event.id])
 
 

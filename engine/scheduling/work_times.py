@@ -26,7 +26,7 @@ NEVER_STILL = frozenset(("start", "stop", "sync", "resume", "probe"))
 """Subjects of orders that do not stand still with their process: most of them change its state."""
 
 PREPARES = frozenset((ScoreBatch, InspectStep, StageWeights, PauseReplica))
-"""Orders with which each attempt at a train step or an install begins. Their answers do not end a doubling."""
+"""Orders that prepare a train step or an install. An answer to them leaves the doubled limit as it is."""
 TEACH_NOTHING = FAILURES | {ProcessWaits}
 """Events that say nothing about how long work takes."""
 

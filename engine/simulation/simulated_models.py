@@ -97,7 +97,7 @@ class Sampling:
     reported: int = 0
     """Finished trajectories that `GroupWork.finished` was called with."""
     unwritten: list[tuple[int, Version]] = field(default_factory=list)
-    """For each version since the last `_write`: the length of the longest trajectory when it was last sampled from."""
+    """For each version used since the last `_write`: the length of the longest trajectory at its last token."""
     timer: asyncio.TimerHandle | None = None
     """Fires when the next trajectory ends or a prefix is due."""
 

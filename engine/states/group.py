@@ -54,7 +54,7 @@ GROUP = Table(
 
 
 class RareFacts(NamedTuple):
-    """What is noted of few groups: those that failed, were moved or hung, and those with policies of their own."""
+    """What few groups have: those that failed, hung or were moved, truncated, prepared, or parked with a resume key."""
 
     infrastructure_failures: int = 0
     data_failures: int = 0
@@ -69,13 +69,13 @@ class RareFacts(NamedTuple):
     resumed_tokens: int = 0
     """Tokens it had when it was last resumed, where the paces of replicas are compared."""
     resume_key: tuple[float, ...] = ()
-    """Where it is parked: what the resume policy orders it by; empty for its deadline alone."""
+    """While it is parked: the key by which the resume policy orders it; empty: its deadline alone."""
     prepared: bool = False
     """An added state before generation has stored its prompt."""
 
 
 class Admission(NamedTuple):
-    """The terms on which a group started. They never change, and groups with the same terms share them."""
+    """On which version a group started, and its deadline. They never change; groups with the same values share them."""
 
     version: Version = NO_VERSION
     """Oldest version that its tokens may come from."""
@@ -96,7 +96,7 @@ class Stored(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What policies see of a group once it is generated; of its prompt, only `described`."""
+    """What policies see of a generated group. Before generation, only `described` is set."""
 
     described: str = ""
     """Columns, lengths and rewards, as JSON; empty if its events say nothing."""
@@ -107,7 +107,7 @@ class Outcome(NamedTuple):
 NO_RARE_FACTS, NOT_ADMITTED, NOTHING_STORED, NO_OUTCOME = RareFacts(), Admission(), Stored(), Outcome()
 """Shared by all groups that have no others, so that a live group takes little memory."""
 admit = lru_cache(maxsize=64)(Admission)
-"""The same object for the same terms."""
+"""Returns the same object for the same arguments, so that groups share it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -130,7 +130,7 @@ class Group:
 
     @property
     def exceeded(self) -> int:
-        """As every record has it that counts exceeded limits."""
+        """The name that all records with such a count have (`work_times.CountsExceeded`)."""
         return self.rare.exceeded
 
     @exceeded.setter

@@ -1,7 +1,7 @@
 """The groups of a run: which there are, in which phase, and which may be started, resumed or taken next.
 
-Written by `scheduling/groups.py` and `scheduling/steps.py`. The groups, in which order they became ready or entered
-added states, the ledger and a few figures are facts; `rebuild` makes the other lists from the groups.
+Written by `scheduling/groups.py` and `scheduling/steps.py`. Facts are the groups, the order in which they became ready
+or entered added states, the ledger and a few figures. `rebuild` makes the other lists from the groups.
 """
 
 from bisect import insort
@@ -63,7 +63,7 @@ class Groups:
         self.rebuild(limits.surplus)
 
     def rebuild(self, surplus: int) -> None:
-        """Make what follows from the groups."""
+        """Make the lists and counts that follow from the groups."""
         self.waiting: deque[GroupId] = deque()
         self.parked: dict[Version, list[tuple[Key, GroupId]]] = {}
         """Heaps of (key, group) by the version they resume from, the key as the resume policy gave it; outdated entries

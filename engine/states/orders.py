@@ -275,8 +275,8 @@ class Order:
 
 
 Listener = Callable[[Order, int], None]
-"""Called as (order, change of the number of trajectories that have ended, of open orders) after an order has opened,
-progressed or closed."""
+"""Called after an order has opened, progressed or closed, with the order and the change that this makes to the number
+of ended trajectories of all open orders."""
 
 _number = attrgetter("number")
 _NONE: dict[Any, Order] = {}
@@ -378,7 +378,7 @@ class OrderBook:
         return order
 
     def note_finished(self, order: Order, finished: int) -> None:
-        """So many trajectories of a running group have ended, more than before."""
+        """Note that `finished` trajectories of a running group have ended, more than were known."""
         more = finished - order.finished
         order.finished = finished
         self._listeners[order.subject](order, more)

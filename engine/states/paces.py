@@ -33,7 +33,7 @@ class Paces:
         """The lowest pace that is slow."""
 
     def compare(self, changed: Iterable[Replica]) -> list[Replica]:
-        """Find again which replicas are slower than the factor times the median of the others, after a change of paces
+        """Determine which replicas are slower than the factor times the median of the others, after a change of paces
         or of the factor. Returns those that may have become slow, or no longer be. The paces are sorted, so this visits
         only replicas that changed and those between the old and the new threshold."""
         paces, changed = self._paces, list(changed)
@@ -45,7 +45,7 @@ class Paces:
         return [*changed, *(self._replicas[id] for _, id in paces[slice(*passed)])]
 
     def is_slow(self, replica: Replica) -> bool:
-        """Whether a replica is slower than the others by more than may be."""
+        """Whether a replica is slower than the factor times the median of the others."""
         known = self._listed.get(replica.id)
         return known is not None and known >= self._first_slow
 

@@ -73,7 +73,7 @@ class Replicas:
         self.unrewarded: dict[GroupId, None] = {}
         """Running groups whose trajectories have all ended, but not their rewards. A dict for its order."""
         self._finished: dict[ReplicaId, int] = {}
-        """Trajectories that have ended, of the groups that run on a replica. Each `samples` of them free a slot."""
+        """By replica: ended trajectories of the groups that run on it. Each `samples` of them free a slot."""
         self._known: dict[ReplicaId, Contribution] = {}
         self._at: dict[Version, _SameVersion] = {}
         for replica in self.by_id.values():
@@ -137,7 +137,7 @@ class Replicas:
             del self._at[version]
 
     def compare_paces(self, *changed: Replica) -> None:
-        """Find again which replicas are slow. Call it after a change of a pace, and after a loss."""
+        """Determine anew which replicas are slow. Call it after a change of a pace, and after a loss."""
         for replica in self.paces.compare(changed):
             known, slow = self._known.get(replica.id, NOTHING), self.paces.is_slow(replica)
             if known.slow != slow:
@@ -182,7 +182,7 @@ class Replicas:
         return self._free_slots(replica, self.taken(replica) + self.occupied(replica))
 
     def _free_slots(self, replica: Replica, used: int) -> int:
-        """What is left of the slots that groups may have, if so many are used."""
+        """What is left of the slots that groups may have, if `used` of them are in use."""
         free = (replica.slots if replica.slots < replica.limit else replica.limit) - used
         return free if free > 0 else 0
 

@@ -145,7 +145,7 @@ class LimitCheck:
     cursor: int = -1
     """The order that was looked at last."""
     newest: int = -1
-    """The last order of this round of looks. Those given later wait for the next round."""
+    """The last order of the present round of checks. Orders that were given later wait for the next round."""
     exceeded: int = 0
     """How often publications exceeded their limit since one was answered; other orders have a record that counts."""
     longest: dict[str, float]

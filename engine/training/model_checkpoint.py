@@ -65,7 +65,7 @@ class ModelSnapshot:
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, masters: Masters, memory: ReusedMemory
     ) -> None:  # fmt: skip
-        """`memory` takes the copies; those of a later snapshot replace them once nothing refers to this one."""
+        """The copies are in `memory`. A later snapshot may overwrite them once nothing refers to this one."""
         self._optimizer = optimizer
         self._masters = masters
         self._live = [*self._masters.trained(model), *model.buffers()]

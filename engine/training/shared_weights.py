@@ -173,8 +173,8 @@ class _Pages(mmap.mmap):
 
 
 class ReusedMemory:
-    """Memory for the successive publications of a trainer, or for the copies that undo its failed steps. Memory that no
-    process holds any more gets the next one, because providing new memory takes the system longer than the copy."""
+    """Memory for the successive publications of a trainer, or for the copies that undo its failed steps. It is used
+    again once no process holds it, because the system needs longer to provide new memory than the copy takes."""
 
     def __init__(self, *, pins: bool) -> None:
         """`pins`: pin the memory, because the weights come from a GPU."""

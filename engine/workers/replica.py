@@ -145,7 +145,7 @@ class ReplicaWorker:
         self._note_progress = from_any_thread(self._progress.note)
         self._note_finished = from_any_thread(self._take_finished)
         self._unreported: dict[GroupAttempt, None] = {}
-        """Attempts with ended trajectories since the last reports."""
+        """Attempts with trajectories that have ended since the last reports."""
         self._trajectories = trajectories
         self._emit = emit
         self._broken = broken

@@ -25,7 +25,7 @@ OF_TRAINED_WEIGHTS = ("old_logprobs",)
 
 
 async def end_of_scoring(command: ScoreBatch, score: Awaitable[None]) -> Event:
-    """Wait until the batch is scored, and report it."""
+    """Wait until the batch is scored. Returns the event that reports its end."""
     try:
         await score
     except Exception as error:
