@@ -31,14 +31,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Each process of vLLM would compile the few functions that it decorates so, in C++ the first time: longer than it runs.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
-# Where Python may write no bytecode, as in many images, each of the programs that tests start compiles the engine anew.
+# With this variable, which many images set, each program that a test starts compiles the engine again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 # For clusters that tests start without `connect`: Ray's workers would hardly run beside other programs.
 os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.pop("RAY_ADDRESS", None)  # a run would join that cluster
-# Ray's log monitor lists the files of each cluster ten times a second, to show lines that nobody asks for here.
+# Ray's log monitor lists the files of each cluster ten times a second, for lines that no test reads.
 os.environ.setdefault("RAY_LOG_MONITOR_MANY_FILES_THRESHOLD", "0")
 os.environ.setdefault("LOG_NAME_UPDATE_INTERVAL_S", "1e9")
 
@@ -82,7 +82,8 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
 
 
 WITHOUT_MODEL = ("test_ray_contract", "test_ray_hangs", "test_ray_lives", "test_ray_runs")
-"""Half of the time of tests with a shared cluster: their runs compute nothing, and are killed or wait for limits."""
+"""Test files whose runs have no model: they are killed, or wait for time limits. They take half of the time of the
+tests that share a cluster, so they have a process of their own."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks

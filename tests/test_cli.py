@@ -889,7 +889,7 @@ def test_a_request_to_end_while_the_model_is_made_leaves_nothing_half_made(
     assert cli.main(["run", config, "--run-dir", "here"]) == 130, "the same command can be given again"
 
 
-def test_a_link_that_cannot_be_set_back_does_not_hide_why_a_run_ended(
+def test_a_link_that_cannot_be_restored_does_not_hide_why_a_run_ended(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Pressed(io.StringIO):

@@ -622,7 +622,7 @@ def test_the_engine_has_every_message_of_the_troubleshooting_page() -> None:
 
 
 def test_every_error_of_a_command_says_what_to_do() -> None:
-    """A `ConfigError` of the commands and of control has a fix; the reason of a refusing run has its own."""
+    """Each `ConfigError` of the commands and of control has a fix, except that which repeats a refusal of the run."""
     without = []
     for path in sorted([*(ROOT / "engine/cli").glob("*.py"), *(ROOT / "engine/control").glob("*.py")]):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):

@@ -22,8 +22,8 @@ RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
 @dataclass
 class Nodes:
-    """Ray nodes of this machine, the head first. `environment`: its home has the cluster's token. `arguments`: of those
-    that join the head."""
+    """Ray nodes of this machine, the head first. `environment`: its home has the cluster's token. `arguments`: options
+    of `ray start` for the nodes that join the head."""
 
     address: str
     processes: list[subprocess.Popen[str]]
@@ -50,7 +50,7 @@ class Nodes:
         return process
 
     def join(self) -> None:
-        """Another node."""
+        """Start one more node."""
         wait_for(self.start(f"--address={self.address}", *self.arguments))
 
     def replace_killed(self) -> None:

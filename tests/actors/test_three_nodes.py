@@ -1,5 +1,5 @@
-"""Three `ray start` nodes of this machine. A run joins them from the command line. Ranks of a trainer on several have
-the gradients of one rank. Both survive the loss of nodes."""
+"""Three `ray start` nodes of this machine: a run joins them from the command line, and the ranks of a trainer on them
+compute the gradients of one rank. Run and trainer survive the loss of nodes."""
 
 import json
 import os
@@ -38,8 +38,8 @@ def score(prompt, trajectory):
     threading.Event().wait(1.0)
     return half(prompt, trajectory)
 """
-"""The second one reports each call, and takes a second, so that the run leaves the processors to the nodes that start
-and end."""
+"""`score` reports each call and takes a second, so that the run leaves the processors to the nodes that start and
+end."""
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +50,14 @@ def started() -> Iterator[Nodes]:
 
 @pytest.fixture
 def nodes(started: Nodes) -> Nodes:
-    """All three run: those that a test before has killed are replaced."""
+    """Three running nodes: those that an earlier test killed are replaced."""
     started.replace_killed()
     return started
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Callable[..., Path]:
-    """Makes a directory with a copy of a preset whose paths are relative, and a reward. The sections are changed so."""
+    """Makes a directory with a reward and a copy of a preset whose paths are relative. `sections` change its fields."""
 
     def make(reward: dict[str, Any], **sections: dict[str, Any]) -> Path:
         directory = tmp_path / "project"

@@ -143,7 +143,7 @@ class Adversary(CoreRig):
 
     def deliver(self, event: Event) -> None:
         self.time += 1.0
-        if not isinstance(event, SettingChanged):  # checked when it is asked for; an old one may break a law now
+        if not isinstance(event, SettingChanged):  # checked when it is requested; repeated later, it may break a law
             self.past.append(copy(event))
         self.history.append(event)
         self._arrive(event)

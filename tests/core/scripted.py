@@ -108,7 +108,7 @@ class Scripted(CoreRig):
         return new
 
     def tell_together(self, *facts: Event) -> list[Command]:
-        """Facts of one tick; nothing is answered. Returns what was ordered."""
+        """Report facts in one tick, and answer no order. Returns the new orders."""
         for fact in facts:
             stamp(fact, self.events, self.clock)
             self.events += 1

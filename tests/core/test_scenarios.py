@@ -587,7 +587,7 @@ def test_every_start_names_its_cause() -> None:
     assert causes == {2}, "the draw, which is the third event"
 
 
-def test_the_deadline_policy_acts_on_the_groups_that_started_first_not_on_those_drawn_first() -> None:
+def test_the_deadline_policy_acts_on_groups_that_started_first_not_drawn_first() -> None:
     run = small(policies={"deadline": "drop"}, added_states=(FETCHING,))
     assert run.running() == [1, 4], "0 and 2 are prepared first"
     for id in (0, 2):

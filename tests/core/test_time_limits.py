@@ -391,7 +391,7 @@ def test_a_start_that_gets_room_between_two_checks_has_its_full_time() -> None:
 
 @pytest.mark.parametrize("then", [None, SettingChanged(setting="timeouts.group_s", value="900"), SchedulerRecovered()])
 def test_the_delay_of_a_start_does_not_count(then: Any) -> None:
-    """Whatever gives every order its full time again: a failed start waits in full after a failover."""
+    """Also after a change of `timeouts` and a failover, which give every order its full time again."""
     run = small(every(None, start_s=50.0), replica_restarts=9)
     run.tell(ReplicasWanted(replicas=2))
     for life in range(1, 8):

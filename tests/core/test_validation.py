@@ -255,7 +255,7 @@ def test_a_validation_takes_free_slots_before_groups_and_never_more() -> None:
     assert (len(world.out()), len(world.running())) == (1, 3)
 
 
-def test_rows_name_the_fact_that_made_room_on_their_replica() -> None:
+def test_an_order_to_measure_rows_names_the_fact_that_made_room_for_them() -> None:
     run = Measured(ValidationLimits(rows=4, replicas=2, at_end=False), slots=1, replicas=2)
     first, second = run.out()
     answers = [

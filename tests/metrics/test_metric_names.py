@@ -214,7 +214,7 @@ def test_scrapes_from_another_thread_while_the_run_goes_on() -> None:
     assert not failures
 
 
-def test_a_scrape_within_a_change_of_a_replica_sees_a_capacity_of_before_or_after() -> None:
+def test_a_scrape_while_a_replica_changes_sees_no_half_changed_capacity() -> None:
     world = steady_world(batch=2, stale=3, workers=2, steps=None, replicas=1)
     idle, seen = world.metrics.idle, list[tuple[int, int]]()
     world.until(lambda state: state.training.steps_trained >= 3 and idle.capacity[1] > 0)

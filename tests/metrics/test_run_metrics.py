@@ -499,7 +499,7 @@ def test_rows_of_a_record_that_was_replayed_are_no_news() -> None:
 
 
 def finish(rows: StepRows, steps: range) -> tuple[list[int], list[int]]:
-    """The first steps and the newest ones, by their rows."""
+    """The numbers of the steps in the first and in the newest rows."""
     for step in steps:
         rows.changed(step, "scoring", 1.0)
         rows.finished(step, 1, 2.0, {})

@@ -20,7 +20,7 @@ from engine.record.snapshots import declarations
 VERSIONS = sorted(path.name for path in GOLDEN.glob("v*"))
 RECORDS = sorted(path.relative_to(GOLDEN).as_posix() for path in GOLDEN.glob("v*/*/"))
 REPLAYED = [record for record in RECORDS if record.startswith(f"v{FORMAT_VERSION}/")]
-"""Those of the present version: none of the older formats was ever released."""
+"""The records of the present format: no older format was ever released."""
 EVENTS_BY_NAME = {cls.__name__: cls for cls in EVENTS.values()}
 COMMANDS_BY_NAME = {cls.__name__: cls for cls in COMMANDS.values()}
 
@@ -48,7 +48,7 @@ def test_golden_records_replay(name: str) -> None:
 
 
 def test_the_snapshots_of_the_present_version_are_of_this_engine() -> None:
-    """Those of another engine are not compared."""
+    """A replay does not compare snapshots that another engine version wrote."""
     frames = [frame for name in REPLAYED for frame in read(GOLDEN / name).frames_and_snapshots()]
     snapshots = [frame for frame in frames if isinstance(frame, Snapshot)]
     stale = {frame.path for frame in snapshots if frame.plain[0] != declarations()}

@@ -53,7 +53,7 @@ def test_a_process_waits_for_the_store_until_all_its_puts_are_answered() -> None
 
 
 class NotedBytes(bytes):
-    """Notes the thread of whoever asks for its length."""
+    """Notes the threads that read its length."""
 
     threads: ClassVar[list[int]] = []
 

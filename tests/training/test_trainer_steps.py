@@ -190,7 +190,7 @@ def test_a_step_that_fails_leaves_everything_as_before_and_can_be_redone(
     assert same(trainer.weights(), spared.weights())
 
 
-def test_the_copies_that_undo_a_step_are_in_the_memory_of_the_step_before(
+def test_the_copies_that_undo_a_step_reuse_the_memory_of_earlier_copies(
     model_path: str, batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = TrainerSettings(policy_mini_batch_size=2, learning_rate=1e-2)
