@@ -395,6 +395,10 @@ class Adversary(CoreRig):
         who = {"kind": probe.kind, "index": probe.index, "incarnation": probe.incarnation}
         self._post(2000)(ProcessProbed(**who, order=probe.order, waits_for=waits_for))
 
+    def in_added_states(self) -> range:
+        """Work of added states that may end, by its index: their process is up."""
+        return range(0 if (ADDED_STATES, 0) in self.starting else len(self.judged))
+
     def leave(self, index: int, cause: str = "") -> None:
         """The work of an added state ends, or fails for `cause`."""
         order = self.judged.pop(index % len(self.judged))
@@ -467,7 +471,7 @@ class Adversary(CoreRig):
         for worker in self.working():
             worker.do()
             acted = True
-        if self.judged:
+        if self.in_added_states():
             self.leave(0)
             acted = True
         if self.probes:

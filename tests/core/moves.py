@@ -250,7 +250,7 @@ def measure(world: Adversary, measuring: Any, choose: Choices) -> None:
     replica.measure(chunk, choose.choice(MOSTLY))
 
 
-@move(3, lambda world: range(len(world.judged)))
+@move(3, lambda world: world.in_added_states())
 def leave(world: Adversary, index: int, choose: Choices) -> None:
     world.leave(index, choose.choice(["", "", "", *CAUSES]))
 
