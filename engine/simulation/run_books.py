@@ -194,8 +194,8 @@ class RunBooks:
         self.spent: set[object] = set()
         """Groups, steps and publications that used up their attempts in this tick, and those that may have."""
         self.may_be_spent: set[object] = set()
-        self.lost_with_trainer: list[Charges] = []
-        """Steps and publications that a lost trainer costs an attempt, unless its loss ends the run."""
+        self.lost_with_process: list[Charges] = []
+        """What a lost trainer or process of added states costs an attempt, unless its loss ends the run."""
 
     def knows(self, *kinds: type[e.Event]) -> bool:
         """Whether a fact of this tick is of one of these kinds."""
@@ -384,9 +384,9 @@ class RunBooks:
 
     # attempts
 
-    def _charge_group(self, id: GroupId, cause: str, *, sure: bool = True) -> None:
+    def _charge_group(self, id: GroupId, cause: str, *, sure: bool = True) -> Charges:
         budget = self.limits.data_attempts if cause == "data" else self.limits.infrastructure_attempts
-        self._add(("group", id), self._charges_of(id)[cause], budget, sure)
+        return self._add(("group", id), self._charges_of(id)[cause], budget, sure)
 
     def _charges_of(self, id: GroupId) -> dict[str, Charges]:
         """Of a group that was started, or that is in a state before generation."""
@@ -406,17 +406,26 @@ class RunBooks:
         if not again or not sure:
             self._charge_group(id, "infrastructure", sure=sure)
 
-    def _charge(self, what: object, *, sure: bool = True) -> None:
+    def _charge(self, what: object, *, sure: bool = True) -> Charges:
         """A step or a publication failed."""
-        self._add(what, self.failures.setdefault(what, Charges()), self.limits.infrastructure_attempts, sure)
+        charges = self.failures.setdefault(what, Charges())
+        return self._add(what, charges, self.limits.infrastructure_attempts, sure)
 
-    def _add(self, what: object, charges: Charges, budget: int, sure: bool) -> None:
+    def _charge_overdue(self, command: c.EnterState | c.InspectStep) -> None:
+        """The work of an added state is ordered again while it is open: it exceeded its time limit."""
+        if isinstance(command, c.EnterState) and (command.group,) in self.open["stage"]:
+            self._charge_group(command.group, "infrastructure")
+        elif isinstance(command, c.InspectStep) and (command.version, command.step) in self.open["inspect"]:
+            self._charge(command.step if command.version == NO_VERSION else "publication")
+
+    def _add(self, what: object, charges: Charges, budget: int, sure: bool) -> Charges:
         charges.sure += sure
         charges.most += 1
         if sure and charges.sure >= budget:
             self.spent.add(what)
         if charges.most >= budget:
             self.may_be_spent.add(what)
+        return charges
 
     # processes
 
@@ -473,12 +482,12 @@ class RunBooks:
                     self._charge_group(order.group, "infrastructure", sure=sure)
             self.open["sync"].pop((index,), None)
         elif kind == "added states":
-            for (id,) in self.open["stage"]:
-                self._charge_group(id, "infrastructure", sure=sure)
+            lost = [self._charge_group(id, "infrastructure", sure=sure) for (id,) in self.open["stage"]]
             self.open["stage"].clear()
             for version, step in self.open["inspect"]:
-                self._charge(step if version == NO_VERSION else "publication", sure=sure)
+                lost.append(self._charge(step if version == NO_VERSION else "publication", sure=sure))
             self.open["inspect"].clear()
+            self.lost_with_process += lost * sure
         elif kind in ("trainer", "scorer"):
             apart = [task for tasks in self._scorers for task in tasks]
             mine = self._scorers[index] if kind == "scorer" else {*self.limits.scoring_tasks} - {*apart}
@@ -486,15 +495,13 @@ class RunBooks:
             if kind == "trainer":
                 steps |= {step for (step,) in self.open["train"]}
                 for _ in self.open["publish"]:
-                    self._charge("publication", sure=sure)
-                    self.lost_with_trainer += [self.failures["publication"]] * sure
+                    self.lost_with_process += [self._charge("publication", sure=sure)] * sure
                 for work in ("train", "publish", "save", "delete"):
                     self.open[work].clear()
                 for key in [key for key in self.open["inspect"] if key[0] == NO_VERSION]:
                     del self.open["inspect"][key]
             for step in steps:
-                self._charge(step, sure=sure)
-                self.lost_with_trainer += [self.failures[step]] * (sure and kind == "trainer")
+                self.lost_with_process += [self._charge(step, sure=sure)] * (sure and kind == "trainer")
             self.open["score"] = {key: order for key, order in self.open["score"].items() if key[0] not in steps}
 
     # a resume
@@ -547,6 +554,8 @@ class RunBooks:
 
     def enter(self, command: Any) -> None:
         """Enter a command."""
+        if isinstance(command, c.EnterState | c.InspectStep):
+            self._charge_overdue(command)
         if type(command) in WORK:
             work, *names = WORK[type(command)]
             self.open[work][tuple(getattr(command, name) for name in names)] = command
@@ -595,7 +604,7 @@ class RunBooks:
                     self.process(*((kind, int(index)) if index.isdigit() else (name, 0))).probed = True
             case c.FinishRun():
                 self.over = True
-                for charges in self.lost_with_trainer:
+                for charges in self.lost_with_process:
                     charges.sure -= 1
 
     def _enter_sync(self, command: Any, replica: ProcessBook) -> None:

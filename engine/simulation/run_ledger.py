@@ -206,8 +206,8 @@ class RunLedger:
         self._expect(command.step == self.books.trained - 1, f"{self.books.trained} steps are trained", command)
 
     def trains_after_sync(self, command: c.TrainStep | c.InspectStep) -> None:
-        """With `train_after_sync`, every replica has the newest weights, but for those that validations hold back, when
-        a step is trained, or before that inspected for the first time."""
+        """With `train_after_sync`, every replica has the newest weights, but for those that leave or that validations
+        hold back, when a step is trained, or before that inspected for the first time."""
         books, validation = self.books, self.books.limits.validation
         shared = validation is not None and validation.own_from is None
         gated = (command.step, command.attempt) in books.gated
@@ -215,7 +215,8 @@ class RunLedger:
             return
         for (kind, index), process in books.processes.items():
             validates = validation is not None and index >= (validation.own_from or 0)
-            if kind == "replica" and process.stage == "up" and process.pause != "rest" and not validates:
+            out = process.stage != "up" or process.pause == "rest" or process.leaves
+            if kind == "replica" and not out and not validates:
                 current = process.version == books.newest
                 self._expect(current, f"a step is trained before replica {index} has the newest weights", command)
 

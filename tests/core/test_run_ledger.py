@@ -12,7 +12,9 @@ from engine.commands import (
     Command,
     DeleteCheckpoint,
     DiscardGroups,
+    EnterState,
     FinishRun,
+    InspectStep,
     ParkGroup,
     PauseReplica,
     ProbeProcess,
@@ -34,12 +36,15 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    InspectionFailed,
     OrderProgressed,
     ProcessLost,
     ProcessUp,
     PromptsDrawn,
     PublishFailed,
+    RunResumed,
     RunStarted,
+    StateFailed,
     StepFailed,
     StepTrained,
     TimerFired,
@@ -55,6 +60,7 @@ from engine.simulation.run_ledger import Finding, RunLedger
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits
 from engine.states.timeouts import Timeouts
+from tests.core.added_states import CHECKING, GATING
 
 Frame = tuple[Event, tuple[Command, ...]]
 Forge = Callable[[list[Frame]], list[Frame]]
@@ -408,3 +414,63 @@ def test_a_second_hang_is_charged_to_the_data_if_others_were_generated_meanwhile
     for frames, figures in (((again,), {"data_attempts": 1}), ((meanwhile, again), {"infrastructure_attempts": 2})):
         with pytest.raises(Finding, match="is given up for no reason"):
             by_hand(*hangs, *frames, ends, **{"data_attempts": 2, **figures})
+
+
+WORK = EnterState(group=0, attempt=2, state="checking", cause=0)
+INSPECT = InspectStep(step=0, attempt=1, state="gating", version=-1, groups=(0, 1), staleness=(0, 0), cause=0)
+
+
+def generated(group: int) -> GroupGenerated:
+    return GroupGenerated(**{**GROUP, "group": group}, **TOKENS, trainable=2, reward_mean=0.5, reward_spread=1.0)
+
+
+def test_overdue_work_of_an_added_state_costs_its_group_an_attempt() -> None:
+    again = replace(WORK, attempt=3)
+    overdue = [(0.0, TIMER, (START,)), (1.0, generated(0), (WORK,)), (60.0, TIMER, (again,))]
+    failed = StateFailed(group=0, attempt=3, state="checking", cause="infrastructure", reason="fault")
+    figures = {"added_states": (CHECKING,), "infrastructure_attempts": 2}
+    by_hand(*overdue, (1.0, failed, (GIVE_UP,)), **figures)
+    with pytest.raises(Finding, match="must end"):
+        by_hand(*overdue, (1.0, failed, (replace(again, attempt=4),)), **figures)
+    with pytest.raises(Finding, match="is given up for no reason"):
+        by_hand(*overdue, (1.0, failed, (GIVE_UP,)), **{**figures, "infrastructure_attempts": 3})
+
+
+def test_an_overdue_inspection_costs_its_step_an_attempt() -> None:
+    both = (START, replace(START, group=1))
+    begun = [(0.0, TIMER, both), (1.0, generated(0), ()), (1.0, generated(1), (INSPECT,))]
+    overdue = (60.0, TIMER, (replace(INSPECT, attempt=2),))
+    failed = InspectionFailed(step=0, version=-1, attempt=2, state="gating", reason="fault")
+    figures = {"added_states": (GATING,), "infrastructure_attempts": 2}
+    by_hand(*begun, overdue, (1.0, failed, (fails()(None),)), **figures)
+    with pytest.raises(Finding, match="although attempts are left"):
+        by_hand(*begun, (1.0, replace(failed, attempt=1), (fails()(None),)), **figures)
+
+
+def test_a_lost_process_of_added_states_charges_nothing_if_its_loss_ends_the_run() -> None:
+    lost = ProcessLost(kind="added states", index=0, incarnation=1, reason="fault", final=True)
+    ended = [(0.0, TIMER, (START,)), (1.0, generated(0), (WORK,)), (1.0, lost, (fails()(None),))]
+    resumed = (1.0, RunResumed(steps=0, replicas=2, consumed=(), released=(), kept=True), (replace(WORK, attempt=3),))
+    failed = StateFailed(group=0, attempt=3, state="checking", cause="infrastructure", reason="fault")
+    by_hand(*ended, resumed, (1.0, failed, (replace(WORK, attempt=4),)), added_states=(CHECKING,),
+            infrastructure_attempts=2)  # fmt: skip
+
+
+def test_a_batch_is_inspected_whatever_weights_a_replica_has_that_leaves() -> None:
+    resumed = RunResumed(steps=0, replicas=1, consumed=(), released=(), kept=True)
+    publish, leave = PublishWeights(version=1, attempt=1, steps=0, number=8, cause=0), {"attempt": 1, "version": 0}
+    current, old = (
+        ProcessUp(kind="replica", index=index, incarnation=2, slots=4, version=version)
+        for index, version in ((0, 1), (1, 0))
+    )
+    begun = [
+        (0.0, TIMER, (START, replace(START, group=1))), (1.0, generated(0), ()), (1.0, generated(1), ()),
+        (1.0, resumed, (publish,)), (1.0, WeightsPublished(version=1, attempt=1), ()), (1.0, current, ()),
+    ]  # fmt: skip
+    pause = PauseReplica(replica=1, incarnation=2, mode="abort", **leave, cause=0)
+    figures = {"added_states": (GATING,), "train_after_sync": True}
+    by_hand(*begun, (1.0, old, (pause, INSPECT)), **figures)
+    with pytest.raises(Finding, match="a step is trained before replica 1 has the newest weights"):
+        by_hand(
+            *begun[:3], (1.0, replace(resumed, replicas=2), (publish,)), *begun[4:], (1.0, old, (INSPECT,)), **figures
+        )
