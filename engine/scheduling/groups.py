@@ -32,7 +32,7 @@ from engine.states.group import NOTHING_STORED, Group, Outcome, Stored, admit
 from engine.states.groups import Key
 from engine.states.laws import require
 from engine.states.limits import GENERATED, QUEUED
-from engine.states.orders import FILL, KINDS_OF_SUBJECTS
+from engine.states.orders import FILL, KINDS_OF_SUBJECTS, Order
 from engine.states.process import ADDED_STATES
 from engine.states.replica import Replica
 from engine.states.timeouts import CUT_SHORT
@@ -121,7 +121,7 @@ def on_group_generated(core: Core, event: GroupGenerated) -> None:
     if replica.failed_groups:
         replica.failed_groups = 0
     if core.state.limits.straggler_factor is not None:
-        measure_pace(core, group, replica, _began(core, event))
+        measure_pace(core, group, replica, _attempt(core, event))
     if group.rare.failed_on >= 0:
         group.note(failed_on=-1)
     if groups.stages.at[GENERATED]:
@@ -189,7 +189,7 @@ def on_group_aborted(core: Core, event: GroupAborted) -> None:
     unasked = core.state.replicas.by_id[event.replica].state == "ready"
     parks = [order.command for order in core.state.orders.matched[event.id] if isinstance(order.command, ParkGroup)]
     if parks and parks[0].reason:
-        park_after_failure(core, group, _cause_of_hang(core, group, _began(core, event)), parks[0].reason)
+        park_after_failure(core, group, _cause_of_hang(core, group, _attempt(core, event).at), parks[0].reason)
         return
     if parks:
         group.note(moved=True, failed_on=event.replica)
@@ -200,9 +200,9 @@ def on_group_aborted(core: Core, event: GroupAborted) -> None:
     _park_uncharged(core, group)
 
 
-def _began(core: Core, event: GroupGenerated | GroupAborted) -> float:
-    """When an attempt began that this event ends: at its first order. Orders to cut it short came later."""
-    return min(order.at for order in core.state.orders.matched[event.id])
+def _attempt(core: Core, event: GroupGenerated | GroupAborted) -> Order:
+    """The order that began an attempt that this event ends: its first. Orders to cut it short came later."""
+    return min(core.state.orders.matched[event.id], key=lambda order: order.number)
 
 
 def on_prefix_stored(core: Core, event: PrefixStored) -> None:
@@ -403,8 +403,9 @@ def _resume_groups(core: Core, most: int) -> int:
         most -= 1
         groups.fire(group, "resume")
         group.attempt += 1
-        if state.limits.straggler_factor is not None:
-            group.note(resumed_tokens=group.stored.tokens)
+        known = group.stored.tokens if state.limits.straggler_factor is not None else 0
+        if group.rare.resumed_tokens != known:
+            group.note(resumed_tokens=known)
         order = replica.address_of(group) | {"admitted_version": group.admission.version}
         order["cause"] = core.orders.cause_on(replica.id)
         if group.stored.tokens:

@@ -5,21 +5,23 @@ slots. But once a faster replica is idle, it takes over the slow one's groups, e
 attempt; the group continues from its prefixes.
 """
 
-from engine.commands import ParkGroup
+from engine.commands import ParkGroup, ResumeGroup
 from engine.scheduling.core import Core
 from engine.states.group import Group
+from engine.states.orders import Order
 from engine.states.replica import Replica
 
 WEIGHT = 0.2
 """Weight of the newest group in a replica's pace, a moving average."""
 
 
-def measure_pace(core: Core, group: Group, replica: Replica, began: float) -> None:
-    """Measure a finished group, from the start of its attempt."""
-    tokens = group.stored.tokens - group.rare.resumed_tokens
-    if tokens <= 0:
+def measure_pace(core: Core, group: Group, replica: Replica, attempt: Order) -> None:
+    """Measure a finished group from the start of its attempt, unless it was resumed while paces were not compared."""
+    before = group.rare.resumed_tokens
+    tokens = group.stored.tokens - before
+    if tokens <= 0 or (isinstance(attempt.command, ResumeGroup) and not before):
         return
-    pace = (core.state.now - began) / tokens
+    pace = (core.state.now - attempt.at) / tokens
     replica.pace = pace if not replica.paced else (1 - WEIGHT) * replica.pace + WEIGHT * pace
     replica.paced += 1
     core.state.replicas.compare_paces(replica)

@@ -67,7 +67,7 @@ class RareFacts(NamedTuple):
     failed_on: ReplicaId = -1
     """The replica its last attempt failed on; another one is preferred for the next."""
     resumed_tokens: int = 0
-    """Tokens it had when it was last resumed, where the paces of replicas are compared."""
+    """Tokens it had when it was last resumed; 0 if the paces of replicas were not compared then."""
     resume_key: tuple[float, ...] = ()
     """While it is parked: the key by which the resume policy orders it; empty: its deadline alone."""
     prepared: bool = False

@@ -578,6 +578,27 @@ def test_a_resumed_group_tells_the_pace_of_its_replica_by_the_tokens_generated_t
     assert run.state.replicas.by_id[0].pace == 50.0 / 5, "five of its ten tokens are from before"
 
 
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_group_resumed_while_paces_were_not_compared_tells_nothing(earlier: bool) -> None:
+    """Nobody knows how many of its tokens were generated there. `earlier`: it was also resumed before that."""
+    run = compared(replicas=1, straggler_factor=2.0 if earlier else None)
+
+    def resume(tokens: int) -> None:
+        run.keep_prefix(0, tokens=tokens)
+        run.fail(0, cause="infrastructure")
+        assert run.ordered(ResumeGroup)[-1].group == 0
+
+    if earlier:
+        resume(tokens=5)
+        run.tell(SettingChanged(setting="rollout.straggler_factor", value="null"))
+    resume(tokens=7)
+    run.tell(SettingChanged(setting="rollout.straggler_factor", value="2.0"))
+    run.tell(run.generated(0))
+    assert run.state.replicas.by_id[0].paced == 0
+    run.tell(run.generated(1), at=run.clock + 50.0)
+    assert run.state.replicas.by_id[0].paced == 1
+
+
 def test_a_group_moves_once_and_a_new_life_begins_unjudged() -> None:
     run = compared(prompts=14)
     paced(run, {0: 100.0, 1: 10.0})
