@@ -115,22 +115,21 @@ class IdleTime:
         """Call it after a replica changed its state, slots or version."""
         if replica.validator:
             return
-        self.slots -= self._slots_of.pop(replica.id, 0)
-        if self._not_ready.pop(replica.id, None) is not None:
-            self._count_away(replica, 0)
-        self._agents_of.pop(replica.id, None)
-        if replica.state != "ready":
-            self._ready.pop(replica.id, None)
-        if replica.state in DOWN_STATES:
-            return
-        self._slots_of[replica.id] = replica.slots
-        self.slots += replica.slots
+        id, is_up, is_ready = replica.id, replica.state not in DOWN_STATES, replica.state == "ready"
+        away = is_up and not is_ready
+        self.slots += (replica.slots if is_up else 0) - self._slots_of.pop(id, 0)
+        if is_up:
+            self._slots_of[id] = replica.slots
+        if is_ready:  # it enters before it leaves: another thread may look meanwhile
+            self._ready[id] = replica.version
+        elif away:
+            self._not_ready[id] = replica
+        if not is_ready:
+            self._ready.pop(id, None)
+        if not away:
+            self._not_ready.pop(id, None)
+        self._count_away(replica, self._state.replicas.occupied(replica))
         self.calls_measured(replica)
-        if replica.state == "ready":
-            self._ready[replica.id] = replica.version
-        else:
-            self._not_ready[replica.id] = replica
-            self._count_away(replica, self._state.replicas.occupied(replica))
 
     def calls_measured(self, replica: Replica) -> None:
         """Call it after a replica reported its calls of the user's functions."""

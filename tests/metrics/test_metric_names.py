@@ -216,18 +216,20 @@ def test_scrapes_from_another_thread_while_the_run_goes_on() -> None:
 
 def test_a_scrape_while_a_replica_changes_sees_no_half_changed_capacity() -> None:
     world = steady_world(batch=2, stale=3, workers=2, steps=None, replicas=1)
-    idle, seen = world.metrics.idle, list[tuple[int, int]]()
+    idle, seen = world.metrics.idle, list[tuple[int, int, int]]()
     world.until(lambda state: state.training.steps_trained >= 3 and idle.capacity[1] > 0)
 
     def each_line(frame: Any, event: str, _: object) -> object:
-        seen.append(idle.capacity)
+        seen.append((*idle.capacity, idle.slots))
         return each_line
 
-    before = idle.capacity
+    before = (*idle.capacity, idle.slots)
     sys.settrace(lambda frame, *_: each_line if frame.f_code is type(idle).replica_changed.__code__ else None)
     try:
-        for replica in world.scheduler.state.replicas.by_id.values():
-            idle.replica_changed(replica)
+        for state in ("ready", "pausing", "installing", "ready"):
+            for replica in world.scheduler.state.replicas.by_id.values():
+                replica.state = state
+                idle.replica_changed(replica)
     finally:
         sys.settrace(None)
     assert seen and set(seen) == {before}
