@@ -1,10 +1,12 @@
 """What a run writes is for its user alone, whatever the umask, also where an earlier engine left it open."""
 
+import fcntl
 import logging
 import os
 import stat
 import threading
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +203,22 @@ def test_looking_at_a_lock_refuses_no_process_that_takes_it(tmp_path: Path) -> N
         for thread in looking:
             thread.join()
     assert seen and None not in seen
+
+
+def test_a_look_that_is_interrupted_for_a_while_refuses_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine, a process may not run for tens of milliseconds, between any two of its instructions."""
+    looks = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(looks, fcntl.LOCK_SH)
+    tries = count(1)
+
+    def release_late() -> None:
+        if next(tries) == 30_000:  # about 0.1 s
+            os.close(looks)
+
+    monkeypatch.setattr(os, "sched_yield", release_late)
+    RecordLock(tmp_path).release()
 
 
 def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:

@@ -64,8 +64,9 @@ WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
 segment of a higher epoch before it writes."""
 
 
-LOOKS = 1000
-"""Attempts to take the lock while other processes only check whether it is held (`is_locked`)."""
+LOOKS = 100_000
+"""Attempts to take the lock while other processes only check whether it is held (`is_locked`). They take 0.3 s, much
+longer than a process that checks waits for a processor."""
 
 
 class RecordLock:
