@@ -42,8 +42,7 @@ class Training:
 
     def branch(self, steps: StepId) -> None:
         """Go back to `steps` train steps."""
-        self.steps = {}
-        self.next_step(steps)
+        self.steps = {steps: Step(steps)}
         self.steps_in = {version: min(held, steps) for version, held in self.steps_in.items()}
         self.updates_in = {after: updates for after, updates in self.updates_in.items() if after <= steps}
 

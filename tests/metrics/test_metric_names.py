@@ -4,6 +4,7 @@ import re
 import sys
 import threading
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from engine.metrics.metrics_server import MetricsServer
 from engine.metrics.names import FIGURES_KEPT, METRICS, REWARD_FUNCTIONS_KEPT, REWARD_HISTOGRAM, Metric
 from engine.reward_histogram import BOUNDS, HISTOGRAMS, histogram_of
 from engine.states.limits import ValidationLimits
+from engine.states.training import Training
 from engine.trajectory import SOURCES
 
 
@@ -214,25 +216,42 @@ def test_scrapes_from_another_thread_while_the_run_goes_on() -> None:
     assert not failures
 
 
-def test_a_scrape_while_a_replica_changes_sees_no_half_changed_capacity() -> None:
-    world = steady_world(batch=2, stale=3, workers=2, steps=None, replicas=1)
-    idle, seen = world.metrics.idle, list[tuple[int, int, int]]()
-    world.until(lambda state: state.training.steps_trained >= 3 and idle.capacity[1] > 0)
+def seen_within(function: Any, act: Callable[[], object], look: Callable[[], Any]) -> list[Any]:
+    """What another thread may see before each line of a function that `act` calls."""
+    seen: list[Any] = []
 
     def each_line(frame: Any, event: str, _: object) -> object:
-        seen.append((*idle.capacity, idle.slots))
+        seen.append(look())
         return each_line
 
-    before = (*idle.capacity, idle.slots)
-    sys.settrace(lambda frame, *_: each_line if frame.f_code is type(idle).replica_changed.__code__ else None)
+    sys.settrace(lambda frame, *_: each_line if frame.f_code is function.__code__ else None)
     try:
-        for state in ("ready", "pausing", "installing", "ready"):
-            for replica in world.scheduler.state.replicas.by_id.values():
-                replica.state = state
-                idle.replica_changed(replica)
+        act()
     finally:
         sys.settrace(None)
+    return seen
+
+
+def test_a_scrape_while_a_replica_changes_sees_no_half_changed_capacity() -> None:
+    world = steady_world(batch=2, stale=3, workers=2, steps=None, replicas=1)
+    idle = world.metrics.idle
+    world.until(lambda state: state.training.steps_trained >= 3 and idle.capacity[1] > 0)
+    (replica,) = world.scheduler.state.replicas.by_id.values()
+
+    def change() -> None:
+        for state in ("ready", "pausing", "installing", "ready"):
+            replica.state = state
+            idle.replica_changed(replica)
+
+    before = (*idle.capacity, idle.slots)
+    seen = seen_within(type(idle).replica_changed, change, lambda: (*idle.capacity, idle.slots))
     assert seen and set(seen) == {before}
+
+
+def test_a_scrape_while_a_run_branches_sees_a_number_of_steps() -> None:
+    training = steady_world(steps=2).to_the_end().scheduler.state.training
+    seen = seen_within(Training.branch, lambda: training.branch(0), lambda: training.steps_batched)
+    assert seen and {*seen} == {0, 2}
 
 
 def test_two_runs_in_one_process_do_not_share_a_registry() -> None:
