@@ -116,7 +116,7 @@ def on_group_generated(core: Core, event: GroupGenerated) -> None:
     groups = core.state.groups
     group = groups.live[event.group]
     groups.generated_at = event.at
-    _note_stored(core, group, event, group.stored.unfinished)
+    _note_stored(core, group, event)
     replica = core.state.replicas.by_id[event.replica]
     if replica.failed_groups:
         replica.failed_groups = 0
@@ -350,7 +350,7 @@ def drop_group(core: Core, group: Group) -> None:
 
 
 def _note_stored(
-    core: Core, group: Group, event: GroupGenerated | GroupAborted | PrefixStored, unfinished: int
+    core: Core, group: Group, event: GroupGenerated | GroupAborted | PrefixStored, unfinished: int = 0
 ) -> None:
     oldest, newest, before = event.oldest_version, event.newest_version, group.stored
     if oldest == NO_VERSION:

@@ -14,6 +14,7 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    PrefixStored,
     ProcessLost,
     PromptsDrawn,
     ReplicaPaused,
@@ -129,6 +130,15 @@ def test_a_failure_of_the_data_forgets_how_much_was_unfinished() -> None:
     assert run.view.group(0) is not None and group.stored.unfinished == 2
     run.tell(GroupFailed(**place, attempt=2, cause="data", reason="x"))
     assert group.stored.unfinished == 0
+
+
+def test_a_generated_group_has_no_unfinished_trajectory() -> None:
+    run = small()
+    run.tell(PrefixStored(group=0, attempt=1, replica=0, incarnation=1, tokens=4, oldest_version=0, newest_version=0,
+                          unfinished=2))  # fmt: skip
+    assert [group.unfinished for group in run.view.groups()][:2] == [2, 0]
+    run.finish(0)
+    assert [*run.view.ready_ids()] == [0] and {group.unfinished for group in run.view.groups()} == {0}
 
 
 # registration
