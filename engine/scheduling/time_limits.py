@@ -1,7 +1,8 @@
 """Time limits: the check of all open orders, and what follows when one exceeds its limit.
 
-If any order has a limit (`Limits.timeouts`), a timer is set while one is open that its process can work on. When it
-fires, each order whose process worked on it for longer than its limit is cut short, or the process to blame is stopped.
+If any order has a limit (`Limits.timeouts`), a timer is set while one is open that its process can work on; with
+`max_s`, while any is open. When it fires, each order whose process worked on it for longer than its limit, or that was
+given more than `max_s` ago, is cut short, or the process to blame is stopped.
 `work_times.py` measures. This module must never act on work that is within its limit.
 
 The owner of an overdue order may itself wait for another process that hangs. So the owner is probed, then what it waits

@@ -101,9 +101,10 @@ class Groups:
         self.ready.clear()
         self.stages.clear()
         for id, before in live.items():
-            self.live[id].attempt = before.attempt
-            infrastructure, data, exceeded, *_ = before.rare
-            self.live[id].note(infrastructure_failures=infrastructure, data_failures=data, exceeded=exceeded)
+            group, rare = self.live[id], before.rare
+            group.attempt = before.attempt
+            group.note(infrastructure_failures=rare.infrastructure_failures, data_failures=rare.data_failures)
+            group.exceeded = rare.exceeded
         self.rebuild(self.deadlines.surplus)
         self.ledger.branch(waiting=len(self.live), consumed=len(consumed), released=len(released))
 

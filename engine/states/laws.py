@@ -161,7 +161,12 @@ def check_orders(state: State) -> None:
         require(not len(orders), "law 10: the run is over and orders are open", open=len(orders))
         return
     if "group" in state.limit_check.least and orders.find("timer", LIMIT) is None:
-        timed = [order.number for order in orders.open("group").values() if replicas[int(order.owner)].state == "ready"]
+        bounded = state.limits.timeouts.max_s is not None  # an order that stands still, too
+        timed = [
+            order.number
+            for order in orders.open("group").values()
+            if bounded or replicas[int(order.owner)].state == "ready"
+        ]
         require(not timed, "law 10: no check looks at orders with a time limit", orders=timed)
     running = orders.open("group").keys()
     for cut in ("truncate", "park"):

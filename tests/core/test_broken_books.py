@@ -114,6 +114,19 @@ def test_orders_with_a_limit_that_no_check_looks_at_are_found() -> None:
         check_all(run.state)
 
 
+def test_with_max_s_orders_that_stand_still_and_that_no_check_looks_at_are_found() -> None:
+    for max_s, found in (
+        (60.0, "law 10: no check looks at orders"),
+        (None, "law 10: a replica and its order disagree"),
+    ):
+        limits = Timeouts(max_s=max_s)
+        run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=3, timeouts=limits)
+        run.state.orders.withdraw("timer", LIMIT)
+        run.state.fire_replica(run.state.replicas.by_id[0], "pause")
+        with pytest.raises(InvariantViolated, match=found):
+            check_all(run.state)
+
+
 def test_an_added_state_works_on_as_many_groups_as_it_may() -> None:
     run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=3, added_states=(CHECKING,))
     run.finish(0)
