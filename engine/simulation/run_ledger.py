@@ -48,11 +48,16 @@ class RunLedger:
         """Check one tick: facts, and the commands that followed. Raises: `Finding`."""
         self.books.begin_tick()
         self.end = next((command for command in commands if isinstance(command, c.FinishRun)), None)
+        facts = {event.id for event in events if not isinstance(event, e.TimerFired)}  # timers act behind all facts
+        stops = [command for command in commands if isinstance(command, c.StopProcess) and command.cause in facts]
         for event in events:
             if isinstance(event, e.RunResumed) and not event.kept:
                 self.repeats_what_is_lost(event)
             self.books.learn(event)
-        for command in sorted(commands, key=_turn):
+            for stop in stops:
+                if stop.cause == event.id:
+                    self.books.enter(stop)
+        for command in sorted((command for command in commands if command not in stops), key=_turn):
             for law in LAWS.get(type(command), ()):
                 law(self, command)
             self.books.enter(command)

@@ -25,6 +25,7 @@ from engine.commands import (
     StageWeights,
     StartGroup,
     StartProcess,
+    StopProcess,
     TrainStep,
     TruncateGroup,
 )
@@ -39,6 +40,7 @@ from engine.events import (
     InspectionFailed,
     OrderProgressed,
     ProcessLost,
+    ProcessProbed,
     ProcessUp,
     PromptsDrawn,
     PublishFailed,
@@ -474,3 +476,19 @@ def test_a_batch_is_inspected_whatever_weights_a_replica_has_that_leaves() -> No
         by_hand(
             *begun[:3], (1.0, replace(resumed, replicas=2), (publish,)), *begun[4:], (1.0, old, (INSPECT,)), **figures
         )
+
+
+def test_what_a_replica_reports_behind_the_fact_that_stopped_it_is_stale() -> None:
+    probed = ProcessProbed(kind="replica", index=0, incarnation=1, order=5, waits_for="")
+    stop = StopProcess(kind="replica", index=0, incarnation=1, reason="hung", hung=True)
+    again = StartGroup(**RESUMED, number=9, cause=0)
+    for facts, starts in (((probed, generated(0)), True), ((generated(0), probed), False)):
+        ledger = by_hand((0.0, TIMER, (START,)))
+        for at, fact in enumerate(facts, start=5):
+            stamp(fact, at, 1.0)
+        ledger.observe(facts, (replace(stop, cause=probed.id),))
+        if starts:
+            ledger.observe((TIMER,), (again,))
+        else:
+            with pytest.raises(Finding, match="a group starts that has ended"):
+                ledger.observe((TIMER,), (again,))
