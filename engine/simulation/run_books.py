@@ -162,6 +162,8 @@ class RunBooks:
         """Charges of groups that a resume queued again."""
         self.hangs: Counter[GroupId] = Counter()
         """Attempts of a group that exceeded their time limit since it was generated."""
+        self.may_have_hung: set[GroupId] = set()
+        """Groups whose work before generation, which a branch of the run ended, may have exceeded its limit."""
         self.generated_at = 0.0
         """When a group was generated last."""
         self.discarded: dict[GroupId, StepId] = {}
@@ -282,8 +284,10 @@ class RunBooks:
                 self._learn_of_group(event, orders)
             case e.OrderProgressed():
                 self._learn_of_progress(orders[0])
-            case e.StateLeft() if event.state not in self.limits.states_at(QUEUED):
-                self.groups[event.group].ready = True
+            case e.StateLeft():
+                self.may_have_hung.discard(event.group)
+                if event.state not in self.limits.states_at(QUEUED):
+                    self.groups[event.group].ready = True
             case e.StateFailed():
                 self._charge_group(event.group, event.cause)
             case e.StepInspected() if event.version != NO_VERSION:
@@ -349,6 +353,7 @@ class RunBooks:
         elif isinstance(event, e.GroupGenerated):
             group.ready, self.generated_at = True, self.now
             self.hangs.pop(event.group, None)
+            self.may_have_hung.discard(event.group)
         elif isinstance(event, e.GroupFailed):
             if event.cause == "data":
                 group.forget_tokens()
@@ -398,9 +403,9 @@ class RunBooks:
         """A group exceeded its time limit. Its prompt is to blame if it did so before, and other groups were generated
         during this attempt; otherwise a machine may be. No fact says whether a truncated group exceeded its own limit
         or that of its truncation, which does not count as a hang."""
-        group = self.groups[id]
-        again = self.hangs[id] > 1 and self.generated_at > group.began_at
-        sure = not (again and group.truncated)
+        group, maybe = self.groups[id], id in self.may_have_hung
+        again = self.hangs[id] + maybe > 1 and self.generated_at > group.began_at
+        sure = not (again and (group.truncated or maybe))
         if again:
             self._charge_group(id, "data", sure=sure)
         if not again or not sure:
@@ -509,6 +514,8 @@ class RunBooks:
     def _resume(self, event: e.RunResumed) -> None:
         """Enter a resume: nothing runs, and the store has no weights."""
         self.over, self.drain, self.resumed = False, None, True
+        if not event.kept:
+            self.may_have_hung.update(id for (id,) in self.open["stage"])
         for orders in self.open.values():
             orders.clear()
         for (kind, index), process in self.processes.items():

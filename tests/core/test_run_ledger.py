@@ -62,7 +62,7 @@ from engine.simulation.run_ledger import Finding, RunLedger
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits
 from engine.states.timeouts import Timeouts
-from tests.core.added_states import CHECKING, GATING
+from tests.core.added_states import CHECKING, FETCHING, GATING
 
 Frame = tuple[Event, tuple[Command, ...]]
 Forge = Callable[[list[Frame]], list[Frame]]
@@ -492,3 +492,21 @@ def test_what_a_replica_reports_behind_the_fact_that_stopped_it_is_stale() -> No
         else:
             with pytest.raises(Finding, match="a group starts that has ended"):
                 ledger.observe((TIMER,), (again,))
+
+
+def test_work_before_generation_may_have_hung_before_a_run_branched() -> None:
+    """The work was never answered, and no command says whether it was overdue. So a hang may be the second."""
+    prepare = EnterState(group=0, attempt=1, state="fetching", cause=0)
+    branched = RunResumed(steps=0, replicas=2, consumed=(), released=())
+    up = ProcessUp(kind="replica", index=0, incarnation=1, slots=4)
+    begun = [(0.0, TIMER, (prepare,)), (1.0, branched, ()), (1.0, replace(up, incarnation=2), ())]
+    life = {"replica": 0, "incarnation": 2}
+    both = tuple(replace(START, group=group, **life) for group in (0, 1))
+    other = replace(generated(1), incarnation=2)
+    hung = [(0.0, TIMER, both), (1.0, other, ()), (60.0, TIMER, (replace(OVERDUE, **life),))]
+    ended = GroupAborted(**{**GROUP, **life}, **TOKENS)
+    figures = {"added_states": (FETCHING,), "data_attempts": 1, "checkpoint_every": 0}
+    for commands in ((GIVE_UP,), ()):
+        by_hand(*begun, *hung, (1.0, ended, commands), **figures)
+    with pytest.raises(Finding, match="is given up for no reason"):
+        by_hand(*begun[1:], *hung, (1.0, ended, (GIVE_UP,)), **figures)
