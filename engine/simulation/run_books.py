@@ -203,6 +203,10 @@ class RunBooks:
         """Whether a fact of this tick is of one of these kinds."""
         return any(isinstance(event, kinds) for event in self.facts)
 
+    def loses(self, kind: str, index: int) -> bool:
+        """Whether a process was lost in this tick."""
+        return any(isinstance(x, e.ProcessLost) and (x.kind, x.index) == (kind, index) for x in self.facts)
+
     def process(self, kind: str, index: int = 0) -> ProcessBook:
         return self.processes.setdefault((kind, index), ProcessBook())
 
@@ -633,7 +637,7 @@ class RunBooks:
             if command.incarnation != process.life:  # otherwise this tick heard that the life is up
                 process.life, process.stage, process.loads = command.incarnation, "starting", command.version
             process.excused = process.probed = False
-            if not self.knows(e.ProcessLost):
+            if not self.loses(command.kind, command.index):
                 process.stillborn = 0
             return
         process.excused |= process.leaves

@@ -285,7 +285,7 @@ class RunLedger:
             for fact in self.books.facts
         )
         self._expect(command.incarnation > process.life or up_now, "a life starts twice", command)
-        if process.stillborn and self.books.knows(e.ProcessLost):
+        if process.stillborn and self.books.loses(command.kind, command.index):
             delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** (process.stillborn - 1))
             self._expect(command.delay_s >= delay_s, f"starts failed, so the next one waits {delay_s:g} s", command)
 

@@ -510,3 +510,13 @@ def test_work_before_generation_may_have_hung_before_a_run_branched() -> None:
         by_hand(*begun, *hung, (1.0, ended, commands), **figures)
     with pytest.raises(Finding, match="is given up for no reason"):
         by_hand(*begun[1:], *hung, (1.0, ended, (GIVE_UP,)), **figures)
+
+
+def test_a_replica_that_is_wanted_again_starts_at_once_whatever_else_is_lost() -> None:
+    first, other = (StartProcess(kind="replica", index=index, incarnation=2, cause=0) for index in (0, 1))
+    lost = ProcessLost(kind="replica", index=0, incarnation=1, reason="killed")
+    unborn = replace(lost, incarnation=2, reason="unborn", final=True)
+    begun, again = (0.0, lost, (first,)), replace(first, incarnation=3)
+    by_hand(begun, (1.0, unborn, ()), (1.0, replace(lost, index=1), (other, again)))
+    with pytest.raises(Finding, match="starts failed, so the next one waits 1 s"):
+        by_hand(begun, (1.0, unborn, (again,)))
