@@ -46,7 +46,8 @@ class Orders:
         """Begin a tick."""
         self.cause: EventId = -1
         self.changed_by: EventId = -1
-        """The last fact of this tick that was about something other than a group; -1: none was."""
+        """The last fact of this tick that was about neither a group nor a timer; without any, the first about a timer;
+        -1: all were about groups."""
         self.fired: dict[str, EventId] = {}
         """Fired timers on which nothing has acted yet, by name: the event of each."""
         self._commands: list[Command] = []

@@ -294,7 +294,9 @@ class Scheduler:
         if state.limit_check.least:
             note_matched(state, event, state.orders.matched[event.id])
         if type(event) not in GROUP_EVENTS:
-            state.changed, core.orders.changed_by = True, event.id
+            state.changed = True
+            if type(event) is not TimerFired or core.orders.changed_by < 0:
+                core.orders.changed_by = event.id
         HANDLERS[type(event)](core, event)
 
     def _react(self) -> None:

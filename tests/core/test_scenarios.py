@@ -42,6 +42,8 @@ from engine.events import (
     WeightsStaged,
 )
 from engine.states.limits import Limits
+from engine.states.orders import LIMIT
+from engine.states.timeouts import Timeouts
 from tests.core.added_states import CHECKING, FETCHING
 from tests.core.scripted import Scripted
 
@@ -572,6 +574,18 @@ def test_an_order_names_the_fact_that_made_it_possible_not_the_last_of_its_tick(
     staged = [WeightsStaged(replica=id, incarnation=1, attempt=1, version=1) for id in (0, 1)]
     pauses = [one for one in run.tell_together(*staged) if isinstance(one, PauseReplica)]
     assert [(pause.replica, pause.cause) for pause in pauses] == [(0, staged[0].id), (1, staged[1].id)]
+
+
+def test_an_order_for_new_weights_names_their_publication_and_no_timer_of_its_tick() -> None:
+    run = small(replicas=2, timeouts=Timeouts.every(1000.0))
+    run.finish(0, 1)
+    run.train()
+    published = WeightsPublished(version=1, attempt=run.ordered(PublishWeights)[-1].attempt)
+    (check,) = [order for order in run.state.orders.all() if order.id == LIMIT]
+    stages = [
+        one for one in run.tell_together(published, TimerFired(timer=check.number)) if isinstance(one, StageWeights)
+    ]
+    assert [stage.cause for stage in stages] == [published.id] * 2
 
 
 def test_the_work_of_an_added_state_names_the_last_fact_about_its_group() -> None:
