@@ -856,7 +856,7 @@ def test_a_run_that_somebody_else_ended_is_no_failure(capsys: Capture, launched:
         def updates(self) -> Iterator[Status]:
             self.end_requested = True
             for status in super().updates():
-                yield dataclasses.replace(status, outcome="stopped", ending="stopped", reason="asked by engine drain")
+                yield dataclasses.replace(status, outcome="stopped", reason="asked by engine drain")
 
     launched(EndedByRequest)
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130

@@ -120,8 +120,13 @@ class Status:
     """For the idle causes `reward` and `agent`: the function with the most time in calls, and the time of one."""
     calls_now: str = ""
     """The reward, judge, agent or environment that groups wait for, if slots are idle for it or the run drains."""
-    ending: str = ""
-    """`FinishRun.word`; empty while the run is running."""
+    drained: bool = False
+    """It was asked to drain, and stopped when nothing was running any more."""
+
+    @property
+    def ending(self) -> str:
+        """How the run ended, for people; empty while the run is running."""
+        return "drained" if self.drained else self.outcome or ""
 
     @property
     def health(self) -> list[HealthFinding]:
@@ -212,7 +217,7 @@ def read_status(metrics: RunMetrics, now: float | None = None) -> Status:
         silence=metrics.silence[1] if metrics.silence[0] == metrics.changes and outcome is None else "",
         slowest=_slowest_calls(metrics),
         calls_now=_calls_now(metrics),
-        ending="" if outcome is None else outcome.word,
+        drained=outcome is not None and outcome.drained,
     )
 
 

@@ -11,7 +11,10 @@ from engine.states.version import WeightsVersion
 
 
 class Training:
-    """What was trained and published."""
+    """What was trained and published.
+
+    Other threads may ask for its counts at any moment: they are read from copies of the keys, which are never none.
+    """
 
     steps: dict[StepId, Step]
     """Steps whose batch is formed and that are not finished, and the next step, which comes last."""
@@ -49,15 +52,15 @@ class Training:
     @property
     def steps_batched(self) -> StepId:
         """Number of steps whose batch was formed."""
-        return next(reversed(self.steps))
+        return [*self.steps][-1]
 
     @property
     def steps_trained(self) -> StepId:
-        return next(reversed(self.updates_in))
+        return [*self.updates_in][-1]
 
     @property
     def latest_version(self) -> Version:
-        return next(reversed(self.steps_in))
+        return [*self.steps_in][-1]
 
     @property
     def formed_steps(self) -> list[Step]:

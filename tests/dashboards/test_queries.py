@@ -38,7 +38,12 @@ def running(directory: Path) -> Iterator[Path]:
         "model": {"path": made.model_path},
         "data": {"sources": [{"name": "all", "path": made.training_path}], "validation_path": made.validation_path},
         "reward": {"function": "engine.tasks.arithmetic:reward"},
-        "scheduler": {"train_batch_size": 4, "samples_per_prompt": 2, "max_staleness_steps": 2},
+        "scheduler": {
+            "train_batch_size": 4,
+            "samples_per_prompt": 2,
+            "max_staleness_steps": 2,
+            "policies": {"concurrency": "kv-cache"},
+        },
         "rollout": {"replicas": 2, "slots": 3, "max_tokens": 60, "sync_mode": "keep"},
         "trainer": {"learning_rate": 1e-3, "checkpoint_every": 0, "threads": 1},
         "validation": {"prompts": 4, "at_end": False},
@@ -73,6 +78,7 @@ def test_every_query_of_every_panel_has_data_and_no_alert_fires(tmp_path: Path) 
         prometheus.until(f'engine_train_steps_total{{run="{RUN}"}} >= 4 and engine_uptime_seconds > {WINDOW_S}', 120)
         # What a store holds is known one scrape later, and the first reward when a second row is written.
         prometheus.until("engine_trajectory_store_groups > 0 and engine_reward_mean")
+        prometheus.until("engine_replica_cache_used_ratio")
         queries = board_queries()
         assert len(queries) > 80
         empty = [

@@ -153,7 +153,7 @@ def test_every_kind_of_record_is_in_a_snapshot_once() -> None:
 
 def test_a_value_that_does_not_fit_its_declaration_is_refused() -> None:
     for subject, name, value in (
-        ("training", "steps_trained", "many"), ("groups", "exhausted", 1), ("training", "steps_in", {0: 0.5}),
+        ("training", "publish_failures", "many"), ("groups", "exhausted", 1), ("training", "steps_in", {0: 0.5}),
         ("ending", "none_left", None),
     ):  # fmt: skip
         scheduler = Scheduler(LIMITS)
