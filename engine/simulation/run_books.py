@@ -42,6 +42,8 @@ ANSWERS: dict[type[e.Event], tuple[type[c.Command], ...]] = {
     e.PublishFailed: (c.PublishWeights,), e.CheckpointSaved: (c.SaveCheckpoint,),
     e.CheckpointFailed: (c.SaveCheckpoint,),
 }  # fmt: skip
+SLACK_S = 0.002
+"""Tolerance for sums of seconds."""
 REPORTS = (e.PrefixStored, e.OrderProgressed)
 """Events that leave their order open."""
 IDENTITY = ("step", "attempt", "replica", "incarnation", "version", "state")
@@ -162,6 +164,8 @@ class RunBooks:
         """Charges of groups that a resume queued again."""
         self.hangs: Counter[GroupId] = Counter()
         """Attempts of a group that exceeded their time limit since it was generated."""
+        self.staged_at: dict[GroupId, float] = {}
+        """When the newest work of an added state on a group was ordered."""
         self.may_have_hung: set[GroupId] = set()
         """Groups whose work before generation, which a branch of the run ended, may have exceeded its limit."""
         self.generated_at = 0.0
@@ -293,7 +297,7 @@ class RunBooks:
                 if event.state not in self.limits.states_at(QUEUED):
                     self.groups[event.group].ready = True
             case e.StateFailed():
-                self._charge_group(event.group, event.cause)
+                self._charge_group(event.group, event.cause, sure=not self._may_be_overdue(event.group))
             case e.StepInspected() if event.version != NO_VERSION:
                 self.inspected = None
                 self.failures.pop("publication", None)
@@ -426,6 +430,13 @@ class RunBooks:
             self._charge_group(command.group, "infrastructure")
         elif isinstance(command, c.InspectStep) and (command.version, command.step) in self.open["inspect"]:
             self._charge(command.step if command.version == NO_VERSION else "publication")
+
+    def _may_be_overdue(self, id: GroupId) -> bool:
+        """Whether the work of an added state on a group may have exceeded its limit, and so may have been withdrawn."""
+        timeouts: Any = self.limits.timeouts
+        own = timeouts.floor_s if timeouts.stage_s == "auto" else timeouts.stage_s
+        limits = [limit_s for limit_s in (own, timeouts.max_s) if limit_s is not None]
+        return bool(limits) and self.now - self.staged_at[id] >= min(limits) - SLACK_S
 
     def _add(self, what: object, charges: Charges, budget: int, sure: bool) -> Charges:
         charges.sure += sure
@@ -581,6 +592,8 @@ class RunBooks:
                     self.groups[command.group] = group
                 self.groups[command.group].began_at = self.now
                 self.groups[command.group].mark = replica.work_time(self.now)
+            case c.EnterState():
+                self.staged_at[command.group] = self.now
             case c.ParkGroup():
                 self.hangs[command.group] += bool(command.reason)
             case c.AbortGroup():
@@ -594,6 +607,7 @@ class RunBooks:
                     self.groups.pop(id, None)
                     self.requeued.pop(id, None)
                     self.hangs.pop(id, None)
+                    self.staged_at.pop(id, None)
                     self.open["stage"].pop((id,), None)
                 self.unread = {step for step in self.unread if not self.discarded.keys() >= {*self.batches[step]}}
             case c.ScoreBatch() | c.TrainStep():

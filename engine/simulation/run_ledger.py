@@ -11,11 +11,9 @@ from engine import commands as c
 from engine import events as e
 from engine.errors import EngineError
 from engine.ids import NO_VERSION, GroupId
-from engine.simulation.run_books import RunBooks
+from engine.simulation.run_books import SLACK_S, RunBooks
 from engine.states.limits import Limits
 
-SLACK_S = 0.002
-"""Tolerance for sums of seconds."""
 FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
 """Seconds that a start waits after a failed one; doubled each time."""
 ROUNDING = 1e-9

@@ -520,3 +520,14 @@ def test_a_replica_that_is_wanted_again_starts_at_once_whatever_else_is_lost() -
     by_hand(begun, (1.0, unborn, ()), (1.0, replace(lost, index=1), (other, again)))
     with pytest.raises(Finding, match="starts failed, so the next one waits 1 s"):
         by_hand(begun, (1.0, unborn, (again,)))
+
+
+def test_a_failure_of_work_that_may_have_been_overdue_may_be_stale() -> None:
+    """No command says that overdue work was withdrawn, until it is ordered again."""
+    begun = [(0.0, TIMER, (START,)), (1.0, generated(0), (WORK,))]
+    failed = StateFailed(group=0, attempt=2, state="checking", cause="data", reason="fault")
+    figures = {"added_states": (CHECKING,), "data_attempts": 1}
+    for commands in ((), (GIVE_UP,)):
+        by_hand(*begun, (60.0, TIMER, ()), (1.0, failed, commands), **figures)
+    with pytest.raises(Finding, match="must end"):
+        by_hand(*begun, (50.0, TIMER, ()), (1.0, failed, ()), **figures)
