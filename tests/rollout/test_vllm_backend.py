@@ -252,7 +252,10 @@ def test_reports_name_the_version_of_each_token_that_vllm_hands_over_late() -> N
         finally:
             processor.stream_interval = 1
         assert [span.version for span in result.spans] == [0, 1] and len(result.token_ids) == TOKENS
-        assert [len(one.token_ids) for one in reports] == list(range(STREAM_INTERVAL + 1, TOKENS, STREAM_INTERVAL))
+        said = [len(one.token_ids) for one in reports]
+        assert said[0] == STREAM_INTERVAL + 1 and len(said) > 1, "before the new weights and after them"
+        # vLLM joins what it hands over while the loop is busy, so some of these may be missing.
+        assert said == sorted(set(said) & {*range(STREAM_INTERVAL + 1, TOKENS, STREAM_INTERVAL)})
         for one in reports:
             assert_begins(result, one)
 
