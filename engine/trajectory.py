@@ -115,24 +115,24 @@ class Trajectory:
         return bool(known) and min(known) >= RIGHT
 
     def copy(self) -> "Trajectory":
-        """A copy with its own lists. It sets every field itself, because a call of `__init__` takes twice as long."""
-        copy = object.__new__(Trajectory)
-        copy.prompt_ids = list(self.prompt_ids)
-        copy.token_ids = list(self.token_ids)
-        copy.logprobs = list(self.logprobs)
-        copy.loss_mask = list(self.loss_mask)
-        copy.spans = list(self.spans)
-        copy.text = self.text
-        copy.finish_reason = self.finish_reason
-        copy.reward = self.reward
-        copy.reward_parts = dict(self.reward_parts)
-        copy.step_rewards = list(self.step_rewards)
-        copy.figures = dict(self.figures)
-        copy.shown_prompt = self.shown_prompt
-        copy.unparsable = self.unparsable
-        copy.continues = self.continues
-        copy.routes = list(self.routes)
-        return copy
+        """A copy with its own lists. Names every field, because `dataclasses.replace` takes four times as long."""
+        return Trajectory(
+            prompt_ids=list(self.prompt_ids),
+            token_ids=list(self.token_ids),
+            logprobs=list(self.logprobs),
+            loss_mask=list(self.loss_mask),
+            spans=list(self.spans),
+            text=self.text,
+            finish_reason=self.finish_reason,
+            reward=self.reward,
+            reward_parts=dict(self.reward_parts),
+            step_rewards=list(self.step_rewards),
+            figures=dict(self.figures),
+            shown_prompt=self.shown_prompt,
+            unparsable=self.unparsable,
+            continues=self.continues,
+            routes=list(self.routes),
+        )
 
     def extend(
         self,
