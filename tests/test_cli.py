@@ -864,14 +864,20 @@ def test_a_run_that_somebody_else_ended_is_no_failure(capsys: Capture, launched:
     assert said == "engine: the run ended on request (stopped: asked by engine drain); its directory is here\n"
 
 
-@pytest.mark.parametrize("line", ["making data", "supervised"])
-def test_a_request_to_end_while_the_model_is_made_leaves_nothing_half_made(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch, line: str
-) -> None:
+INTERRUPTED = (
+    "engine: interrupted; the files of the run are in here; it has not started: "
+    "start it again with `engine run here/config.yaml`\n"
+)
+
+
+def run_until_line(monkeypatch: pytest.MonkeyPatch, line: str, end: Callable[[], None]) -> tuple[str, Path]:
+    """Run a config that makes its model, and `end` it at the first text that begins with `line`. Returns the config,
+    and an earlier run that has a record."""
+
     class Pressed(io.StringIO):
         def write(self, text: str) -> int:
             if text.startswith(line):
-                signal.raise_signal(signal.SIGTERM)
+                end()
             return super().write(text)
 
     earlier = run_directory.create("runs", "earlier", config_yaml="")
@@ -879,35 +885,29 @@ def test_a_request_to_end_while_the_model_is_made_leaves_nothing_half_made(
     monkeypatch.setattr(sys, "stdout", Pressed())
     config = write_config(model={"make": "arithmetic", "arithmetic": SMALLEST | {"warmup_steps": 800}})
     assert cli.main(["run", config, "--run-dir", "here"]) == 130
-    said = capsys.readouterr().err
-    assert said == (
-        "engine: interrupted; the files of the run are in here; it has not started: "
-        "start it again with `engine run here/config.yaml`\n"
-    )
+    return config, earlier.path
+
+
+@pytest.mark.parametrize("line", ["making data", "supervised"])
+def test_a_request_to_end_while_the_model_is_made_leaves_nothing_half_made(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    config, earlier = run_until_line(monkeypatch, line, lambda: signal.raise_signal(signal.SIGTERM))
+    assert capsys.readouterr().err == INTERRUPTED
     assert list(Path("runs/.made").iterdir()) == []
-    assert Path("runs/latest").resolve() == earlier.path.resolve(), "the newest run that has a record"
+    assert Path("runs/latest").resolve() == earlier.resolve(), "the newest run that has a record"
     assert cli.main(["run", config, "--run-dir", "here"]) == 130, "the same command can be given again"
 
 
 def test_a_link_that_cannot_be_restored_does_not_hide_why_a_run_ended(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Pressed(io.StringIO):
-        def write(self, text: str) -> int:
-            if text.startswith("making data"):
-                Path(f"runs/.latest-{os.getpid()}").mkdir()  # the name of the next link
-                signal.raise_signal(signal.SIGTERM)
-            return super().write(text)
+    def end() -> None:
+        Path(f"runs/.latest-{os.getpid()}").mkdir()  # the name of the next link
+        signal.raise_signal(signal.SIGTERM)
 
-    earlier = run_directory.create("runs", "earlier", config_yaml="")
-    Recorder(earlier.schedule, Header(run="earlier", limits={})).close()
-    monkeypatch.setattr(sys, "stdout", Pressed())
-    config = write_config(model={"make": "arithmetic", "arithmetic": SMALLEST | {"warmup_steps": 800}})
-    assert cli.main(["run", config, "--run-dir", "here"]) == 130
-    assert capsys.readouterr().err == (
-        "engine: interrupted; the files of the run are in here; it has not started: "
-        "start it again with `engine run here/config.yaml`\n"
-    )
+    run_until_line(monkeypatch, "making data", end)
+    assert capsys.readouterr().err == INTERRUPTED
 
 
 # -- engine replay -----------------------------------------------------------------------------------------------------
