@@ -160,7 +160,8 @@ def test_models_and_runs_that_are_not_there_are_refused(model: str, project: Pat
     (checkpoints.parent / "schedule").mkdir(parents=True)
     assert "RUN 'mine' has no checkpoint; set trainer.checkpoint_every" in refused(capsys, "mine", "eval.yaml")
     (checkpoints.parent / "config.yaml").write_text("trainer:\n  checkpoint_every: 20\n")
-    assert "has no checkpoint yet; it writes one every 20 train steps\n" in refused(capsys, "mine", "eval.yaml")
+    said = refused(capsys, "mine", "eval.yaml")
+    assert "has no checkpoint yet; it writes one every 20 train steps; give the command again after that\n" in said
     (checkpoints / "step-000004").mkdir(parents=True)
     assert "nearest: step-4" in refused(capsys, "mine@step-3", "eval.yaml")
     assert "RUN@step-N" in refused(capsys, "mine@newest", "eval.yaml")

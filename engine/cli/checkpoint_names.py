@@ -42,7 +42,7 @@ def find_checkpoint(name: str, field: str = "RUN") -> Checkpoint:
     if not saved:
         every = _trainer_section(directory).get("checkpoint_every")
         later = f" yet; it writes one every {counted(every, 'train step')}" if every else ""
-        fix = "" if every else "set trainer.checkpoint_every in that run"
+        fix = "give the command again after that" if every else "set trainer.checkpoint_every in that run"
         raise ConfigError(field, name, f"has no checkpoint{later}", fix)
     number = re.fullmatch(r"step-(\d+)", which)
     if at and which != "best" and number is None:
