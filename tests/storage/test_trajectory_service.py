@@ -22,7 +22,7 @@ def group_of(tokens: int) -> TrajectoryGroup:
 
 
 class HeldStore:
-    """A store that answers puts when it is told to."""
+    """A store that answers a `put` only once the test lets it."""
 
     def __init__(self) -> None:
         self.answers: list[asyncio.Future[None]] = []
