@@ -1,7 +1,7 @@
 """The process that reads a run's record while the run goes, so that `engine explain` finds most of it read.
 
-`run_loop` wakes it. It fills `RUN/history-cache` as `engine explain` would, one stretch at a time, with the lowest
-priority; `cli.keep_history` is its code. Must never fail the run or delay its end.
+`run_loop` wakes it. It fills `RUN/history-cache` as `engine explain` would, one stretch at a time, and only in
+processor time that no other process wants; `cli.keep_history` is its code. Must never fail the run or delay its end.
 """
 
 import logging

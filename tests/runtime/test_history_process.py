@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from embedded_run import FIGURES, PROMPTS, Quick, Saving
 
+from engine.cli.keep_history import run_when_idle
 from engine.inspect.history_cache import HistoryCache
 from engine.inspect.history_reader import _stretches, read_history
 from engine.protocols import Batch
@@ -90,6 +92,19 @@ def test_a_failure_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert message.startswith("the record cannot be read while the run goes: engine.errors.RunDamaged: ")
     assert process._process is None, "no other one is started"
     recorder.close()
+
+
+def test_it_takes_only_time_that_no_other_process_wants() -> None:
+    policies: list[int] = []
+
+    def in_a_thread() -> None:
+        run_when_idle()
+        policies.append(os.sched_getscheduler(0))
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    assert policies == [os.SCHED_IDLE] != [os.sched_getscheduler(0)], "of that thread alone"
 
 
 def test_it_ends_with_the_run(tmp_path: Path) -> None:
