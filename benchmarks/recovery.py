@@ -19,8 +19,8 @@ from typing import Any
 from engine.errors import EngineError
 from engine.policies import PolicySet
 from engine.record import Header, Recorder, read, recover
+from engine.record.codec import unpack
 from engine.record.frames import encode_snapshot
-from engine.record.msgpack_values import unpack
 from engine.record.snapshots import restore, snapshot
 from engine.scheduling.scheduler import Scheduler
 from engine.simulation.world import Faults, Setting, World

@@ -24,7 +24,7 @@ from engine.inspect.breakpoints import Breakpoint, Facts, parse_breakpoint
 from engine.inspect.story import few, summarize
 from engine.inspect.tick_index import Progress, TickIndex
 from engine.record import Record, Tick, replay
-from engine.record.msgpack_values import CodecError, pack, unpack
+from engine.record.codec import CodecError, pack, unpack
 from engine.record.replayer import build_scheduler
 from engine.record.snapshots import restore, snapshot
 from engine.scheduling.scheduler import Scheduler

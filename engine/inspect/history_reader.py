@@ -70,7 +70,7 @@ from engine.metrics.idle import Period
 from engine.metrics.journal import StepRows
 from engine.metrics.transitions import Transitions
 from engine.record import Header, Record, Tick, replay
-from engine.record.msgpack_values import CodecError
+from engine.record.codec import CodecError
 from engine.record.reader import Place
 from engine.record.replayer import build_scheduler
 from engine.record.snapshots import STRETCH_EVENTS, restore

@@ -4,7 +4,7 @@
 Nothing here decides anything, and nothing is ever unpickled.
 """
 
-from engine.record.codec import CodecError, decode_command, decode_event, encode_command, encode_event
+from engine.record.codec import CodecError
 from engine.record.frames import FORMAT_VERSION, Header, Rejected, Tick
 from engine.record.reader import Record, read
 from engine.record.recorder import MemoryRecorder, NullRecorder, RecordEnd, Recorder
@@ -27,10 +27,6 @@ __all__ = [
     "ReplayReport",
     "Tick",
     "Torn",
-    "decode_command",
-    "decode_event",
-    "encode_command",
-    "encode_event",
     "read",
     "recover",
     "replay",

@@ -1,14 +1,15 @@
-"""Encodes events and commands as bytes and back: an array of the class's tag and its fields, in order.
+"""Encodes events and commands as arrays of plain values, those as msgpack bytes within fixed bounds, and both back.
 
-    GroupGenerated(group=7, attempt=1, ...)  ⇄  [3, 7, 1, ...]
+    GroupGenerated(group=7, attempt=1, ...)  ⇄  [3, 7, 1, ...]        the tag of the class and its fields, in order
 
 An event's `id` and `at` and a command's `cause` are left out, because their frame has them once. A field's
 annotation gives its values: int (signed, 64 bits; no bool), float (finite, because replay cannot compare
 NaN; an int in a float field is written as a float), bool, str (UTF-8, `MAX_TEXT_BYTES`), tuple[int, ...] and
 tuple[float, ...], whose entries are floats.
 
-Both directions are strict: `decode_*` returns a value equal to what `encode_*` accepted. An unknown tag, a missing or
-extra field, a wrong type or a value over a bound raises `CodecError`.
+Both directions are strict: what was read is equal to what was written. An unknown tag, a missing or extra field, a
+wrong type or a value over a bound raises `CodecError`. Reading raises nothing else, allocates at most a fixed multiple
+of the bytes that it was given, and unpickles nothing.
 
 Once the format is released, a tag is never reused, fields are added only at the end, and each such change raises
 `frames.FORMAT_VERSION`. Every field is always written.
@@ -20,10 +21,73 @@ from math import isfinite
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 
+import msgpack
+
 from engine.commands import COMMANDS, Command
+from engine.errors import EngineError
 from engine.events import EVENTS, Event
 from engine.ids import EventId
-from engine.record.msgpack_values import MAX_INT, MAX_ITEMS, MAX_TEXT_BYTES, MIN_INT, CodecError, pack, unpack
+
+# -- plain values and bytes --------------------------------------------------------------------------------------------
+
+
+MAX_INT = 2**63 - 1
+"""Integers are signed and have 64 bits."""
+MIN_INT = -(2**63)
+MAX_TEXT_BYTES = 1 << 20
+"""Maximum size of one string, as UTF-8."""
+MAX_ITEMS = 1 << 22
+"""Maximum entries of one array, such as the groups of a batch or the commands of an event."""
+MAX_PAYLOAD_BYTES = 1 << 26
+"""Maximum size of one frame. A million `StartGroup` take 20 MB."""
+CHECKED_FROM_BYTES = 512
+"""A payload of at least this size is first walked without building anything, because nested arrays could otherwise
+claim more entries than it has bytes. A smaller one can claim at most `CHECKED_FROM_BYTES` squared entries."""
+
+_pack = msgpack.Packer(use_bin_type=True).pack
+
+
+class CodecError(EngineError):
+    """The bytes are not a value of this format, or the format cannot hold the value."""
+
+
+def pack(plain: Any) -> bytes:
+    """Raises: `CodecError` for values that msgpack cannot encode, integers beyond 64 bits and invalid Unicode."""
+    try:
+        data: bytes = _pack(plain)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CodecError(f"cannot be recorded: {error}") from None
+    if len(data) > MAX_PAYLOAD_BYTES:
+        raise CodecError(f"the frame has {len(data)} bytes, but at most {MAX_PAYLOAD_BYTES} are allowed")
+    return data
+
+
+def unpack(data: bytes, *, lists: bool = True) -> Any:
+    """Decode one value and nothing after it. Mappings have string keys; arrays are `lists` or tuples. Raises:
+    `CodecError`."""
+    size = len(data)
+    if size > MAX_PAYLOAD_BYTES:
+        raise CodecError(f"the frame has {size} bytes, but at most {MAX_PAYLOAD_BYTES} are allowed")
+    try:
+        if size >= CHECKED_FROM_BYTES:
+            walker = msgpack.Unpacker(max_buffer_size=MAX_PAYLOAD_BYTES)
+            walker.feed(data)
+            walker.skip()
+        return msgpack.unpackb(
+            data,
+            raw=False,
+            use_list=lists,
+            strict_map_key=True,
+            max_str_len=MAX_TEXT_BYTES,
+            max_array_len=min(MAX_ITEMS, size),
+            max_map_len=size,
+            max_bin_len=0,
+            max_ext_len=0,
+        )
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        reason = "the data ends early" if isinstance(error, msgpack.OutOfData) else str(error) or type(error).__name__
+        raise CodecError(f"cannot decode the frame: {reason}") from None
+
 
 # -- the values of a field ---------------------------------------------------------------------------------------------
 
@@ -175,34 +239,11 @@ def _values_of(names: tuple[str, ...]) -> Callable[[Any], Values]:
     return lambda item: tuple([getattr(item, name) for name in names])
 
 
-# -- events and commands to bytes and back -----------------------------------------------------------------------------
-
-
-__all__ = ["CodecError", "decode_command", "decode_event", "encode_command", "encode_event"]
-
-
-def encode_event(event: Event) -> bytes:
-    """Raises: `CodecError`."""
-    return pack(plain_event(event))
-
-
-def decode_event(data: bytes, id: EventId = -1, at: float = 0.0) -> Event:
-    """The event, with the stamp (`id`, `at`) of its frame. Raises: `CodecError`."""
-    return event_from(unpack(data, lists=False), id, at)
-
-
-def encode_command(command: Command) -> bytes:
-    """Raises: `CodecError`."""
-    return pack(plain_command(command))
-
-
-def decode_command(data: bytes, cause: EventId) -> Command:
-    """The command, with `cause` as the event that it answers. Raises: `CodecError`."""
-    return command_from(unpack(data, lists=False), cause)
+# -- events and commands -----------------------------------------------------------------------------------------------
 
 
 def plain_event(event: Event) -> Values:
-    """(tag, field, ...), checked, for the caller to pack into a frame."""
+    """(tag, field, ...), checked. Raises: `CodecError`."""
     return _shape_of(event, _EVENTS).plain(event)
 
 
@@ -211,7 +252,7 @@ def plain_command(command: Command) -> Values:
 
 
 def event_from(plain: Any, id: EventId, at: float) -> Event:
-    """The inverse of `plain_event`. Raises: `CodecError`."""
+    """The inverse of `plain_event`, with the stamp (`id`, `at`) of its frame. Raises: `CodecError`."""
     return _shape_for(plain, _EVENT_TAGS, "event").build(plain, id, at)
 
 

@@ -23,8 +23,18 @@ from engine.commands import Command
 from engine.errors import RecordError
 from engine.events import Event
 from engine.ids import EventId
-from engine.record.codec import command_from, event_from, plain_command, plain_event
-from engine.record.msgpack_values import MAX_INT, MAX_PAYLOAD_BYTES, MAX_TEXT_BYTES, CodecError, pack, unpack
+from engine.record.codec import (
+    MAX_INT,
+    MAX_PAYLOAD_BYTES,
+    MAX_TEXT_BYTES,
+    CodecError,
+    command_from,
+    event_from,
+    pack,
+    plain_command,
+    plain_event,
+    unpack,
+)
 from engine.record.segment_log import Contents
 
 FORMAT_VERSION = 1

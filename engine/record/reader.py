@@ -17,6 +17,7 @@ from engine.commands import FinishRun
 from engine.errors import RecordDamaged, RecordError, RecordNotBegun
 from engine.events import Event, SettingChanged
 from engine.ids import EventId
+from engine.record.codec import CodecError
 from engine.record.frames import (
     REJECTED_START,
     SCHEDULE,
@@ -29,7 +30,6 @@ from engine.record.frames import (
     decode_header,
     heading_of,
 )
-from engine.record.msgpack_values import CodecError
 from engine.record.recorder import MemoryRecorder
 from engine.record.segment_log import PREAMBLE_BYTES, Payload, SegmentLog, Torn, open_log
 from engine.scheduling.settings import FIGURES, changed_limits

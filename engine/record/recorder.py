@@ -15,9 +15,9 @@ from engine.commands import Command, FinishRun, SaveCheckpoint
 from engine.errors import RecordError, RecordNotBegun
 from engine.events import Event
 from engine.ids import EventId
+from engine.record.codec import CodecError
 from engine.record.files import RecordLock
 from engine.record.frames import SCHEDULE, Header, encode_header, encode_rejected, encode_snapshot, encode_tick
-from engine.record.msgpack_values import CodecError
 from engine.record.segment_log import SegmentFile, SegmentWriter, Torn, frame, has_segments, preamble
 
 SEGMENT_BYTES = 64 << 20

@@ -14,8 +14,8 @@ from engine.commands import Command
 from engine.errors import RecordError
 from engine.events import RunInterrupted, RunResumed, stamp
 from engine.ids import GroupId, StepId
+from engine.record.codec import CodecError
 from engine.record.frames import Header, Tick
-from engine.record.msgpack_values import CodecError
 from engine.record.reader import Place, Record
 from engine.record.recorder import RecordEnd
 from engine.record.replayer import ReplayReport, build_from_header, build_scheduler, replay

@@ -13,8 +13,8 @@ from engine.errors import EngineError
 from engine.events import Event
 from engine.ids import EventId
 from engine.policies import PolicySet
+from engine.record.codec import CodecError
 from engine.record.frames import Header, Rejected, Snapshot, Tick, encode_tick
-from engine.record.msgpack_values import CodecError
 from engine.record.reader import Place, Record
 from engine.record.segment_log import Torn
 from engine.record.snapshots import first_difference

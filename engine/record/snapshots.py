@@ -23,8 +23,7 @@ from typing import Any, NamedTuple, Protocol, Union, get_args, get_origin
 from engine.commands import Command, FinishRun
 from engine.errors import EngineError
 from engine.policies import PolicySet
-from engine.record.codec import command_from, plain_command
-from engine.record.msgpack_values import CodecError, pack, unpack
+from engine.record.codec import CodecError, command_from, pack, plain_command, unpack
 from engine.scheduling.scheduler import Scheduler
 from engine.states.group import (
     NO_OUTCOME,

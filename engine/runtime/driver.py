@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 from engine.commands import Command, FinishRun
 from engine.events import CheckpointSaved, Event, RunResumed, SchedulerRecovered, stamp
 from engine.protocols.user_code import end_if_forked
+from engine.record.codec import CodecError
 from engine.record.frames import Tick
-from engine.record.msgpack_values import CodecError
 from engine.record.snapshots import Books, snapshot
 from engine.scheduling.scheduler import ALONE, Scheduler
 

@@ -13,7 +13,7 @@ from engine.commands import AbortGroup, Command, DrawPrompts, EnterState, Publis
 from engine.errors import ConfigError, DataFailure, EngineError, reason_of
 from engine.events import DrawFailed, Event, GroupGenerated, ProcessLost, PromptsDrawn, RunResumed, StateLeft
 from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
-from engine.record.msgpack_values import MAX_TEXT_BYTES
+from engine.record.codec import MAX_TEXT_BYTES
 from engine.states.process import REPLICA
 from engine.trajectory import Prompt
 from engine.workers.group_reports import describe_prompt

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.commands import Command
 from engine.events import Event
-from engine.record.msgpack_values import pack, unpack
+from engine.record.codec import pack, unpack
 from engine.record.snapshots import first_difference, restore, snapshot
 from engine.scheduling.scheduler import Scheduler
 from engine.states.laws import check_all

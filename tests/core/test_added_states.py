@@ -10,7 +10,7 @@ from engine.commands import AbortGroup, DiscardGroups, EnterState, FinishRun, Tr
 from engine.errors import ConfigError, PolicyError
 from engine.events import DrainRequested, ProcessLost, ReplicaPaused, RunResumed, StateFailed, StateLeft
 from engine.policies import state_registry
-from engine.record.codec import decode_command, encode_command
+from engine.record.codec import command_from, plain_command
 from engine.states.group import GROUP, Group, group_table
 from engine.states.laws import check_all
 from engine.states.limits import AddedState, Limits
@@ -411,7 +411,7 @@ def test_a_state_that_nobody_added_is_refused_with_the_nearest_name() -> None:
 
 def test_the_order_to_do_the_work_is_recorded() -> None:
     order = EnterState(group=3, attempt=2, state="weighing", cause=7)
-    assert decode_command(encode_command(order), 7) == order
+    assert command_from(plain_command(order), 7) == order
 
 
 @pytest.mark.parametrize("concurrency", [0, 1.5, True])

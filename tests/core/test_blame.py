@@ -6,7 +6,7 @@ import pytest
 
 from engine.commands import Command, ProbeProcess, ScoreBatch, StopProcess
 from engine.events import BatchScored, ProcessLost, ProcessProbed, ProcessUp, SchedulerRecovered, SettingChanged
-from engine.record.msgpack_values import pack, unpack
+from engine.record.codec import pack, unpack
 from engine.record.snapshots import restore, snapshot
 from engine.scheduling.work_times import limit_of, time_taken
 from engine.states.limits import Pool

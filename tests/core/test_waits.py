@@ -9,7 +9,7 @@ from steady_world import FOREVER, SteadyWorld, steady_world
 from engine import events as fact
 from engine.metrics.status import read_status
 from engine.metrics.waits import Wait, agent_wait, reward_wait, waits
-from engine.record.msgpack_values import pack, unpack
+from engine.record.codec import pack, unpack
 from engine.record.snapshots import restore, snapshot
 from engine.runtime.control_requests import Silence
 from engine.scheduling.ending import why_stuck

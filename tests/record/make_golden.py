@@ -14,9 +14,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from record_samples import COMMAND_CLASSES, EVENT_CLASSES, LIMITS, record_run
+from record_samples import COMMAND_CLASSES, EVENT_CLASSES, LIMITS, encode_command, encode_event, record_run
 
-from engine.record import FORMAT_VERSION, encode_command, encode_event
+from engine.record import FORMAT_VERSION
 from engine.states.limits import Limits
 
 RELEASED = 0

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from engine.commands import COMMANDS, Command, DrawPrompts, StartGroup
 from engine.events import EVENTS, Event, PromptsDrawn, RunStarted, stamp
+from engine.ids import EventId
 from engine.policies import PolicySet
 from engine.record import Header, MemoryRecorder, Recorder
+from engine.record.codec import command_from, event_from, pack, plain_command, plain_event, unpack
 from engine.runtime.driver import RecordWriter as RecorderPort
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits
@@ -41,6 +43,22 @@ EVENT_CLASSES = list(EVENTS.values())
 COMMAND_CLASSES = list(COMMANDS.values())
 events: st.SearchStrategy[Event] = st.one_of([objects(cls) for cls in EVENT_CLASSES])
 commands: st.SearchStrategy[Command] = st.one_of([objects(cls) for cls in COMMAND_CLASSES])
+
+
+def encode_event(event: Event) -> bytes:
+    return pack(plain_event(event))
+
+
+def decode_event(data: bytes, id: EventId = -1, at: float = 0.0) -> Event:
+    return event_from(unpack(data, lists=False), id, at)
+
+
+def encode_command(command: Command) -> bytes:
+    return pack(plain_command(command))
+
+
+def decode_command(data: bytes, cause: EventId) -> Command:
+    return command_from(unpack(data, lists=False), cause)
 
 
 def header(**changes: Any) -> Header:

@@ -10,7 +10,7 @@ import pytest
 
 from engine.events import RunStarted
 from engine.record import Header, MemoryRecorder, read
-from engine.record.msgpack_values import CodecError
+from engine.record.codec import CodecError
 from engine.record.snapshots import _form, declarations, snapshot
 from engine.runtime.driver import Driver
 from engine.scheduling.scheduler import Scheduler

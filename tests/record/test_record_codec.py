@@ -9,14 +9,25 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from record_samples import COMMAND_CLASSES, EVENT_CLASSES, commands, event, events, objects
+from record_samples import (
+    COMMAND_CLASSES,
+    EVENT_CLASSES,
+    commands,
+    decode_command,
+    decode_event,
+    encode_command,
+    encode_event,
+    event,
+    events,
+    objects,
+)
 
 from engine.commands import COMMANDS, Command, SetTimer, StartGroup, TrainStep
 from engine.errors import EngineError
 from engine.events import EVENTS, Event, GroupGenerated, RowsMeasured, RunStarted, StopRequested, stamp
-from engine.record import CodecError, decode_command, decode_event, encode_command, encode_event
+from engine.record import CodecError
+from engine.record.codec import CHECKED_FROM_BYTES, MAX_TEXT_BYTES
 from engine.record.frames import decode_frame, decode_header, encode_rejected, encode_tick
-from engine.record.msgpack_values import CHECKED_FROM_BYTES, MAX_TEXT_BYTES
 
 GENERATED = GroupGenerated(
     group=7, attempt=1, replica=0, incarnation=1, tokens=30, oldest_version=2, newest_version=3, trainable=4,

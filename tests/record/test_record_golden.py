@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from make_golden import GOLDEN
+from record_samples import decode_command, decode_event, encode_command, encode_event
 
 from engine.commands import COMMANDS
 from engine.events import EVENTS
-from engine.record import FORMAT_VERSION, decode_command, decode_event, encode_command, encode_event, read, replay
+from engine.record import FORMAT_VERSION, read, replay
 from engine.record.frames import Snapshot
 from engine.record.snapshots import declarations
 

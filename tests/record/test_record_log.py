@@ -26,8 +26,8 @@ from engine.record import (
     Tick,
     read,
 )
+from engine.record.codec import MAX_PAYLOAD_BYTES
 from engine.record.frames import SCHEDULE
-from engine.record.msgpack_values import MAX_PAYLOAD_BYTES
 from engine.record.segment_log import FRAME_BYTES, PREAMBLE_BYTES, Index, frame, load_index, store_index
 from tests.killed_writers import leave_open
 

@@ -18,9 +18,9 @@ from engine.events import CheckpointSaved, DrainRequested, ProcessUp, RunResumed
 from engine.ids import GroupId, ReplicaId
 from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
-from engine.record import Header, MemoryRecorder, Tick, msgpack_values, read, recover, replay
+from engine.record import Header, MemoryRecorder, Tick, codec, read, recover, replay
+from engine.record.codec import CodecError, pack, unpack
 from engine.record.frames import Snapshot, encode_snapshot
-from engine.record.msgpack_values import CodecError, pack, unpack
 from engine.record.snapshots import declarations, restore, snapshot
 from engine.scheduling.scheduler import Scheduler
 from engine.simulation.world import Faults, Setting, World
@@ -171,7 +171,7 @@ def test_a_snapshot_of_other_declarations_is_refused() -> None:
 
 
 def test_a_snapshot_that_is_too_large_for_a_frame_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(msgpack_values, "MAX_PAYLOAD_BYTES", 1000)
+    monkeypatch.setattr(codec, "MAX_PAYLOAD_BYTES", 1000)
     scheduler = Scheduler(LIMITS)
     with pytest.raises(CodecError, match="but at most 1000 are allowed"):
         encode_snapshot(0, 0, snapshot(scheduler))

@@ -25,7 +25,7 @@ from engine.events import Event, GroupFailed, RowsFailed, StateFailed, StepFaile
 from engine.gateway.runners import FunctionRunner
 from engine.protocols import Batch, Generated, GroupWork
 from engine.protocols.user_code import awaited
-from engine.record.msgpack_values import CodecError
+from engine.record.codec import CodecError
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
 from engine.runtime.plan import Plan, Rollout

@@ -12,8 +12,8 @@ from typing import Any
 from engine.errors import ConfigError
 from engine.protocols import Generator, Scorer, Trainer
 from engine.record import Header
+from engine.record.codec import CodecError
 from engine.record.frames import encode_header
-from engine.record.msgpack_values import CodecError
 from engine.runtime.prompt_sources import Prompts
 from engine.states.limits import Limits
 from engine.storage.samples import SamplePolicy

@@ -53,8 +53,7 @@ from engine.events import (
     WeightsStaged,
 )
 from engine.ids import NO_VERSION
-from engine.record.codec import plain_event
-from engine.record.msgpack_values import CodecError
+from engine.record.codec import CodecError, plain_event
 from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import PUBLISHING, SCORING
 from engine.states.orders import NUMBERED, RELATIONS, Order, Relation
