@@ -14,7 +14,7 @@ from engine.metrics.collector import RunMetrics, TakesRows
 from engine.metrics.transitions import Transitions
 from engine.protocols import Batch, Trainer
 from engine.record.frames import Tick
-from engine.runtime.driver import RecordWriter
+from engine.record.recorder import RecordWriter
 from engine.simulation.simulated_models import Dice, SimTrainer
 from engine.simulation.world import Setting, World
 from engine.states.limits import Limits, Pool, ValidationLimits

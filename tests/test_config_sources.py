@@ -15,7 +15,7 @@ from engine.config.resumption import resumed
 from engine.errors import ConfigError
 from engine.plans.configured_plan import plan_of
 from engine.plans.run_inputs import inputs_of, make_prompts
-from engine.runtime.prompt_sources import ChosenPrompts, MixtureOfSources
+from engine.runtime.prompt_sources import MixedPrompts
 
 
 @pytest.fixture(scope="module")
@@ -164,14 +164,15 @@ def test_check_prints_rows_weights_and_shares(model: str, tmp_path: Path) -> Non
 def test_a_run_draws_from_its_sources(model: str, tmp_path: Path) -> None:
     config = parse_config(changed(tree(model, tmp_path), 0, pass_rate={"column": "rate", "max": 0.4}))
     prompts = plan_of(config, tmp_path / "run").make_prompts()
-    assert type(prompts) is MixtureOfSources and prompts.draw(0, 9) == (4, True)
+    assert type(prompts) is MixedPrompts and not prompts.learns and prompts.draw(0, 9) == (4, True)
     drawn = [(prompts.prompt(group).source, prompts.prompt(group).row) for group in range(4)]
     assert sorted(drawn) == [("code", 0), ("code", 1), ("math", 0), ("math", 1)]
     assert prompts.figures()["math"] == {"drawn": 2, "dropped": 2, "rested": 0}
     for learns in ({"curriculum": {"stages": STAGES}}, {}):
         made = tree(model, tmp_path, **learns)
         config = parse_config(made if learns else changed(made, 0, pass_rate={"max": 0.4}))
-        assert type(make_prompts(config, inputs_of(config))) is ChosenPrompts
+        prompts = make_prompts(config, inputs_of(config))
+        assert type(prompts) is MixedPrompts and prompts.learns
 
 
 @pytest.mark.parametrize("field", ["data.curriculum", "data.sources"])

@@ -17,7 +17,7 @@ from engine.plans.trainers import make_warm_start
 from engine.plans.validation_sets import held_out_rows, set_files
 from engine.protocols.named_code import Local
 from engine.rollout.reward_parts import RewardParts
-from engine.runtime.prompt_sources import ChosenPrompts, CountedPrompts, MixtureOfSources, Prompts
+from engine.runtime.prompt_sources import CountedPrompts, MixedPrompts, Prompts
 from engine.states.limits import ValidationLimits
 from engine.tasks.dataset import Dataset, PromptSource
 from engine.tasks.mixture import Mixture, Source
@@ -154,4 +154,4 @@ def make_prompts(config: Config, inputs: Inputs) -> Prompts:
         for one in loaded
     ]
     mixture = Mixture(sources, curriculum=config.data.chosen_curriculum(), **order)
-    return ChosenPrompts(mixture) if mixture.learns else MixtureOfSources(mixture)
+    return MixedPrompts(mixture)

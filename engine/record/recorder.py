@@ -1,7 +1,6 @@
 """Recorders: write the driver's frames to disk, keep them in memory, or drop them.
 
-Called by the driver through `runtime.driver.RecordWriter`: `write` or `reject` once per tick, in order, and `flush`
-before any of its commands is sent.
+Called by the driver: `write` or `reject` once per tick, in order, and `flush` before any of its commands is executed.
 """
 
 import io
@@ -33,11 +32,13 @@ class RecordEnd:
     torn: Torn | None = None
 
 
-class Frames:
+class RecordWriter:
     """Base of recorders: encodes ticks, and passes them to `append`."""
 
     append: Callable[[bytes], object]
+    epoch = 0
     next_tick = 0
+    """Number of the next tick."""
     next_event = 0
     newest_snapshot: EventId = 0
     """Number of events before the newest snapshot; 0: there is none."""
@@ -53,9 +54,14 @@ class Frames:
         self.append(encode_rejected(self.next_tick, self._expected(events), reason))
 
     def snapshot(self, plain: Sequence[Any]) -> None:
-        """Append a snapshot of the state after the ticks so far."""
+        """Append a snapshot of the state after the ticks so far, as `snapshots.snapshot` returned it."""
         self.append(encode_snapshot(self.next_tick, self.next_event, plain))
         self.newest_snapshot = self.next_event
+
+    def flush(self) -> None:
+        """Hand everything written so far to the operating system."""
+
+    def close(self) -> None: ...
 
     def _expected(self, events: Sequence[Event]) -> Sequence[Event]:
         if events[0].id != self.next_event:
@@ -64,7 +70,7 @@ class Frames:
         return events
 
 
-class Recorder(Frames):
+class Recorder(RecordWriter):
     """Appends ticks to a new record, or to an existing one.
 
     Args: `header` begins a new record; a `RecordEnd` continues an existing one in a new segment,
@@ -104,17 +110,13 @@ class Recorder(Frames):
                 self.log.begin(header.torn)
             else:
                 self.log.begin()
+            self.epoch = self.log.epoch
             if first is not None:
                 self.log.append(first)
             self.flush()
         except BaseException:
             lock.release()
             raise
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of this recorder's segments."""
-        return self.log.epoch
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -128,7 +130,6 @@ class Recorder(Frames):
             self._ends |= isinstance(command, FinishRun)
 
     def flush(self) -> None:
-        """Hand everything written so far to the operating system."""
         if self._ends:
             self.log.seal()
         else:
@@ -140,23 +141,17 @@ class Recorder(Frames):
         self.log.close()
 
 
-class MemoryRecorder(Frames):
+class MemoryRecorder(RecordWriter):
     """Keeps the frames in memory, for tests and embedding. `reader.read` accepts it like a directory.
 
     Args: `last`: keep only this number of newest frames; such a record shows how a run ended but cannot be replayed.
     """
-
-    epoch = 0
 
     def __init__(self, header: Header, *, last: int | None = None) -> None:
         self.header = encode_header(header)
         self.frames: deque[bytes] = deque(maxlen=last)
         """Payloads, without the header."""
         self.append = self.frames.append
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
 
     def to_bytes(self) -> bytes:
         """The record as one segment."""
@@ -166,18 +161,11 @@ class MemoryRecorder(Frames):
         return [SegmentFile(0, "(memory)", lambda: io.BytesIO(self.to_bytes()), listed=True)]
 
 
-class NullRecorder:
+class NullRecorder(RecordWriter):
     """Keeps nothing."""
-
-    epoch = 0
-    next_tick = 0
 
     def write(self, events: Sequence[Event], commands: Sequence[Command]) -> None: ...
 
     def reject(self, events: Sequence[Event], reason: str) -> None: ...
 
     def snapshot(self, plain: Sequence[Any]) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...

@@ -11,13 +11,14 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from engine.commands import Command, FinishRun
 from engine.events import CheckpointSaved, Event, RunResumed, SchedulerRecovered, stamp
 from engine.protocols.user_code import end_if_forked
 from engine.record.codec import CodecError
 from engine.record.frames import Tick
+from engine.record.recorder import RecordWriter
 from engine.record.snapshots import Books, snapshot
 from engine.scheduling.scheduler import ALONE, Scheduler
 
@@ -29,27 +30,6 @@ class Clock(Protocol):
 
     def now(self) -> float:
         """Seconds since the run began. Must never decrease."""
-
-
-class RecordWriter(Protocol):
-    """Writes the record of a run."""
-
-    next_tick: int
-    """Number of the next tick."""
-
-    def write(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
-        """Append a tick. It must be in the record before any of its commands is executed."""
-
-    def reject(self, events: Sequence[Event], reason: str) -> None:
-        """Append a tick that the scheduler could not handle."""
-
-    def snapshot(self, plain: Sequence[Any]) -> None:
-        """Append a snapshot of the state after the newest tick, as `record.snapshots.snapshot` returned it."""
-
-    def flush(self) -> None:
-        """Hand everything written so far to the operating system."""
-
-    def close(self) -> None: ...
 
 
 class Executor(Protocol):

@@ -1,13 +1,13 @@
 """Sources of prompts, and the checked calls to a user's source.
 
 An executor draws prompts for the scheduler and reads them when a group starts. `CountedPrompts` makes a source of any
-function from numbers to prompts, such as the order of draws of `tasks.dataset.PromptSource`. `ChosenPrompts` makes one
-of a `Chooser` that learns from the run, such as `tasks.mixture.Mixture`: it reads the record, live and at a resume.
+function from numbers to prompts, such as the order of draws of `tasks.dataset.PromptSource`. `MixedPrompts` makes one
+of a `tasks.mixture.Mixture`. If that learns from the run, it reads the record, live and at a resume.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from engine.commands import AbortGroup, Command, DrawPrompts, EnterState, PublishWeights, ResumeGroup, StartGroup
 from engine.errors import ConfigError, DataFailure, EngineError, reason_of
@@ -53,28 +53,11 @@ class CountedPrompts:
         return self._prompt(group)
 
 
-@runtime_checkable
-class WatchingPrompts(Protocol):
-    """A source whose prompts depend on what happens in the run."""
-
-    def watch(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
-        """Take the next tick of the record, before its commands are executed. A source that was made again, because
-        the run was resumed or its scheduler restarted, first gets all ticks from the beginning. Prompts may depend on
-        nothing else. It must be fast and must not raise."""
-
-
-@runtime_checkable
-class MixedPrompts(Protocol):
-    """A source that knows how many prompts came from where."""
-
-    def figures(self) -> Mapping[str, Mapping[str, int]]:
-        """By the name of each data source: `drawn`, `dropped`, `rested`, as in docs/DATA.md. Called on any thread."""
-
-
 class Chooser(Protocol):
     """Chooses the prompt of each group when it starts: `tasks.mixture.Mixture`."""
 
     total: int | None
+    learns: bool
 
     def choose(self, group: GroupId, step: StepId) -> None: ...
     def outcome(self, group: GroupId, reward: float) -> None: ...
@@ -83,36 +66,37 @@ class Chooser(Protocol):
     def figures(self) -> Mapping[str, Mapping[str, int]]: ...
 
 
-class MixtureOfSources(CountedPrompts):
-    """The prompts of a chooser that needs no facts."""
+class MixedPrompts(CountedPrompts):
+    """The prompts of a mixture. The record has everything that the mixture receives, in the same order."""
 
-    def __init__(self, chooser: Chooser) -> None:
-        super().__init__(chooser.total, chooser.prompt)
-        self.chooser = chooser
-
-    def figures(self) -> Mapping[str, Mapping[str, int]]:
-        return self.chooser.figures()
-
-
-class ChosenPrompts(MixtureOfSources):
-    """The prompts of a chooser that learns. The record has everything that the chooser receives, in the same order."""
-
-    def __init__(self, chooser: Chooser) -> None:
-        super().__init__(chooser)
+    def __init__(self, mixture: Chooser) -> None:
+        super().__init__(mixture.total, mixture.prompt)
+        self.mixture = mixture
         self._steps_in: dict[Version, StepId] = {}
         self._attempts: dict[GroupId, int] = {}
         """The attempt of each running group; what others report is late."""
         self._lives: dict[GroupId, tuple[ReplicaId, Incarnation]] = {}
         """The life of the replica on which each group runs: what it reports after its loss is late, too."""
 
+    @property
+    def learns(self) -> bool:
+        """Whether its prompts depend on what happens in the run, so that it must `watch` each tick."""
+        return self.mixture.learns
+
+    def figures(self) -> Mapping[str, Mapping[str, int]]:
+        """By the name of each data source: `drawn`, `dropped`, `rested`, as in docs/DATA.md. Called on any thread."""
+        return self.mixture.figures()
+
     def watch(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
+        """Take the next tick of the record, before its commands are executed. A mixture that was made again, because
+        the run was resumed or its scheduler restarted, first gets all ticks from the beginning."""
         entering = {command.group for command in commands if type(command) is EnterState}
         for event in events:
             if isinstance(event, RunResumed) and not event.kept:
                 self._steps_in = {version: min(steps, event.steps) for version, steps in self._steps_in.items()}
                 self._attempts.clear()
                 self._lives.clear()
-                self.chooser.branch(event.steps, (*event.consumed, *event.released))
+                self.mixture.branch(event.steps, (*event.consumed, *event.released))
             elif isinstance(event, ProcessLost) and event.kind == REPLICA:
                 lost = [group for group, life in self._lives.items() if life == (event.index, event.incarnation)]
                 for group in lost:
@@ -122,7 +106,7 @@ class ChosenPrompts(MixtureOfSources):
         for command in commands:
             if type(command) is StartGroup:
                 self._run(command)
-                self.chooser.choose(command.group, self._steps_in.get(command.admitted_version, 0))
+                self.mixture.choose(command.group, self._steps_in.get(command.admitted_version, 0))
             elif type(command) is ResumeGroup:
                 self._run(command)
             elif type(command) is EnterState:
@@ -130,7 +114,7 @@ class ChosenPrompts(MixtureOfSources):
                 if command.group in self._attempts:
                     self._attempts[command.group] = command.attempt
                 else:  # a state before generation needs the prompt
-                    self.chooser.choose(command.group, max(self._steps_in.values(), default=0))
+                    self.mixture.choose(command.group, max(self._steps_in.values(), default=0))
             elif type(command) is AbortGroup:
                 self._forget(command.group)
             elif type(command) is PublishWeights:
@@ -148,7 +132,7 @@ class ChosenPrompts(MixtureOfSources):
         """The outcome of a group that enters no other added state, which may compute its reward."""
         if self._attempts.get(event.group) == event.attempt:
             self._forget(event.group)
-            self.chooser.outcome(event.group, event.reward_mean)
+            self.mixture.outcome(event.group, event.reward_mean)
 
 
 def draw_prompts(

@@ -21,9 +21,10 @@ from engine.metrics.journal import Row, StepRows, first_rows
 from engine.metrics.sinks import open_row_writer
 from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
-from engine.record import Header, MemoryRecorder, NullRecorder, Recorder, Recovered
+from engine.record import Header, NullRecorder, Recorder, Recovered
 from engine.record.files import RecordLock
 from engine.record.frames import Tick
+from engine.record.recorder import RecordWriter
 from engine.runtime.control_requests import Control
 from engine.runtime.driver import Driver
 from engine.runtime.executor import RunExecutor
@@ -32,7 +33,7 @@ from engine.runtime.history_process import HistoryProcess
 from engine.runtime.metrics_endpoint import Endpoint
 from engine.runtime.plan import Plan
 from engine.runtime.process_port import Found, Processes, Stores
-from engine.runtime.prompt_sources import MixedPrompts, Prompts, WatchingPrompts
+from engine.runtime.prompt_sources import MixedPrompts, Prompts
 from engine.runtime.run_history import RunHistory
 from engine.runtime.supervisor import Supervisor
 from engine.scheduling.scheduler import Scheduler
@@ -110,7 +111,7 @@ def header_of(plan: Plan) -> Header:
     )
 
 
-def recorder_of(plan: Plan, earlier: RecoveredRun | None) -> Recorder | NullRecorder:
+def recorder_of(plan: Plan, earlier: RecoveredRun | None) -> RecordWriter:
     """The recorder of a run: writes a new record, continues an earlier one, or writes nothing if there is no run
     directory. Raises: `RecordError`."""
     if plan.run_dir is None:
@@ -127,7 +128,7 @@ class RunLoop:
     def __init__(
         self,
         plan: Plan,
-        recorder: Recorder | NullRecorder | MemoryRecorder,
+        recorder: RecordWriter,
         transitions: Transitions,
         watchers: Watchers,
         earlier: RecoveredRun | None = None,
@@ -155,7 +156,7 @@ class RunLoop:
         self._history = HistoryProcess(recorder) if isinstance(recorder, Recorder) else None
         self.clock = LoopClock(self._at)
         self._settings: Sequence[Event] = ()
-        self._watching: WatchingPrompts | None = None
+        self._learning: MixedPrompts | None = None
         self.endpoint: Endpoint | None = None
 
     def take_settings(self) -> None:
@@ -202,14 +203,15 @@ class RunLoop:
         return FilteredSamples(keeper, self.transitions.filtered, lambda: state.training.steps_trained, filter)
 
     def _watch_with(self, prompts: Prompts) -> None:
-        """Let a source that depends on the run catch up with the record. Raises: `RecordError`."""
-        if isinstance(prompts, MixedPrompts):
-            self.metrics.mixed = prompts
-        if not isinstance(prompts, WatchingPrompts):
+        """Let a source that learns from the run catch up with the record. Raises: `RecordError`."""
+        if not isinstance(prompts, MixedPrompts):
+            return
+        self.metrics.mixed = prompts
+        if not prompts.learns:
             return
         for tick in () if self._earlier is None else self._earlier.recovered.recorded():
             prompts.watch(tick.events, tick.commands)
-        self._watching = prompts
+        self._learning = prompts
 
     def now(self) -> float:
         """Seconds since the run began, without the time between an end and a resume."""
@@ -278,7 +280,7 @@ class RunLoop:
     def _observe(self, tick: Tick) -> None:
         if self._history is not None:
             self._history.wake()
-        if self._watching is not None:
-            self._watching.watch(tick.events, tick.commands)
+        if self._learning is not None:
+            self._learning.watch(tick.events, tick.commands)
         self.metrics.observe(tick)
         self.watchers.soon()

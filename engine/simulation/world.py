@@ -21,7 +21,8 @@ from engine.policies import PolicySet
 from engine.protocols import Trainer
 from engine.record import NullRecorder
 from engine.record.frames import Tick
-from engine.runtime.driver import Driver, RecordWriter
+from engine.record.recorder import RecordWriter
+from engine.runtime.driver import Driver
 from engine.runtime.executor import RunExecutor
 from engine.runtime.local.local_processes import LocalStores, LocalTrajectories, LocalWeights
 from engine.runtime.plan import Plan, Rollout

@@ -14,7 +14,7 @@ from engine.ids import EventId
 from engine.policies import PolicySet
 from engine.record import Header, MemoryRecorder, Recorder
 from engine.record.codec import command_from, event_from, pack, plain_command, plain_event, unpack
-from engine.runtime.driver import RecordWriter as RecorderPort
+from engine.record.recorder import RecordWriter
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits
 
@@ -79,7 +79,7 @@ def answer(position: int) -> tuple[Command, ...]:
     )
 
 
-def fill(recorder: RecorderPort, count: int) -> None:
+def fill(recorder: RecordWriter, count: int) -> None:
     for position in range(count):
         recorder.write((event(position),), answer(position))
     recorder.flush()

@@ -16,7 +16,7 @@ from engine.events import GroupGenerated, ProcessLost, StateLeft
 from engine.protocols import Batch, GroupWork
 from engine.record import read
 from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
-from engine.runtime.prompt_sources import ChosenPrompts
+from engine.runtime.prompt_sources import MixedPrompts
 from engine.states.limits import Limits
 from engine.tasks.dataset import Dataset
 from engine.tasks.mixture import Mixture, Source
@@ -62,7 +62,7 @@ class Remembering(SimpleTrainer):
         self.steps = [[tuple(row) for row in step] for step in json.loads(Path(directory, "steps.json").read_text())]
 
 
-def learning(directory: Path) -> ChosenPrompts:
+def learning(directory: Path) -> MixedPrompts:
     sources = []
     for name, rows in (("easy", 10), ("hard", 12)):
         file = directory / f"{name}.jsonl"
@@ -73,7 +73,7 @@ def learning(directory: Path) -> ChosenPrompts:
         CurriculumStage(weights=(1.0, 3.0), until=0.6),
         CurriculumStage(weights=(1.0, 1.0)),
     )
-    return ChosenPrompts(Mixture(sources, seed=3, curriculum=Curriculum(stages=stages, by_accuracy=True, window=8)))
+    return MixedPrompts(Mixture(sources, seed=3, curriculum=Curriculum(stages=stages, by_accuracy=True, window=8)))
 
 
 def trained(directory: Path, name: str, copy_at: int = -1, staleness: int = 0, **others: Any) -> Remembering:
@@ -116,31 +116,31 @@ def test_asynchronous_runs_keep_their_rows_and_the_record_tells_them(tmp_path: P
 
 def test_rewards_that_come_late_count_when_they_are_there(tmp_path: Path) -> None:
     """A group whose reward an added state computes, and late reports of attempts that have ended."""
-    sources = [Source(name="a", data=learning(tmp_path).chooser.sources[0].data, rest=PassRate(max=0.5))]
-    prompts = ChosenPrompts(Mixture(sources, seed=0))
+    sources = [Source(name="a", data=learning(tmp_path).mixture.sources[0].data, rest=PassRate(max=0.5))]
+    prompts = MixedPrompts(Mixture(sources, seed=0))
     start = {"group": 0, "replica": 0, "incarnation": 1, "cause": 0}
     figures = {"group": 0, "trainable": 2, "reward_mean": 1.0, "reward_spread": 0.0}
     made = GroupGenerated(**figures, attempt=1, replica=0, incarnation=1, tokens=4, oldest_version=0, newest_version=0)
     rewarding = EnterState(group=0, attempt=2, state="rewarding", cause=1)
     prompts.watch([made], [StartGroup(**start, attempt=1)])
     prompts.watch([made], [rewarding])
-    assert not prompts.chooser._pending, "its reward is not there yet"
+    assert not prompts.mixture._pending, "its reward is not there yet"
     prompts.watch([made], [])
-    assert not prompts.chooser._pending, "an echo of an attempt that has ended"
+    assert not prompts.mixture._pending, "an echo of an attempt that has ended"
     prompts.watch([StateLeft(**figures, attempt=2, state="rewarding")], [])
-    assert prompts.chooser._pending == {0}
+    assert prompts.mixture._pending == {0}
 
 
 def test_a_late_reward_of_a_replica_that_is_lost_in_the_same_tick_does_not_count(tmp_path: Path) -> None:
-    sources = [Source(name="a", data=learning(tmp_path).chooser.sources[0].data, rest=PassRate(max=0.5))]
-    prompts = ChosenPrompts(Mixture(sources, seed=0))
+    sources = [Source(name="a", data=learning(tmp_path).mixture.sources[0].data, rest=PassRate(max=0.5))]
+    prompts = MixedPrompts(Mixture(sources, seed=0))
     prompts.watch([], [StartGroup(group=0, replica=0, incarnation=1, cause=0, attempt=1)])
     late = GroupGenerated(
         group=0, attempt=1, replica=0, incarnation=1, tokens=4, oldest_version=0, newest_version=0, trainable=2,
         reward_mean=1.0, reward_spread=0.0,
     )  # fmt: skip
     prompts.watch([ProcessLost(kind="replica", index=0, incarnation=1, reason="ended"), late], [])
-    assert not prompts.chooser._pending
+    assert not prompts.mixture._pending
 
 
 def test_the_figures_of_a_run_tell_its_sources(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
 from engine.policies.registry import DEFAULTS, is_built_in
 from engine.protocols import Generator, Restorable, Scorer, Trainer
-from engine.record import MemoryRecorder, NullRecorder, Recorder, read
+from engine.record import MemoryRecorder, Recorder, read
 from engine.record.files import make_run_directory, make_run_private
 from engine.runtime.local.arguments import GENERATOR, SCORER, check_arguments, has_methods, shown
 from engine.runtime.local.local_processes import LocalProcesses, LocalStores, LocalTrajectories, LocalWeights
@@ -215,9 +215,9 @@ class LocalRun:
                 if directory is None
                 else TrajectoryService(directory, plan.store_policy, fresh=not plan.resume)
             )
-            self.recorder: Any = recorder_of(plan, self.history)
-            if isinstance(self.recorder, NullRecorder):
-                self.recorder = MemoryRecorder(header_of(plan))
+            self.recorder: Any = (
+                MemoryRecorder(header_of(plan)) if plan.run_dir is None else recorder_of(plan, self.history)
+            )
             opened.callback(self.recorder.close)
             self.loop = loop = RunLoop(plan, self.recorder, self.transitions, Watchers(), self.history)
             loop.take_settings()
