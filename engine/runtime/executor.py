@@ -93,10 +93,10 @@ class RunExecutor:
             StartGroup: self._start,
             ResumeGroup: self._start,
             DiscardGroups: self._discard,
-            DrawPrompts: self._draw,
+            DrawPrompts: lambda command: self._spawn(self._draw(command)),
             SetTimer: self._timers.set,
             CancelTimer: self._timers.cancel,
-            RetireWeights: self._retire,
+            RetireWeights: lambda command: self._expect(stores.retire(command.version), [command.number]),
             StopMeasuring: self._stop_measuring,
             StopProcess: supervisor.stop,
             StartProcess: supervisor.start,
@@ -208,11 +208,5 @@ class RunExecutor:
         groups = [held_out_group(command.validation, self._held_out, row) for row in range(self._held_out)]
         self.calls += self._stores.cut_agents(groups)
 
-    def _draw(self, command: DrawPrompts) -> None:
-        self._spawn(self._draw_next(command))
-
-    async def _draw_next(self, command: DrawPrompts) -> None:
+    async def _draw(self, command: DrawPrompts) -> None:
         self._post(await self._source.call(draw_prompts, self._prompts, command, self._described))
-
-    def _retire(self, command: RetireWeights) -> None:
-        self._expect(self._stores.retire(command.version), [command.number])

@@ -57,13 +57,12 @@ class Watchers:
     def __init__(self) -> None:
         self.number = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._waiting: list[asyncio.Future[None]] = []
+        self._changed = asyncio.Event()
+        """Set at the next change, and then replaced."""
 
     async def wait(self) -> None:
         """Wait for the next change."""
-        changed = asyncio.get_running_loop().create_future()
-        self._waiting.append(changed)
-        await changed
+        await self._changed.wait()
 
     def soon(self) -> None:
         """Wake the observers within `STATUS_EVERY_S`, because an event was handled."""
@@ -76,10 +75,8 @@ class Watchers:
             self._timer.cancel()
             self._timer = None
         self.number += 1
-        waiting, self._waiting = self._waiting, []
-        for watcher in waiting:
-            if not watcher.done():
-                watcher.set_result(None)
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 # -- the loop -------------------------------------------------------------------------------------------------------

@@ -25,15 +25,14 @@ log = logging.getLogger(__name__)
 
 
 class Life:
-    """One incarnation of a process, and its orders that wait for the end of the drain."""
+    """One incarnation of a process."""
 
-    __slots__ = ("incarnation", "index", "kind", "opening", "orders", "process", "up", "watched")
+    __slots__ = ("incarnation", "index", "kind", "opening", "process", "up", "watched")
 
     def __init__(self, key: Key, incarnation: Incarnation, process: ProcessHandle) -> None:
         self.kind, self.index = key
         self.incarnation = incarnation
         self.process = process
-        self.orders: list[SentOrder] = []
         self.opening: asyncio.Future[None] | None = None
         """The result of `bring_up`, if `Supervisor.open` called it."""
         self.up = False
@@ -49,10 +48,6 @@ class Life:
     def _opened(self, opening: "asyncio.Future[None]") -> None:
         """Also retrieves the exception; otherwise asyncio warns."""
         self.up = not opening.cancelled() and opening.exception() is None
-
-    def send(self) -> None:
-        orders, self.orders = self.orders, []
-        self.process.send(orders)
 
 
 class Supervisor:
@@ -75,7 +70,8 @@ class Supervisor:
         self._deliver = deliver
         self._give_up = give_up
         self._lives: dict[Key, Life] = {}
-        self._ordered: dict[Key, Life] = {}
+        self._orders: dict[Life, list[SentOrder]] = {}
+        """The orders of each process that `flush` sends."""
         self._begun: dict[Key, Incarnation] = {}
         """The newest incarnation of each process that this supervisor has started or refused."""
         self._ending: dict[tuple[Key, Incarnation], asyncio.Future[object]] = {}
@@ -386,20 +382,18 @@ class Supervisor:
     # orders to processes
 
     def order(self, kind: str, index: int, order: SentOrder, incarnation: Incarnation | None = None) -> None:
-        """Queue an order until the end of the drain. An order for an incarnation that has ended is dropped: its loss
+        """Keep an order until `flush`. An order for an incarnation that has ended is dropped: its loss
         is reported."""
         life = self._lives.get((kind, index))
         if life is not None and incarnation in (None, life.incarnation):
-            life.orders.append(order)
-            self._ordered[kind, index] = life
+            self._orders.setdefault(life, []).append(order)
 
     def flush(self) -> int:
-        """Send the queued orders, one call for each process. Returns the number of calls."""
-        calls = len(self._ordered)
-        for life in self._ordered.values():
-            life.send()
-        self._ordered.clear()
-        return calls
+        """Send the orders, one call for each process. Returns the number of calls."""
+        sent, self._orders = self._orders, {}
+        for life, orders in sent.items():
+            life.process.send(orders)
+        return len(sent)
 
     async def hand_over(self, steps: StepId) -> None:
         """Make the trainer hand over weights that it owes to scorers. Raises the reason if it cannot."""
@@ -438,7 +432,7 @@ class Supervisor:
         """Kill an incarnation and report nothing more about it."""
         key = (life.kind, life.index)
         self._lives.pop(key, None)
-        self._ordered.pop(key, None)
+        self._orders.pop(life, None)
         gone = life.process.kill(hung=hung) if life.kind not in SERVICES else None
         if gone is not None:
             ending = self._ending[key, life.incarnation] = asyncio.ensure_future(gone)
