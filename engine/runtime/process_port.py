@@ -5,8 +5,7 @@ Called by `supervisor.py` and `executor.py`; implemented over Ray by `actors.ray
 messages, probes and stops processes, and reports what happened. It must never decide anything.
 """
 
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -16,59 +15,31 @@ from engine.runtime.plan import Restore
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
 from engine.trajectory import Prompt, TrajectoryGroup
 
-# -- calls that are still open -----------------------------------------------------------------------------------------
-
-
-class Waits:
-    """The open calls of one process."""
-
-    def __init__(self) -> None:
-        self._calls: dict[object, str] = {}
-
-    @contextmanager
-    def on(self, process: str) -> Iterator[None]:
-        """Context manager around a call to a process, given by name."""
-        call = object()
-        self._calls[call] = process
-        try:
-            yield
-        finally:
-            del self._calls[call]
-
-    @property
-    def oldest(self) -> str:
-        """The process that has not answered for longest; empty if no call is open."""
-        return next(iter(self._calls.values()), "")
-
-
-# -- the port ----------------------------------------------------------------------------------------------------------
-
-
 Key = tuple[str, int]
 """(kind, index) of a process."""
 SERVICES = (TRAJECTORY_STORE, WEIGHTS_STORE, GATEWAY)
 """Kinds that start and end with the run."""
-SINGLE = {
+SOURCES = {
+    REPLICA: "rollout",
+    SCORER: "scorer",
     TRAINER: "trainer",
     ADDED_STATES: "states",
     TRAJECTORY_STORE: "trajectories",
     WEIGHTS_STORE: "weights",
     GATEWAY: "gateway",
 }
-NUMBERED = {REPLICA: "rollout", SCORER: "scorer"}
+"""The names of processes in their reports and logs, by kind. Those of replicas and scorers also have a number."""
 
 
 def source_of(kind: str, index: int) -> str:
     """The name of a process in its reports and logs."""
-    return f"{NUMBERED[kind]}-{index}" if kind in NUMBERED else SINGLE[kind]
+    return f"{SOURCES[kind]}-{index}" if kind in (REPLICA, SCORER) else SOURCES[kind]
 
 
 def key_of(source: str) -> Key:
     """The inverse of `source_of`."""
-    name, _, number = source.rpartition("-")
-    if name in NUMBERED.values():
-        return next(kind for kind, known in NUMBERED.items() if known == name), int(number)
-    return next(kind for kind, known in SINGLE.items() if known == source), 0
+    name, _, number = source.partition("-")
+    return next(kind for kind, known in SOURCES.items() if known == name), int(number or 0)
 
 
 class SentOrder(NamedTuple):

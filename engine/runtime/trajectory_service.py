@@ -6,8 +6,8 @@ groups and must never unpack them.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -153,6 +153,28 @@ async def unpacked(packed: Sequence[bytes | TrajectoryGroup]) -> list[Trajectory
     return unpack() if small else await on_a_thread(unpack)
 
 
+class Waits:
+    """The open calls of one process."""
+
+    def __init__(self) -> None:
+        self._calls: dict[object, str] = {}
+
+    @contextmanager
+    def on(self, process: str) -> Iterator[None]:
+        """Context manager around a call to a process, given by name."""
+        call = object()
+        self._calls[call] = process
+        try:
+            yield
+        finally:
+            del self._calls[call]
+
+    @property
+    def oldest(self) -> str:
+        """The process that has not answered for longest; empty if no call is open."""
+        return next(iter(self._calls.values()), "")
+
+
 class PackedTrajectories:
     """The client of a `TrajectoryService`: packs groups, and sends concurrent puts in one call."""
 
@@ -162,9 +184,12 @@ class PackedTrajectories:
         self._awaited = awaited
         self._puts: Batcher[Packed] = Batcher(self._put_all)
 
-    async def _put_all(self, groups: Sequence[Packed]) -> None:
+    async def _call(self, method: Callable[..., Awaitable[Any]], *given: Any) -> Any:
         with self._awaited(TRAJECTORY_STORE):
-            await self._store.put(list(groups))
+            return await method(*given)
+
+    async def _put_all(self, groups: Sequence[Packed]) -> None:
+        await self._call(self._store.put, list(groups))
 
     async def put(self, group: TrajectoryGroup, attempt: int) -> None:
         await self._puts.put((group.group, attempt, pack_group(group), False))
@@ -176,30 +201,24 @@ class PackedTrajectories:
         await self._puts.put((growth.group.group, attempt, pack_growth(growth), True))
 
     async def replace(self, group: TrajectoryGroup, attempt: int) -> None:
-        with self._awaited(TRAJECTORY_STORE):
-            await self._store.replace(group.group, attempt, pack_group(group))
+        await self._call(self._store.replace, group.group, attempt, pack_group(group))
 
     async def partial(self, group: GroupId) -> TrajectoryGroup | None:
-        with self._awaited(TRAJECTORY_STORE):
-            packed = await self._store.partial(group)
+        packed = await self._call(self._store.partial, group)
         return None if packed is None else unpack_group(packed)
 
     async def get(self, groups: Sequence[GroupId]) -> list[TrajectoryGroup]:
-        with self._awaited(TRAJECTORY_STORE):
-            packed = await self._store.get(list(groups))
-        return await unpacked(packed)
+        return await unpacked(await self._call(self._store.get, list(groups)))
 
     async def put_scores(
         self, step: StepId, task: str, groups: Sequence[GroupId], scores: Sequence[Sequence[ScoreRow]]
     ) -> None:
-        with self._awaited(TRAJECTORY_STORE):
-            await self._store.put_scores(step, task, list(groups), [pack_scores(rows) for rows in scores])
+        packed = [pack_scores(rows) for rows in scores]
+        await self._call(self._store.put_scores, step, task, list(groups), packed)
 
     async def scores(self, step: StepId, task: str, groups: Sequence[GroupId]) -> list[list[ScoreRow]]:
-        with self._awaited(TRAJECTORY_STORE):
-            packed = await self._store.scores(step, task, list(groups))
+        packed = await self._call(self._store.scores, step, task, list(groups))
         return [unpack_scores(data) for data in packed]
 
     async def discard(self, groups: Sequence[GroupId], attempt: int | None = None) -> None:
-        with self._awaited(TRAJECTORY_STORE):
-            await self._store.discard(list(groups), attempt)
+        await self._call(self._store.discard, list(groups), attempt)

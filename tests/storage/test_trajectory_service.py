@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from engine.runtime.process_port import Waits
-from engine.runtime.trajectory_service import SMALL_BYTES, PackedTrajectories, unpacked
+from engine.runtime.trajectory_service import SMALL_BYTES, PackedTrajectories, Waits, unpacked
 from engine.states.process import TRAJECTORY_STORE
 from engine.storage.group_codec import pack_group
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup

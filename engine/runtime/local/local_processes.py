@@ -14,8 +14,8 @@ from engine.errors import EngineError
 from engine.events import Event
 from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
 from engine.runtime.plan import Plan, Restore
-from engine.runtime.process_port import ProcessEnd, ProcessHandle, SentOrder, Sign, Waits
-from engine.runtime.trajectory_service import PackedTrajectories, TrajectoryService, unpacked
+from engine.runtime.process_port import ProcessEnd, ProcessHandle, SentOrder, Sign
+from engine.runtime.trajectory_service import PackedTrajectories, TrajectoryService, Waits, unpacked
 from engine.runtime.worker import WORKERS, Peers, PlannedReplica, PlannedTrainer, PlannedWorker
 from engine.states.process import REPLICA, TRAINER, TRAJECTORY_STORE, name_of
 from engine.storage.group_codec import plain_prompt
