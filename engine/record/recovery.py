@@ -49,8 +49,8 @@ class Recovered:
         self.scheduler, begin = self._begin(observe, books)
         self.began_at = begin
         """The snapshot that the replay began at; None: the first event."""
-        self.verified_bytes = 0 if begin is None else record.verify(begin)
-        """Bytes of the segments whose checksums were checked without decoding."""
+        if begin is not None:
+            record.verify(begin)
         self.at = self.scheduler.state.now
         """Time of the last event, in seconds since the run began."""
         self.report: ReplayReport = replay(

@@ -6,6 +6,7 @@ compares each snapshot with the replayed state, field by field. It must never ex
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Protocol, TypeVar
 
 from engine.commands import Command
@@ -62,7 +63,7 @@ class Divergence:
         elif self.raised:
             lines += [*_side("expected", expected), f"  got: {self.raised}"]
         else:
-            same = _same_at_start(expected, self.got)
+            same = len([*takewhile(lambda pair: pair[0] == pair[1], zip(expected, self.got, strict=False))])
             if same:
                 lines.append(f"  the first {same} commands are identical, then")
             lines += [*_side("expected", expected[same:]), *_side("got", self.got[same:])]
@@ -180,15 +181,6 @@ def _compare(tick: Tick, scheduler: Replayable, record: Record) -> tuple[tuple[C
         return (), Divergence(tick=record.tick(tick.number), raised=f"{type(error).__name__}: {error}")
     recorded = record.tick(tick.number)
     return answer, None if answer == recorded.commands else Divergence(tick=recorded, got=answer)
-
-
-def _same_at_start(expected: tuple[Command, ...], got: tuple[Command, ...]) -> int:
-    same = 0
-    for left, right in zip(expected, got, strict=False):
-        if left != right:
-            break
-        same += 1
-    return same
 
 
 SHOWN = 20

@@ -117,8 +117,6 @@ def _difference(hint: Any, name: str, here: Plain, there: Plain) -> str:
     """The path of the first difference between two values of a declared type; empty if there is none."""
     if here == there:
         return ""
-    if hint is Group:
-        here, there = _whole(here), _whole(there)
     inner = _inner(hint, here, there)
     for (part, part_hint), mine, theirs in zip(inner, here, there, strict=True) if inner else ():
         if found := _difference(part_hint, f"{name}{part}", mine, theirs):
@@ -131,12 +129,12 @@ def _inner(hint: Any, here: Plain, there: Plain) -> list[tuple[str, Any]]:
     if type(here) is not list or type(there) is not list or len(here) != len(there):
         return []
     if hint is Group:
-        return [(f".{name}", None) for name in _FIELDS]
+        return [(f".{name}", None) for name in _FIELDS[: len(here)]]
     if isinstance(hint, type) and declared(hint) and get_origin(hint) is None and hint not in SCALARS:
         return [(f".{name}", field) for name, field in declared(hint).items()]
     args = get_args(hint)
     if get_origin(hint) is dict and args[1] is Group:
-        return [(f"[{_whole(row)[0]}]", Group) for row in here]
+        return [(f"[{row if type(row) is int else row[0]}]", Group) for row in here]
     if get_origin(hint) is dict and args[1] is not None:
         return [
             ("'s keys", args[0]) if place % 2 == 0 else (f"[{_shown(here[place - 1])}]", args[1])
@@ -145,12 +143,6 @@ def _inner(hint: Any, here: Plain, there: Plain) -> list[tuple[str, Any]]:
     if get_origin(hint) in (Union, UnionType):
         return _inner(next((arg for arg in args if arg not in SCALARS), None), here, there)
     return [(f"[{place}]", args[min(place, len(args) - 1)] if args else None) for place in range(len(here))]
-
-
-def _whole(row: Plain) -> Plain:
-    """A group's row with all its fields."""
-    row = [row] if type(row) is int else row
-    return [*row, *(list(value) if type(value) is tuple else value for value in _FRESH[len(row) :])]
 
 
 def _shown(value: Plain) -> str:

@@ -1,6 +1,7 @@
 """What the tests of the record share: strategies for every event and command, a small recorded run, a scheduler's
 double."""
 
+import struct
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -12,11 +13,13 @@ from engine.commands import COMMANDS, Command, DrawPrompts, StartGroup
 from engine.events import EVENTS, Event, PromptsDrawn, RunStarted, stamp
 from engine.ids import EventId
 from engine.policies import PolicySet
-from engine.record import Header, MemoryRecorder, Recorder
+from engine.record import Header, MemoryRecorder, Recorder, read
 from engine.record.codec import command_from, event_from, pack, plain_command, plain_event, unpack
 from engine.record.recorder import RecordWriter
+from engine.record.segment_log import FRAME_BYTES, PREAMBLE_BYTES
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits
+from tests.killed_writers import leave_open
 
 INT64 = st.integers(min_value=-(2**63), max_value=2**63 - 1)
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
@@ -83,6 +86,29 @@ def fill(recorder: RecordWriter, count: int) -> None:
     for position in range(count):
         recorder.write((event(position),), answer(position))
     recorder.flush()
+
+
+def written(directory: Path, count: int, **options: Any) -> Path:
+    """A record of `count` events whose writer was killed; the path of its first segment."""
+    recorder = Recorder(directory, header(), **options)
+    fill(recorder, count)
+    recorder.close()
+    leave_open(directory)
+    return directory / "00000000.seg"
+
+
+def frame_offsets(data: bytes) -> list[int]:
+    """Where the frames of a segment begin."""
+    offsets, at = [], PREAMBLE_BYTES
+    while at < len(data):
+        offsets.append(at)
+        at += FRAME_BYTES + struct.unpack_from("<I", data, at)[0]
+    assert at == len(data)
+    return offsets
+
+
+def positions(directory: Path) -> list[int]:
+    return [event.id for event in read(directory).events()]
 
 
 LIMITS = Limits(

@@ -11,7 +11,7 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
-from record_samples import answer, event, fill, header, record_run
+from record_samples import answer, event, fill, frame_offsets, header, positions, record_run, written
 
 from engine.commands import FinishRun, SaveCheckpoint
 from engine.errors import RecordError, RunDamaged
@@ -23,7 +23,6 @@ from engine.record.segment_log import (
     INDEX,
     MAX_CANDIDATES,
     MAX_INDEX_BYTES,
-    PREAMBLE_BYTES,
     load_index,
     segment_name,
 )
@@ -48,15 +47,6 @@ def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(bytes(data))
-
-
-def last_frame(path: Path) -> int:
-    """Where the last frame of a segment begins."""
-    data, at, begins = path.read_bytes(), PREAMBLE_BYTES, 0
-    while at < len(data):
-        begins = at
-        at += FRAME_BYTES + struct.unpack_from("<I", data, at)[0]
-    return begins
 
 
 def refused(directory: Path, said: str) -> RecordError:
@@ -99,7 +89,7 @@ def test_who_goes_on_with_less_may_do_without_the_newest_segments(run: Path) -> 
     recorder.write((event(recovered.events),), answer(recovered.events))
     recorder.close()
     assert segments(run) == [*kept, gone], "the new segment has the place of the one that was lost"
-    assert [event.id for event in read(run).events()] == list(range(recovered.events + 1))
+    assert positions(run) == list(range(recovered.events + 1))
 
 
 def test_an_index_that_is_missing_or_damaged_is_named(run: Path) -> None:
@@ -142,7 +132,7 @@ def test_damage_before_the_newest_snapshot_is_refused_with_file_and_offset(run: 
     place = next(read(run).snapshots())
     assert number < place.segment
     path = run / segment_name(number)
-    at = last_frame(path)
+    at = frame_offsets(path.read_bytes())[-1]
     flip(path, at + FRAME_BYTES + 3)
     error = refused(run, "checksum does not match")
     assert (error.details["path"], error.details["offset"]) == (str(path), at)
@@ -150,7 +140,7 @@ def test_damage_before_the_newest_snapshot_is_refused_with_file_and_offset(run: 
 
 def test_a_frame_that_is_cut_out_of_an_older_segment_is_refused(run: Path) -> None:
     path = segments(run)[1]
-    at = last_frame(path)
+    at = frame_offsets(path.read_bytes())[-1]
     os.truncate(path, at)
     error = refused(run, "the segment ends here, but it was closed after")
     assert (error.details["path"], error.details["offset"]) == (str(path), at)
@@ -161,7 +151,7 @@ def test_older_segments_are_checked_without_an_entry_of_their_own_too(run: Path)
     record = read(run)
     place = next(record.snapshots())
     sizes = [path.stat().st_size for path in segments(run)[: place.segment]]
-    assert recover(record).verified_bytes == sum(sizes)
+    assert record.verify(place) == sum(sizes)
     (run / INDEX).unlink()
     assert read(run).verify(place) == sum(sizes)
 
@@ -169,7 +159,7 @@ def test_older_segments_are_checked_without_an_entry_of_their_own_too(run: Path)
 @pytest.mark.parametrize("how", ["a flipped bit", "a flipped length", "no last frame", "half of it", "one more"])
 def test_the_end_of_a_finished_record_is_never_taken_for_a_torn_one(run: Path, how: str) -> None:
     path = segments(run)[-1]
-    at = last_frame(path)
+    at = frame_offsets(path.read_bytes())[-1]
     if how == "a flipped bit":
         flip(path, path.stat().st_size - 1)
     elif how == "a flipped length":
@@ -201,12 +191,8 @@ def test_a_record_is_closed_with_the_event_that_finishes_the_run(tmp_path: Path)
 @pytest.mark.parametrize("place", [-1, FRAME_BYTES + 2, 5, 1])
 def test_a_whole_frame_at_the_end_is_damaged_and_not_torn(tmp_path: Path, place: int) -> None:
     """Its payload, checksum or length: all its bytes are there."""
-    recorder = Recorder(tmp_path, header())
-    fill(recorder, 9)
-    recorder.close()
-    leave_open(tmp_path)
-    (path,) = segments(tmp_path)
-    at = last_frame(path)
+    path = written(tmp_path, 9)
+    at = frame_offsets(path.read_bytes())[-1]
     flip(path, path.stat().st_size - 1 if place < 0 else at + place)
     with pytest.raises(RecordError, match="although it is complete") as caught:
         list(read(tmp_path).frames())
@@ -220,7 +206,7 @@ def test_a_frame_with_sectors_that_never_reached_the_disk_is_torn(tmp_path: Path
     recorder.close()
     leave_open(tmp_path)
     (path,) = segments(tmp_path)
-    at = last_frame(path)
+    at = frame_offsets(path.read_bytes())[-1]
     data = bytearray(path.read_bytes())
     data[1024:1536] = bytes(512)
     path.write_bytes(bytes(data))
@@ -231,12 +217,8 @@ def test_a_frame_with_sectors_that_never_reached_the_disk_is_torn(tmp_path: Path
 
 def test_a_tail_with_more_frame_starts_than_are_looked_at_is_damaged_and_not_torn(tmp_path: Path) -> None:
     """Each claims more bytes than there are, so no checksum is worked out."""
-    recorder = Recorder(tmp_path, header())
-    fill(recorder, 3)
-    recorder.close()
-    leave_open(tmp_path)
-    (path,) = segments(tmp_path)
-    at = last_frame(path)
+    path = written(tmp_path, 3)
+    at = frame_offsets(path.read_bytes())[-1]
     torn = path.read_bytes()[:at] + struct.pack("<II", 1 << 20, 0)
     path.write_bytes(torn + SCHEDULE.starts[0] * 1000)
     assert len(list(read(tmp_path).frames())) == 2
