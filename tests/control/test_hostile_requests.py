@@ -4,8 +4,7 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -18,14 +17,6 @@ from engine.control.requests import Look
 
 SECRET = "hunter2-and-more"
 PATIENCE_S = 30.0
-
-
-@pytest.fixture
-def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.chdir(tmp_path)
-    rig = Rig(tmp_path / "runs" / "20260101-000000-run")
-    yield rig
-    rig.close()
 
 
 def send(port: int, request: bytes) -> bytes:

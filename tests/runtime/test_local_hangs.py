@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -89,18 +89,27 @@ def run(limits: dict[str, Any] | None = None, **options: Any) -> RunResult:
 
 
 class Deaf(Steady):
-    """Never answers for its second group."""
+    """Never answers for its second group. Its `close` notes its version."""
+
+    def __init__(self, closed: list[int]) -> None:
+        super().__init__()
+        self._closed = closed
 
     async def generate(self, work: GroupWork) -> Generated:
         return await ignore_cancellation() if work.group == 1 else await super().generate(work)  # type: ignore[no-any-return]
 
+    async def close(self) -> None:
+        self._closed.append(self.version)
+
 
 def test_a_generator_that_ignores_cancellation_ends_the_run_with_the_cause(caplog: pytest.LogCaptureFixture) -> None:
+    closed: list[int] = []
     with (
         caplog.at_level(logging.WARNING),
         pytest.raises(RunFailed, match=r"replica 0 exceeded its time limit .* in ParkGroup \(group 1\)"),
     ):
-        run(limited("group_s"), generators=lambda replica: Deaf())
+        run(limited("group_s"), generators=lambda replica: Deaf(closed))
+    assert len(closed) == 2, "it is closed all the same, and so is its successor"
     story = "a task of replica 0 ignores its cancellation and is left behind: ReplicaWorker._run → "
     assert story in caplog.text and " → Deaf.generate → ignore_cancellation → " in caplog.text
 
@@ -125,45 +134,46 @@ def test_a_trainer_that_ignores_cancellation_ends_the_run_with_the_cause() -> No
         run(limited("train_s"), trainer=Remote())
 
 
-def test_a_generator_whose_close_ignores_cancellation_does_not_block_a_runs_end() -> None:
-    class Closing(Steady):
-        async def close(self) -> None:
-            await ignore_cancellation()
-
-    assert run(generators=lambda replica: Closing()).steps == 2
-
-
-def test_a_generator_is_closed_although_one_of_its_groups_ignores_cancellation() -> None:
-    class Closing(Deaf):
-        async def close(self) -> None:
-            closed.append(self.version)
-
-    closed: list[int] = []
-    with pytest.raises(RunFailed):
-        run(limited("group_s"), generators=lambda replica: Closing())
-    assert len(closed) == 2, "and so is its successor"
-
-
-def test_a_trainer_whose_close_hangs_does_not_keep_a_run_from_ending(freed: threading.Event) -> None:
-    class Closing(Learner):
-        def close(self) -> None:
-            freed.wait()
-
-    assert run(trainer=Closing()).steps == 2
-
-
 REWARDED = {"added_states": (AddedState(name=REWARDING, concurrency=2),)}
 
 
-def test_the_work_of_a_state_whose_close_hangs_does_not_keep_a_run_from_ending(freed: threading.Event) -> None:
-    class Work:
-        async def __call__(self, group: TrajectoryGroup) -> TrajectoryGroup:
-            return group
+class Closing:
+    """Its `close` ends when it is `freed`, or never."""
 
-        def close(self) -> None:
-            freed.wait()
+    def __init__(self, freed: threading.Event) -> None:
+        super().__init__()
+        self._freed = freed
 
-    assert run(REWARDED, works={REWARDING: Work()}).steps == 2
+    def close(self) -> None:
+        self._freed.wait()
+
+
+class ClosingLearner(Closing, Learner): ...
+
+
+class ClosingWork(Closing):
+    async def __call__(self, group: TrajectoryGroup) -> TrajectoryGroup:
+        return group
+
+
+class ClosingGenerator(Steady):
+    async def close(self) -> None:
+        await ignore_cancellation()
+
+
+@pytest.mark.parametrize(
+    ("limits", "options"),
+    [
+        ({}, lambda freed: {"generators": lambda replica: ClosingGenerator()}),
+        ({}, lambda freed: {"trainer": ClosingLearner(freed)}),
+        (REWARDED, lambda freed: {"works": {REWARDING: ClosingWork(freed)}}),
+    ],
+    ids=["generator", "trainer", "state"],
+)
+def test_user_code_whose_close_never_returns_does_not_keep_a_run_from_ending(
+    limits: dict[str, Any], options: Callable[[threading.Event], dict[str, Any]], freed: threading.Event
+) -> None:
+    assert run(limits, **options(freed)).steps == 2
 
 
 def test_the_work_of_a_state_that_never_returns_ends_the_run_with_the_cause() -> None:

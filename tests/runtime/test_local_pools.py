@@ -103,34 +103,7 @@ class Rewarded(Counting):
         return super().train(batch)
 
 
-def test_groups_are_rewarded_in_a_state_of_their_own_as_many_at_once_as_it_has_slots() -> None:
-    under_way: set[int] = set()
-    most = 0
-
-    async def reward(group: TrajectoryGroup) -> TrajectoryGroup:
-        nonlocal most
-        under_way.add(group.group)
-        most = max(most, len(under_way))
-        for _ in range(3):
-            await asyncio.sleep(0)
-        for index, trajectory in enumerate(group.trajectories):
-            trajectory.reward = float(index)
-        under_way.remove(group.group)
-        return group
-
-    limits = Limits(
-        train_batch_size=4, max_staleness_steps=1, max_concurrent_groups=8, max_steps=STEPS,
-        added_states=(AddedState(name="rewarding", concurrency=3),),
-    )  # fmt: skip
-    trainer = Rewarded()
-    result = engine.runtime.local.run(
-        generators=[Unrewarded(), Unrewarded()], trainer=trainer, prompts=[f"question {n}" for n in range(40)],
-        limits=limits, samples=2, works={"rewarding": reward},
-    )  # fmt: skip
-    assert (result.outcome, result.steps, most) == ("finished", STEPS, 3)
-
-
-def test_what_is_dropped_while_it_is_rewarded_makes_place_for_the_next() -> None:
+def test_a_group_that_is_dropped_while_it_is_rewarded_makes_place_for_the_next() -> None:
     under_way: set[int] = set()
     most, cut_short = 0, 0
 

@@ -109,5 +109,3 @@ def test_held_out_prompts_without_anyone_to_answer_them_are_refused(tmp_path: Pa
         engine.runtime.local.run_plan(planned(ValidationLimits(rows=10)))
     with pytest.raises(ConfigError, match=r"limits\.validation\.rows"):
         planned(ValidationLimits(rows=11))
-    with pytest.raises(ConfigError, match=r"limits\.validation\.own_from"):
-        planned(ValidationLimits(rows=10, own_from=5))

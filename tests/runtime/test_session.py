@@ -212,25 +212,17 @@ def test_facts_of_one_report_are_one_tick() -> None:
     require_sound(loop.session)
 
 
-def test_late_facts_have_no_effect_and_are_recorded() -> None:
-    loop = made()
-    fact = loop.fact_for(loop.first(StartGroup))
-    loop.tell(fact)
-    events = loop.session.events
-    assert loop.tell(fact) == ()
-    assert loop.session.events == events + 1
-    require_sound(loop.session)
-
-
 @pytest.mark.parametrize("kind", [StageWeights, DrawPrompts])
-def test_a_late_fact_is_not_held_against_the_order_that_followed(kind: type[Command]) -> None:
+def test_a_late_fact_is_recorded_and_not_held_against_the_order_that_followed(kind: type[Command]) -> None:
     loop = made()
     order = loop.first(kind)
     fact = loop.fact_for(order)
     loop.tell(fact)
     while (later := loop.first(kind)) == order:
         loop.tell(loop.fact_for(later))
+    events = loop.session.events
     assert loop.tell(fact) == () and later in loop.session.open_orders
+    assert loop.session.events == events + 1
     require_sound(loop.session)
 
 
@@ -284,15 +276,29 @@ def test_it_must_begin_once_and_before_it_is_closed() -> None:
         session.report(StopRequested(reason="x"))
 
 
+AddPolicy = Callable[[str, type], dict[str, str]]
+
+
+@pytest.fixture
+def add_policy(monkeypatch: pytest.MonkeyPatch) -> AddPolicy:
+    """Registers a policy for one test; returns the names of the policies."""
+
+    def add(decision: str, policy: type) -> dict[str, str]:
+        monkeypatch.setitem(registry._REGISTERED, decision, {**registry._REGISTERED[decision]})
+        register(decision, "session-broken")(policy)
+        return {decision: "session-broken"}
+
+    return add
+
+
 class Broken:
     def select(self, view: Any, size: int) -> Any:
         raise ValueError("no idea")
 
 
-def test_a_policy_that_raises_leaves_the_session_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry._REGISTERED, "batching", {**registry._REGISTERED["batching"]})
-    register("batching", "session-broken")(Broken)
-    loop = Loop(lambda **given: Session(LIMITS, policies={"batching": "session-broken"}, directory=tmp_path, **given))
+def test_a_policy_that_raises_leaves_the_session_as_it_was(tmp_path: Path, add_policy: AddPolicy) -> None:
+    names = add_policy("batching", Broken)
+    loop = Loop(lambda **given: Session(LIMITS, policies=names, directory=tmp_path, **given))
     with pytest.raises(PolicyError, match="no idea"):
         loop.first(TrainStep)
     events = loop.session.events
@@ -311,10 +317,9 @@ class BrokenAt:
         return True
 
 
-def test_the_error_of_a_policy_has_the_orders_of_the_facts_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry._REGISTERED, "filter", {**registry._REGISTERED["filter"]})
-    register("filter", "session-broken")(BrokenAt)
-    loop = Loop(lambda **given: Session(LIMITS, policies={"filter": "session-broken"}, **given))
+def test_the_error_of_a_policy_has_the_orders_of_the_facts_before_it(add_policy: AddPolicy) -> None:
+    names = add_policy("filter", BrokenAt)
+    loop = Loop(lambda **given: Session(LIMITS, policies=names, **given))
     loop.first(StartGroup)
     started = {order.group: order for order in loop.session.open_orders if isinstance(order, StartGroup)}
     with pytest.raises(PolicyError, match="no idea") as raised:
@@ -333,10 +338,11 @@ class BrokenOnce:
         return legal
 
 
-def test_a_beginning_that_a_policy_prevented_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry._REGISTERED, "admission", {**registry._REGISTERED["admission"]})
-    register("admission", "session-broken")(BrokenOnce)
-    loop = Loop(lambda **given: Session(LIMITS, policies={"admission": "session-broken"}, directory=tmp_path, **given))
+def test_a_beginning_that_a_policy_prevented_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, add_policy: AddPolicy
+) -> None:
+    names = add_policy("admission", BrokenOnce)
+    loop = Loop(lambda **given: Session(LIMITS, policies=names, directory=tmp_path, **given))
     loop.first(StartGroup)
     loop.tell(StopRequested(reason="enough"))
     loop.session.close()
