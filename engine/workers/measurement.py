@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 Answer = Callable[[Prompt, Trajectory], Any]
 """Extracts the answer of a response, for the majority vote; None: it has none. Two answers with the same text are one.
 """
-Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +40,8 @@ class HeldOut:
     prompts: Sequence[Prompt]
     """The prompt of each row; a prompt with several responses is repeated."""
     evaluator: Generator
-    rows: Sequence[HeldOutRow] = ()
-    """Set, prompt and response of each row; empty: one response to each prompt of one set."""
+    rows: Sequence[HeldOutRow]
+    """Set, prompt and response of each row."""
     answers: Mapping[str, Answer] = field(default_factory=dict)
     """The function that extracts answers, by the name of the set, for sets with a majority vote."""
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -51,10 +50,6 @@ class HeldOut:
     """The parts that say whether a response is right (`Trajectory.is_right`), by the name of the set."""
     samples: SampleKeeper | None = None
     """Keeps samples of the answers."""
-
-    def row(self, row: int) -> HeldOutRow:
-        """Set, prompt and response of a row."""
-        return self.rows[row] if self.rows else HeldOutRow("", row, 0, len(self.prompts))
 
 
 def held_out_group(validation: ValidationId, rows: int, row: int) -> GroupId:
@@ -82,7 +77,7 @@ class Measurements:
         *,
         version: Callable[[], Version],
         emit: Callable[[Event], None],
-        spawn: Spawn,
+        spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"],
         progress_every_s: float,
     ) -> None:
         self._held_out = held_out
@@ -91,21 +86,14 @@ class Measurements:
         self._spawn = spawn
         self._running: dict[asyncio.Task[None], Measurement] = {}
         self._progress = ProgressReports(progress_every_s, self._report)
-        self._newest: ValidationId = -1
-        self._newest_stop = -1
-        """Number of the newest `StopMeasuring` order."""
-        self._attempts: dict[int, int] = {}
-        """The newest attempt of each chunk of the newest validation, to detect repeated orders."""
+        self._newest = -1
+        """Number of the newest order. Orders arrive in the order of their numbers, so a repeat has no higher one."""
 
     def measure(self, order: MeasureRows, after: "asyncio.Task[None] | None") -> None:
         """Measure a chunk once `after`, the last weights order, has ended. A newer attempt cancels an older one."""
-        if order.validation < self._newest:
+        if order.number <= self._newest:
             return
-        if order.validation > self._newest:
-            self._newest, self._attempts = order.validation, {}
-        if self._attempts.get(order.chunk, 0) >= order.attempt:
-            return
-        self._attempts[order.chunk] = order.attempt
+        self._newest = order.number
         measurement = Measurement(order)
         waits = [after] if after is not None else []
         for earlier in [m for m in self._running.values() if m.order.chunk == order.chunk]:
@@ -117,13 +105,9 @@ class Measurements:
         measurement.task.add_done_callback(lambda task: self._running.pop(task, None))
 
     def stop(self, order: StopMeasuring) -> None:
-        """Stop the running chunks of a validation, without a report. A repeat changes nothing: chunks that began after
-        the first order continue."""
-        if order.number <= self._newest_stop:
-            return
-        self._newest_stop = order.number
+        """Stop the running chunks of a validation that were ordered before this, without a report."""
         for measurement in self._running.values():
-            if measurement.order.validation == order.validation:
+            if measurement.order.validation == order.validation and measurement.order.number < order.number:
                 self._stop(measurement)
 
     def _stop(self, measurement: Measurement) -> None:
@@ -172,7 +156,7 @@ class Measurements:
         works = [
             GroupWork(
                 group=group, attempt=order.attempt, prompt=copy_prompt(prompt), samples=1, held_out=True,
-                validation_set=held_out.row(row).set, progress=progressed,
+                validation_set=held_out.rows[row].set, progress=progressed,
             )
             for group, prompt, row in zip(measurement.groups, prompts, rows, strict=True)
         ]  # fmt: skip
@@ -190,7 +174,7 @@ class Measurements:
         groups = {row: o.group for row, o, r in by_row if r is not None and isinstance(o, Generated)}
         answers = await self._answers(held_out, groups)
         if held_out.samples is not None:
-            await held_out.samples.keep_chunk(order, groups, held_out.row, answers)
+            await held_out.samples.keep_chunk(order, groups, held_out.rows, answers)
         measured = {row: reward for row, reward in zip(rows, rewards, strict=True) if reward is not None}
         total = sum(measured.values())
         if not isfinite(total):
@@ -219,7 +203,7 @@ class Measurements:
         voted = {
             row: (held_out.answers[name], group)
             for row, group in groups.items()
-            if (name := held_out.row(row).set) in held_out.answers
+            if (name := held_out.rows[row].set) in held_out.answers
         }
         return await on_a_thread(_extracted, voted) if voted else {}
 
@@ -269,7 +253,7 @@ def _parts(
     """The rows with a right response; and (row, place of the part in its set, value) of each part of a reward."""
     right, parts = [], []
     for row, group in groups.items():
-        response, name_of_set = group.trajectories[0], held_out.row(row).set
+        response, name_of_set = group.trajectories[0], held_out.rows[row].set
         if response.is_right(held_out.correct.get(name_of_set, ())):
             right.append(row)
         for place, name in enumerate(held_out.parts.get(name_of_set, ())):

@@ -4,57 +4,55 @@ Used by `trainer.py` and `scorer.py`. It must never run two calls at once, or ca
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from engine.commands import Command
+from engine.commands import DeleteCheckpoint, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
+from engine.errors import EngineError
 from engine.events import Event
-from engine.workers.progress_reports import SerialProgress, each_minute
+from engine.workers.progress_reports import SerialProgress
 from engine.workers.threads import OneThread
 from engine.workers.worker_tasks import WorkerTasks
 
-REMEMBERED_ORDERS = 1024
-"""Number of newest orders that are remembered to detect repeats. Far fewer are open at once."""
-
-Orders = TypeVar("Orders", bound=Command)
+QueuedOrder = ScoreBatch | TrainStep | PublishWeights | SaveCheckpoint | DeleteCheckpoint
+Orders = TypeVar("Orders", bound=QueuedOrder)
 
 
 class OrderQueue(Generic[Orders]):
-    """A subclass defines `_key`, which tells a repeat from a new order, and `_answer`, which carries out an order.
-    `emit` receives events; `broken(reason)` is called if an order cannot be answered; `name` is the thread's name.
-    `progress` learns which order is carried out."""
+    """`emit` receives events; `broken(reason)` is called if an order cannot be answered; `name` is the thread's name.
+    `progress` learns which order is carried out.
+
+    A subclass sets `_handlers`: the function that carries out an order of each class, and returns the event that
+    answers it.
+    """
+
+    _handlers: Mapping[type[Any], Callable[[Any], Awaitable[Event]]]
 
     def __init__(
-        self,
-        name: str,
-        emit: Callable[[Event], None],
-        broken: Callable[[str], None],
-        progress: SerialProgress | None = None,
+        self, name: str, emit: Callable[[Event], None], broken: Callable[[str], None], progress: SerialProgress
     ) -> None:
+        self._name = name
         self._emit = emit
-        self._progress = progress or SerialProgress(each_minute, emit)
+        self._progress = progress
         self._tasks = WorkerTasks(f"the {name}", broken)
         self._thread = OneThread(name)
-        self._seen: dict[tuple[object, ...], None] = {}
-        """Keys of the newest orders, oldest first."""
+        self._newest = -1
+        """Number of the newest order. Orders arrive in the order of their numbers, so a repeat has no higher one."""
         self._orders: asyncio.Queue[Orders] = asyncio.Queue()
         self._worker: asyncio.Task[None] | None = None
 
-    def _key(self, command: Orders) -> tuple[object, ...]:
-        raise NotImplementedError
-
     async def _answer(self, command: Orders) -> Event | None:
         """Carry out one order. Returns the event that answers it; None if this process must be replaced instead."""
-        raise NotImplementedError
+        return await self._handlers[type(command)](command)
 
     def carry_out(self, command: Orders) -> None:
-        """Queue an order and return at once; a repeat changes nothing."""
-        key = self._key(command)
-        if key in self._seen:
+        """Queue an order and return at once; a repeat changes nothing. Raises: `EngineError` for another kind of
+        order."""
+        if type(command) not in self._handlers:
+            raise EngineError(f"the {self._name} cannot execute {type(command).__name__}")
+        if command.number <= self._newest:
             return
-        self._seen[key] = None
-        if len(self._seen) > REMEMBERED_ORDERS:
-            del self._seen[next(iter(self._seen))]
+        self._newest = command.number
         self._orders.put_nowait(command)
         if self._worker is None:
             self._worker = self._tasks.spawn(self._work())
@@ -72,7 +70,7 @@ class OrderQueue(Generic[Orders]):
     async def _work(self) -> None:
         while True:
             command = await self._orders.get()
-            self._progress.begin(type(command), getattr(command, "number", -1))
+            self._progress.begin(type(command), command.number)
             event = await self._answer(command)
             self._progress.end()
             if event is not None:

@@ -16,10 +16,6 @@ Interval = Callable[[type[Command]], float]
 """Seconds between two reports of progress, by the class of the order."""
 
 
-def each_minute(order: type[Command]) -> float:
-    return 60.0
-
-
 class ProgressReports(Generic[Item]):
     """Calls `report` for each item that has progressed since the last report, at most once in `every_s` seconds."""
 

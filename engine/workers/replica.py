@@ -7,7 +7,6 @@ group twice, or leave a command unanswered that needs an answer.
 import asyncio
 import functools
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +46,7 @@ from engine.workers.group_reports import (
     prefix_event,
 )
 from engine.workers.measurement import HeldOut, Measurements
-from engine.workers.progress_reports import Interval, ProgressReports, each_minute
+from engine.workers.progress_reports import Interval, ProgressReports
 from engine.workers.replica_weights import ReplicaWeights
 from engine.workers.sample_keeper import SampleKeeper
 from engine.workers.threads import contained, from_any_thread
@@ -95,9 +94,6 @@ class GroupAttempt:
 
 log = logging.getLogger(__name__)
 
-REMEMBERED_ATTEMPTS = 16_384
-"""Number of groups whose last attempt is remembered, to detect repeated orders."""
-
 
 class ReplicaWorker:
     """One incarnation of a replica. `emit` receives its events; `broken(reason)` is called when it has failed for good.
@@ -128,7 +124,7 @@ class ReplicaWorker:
         rewarded: bool = True,
         prepared: bool = False,
         described: Sequence[str] | None = None,
-        progress_every_s: Interval = each_minute,
+        progress_every_s: Interval,
         keeper: SampleKeeper | None = None,
         cache_every_s: float = 0.0,
     ) -> None:
@@ -150,7 +146,9 @@ class ReplicaWorker:
         self._emit = emit
         self._broken = broken
         self._running: dict[GroupId, GroupAttempt] = {}
-        self._attempts: OrderedDict[GroupId, int] = OrderedDict()
+        self._newest_start = -1
+        """Number of the newest order to start or resume a group. They arrive in the order of their numbers, so a repeat
+        has no higher one."""
         self._tasks = WorkerTasks(f"replica {replica}", broken)
         self._closed = False
         self._who = {"replica": replica, "incarnation": incarnation}
@@ -173,10 +171,10 @@ class ReplicaWorker:
             AbortGroup: lambda command, _: self._abort(command),
             ParkGroup: lambda command, _: self._park(command),
             TruncateGroup: lambda command, _: self._truncate(command),
-            StageWeights: lambda command, _: self._weights.stage(command),
-            PauseReplica: lambda command, _: self._weights.pause(command),
-            InstallWeights: lambda command, _: self._weights.install(command),
-            ResumeReplica: lambda command, _: self._weights.resume(command),
+            StageWeights: lambda command, _: self._weights.carry_out(command),
+            PauseReplica: lambda command, _: self._weights.carry_out(command),
+            InstallWeights: lambda command, _: self._weights.carry_out(command),
+            ResumeReplica: lambda command, _: self._weights.carry_out(command),
             MeasureRows: lambda command, _: self._measuring.measure(command, self._weights.last),
             StopMeasuring: lambda command, _: self._stop_measuring(command),
         }
@@ -228,12 +226,9 @@ class ReplicaWorker:
     # groups
 
     def _start(self, command: StartGroup | ResumeGroup, prompt: Prompt | None) -> None:
-        if self._attempts.get(command.group, 0) >= command.attempt:
+        if command.number <= self._newest_start:
             return
-        self._attempts[command.group] = command.attempt
-        self._attempts.move_to_end(command.group)
-        if len(self._attempts) > REMEMBERED_ATTEMPTS:
-            self._attempts.popitem(last=False)
+        self._newest_start = command.number
         before = self._running.get(command.group)
         attempt = GroupAttempt(command.group, command.attempt, command.number)
         self._running[command.group] = attempt

@@ -19,36 +19,9 @@ from engine.storage.weights import Weights
 from engine.workers.group_reports import DoneOrders
 from engine.workers.measurement import Measurements
 
-# -- sleep -------------------------------------------------------------------------------------------------------------
-
-
-class GeneratorSleep:
-    """The sleep of a generator. One that is not a `protocols.Sleeper` stays paused and keeps its memory."""
-
-    def __init__(self, generator: Generator) -> None:
-        self._generator = generator
-        self.asleep = False
-
-    async def begin(self) -> None:
-        """Put a paused generator with no running requests to sleep. Raises its exception; then it counts as awake."""
-        if not self.asleep and isinstance(self._generator, Sleeper):
-            await awaited(self._generator.sleep)
-        self.asleep = True
-
-    async def end(self) -> None:
-        """Wake a generator, which stays paused. Raises its exception; then it counts as asleep."""
-        if self.asleep and isinstance(self._generator, Sleeper):
-            await awaited(self._generator.wake)
-        self.asleep = False
-
-
-# -- weight sync -------------------------------------------------------------------------------------------------------
-
-
 log = logging.getLogger(__name__)
 
 SyncCommand = StageWeights | PauseReplica | InstallWeights | ResumeReplica
-Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
 class ReplicaWeights:
@@ -69,7 +42,7 @@ class ReplicaWeights:
         emit: Callable[[Event], None],
         done: DoneOrders,
         broken: Callable[[str], None],
-        spawn: Spawn,
+        spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"],
     ) -> None:
         self.version: Version = 0
         """The version that the generator samples from."""
@@ -86,40 +59,36 @@ class ReplicaWeights:
         self._done = done
         self._broken = broken
         self._spawn = spawn
-        self._sleeping = GeneratorSleep(generator)
+        self._asleep = False
         self._attempts: dict[type[Command], int] = {}
         """The newest attempt of each kind of order."""
         self._resumed = 0
         """The attempt of the newest resume that succeeded."""
 
-    def stage(self, command: StageWeights) -> None:
-        self._in_order(command, self._stage)
+        self._handlers: dict[type[Command], Callable[[Any], Coroutine[Any, Any, None]]] = {
+            StageWeights: self._stage,
+            PauseReplica: self._pause,
+            InstallWeights: self._install,
+            ResumeReplica: self._resume,
+        }
 
-    def pause(self, command: PauseReplica) -> None:
-        self._in_order(command, self._pause)
+    def carry_out(self, command: SyncCommand) -> None:
+        """Execute an order after all earlier ones have ended. A repeat resumes nothing, but is answered."""
+        if self._attempts.get(type(command), 0) < command.attempt:
+            self._attempts[type(command)] = command.attempt
+            self.last = self._spawn(self._after(self.last, self._handlers[type(command)], command))
+        elif isinstance(command, ResumeReplica):
+            self._spawn(self._after(self.last, self._repeat, command))
 
-    def install(self, command: InstallWeights) -> None:
-        self._in_order(command, self._install)
-
-    def resume(self, command: ResumeReplica) -> None:
-        """A repeat resumes nothing. It is answered once the original order has been executed."""
-        if not self._in_order(command, self._resume):
-            self._spawn(self._repeat(command, self.last))
-
-    def _in_order(self, command: SyncCommand, carry_out: Callable[[Any], Coroutine[Any, Any, None]]) -> bool:
-        """Execute an order after all earlier ones have ended. False: it is a repeat and changes nothing."""
-        if self._attempts.get(type(command), 0) >= command.attempt:
-            return False
-        self._attempts[type(command)] = command.attempt
-        before = self.last
-
-        async def turn() -> None:
-            if before is not None and not before.done():
-                await asyncio.wait([before])
-            await carry_out(command)
-
-        self.last = self._spawn(turn())
-        return True
+    async def _after(
+        self,
+        before: "asyncio.Task[None] | None",
+        carry_out: Callable[[Any], Coroutine[Any, Any, None]],
+        command: SyncCommand,
+    ) -> None:
+        if before is not None and not before.done():
+            await asyncio.wait([before])
+        await carry_out(command)
 
     async def _stage(self, command: StageWeights) -> None:
         try:
@@ -144,7 +113,7 @@ class ReplicaWeights:
                 await asyncio.wait(running)
         if sleeps:
             try:
-                await self._sleeping.begin()
+                await self._sleep()
             except Exception as error:
                 self._failed(command, "falling asleep", error)
                 return
@@ -154,7 +123,7 @@ class ReplicaWeights:
         try:
             if command.version < self.version:
                 raise EngineError(f"version {command.version} is older than {self.version}, which is installed")
-            await self._sleeping.end()
+            await self._wake()
             if command.version > self.version:
                 await awaited(self._generator.install, command.version)
         except Exception as error:
@@ -166,7 +135,7 @@ class ReplicaWeights:
     async def _resume(self, command: ResumeReplica) -> None:
         self.pause_mode = None
         try:
-            await self._sleeping.end()
+            await self._wake()
             await awaited(self._generator.resume)
         except Exception as error:
             log.exception("replica %d cannot be resumed", self._who["replica"])
@@ -175,9 +144,20 @@ class ReplicaWeights:
             self._resumed = command.attempt
             self._done.add(command.number)
 
-    async def _repeat(self, command: ResumeReplica, last: "asyncio.Task[None] | None") -> None:
-        if last is not None and not last.done():
-            await asyncio.wait([last])
+    async def _sleep(self) -> None:
+        """Put a paused generator with no running requests to sleep. One that is not a `protocols.Sleeper` stays paused
+        and keeps its memory. Raises its exception; then it counts as awake."""
+        if not self._asleep and isinstance(self._generator, Sleeper):
+            await awaited(self._generator.sleep)
+        self._asleep = True
+
+    async def _wake(self) -> None:
+        """Wake a generator, which stays paused. Raises its exception; then it counts as asleep."""
+        if self._asleep and isinstance(self._generator, Sleeper):
+            await awaited(self._generator.wake)
+        self._asleep = False
+
+    async def _repeat(self, command: ResumeReplica) -> None:
         if self._resumed >= command.attempt:
             self._done.add(command.number)
 

@@ -144,13 +144,13 @@ class SampleKeeper:
         self,
         order: MeasureRows,
         groups: Mapping[int, TrajectoryGroup],
-        row_of: Callable[[int], HeldOutRow],
+        places: Sequence[HeldOutRow],
         answers: Mapping[int, str],
     ) -> None:
-        """Keep samples of a chunk of a validation. `groups` and `answers` are by row. Never raises."""
+        """Keep samples of a chunk of a validation. `groups`, `places` and `answers` are by row. Never raises."""
         if self.policy.validation != 0:
             whose = f"of validation {order.validation}"
-            await self._keep(whose, self._write_chunk, order, groups, row_of, answers)
+            await self._keep(whose, self._write_chunk, order, groups, places, answers)
 
     async def keep_failed(self, group: TrajectoryGroup, attempt: int, version: Version, error: str) -> None:
         """Keep responses of an attempt whose reward failed, a bounded number for each weights version. Never raises."""
@@ -225,12 +225,12 @@ class SampleKeeper:
         self,
         order: MeasureRows,
         groups: Mapping[int, TrajectoryGroup],
-        row_of: Callable[[int], HeldOutRow],
+        places: Sequence[HeldOutRow],
         answers: Mapping[int, str],
     ) -> None:
         kept, chosen = [], dict[str, set[int]]()
         for row, group in groups.items():
-            of = row_of(row)
+            of = places[row]
             if of.set not in chosen:
                 order_of_prompts = shuffled(self.policy.seed, "validation", of.prompts)
                 chosen[of.set] = set(order_of_prompts[: self.policy.validation])

@@ -51,7 +51,7 @@ class ScorerWorker(OrderQueue[ScoreBatch]):
         emit: Callable[[Event], None],
         broken: Callable[[str], None],
         ask: Callable[[StepId], Awaitable[None]],
-        progress: SerialProgress | None = None,
+        progress: SerialProgress,
     ) -> None:
         super().__init__("scorer", emit, broken, progress)
         self._scorer = scorer
@@ -59,11 +59,9 @@ class ScorerWorker(OrderQueue[ScoreBatch]):
         self._weights = weights
         self._ask = ask
         self._loaded: StepId = 0
+        self._handlers = {ScoreBatch: self._score_batch}
 
-    def _key(self, command: ScoreBatch) -> tuple[object, ...]:
-        return (command.step, command.attempt, command.task)
-
-    async def _answer(self, command: ScoreBatch) -> Event:
+    async def _score_batch(self, command: ScoreBatch) -> Event:
         return await end_of_scoring(command, self._score(command))
 
     async def _score(self, command: ScoreBatch) -> None:

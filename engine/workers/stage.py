@@ -90,7 +90,7 @@ class StageWorker:
         works: Mapping[str, Work],
         inspections: Mapping[str, Inspection] | None = None,
         trajectories: Trajectories,
-        weights: Weights | None = None,
+        weights: Weights,
         emit: Callable[[Event], None],
         broken: Callable[[str], None],
         timeout_s: float | None = None,
@@ -222,7 +222,6 @@ class StageWorker:
             groups = [copy_group(group) for group in await self._trajectories.get(command.groups)]
             given = Batch(step=command.step, groups=groups, staleness=list(command.staleness))
         else:
-            assert self._weights is not None  # only a run with such states has these orders
             what, weights = f"version {command.version}", await self._weights.get(command.version)
             given = PublishedWeights(version=command.version, steps=command.step + 1, weights=weights)
         refused = await self._called(command, work, given, what)

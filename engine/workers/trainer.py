@@ -11,7 +11,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from engine.commands import Command, DeleteCheckpoint, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
+from engine.commands import DeleteCheckpoint, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
 from engine.errors import EngineError, TrainerSpoiled, clean, describe_error, reason_of
 from engine.events import (
     CheckpointFailed,
@@ -30,7 +30,7 @@ from engine.storage.checkpoints import checkpoint_path, remove_checkpoint, save_
 from engine.storage.trajectories import Trajectories
 from engine.storage.weights import Trained, Weights
 from engine.trajectory import SOURCES, TrajectoryGroup
-from engine.workers.order_queue import OrderQueue
+from engine.workers.order_queue import OrderQueue, QueuedOrder
 from engine.workers.progress_reports import SerialProgress
 from engine.workers.response_figures import response_figures, reward_histograms, source_figures
 from engine.workers.sample_keeper import SampleKeeper
@@ -186,7 +186,7 @@ class OffloadingTrainer:
 Report = Callable[[StepId, Mapping[str, Any]], None]
 
 
-class TrainerWorker(OrderQueue[Command]):
+class TrainerWorker(OrderQueue[QueuedOrder]):
     """Executes the trainer's commands. `emit` receives events, `report(step, metrics)` the trainer's metrics of a step;
     `broken(reason)` is called when its weights are spoiled.
 
@@ -210,7 +210,7 @@ class TrainerWorker(OrderQueue[Command]):
         hands_over: bool = False,
         samples: SampleKeeper | None = None,
         correct: Sequence[str] = (),
-        progress: SerialProgress | None = None,
+        progress: SerialProgress,
         check_weights: Callable[[Any], None] | None = None,
     ) -> None:
         super().__init__("trainer", emit, broken, progress)
@@ -230,6 +230,13 @@ class TrainerWorker(OrderQueue[Command]):
         self._owed: StepId | None = None
         self._handing_over = asyncio.Lock()
         self._figures = Figures()
+        self._handlers = {
+            ScoreBatch: self._score_batch,
+            TrainStep: self._train,
+            PublishWeights: self._publish,
+            SaveCheckpoint: self._save,
+            DeleteCheckpoint: self._delete,
+        }
 
     async def redo(self, step: StepId, groups: Sequence[GroupId], staleness: Sequence[int], *, reports: bool) -> int:
         """Train a step again with its batch and scores, before any order. `reports`: report its metrics, because they
@@ -267,22 +274,8 @@ class TrainerWorker(OrderQueue[Command]):
                 raise EngineError(law) from error
             self._owed = None
 
-    def _key(self, command: Command) -> tuple[object, ...]:
-        if isinstance(command, ScoreBatch):
-            return ("score", command.step, command.attempt, command.task)
-        if isinstance(command, TrainStep):
-            return ("train", command.step, command.attempt)
-        if isinstance(command, PublishWeights):
-            return ("publish", command.version, command.attempt)
-        if isinstance(command, SaveCheckpoint):
-            return ("save", command.number)
-        if isinstance(command, DeleteCheckpoint):
-            return ("delete", command.number)
-        raise EngineError(f"the trainer cannot execute {type(command).__name__}")
-
-    async def _answer(self, command: Command) -> Event | None:
-        """Execute one command; returns the event that answers it, or None if this process must be replaced."""
-        event = None if self._spoiled else await self._execute(command)
+    async def _answer(self, command: QueuedOrder) -> Event | None:
+        event = None if self._spoiled else await super()._answer(command)
         return None if self._spoiled else event
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -299,17 +292,8 @@ class TrainerWorker(OrderQueue[Command]):
         self._spoiled = True
         self._broken(clean(reason))
 
-    async def _execute(self, command: Command) -> Event:
-        if isinstance(command, ScoreBatch):
-            return await end_of_scoring(command, self._score(command.step, command.groups, command.task))
-        if isinstance(command, TrainStep):
-            return await self._train(command)
-        if isinstance(command, PublishWeights):
-            return await self._publish(command)
-        if isinstance(command, SaveCheckpoint):
-            return await self._save(command)
-        assert isinstance(command, DeleteCheckpoint)  # `_key` raises for every other command
-        return await self._delete(command)
+    async def _score_batch(self, command: ScoreBatch) -> Event:
+        return await end_of_scoring(command, self._score(command.step, command.groups, command.task))
 
     async def _score(self, step: StepId, ids: Sequence[GroupId], task: str) -> None:
         batch = Batch(step=step, groups=await self._trajectories.get(ids), staleness=[0] * len(ids))

@@ -8,6 +8,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,7 @@ class Scene:
         self.processes: Any = processes
         self.reports: list[Event] = []
         self._heard = asyncio.Event()
+        self._numbers = count()
         self.supervisor = Supervisor(plan, processes, Scheduler(plan.limits).state, self.deliver, pytest.fail)
 
     def deliver(self, event: Event) -> None:
@@ -154,7 +156,8 @@ class Scene:
         return self.supervisor.flush()
 
     def generate(self, group: int, incarnation: int) -> int:
-        order = commands.StartGroup(group=group, attempt=1, replica=0, incarnation=incarnation, cause=0)
+        life = {"replica": 0, "incarnation": incarnation}
+        order = commands.StartGroup(group=group, attempt=1, number=next(self._numbers), **life, cause=0)
         return self.order(REPLICA, order, incarnation)
 
     def probe(self, kind: str, incarnation: int, order: int) -> None:
@@ -185,7 +188,7 @@ class Scene:
 
     async def hang(self) -> Callable[[], None]:
         """Make the trainer hang. Returns what ends that."""
-        publish = commands.PublishWeights(version=1, attempt=1, steps=0, cause=0)
+        publish = commands.PublishWeights(version=1, attempt=1, steps=0, number=next(self._numbers), cause=0)
         return await self.hold(lambda: self.order(TRAINER, publish))
 
     def silence(self, kind: str) -> None:
@@ -309,7 +312,7 @@ async def what_is_ordered_of_an_earlier_life_does_not_reach_the_next(scene: Scen
 async def a_probed_process_names_whom_it_waits_for_and_a_silent_one_says_nothing(scene: Scene) -> None:
     await asyncio.gather(scene.up(SCORER, 1), scene.up(REPLICA, 1))
     open_gate = await scene.hold(lambda: scene.start(TRAINER, 1))
-    scene.order(SCORER, commands.ScoreBatch(step=1, attempt=1, task="old_logprobs", groups=(), cause=0))
+    scene.order(SCORER, commands.ScoreBatch(step=1, attempt=1, task="old_logprobs", groups=(), number=0, cause=0))
     order = 0
     while await scene.answer(SCORER, 1, order) != TRAINER:
         order += 1  # the question is on its way, or waits for the weights store

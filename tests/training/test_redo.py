@@ -2,7 +2,10 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from engine.training import model_checkpoint
 from engine.training.model_scorer import ModelScorer
 from engine.training.model_trainer import ModelTrainer
 from engine.training.trainer_settings import TrainerSettings
+from engine.workers.progress_reports import SerialProgress
 from engine.workers.trainer import TrainerWorker
 
 STEPS, SAVED = 4, 2
@@ -44,18 +48,22 @@ class Bench:
             checkpoints=saves,
             own_tasks=self.own,
             scored_apart=apart,
+            progress=SerialProgress(lambda order: 60.0, self.answers.put_nowait),
         )
+        self._orders = count()
 
     async def step(self, batch: Batch) -> None:
         """As the scheduler orders it."""
         groups = tuple(group.group for group in batch.groups)
         for task in self.own:
-            self.worker.carry_out(ScoreBatch(step=batch.step, attempt=1, task=task, groups=groups, cause=0))
-            assert isinstance(await self.answers.get(), BatchScored)
-        self.worker.carry_out(
-            TrainStep(step=batch.step, attempt=1, groups=groups, staleness=tuple(batch.staleness), cause=0)
-        )
-        assert isinstance(await self.answers.get(), StepTrained)
+            await self.order(ScoreBatch(step=batch.step, attempt=1, task=task, groups=groups, cause=0), BatchScored)
+        staleness = tuple(batch.staleness)
+        train = TrainStep(step=batch.step, attempt=1, groups=groups, staleness=staleness, cause=0)
+        await self.order(train, StepTrained)
+
+    async def order(self, command: Any, answer: type[Event]) -> None:
+        self.worker.carry_out(replace(command, number=next(self._orders)))
+        assert isinstance(await self.answers.get(), answer)
 
 
 @pytest.mark.parametrize("apart", [(), ("ref_logprobs",)], ids=["scored by the trainer", "scored apart"])
@@ -76,8 +84,7 @@ def test_steps_trained_again_are_the_same_to_the_bit(
                 await store.put_scores(each.step, "ref_logprobs", ids, scores)
             await straight.step(each)
             if each.step + 1 == SAVED:
-                straight.worker.carry_out(SaveCheckpoint(steps=SAVED, number=0, cause=0))
-                assert isinstance(await straight.answers.get(), CheckpointSaved)
+                await straight.order(SaveCheckpoint(steps=SAVED, cause=0), CheckpointSaved)
         again = Bench(ModelTrainer(model_path, SETTINGS, scored_apart=apart), store, apart, tmp_path)
         again.trainer.load(str(tmp_path / f"step-{SAVED:06d}"))
         updates = [

@@ -102,18 +102,18 @@ def test_an_order_to_stop_measuring_is_answered_and_its_repeat_stops_nothing_new
 
     async def scene() -> None:
         on = stage(Answering())
-        stop = StopMeasuring(validation=2, number=4, **WHO)
+        stop = StopMeasuring(validation=2, number=219, **WHO)
         on.worker.carry_out(measure())
         await on.settle()
         on.worker.carry_out(stop)
         await on.settle()
-        assert on.done == [(4,)] and on.worker._measuring._running == {}
+        assert on.done == [(219,)] and on.worker._measuring._running == {}
         on.worker.carry_out(measure(attempt=2))
         await on.settle()
         on.worker.carry_out(stop)
         on.worker.carry_out(measure(attempt=2))
         await on.settle()
-        assert on.done == [(4,), (4,)]
+        assert on.done == [(219,), (219,)]
         on.generator.let.set()
         await on.settle()
         assert [event.attempt for event in news(on, RowsMeasured)] == [2]

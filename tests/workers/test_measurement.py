@@ -19,6 +19,7 @@ from engine.workers.measurement import HeldOut, answer_number, held_out_group
 from engine.workers.sample_keeper import HeldOutRow
 
 PROMPTS = [Prompt(row=row, text=f"{row} + 1") for row in range(6)]
+ROWS = [HeldOutRow("", row, 0, 6) for row in range(6)]
 
 
 class Answering(SimpleGenerator):
@@ -45,13 +46,19 @@ class Answering(SimpleGenerator):
 
 def stage(generator: Any, held_out: bool = True) -> Stage:
     """A worker whose generator answers validation prompts too."""
-    return Stage(generator, held_out=HeldOut(prompts=PROMPTS, evaluator=generator) if held_out else None)
+    return Stage(generator, held_out=rows_for(generator) if held_out else None)
+
+
+def rows_for(generator: Any, rows: Sequence[HeldOutRow] = ROWS, **changes: Any) -> HeldOut:
+    return HeldOut(prompts=PROMPTS, evaluator=generator, rows=rows, **changes)
 
 
 def measure(chunk: int = 0, first: int = 0, count: int = 3, attempt: int = 1, version: int = 0, validation: int = 2):  # type: ignore[no-untyped-def]
+    """A repeat has the same number as the first order, and a later order a higher one."""
     return MeasureRows(
-        validation=validation, chunk=chunk, attempt=attempt, version=version, first=first, count=count, **WHO
-    )
+        validation=validation, chunk=chunk, attempt=attempt, version=version, first=first, count=count,
+        number=100 * validation + 10 * attempt + chunk, **WHO,
+    )  # fmt: skip
 
 
 def news(stage: Stage, *kinds: type[Event]) -> list[Any]:
@@ -83,8 +90,7 @@ def test_each_row_that_ends_is_reported_as_progress_of_its_chunk() -> None:
             return [response([1], reward=1.0, version=version)]
 
     async def scene() -> None:
-        held_out = HeldOut(prompts=PROMPTS, evaluator=(generator := OneByOne()))
-        on = Stage(generator, held_out=held_out, progress_every_s=0.0)
+        on = Stage(generator := OneByOne(), held_out=rows_for(generator), progress_every_s=0.0)
         on.worker.carry_out(replace(measure(), number=9))
         for row in range(2):
             ends[row].set()
@@ -254,7 +260,7 @@ def test_stopped_measuring_reports_nothing_and_samples_nothing_in_a_paused_repli
         on.worker.carry_out(measure(1, 3, 3))
         await on.settle()
         assert len(on.generator.works) == 6
-        on.worker.carry_out(StopMeasuring(validation=2, number=0, **WHO))
+        on.worker.carry_out(StopMeasuring(validation=2, number=219, **WHO))
         on.worker.carry_out(PauseReplica(version=1, mode=mode, attempt=1, **WHO))
         await on.until(1)
         assert [type(e) for e in on.events] == [ReplicaPaused]
@@ -269,9 +275,7 @@ def test_rows_tell_the_parts_of_their_rewards_and_whether_they_are_right() -> No
         generator.parts = {0: {"acc": 0.0, "fmt": 1.0}, 1: {"acc": 1.0}, 2: {"fmt": 1.0}}
         parts, correct = {"both": ("fmt", "acc")}, {"both": ("acc",)}
         rows = [HeldOutRow(name, row, 0, 3) for name in ("both", "plain") for row in range(3)]
-        on = Stage(
-            generator, held_out=HeldOut(prompts=PROMPTS, evaluator=generator, parts=parts, correct=correct, rows=rows)
-        )  # fmt: skip
+        on = Stage(generator, held_out=rows_for(generator, rows, parts=parts, correct=correct))
         generator.let.set()
         on.worker.carry_out(measure(0, 0, 4))
         await on.until(1)
@@ -297,8 +301,7 @@ def test_rows_tell_their_rewards_and_answers_and_each_set_its_name() -> None:
     async def scene() -> None:
         generator = Saying()
         rows = [HeldOutRow("voting", row // 2, row % 2, 2) for row in range(4)] + [HeldOutRow("plain", 0, 0, 2)] * 2
-        held_out = HeldOut(prompts=PROMPTS, evaluator=generator, rows=rows, answers={"voting": extract})
-        on = Stage(generator, held_out=held_out)
+        on = Stage(generator, held_out=rows_for(generator, rows, answers={"voting": extract}))
         generator.let.set()
         on.worker.carry_out(measure(0, 0, 6))
         await on.until(1)

@@ -77,6 +77,7 @@ class Stage:
         self.trajectories = LocalTrajectories()
         self.weights = LocalWeights()
         self._news = asyncio.Event()
+        self._numbers: dict[tuple[int, int], int] = {}
         self.worker = ReplicaWorker(
             replica=replica,
             incarnation=1,
@@ -98,11 +99,18 @@ class Stage:
             self.events.append(event)
             self._news.set()
 
+    def _number(self, group: int, attempt: int) -> int:
+        """In the order book, from 100 on; a repeated order has the number of the first."""
+        return self._numbers.setdefault((group, attempt), 100 + len(self._numbers))
+
     def start(self, group: int = 0, attempt: int = 1) -> None:
-        self.worker.carry_out(StartGroup(group=group, attempt=attempt, number=100 + group, **WHO), PROMPT)
+        number = self._number(group, attempt)
+        self.worker.carry_out(StartGroup(group=group, attempt=attempt, number=number, **WHO), PROMPT)
 
     def resume(self, group: int = 0, attempt: int = 2, truncate: bool = False) -> None:
-        self.worker.carry_out(ResumeGroup(group=group, attempt=attempt, truncate=truncate, **WHO), PROMPT)
+        number = self._number(group, attempt)
+        order = ResumeGroup(group=group, attempt=attempt, truncate=truncate, number=number, **WHO)
+        self.worker.carry_out(order, PROMPT)
 
     def pause(self, mode: str, version: int = 1, attempt: int = 1) -> None:
         self.worker.carry_out(PauseReplica(version=version, mode=mode, attempt=attempt, **WHO))
@@ -265,7 +273,7 @@ def test_a_group_that_has_ended_is_freed_without_a_garbage_collection() -> None:
         stage = Stage(OneToken(), samples=1, prefixes=1)
         prompt = Prompt(row=0, text=Text("2 + 2"))
         text = weakref.ref(prompt.text)
-        stage.worker.carry_out(StartGroup(group=0, attempt=1, **WHO), prompt)
+        stage.worker.carry_out(StartGroup(group=0, attempt=1, number=0, **WHO), prompt)
         del prompt
         await stage.until(1)
         await stage.trajectories.discard([0])
@@ -808,7 +816,7 @@ def test_what_a_generator_does_wrong_is_named(
 def test_a_group_that_comes_without_its_prompt_fails_for_no_fault_of_its_data() -> None:
     async def scene() -> None:
         stage = Stage(TokenGenerator(length=3))
-        stage.worker.carry_out(StartGroup(group=4, attempt=1, **WHO), None)
+        stage.worker.carry_out(StartGroup(group=4, attempt=1, number=0, **WHO), None)
         (failed,) = await stage.until(1)
         assert isinstance(failed, GroupFailed) and failed.cause == "infrastructure"
         assert "group 4 has no prompt" in failed.reason

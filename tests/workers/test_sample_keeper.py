@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_measurement import PROMPTS, Answering, measure
+from test_measurement import Answering, measure, rows_for
 from test_replica_worker import Stage
 
 from engine.commands import TrainStep
@@ -19,7 +19,7 @@ from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
 from engine.storage.samples import FOLDER, TRAIN, VALIDATION, SampleFiles, SamplePolicy
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 from engine.workers import sample_keeper
-from engine.workers.measurement import HeldOut
+from engine.workers.progress_reports import SerialProgress
 from engine.workers.sample_keeper import SampleKeeper, keeper_of, prompt_text, response_text, shortened
 from engine.workers.trainer import TrainerWorker, with_offloading
 
@@ -56,6 +56,7 @@ class Bench:
         self.worker = TrainerWorker(
             trainer=trainer, trajectories=self.trajectories, weights=LocalWeights(), emit=self.answers.put_nowait,
             report=lambda step, figures: None, broken=lambda reason: None, samples=keeper,
+            progress=SerialProgress(lambda order: 60.0, self.answers.put_nowait),
         )  # fmt: skip
 
     async def step(self, step: int = 5) -> Event:
@@ -69,7 +70,7 @@ class Bench:
             group.trajectories[0].finish_reason = "length"
             group.trajectories[1].shown_prompt = "what is asked" if number else ""
             await self.trajectories.put(group, attempt=1)
-        self.worker.carry_out(TrainStep(step=step, attempt=1, groups=(0, 1), staleness=(2, 0), cause=0))
+        self.worker.carry_out(TrainStep(step=step, attempt=1, groups=(0, 1), staleness=(2, 0), number=step, cause=0))
         return await asyncio.wait_for(self.answers.get(), 60)
 
 
@@ -201,7 +202,7 @@ def test_chunks_keep_the_same_prompts_in_every_validation(tmp_path: Path) -> Non
         generator = Answering()
         generator.let.set()
         keeper = SampleKeeper(tmp_path, SamplePolicy(validation=4))
-        on = Stage(generator, held_out=HeldOut(prompts=PROMPTS, evaluator=generator, samples=keeper))
+        on = Stage(generator, held_out=rows_for(generator, samples=keeper))
         for validation in (2, 3):
             for chunk in (0, 1):
                 on.worker.carry_out(measure(chunk, 3 * chunk, 3, validation=validation))

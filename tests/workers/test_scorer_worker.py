@@ -24,6 +24,7 @@ from engine.storage.trajectories import pack_scores, unpack_scores
 from engine.storage.weights import Trained
 from engine.trajectory import Prompt, TrajectoryGroup
 from engine.workers.clock import VirtualLoop
+from engine.workers.progress_reports import SerialProgress
 from engine.workers.scorer import ScorerWorker
 from engine.workers.trainer import TrainerWorker
 
@@ -82,8 +83,9 @@ class Bench:
         self.broken: list[str] = []
         shared: dict[str, Any] = {
             "trajectories": self.trajectories, "weights": self.weights, "emit": self._emit,
-            "broken": self.broken.append,
+            "broken": self.broken.append, "progress": SerialProgress(lambda order: 60.0, self._emit),
         }  # fmt: skip
+        self._numbers: dict[tuple[object, ...], int] = {}
         self.reader, self.learner = Reader(), Learner()
         self.scorer = ScorerWorker(scorer=self.reader, ask=self._ask, **shared)
         self.trainer = TrainerWorker(
@@ -115,12 +117,20 @@ class Bench:
         return self.events[-1]
 
     async def score(self, step: int, attempt: int = 1, task: str = "old_logprobs") -> Event:
-        self.scorer.carry_out(ScoreBatch(step=step, attempt=attempt, task=task, groups=(4, 2), cause=0))
+        number = self._number("score", step, attempt, task)
+        self.scorer.carry_out(ScoreBatch(step=step, attempt=attempt, task=task, groups=(4, 2), number=number, cause=0))
         return await self._next()
 
     async def train(self, step: int, attempt: int = 1) -> Event:
-        self.trainer.carry_out(TrainStep(step=step, attempt=attempt, groups=(4, 2), staleness=(0, 0), cause=0))
+        number = self._number("train", step, attempt)
+        self.trainer.carry_out(
+            TrainStep(step=step, attempt=attempt, groups=(4, 2), staleness=(0, 0), number=number, cause=0)
+        )
         return await self._next()
+
+    def _number(self, *order: object) -> int:
+        """In the order book; a repeated order has the number of the first."""
+        return self._numbers.setdefault(order, len(self._numbers))
 
 
 def play(scene: Callable[[Bench], Awaitable[None]]) -> None:
@@ -219,7 +229,7 @@ def test_an_attempt_that_failed_to_load_is_loaded_anew() -> None:
 def test_a_repeated_order_is_carried_out_once() -> None:
     async def scene(bench: Bench) -> None:
         await bench.score(0)
-        bench.scorer.carry_out(ScoreBatch(step=0, attempt=1, task="old_logprobs", groups=(4, 2), cause=0))
+        bench.scorer.carry_out(ScoreBatch(step=0, attempt=1, task="old_logprobs", groups=(4, 2), number=0, cause=0))
         await bench.score(0, attempt=2)
         assert bench.reader.calls == ["score old_logprobs of 0"] * 2
 

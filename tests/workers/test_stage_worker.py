@@ -44,7 +44,8 @@ class Bench:
         self.trajectories = LocalTrajectories()
         self._news = asyncio.Event()
         self.worker = StageWorker(
-            works={state: work}, trajectories=self.trajectories, emit=self._emit, timeout_s=timeout_s,
+            works={state: work}, trajectories=self.trajectories, weights=LocalWeights(), emit=self._emit,
+            timeout_s=timeout_s,
             untimed=[REWARDING], broken=self._break,
         )  # fmt: skip
         self.reasons: list[str] = []
@@ -401,8 +402,8 @@ def test_the_changed_fields_of_a_prompt_are_reported() -> None:
     def described() -> Bench:
         bench = Bench(level)
         bench.worker = StageWorker(
-            works={"judging": level}, trajectories=bench.trajectories, emit=bench._emit, broken=bench._break,
-            described=("level",),
+            works={"judging": level}, trajectories=bench.trajectories, weights=LocalWeights(), emit=bench._emit,
+            broken=bench._break, described=("level",),
         )  # fmt: skip
         return bench
 

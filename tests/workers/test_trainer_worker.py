@@ -38,7 +38,6 @@ from engine.states.timeouts import Timeouts
 from engine.storage.checkpoints import list_checkpoints
 from engine.storage.trajectories import copy_group
 from engine.trajectory import Prompt, TrajectoryGroup
-from engine.workers import order_queue
 from engine.workers.clock import VirtualLoop
 from engine.workers.progress_reports import SerialProgress
 from engine.workers.response_figures import NAMES
@@ -89,6 +88,7 @@ class Bench:
         """Figures of the responses of the newest step."""
         self.trajectories, self.weights = LocalTrajectories(), LocalWeights()
         self._news = asyncio.Event()
+        self._numbers: dict[Command, int] = {}
         self.progress = SerialProgress(lambda order: progress_every_s, self._emit)
         self.worker = TrainerWorker(
             trainer=trainer,
@@ -115,10 +115,15 @@ class Bench:
         """Give orders; the events that answer them."""
         before = len(self.events)
         for command in commands:
-            self.worker.carry_out(command)
+            self.carry_out(command)
         while len(self.events) < before + len(commands):
             await self.news()
         return self.events[before:]
+
+    def carry_out(self, command: Any) -> None:
+        """Give an order the next number of the order book; a repeat has the number of the first."""
+        number = self._numbers.setdefault(command, len(self._numbers))
+        self.worker.carry_out(replace(command, number=number))
 
     async def news(self) -> Event:
         """The next event."""
@@ -167,7 +172,7 @@ def test_orders_are_carried_out_one_by_one_in_their_order_off_the_loop(tmp_path:
             ScoreBatch(step=0, attempt=1, task="old_logprobs", groups=(4, 2), cause=0),
             train(),
             PublishWeights(version=1, attempt=1, steps=1, cause=0),
-            SaveCheckpoint(steps=1, number=1, cause=0),
+            save(1),
         )
         assert events == [
             BatchScored(step=0, attempt=1, task="old_logprobs"),
@@ -289,28 +294,9 @@ def test_a_repeated_order_is_carried_out_once() -> None:
         bench = Bench(trainer)
         await bench.fill(2, 4)
         await bench.answer(train(), train(attempt=2))
-        bench.worker.carry_out(train())
+        bench.carry_out(train())
         await bench.answer(PublishWeights(version=1, attempt=1, steps=1, cause=0))
         assert [c.split()[0] for c in trainer.calls] == ["train", "train", "weights"]
-        await bench.worker.close()
-
-    play(scene)
-
-
-def test_only_the_newest_orders_are_kept_in_mind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order_queue, "REMEMBERED_ORDERS", 3)
-
-    async def scene() -> None:
-        trainer = Scribe()
-        bench = Bench(trainer)
-        await bench.fill(2, 4)
-        for step in range(9):
-            await bench.answer(train(step))
-        for step in range(6, 9):
-            bench.worker.carry_out(train(step))
-        await bench.answer(PublishWeights(version=1, attempt=1, steps=9, cause=0))
-        assert [c.split()[0] for c in trainer.calls] == ["train"] * 9 + ["weights"], "repeats of the newest are known"
-        assert len(bench.worker._seen) == 3
         await bench.worker.close()
 
     play(scene)
@@ -322,7 +308,7 @@ def test_only_the_newest_orders_are_kept_in_mind(monkeypatch: pytest.MonkeyPatch
         ("score", ScoreBatch(step=0, attempt=1, task="t", groups=(2,), cause=0), StepFailed),
         ("train", train(), StepFailed),
         ("weights", PublishWeights(version=1, attempt=1, steps=1, cause=0), PublishFailed),
-        ("save", SaveCheckpoint(steps=3, number=1, cause=0), CheckpointFailed),
+        ("save", SaveCheckpoint(steps=3, cause=0), CheckpointFailed),
     ],
 )
 @pytest.mark.parametrize(
@@ -492,8 +478,12 @@ def test_metrics_that_can_be_used_are_plain_numbers(caplog: pytest.LogCaptureFix
     assert "metrics that cannot be read (SystemExit: not now)" in caplog.text
 
 
-def delete(steps: int, number: int) -> DeleteCheckpoint:
-    return DeleteCheckpoint(steps=steps, number=number, cause=0)
+def save(steps: int) -> SaveCheckpoint:
+    return SaveCheckpoint(steps=steps, cause=0)
+
+
+def delete(steps: int) -> DeleteCheckpoint:
+    return DeleteCheckpoint(steps=steps, cause=0)
 
 
 def test_checkpoints_stay_until_they_are_to_be_deleted_and_nothing_half_done_does(tmp_path: Path) -> None:
@@ -502,13 +492,13 @@ def test_checkpoints_stay_until_they_are_to_be_deleted_and_nothing_half_done_doe
         (tmp_path / ".step-000003.saving").mkdir()
         (tmp_path / ".step-000003.saving" / "weights").write_text("half of them")
         (tmp_path / ".step-000012-left-1").mkdir()
-        await bench.answer(*(SaveCheckpoint(steps=steps, number=steps, cause=0) for steps in (2, 4, 10)))
-        assert await bench.answer(delete(2, number=7)) == [OrderDone(orders=(7,))]
+        await bench.answer(*(save(steps) for steps in (2, 4, 10)))
+        assert await bench.answer(delete(2)) == [OrderDone(orders=(3,))]
         left = sorted(path.name for path in tmp_path.iterdir())
         assert left == [".step-000012-left-1", "step-000004", "step-000010"]
         await bench.worker.close()
         failing = Bench(Scribe(fails="save"), tmp_path)
-        assert isinstance((await failing.answer(SaveCheckpoint(steps=12, number=12, cause=0)))[0], CheckpointFailed)
+        assert isinstance((await failing.answer(save(12)))[0], CheckpointFailed)
         assert sorted(path.name for path in tmp_path.iterdir()) == left
         await failing.worker.close()
 
@@ -519,9 +509,9 @@ def test_a_checkpoint_of_an_earlier_life_is_written_again(tmp_path: Path) -> Non
     async def scene() -> None:
         trainer = Scribe()
         bench = Bench(trainer, tmp_path)
-        await bench.answer(SaveCheckpoint(steps=10, number=10, cause=0))
+        await bench.answer(save(10))
         again = Bench(trainer, tmp_path)
-        assert await again.answer(SaveCheckpoint(steps=10, number=10, cause=0)) == [CheckpointSaved(steps=10)]
+        assert await again.answer(save(10)) == [CheckpointSaved(steps=10)]
         assert trainer.calls == ["save 10", "save 10"]
         await bench.worker.close()
         await again.worker.close()
@@ -532,17 +522,16 @@ def test_a_checkpoint_of_an_earlier_life_is_written_again(tmp_path: Path) -> Non
 def test_a_checkpoint_that_is_gone_already_is_deleted_and_so_is_the_rest_of_one(tmp_path: Path) -> None:
     async def scene() -> None:
         bench = Bench(Scribe(), tmp_path)
-        await bench.answer(SaveCheckpoint(steps=2, number=2, cause=0))
+        await bench.answer(save(2))
         half = tmp_path / ".step-000002.saving"
         half.mkdir()
         (half / "weights").write_text("the rest of an earlier one")
-        assert await bench.answer(delete(2, number=3), delete(2, number=4), delete(9, number=5)) == [
-            OrderDone(orders=(number,)) for number in (3, 4, 5)
-        ]
+        again = replace(delete(2), cause=1)
+        assert await bench.answer(delete(2), again, delete(9)) == [OrderDone(orders=(n,)) for n in (1, 2, 3)]
         assert list(tmp_path.iterdir()) == []
         await bench.worker.close()
         nowhere = Bench(Scribe())
-        assert await nowhere.answer(delete(2, number=6)) == [OrderDone(orders=(6,))]
+        assert await nowhere.answer(delete(2)) == [OrderDone(orders=(0,))]
         await nowhere.worker.close()
 
     play(scene)
@@ -551,13 +540,8 @@ def test_a_checkpoint_that_is_gone_already_is_deleted_and_so_is_the_rest_of_one(
 def test_a_checkpoint_is_deleted_in_its_turn_off_the_loop(tmp_path: Path) -> None:
     async def scene() -> None:
         bench = Bench(Scribe(), tmp_path)
-        orders = [
-            SaveCheckpoint(steps=2, number=2, cause=0),
-            delete(2, number=3),
-            SaveCheckpoint(steps=4, number=4, cause=0),
-        ]
-        answers = [CheckpointSaved(steps=2), OrderDone(orders=(3,)), CheckpointSaved(steps=4)]
-        assert await bench.answer(*orders) == answers
+        answers = [CheckpointSaved(steps=2), OrderDone(orders=(1,)), CheckpointSaved(steps=4)]
+        assert await bench.answer(save(2), delete(2), save(4)) == answers
         assert [steps for steps, _ in list_checkpoints(tmp_path)] == [4]
         await bench.worker.close()
 
@@ -570,9 +554,9 @@ def test_a_checkpoint_that_cannot_be_deleted_stays_and_is_named_once(
     async def scene() -> None:
         place = tmp_path / "checkpoints"
         bench = Bench(Scribe(), place)
-        await bench.answer(SaveCheckpoint(steps=2, number=2, cause=0))
+        await bench.answer(save(2))
         (place / ".step-000002.saving").write_text("a file where the directory would have to go")
-        assert await bench.answer(delete(2, number=3)) == [OrderDone(orders=(3,))]
+        assert await bench.answer(delete(2)) == [OrderDone(orders=(1,))]
         assert [steps for steps, _ in list_checkpoints(place)] == [2]
         await bench.worker.close()
 
@@ -626,8 +610,8 @@ def test_a_spoiled_trainer_is_replaced_and_its_step_is_not_answered(result: Call
     async def scene() -> None:
         bench = Bench(Spoiled())
         await bench.fill(2, 4)
-        bench.worker.carry_out(train())
-        bench.worker.carry_out(PublishWeights(version=1, attempt=1, steps=1, cause=0))
+        bench.carry_out(train())
+        bench.carry_out(PublishWeights(version=1, attempt=1, steps=1, cause=0))
         while not ((bench.broken or bench.events) and bench.worker._orders.empty()):
             await asyncio.sleep(0)
         await asyncio.sleep(0)

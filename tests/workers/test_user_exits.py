@@ -34,7 +34,9 @@ from engine.runtime.worker import Peers, PlannedTrainer
 from engine.states.limits import Limits
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 from engine.workers.measurement import HeldOut
+from engine.workers.progress_reports import SerialProgress
 from engine.workers.replica import ReplicaWorker
+from engine.workers.sample_keeper import HeldOutRow
 from engine.workers.scorer import ScorerWorker
 from engine.workers.stage import StageWorker
 from engine.workers.trainer import TrainerWorker
@@ -73,6 +75,11 @@ class Leaving(SimpleGenerator):
         return [response([1], reward=1.0, version=version) for _ in range(work.samples)]
 
 
+def no_progress() -> SerialProgress:
+    """Nobody asks for it here."""
+    return SerialProgress(lambda order: 60.0, lambda event: None)
+
+
 class Stage:
     """Events of any worker, awaited one by one."""
 
@@ -86,6 +93,13 @@ class Stage:
         return ReplicaWorker(
             replica=0, incarnation=1, generator=generator, samples=2, trajectories=self.trajectories,
             weights=self.weights, emit=self.events.put_nowait, broken=self.break_it, held_out=held_out,
+            progress_every_s=lambda order: 60.0,
+        )  # fmt: skip
+
+    def trainer(self, trainer: Any) -> TrainerWorker:
+        return TrainerWorker(
+            trainer=trainer, trajectories=self.trajectories, weights=self.weights, emit=self.events.put_nowait,
+            report=lambda step, figures: None, broken=self.break_it, progress=no_progress(),
         )  # fmt: skip
 
     def break_it(self, reason: str) -> None:
@@ -106,7 +120,7 @@ def test_a_generator_that_leaves_costs_its_group_one_attempt(call: str, error: B
     async def scene() -> None:
         stage = Stage()
         worker = stage.replica(Leaving(call, error))
-        worker.carry_out(StartGroup(group=0, attempt=1, **WHO), PROMPT)
+        worker.carry_out(StartGroup(group=0, attempt=1, number=0, **WHO), PROMPT)
         failed = await stage.next()
         assert isinstance(failed, GroupFailed) and failed.cause == "infrastructure"
         assert type(error).__name__ in failed.reason
@@ -162,8 +176,10 @@ def test_an_evaluator_that_leaves_fails_its_rows(error: BaseException) -> None:
     async def scene() -> None:
         stage = Stage()
         evaluator = Leaving("generate", error)
-        worker = stage.replica(evaluator, HeldOut(prompts=[PROMPT], evaluator=evaluator))
-        worker.carry_out(MeasureRows(validation=0, chunk=0, attempt=1, version=0, first=0, count=1, **WHO))
+        worker = stage.replica(
+            evaluator, HeldOut(prompts=[PROMPT], evaluator=evaluator, rows=[HeldOutRow("", 0, 0, 1)])
+        )
+        worker.carry_out(MeasureRows(validation=0, chunk=0, attempt=1, version=0, first=0, count=1, number=0, **WHO))
         failed = await stage.next()
         assert isinstance(failed, RowsFailed) and type(error).__name__ in failed.reason
         await worker.close()
@@ -181,8 +197,8 @@ def test_the_work_of_a_state_that_leaves_costs_one_attempt(error: BaseException)
         group = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[response([1], reward=0.0, version=0)])
         await stage.trajectories.put(group, attempt=1)
         worker = StageWorker(
-            works={"judging": leave}, trajectories=stage.trajectories, emit=stage.events.put_nowait,
-            broken=stage.broken.append, timeout_s=5.0,
+            works={"judging": leave}, trajectories=stage.trajectories, weights=stage.weights,
+            emit=stage.events.put_nowait, broken=stage.broken.append, timeout_s=5.0,
         )  # fmt: skip
         worker.carry_out(EnterState(group=0, attempt=1, state="judging", cause=0))
         failed = await stage.next()
@@ -212,23 +228,32 @@ def test_an_exception_outside_the_handling_of_an_order_breaks_its_worker() -> No
         stage = Stage()
         group = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[response([1], reward=0.0, version=0)])
         await stage.trajectories.put(group, attempt=1)
-        shared: dict[str, Any] = {"trajectories": stage.trajectories, "emit": emit, "broken": stage.break_it}
-        about: dict[str, Any] = {"weights": stage.weights, **shared}
+        about: dict[str, Any] = {
+            "trajectories": stage.trajectories, "weights": stage.weights, "emit": emit, "broken": stage.break_it,
+        }  # fmt: skip
+        queue = {**about, "progress": no_progress()}
         workers: list[tuple[Any, Command]] = [
             (
-                TrainerWorker(trainer=Coming(), report=lambda *figures: None, **about),
-                TrainStep(step=0, attempt=1, groups=(), staleness=(), cause=0),
+                TrainerWorker(trainer=Coming(), report=lambda *figures: None, **queue),
+                TrainStep(step=0, attempt=1, groups=(), staleness=(), number=0, cause=0),
             ),
             (
-                ScorerWorker(scorer=Coming(), ask=lambda steps: asyncio.sleep(0), **about),
-                ScoreBatch(step=0, attempt=1, task="ref_logprobs", groups=(), cause=0),
+                ScorerWorker(scorer=Coming(), ask=lambda steps: asyncio.sleep(0), **queue),
+                ScoreBatch(step=0, attempt=1, task="ref_logprobs", groups=(), number=0, cause=0),
             ),
             (
-                StageWorker(works={"judging": praise}, **shared),
+                StageWorker(works={"judging": praise}, **about),
                 EnterState(group=0, attempt=1, state="judging", cause=0),
             ),
             (
-                ReplicaWorker(replica=0, incarnation=1, generator=SimpleGenerator(), samples=1, **about),
+                ReplicaWorker(
+                    replica=0,
+                    incarnation=1,
+                    generator=SimpleGenerator(),
+                    samples=1,
+                    progress_every_s=lambda order: 60.0,
+                    **about,
+                ),
                 StageWeights(version=1, attempt=1, **WHO),
             ),
         ]
@@ -280,11 +305,8 @@ def test_code_that_cancels_the_task_that_calls_it_breaks_its_worker() -> None:
     async def scene() -> None:
         stage = Stage()
         stage.weights.store.put(1, "w")
-        trainer = TrainerWorker(
-            trainer=Learner(), trajectories=stage.trajectories, weights=stage.weights, emit=stage.events.put_nowait,
-            report=lambda step, figures: None, broken=stage.break_it,
-        )  # fmt: skip
-        trainer.carry_out(TrainStep(step=0, attempt=1, groups=(), staleness=(), cause=0))
+        trainer = stage.trainer(Learner())
+        trainer.carry_out(TrainStep(step=0, attempt=1, groups=(), staleness=(), number=0, cause=0))
         assert await stage.next() == "a task of its worker failed: CancelledError: canceled by other code"
         await trainer.close()
         replica = stage.replica(Sampler())
@@ -324,7 +346,7 @@ def test_a_reward_object_that_leaves_while_it_is_read_costs_one_attempt() -> Non
     async def scene() -> None:
         stage = Stage()
         worker = stage.replica(Odd())
-        worker.carry_out(StartGroup(group=0, attempt=1, **WHO), PROMPT)
+        worker.carry_out(StartGroup(group=0, attempt=1, number=0, **WHO), PROMPT)
         failed = await stage.next()
         assert isinstance(failed, GroupFailed) and "SystemExit: 3" in failed.reason
         await worker.close()
@@ -386,12 +408,9 @@ def test_a_trainer_error_without_a_message_fails_its_step_and_the_next_one_runs(
 
     async def scene() -> None:
         stage = Stage()
-        worker = TrainerWorker(
-            trainer=Learner(), trajectories=stage.trajectories, weights=stage.weights, emit=stage.events.put_nowait,
-            report=lambda step, figures: None, broken=lambda reason: None,
-        )  # fmt: skip
+        worker = stage.trainer(Learner())
         for attempt in (1, 2):
-            worker.carry_out(TrainStep(step=0, attempt=attempt, groups=(), staleness=(), cause=0))
+            worker.carry_out(TrainStep(step=0, attempt=attempt, groups=(), staleness=(), number=attempt, cause=0))
             failed = await stage.next()
             assert failed == StepFailed(step=0, attempt=attempt, reason="Mute: (its message cannot be shown)")
         await worker.close()
