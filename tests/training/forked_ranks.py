@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -45,6 +46,8 @@ class ForkServer:
     """Forks ranks, which end with it, and tells how each of them ended."""
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
+        """Two threads may wait for one rank: the one that calls it, and one that closes its trainer."""
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno())]
@@ -53,8 +56,9 @@ class ForkServer:
     def start(self, command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **_: Any) -> "Forked":
         """In place of `subprocess.Popen`: `command` runs `rank_process`."""
         message = json.dumps((command[3:], dict(env), list(pass_fds))).encode()
-        socket.send_fds(self._link, [message], list(pass_fds))
-        return Forked(self, json.loads(self._link.recv(SIZE)))
+        with self.lock:
+            socket.send_fds(self._link, [message], list(pass_fds))
+            return Forked(self, json.loads(self._link.recv(SIZE)))
 
     def wait(self, pid: int) -> int:
         self._link.send(json.dumps(pid).encode())
@@ -80,9 +84,10 @@ class Forked:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
-        if self.returncode is None:
-            self.returncode = self._server.wait(self.pid)
-        return self.returncode
+        with self._server.lock:
+            if self.returncode is None:
+                self.returncode = self._server.wait(self.pid)
+            return self.returncode
 
     def poll(self) -> int | None:
         return self.returncode

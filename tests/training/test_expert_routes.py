@@ -31,6 +31,8 @@ EXPERTS = Qwen3MoeConfig(
     **SHAPE, moe_intermediate_size=16, num_experts=16, num_experts_per_tok=2, mlp_only_layers=[1], norm_topk_prob=True
 )
 AsBatch = Callable[..., Batch]
+ONE_PASS: dict[str, Any] = {"micro_batch_tokens": 400, "kl_loss_coef": 0.0, "old_policy": "behavior"}
+"""Settings of a step without further passes."""
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +121,7 @@ def test_two_ranks_train_with_the_same_experts(
 ) -> None:
     weights = []
     for count, replay in ((1, True), (2, True), (1, False)):
-        with of_ranks(count, paths["experts"], router_replay=replay) as trainer:
+        with of_ranks(count, paths["experts"], router_replay=replay, **ONE_PASS) as trainer:
             metrics = trainer.train(as_batch(0, [group]))
             assert metrics.get("replayed_token_share") == (1.0 if replay else None)
             weights.append({name: value.clone() for name, value in trainer.weights().items()})

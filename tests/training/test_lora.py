@@ -16,12 +16,11 @@ from test_trainer_steps import same
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.cli import main
-from engine.errors import ConfigError, TrainerSpoiled
+from engine.errors import ConfigError
 from engine.protocols import Batch
 from engine.storage.checkpoints import save_checkpoint
 from engine.training import model_checkpoint
 from engine.training.lora import Lora, adapter_tensors
-from engine.training.model_scorer import ModelScorer
 from engine.training.model_trainer import ModelTrainer
 from engine.training.shared_weights import ReusedMemory
 from engine.training.trainer_settings import TrainerSettings
@@ -96,27 +95,6 @@ def test_in_bfloat16_only_the_adapter_has_masters(model_path: str, batch: MakeBa
     assert trained and all("lora_" in name for name in trained)
 
 
-def test_a_step_that_fails_is_undone(model_path: str, batch: MakeBatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = adapted(model_path)
-    trainer.train(batch(0))
-    before = trainer.weights()
-    steps: list[int] = []
-    original = trainer.optimizer.step
-
-    def second_fails() -> None:
-        steps.append(1)
-        if len(steps) == 2:
-            raise RuntimeError("out of memory")
-        original()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.optimizer, "step", second_fails)
-        with pytest.raises(RuntimeError, match="out of memory") as caught:
-            trainer.train(batch(1))
-    assert not isinstance(caught.value, TrainerSpoiled)
-    assert len(steps) == 2 and same(trainer.weights(), before)
-
-
 def test_named_layers_alone_are_adapted(model_path: str) -> None:
     trainer = adapted(model_path, lora=Lora(rank=2, target_modules=("q_proj", "v_proj")))
     layers = {name.split(".")[-3] for name in trainer.weights()}
@@ -148,19 +126,6 @@ def test_the_reference_is_the_model_without_its_adapter_and_no_second_copy(model
     ours, theirs, adapted_ones = (each.score(samples) for each in (trainer.reference, plain.policy, trainer.policy))
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
     assert not any(torch.equal(one, other) for one, other in zip(ours, adapted_ones, strict=True))
-
-
-def test_scores_from_elsewhere_equal_the_trainers(model_path: str, batch: MakeBatch) -> None:
-    given = {"kl_loss_coef": 0.1, "loss": "decoupled_ppo"}
-    trainer = adapted(model_path, **given)
-    trainer.train(batch(0))
-    assert trainer.reference is not None
-    scorer = ModelScorer(model_path, trainer.settings, ("old_logprobs", "ref_logprobs"))
-    scorer.load(trainer.weights())
-    samples = [sample for group in trainer._samples(batch(1)) for sample in group]
-    for task, policy in {"old_logprobs": trainer.policy, "ref_logprobs": trainer.reference}.items():
-        scores = [row for group in scorer.score(batch(1), task) for row in group]
-        assert scores == [row.tolist() for row in policy.score(samples)]
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

@@ -117,27 +117,6 @@ def test_a_trainer_from_a_checkpoint_publishes_and_samples_in_the_first_models_t
     assert same(published, sampled) and {value.dtype for value in published.values()} == {BF16}
 
 
-def test_a_step_that_fails_takes_back_masters_and_weights(
-    model_path: str, batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = halved(model_path, **LARGE)
-    trainer.train(batch(0))
-    before = state_of(trainer)
-    steps: list[int] = []
-    original = trainer.optimizer.step
-
-    def second_fails() -> None:
-        steps.append(1)
-        if len(steps) == 2:
-            raise RuntimeError("out of memory")
-        original()
-
-    monkeypatch.setattr(trainer.optimizer, "step", second_fails)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        trainer.train(batch(1))
-    assert same(state_of(trainer), before)
-
-
 def test_the_reference_is_computed_as_the_model_is(model_path: str, batch: MakeBatch) -> None:
     trainer = halved(model_path, kl_loss_coef=0.1, learning_rate=1e-6)
     assert trainer.train(batch(0))["reference_kl_k3"] == 0.0

@@ -10,8 +10,8 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from weight_holders import inodes
 
 from engine.errors import ConfigError, EngineError, TrainerSpoiled
-from engine.plans.trainers import make_trainer
 from engine.protocols import Batch
-from engine.runtime.stacks import dump_stacks, register_stacks, stacks_file
+from engine.runtime.stacks import can_answer, dump_stacks, register_stacks, stacks_descriptor, stacks_file
 from engine.training import ranked_trainer
+from engine.training.child_ranks import ChildRanks
 from engine.training.custom_functions import CustomFunction
 from engine.training.model_checkpoint import optimizer_tensors
 from engine.training.ranked_trainer import RankedTrainer
@@ -194,33 +194,30 @@ def test_an_error_of_all_ranks_is_raised_and_a_killed_rank_ends_the_whole_traine
             trainer.weights()
 
 
-def test_with_a_stopped_rank_every_rank_writes_its_stacks_and_ends_with_its_trainer(
-    model_path: str, batch: MakeBatch, tmp_path: Path
-) -> None:
+def test_with_a_stopped_rank_every_rank_writes_its_stacks(tmp_path: Path) -> None:
     file = stacks_file(tmp_path, "trainer")
     register_stacks(file)
-    with closing(make_trainer(model_path, TrainerSettings(**SETTINGS, ranks=2))) as trainer:
-        pids = trainer.pids
-        os.kill(pids[1], signal.SIGSTOP)
-        os.waitid(os.P_PID, pids[1], os.WSTOPPED | os.WNOWAIT)
+    with closing(ChildRanks(2, stacks_descriptor())) as ranks:
+        while not all(map(can_answer, ranks.pids)):  # they have just been started
+            os.sched_yield()
+        os.kill(ranks.pids[1], signal.SIGSTOP)
+        os.waitid(os.P_PID, ranks.pids[1], os.WSTOPPED | os.WNOWAIT)
         assert dump_stacks(os.getpid(), file) == f"its stacks are in {file}"
         own, first, second = re.split(f", started by process {os.getpid()},", file.read_text())
-        assert "in test_with_a_stopped_rank" in own and f"process {pids[0]}" in own
-        assert "engine/training/rank_process.py" in first and f"process {pids[1]}" in first
+        assert "in test_with_a_stopped_rank" in own and f"process {ranks.pids[0]}" in own
+        assert "engine/training/rank_process.py" in first and f"process {ranks.pids[1]}" in first
         assert "T (stopped)" in second
-        failures: list[Exception] = []
 
-        def train() -> None:
-            try:
-                trainer.train(batch(0))
-            except TrainerSpoiled as error:
-                failures.append(error)
 
-        thread = threading.Thread(target=train)
-        thread.start()
-        trainer.close()  # as the worker does when the order exceeds its time limit
-        thread.join()
-        assert failures and alive(pids) == []
+def test_a_call_that_a_stopped_rank_holds_up_ends_when_its_trainer_is_closed(
+    of_ranks: OfRanks, batch: MakeBatch
+) -> None:
+    """As the worker does when the order exceeds its time limit."""
+    with of_ranks(2) as trainer, ThreadPoolExecutor(1) as thread:
+        os.kill(trainer.pids[1], signal.SIGSTOP)
+        training = thread.submit(trainer.train, batch(0))
+        trainer.close()
+        assert isinstance(training.exception(60), TrainerSpoiled) and alive(trainer.pids) == []
 
 
 def test_what_the_first_rank_logs_is_in_the_log_of_its_trainer(
@@ -260,22 +257,36 @@ def test_a_checkpoint_on_storage_that_a_node_does_not_share_is_refused(
         trainer.save(str(tmp_path / "saved"), 1)
 
 
-def test_ranks_die_with_their_parent(model_path: str) -> None:
-    program = f"""
-import os, signal
-from engine.training.ranked_trainer import RankedTrainer
-from engine.training.custom_functions import CustomFunction
-from engine.training.trainer_settings import TrainerSettings
-trainer = RankedTrainer({model_path!r}, TrainerSettings(ranks=2))
-os.kill(trainer.pids[0], signal.SIGSTOP)
-print(*trainer.pids, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
+PARENT = """
+import os
+import sys
+from engine.training.child_ranks import ChildRanks
+
+
+class Up:
+    def __reduce__(self):
+        return os.write, (1, b"up\\n")
+
+
+ranks = ChildRanks(2)
+for link in ranks.links:
+    link.send(Up())
+print(*ranks.pids, flush=True)
+sys.stdin.read()
 """
-    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    pids = [int(pid) for pid in done.stdout.split()]
-    assert len(pids) == 2
-    _, left = psutil.wait_procs([psutil.Process(pid) for pid in alive(pids)], timeout=30)
-    assert alive([process.pid for process in left]) == []
+"""Its ranks say that they are up when they unpack their first message."""
+
+
+def test_ranks_die_with_their_parent() -> None:
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        lines = [parent.stdout.readline().split() for _ in range(3)]
+        ranks = [psutil.Process(int(pid)) for line in lines for pid in line if pid != "up"]
+        assert len(ranks) == 2
+        ranks[0].suspend()
+        parent.kill()
+    assert psutil.wait_procs(ranks, timeout=30)[1] == []
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -357,8 +368,9 @@ def test_gathered_weights_may_be_bfloat16(of_ranks: OfRanks, batch: MakeBatch) -
 
 
 def test_a_step_failing_in_one_rank_is_undone_in_all_unless_a_pass_is_left_half_way(
-    of_ranks: OfRanks, batch: MakeBatch, group: Callable[..., Any], as_batch: Callable[..., Batch], tmp_path: Path
-) -> None:
+    of_ranks: OfRanks, batch: MakeBatch, group: Callable[..., Any], as_batch: Callable[..., Batch], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     with of_ranks(2, faults=tmp_path) as trainer, of_ranks(2, faults=tmp_path) as spared:
         spared.train(batch(0))
         spared.train(batch(1))
@@ -381,6 +393,7 @@ def test_a_step_failing_in_one_rank_is_undone_in_all_unless_a_pass_is_left_half_
         (tmp_path / "step-1").write_text("1")
         with pytest.raises(TrainerSpoiled, match="out of memory"):
             spared.train(batch(2, 2))
+        monkeypatch.setattr(ranked_trainer, "SETTLE_S", 0.5)
         (tmp_path / "loss-1").write_text("1 forward")
         long = group(2, [1.0, 0.0, 0.5, 0.0], responses=[[token] * 60 for token in range(5, 9)])  # a pass for each
         both = "rank 1 of 2 failed: RuntimeError: out of memory in loss; then RuntimeError: out of memory in forward"
@@ -389,7 +402,10 @@ def test_a_step_failing_in_one_rank_is_undone_in_all_unless_a_pass_is_left_half_
         assert alive([*trainer.pids, *spared.pids]) == []
 
 
-def test_a_rank_that_leaves_the_others_in_a_warm_up_step_spoils_the_trainer(of_ranks: OfRanks, tmp_path: Path) -> None:
+def test_a_rank_that_leaves_the_others_in_a_warm_up_step_spoils_the_trainer(
+    of_ranks: OfRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranked_trainer, "SETTLE_S", 0.5)
     with of_ranks(2, faults=tmp_path) as trainer:
         (tmp_path / "forward-1").write_text("1")
         with pytest.raises(TrainerSpoiled, match="rank 1 of 2 failed: RuntimeError: out of memory in forward"):

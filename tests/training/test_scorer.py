@@ -9,6 +9,7 @@ from test_trainer_steps import same
 
 from engine.errors import ConfigError, EngineError
 from engine.protocols import Batch
+from engine.training.lora import Lora
 from engine.training.model_scorer import ModelScorer
 from engine.training.model_trainer import ModelTrainer
 from engine.training.trainer_settings import TrainerSettings
@@ -27,12 +28,15 @@ def scored(scorer: ModelScorer, batch: Batch) -> Batch:
     return batch
 
 
-def test_three_steps_with_scores_from_elsewhere_equal_three_without(model_path: str, batch: MakeBatch) -> None:
-    alone = ModelTrainer(model_path, settings())
-    beside = ModelTrainer(model_path, settings(), scored_apart=BOTH)
-    scorer = ModelScorer(model_path, settings(), BOTH)
+@pytest.mark.parametrize("lora", [None, Lora(rank=4, alpha=8.0)], ids=["whole", "adapter"])
+def test_steps_with_scores_from_elsewhere_equal_those_without(
+    model_path: str, batch: MakeBatch, lora: Lora | None
+) -> None:
+    alone = ModelTrainer(model_path, settings(lora=lora))
+    beside = ModelTrainer(model_path, settings(lora=lora), scored_apart=BOTH)
+    scorer = ModelScorer(model_path, settings(lora=lora), BOTH)
     assert beside.reference is None, "the reference is loaded once, by the scorer"
-    for step in range(3):
+    for step in range(2 if lora else 3):
         if step:
             scorer.load(beside.weights())
         given = batch(step)
