@@ -28,9 +28,6 @@ def fork(place: str) -> None:
 class Generator(SimpleGenerator):
     async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
         fork("sample")
-        if PLACE == "raise":
-            fork("raise")
-            raise ValueError("in both processes")
         await asyncio.sleep(0)
         return [response([1], reward=1.0, version=version) for _ in range(work.samples)]
 

@@ -92,7 +92,7 @@ def test_one_that_cannot_resume_is_broken_and_does_not_answer() -> None:
         on.worker.carry_out(resume)
         on.worker.carry_out(resume)
         await on.settle()
-        assert on.broken and on.done == []
+        assert on.broken == ["resuming failed: RuntimeError: no memory"] and on.done == []
 
     play(scene)
 

@@ -728,6 +728,13 @@ class Pair:
         raise RuntimeError("only one element can be converted")
 
 
+class Leaving:
+    """A reward that ends the process if it is read."""
+
+    def __float__(self) -> float:
+        raise SystemExit(3)
+
+
 def test_log_probs_may_be_finite_while_their_sum_is_not() -> None:
     assert all_finite([-1e308, -1e308])
     assert not all_finite([-1e308, -math.inf]) and not all_finite([0.0, "text"])
@@ -785,6 +792,10 @@ def good(**changes: Any) -> Trajectory:
         (DataFailure("row 3 has no answer"), "data", "row 3 has no answer"),
         (asyncio.CancelledError("my own task"), "infrastructure", "CancelledError: my own task"),
         (ValueError("\ud800 broken text"), "infrastructure", "ValueError: ? broken text"),
+        (SystemExit(3), "infrastructure", "SystemExit: 3"),
+        (KeyboardInterrupt("stop"), "infrastructure", "KeyboardInterrupt: stop"),
+        (GeneratorExit("enough"), "infrastructure", "GeneratorExit: enough"),
+        ([good(), good(reward=Leaving())], "infrastructure", "SystemExit: 3"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -840,13 +851,14 @@ def test_tokens_of_weights_older_than_the_replica_had_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("call", "events"), [("stage", 1), ("pause", 2), ("install", 3)])
-def test_a_failing_sync_is_reported_and_the_replica_goes_on(call: str, events: int) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit, asyncio.CancelledError])
+def test_a_failing_sync_is_reported_and_the_replica_goes_on(call: str, events: int, error: type[BaseException]) -> None:
     async def scene() -> None:
         generator = TokenGenerator(length=2)
         stage = Stage(generator)
 
         async def fails(*arguments: Any) -> None:
-            raise RuntimeError(f"{call} broke")
+            raise error(f"{call} broke")
 
         setattr(generator, call, fails)
         stage.weights.store.put(1, "w")
@@ -860,37 +872,15 @@ def test_a_failing_sync_is_reported_and_the_replica_goes_on(call: str, events: i
         failed = (await stage.until(events))[-1]
         assert isinstance(failed, SyncFailed)
         assert (failed.version, failed.attempt) == (1, 1)
-        assert f"RuntimeError: {call} broke" in failed.reason
+        assert f"{error.__name__}: {call} broke" in failed.reason
+        stage.worker.carry_out(StageWeights(version=7, attempt=2, **WHO))
+        assert "does not hold version 7" in (await stage.until(events + 1))[-1].reason or call == "stage"
         stage.worker.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
         stage.start()
         await stage.settle()
         generator.tick(2)
-        assert isinstance((await stage.until(events + 1))[-1], GroupGenerated)
+        assert isinstance((await stage.until(events + 2))[-1], GroupGenerated)
         assert stage.broken == []
-
-    play(scene)
-
-
-def test_weights_that_were_never_published_are_a_failed_sync() -> None:
-    async def scene() -> None:
-        stage = Stage(TokenGenerator())
-        stage.worker.carry_out(StageWeights(version=7, attempt=1, **WHO))
-        (failed,) = await stage.until(1)
-        assert "does not hold version 7" in failed.reason
-
-    play(scene)
-
-
-def test_a_replica_that_cannot_be_resumed_is_broken() -> None:
-    class Frozen(TokenGenerator):
-        async def resume(self) -> None:
-            raise RuntimeError("stuck")
-
-    async def scene() -> None:
-        stage = Stage(Frozen())
-        stage.worker.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
-        await stage.settle()
-        assert stage.broken == ["resuming failed: RuntimeError: stuck"]
 
     play(scene)
 

@@ -173,6 +173,10 @@ async def cancelled(group: TrajectoryGroup) -> Any:
     raise asyncio.CancelledError("by its own client")
 
 
+async def leaving(group: TrajectoryGroup) -> Any:
+    raise SystemExit(3)
+
+
 @pytest.mark.parametrize(
     ("work", "cause", "words"),
     [
@@ -187,6 +191,7 @@ async def cancelled(group: TrajectoryGroup) -> Any:
         (bad_row, "data", "row 7 has no rubric"),
         (broken, "infrastructure", "RuntimeError: the judge is away"),
         (cancelled, "infrastructure", "CancelledError: by its own client"),
+        (leaving, "infrastructure", "SystemExit: 3"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -3,7 +3,7 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,14 @@ import pytest
 from engine.commands import (
     Command,
     EnterState,
-    InstallWeights,
     MeasureRows,
     PauseReplica,
     ScoreBatch,
     StageWeights,
-    StartGroup,
     TrainStep,
 )
 from engine.errors import DataFailure, EngineError, reason_of
-from engine.events import Event, GroupFailed, RowsFailed, StateFailed, StepFailed, SyncFailed
+from engine.events import Event, RowsFailed
 from engine.gateway.runners import FunctionRunner
 from engine.protocols import Batch, Generated, GroupWork
 from engine.protocols.user_code import awaited
@@ -32,7 +30,7 @@ from engine.runtime.plan import Plan, Rollout
 from engine.runtime.prompt_sources import listed
 from engine.runtime.worker import Peers, PlannedTrainer
 from engine.states.limits import Limits
-from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
+from engine.trajectory import Prompt, TrajectoryGroup
 from engine.workers.measurement import HeldOut
 from engine.workers.progress_reports import SerialProgress
 from engine.workers.replica import ReplicaWorker
@@ -54,25 +52,6 @@ class Rude(BaseException):
 
 EXITS = [SystemExit(3), KeyboardInterrupt("stop"), GeneratorExit("enough"), asyncio.CancelledError("mine"), Rude()]
 exits = pytest.mark.parametrize("error", EXITS, ids=lambda error: type(error).__name__)
-
-
-class Leaving(SimpleGenerator):
-    """Raises `error` in the method that `call` names, and generates otherwise."""
-
-    def __init__(self, call: str, error: BaseException) -> None:
-        super().__init__()
-        self.error = error
-        if call != "sample":
-            setattr(self, call, self.leave)
-        self.call = call
-
-    async def leave(self, *given: Any) -> Any:
-        raise self.error
-
-    async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
-        if self.call == "sample":
-            raise self.error
-        return [response([1], reward=1.0, version=version) for _ in range(work.samples)]
 
 
 def no_progress() -> SerialProgress:
@@ -115,52 +94,17 @@ def play(scene: Callable[[], Awaitable[None]]) -> None:
 
 
 @exits
-@pytest.mark.parametrize("call", ["generate", "sample"])
-def test_a_generator_that_leaves_costs_its_group_one_attempt(call: str, error: BaseException) -> None:
-    async def scene() -> None:
-        stage = Stage()
-        worker = stage.replica(Leaving(call, error))
-        worker.carry_out(StartGroup(group=0, attempt=1, number=0, **WHO), PROMPT)
-        failed = await stage.next()
-        assert isinstance(failed, GroupFailed) and failed.cause == "infrastructure"
-        assert type(error).__name__ in failed.reason
-        assert stage.broken == [] and worker.running == 0
-        await worker.close()
-
-    play(scene)
-
-
-@exits
-@pytest.mark.parametrize("call", ["stage", "pause", "install"])
-def test_a_generator_that_leaves_an_order_about_weights_fails_that_sync(call: str, error: BaseException) -> None:
-    order = {
-        "stage": StageWeights(version=1, attempt=1, **WHO),
-        "pause": PauseReplica(version=1, mode="keep", attempt=1, **WHO),
-        "install": InstallWeights(version=1, attempt=1, **WHO),
-    }[call]
-
-    async def scene() -> None:
-        stage = Stage()
-        stage.weights.store.put(1, "w")
-        worker = stage.replica(Leaving(call, error))
-        worker.carry_out(order)
-        failed = await stage.next()
-        assert isinstance(failed, SyncFailed) and type(error).__name__ in failed.reason
-        assert stage.broken == []
-        await worker.close()
-
-    play(scene)
-
-
-@exits
 def test_a_generator_that_exits_while_watched_or_closed_breaks_only_its_replica(error: BaseException) -> None:
-    class Watched(Leaving):
+    class Watched(SimpleGenerator):
         async def failed(self) -> str:
-            raise self.error
+            raise error
+
+        async def close(self) -> None:
+            raise error
 
     async def scene() -> None:
         stage = Stage()
-        worker = stage.replica(Watched("close", error))
+        worker = stage.replica(Watched())
         worker.join(slots=1)
         await stage.next()
         while not stage.broken:
@@ -173,37 +117,19 @@ def test_a_generator_that_exits_while_watched_or_closed_breaks_only_its_replica(
 
 @exits
 def test_an_evaluator_that_leaves_fails_its_rows(error: BaseException) -> None:
+    class Leaving(SimpleGenerator):
+        async def generate(self, work: GroupWork) -> Generated:
+            raise error
+
     async def scene() -> None:
         stage = Stage()
-        evaluator = Leaving("generate", error)
+        evaluator = Leaving()
         worker = stage.replica(
             evaluator, HeldOut(prompts=[PROMPT], evaluator=evaluator, rows=[HeldOutRow("", 0, 0, 1)])
         )
         worker.carry_out(MeasureRows(validation=0, chunk=0, attempt=1, version=0, first=0, count=1, number=0, **WHO))
         failed = await stage.next()
         assert isinstance(failed, RowsFailed) and type(error).__name__ in failed.reason
-        await worker.close()
-
-    play(scene)
-
-
-@exits
-def test_the_work_of_a_state_that_leaves_costs_one_attempt(error: BaseException) -> None:
-    async def leave(group: TrajectoryGroup) -> TrajectoryGroup:
-        raise error
-
-    async def scene() -> None:
-        stage = Stage()
-        group = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[response([1], reward=0.0, version=0)])
-        await stage.trajectories.put(group, attempt=1)
-        worker = StageWorker(
-            works={"judging": leave}, trajectories=stage.trajectories, weights=stage.weights,
-            emit=stage.events.put_nowait, broken=stage.broken.append, timeout_s=5.0,
-        )  # fmt: skip
-        worker.carry_out(EnterState(group=0, attempt=1, state="judging", cause=0))
-        failed = await stage.next()
-        assert isinstance(failed, StateFailed) and failed.cause == "infrastructure"
-        assert type(error).__name__ in failed.reason
         await worker.close()
 
     play(scene)
@@ -334,27 +260,7 @@ def test_an_agent_that_leaves_is_the_fault_of_its_prompt_and_others_run_on(error
     play(scene)
 
 
-def test_a_reward_object_that_leaves_while_it_is_read_costs_one_attempt() -> None:
-    class Number:
-        def __float__(self) -> float:
-            raise SystemExit(3)
-
-    class Odd(SimpleGenerator):
-        async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
-            return [response([1], reward=Number(), version=version) for _ in range(2)]  # type: ignore[arg-type]
-
-    async def scene() -> None:
-        stage = Stage()
-        worker = stage.replica(Odd())
-        worker.carry_out(StartGroup(group=0, attempt=1, number=0, **WHO), PROMPT)
-        failed = await stage.next()
-        assert isinstance(failed, GroupFailed) and "SystemExit: 3" in failed.reason
-        await worker.close()
-
-    play(scene)
-
-
-@pytest.mark.parametrize("place", ["sample", "raise", "train"])
+@pytest.mark.parametrize("place", ["sample", "train"])
 def test_a_forked_child_that_returns_ends_and_the_run_goes_on(place: str) -> None:
     program = Path(__file__).with_name("forking_run.py")
     ended = subprocess.run([sys.executable, program, place], capture_output=True, text=True, timeout=60)
@@ -395,24 +301,3 @@ def test_an_exception_without_a_message_is_named_by_its_kind() -> None:
     assert reason_of(Mute()) == "(its message cannot be shown)"
     assert reason_of(Rude()) == "Rude: (its message cannot be shown)"
     assert reason_of(EngineError("it broke")) == "it broke"
-
-
-def test_a_trainer_error_without_a_message_fails_its_step_and_the_next_one_runs() -> None:
-    class Mute(Exception):
-        def __str__(self) -> str:
-            raise SystemExit("not even that")
-
-    class Learner(SimpleTrainer):
-        def train(self, batch: Any) -> dict[str, float]:
-            raise Mute
-
-    async def scene() -> None:
-        stage = Stage()
-        worker = stage.trainer(Learner())
-        for attempt in (1, 2):
-            worker.carry_out(TrainStep(step=0, attempt=attempt, groups=(), staleness=(), number=attempt, cause=0))
-            failed = await stage.next()
-            assert failed == StepFailed(step=0, attempt=attempt, reason="Mute: (its message cannot be shown)")
-        await worker.close()
-
-    play(scene)
