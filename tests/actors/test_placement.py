@@ -35,15 +35,6 @@ def test_a_new_life_of_a_replica_gets_the_gpus_of_the_one_before(
     assert story.visible == {"scheduler": "", "trainer": ""}
 
 
-def test_bundles_of_one_gpu_for_workers_that_ray_starts(cluster_of_gpus: ProcessPoolExecutor, tmp_path: Path) -> None:
-    changes = {"replicas": 2, "rollout_gpus": 2.0, "rollout_spread": True}
-    story = cluster_of_gpus.submit(carried_out, tmp_path, **changes).result()
-    assert story.outcome == "finished"
-    assert [gpus for _, gpus in story.given.values()] == [0, 0], "the GPUs are for the workers"
-    assert list(story.shapes.values()) == [("PACK", (1.0, 1.0))] * 2
-    assert (story.states, story.free) == ({"REMOVED"}, GPUS)
-
-
 def test_the_trainer_waits_for_a_node_and_gets_it_before_replicas_are_spread(
     cluster_of_gpus: ProcessPoolExecutor, tmp_path: Path
 ) -> None:

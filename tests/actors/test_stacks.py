@@ -70,7 +70,7 @@ def test_a_child_that_does_not_answer_leaves_time_for_the_next(tmp_path: Path) -
     file = stacks_file(tmp_path, "trainer")
     register_stacks(file)
     with endless_process(file, blocked=[signal.SIGUSR1]) as first, endless_process(file) as second:
-        dump_stacks(os.getpid(), file, patience_s=6.0)  # half of it for each
+        dump_stacks(os.getpid(), file, patience_s=3.0)  # half of it for each
         _, silent, answer = file.read_text().split(f", started by process {os.getpid()},")
     assert f"process {first.pid}: it wrote no stacks" in silent
     assert f"process {second.pid}" in silent and "in decide_for_ever" in answer and "no stacks" not in answer

@@ -4,13 +4,16 @@ import asyncio
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from handles import RayOfHandles, Scene, played, settled
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, RayError
-from ray_plans import Mortal, restore_mortal
+from ray_plans import Mortal, plan, restore_mortal
 
+from engine.actors import placement
 from engine.commands import Command, SaveCheckpoint, ScoreBatch, StartGroup, TrainStep
 from engine.errors import EngineError
 from engine.events import (
@@ -44,6 +47,24 @@ def is_up(replica: int, incarnation: int = 1) -> ProcessUp:
 
 
 # starting
+
+
+@pytest.mark.parametrize(
+    ("spread", "strategy", "bundles", "own"), [(False, "STRICT_PACK", [2.0], 2), (True, "PACK", [1.0, 1.0], 0)]
+)
+def test_a_replica_of_several_gpus_has_them_in_one_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spread: bool, strategy: str, bundles: list[float], own: int
+) -> None:
+    """Over several nodes each GPU is for a worker that Ray starts, and none for the actor."""
+    made: list[tuple[str, list[float]]] = []
+
+    def note(given: list[dict[str, float]], strategy: str) -> Any:
+        made.append((strategy, [bundle["GPU"] for bundle in given]))
+        return SimpleNamespace(name="")
+
+    monkeypatch.setattr(placement, "placement_group", note)
+    placed = placement.place(plan(tmp_path, rollout_gpus=2.0, rollout_spread=spread))
+    assert made == [(strategy, bundles)] and placed.options["num_gpus"] == own
 
 
 @played
@@ -173,9 +194,6 @@ async def test_a_replica_without_room_says_that_it_waits_and_joins_when_there_is
     late.opens.set()
     await settled()
     assert (late.joins, late.watchers) == (1, 1) and len(scene.events) == 2
-
-
-# stopping
 
 
 # orders
