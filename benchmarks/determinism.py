@@ -22,9 +22,11 @@ from engine.config import Config
 from engine.config.loading import parse_config
 from engine.protocols import Batch
 from engine.rollout.backend import SamplingParams
-from engine.rollout.generator import ModelGenerator
+from engine.rollout.generator import TRAINING, ModelGenerator, Way
+from engine.rollout.scoring import Grader
 from engine.rollout.torch.torch_backend import TorchBackend
 from engine.runtime.prompt_sources import CountedPrompts
+from engine.tasks.chat import PromptRenderer
 from engine.tasks.dataset import Dataset, PromptSource
 from engine.tasks.quickstart import Prepared, prepare
 from engine.tasks.rewards import find
@@ -97,7 +99,8 @@ def run(config: Config, made: Prepared, replicas: int) -> Seen:
     def generator(replica: int) -> ModelGenerator:
         r = config.rollout
         backend = TorchBackend(made.model_path, rows=slots * samples, context=r.context, deterministic=r.deterministic)
-        return ModelGenerator(backend, tokenizer, reward, params=params, seed=config.run.seed)
+        ways = {TRAINING: Way(params, Grader(tokenizer, reward))}
+        return ModelGenerator(backend, PromptRenderer(tokenizer), ways, seed=config.run.seed)
 
     trainer = Watched(ModelTrainer(made.model_path, config.trainer_settings))
     generators = [generator(replica) for replica in range(replicas)]

@@ -133,5 +133,5 @@ def test_a_parser_of_ones_own_is_used(models: dict[str, str], tmp_path: Path) ->
     from engine.config.episodes import settings_of
 
     config = configured(tmp_path, models["chatml"], environment={"tool_parser": f"{__name__}:shouted"})
-    assert settings_of(config, scored=False).parser("ADD") == ("", [ParsedCall("add", "{}")])
+    assert settings_of(config).parser("ADD") == ("", [ParsedCall("add", "{}")])
     assert ToolCall(id="1", name="add", arguments={}).answer("3")["content"] == "3"

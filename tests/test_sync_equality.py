@@ -25,9 +25,11 @@ from engine.protocols import Batch
 from engine.protocols.named_code import find
 from engine.record import read
 from engine.rollout.backend import SamplingParams
-from engine.rollout.generator import ModelGenerator
+from engine.rollout.generator import TRAINING, ModelGenerator, Way
+from engine.rollout.scoring import Grader
 from engine.rollout.torch.torch_backend import TorchBackend
 from engine.runtime.prompt_sources import CountedPrompts
+from engine.tasks.chat import PromptRenderer
 from engine.tasks.quickstart import Prepared, Quickstart, prepare
 from engine.trajectory import TrajectoryGroup
 
@@ -132,7 +134,8 @@ class Pieces:
         params = SamplingParams(
             temperature=self.config.rollout.temperature, max_tokens=MAX_TOKENS, stop_ids=self.stop_ids
         )
-        return ModelGenerator(backend, self.tokenizer, self.reward, params=params, seed=SEED)
+        ways = {TRAINING: Way(params, Grader(self.tokenizer, self.reward))}
+        return ModelGenerator(backend, PromptRenderer(self.tokenizer), ways, seed=SEED)
 
     def run_local(self, replicas: int, slots: int, file: Path) -> Watched:
         trainer = Watched(make_trainer(self.model, self.config.trainer_settings), file)

@@ -74,8 +74,8 @@ def parser_of(name: str, directory: str | None, field: str) -> Parser:
     return parser
 
 
-def settings_of(config: Config, *, scored: bool, local: Local = NO_LOCAL) -> EpisodeSettings:
-    """The settings of every episode. `scored`: whether a reward function judges episodes without a reward."""
+def settings_of(config: Config, local: Local = NO_LOCAL) -> EpisodeSettings:
+    """The settings of every episode."""
     section = config.environment
     return EpisodeSettings(
         name=section.class_name or "",
@@ -86,7 +86,6 @@ def settings_of(config: Config, *, scored: bool, local: Local = NO_LOCAL) -> Epi
         max_tokens=section.max_tokens,
         call_timeout_s=section.call_timeout_s,
         system_prompt=config.data.system_prompt,
-        scored=scored,
     )
 
 
@@ -96,7 +95,7 @@ def check_environment(config: Config, model: str, data: "Dataset", local: Local 
     path = config.environment.class_name
     if path is None:
         return
-    settings, tokenizer = settings_of(config, scored=True, local=local), load_tokenizer(model)
+    settings, tokenizer = settings_of(config, local), load_tokenizer(model)
     yield from _untried(find(path, config.run.code_dir, "environment.class_name", local))
     try:
         messages, schemas = _begin(settings, data.prompt(0), config.run.seed)

@@ -18,10 +18,12 @@ from engine.errors import ConfigError, EngineError, counted, message_of
 from engine.gateway.agents import Agents
 from engine.gateway.gateway_server import GatewayServer
 from engine.ids import Version
-from engine.plans.rollouts import check_agent, generator_maker, make_gateway
+from engine.plans.rollouts import check_agent, make_gateway, make_generator
 from engine.protocols import Generator, GroupWork
 from engine.rollout.agents.agent_generator import AgentCall, OpenGroup
 from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams
+from engine.rollout.generator import TRAINING, Way
+from engine.rollout.scoring import Grader
 from engine.trajectory import Prompt, RolloutReturn, Span
 
 LONGEST_S = 30.0
@@ -82,7 +84,8 @@ def rehearse_agent(config: Config, prompt: Prompt) -> Iterator[str]:
         run = _on_gateway(config, path, model, prompt)
     else:
         params = SamplingParams(max_tokens=config.rollout.max_tokens, stop_ids=stops)
-        run = _in_python(generator_maker(config)(model, tokenizer, None, params, True), prompt)
+        ways = {TRAINING: Way(params, Grader(tokenizer, None, later=True))}
+        run = _in_python(make_generator(config, model, tokenizer, ways), prompt)
     try:
         asyncio.run(_bounded(run))
         outcome = "ends"

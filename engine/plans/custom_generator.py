@@ -28,13 +28,11 @@ from engine.protocols import (
     SamplingSettings,
     Sleeper,
 )
+from engine.rollout.generator import TRAINING
 from engine.rollout.scoring import Grader, first_failure
 from engine.runtime.plan import Rollout
 from engine.trajectory import TrajectoryGroup
 from engine.workers.group_reports import Versions, check_generated
-
-TRAINING = ""
-"""The name that `GroupWork.validation_set` has for training prompts."""
 
 
 def make_custom_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:

@@ -6,7 +6,7 @@ Torch is imported only with a backend.
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from engine.gateway.sessions import SessionBounds
 from engine.ids import ReplicaId
 from engine.plans.custom_generator import make_custom_rollout
 from engine.plans.run_inputs import Inputs, reward_of
-from engine.plans.validation_sets import answers_of_sets, judge_of, make_evaluator
+from engine.plans.validation_sets import answers_of_sets, judge_of, ways_of_sets
 from engine.protocols import Generator
 from engine.protocols.named_code import NO_LOCAL, Local
 from engine.rollout.agents.agent_generator import AgentGenerator
@@ -31,9 +31,8 @@ from engine.rollout.agents.conversation import Chat
 from engine.rollout.agents.environment_program import EnvironmentGenerator
 from engine.rollout.agents.program_generator import ProgramGenerator
 from engine.rollout.backend import RolloutBackend, SamplingParams
-from engine.rollout.generator import ModelGenerator
-from engine.rollout.reward_parts import RewardParts
-from engine.rollout.scoring import Grader, RewardWork
+from engine.rollout.generator import TRAINING, ModelGenerator, Way
+from engine.rollout.scoring import Grader
 from engine.rollout.vllm.engine_args import memory_args
 from engine.runtime.plan import Rollout
 from engine.runtime.process_port import source_of
@@ -45,10 +44,6 @@ AGENT = ("base_url", "api_key", "prompt")
 
 
 PROGRAM = ("client", "prompt")
-
-
-MakeGenerator = Callable[[RolloutBackend, Any, RewardParts | None, SamplingParams, bool], Generator]
-"""(backend, tokenizer, reward, sampling parameters, whether rewards are assigned later) → a replica's generator."""
 
 
 def check_agent(config: Config, local: Local = NO_LOCAL) -> None:
@@ -130,38 +125,31 @@ def _runner(config: Config, local: Local) -> Runner:
     return FunctionRunner(_agent_function(config, local))
 
 
-def generator_maker(config: Config, most_prompt_tokens: int | None = None, local: Local = NO_LOCAL) -> MakeGenerator:
-    """The factory of the replicas' generators: for agents on the gateway, for rollouts in Python, or for single
-    responses, whose prompts have at most `most_prompt_tokens`."""
-    agent, seed, timeout_s = config.agent, config.run.seed, config.reward.timeout_s
-
-    def make(
-        backend: RolloutBackend, tokenizer: Any, reward: RewardParts | None, params: SamplingParams, later: bool
-    ) -> Generator:
-        if not config.several_turns:
-            assert reward is not None  # the configuration was checked
-            return ModelGenerator(
-                backend, tokenizer, reward, params=params, seed=seed, reward_timeout_s=timeout_s, rewards_later=later,
-                renderer=renderer_of(config, tokenizer, most_prompt_tokens),
-            )  # fmt: skip
-        grader = Grader(tokenizer, reward, timeout_s=timeout_s, later=later)
-        if agent.on_gateway:
-            name = agent.function.replace(":", ".") if agent.function is not None else (agent.command or [""])[0]
-            return AgentGenerator(backend, grader, params=params, seed=seed, name=f"agent {name}")
-        chat = Chat(tokenizer, params.stop_ids, config.data.chat_settings().template_kwargs)
-        if config.environment.class_name is not None:
-            settings = settings_of(config, scored=reward is not None or later, local=local)
-            return EnvironmentGenerator(
-                backend, chat, grader, settings, params=params, seed=seed, timeout_s=config.environment.timeout_s
-            )
-        rollout = _agent_rollout(config, local)
-        return ProgramGenerator(backend, chat, grader, rollout, params=params, seed=seed, timeout_s=agent.timeout_s)
-
-    return make
+def make_generator(
+    config: Config,
+    backend: RolloutBackend,
+    tokenizer: Any,
+    ways: Mapping[str, Way],
+    most_prompt_tokens: int | None = None,
+    local: Local = NO_LOCAL,
+) -> Generator:
+    """A replica's generator: for agents on the gateway, for rollouts in Python, or for single responses, whose prompts
+    have at most `most_prompt_tokens`."""
+    agent, seed = config.agent, config.run.seed
+    if not config.several_turns:
+        return ModelGenerator(backend, renderer_of(config, tokenizer, most_prompt_tokens), ways, seed=seed)
+    if agent.on_gateway:
+        name = agent.function.replace(":", ".") if agent.function is not None else (agent.command or [""])[0]
+        return AgentGenerator(backend, ways, seed=seed, name=f"agent {name}")
+    chat = Chat(tokenizer, ways[TRAINING].params.stop_ids, config.data.chat_settings().template_kwargs)
+    if config.environment.class_name is not None:
+        settings, timeout_s = settings_of(config, local), config.environment.timeout_s
+        return EnvironmentGenerator(backend, chat, ways, settings, seed=seed, timeout_s=timeout_s)
+    return ProgramGenerator(backend, chat, ways, _agent_rollout(config, local), seed=seed, timeout_s=agent.timeout_s)
 
 
 def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
-    """A replica: a generator with the run's sampling parameters, and one for validation prompts on the same backend."""
+    """A replica: a generator, which also answers validation prompts."""
     if config.rollout.custom:
         return make_custom_rollout(config, inputs, replica)
     from transformers import AutoTokenizer
@@ -172,16 +160,12 @@ def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
     backend = BACKENDS[r.backend](config, inputs, replica)
     stop_ids = stop_ids_of(tokenizer, inputs.model, r.stop, config.data.chat_settings())
     params = SamplingParams(temperature=r.temperature, top_p=r.top_p, max_tokens=r.max_tokens, stop_ids=stop_ids)
-    make = generator_maker(config, inputs.most_prompt_tokens, inputs.local)
+    grader = Grader(tokenizer, reward, timeout_s=config.reward.timeout_s, later=bool(rewarding(config)))
+    ways = {TRAINING: Way(params, grader), **ways_of_sets(config, tokenizer, stop_ids, reward, inputs.local)}
+    generator = make_generator(config, backend, tokenizer, ways, inputs.most_prompt_tokens, inputs.local)
     return Rollout(
-        generator=make(backend, tokenizer, reward, params, bool(rewarding(config))),
-        evaluator=make_evaluator(
-            config,
-            stop_ids,
-            reward,
-            lambda judge, sampling: make(backend, tokenizer, judge, sampling, False),
-            inputs.local,
-        ),
+        generator=generator,
+        evaluator=generator,
         answers=answers_of_sets(config, judge_of(config, inputs.reward, inputs.local), inputs.local),
     )
 
@@ -200,8 +184,7 @@ def make_work(config: Config, inputs: Inputs, state: str) -> Work:
     from transformers import AutoTokenizer
 
     tokenizer, at_once = AutoTokenizer.from_pretrained(inputs.model, trust_remote_code=False), states[0].concurrency
-    grader = Grader(tokenizer, reward, threads=at_once, timeout_s=config.reward.timeout_s)
-    return RewardWork(grader)
+    return Grader(tokenizer, reward, threads=at_once, timeout_s=config.reward.timeout_s)
 
 
 def torch_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutBackend:

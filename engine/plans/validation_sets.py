@@ -1,19 +1,19 @@
-"""The validation sets of a configured run: their prompts, and the generators and rewards for them on a replica.
+"""The validation sets of a configured run: their prompts, and how they are sampled and judged on a replica.
 
 Called by `configured_plan`, in the launching process and in replicas.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.config import Config
 from engine.config.reward_functions import function_of_set, reward_of_set
 from engine.config.validation import SetSettings, validation_sets
-from engine.protocols import Generator
 from engine.protocols.named_code import NO_LOCAL, Local, find
 from engine.rollout.backend import SamplingParams
-from engine.rollout.evaluator import SetEvaluator
+from engine.rollout.generator import Way
 from engine.rollout.reward_parts import RewardParts
+from engine.rollout.scoring import Grader
 from engine.states.limits import ValidationSet
 from engine.tasks.answers import answer_of
 from engine.tasks.dataset import Dataset
@@ -48,25 +48,19 @@ def held_out_rows(
     return rows, tuple(sets)
 
 
-def make_evaluator(
-    config: Config,
-    stop_ids: Sequence[int],
-    reward: RewardParts | None,
-    make: Callable[[RewardParts | None, SamplingParams], Generator],
-    local: Local = NO_LOCAL,
-) -> Generator:
-    """The evaluator of validation prompts on a replica. It has a generator for each way of sampling and judging
-    them."""
-    made: dict[Any, Generator] = {}
+def ways_of_sets(
+    config: Config, tokenizer: Any, stop_ids: tuple[int, ...], reward: RewardParts | None, local: Local = NO_LOCAL
+) -> dict[str, Way]:
+    """How each validation set is sampled and judged, by its name. `reward`: of the run."""
+    made: dict[Any, Way] = {}
     sets = validation_sets(config.validation, config.rollout, config.reward)
     for one in sets:
         if one.way not in made:
             temperature, top_p, max_tokens, _ = one.way
-            params = SamplingParams(
-                temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop_ids=tuple(stop_ids)
-            )
-            made[one.way] = make(own_reward(config, one, reward, local), params)
-    return next(iter(made.values())) if len(made) == 1 else SetEvaluator({one.name: made[one.way] for one in sets})
+            params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop_ids=stop_ids)
+            judge = own_reward(config, one, reward, local)
+            made[one.way] = Way(params, Grader(tokenizer, judge, timeout_s=config.reward.timeout_s))
+    return {one.name: made[one.way] for one in sets}
 
 
 def answers_of_sets(config: Config, judge: Any, local: Local = NO_LOCAL) -> Mapping[str, Answer]:

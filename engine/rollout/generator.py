@@ -7,32 +7,51 @@ a trajectory.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from engine.errors import DataFailure, EngineError
 from engine.ids import GroupId, Version
 from engine.protocols import CallFigures, Generated, GroupWork, Sleeper
 from engine.rollout.agents.agent_calls import AgentCalls
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams, derive_seed
-from engine.rollout.reward_parts import RewardParts
-from engine.rollout.scoring import CALLS_AT_ONCE, Grader, Reward, first_failure
+from engine.rollout.scoring import Grader, first_failure
 from engine.tasks.chat import PromptRenderer
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
 # -- the base class of the built-in generators -------------------------------------------------------------------------
 
 
+TRAINING = ""
+"""The name that `GroupWork.validation_set` has for training prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How the prompts of training or of a validation set are sampled and judged."""
+
+    params: SamplingParams
+    grader: Grader
+
+
 class BackendGenerator:
     """Base class of the built-in generators: the parts of `protocols.Generator` that only call the backend. Implements
     `protocols.Fallible`, `Sleeper`, `MeasuresCalls` and `MeasuresCache`."""
 
-    def __init__(self, backend: RolloutBackend, grader: Grader, agent: AgentCalls | None = None) -> None:
-        """`agent`: measures the calls of the user's code between the answers of the model."""
+    def __init__(self, backend: RolloutBackend, ways: Mapping[str, Way], agent: AgentCalls | None = None) -> None:
+        """`ways`: by validation set, and under `TRAINING`. `agent`: measures the calls of the user's code between the
+        answers of the model."""
         self._backend = backend
-        self._grader = grader
+        self._ways = ways
+        self._graders = list(dict.fromkeys(way.grader for way in ways.values()))
         self._agent = agent
+
+    def way_of(self, work: GroupWork) -> Way:
+        """Raises: `EngineError` for a validation set that has none."""
+        if work.validation_set not in self._ways:
+            raise EngineError(f"there is no validation set {work.validation_set!r}")
+        return self._ways[work.validation_set]
 
     async def stage(self, version: Version, weights: Any) -> None:
         await self._backend.stage(version, weights)
@@ -50,19 +69,22 @@ class BackendGenerator:
             await self._backend.wake()
 
     async def close(self) -> None:
-        self._grader.close()
+        for grader in self._graders:
+            grader.close()
         await self._backend.close()
 
     async def failed(self) -> str:
         """See `protocols.Fallible`. The backend has failed, or too many reward calls hang."""
-        return await first_failure(self._backend.failed(), self._grader.failed())
+        return await first_failure(self._backend.failed(), *(grader.failed() for grader in self._graders))
 
     def call_figures(self) -> list[CallFigures]:
         """See `protocols.MeasuresCalls`."""
-        return [*([self._agent.figures()] if self._agent is not None else []), *self._grader.call_figures()]
+        own = [self._agent.figures()] if self._agent is not None else []
+        return own + [figures for grader in self._graders for figures in grader.call_figures()]
 
     def watch_calls(self, changed: Callable[[], None]) -> None:
-        self._grader.watch_calls(changed)
+        for grader in self._graders:
+            grader.watch_calls(changed)
         if self._agent is not None:
             self._agent.changed = changed
 
@@ -81,8 +103,8 @@ class GeneratorOfCalls(BackendGenerator):
     park: ClassVar[str]
     """How an abort cuts groups."""
 
-    def __init__(self, backend: RolloutBackend, grader: Grader, agent: AgentCalls) -> None:
-        super().__init__(backend, grader, agent)
+    def __init__(self, backend: RolloutBackend, ways: Mapping[str, Way], agent: AgentCalls) -> None:
+        super().__init__(backend, ways, agent)
         self._groups: dict[GroupId, Any] = {}
         """The running `generate` call of each group, with an event `done`."""
         self._unpaused = asyncio.Event()
@@ -124,15 +146,6 @@ async def all_set(events: Sequence[asyncio.Event]) -> None:
 # -- single-turn rollouts ----------------------------------------------------------------------------------------------
 
 
-class Tokenizer(Protocol):
-    """The methods that a tokenizer needs; Hugging Face tokenizers have them. If it has a `chat_template`, it also needs
-    `apply_chat_template`, and `encode` with `add_special_tokens=False`."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
-
-
 PROGRESS_EVERY_TOKENS = 256
 """New tokens between two progress reports of a trajectory whose prefixes are not stored."""
 
@@ -142,6 +155,7 @@ class Attempt:
     """One running `generate` call."""
 
     work: GroupWork
+    way: Way
     group: TrajectoryGroup
     cut: str = ""
     """`abort` or `truncate` if one was requested, else empty. The first request wins."""
@@ -164,32 +178,14 @@ class Attempt:
 
 
 class ModelGenerator(BackendGenerator):
-    """Samples with `backend` and scores with `reward`. Sends the requests of all unfinished trajectories of a group at
-    once.
-
-    `reward` is called on threads, at most `reward_threads` calls at a time. A call that takes longer than
-    `reward_timeout_s` fails its group. With `rewards_later`, `reward` is never called.
-    `renderer` turns prompts into token ids. By default, a text becomes a user message if the tokenizer has a chat
-    template.
-    """
+    """Samples with `backend`. Sends the requests of all unfinished trajectories of a group at once. `renderer` turns
+    prompts into token ids."""
 
     def __init__(
-        self,
-        backend: RolloutBackend,
-        tokenizer: Tokenizer,
-        reward: Reward | RewardParts,
-        *,
-        params: SamplingParams,
-        seed: int,
-        reward_threads: int = CALLS_AT_ONCE,
-        reward_timeout_s: float | None = None,
-        rewards_later: bool = False,
-        renderer: PromptRenderer | None = None,
+        self, backend: RolloutBackend, renderer: PromptRenderer, ways: Mapping[str, Way], *, seed: int
     ) -> None:
-        grader = Grader(tokenizer, reward, threads=reward_threads, timeout_s=reward_timeout_s, later=rewards_later)
-        super().__init__(backend, grader)
-        self._renderer = renderer or PromptRenderer(tokenizer)
-        self._params = params
+        super().__init__(backend, ways)
+        self._renderer = renderer
         self._seed = seed
         self._attempts: dict[GroupId, Attempt] = {}
         self._paused = False
@@ -203,7 +199,7 @@ class ModelGenerator(BackendGenerator):
         """
         if work.group in self._attempts:
             raise EngineError(f"group {work.group} is already being generated", group=work.group)
-        attempt = Attempt(work, self._group_of(work), cut="truncate" if work.truncate else "")
+        attempt = Attempt(work, self.way_of(work), self._group_of(work), cut="truncate" if work.truncate else "")
         self._attempts[work.group] = attempt
         try:
             try:
@@ -214,7 +210,7 @@ class ModelGenerator(BackendGenerator):
                 return Generated(group=attempt.group, aborted=True)
             for trajectory in attempt.group.trajectories:
                 trajectory.finish_reason = trajectory.finish_reason or "truncated"
-            await self._grader.score(attempt.group, work.progress)
+            await attempt.way.grader.score(attempt.group, work.progress)
             return Generated(group=attempt.group)
         finally:
             del self._attempts[work.group]
@@ -287,7 +283,7 @@ class ModelGenerator(BackendGenerator):
                 id=request_id(work, index),
                 prompt_ids=trajectory.prompt_ids,
                 prefix_ids=trajectory.token_ids,
-                params=self._params,
+                params=attempt.way.params,
                 seed=derive_seed(self._seed, work.group, index),
                 session=work.group,
                 report_every=work.save_every_tokens if work.save is not None else PROGRESS_EVERY_TOKENS,

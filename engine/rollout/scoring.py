@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 
 from engine.errors import DataFailure, EngineError, RewardFailure, message_of, place_of
 from engine.protocols import CallFigures
@@ -321,22 +321,17 @@ class RewardCalls:
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 
-class Decoder(Protocol):
-    """The part of a tokenizer that `Grader` needs."""
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
-
-
 class Grader:
-    """Sets the texts and rewards of groups. Calls the functions of `reward` with `RewardCalls`.
+    """Sets the texts and rewards of groups. Calls the functions of `reward` with `RewardCalls`. It is also the work of
+    the state that scores groups; implements `protocols.Fallible`, `Closable` and `MeasuresCalls`.
 
     With `reward=None`, rollouts must have returned a reward; a truncated one without a reward gets 0. With `later`,
-    missing rewards stay None.
+    missing rewards stay None. `decoder`: a tokenizer.
     """
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Any,
         reward: Reward | RewardParts | None,
         *,
         threads: int = CALLS_AT_ONCE,
@@ -344,6 +339,8 @@ class Grader:
         later: bool = False,
     ) -> None:
         self._later = later
+        self.judges = later or reward is not None
+        """Whether a function gives missing rewards, here or later."""
         self._decoder = decoder
         self._reward = None
         if reward is not None:
@@ -353,6 +350,10 @@ class Grader:
             RewardCalls(part, threads=threads, timeout_s=timeout_s, hanging=self._hanging)
             for part in (self._reward.parts if self._reward is not None else ())
         ]
+
+    async def __call__(self, group: TrajectoryGroup) -> TrajectoryGroup:
+        await self.score(group)
+        return group
 
     async def score(self, group: TrajectoryGroup, progress: Callable[[], None] = _nobody) -> None:
         """Set the text of every trajectory and the reward of every rollout that has none.
@@ -422,31 +423,6 @@ class Grader:
                 )
             for trajectory in rollout:
                 trajectory.reward = 0.0
-
-
-class RewardWork:
-    """The work of the state that scores groups. Implements `protocols.Fallible`, `Closable` and `MeasuresCalls`."""
-
-    def __init__(self, grader: Grader) -> None:
-        self._grader = grader
-
-    async def __call__(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        await self._grader.score(group)
-        return group
-
-    def close(self) -> None:
-        """End the processes of the reward."""
-        self._grader.close()
-
-    def call_figures(self) -> list[CallFigures]:
-        return self._grader.call_figures()
-
-    def watch_calls(self, changed: Callable[[], None]) -> None:
-        self._grader.watch_calls(changed)
-
-    async def failed(self) -> str:
-        """As `RewardCalls.failed`."""
-        return await self._grader.failed()
 
 
 async def first_failure(*failures: Awaitable[str]) -> str:

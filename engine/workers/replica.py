@@ -156,7 +156,9 @@ class ReplicaWorker:
             held_out, version=lambda: self.version, emit=emit, spawn=self._tasks.spawn,
             progress_every_s=progress_every_s(MeasureRows),
         )  # fmt: skip
-        sources = [generator] if held_out is None else [generator, held_out.evaluator]
+        sources = [generator]
+        if held_out is not None and held_out.evaluator is not generator:
+            sources.append(held_out.evaluator)
         self._calls = CallReports("replica", replica, incarnation, sources, emit)
         self._cache = CacheReports(replica, incarnation, generator, cache_every_s, lambda: self.running, emit)
         self._done = DoneOrders(self._report_done)

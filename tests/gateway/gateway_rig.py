@@ -17,6 +17,7 @@ from engine.rollout.agents.agent_generator import AgentCall, AgentGenerator, Gro
 from engine.rollout.agents.conversation import Chat
 from engine.rollout.agents.tool_calls import PARSERS, Parser
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
+from engine.rollout.generator import TRAINING, Way
 from engine.rollout.scoring import Grader
 from engine.rollout.torch.torch_backend import TorchBackend
 from engine.trajectory import Prompt, Span, Trajectory
@@ -114,6 +115,10 @@ class Line:
 Agent = Callable[[AsyncOpenAI, Prompt], Awaitable[float | None]]
 
 
+def ways(grader: Grader, max_tokens: int, stop_ids: tuple[int, ...] = (1,)) -> dict[str, Way]:
+    return {TRAINING: Way(SamplingParams(max_tokens=max_tokens, stop_ids=stop_ids), grader)}
+
+
 def length_of(prompt: Prompt, trajectory: Trajectory) -> float:
     return float(len(trajectory.text))
 
@@ -144,9 +149,8 @@ class Rig:
             parser=PARSERS[parser] if isinstance(parser, str) else parser,
             max_body_bytes=max_body_bytes,
         )
-        params = SamplingParams(max_tokens=max_tokens, stop_ids=(1,))
         self.generators = [
-            AgentGenerator(backend, Grader(self.tokens, reward), params=params, seed=7) for backend in self.backends
+            AgentGenerator(backend, ways(Grader(self.tokens, reward), max_tokens), seed=7) for backend in self.backends
         ]
         self.lines = [Line(self.agents, generator) for generator in self.generators]
         for generator, line in zip(self.generators, self.lines, strict=True):

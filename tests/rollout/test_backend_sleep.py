@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 from backends import BACKENDS, build, build_torch, run_over, until_sampled
-from test_generator import Letters, length_reward
+from test_generator import by_length, over
 from test_torch_backend import ask
 from vllm_arguments import require_vllm
 
 from engine.errors import EngineError
 from engine.protocols import Sleeper
 from engine.rollout.backend import SamplingParams
-from engine.rollout.generator import ModelGenerator
 from engine.rollout.torch.torch_backend import TorchBackend
 
 PARAMS = SamplingParams(max_tokens=40)
@@ -70,7 +69,7 @@ def test_a_backend_with_requests_under_way_does_not_sleep() -> None:
 
 def test_a_generator_sleeps_as_its_backend_does() -> None:
     async def scenario(backend: Any) -> None:
-        generator = ModelGenerator(backend, Letters(), length_reward, params=PARAMS, seed=3)
+        generator = over(backend, by_length(PARAMS))
         assert isinstance(generator, Sleeper)
         await backend.sample(ask(0, PARAMS))
         await generator.pause("abort")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "gateway"))
-from gateway_rig import TEMPLATE, FixedAnswers, model, tokenizer
+from gateway_rig import TEMPLATE, FixedAnswers, model, tokenizer, ways
 
 from engine.environments import Environment, Opening, StepResult, ToolCall, Turn
 from engine.environments.lookup import Lookup
@@ -22,7 +22,7 @@ from engine.protocols import Generated, GroupWork
 from engine.rollout.agents.conversation import Chat
 from engine.rollout.agents.environment_program import EnvironmentGenerator, EpisodeSettings
 from engine.rollout.agents.tool_calls import MARKS, hermes
-from engine.rollout.backend import RolloutBackend, SamplingParams
+from engine.rollout.backend import RolloutBackend
 from engine.rollout.scoring import Grader
 from engine.rollout.torch.torch_backend import TorchBackend
 from engine.tasks.lookup import LookupModel, rows, worked_turns
@@ -35,13 +35,9 @@ def call(name: str, **arguments: Any) -> str:
 
 def generator(make: Any, backend: RolloutBackend, max_tokens: int = 90, **limits: Any) -> EnvironmentGenerator:
     tokens = tokenizer(limits.pop("template", TEMPLATE))
-    params = SamplingParams(max_tokens=max_tokens, stop_ids=(1,))
-    reward = limits.pop("reward", None)
-    episodes = EpisodeSettings(
-        name="tests:Made", make=make, parser=hermes, call_mark=MARKS["hermes"], scored=reward is not None, **limits
-    )
-    grader = Grader(tokens, reward)
-    return EnvironmentGenerator(backend, Chat(tokens, [1]), grader, episodes, params=params, seed=7, timeout_s=60)
+    judged = ways(Grader(tokens, limits.pop("reward", None)), max_tokens)
+    episodes = EpisodeSettings(name="tests:Made", make=make, parser=hermes, call_mark=MARKS["hermes"], **limits)
+    return EnvironmentGenerator(backend, Chat(tokens, [1]), judged, episodes, seed=7, timeout_s=60)
 
 
 def work(attempt: int = 1, samples: int = 1, prompt: Prompt | None = None, **more: Any) -> GroupWork:
@@ -220,13 +216,10 @@ def test_an_environment_that_never_ends_meets_a_limit(
             return await super().sample(request)
 
     async def scenario() -> Trajectory:
-        answer_tokens = limits.pop("answer_tokens", 90)
-        episodes = {("max_tokens" if name == "max_tokens" else name): value for name, value in limits.items()}
         tokens = tokenizer()
         made = EnvironmentGenerator(
-            Bounded(*said), Chat(tokens, [1]), Grader(tokens, None),
-            EpisodeSettings(name="tests:Endless", make=Endless, parser=hermes, **episodes),
-            params=SamplingParams(max_tokens=answer_tokens, stop_ids=(1,)), seed=7, timeout_s=60,
+            Bounded(*said), Chat(tokens, [1]), ways(Grader(tokens, None), 90),
+            EpisodeSettings(name="tests:Endless", make=Endless, parser=hermes, **limits), seed=7, timeout_s=60,
         )  # fmt: skip
         (trajectory,) = (await made.generate(work())).group.trajectories
         await made.close()
@@ -382,9 +375,8 @@ ENDS = tuple(range(1, 30))
 def noisy(backend: RolloutBackend) -> EnvironmentGenerator:
     tokens = tokenizer()
     return EnvironmentGenerator(
-        backend, Chat(tokens, ENDS), Grader(tokens, None),
-        EpisodeSettings(name="tests:Noisy", make=Noisy, parser=hermes),
-        params=SamplingParams(max_tokens=60, stop_ids=ENDS), seed=7, timeout_s=60,
+        backend, Chat(tokens, ENDS), ways(Grader(tokens, None), 60, ENDS),
+        EpisodeSettings(name="tests:Noisy", make=Noisy, parser=hermes), seed=7, timeout_s=60,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,9 +16,10 @@ from backends import CONTEXT, build, build_torch, until_sampled
 
 from engine.errors import DataFailure, EngineError
 from engine.protocols import Generated, GroupWork
-from engine.rollout.backend import SamplingParams
-from engine.rollout.generator import ModelGenerator
+from engine.rollout.backend import RolloutBackend, SamplingParams
+from engine.rollout.generator import TRAINING, ModelGenerator, Way
 from engine.rollout.scoring import MAX_HANGING_CALLS, Grader, RewardCalls, Waiting
+from engine.tasks.chat import PromptRenderer
 from engine.testing import GeneratorContract
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
@@ -49,10 +50,17 @@ def length_reward(prompt: Prompt, trajectory: Trajectory) -> float:
 def make(
     reward: Callable[..., Any] = length_reward, *, max_tokens: int = LONG, seed: int = 0, **options: Any
 ) -> ModelGenerator:
-    timeout = options.pop("reward_timeout_s", None)
-    backend = build_torch("qwen2", **options)
+    grader = Grader(Letters(), reward, timeout_s=options.pop("reward_timeout_s", None))
     params = SamplingParams(max_tokens=max_tokens, stop_ids=(30,) if max_tokens > LONG else ())
-    return ModelGenerator(backend, Letters(), reward, params=params, seed=seed, reward_timeout_s=timeout)
+    return over(build_torch("qwen2", **options), {TRAINING: Way(params, grader)}, seed)
+
+
+def over(backend: RolloutBackend, ways: Mapping[str, Way], seed: int = 3) -> ModelGenerator:
+    return ModelGenerator(backend, PromptRenderer(Letters()), ways, seed=seed)
+
+
+def by_length(params: SamplingParams) -> dict[str, Way]:
+    return {TRAINING: Way(params, Grader(Letters(), length_reward))}
 
 
 def work(group: int = 1, *, text: str = "two plus two", **changes: Any) -> GroupWork:
@@ -113,6 +121,20 @@ def test_group_comes_back_whole() -> None:
         assert trajectory.reward == float(LONG)
         assert trajectory.text == Letters().decode(trajectory.token_ids, skip_special_tokens=True)
     assert any(SPECIAL in ids for ids in tokens_of(group)), "no special token was sampled: skipping them is not tested"
+
+
+def test_a_validation_set_is_sampled_and_judged_in_its_own_way() -> None:
+    def way(tokens: int, reward: float) -> Way:
+        return Way(SamplingParams(max_tokens=tokens), Grader(Letters(), lambda prompt, trajectory: reward))
+
+    async def scenario(generator: ModelGenerator) -> None:
+        for name, tokens, reward in ((TRAINING, 3, 0.5), ("hard", 5, 1.0)):
+            group = (await generator.generate(work(samples=1, validation_set=name))).group
+            assert (group.tokens, group.trajectories[0].reward) == (tokens, reward)
+        with pytest.raises(EngineError, match="no validation set 'easy'"):
+            await generator.generate(work(validation_set="easy"))
+
+    run(over(build_torch("qwen2"), {TRAINING: way(3, 0.5), "hard": way(5, 1.0)}), scenario)
 
 
 def test_tokens_depend_on_run_seed_group_and_sample_but_not_on_the_attempt() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from backends import Kind, build_torch, go_on, run_over, until_sampled
+from test_generator import by_length, over
 
 from engine.protocols import GroupWork
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
-from engine.rollout.generator import ModelGenerator
 from engine.trajectory import Prompt, Span, TrajectoryGroup
 
 LONG = 150
@@ -112,9 +112,7 @@ def test_the_generator_saves_the_whole_group_about_once_per_round() -> None:
 
     async def scenario() -> TrajectoryGroup:
         backend = build_torch("qwen2")
-        generator = ModelGenerator(
-            backend, Words(), lambda prompt, trajectory: 1.0, params=SamplingParams(max_tokens=LONG), seed=0
-        )
+        generator = over(backend, by_length(SamplingParams(max_tokens=LONG)), seed=0)
         work = GroupWork(
             group=3, attempt=1, prompt=Prompt(row=0, text="abc"), samples=4, save_every_tokens=EVERY, save=saved.append
         )
@@ -139,7 +137,7 @@ def test_finished_siblings_are_saved_as_such_and_no_more_waited_for() -> None:
     first, second = (SamplingParams(max_tokens=LONG), SamplingParams(max_tokens=LONG, stop_ids=(4,)))
 
     async def group_with(params: SamplingParams, partial: TrajectoryGroup | None) -> Any:
-        generator = ModelGenerator(build_torch("qwen2"), Words(), lambda prompt, trajectory: 1.0, params=params, seed=5)
+        generator = over(build_torch("qwen2"), by_length(params), seed=5)
         work = GroupWork(
             group=3, attempt=1, prompt=Prompt(row=0, text="abc"), samples=4, partial=partial, save_every_tokens=10,
             save=saved.append,
@@ -159,13 +157,3 @@ def test_finished_siblings_are_saved_as_such_and_no_more_waited_for() -> None:
     assert any(t.finish_reason == "stop" for t in last.trajectories)
     assert last.tokens > sum(lengths) - 4 * 2 * 10
     assert whole.tokens == 4 * LONG
-
-
-class Words:
-    """A tokenizer of letters."""
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) % 31 for letter in text]
-
-    def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> str:
-        return "".join(chr(97 + i) for i in token_ids)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "gateway"))
-from gateway_rig import FixedAnswers, model, tokenizer
+from gateway_rig import FixedAnswers, model, tokenizer, ways
 
 from engine.errors import DataFailure
 from engine.protocols import Generated, GroupWork
 from engine.rollout.agents.conversation import Chat
 from engine.rollout.agents.program_generator import Program, ProgramGenerator, RolloutClient
-from engine.rollout.backend import RolloutBackend, SampleRequest, SamplingParams
+from engine.rollout.backend import RolloutBackend, SampleRequest
 from engine.rollout.scoring import Grader
 from engine.rollout.torch.torch_backend import TorchBackend
 from engine.trajectory import Prompt, Trajectory
@@ -25,11 +25,8 @@ def generator(
     program: Program, backend: RolloutBackend, max_tokens: int = 12, timeout_s: float = 60
 ) -> ProgramGenerator:
     tokens = tokenizer()
-    params = SamplingParams(max_tokens=max_tokens, stop_ids=(1,))
     grader = Grader(tokens, lambda prompt, trajectory: float(len(trajectory.token_ids)))
-    return ProgramGenerator(
-        backend, Chat(tokens, [1]), grader, program, params=params, seed=7, timeout_s=timeout_s
-    )  # fmt: skip
+    return ProgramGenerator(backend, Chat(tokens, [1]), ways(grader, max_tokens), program, seed=7, timeout_s=timeout_s)
 
 
 def work(attempt: int = 1, **more: Any) -> GroupWork:

@@ -15,7 +15,7 @@ import torch
 import vllm_engines
 from backends import WIDE, build, run, run_over
 from gate import TOO_LONG_S
-from test_generator import Letters, length_reward
+from test_generator import by_length, over
 from test_prefixes import assert_begins
 from vllm_arguments import require_vllm
 
@@ -65,7 +65,7 @@ class Publisher(SimpleTrainer):
 
 
 def generator_of(backend: Any) -> ModelGenerator:
-    return ModelGenerator(backend, Letters(), length_reward, params=SamplingParams(max_tokens=TOKENS), seed=3)
+    return over(backend, by_length(SamplingParams(max_tokens=TOKENS)))
 
 
 def run_on(backends: list[Any], trainer: Publisher, **options: Any) -> RunResult:

@@ -14,7 +14,7 @@ from engine.errors import DataFailure, EngineError
 from engine.events import Event, GroupGenerated, InspectionFailed, StateFailed, StateLeft, StepInspected
 from engine.protocols import Generated, GroupWork, PublishedWeights
 from engine.rollout.reward_parts import RewardPart, RewardParts
-from engine.rollout.scoring import MAX_HANGING_CALLS, Grader, RewardWork
+from engine.rollout.scoring import MAX_HANGING_CALLS, Grader
 from engine.runtime.local import response
 from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
 from engine.states.limits import REWARDING
@@ -236,8 +236,7 @@ def test_the_calls_of_a_reward_have_a_time_of_their_own_and_may_get_stuck(stuck:
         return 1.0
 
     def bench() -> Bench:
-        grader = Grader(Digits(), reward, threads=stuck, timeout_s=0.01)
-        return Bench(RewardWork(grader), timeout_s=1e-9, state=REWARDING)
+        return Bench(Grader(Digits(), reward, threads=stuck, timeout_s=0.01), timeout_s=1e-9, state=REWARDING)
 
     async def scene(bench: Bench) -> None:
         for number in range(10, 10 + stuck):
@@ -262,7 +261,7 @@ def test_the_processes_of_a_reward_end_with_the_worker() -> None:
 
     def bench() -> Bench:
         part = RewardPart(function=lambda *_: 1.0, close=lambda: closed.append("reward"))
-        return Bench(RewardWork(Grader(Digits(), RewardParts((part,)))), state=REWARDING)
+        return Bench(Grader(Digits(), RewardParts((part,))), state=REWARDING)
 
     async def scene(bench: Bench) -> None:
         await bench.worker.close()

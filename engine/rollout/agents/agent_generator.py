@@ -7,7 +7,7 @@ has ended, or after `pause` has returned.
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -15,9 +15,8 @@ from engine.errors import EngineError
 from engine.ids import GroupId, Version
 from engine.protocols import Generated, GroupWork
 from engine.rollout.agents.agent_calls import AgentCalls, GroupCalls
-from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams, derive_seed
-from engine.rollout.generator import GeneratorOfCalls
-from engine.rollout.scoring import Grader
+from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, derive_seed
+from engine.rollout.generator import GeneratorOfCalls, Way
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
 
@@ -97,6 +96,7 @@ class OpenedGroup:
     """One running `generate` call."""
 
     work: GroupWork
+    way: Way
     cut: str = ""
     running: dict[str, None] = field(default_factory=dict)
     """Ids of the requests that the backend is running."""
@@ -106,20 +106,16 @@ class OpenedGroup:
 
 
 class AgentGenerator(GeneratorOfCalls):
-    """Samples for agents with `backend` and scores their trajectories.
+    """Samples for agents with `backend` and scores their trajectories. Each call has its own `max_tokens`.
 
-    The sampling parameters are `params`, except that each call has its own `max_tokens`. `connect` must be called once,
-    before the first group. `name`: the agent's name in messages.
+    `connect` must be called once, before the first group. `name`: the agent's name in messages.
     """
 
     park = "park"
 
-    def __init__(
-        self, backend: RolloutBackend, grader: Grader, *, params: SamplingParams, seed: int, name: str = "agent"
-    ) -> None:
+    def __init__(self, backend: RolloutBackend, ways: Mapping[str, Way], *, seed: int, name: str = "agent") -> None:
         self._agent_calls = AgentCalls(name)
-        super().__init__(backend, grader, self._agent_calls)
-        self._params = params
+        super().__init__(backend, ways, self._agent_calls)
         self._seed = seed
         self._gateway: Gateway | None = None
         self._version: Version = 0
@@ -137,7 +133,8 @@ class AgentGenerator(GeneratorOfCalls):
             raise EngineError("no gateway is connected; call connect() before generate()")
         if work.group in self._groups:
             raise EngineError(f"group {work.group} is already being generated", group=work.group)
-        opened = self._groups[work.group] = OpenedGroup(work, cut="truncate" if work.truncate else "")
+        opened = OpenedGroup(work, self.way_of(work), cut="truncate" if work.truncate else "")
+        self._groups[work.group] = opened
         try:
             asked = OpenGroup(
                 group=work.group,
@@ -155,7 +152,7 @@ class AgentGenerator(GeneratorOfCalls):
                 for rollout in outcome.rollouts:
                     self._count(rollout.own_s)
                 work.finished(work.samples)
-                await self._grader.score(group, work.progress)
+                await opened.way.grader.score(group, work.progress)
             return Generated(group=group, aborted=outcome.aborted, oldest_version=None if oldest is None else oldest[0])
         finally:
             opened.done.set()
@@ -179,7 +176,7 @@ class AgentGenerator(GeneratorOfCalls):
             return SampleResult(token_ids=[], logprobs=[], spans=[], finish_reason="abort")
         opened.work.finished(call.ended)
         params = replace(
-            self._params, max_tokens=call.max_tokens, top_logprobs=call.top_logprobs, structure=call.structure
+            opened.way.params, max_tokens=call.max_tokens, top_logprobs=call.top_logprobs, structure=call.structure
         )
         opened.running[call.id] = None
         try:

@@ -1,4 +1,4 @@
-"""Plays the episodes of an environment: the `Program` that `EnvironmentGenerator` runs once per sample.
+"""Plays the episodes of an environment: `EnvironmentGenerator` plays one per sample.
 
 The model answers, the engine calls the tools in the answer, and the environment says how the episode continues. If a
 tool call of the model fails, the model reads why, and the failure is counted. If the environment raises or returns an
@@ -23,8 +23,9 @@ from engine.rollout.agents.program_generator import (
     Sampled,
 )
 from engine.rollout.agents.tool_calls import ParsedCall, Parser
-from engine.rollout.backend import RolloutBackend, SamplingParams
-from engine.rollout.scoring import Grader, first_failure
+from engine.rollout.backend import RolloutBackend
+from engine.rollout.generator import Way
+from engine.rollout.scoring import first_failure
 from engine.tasks.chat import Message, problem_of
 from engine.trajectory import MAX_TURNS, Prompt, RolloutResult
 
@@ -47,24 +48,6 @@ class EpisodeSettings:
     call_timeout_s: float = 60.0
     """Maximum seconds of one call of `reset`, `step` or a tool."""
     system_prompt: str | None = None
-    scored: bool = False
-    """Whether a reward function judges episodes in which no step had a reward."""
-
-
-class EpisodeProgram:
-    """A `Program`: one call plays one episode."""
-
-    def __init__(self, settings: EpisodeSettings, hanging: HangingCalls) -> None:
-        self.settings = settings
-        self._hanging = hanging
-
-    async def __call__(self, client: RolloutClient, prompt: Prompt) -> RolloutResult:
-        """Raises: `ProgramFailure`, which names the environment, if it fails."""
-        episode = Episode(self.settings, EpisodeCalls(self.settings.call_timeout_s, self._hanging), prompt)
-        try:
-            return await episode.play(client)
-        finally:
-            await episode.close()
 
 
 class Episode:
@@ -83,27 +66,41 @@ class Episode:
         self._figures: dict[str, float] = {"tool_calls": 0.0, "tool_errors": 0.0}
 
     async def play(self, client: RolloutClient) -> RolloutResult:
-        """Play to the end: done, or out of turns or tokens."""
+        """Play to the end: done, or out of turns or tokens. Without any reward, an episode that was cut off has 0,
+        unless a function judges it."""
+        finish_reason = await self._play(client)
+        rewards = self._rewards + [reward for reward in self._turn_rewards if reward is not None]
+        unjudged = 0.0 if finish_reason != "stop" and not client.is_judged else None
+        return RolloutResult(
+            reward=sum(rewards) if rewards else unjudged,
+            turn_rewards=self._turn_rewards,
+            finish_reason=finish_reason,
+            figures=self._figures,
+            shown_prompt=self._shown,
+        )
+
+    async def _play(self, client: RolloutClient) -> str:
+        """Returns the finish reason."""
         settings = self._settings
         await self.reset(client.seed)
         for number in range(1, settings.max_turns + 1):
             left = None if settings.max_tokens is None else settings.max_tokens - client.response_tokens
             if left is not None and left <= 0:
-                return self._result("length")
+                return "length"
             try:
                 answer = await client.sample(
                     self._messages, tools=self._tools.schemas, max_tokens=left, parser=settings.parser
                 )
             except DataFailure as error:
                 if number > 1 and "context_tokens" in error.details:
-                    return self._result("length")
+                    return "length"
                 raise
             self._messages.append(answer.message)
             if answer.finish_reason == "length":
-                return self._result("length")
+                return "length"
             if await self._take(number, answer):
-                return self._result("stop")
-        return self._result(MAX_TURNS)
+                return "stop"
+        return MAX_TURNS
 
     async def reset(self, seed: int) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]]]:
         """Begin the episode. Returns the first messages and the schemas of the tools."""
@@ -189,18 +186,6 @@ class Episode:
         for name, value in figures.items():
             self._figures[name] = self._figures.get(name, 0.0) + value
 
-    def _result(self, finish_reason: str) -> RolloutResult:
-        """Without any reward, an episode that was cut off has 0, unless a function judges it."""
-        given = self._rewards + [reward for reward in self._turn_rewards if reward is not None]
-        if given:
-            reward: float | None = sum(given)
-        else:
-            reward = None if self._settings.scored or finish_reason == "stop" else 0.0
-        return RolloutResult(
-            reward=reward, turn_rewards=self._turn_rewards, finish_reason=finish_reason, figures=self._figures,
-            shown_prompt=self._shown,
-        )  # fmt: skip
-
     def _checked(self, method: str, given: Any) -> list[Message]:
         """Messages that a method returned."""
         if isinstance(given, str):
@@ -232,17 +217,24 @@ class EnvironmentGenerator(ProgramGenerator):
         self,
         backend: RolloutBackend,
         chat: Chat,
-        grader: Grader,
+        ways: Mapping[str, Way],
         settings: EpisodeSettings,
         *,
-        params: SamplingParams,
         seed: int,
         timeout_s: float,
     ) -> None:
         self._hanging = HangingCalls()
-        program = EpisodeProgram(settings, self._hanging)
+        self._settings = settings
         name = f"environment {settings.name}"
-        super().__init__(backend, chat, grader, program, params=params, seed=seed, timeout_s=timeout_s, name=name)
+        super().__init__(backend, chat, ways, self._play, seed=seed, timeout_s=timeout_s, name=name)
+
+    async def _play(self, client: RolloutClient, prompt: Prompt) -> RolloutResult:
+        """A `Program`. Raises: `ProgramFailure`, which names the environment, if it fails."""
+        episode = Episode(self._settings, EpisodeCalls(self._settings.call_timeout_s, self._hanging), prompt)
+        try:
+            return await episode.play(client)
+        finally:
+            await episode.close()
 
     async def failed(self) -> str:
         """As `ProgramGenerator.failed`, or too many calls of environments hang."""

@@ -19,10 +19,9 @@ from engine.protocols.user_code import awaited
 from engine.rollout.agents.agent_calls import AgentCalls, GroupCalls
 from engine.rollout.agents.conversation import Call, CallHistory, Chat, Conversation, chat, ids, key_of, text
 from engine.rollout.agents.tool_calls import ParsedCall, Parser, calls_of, none
-from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams, derive_seed
-from engine.rollout.generator import GeneratorOfCalls, all_set
+from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, derive_seed
+from engine.rollout.generator import GeneratorOfCalls, Way, all_set
 from engine.rollout.reward_parts import name_of
-from engine.rollout.scoring import Grader
 from engine.tasks.chat import Message
 from engine.trajectory import Prompt, RolloutReturn, Span, Trajectory, TrajectoryGroup, result_of
 
@@ -95,6 +94,11 @@ class RolloutClient:
         return derive_seed(self._program.seed, self._running.work.group, self._index)
 
     @property
+    def is_judged(self) -> bool:
+        """Whether a reward function judges it if it returns no reward."""
+        return self._running.way.grader.judges
+
+    @property
     def response_tokens(self) -> int:
         """Tokens after the first prompt, in the longest segment."""
         return max((len(segment.trajectory.token_ids) for segment in self.conversation.segments), default=0)
@@ -121,7 +125,7 @@ class RolloutClient:
         self._calls += 1
         self.count_own_time()
         try:
-            self._replay(call, max_tokens or program.params.max_tokens)
+            self._replay(call, max_tokens or self._running.way.params.max_tokens)
             await program.sample(self._running, self._index, self._calls, call, max_tokens)
             self._own_since = asyncio.get_running_loop().time()
             shown, hidden = program.chat.end(call, stop)
@@ -191,6 +195,7 @@ class RunningProgram:
     """One running `generate` call."""
 
     work: GroupWork
+    way: Way
     cut: str = ""
     was_cut: asyncio.Event = field(default_factory=asyncio.Event)
     requests: dict[str, None] = field(default_factory=dict)
@@ -212,19 +217,17 @@ class ProgramGenerator(GeneratorOfCalls):
         self,
         backend: RolloutBackend,
         chat: Chat,
-        grader: Grader,
+        ways: Mapping[str, Way],
         program: Program,
         *,
-        params: SamplingParams,
         seed: int,
         timeout_s: float,
         name: str = "",
     ) -> None:
         """`name`: the program's name in messages; empty: `rollout`, and its name in the source."""
         self.agent_calls = AgentCalls(name or f"rollout {name_of(program)}")
-        super().__init__(backend, grader, self.agent_calls)
+        super().__init__(backend, ways, self.agent_calls)
         self.chat = chat
-        self.params = params
         self._program = program
         self.seed = seed
         self._timeout_s = timeout_s
@@ -237,14 +240,15 @@ class ProgramGenerator(GeneratorOfCalls):
         """
         if work.group in self._groups:
             raise EngineError(f"group {work.group} is already being generated", group=work.group)
-        running = self._groups[work.group] = RunningProgram(work, cut="truncate" if work.truncate else "")
+        running = RunningProgram(work, self.way_of(work), cut="truncate" if work.truncate else "")
+        self._groups[work.group] = running
         try:
             group = await self._run_group(running)
             if running.cut == "abort" and not group.finished:
                 return Generated(group=group, aborted=True)
             for trajectory in group.trajectories:
                 trajectory.finish_reason = trajectory.finish_reason or "truncated"
-            await self._grader.score(group, work.progress)
+            await running.way.grader.score(group, work.progress)
             return Generated(group=group)
         finally:
             running.done.set()
@@ -257,9 +261,9 @@ class ProgramGenerator(GeneratorOfCalls):
 
     async def _sample(self, running: RunningProgram, index: int, number: int, call: Call, limit: int | None) -> None:
         await self._unpaused.wait()
-        work, most = running.work, min(limit or self.params.max_tokens, self.params.max_tokens)
+        work, params = running.work, running.way.params
+        params = replace(params, max_tokens=min(limit or params.max_tokens, params.max_tokens))
         name = f"{work.group}.{index}.{work.attempt}.{number}"
-        params = replace(self.params, max_tokens=most)
         seed = derive_seed(self.seed, work.group, index, call.segment.number, call.segment.calls)
         if not running.cut:
             running.requests[name] = None
