@@ -5,7 +5,6 @@ judge cannot be reached, a run does not start. During a run, the group's attempt
 """
 
 import asyncio
-import json
 import math
 import os
 import re
@@ -13,10 +12,8 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import aiohttp
-
-from engine.errors import DataFailure, describe_error
-from engine.errors.redaction import HIDDEN
+from engine.errors import DataFailure, EngineError
+from engine.tasks.http_client import Http, RefusedRequest, Unavailable, pause
 from engine.tasks.reward_forms import Problem, declare
 from engine.trajectory import Prompt, Trajectory
 
@@ -36,11 +33,8 @@ PATTERN = (
     r"(-?\d+(?:\.\d+)?)(?!\d|\.\d|\s*[-–]\s*\d)"
 )
 """The last match in the judge's answer counts; group 1 is the number. A range, as in `Score (0-10)`, does not match."""
-BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-"""HTTP statuses after which another attempt may succeed."""
 CHECK_S = 10.0
 LONGEST_WAIT_S = 30.0
-LARGEST_REPLY_BYTES = 16 << 20
 _NAME = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
@@ -54,21 +48,19 @@ def _check(
         return problem
     if api_key_env is not None and not os.environ.get(api_key_env):
         return "api_key_env", "is not set in the environment, or is empty", "set this environment variable to the key"
-    key = _key(api_key_env)
 
-    async def ask() -> int:
-        timeout = aiohttp.ClientTimeout(total=CHECK_S)
-        async with (
-            aiohttp.ClientSession(timeout=timeout) as http,
-            http.get(_at(url, "models"), headers=_head(key)) as got,
-        ):
-            return got.status
+    async def ask() -> None:
+        async with Http(url, _key(api_key_env), timeout_s=CHECK_S) as http:
+            await http.call("GET", "/models", reads=False)
 
+    status = 200
     try:
         with ThreadPoolExecutor(max_workers=1) as pool:  # in a notebook, an event loop runs in this thread
-            status = pool.submit(asyncio.run, ask()).result()
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-        return "url", f"cannot be reached: {_reason(error, key)}", "start the judge, or correct the address"
+            pool.submit(asyncio.run, ask()).result()
+    except EngineError as error:
+        if "status" not in error.details:
+            return "url", f"cannot be used: {error.message}", "start the judge, or correct the address"
+        status = error.details["status"]
     if status in (401, 403):
         return (
             "api_key_env",
@@ -125,51 +117,29 @@ async def llm_judge(
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     body = {"model": model, "messages": messages, "temperature": 0.0, **(parameters or {})}
-    key, story = _key(api_key_env), ""
-    timeout = aiohttp.ClientTimeout(total=request_timeout_s)
-    async with aiohttp.ClientSession(timeout=timeout) as http:
+    story = ""
+    async with Http(url, _key(api_key_env), timeout_s=request_timeout_s) as http:
         for number in range(retries + 1):
             if number:
-                await _pause(min(LONGEST_WAIT_S, 0.5 * 2 ** (number - 1)))
+                await pause(min(LONGEST_WAIT_S, 0.5 * 2 ** (number - 1)))
             try:
-                async with http.post(_at(url, "chat/completions"), json=body, headers=_head(key)) as got:
-                    reply = _redact(await _bounded(got), key)
-                    status = got.status
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                story = f"cannot be reached or read: {_reason(error, key)}"
+                reply = await http.call("POST", "/chat/completions", body)
+            except Unavailable as error:
+                story = f"cannot be used: {error.message}"
                 continue
-            if status == 200:
-                score = _score(reply, pattern)
-                if score is not None:
-                    return min(1.0, max(0.0, (score - low) / (high - low)))
-                story = f"gave no score that matches {pattern!r}: {_answer(reply) or reply!r:.200}"
-            else:
-                story = f"answered with HTTP {status}: {reply!r:.200}"
-                if status not in BUSY:
-                    break
-    raise DataFailure(f"the judge {model} at {url} {story}", row=prompt.row)
+            except RefusedRequest as error:
+                story = f"cannot be used: {error.message}"
+                break
+            answer = _answer(reply)
+            score = _score(answer, pattern)
+            if score is not None:
+                return min(1.0, max(0.0, (score - low) / (high - low)))
+            story = f"at {url} gave no score that matches {pattern!r}: {http.without_key(answer or str(reply))!r:.200}"
+    raise DataFailure(f"the judge {model} {story}", row=prompt.row)
 
 
-async def _bounded(response: aiohttp.ClientResponse) -> str:
-    """The text of a reply. Raises: `aiohttp.ClientPayloadError` if it is larger than `LARGEST_REPLY_BYTES`."""
-    whole = bytearray()
-    async for piece in response.content.iter_any():
-        whole += piece
-        if len(whole) > LARGEST_REPLY_BYTES:
-            raise aiohttp.ClientPayloadError(f"a reply of more than {LARGEST_REPLY_BYTES} bytes")
-    return whole.decode("utf-8", "replace")
-
-
-async def _pause(seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await asyncio.get_running_loop().create_future()
-    except TimeoutError:
-        return
-
-
-def _score(reply: str, pattern: str) -> float | None:
-    found = re.findall(pattern, _answer(reply))
+def _score(answer: str, pattern: str) -> float | None:
+    found = re.findall(pattern, answer)
     if not found:
         return None
     last = found[-1]
@@ -180,29 +150,13 @@ def _score(reply: str, pattern: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _answer(reply: str) -> str:
+def _answer(reply: Any) -> str:
     """The text of the first choice of a chat completion; empty if there is none."""
     try:
-        return str(json.loads(reply)["choices"][0]["message"]["content"] or "")
-    except (ValueError, KeyError, IndexError, TypeError):
+        return str(reply["choices"][0]["message"]["content"] or "")
+    except (KeyError, IndexError, TypeError):
         return ""
-
-
-def _at(url: str, path: str) -> str:
-    return f"{url.rstrip('/')}/{path}"
 
 
 def _key(api_key_env: str | None) -> str:
     return os.environ.get(api_key_env, "") if api_key_env else ""
-
-
-def _head(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def _reason(error: BaseException, key: str) -> str:
-    return _redact(describe_error(error) or type(error).__name__, key)
-
-
-def _redact(text: str, key: str) -> str:
-    return text.replace(key, HIDDEN) if key else text

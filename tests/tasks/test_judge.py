@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from engine.errors import DataFailure
+from engine.tasks import http_client
 from engine.tasks.judge import llm_judge
 from engine.tasks.reward_forms import declared_by
 from engine.trajectory import Prompt, Trajectory
@@ -100,17 +101,23 @@ def test_a_busy_judge_is_asked_again() -> None:
 @pytest.mark.parametrize(
     ("answers", "arguments", "story", "asked"),
     [
-        ([429], {"retries": 1}, r"the judge big at http://127.0.0.1:\d+/v1 answered with HTTP 429", 2),
-        ([400], {"retries": 5}, r"answered with HTTP 400: 'refused Bearer \*\*\*'", 1),
-        (["Fine."], {"retries": 0}, r"gave no score that matches .*: 'Fine\.'", 1),
-        (["Bearer top-secret? Fine."], {"retries": 0}, r"gave no score that matches .*: 'Bearer \*\*\*\? Fine\.'", 1),
-        ([" " * (17 << 20)], {"retries": 0}, r"cannot be reached or read: .*a reply of more than 16777216 bytes", 1),
+        (
+            [429],
+            {"retries": 1},
+            r"the judge big cannot be used: http://127.0.0.1:\d+/v1/chat/.* answered 429",
+            2,
+        ),
+        ([400], {"retries": 5}, r"completions answered 400: refused Bearer \(the key\)", 1),
+        (["Fine."], {"retries": 0}, r"the judge big at http://.*/v1 gave no score that matches .*: 'Fine\.'", 1),
+        (["Bearer top-secret? Fine."], {"retries": 0}, r"gave no score that .*: 'Bearer \(the key\)\? Fine\.'", 1),
+        ([" " * (2 << 20)], {"retries": 0}, r"completions cannot be .*: an answer of more than 1048576 bytes", 1),
     ],
 )
 def test_a_judge_without_a_score_is_named(
     answers: list[str | int], arguments: dict[str, Any], story: str, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "top-secret")
+    monkeypatch.setattr(http_client, "LARGEST_ANSWER_BYTES", 1 << 20)
     judge = Judge(answers)
     with pytest.raises(DataFailure, match=story) as caught:
         judged(judge, api_key_env="JUDGE_KEY", **arguments)
@@ -118,9 +125,7 @@ def test_a_judge_without_a_score_is_named(
 
 
 def test_a_judge_that_is_down_is_named() -> None:
-    with pytest.raises(
-        DataFailure, match=r"the judge m at http://127.0.0.1:9 cannot be reached or read: ClientConnectorError"
-    ):
+    with pytest.raises(DataFailure, match=r"the judge m cannot be used: http://127.0.0.1:9/.* cannot be reached or"):
         asyncio.run(llm_judge(PROMPT, Trajectory(text=""), url="http://127.0.0.1:9", model="m", retries=0))
 
 

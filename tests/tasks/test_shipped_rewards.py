@@ -103,7 +103,7 @@ REFUSED = [
     (
         "judge:llm_judge",
         {"url": "http://127.0.0.1:9/v1", "model": "m"},
-        "http://127.0.0.1:9/v1' cannot be reached: ClientConnectorError",
+        "http://127.0.0.1:9/v1' cannot be used: http://127.0.0.1:9/v1/models cannot be reached",
     ),
     (
         "judge:llm_judge",

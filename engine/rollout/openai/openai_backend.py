@@ -27,9 +27,9 @@ from engine.rollout.backend import (
     refusal_of,
 )
 from engine.rollout.openai.completions import TokenRequest
-from engine.rollout.openai.http_client import Http, RefusedRequest, Unavailable
 from engine.rollout.openai.server_probe import Abilities, abilities_of, check_training
 from engine.rollout.openai.weight_files import ServerAdapters, ServerWeights
+from engine.tasks.http_client import Http, RefusedRequest, Unavailable
 from engine.training.lora import Lora
 from engine.trajectory import Span
 
@@ -120,7 +120,8 @@ UNBOUNDED = 2**31
 
 
 class OpenAIBackend(RemoteEngine):
-    """A `RolloutBackend`. Its constructor asks the server what it can do, which blocks: call it on a thread.
+    """A `RolloutBackend`. Its constructor asks the server what it can do, which blocks: call it on a thread. `url` may
+    end in `/v1`.
 
     `model` is the model's directory or hub name here. Its `initial` weights (tensors by name) become version 0 on the
     server, whatever weights it has. With `weights_dir=None`, the backend only samples and cannot install versions.
@@ -160,7 +161,7 @@ class OpenAIBackend(RemoteEngine):
         lora: Lora | None = None,
     ) -> None:
         super().__init__()
-        self._http = Http(url, key, timeout_s=timeout_s)
+        self._http = Http(url.rstrip("/").removesuffix("/v1"), key, timeout_s=timeout_s)
         self._timeout_s = timeout_s
         self._recompute = kv == "recompute"
         self._vocabulary = vocabulary or UNBOUNDED
@@ -168,14 +169,14 @@ class OpenAIBackend(RemoteEngine):
         self._weights: ServerWeights | None = None
         options: dict[str, Any] = {"model": served_model_name, "key_field": key_field, "wait_s": wait_s}
         options["adapter"] = lora is not None
-        self._can = _wait_for(abilities_of(self._http, encode=encode, **options), self._http)
-        self._sleeps = self._can.sleeps
+        self.abilities: Abilities = _wait_for(abilities_of(self._http, encode=encode, **options), self._http)
+        self._sleeps = self.abilities.sleeps
         if weights_dir is not None:
-            check_training(self._http, self._can, sync_mode, adapter=lora is not None)
+            check_training(self._http, self.abilities, sync_mode, adapter=lora is not None)
             place = (self._http, model, weights_dir)
             limits: dict[str, Any] = {"limit_s": install_timeout_s, "bucket_mb": bucket_mb}
             if lora is None:
-                self._weights = ServerWeights(*place, labeled=self._can.wire.tells_weights, **limits)
+                self._weights = ServerWeights(*place, labeled=self.abilities.wire.tells_weights, **limits)
             else:
                 self._weights = adapters = ServerAdapters(*place, lora=lora, **limits)
                 initial = adapters.zeros()
@@ -186,10 +187,10 @@ class OpenAIBackend(RemoteEngine):
         assert self._weights is not None
         try:
             await self._weights.stage(0, initial)
-            if self._can.pauses:
+            if self.abilities.pauses:
                 await http.call("POST", "/pause", query={"mode": "abort", "clear_cache": "true"})
             await self._weights.load(0)
-            if self._can.pauses:
+            if self.abilities.pauses:
                 await http.call("POST", "/resume")
         except EngineError as error:
             self._weights.close()
@@ -197,16 +198,11 @@ class OpenAIBackend(RemoteEngine):
             fix = "use a directory that the server sees under the same path, and serve the model of model.path"
             raise ConfigError("rollout.weights_dir", None, law, fix) from None
 
-    @property
-    def abilities(self) -> Abilities:
-        """The abilities of the server, as found by the constructor."""
-        return self._can
-
     # Sampling.
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         self._check_open()
-        context = self._can.context or UNBOUNDED
+        context = self.abilities.context or UNBOUNDED
         running = request.id in self._runs
         refusal = refusal_of(request, context=context, vocabulary=self._vocabulary, running=running)
         if refusal is not None:
@@ -224,7 +220,7 @@ class OpenAIBackend(RemoteEngine):
             over = over_already(run.rest(), context)
             if over is not None:
                 return run.result(over.finish_reason)
-            while self._holds(run):
+            while self._paused and not run.cut and not self._reason:
                 run.woken.clear()
                 await run.woken.wait()
             self._check_open()
@@ -256,10 +252,10 @@ class OpenAIBackend(RemoteEngine):
         return run.reader.result()
 
     async def _read(self, run: SentRequest, context: int) -> str:
-        wire, rest, first, began = self._can.wire, run.rest(), len(run.token_ids), self._version
+        wire, rest, first, began = self.abilities.wire, run.rest(), len(run.token_ids), self._version
         ask = TokenRequest(
             id=self._id_of(run),
-            model=self._can.model if self._weights is None else self._weights.model(began, self._can.model),
+            model=self.abilities.model if self._weights is None else self._weights.model(began, self.abilities.model),
             token_ids=[*rest.prompt_ids, *rest.prefix_ids],
             max_tokens=budget_of(rest, context) - len(rest.prefix_ids),
             seed=derive_seed(rest.seed, len(rest.prefix_ids)) >> 1,
@@ -293,9 +289,6 @@ class OpenAIBackend(RemoteEngine):
             raise Unavailable(f"{self._http.url} ended a request with the finish reason {reason or 'None'}")
         return reason
 
-    def _holds(self, run: SentRequest) -> bool:
-        return self._paused and not run.cut and not self._reason
-
     def _versions(self, labels: list[tuple[str, int, int]] | None) -> list[Span] | None:
         if labels is None or self._weights is None:
             return None
@@ -321,7 +314,7 @@ class OpenAIBackend(RemoteEngine):
 
     async def _check_alive(self, error: EngineError) -> None:
         try:
-            await self._http.call("GET", self._can.health)
+            await self._http.call("GET", self.abilities.health)
         except EngineError:
             self._fail(f"the server is lost: {error.message}")
         self._check_open()
@@ -338,7 +331,7 @@ class OpenAIBackend(RemoteEngine):
             run.woken.set()
         readers = [run.reader for run in runs if run.reader is not None and not run.reader.done()]
         begun = [run for run in runs if run.reader in readers and not run.fresh]
-        prefix = self._can.wire.id_prefix
+        prefix = self.abilities.wire.id_prefix
         if begun and prefix is not None:
             with contextlib.suppress(EngineError):
                 names = [prefix + self._id_of(run) for run in begun]
@@ -355,7 +348,7 @@ class OpenAIBackend(RemoteEngine):
         """See `protocols.Generator`. Raises: `EngineError` if the server cannot pause requests (`keep`), or if `resume`
         was called before `wait` ended."""
         self._check_open()
-        if mode == "keep" and not self._can.pauses and any(run.reader for run in self._runs.values()):
+        if mode == "keep" and not self.abilities.pauses and any(run.reader for run in self._runs.values()):
             raise EngineError(f"{self._http.url} cannot pause requests")
         self._paused = True
         if mode == "wait" and not self._frozen:
@@ -367,7 +360,7 @@ class OpenAIBackend(RemoteEngine):
                 raise EngineError("resumed before the running requests had ended")
         if mode == "abort":
             await self._cut(list(self._runs.values()))
-        if self._can.pauses:
+        if self.abilities.pauses:
             clear = "true" if self._recompute or mode != "keep" else "false"
             wanted = "keep" if self._frozen else mode
             await self._http.call("POST", "/pause", query={"mode": wanted, "clear_cache": clear})
@@ -405,7 +398,7 @@ class OpenAIBackend(RemoteEngine):
 
     async def resume(self) -> None:
         self._check_open()
-        if self._can.pauses:
+        if self.abilities.pauses:
             await self._http.call("POST", "/resume")
         self._paused = self._frozen = False
         self._resumes += 1
@@ -435,7 +428,7 @@ class OpenAIBackend(RemoteEngine):
         """Disconnect from the server; running requests fail. A second call does nothing."""
         if not self._reason:
             self._reason = "the rollout backend is closed"
-            if self._paused and self._can.pauses:
+            if self._paused and self.abilities.pauses:
                 with contextlib.suppress(EngineError):
                     await self._http.call("POST", "/resume")
         self._disconnect()

@@ -12,7 +12,7 @@ from typing import Any
 from engine.errors import ConfigError, EngineError
 from engine.rollout.backend import SamplingParams
 from engine.rollout.openai.completions import Completions, TokenRequest, TokensInOut, Wire
-from engine.rollout.openai.http_client import Http, RefusedRequest, Unavailable
+from engine.tasks.http_client import Http, RefusedRequest, Unavailable, pause
 
 PROBE_TEXT = "12 + 30 = 42. The quick brown fox,\n"
 DEV_MODE = "vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"
@@ -116,18 +116,11 @@ async def _until_up(http: Http, key_field: str, wait_s: float) -> list[dict[str,
             if loop.time() + pause_s > until:
                 law = f"does not answer: {error.message}"
                 raise ConfigError("rollout.urls", http.url, law, "start the server first") from None
-            await _timer(pause_s)  # a server does not announce that it has started
+            await pause(pause_s)
             pause_s *= 2
         else:
             listed = answer.get("data") if isinstance(answer, dict) else None
             return [card for card in listed or [] if isinstance(card, dict) and "id" in card]
-
-
-async def _timer(seconds: float) -> None:
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
-    loop.call_later(seconds, ended.cancel)
-    await asyncio.wait([ended])
 
 
 def _card(http: Http, listed: list[dict[str, Any]], model: str | None) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from typing import Any
 
 from engine.errors import ConfigError, EngineError
 from engine.ids import Version
-from engine.rollout.openai.http_client import Http
 from engine.rollout.openai.server_probe import LOAD_ADAPTER
 from engine.rollout.vllm.staged_weights import StagingArea
+from engine.tasks.http_client import Http
 from engine.training.lora import Lora
 
 

@@ -1,9 +1,10 @@
 """The HTTP client of one server: JSON calls and streams of server-sent events, with timeouts.
 
-`rollout.openai.openai_backend` and `rollout.openai.server_probe` use it. It has one pool of connections, on one event
+The HTTP backend (`rollout.openai`) and the reward `tasks.judge` use it. It has one pool of connections, on one event
 loop. It never retries: its exceptions tell the caller whether a retry may help.
 """
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
@@ -28,10 +29,10 @@ class RefusedRequest(EngineError):
 
 
 class Http:
-    """`url` may end in `/v1`. `timeout_s` bounds a call, and in a stream each wait for more data."""
+    """Paths are relative to `url`. `timeout_s` bounds a call, and in a stream each wait for more data."""
 
     def __init__(self, url: str, key: str | None, *, timeout_s: float) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._key = key
         self._timeout_s = timeout_s
@@ -86,6 +87,12 @@ class Http:
         if not done:
             raise Unavailable(f"{self.url}{path} closed the connection during its answer")
 
+    async def __aenter__(self) -> "Http":
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self.close()
+
     async def close(self) -> None:
         """Close every connection. The next call opens a new pool on its event loop."""
         session, self._session = self._session, None
@@ -120,19 +127,28 @@ class Http:
 
     def _complaint(self, path: str, status: int, said: str) -> EngineError:
         kind = Unavailable if status >= 500 or status in (408, 425, 429) else RefusedRequest
-        said = self._without_key(said)
+        said = self.without_key(said)
         return kind(f"{self.url}{path} answered {status}: {_shown(said)}", status=status, said=said)
 
-    def _without_key(self, said: str) -> str:
+    def without_key(self, said: str) -> str:
         """Remove the key, because the message is written to the record and some servers repeat the key."""
         return said.replace(self._key, "(the key)") if self._key else said
 
     def _shown(self, said: bytes) -> str:
-        return _shown(self._without_key(said.decode(errors="replace")))
+        return _shown(self.without_key(said.decode(errors="replace")))
 
     def _unavailable(self, path: str, error: BaseException) -> Unavailable:
-        story = self._without_key(str(error)) or type(error).__name__
+        story = self.without_key(str(error)) or type(error).__name__
         return Unavailable(f"{self.url}{path} cannot be reached or closed the connection: {_shown(story)}")
+
+
+async def pause(seconds: float) -> None:
+    """Wait before another attempt: a server does not announce that it can answer."""
+    try:
+        async with asyncio.timeout(seconds):
+            await asyncio.get_running_loop().create_future()
+    except TimeoutError:
+        return
 
 
 async def _bounded(response: aiohttp.ClientResponse) -> bytes:
