@@ -5,7 +5,6 @@ side by `rollout.vllm.weight_sender`. Only the group and the transfer of bytes a
 contents, and the loading into the model come from vLLM's dense NCCL engines, which these classes extend.
 """
 
-from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -24,6 +23,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 
 from engine.rollout.gloo_groups import gloo_group, own_address
+from engine.rollout.model_tensors import buckets
 
 GLOO = "step_gloo"
 Described = tuple[str, torch.dtype, tuple[int, ...]]
@@ -98,7 +98,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
         types = [getattr(torch, name) for name in update_info.dtype_names]
         shapes = [tuple(shape) for shape in update_info.shapes]
         described = list(zip(update_info.names, types, shapes, strict=True))
-        for bucket in buckets(described, self.packed_buffer_size_bytes):
+        for bucket in buckets(described, _bytes, self.packed_buffer_size_bytes):
             sizes = [_bytes(one) for one in bucket]
             flat = torch.empty(sum(sizes), dtype=torch.uint8)
             self.model_update_group.broadcast(flat)
@@ -141,25 +141,11 @@ class GlooTrainerEngine(NCCLTrainerWeightTransferEngine):
             raise RuntimeError("the process group was closed")
         pairs = self._checked_iter(source, meta)
         described = [(one.name, one.dtype, one.shape) for one in meta]
-        for bucket in buckets(described, self.packed_buffer_size_bytes):
+        for bucket in buckets(described, _bytes, self.packed_buffer_size_bytes):
             parts = [next(pairs)[1].detach().cpu().contiguous().reshape(-1).view(torch.uint8) for _ in bucket]
             group.broadcast(torch.cat(parts))
         for _ in pairs:  # at its end, the iterator checks that it has sent all tensors
             pass
-
-
-def buckets(tensors: Iterable[Described], limit: int) -> Iterator[list[Described]]:
-    """Consecutive tensors, at most `limit` bytes together; a larger tensor is alone. Both sides compute the same."""
-    bucket: list[Described] = []
-    room = limit
-    for tensor in tensors:
-        if bucket and _bytes(tensor) > room:
-            yield bucket
-            bucket, room = [], limit
-        bucket.append(tensor)
-        room -= _bytes(tensor)
-    if bucket:
-        yield bucket
 
 
 def _bytes(tensor: Described) -> int:

@@ -2,9 +2,8 @@
 tensors lie in shared memory already, it only says where; else it has them as safetensors. With `trainer.lora` it is the
 directory of an adapter, as peft writes it.
 
-`rollout.vllm.vllm_backend` calls it on threads. A version is checked against the model before it is staged, because
-vLLM would load a part of it without an error. At most two versions are kept: the installed one, to go back to, and the
-next.
+`rollout.vllm.vllm_backend` calls it on threads. A version is checked against the model before it is staged. At most two
+versions are kept: the installed one, to go back to, and the next.
 """
 
 import fcntl
@@ -13,7 +12,7 @@ import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,83 +20,17 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.errors import EngineError
 from engine.ids import Version
+from engine.rollout.model_tensors import ModelTensors, buckets
 from engine.rollout.vllm.mapped_weights import OpenMemory, open_memory
-from engine.training.lora import Lora, adapter_tensors, add_adapter, write_adapter
+from engine.training.lora import Lora, write_adapter
 from engine.training.shared_weights import PublishedTensors, publication_of, turn
 
 MEMORY = Path("/dev/shm")
 PREFIX = "step-engine-weights-"
 MIB = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class ModelTensors:
-    """Names in a model's `state_dict()`: the shape of each, and for tied names the first name of the same tensor."""
-
-    shapes: dict[str, torch.Size]
-    aliases: dict[str, str]
-
-    @classmethod
-    def of(cls, model: str, lora: Lora | None = None) -> "ModelTensors":
-        """Created without allocating memory for weights. Of the model's adapter alone, if it has one."""
-        with torch.device("meta"):
-            whole = AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(model, trust_remote_code=False), trust_remote_code=False
-            )
-            if lora is not None:
-                add_adapter(whole, lora)
-                return cls({name: tensor.shape for name, tensor in adapter_tensors(whole).items()}, {})
-        shapes: dict[str, torch.Size] = {}
-        aliases: dict[str, str] = {}
-        first: dict[int, str] = {}
-        for name, tensor in whole.state_dict(keep_vars=True).items():
-            owner = first.setdefault(id(tensor), name)
-            if owner == name:
-                shapes[name] = tensor.shape
-            else:
-                aliases[name] = owner
-        return cls(shapes, aliases)
-
-    def zeros(self) -> dict[str, torch.Tensor]:
-        """All of them zero: of an adapter, one that changes nothing."""
-        return {name: torch.zeros(shape) for name, shape in self.shapes.items()}
-
-    def checked(self, version: Version, weights: Any) -> dict[str, torch.Tensor]:
-        """One tensor for each tensor of the model. Raises: `EngineError` that names what does not fit."""
-        if not isinstance(weights, Mapping):
-            raise EngineError(
-                f"weights of version {version} must map names to tensors, not be {type(weights).__name__}"
-            )
-        found: dict[str, torch.Tensor] = {}
-        unknown: list[str] = []
-        for name, value in weights.items():
-            owner = self.aliases.get(name, name)
-            if owner not in self.shapes:
-                unknown.append(name)
-                continue
-            tensor = torch.as_tensor(value).detach()
-            if tensor.shape != self.shapes[owner]:
-                raise EngineError(
-                    f"weights of version {version} do not fit the model: {name} has shape {tuple(tensor.shape)}, the "
-                    f"model's has {tuple(self.shapes[owner])}", version=version, name=name,
-                )  # fmt: skip
-            before = found.setdefault(owner, tensor)
-            if before.data_ptr() != tensor.data_ptr() and not torch.equal(before, tensor):
-                raise EngineError(
-                    f"weights of version {version}: {owner} and {name} are one tensor in this model (tied) but were "
-                    "given different values", version=version, name=name,
-                )  # fmt: skip
-        missing = [name for name in self.shapes if name not in found]
-        if unknown or missing:
-            raise EngineError(
-                f"weights of version {version} do not fit the model: missing {missing[:5]}, unknown {unknown[:5]}",
-                version=version, missing=missing, unknown=unknown,
-            )  # fmt: skip
-        return {name: found[name] for name in self.shapes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +171,9 @@ class StagingArea:
         if self._lora is not None:
             write_adapter(target, dict(tensors), self._lora, self._model)
             return
-        for number, bucket in enumerate(_buckets(tensors, self._bucket)):
-            save_file(bucket, target / f"{number:06}.safetensors")
+        for number, bucket in enumerate(buckets(tensors.items(), lambda item: item[1].nbytes, self._bucket)):
+            separate = {name: tensor.cpu().contiguous() for name, tensor in bucket}
+            save_file(separate, target / f"{number:06}.safetensors")
 
     def directory(self, version: Version) -> Path | None:
         staged = self._staged.get(version)
@@ -263,20 +197,6 @@ class StagingArea:
         shutil.rmtree(self.root, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
-
-
-def _buckets(tensors: Mapping[str, torch.Tensor], limit: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Consecutive tensors, at most `limit` bytes together, each copied to separate memory, as the format requires."""
-    bucket: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        if bucket and size + tensor.nbytes > limit:
-            yield bucket
-            bucket, size = {}, 0
-        bucket[name] = tensor.cpu().contiguous()
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 def _locked(root: Path) -> int | None:

@@ -15,9 +15,10 @@ import torch
 
 from engine.errors import EngineError
 from engine.ids import Version
+from engine.rollout.model_tensors import ModelTensors
 from engine.rollout.sent_weights import Join, Send, SentWeights, Turn, WeightsAnswer, WeightsCall
 from engine.rollout.vllm.mapped_weights import UNUSABLE
-from engine.rollout.vllm.staged_weights import ModelTensors, StagingArea
+from engine.rollout.vllm.staged_weights import StagingArea
 from engine.rollout.vllm.weight_checks import differing
 from engine.training.shared_weights import Manifest
 
