@@ -35,45 +35,6 @@ from engine.rollout.vllm.weight_receiver import Incoming, IncomingAdapter
 from engine.training.lora import Lora
 from engine.trajectory import Span
 
-# -- sleep -------------------------------------------------------------------------------------------------------------
-
-
-class SleepingEngine(RemoteEngine):
-    """The `protocols.Sleeper` part of a `RolloutBackend`. Uses `_engine` and `_control` of its subclass."""
-
-    _engine: Any
-
-    def __init__(self, sleep_mode: bool) -> None:
-        super().__init__()
-        self._sleep_mode = sleep_mode
-
-    async def _control(self, call: Coroutine[Any, Any, Any], timeout_s: float = 0.0) -> Any:
-        raise NotImplementedError
-
-    async def sleep(self) -> None:
-        """Free memory (level 1): weights move to host memory, keys and values are dropped. Without sleep mode, only
-        cached prefixes are dropped. Raises: `EngineError` if the engine is not paused."""
-        self._check_open()
-        if not self._frozen:
-            raise EngineError("vLLM can sleep only when paused")
-        if self._sleep_mode:
-            await self._control(self._engine.sleep(level=1))
-        else:
-            await self._control(self._engine.reset_prefix_cache())
-
-    async def wake(self) -> None:
-        """Allocate the memory again, with the same weights. The engine stays paused; vLLM's own wake-up would let it
-        sample."""
-        self._check_open()
-        if self._sleep_mode:
-            if not await self._control(self._engine.wake_up()):
-                raise EngineError("vLLM did not wake up completely")
-            await self._control(self._engine.pause_generation(mode="keep", clear_cache=False))
-
-
-# -- the backend -------------------------------------------------------------------------------------------------------
-
-
 log = logging.getLogger(__name__)
 
 OWNER = "STEP_ENGINE_VLLM_OWNER"
@@ -111,9 +72,9 @@ class RunningRequest:
         return [span for span in spans if span.start < span.stop]
 
 
-class VllmBackend(SleepingEngine):
-    """A `RolloutBackend`. The constructor takes many seconds: call it on a thread, and use the backend on one event
-    loop.
+class VllmBackend(RemoteEngine):
+    """A `RolloutBackend` and `protocols.Sleeper`. The constructor takes many seconds: call it on a thread, and use the
+    backend on one event loop.
 
     At most `rows` trajectories are sampled at a time, unless `engine_args` has another bound; the others wait inside
     vLLM. `kv` says what happens to the keys and values of frozen requests at a pause: `keep` them, or `recompute` them
@@ -182,7 +143,8 @@ class VllmBackend(SleepingEngine):
         config = self._engine.model_config
         self._context: int = config.max_model_len
         self._vocabulary: int = config.get_vocab_size()
-        super().__init__(sleep_mode=bool(arguments.get("enable_sleep_mode")))
+        super().__init__()
+        self._sleep_mode = bool(arguments.get("enable_sleep_mode"))
         self._sessions = SessionEngines(arguments.get("data_parallel_size", 1))
         self._runs: dict[str, RunningRequest] = {}
         self._opening: asyncio.Task[None] | None = None
@@ -366,6 +328,26 @@ class VllmBackend(SleepingEngine):
         self._resumes += 1
         for run in self._runs.values():
             run.turn.set()
+
+    async def sleep(self) -> None:
+        """Free memory (level 1): weights move to host memory, keys and values are dropped. Without sleep mode, only
+        cached prefixes are dropped. Raises: `EngineError` if the engine is not paused."""
+        self._check_open()
+        if not self._frozen:
+            raise EngineError("vLLM can sleep only when paused")
+        if self._sleep_mode:
+            await self._control(self._engine.sleep(level=1))
+        else:
+            await self._control(self._engine.reset_prefix_cache())
+
+    async def wake(self) -> None:
+        """Allocate the memory again, with the same weights. The engine stays paused; vLLM's own wake-up would let it
+        sample."""
+        self._check_open()
+        if self._sleep_mode:
+            if not await self._control(self._engine.wake_up()):
+                raise EngineError("vLLM did not wake up completely")
+            await self._control(self._engine.pause_generation(mode="keep", clear_cache=False))
 
     # The start and the end of the engine.
 
