@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config.prompts import load_tokenizer
 from engine.config.schema import Config
-from engine.environments.calls import EpisodeCalls, HangingCalls
+from engine.environments.calls import EpisodeCalls
 from engine.environments.protocol import Environment
 from engine.errors import ConfigError, DataFailure, message_of
 from engine.protocols.named_code import NO_LOCAL, Local, find
+from engine.protocols.user_code import HangingCalls
 from engine.rollout.agents.environment_program import Episode, EpisodeSettings
 from engine.rollout.agents.tool_calls import MARKS, PARSERS, Parser
 from engine.tasks.chat import Message, render

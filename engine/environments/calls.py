@@ -20,37 +20,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from engine.environments.protocol import Tool
 from engine.errors import EngineError, describe_error, message_of, suggestion
-from engine.protocols.user_code import awaited, stack_of
+from engine.protocols.user_code import HangingCalls, awaited, stack_of
 
 log = logging.getLogger(__name__)
-
-MOST_HANGING = 64
-"""Number of hanging calls at which a process is replaced. Each occupies a thread, which Python cannot end."""
 
 
 class CallTimeout(TimeoutError):
     """A call took longer than its limit."""
-
-
-class HangingCalls:
-    """Counts the hanging calls of a process."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._lost = asyncio.Event()
-
-    def add(self) -> None:
-        self._count += 1
-        if self._count >= MOST_HANGING:
-            self._lost.set()
-
-    def remove(self) -> None:
-        self._count -= 1
-
-    async def failed(self) -> str:
-        """Wait until `MOST_HANGING` calls hang and return this as the reason."""
-        await self._lost.wait()
-        return f"{MOST_HANGING} calls of environments hang"
 
 
 class EpisodeCalls:
@@ -117,7 +93,7 @@ class EpisodeCalls:
         await asyncio.wait([outcome], timeout=self._timeout_s)
         if not outcome.done():
             hangs = True
-            self._hanging.add()
+            self._hanging.add("environments")
             log.warning("%s hangs; it is in\n%s", _name_of(function), stack_of(thread))
             self.end()
             raise self._too_long(function)

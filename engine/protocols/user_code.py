@@ -69,6 +69,34 @@ def stack_of(thread: Thread) -> str:
     return "it has ended" if frame is None else "".join(traceback.format_stack(frame)).rstrip()
 
 
+MOST_HANGING = 64
+"""Number of hanging calls at which a process is replaced. Each occupies a thread, which Python cannot end."""
+
+
+class HangingCalls:
+    """Counts the hanging calls of a process."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._lost = asyncio.Event()
+        self.story = ""
+        """Why the process is to be replaced; empty before."""
+
+    def add(self, what: str) -> None:
+        self._count += 1
+        if self._count >= MOST_HANGING and not self.story:
+            self.story = f"{MOST_HANGING} calls of {what} hang"
+            self._lost.set()
+
+    def remove(self) -> None:
+        self._count -= 1
+
+    async def failed(self) -> str:
+        """Wait until `MOST_HANGING` calls hang and return this as the reason."""
+        await self._lost.wait()
+        return self.story
+
+
 class RunningCalls:
     """The user's functions that this process is calling, in a file that is left if one of them ends the process."""
 

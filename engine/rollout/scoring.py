@@ -10,13 +10,13 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
 from engine.errors import DataFailure, EngineError, RewardFailure, message_of, place_of
 from engine.protocols import CallFigures
-from engine.protocols.user_code import CALLS, stack_of
+from engine.protocols.user_code import CALLS, HangingCalls, stack_of
 from engine.rollout.reward_parts import RewardPart, RewardParts, Value, value_in
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
@@ -26,8 +26,6 @@ Reward = Callable[[Prompt, Trajectory], float]
 
 CALLS_AT_ONCE = 4
 """Number of concurrent calls of a function that sets none."""
-MAX_HANGING_CALLS = 64
-"""Number of hanging calls at which `failed` returns. Each of them occupies a thread, which cannot be ended."""
 
 
 def _nobody() -> None:
@@ -123,30 +121,19 @@ class Waiting:
     """Number of its requests without an outcome."""
 
 
-@dataclass(slots=True)
-class Hanging:
-    """Calls of all functions of a reward that have exceeded their timeout and have not returned."""
-
-    calls: int = 0
-    lost: asyncio.Event = field(default_factory=asyncio.Event)
-    story: str = ""
-
-
 class RewardCalls:
     """Calls one reward function, at most `threads` calls at a time. The clock of a call starts when its thread starts.
 
-    A call that exceeds `timeout_s` has failed and no longer counts towards `threads`. Its thread runs until it returns.
-    Requests of the form `batch` that wait at the same time share a call.
+    A call that exceeds `timeout_s` has failed and no longer counts towards `threads`. Its thread runs until it returns,
+    and counts in `hanging`. Requests of the form `batch` that wait at the same time share a call.
     """
 
-    def __init__(
-        self, reward: Reward | RewardPart, *, threads: int, timeout_s: float | None, hanging: Hanging | None = None
-    ) -> None:
-        self._part = reward if isinstance(reward, RewardPart) else RewardPart(function=reward)
-        self._timeout_s = self._part.timeout_s or timeout_s
-        self._places = asyncio.Semaphore(self._part.concurrency or threads)
-        self._hanging = hanging or Hanging()
-        self._at_once = self._part.concurrency or threads
+    def __init__(self, part: RewardPart, *, threads: int, timeout_s: float | None, hanging: HangingCalls) -> None:
+        self._part = part
+        self._timeout_s = part.timeout_s or timeout_s
+        self._at_once = part.concurrency or threads
+        self._places = asyncio.Semaphore(self._at_once)
+        self._hanging = hanging
         self._queue: deque[Request] = deque()
         self._waiting: dict[Waiting, None] = {}
         self._running: dict[ScoringCall, None] = {}
@@ -181,7 +168,7 @@ class RewardCalls:
         """The values of responses to one prompt.
 
         Raises: `DataFailure` if the reward raises, exceeds the timeout or returns something else than its values, after
-        all calls for the group have returned. `EngineError` after `failed` has returned."""
+        all calls for the group have returned. `EngineError` if too many calls hang."""
         whole = [trajectories] if self._part.form != "response" else [[one] for one in trajectories]
         outcomes = await asyncio.gather(
             *(self._judge(prompt, responses, group) for responses in whole), return_exceptions=True
@@ -211,9 +198,9 @@ class RewardCalls:
                 self._queue.remove(request)
             raise
         requests = self._next_requests()
-        if self._hanging.lost.is_set() or not requests:
+        if self._hanging.story or not requests:
             self._places.release()
-        if self._hanging.lost.is_set():
+        if self._hanging.story:
             raise EngineError(self._hanging.story)
         if requests:
             self._begin(requests)
@@ -246,11 +233,6 @@ class RewardCalls:
                 return [value for value in outcome if not isinstance(value, str)]
             raise DataFailure(failure_of(self._part.who, problem, where, self._timeout_s), row=prompt.row)
         raise DataFailure(failure_of(self._part.who, odd, where, self._timeout_s), row=prompt.row) from odd
-
-    async def failed(self) -> str:
-        """Wait until `MAX_HANGING_CALLS` calls hang and return this as the reason."""
-        await self._hanging.lost.wait()
-        return self._hanging.story
 
     def _begin(self, requests: list[Request]) -> None:
         """Start a call. The caller has acquired a place of `threads` for it."""
@@ -287,7 +269,7 @@ class RewardCalls:
 
     def _returned(self, call: ScoringCall, outcome: Outcome) -> None:
         if call.stuck:
-            self._hanging.calls -= 1
+            self._hanging.remove()
             return
         if call.timer is not None:
             call.timer.cancel()
@@ -296,11 +278,7 @@ class RewardCalls:
     def _overdue(self, call: ScoringCall, thread: Thread) -> None:
         log.warning("%s took longer than %s s; it is in\n%s", self._part.who, self._timeout_s, stack_of(thread))
         call.stuck = True
-        self._hanging.calls += 1
-        if self._hanging.calls >= MAX_HANGING_CALLS and not self._hanging.lost.is_set():
-            story = f"{MAX_HANGING_CALLS} calls of {self._part.who} took longer than {self._timeout_s} s"
-            self._hanging.story = f"{story} and have not returned"
-            self._hanging.lost.set()
+        self._hanging.add(self._part.who)
         self._end(call, None)
 
     def _end(self, call: ScoringCall, outcome: Outcome) -> None:
@@ -345,7 +323,7 @@ class Grader:
         self._reward = None
         if reward is not None:
             self._reward = reward if isinstance(reward, RewardParts) else RewardParts((RewardPart(function=reward),))
-        self._hanging = Hanging()
+        self._hanging = HangingCalls()
         self._calls = [
             RewardCalls(part, threads=threads, timeout_s=timeout_s, hanging=self._hanging)
             for part in (self._reward.parts if self._reward is not None else ())
@@ -396,9 +374,8 @@ class Grader:
             raise
 
     async def failed(self) -> str:
-        """As `RewardCalls.failed`."""
-        await self._hanging.lost.wait()
-        return self._hanging.story
+        """Wait until too many calls hang and return this as the reason."""
+        return await self._hanging.failed()
 
     def call_figures(self) -> list[CallFigures]:
         """See `protocols.MeasuresCalls`."""

@@ -10,7 +10,7 @@ from test_generator import Letters
 
 from engine.errors import DataFailure
 from engine.rollout.reward_parts import RewardPart, RewardParts
-from engine.rollout.scoring import Grader, RewardCalls, Waiting
+from engine.rollout.scoring import Grader
 from engine.tasks.reward_forms import bind
 from engine.tasks.rewards import boxed_answer, final_number, multiple_choice
 from engine.trajectory import NoAnswer, Prompt, Scored, StepReward, Trajectory, TrajectoryGroup
@@ -179,9 +179,8 @@ def test_an_overdue_coroutine_is_cancelled() -> None:
         return 1.0
 
     async def scene() -> None:
-        calls = RewardCalls(part_of(forever, timeout_s=0.01), threads=1, timeout_s=None)
         with pytest.raises(DataFailure, match=r"reward tests\.function took longer than 0\.01 s on prompt row 4"):
-            await calls.score(Prompt(row=4, text=""), responses("a"), Waiting(lambda: None))
+            await Grader(Letters(), RewardParts((part_of(forever, timeout_s=0.01),))).score(group_of("a"))
         assert await asyncio.to_thread(cancelled.wait, 20)
 
     asyncio.run(scene())

@@ -13,8 +13,9 @@ from engine.commands import EnterState, InspectStep
 from engine.errors import DataFailure, EngineError
 from engine.events import Event, GroupGenerated, InspectionFailed, StateFailed, StateLeft, StepInspected
 from engine.protocols import Generated, GroupWork, PublishedWeights
+from engine.protocols.user_code import MOST_HANGING
 from engine.rollout.reward_parts import RewardPart, RewardParts
-from engine.rollout.scoring import MAX_HANGING_CALLS, Grader
+from engine.rollout.scoring import Grader
 from engine.runtime.local import response
 from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
 from engine.states.limits import REWARDING
@@ -227,7 +228,7 @@ def test_work_that_takes_too_long_is_ended() -> None:
     play(lambda: Bench(for_ever, timeout_s=0.01), scene)
 
 
-@pytest.mark.parametrize("stuck", [1, MAX_HANGING_CALLS])
+@pytest.mark.parametrize("stuck", [1, MOST_HANGING])
 def test_the_calls_of_a_reward_have_a_time_of_their_own_and_may_get_stuck(stuck: int) -> None:
     go_on = threading.Event()
 
@@ -247,9 +248,9 @@ def test_the_calls_of_a_reward_have_a_time_of_their_own_and_may_get_stuck(stuck:
         failed = await bench.until(stuck)
         assert isinstance(failed, StateFailed) and failed.cause == "data", failed
         assert "took longer than 0.01 s on prompt row 7" in failed.reason
-        while stuck == MAX_HANGING_CALLS and not bench.reasons:
+        while stuck == MOST_HANGING and not bench.reasons:
             await asyncio.sleep(0)
-        assert len(bench.reasons) == (stuck == MAX_HANGING_CALLS)
+        assert len(bench.reasons) == (stuck == MOST_HANGING)
         assert all("64 calls of reward" in reason for reason in bench.reasons)
         go_on.set()
 

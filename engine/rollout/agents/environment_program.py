@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
-from engine.environments.calls import CallTimeout, EpisodeCalls, HangingCalls, Toolbox, ToolError
+from engine.environments.calls import CallTimeout, EpisodeCalls, Toolbox, ToolError
 from engine.environments.protocol import Environment, Opening, StepResult, ToolCall, Turn
 from engine.errors import DataFailure, EngineError, message_of
+from engine.protocols.user_code import HangingCalls
 from engine.rollout.agents.conversation import Chat
 from engine.rollout.agents.program_generator import (
     ProgramFailure,
