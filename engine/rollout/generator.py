@@ -7,7 +7,8 @@ a trajectory.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -37,7 +38,11 @@ class Way:
 
 class BackendGenerator:
     """Base class of the built-in generators: the parts of `protocols.Generator` that only call the backend. Implements
-    `protocols.Fallible`, `Sleeper`, `MeasuresCalls` and `MeasuresCache`."""
+    `protocols.Fallible`, `Sleeper`, `MeasuresCalls` and `MeasuresCache`. `_cut(groups, how)` of its subclasses ends the
+    requests of groups."""
+
+    park: ClassVar[str] = "abort"
+    """How an abort cuts groups."""
 
     def __init__(self, backend: RolloutBackend, ways: Mapping[str, Way], agent: AgentCalls | None = None) -> None:
         """`ways`: by validation set, and under `TRAINING`. `agent`: measures the calls of the user's code between the
@@ -46,6 +51,30 @@ class BackendGenerator:
         self._ways = ways
         self._graders = list(dict.fromkeys(way.grader for way in ways.values()))
         self._agent = agent
+        self._groups: dict[GroupId, Any] = {}
+        """The running `generate` call of each group."""
+
+    @contextmanager
+    def _running(self, running: Any) -> Iterator[None]:
+        """Context manager around a `generate` call. Raises: `EngineError` if its group is already being generated."""
+        group = running.work.group
+        if group in self._groups:
+            raise EngineError(f"group {group} is already being generated", group=group)
+        self._groups[group] = running
+        try:
+            yield
+        finally:
+            running.done.set()
+            del self._groups[group]
+
+    async def _cut(self, groups: Sequence[GroupId], how: str) -> None:
+        raise NotImplementedError
+
+    async def abort(self, groups: Sequence[GroupId]) -> None:
+        await self._cut(groups, self.park)
+
+    async def truncate(self, groups: Sequence[GroupId]) -> None:
+        await self._cut(groups, "truncate")
 
     def way_of(self, work: GroupWork) -> Way:
         """Raises: `EngineError` for a validation set that has none."""
@@ -98,26 +127,12 @@ class BackendGenerator:
 
 
 class GeneratorOfCalls(BackendGenerator):
-    """Base class of generators whose groups sample in several calls. `_cut(groups, how)` ends the calls of groups."""
-
-    park: ClassVar[str]
-    """How an abort cuts groups."""
+    """Base class of generators whose groups sample in several calls."""
 
     def __init__(self, backend: RolloutBackend, ways: Mapping[str, Way], agent: AgentCalls) -> None:
         super().__init__(backend, ways, agent)
-        self._groups: dict[GroupId, Any] = {}
-        """The running `generate` call of each group, with an event `done`."""
         self._unpaused = asyncio.Event()
         self._unpaused.set()
-
-    async def _cut(self, groups: Sequence[GroupId], how: str) -> None:
-        raise NotImplementedError
-
-    async def abort(self, groups: Sequence[GroupId]) -> None:
-        await self._cut(groups, self.park)
-
-    async def truncate(self, groups: Sequence[GroupId]) -> None:
-        await self._cut(groups, "truncate")
 
     async def pause(self, mode: str) -> None:
         """See `protocols.Generator`. `wait` returns when all open groups have ended."""
@@ -169,6 +184,7 @@ class Attempt:
     """Set by `resume` and by a cut. An attempt waits for it while the generator is paused."""
     sampled: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when nothing more will be sampled for this attempt."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def request_ids(self) -> list[str]:
         return [request_id(self.work, index) for index in range(len(self.group.trajectories))]
@@ -187,7 +203,6 @@ class ModelGenerator(BackendGenerator):
         super().__init__(backend, ways)
         self._renderer = renderer
         self._seed = seed
-        self._attempts: dict[GroupId, Attempt] = {}
         self._paused = False
         self._frozen = False
 
@@ -197,11 +212,8 @@ class ModelGenerator(BackendGenerator):
         Raises: `DataFailure` if the prompt cannot be sampled or the reward fails. `EngineError` if the group is already
         being generated or the backend failed.
         """
-        if work.group in self._attempts:
-            raise EngineError(f"group {work.group} is already being generated", group=work.group)
         attempt = Attempt(work, self.way_of(work), self._group_of(work), cut="truncate" if work.truncate else "")
-        self._attempts[work.group] = attempt
-        try:
+        with self._running(attempt):
             try:
                 await self._sample_group(attempt)
             finally:
@@ -212,27 +224,19 @@ class ModelGenerator(BackendGenerator):
                 trajectory.finish_reason = trajectory.finish_reason or "truncated"
             await attempt.way.grader.score(attempt.group, work.progress)
             return Generated(group=attempt.group)
-        finally:
-            del self._attempts[work.group]
-
-    async def abort(self, groups: Sequence[GroupId]) -> None:
-        await self._cut([self._attempts[group] for group in groups if group in self._attempts], "abort")
-
-    async def truncate(self, groups: Sequence[GroupId]) -> None:
-        await self._cut([self._attempts[group] for group in groups if group in self._attempts], "truncate")
 
     async def pause(self, mode: str) -> None:
         """See `protocols.Generator`. Groups whose sampling has not started wait for `resume`; `abort` returns them
         too. Raises: `EngineError` if `resume` was called before `wait` ended."""
         self._paused = True
         if mode == "abort":
-            running = list(self._attempts.values())
+            running = list(self._groups.values())
             for attempt in running:
                 self._mark(attempt, "abort")
             await self._backend.pause("abort")
             await all_set([attempt.sampled for attempt in running])
         elif mode == "wait" and not self._frozen:
-            await all_set([attempt.sampled for attempt in self._attempts.values() if attempt.dispatched])
+            await all_set([attempt.sampled for attempt in self._groups.values() if attempt.dispatched])
             if not self._paused:
                 raise EngineError("resumed before the running groups had ended")
             await self._backend.pause("wait")
@@ -244,7 +248,7 @@ class ModelGenerator(BackendGenerator):
         self._paused = self._frozen = False
         await self._backend.resume()
         if not self._paused:
-            for attempt in self._attempts.values():
+            for attempt in self._groups.values():
                 attempt.released.set()
 
     # Sampling.
@@ -312,7 +316,8 @@ class ModelGenerator(BackendGenerator):
             group.trajectories[place].extend(result.token_ids, result.logprobs, result.spans, routes=result.routes)
         save(group)
 
-    async def _cut(self, attempts: Sequence[Attempt], how: str) -> None:
+    async def _cut(self, groups: Sequence[GroupId], how: str) -> None:
+        attempts: list[Attempt] = [self._groups[group] for group in groups if group in self._groups]
         for attempt in attempts:
             self._mark(attempt, how)
         await self._backend.abort([name for attempt in attempts for name in attempt.request_ids()])

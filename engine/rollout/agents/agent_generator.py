@@ -131,11 +131,8 @@ class AgentGenerator(GeneratorOfCalls):
         """
         if self._gateway is None:
             raise EngineError("no gateway is connected; call connect() before generate()")
-        if work.group in self._groups:
-            raise EngineError(f"group {work.group} is already being generated", group=work.group)
         opened = OpenedGroup(work, self.way_of(work), cut="truncate" if work.truncate else "")
-        self._groups[work.group] = opened
-        try:
+        with self._running(opened):
             asked = OpenGroup(
                 group=work.group,
                 attempt=work.attempt,
@@ -154,9 +151,6 @@ class AgentGenerator(GeneratorOfCalls):
                 work.finished(work.samples)
                 await opened.way.grader.score(group, work.progress)
             return Generated(group=group, aborted=outcome.aborted, oldest_version=None if oldest is None else oldest[0])
-        finally:
-            opened.done.set()
-            del self._groups[work.group]
 
     async def sample(self, call: AgentCall) -> SampleResult:
         """Sample the answer to an agent's call. If its attempt has ended or was cut, there are no tokens and

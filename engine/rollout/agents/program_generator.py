@@ -211,8 +211,6 @@ class ProgramGenerator(GeneratorOfCalls):
     The rollouts of a group may take at most `timeout_s` together.
     """
 
-    park = "abort"
-
     def __init__(
         self,
         backend: RolloutBackend,
@@ -238,11 +236,8 @@ class ProgramGenerator(GeneratorOfCalls):
         Raises: `DataFailure` if a rollout or the reward function fails or a rollout exceeds `timeout_s`; `EngineError`
         if the group is already being generated.
         """
-        if work.group in self._groups:
-            raise EngineError(f"group {work.group} is already being generated", group=work.group)
         running = RunningProgram(work, self.way_of(work), cut="truncate" if work.truncate else "")
-        self._groups[work.group] = running
-        try:
+        with self._running(running):
             group = await self._run_group(running)
             if running.cut == "abort" and not group.finished:
                 return Generated(group=group, aborted=True)
@@ -250,9 +245,6 @@ class ProgramGenerator(GeneratorOfCalls):
                 trajectory.finish_reason = trajectory.finish_reason or "truncated"
             await running.way.grader.score(group, work.progress)
             return Generated(group=group)
-        finally:
-            running.done.set()
-            del self._groups[work.group]
 
     async def sample(self, running: RunningProgram, index: int, number: int, call: Call, limit: int | None) -> None:
         """Sample the answer to a client's call. If the group is cut, it does not return: the rollout is cancelled."""
