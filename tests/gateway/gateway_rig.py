@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -55,6 +56,33 @@ def model(seed: int = 0) -> Qwen2ForCausalLM:
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     return Qwen2ForCausalLM(config).eval()
+
+
+def runs_of(trajectory: Trajectory, tokens: Any = None) -> list[tuple[int, str]]:
+    """The response as runs of trained (1) and inserted (0) text."""
+    pairs = zip(trajectory.loss_mask, trajectory.token_ids, strict=True)
+    decode = (tokens or tokenizer()).decode
+    return [(mask, decode([id for _, id in run])) for mask, run in groupby(pairs, key=lambda pair: pair[0])]
+
+
+class Halting(TorchBackend):
+    """Samples so many tokens, and no more before it is paused or gets another order: no test races with it."""
+
+    def __init__(self, halt_at: int) -> None:
+        self.halt_at = halt_at
+        super().__init__(model(), rows=8)
+
+    def _turn(self) -> None:
+        if 0 <= self.halt_at <= self.tokens_sampled():
+            self._obey(*self._inbox.get())
+            if not self._sampler.busy or self._frozen:
+                self.halt_at = -1
+        else:
+            super()._turn()
+
+    async def halted(self) -> None:
+        while self.tokens_sampled() < self.halt_at:
+            await asyncio.to_thread(lambda: None)
 
 
 class FixedAnswers:

@@ -1,11 +1,14 @@
-"""Keys, refusals, and what becomes of agents that fail, are cut short, or lose their replica."""
+"""Keys, refusals, strangers, and what becomes of agents that fail, are cut short, or lose their replica."""
 
 import asyncio
+import json
+import logging
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
-from gateway_rig import CONTEXT, FixedAnswers, Rig, model, one_group, run
+from gateway_rig import CONTEXT, FixedAnswers, Halting, Rig, model, one_group, run, tokenizer
 from openai import AsyncOpenAI
 
 from engine.errors import DataFailure, EngineError
@@ -32,8 +35,9 @@ async def refused(client: AsyncOpenAI, prompt: Prompt) -> float:
     with pytest.raises(openai.BadRequestError) as long:
         await create(model="model", messages=[{"role": "user", "content": "x" * (CONTEXT + 1)}])
     assert long.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="n is 2, but must be 1"):
+    with pytest.raises(openai.BadRequestError, match="n is 2, but must be 1") as several:
         await create(model="model", messages=HELLO, n=2)
+    assert (several.value.param, several.value.code) == ("n", "unsupported_value")
     picture: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     with pytest.raises(openai.BadRequestError, match="messages"):
         await create(model="model", messages=picture)
@@ -50,6 +54,7 @@ async def refused(client: AsyncOpenAI, prompt: Prompt) -> float:
 def test_what_is_refused_is_refused_in_openais_words_and_leaves_no_trace() -> None:
     (only,) = run(one_group(refused, FixedAnswers("hi<end>"), max_body_bytes=20_000))
     assert (only.loss_mask, only.reward, only.finish_reason) == ([1, 1, 1], 1.0, "stop")
+    assert only.figures["turns"] == 1
 
 
 def test_a_spent_context_ends_the_conversation_and_what_was_sampled_stays_trainable() -> None:
@@ -140,24 +145,6 @@ def test_a_call_of_an_agent_reports_the_siblings_that_have_ended() -> None:
     run(scenario())
 
 
-class Halting(TorchBackend):
-    """Samples so many tokens, then waits for its next order."""
-
-    halt_at = 6
-
-    def _turn(self) -> None:
-        if self.tokens_sampled() == self.halt_at:
-            self._obey(*self._inbox.get())
-            self.halt_at = -1
-        else:
-            super()._turn()
-
-
-async def halted(backend: TorchBackend) -> None:
-    while backend.tokens_sampled() < 6:
-        await asyncio.to_thread(lambda: None)
-
-
 async def long_answer(client: AsyncOpenAI, prompt: Prompt) -> float:
     done = await client.chat.completions.create(model="model", messages=HELLO, max_tokens=20, stop=[])
     return float(done.usage.completion_tokens)
@@ -171,10 +158,10 @@ def uncut() -> Any:
 @pytest.mark.parametrize("end", ["pause", "loss", "failure"])
 def test_a_conversation_survives_its_replica_and_goes_on_from_its_prefix(end: str) -> None:
     async def scenario() -> Any:
-        first, second = Halting(model(), rows=8), TorchBackend(model(), rows=8)
+        first, second = Halting(6), TorchBackend(model(), rows=8)
         async with Rig(long_answer, first, second, max_tokens=20) as rig:
             running = asyncio.ensure_future(rig.generate())
-            await halted(first)
+            await first.halted()
             if end == "pause":
                 await rig.generators[0].pause("abort")
                 partial = await running
@@ -224,10 +211,10 @@ def test_a_replica_with_older_weights_cannot_go_on_so_the_agents_begin_anew() ->
 
 def test_truncation_finishes_a_group_with_what_there_is_and_ends_its_agents() -> None:
     async def scenario() -> None:
-        backend = Halting(model(), rows=8)
+        backend = Halting(6)
         async with Rig(long_answer, backend, max_tokens=20) as rig:
             running = asyncio.ensure_future(rig.generate())
-            await halted(backend)
+            await backend.halted()
             await rig.generators[0].truncate([5])
             generated = await running
             (only,) = generated.group.trajectories
@@ -240,7 +227,7 @@ def test_truncation_finishes_a_group_with_what_there_is_and_ends_its_agents() ->
 
 def test_a_discarded_group_takes_its_agents_along() -> None:
     async def scenario() -> None:
-        backend = Halting(model(), rows=8)
+        backend = Halting(6)
         refusals: list[int] = []
 
         async def watching(client: AsyncOpenAI, prompt: Prompt) -> None:
@@ -252,7 +239,7 @@ def test_a_discarded_group_takes_its_agents_along() -> None:
 
         async with Rig(watching, backend, max_tokens=20) as rig:
             running = asyncio.ensure_future(rig.generate())
-            await halted(backend)
+            await backend.halted()
             await rig.generators[0].abort([5])
             assert (await running).aborted
             rig.agents.discard([5])
@@ -275,11 +262,11 @@ def test_an_order_to_cut_that_overtakes_its_opening_is_not_lost() -> None:
 
 def test_a_caller_that_goes_away_leaves_no_answer_behind() -> None:
     async def scenario() -> Any:
-        backend = Halting(model(), rows=8)
+        backend = Halting(6)
 
         async def impatient(client: AsyncOpenAI, prompt: Prompt) -> float:
             call = asyncio.ensure_future(hello(client, prompt))
-            await halted(backend)
+            await backend.halted()
             call.cancel()
             await asyncio.wait([call])
             await client.chat.completions.create(model="model", messages=[{"role": "user", "content": "other"}])
@@ -289,13 +276,7 @@ def test_a_caller_that_goes_away_leaves_no_answer_behind() -> None:
             return (await rig.generate()).group.trajectories
 
     (only,) = run(scenario())
-    assert "other" in model_text(only.prompt_ids)
-
-
-def model_text(ids: list[int]) -> str:
-    from gateway_rig import tokenizer
-
-    return str(tokenizer().decode(ids))
+    assert "other" in tokenizer().decode(only.prompt_ids)
 
 
 def test_a_reward_is_needed_from_somewhere() -> None:
@@ -326,3 +307,36 @@ def test_an_agent_that_works_between_its_calls_is_measured_on_the_replica() -> N
             assert (done.groups, done.calls) == (0, 4) and done.seconds > 0
 
     run(scene())
+
+
+SECRET = b"hunter2-and-more"
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+
+
+@pytest.mark.parametrize(
+    "request_sent",
+    [
+        POST + b"Authorization: Bearer " + SECRET + b"\x00\r\n\r\n",
+        POST + b"Authorization: " + SECRET + b"\r\n\r\n",
+        POST + b"Authorization: Bearer \xff" + SECRET + b"\r\n\r\n",
+        POST + b"Authorization: Bearer " + SECRET * 2000 + b"\r\n\r\n",
+        POST + b"Expect: " + SECRET + b"\r\n\r\n",
+        b"Authorization: Bearer " + SECRET + b"\r\n\r\n",
+    ],
+)
+def test_nothing_of_a_request_is_repeated(
+    request_sent: bytes, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario() -> bytes:
+        async with Rig(hello, FixedAnswers()) as rig:
+            reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(rig.url).port)
+            writer.write(request_sent)
+            answer = await reader.read()
+            writer.close()
+            return answer
+
+    with caplog.at_level(logging.DEBUG):
+        answer = run(scenario())
+    assert answer.split()[1] in (b"400", b"401")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"], "it is OpenAI's error object"
+    assert SECRET not in answer and SECRET.decode() not in caplog.text + "".join(capfd.readouterr())

@@ -94,25 +94,6 @@ def test_top_logprobs_need_logprobs_and_have_a_bound() -> None:
         assert (refused.value.status, refused.value.body["error"]["param"]) == (400, place)
 
 
-async def asking(client: AsyncOpenAI, prompt: Prompt) -> float:
-    create: Any = client.chat.completions.create
-    for refused in ({"tool_choice": "required", "tools": [ADD]}, {"response_format": SCHEMA}, {"logit_bias": {"1": 5}}):
-        with pytest.raises(openai.BadRequestError) as error:
-            await create(model="tiny", messages=HELLO, **refused)
-        assert error.value.param in refused
-        assert error.value.code == "unsupported_value"
-    answered = await create(model="tiny", messages=HELLO, tools=[ADD], tool_choice="none")
-    assert (answered.choices[0].message.content, answered.choices[0].message.tool_calls) == ("<tool_call>{}", None)
-    return 1.0
-
-
-def test_a_refused_request_leaves_no_trace_in_the_conversation() -> None:
-    backend = FixedAnswers("<tool_call>{}<end>")
-    (only,) = run(one_group(asking, backend, max_tokens=40))
-    assert len(backend.asked) == 1
-    assert only.figures["turns"] == 1
-
-
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_a_forced_call_is_treated_as_auto_or_constrains_the_answer(choice: Any) -> None:
     async def forcing(client: AsyncOpenAI, prompt: Prompt) -> float:

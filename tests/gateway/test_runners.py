@@ -34,9 +34,8 @@ def run(runner: Any, prompt: Prompt = PROMPT) -> Any:
 
 
 SHOW = (
-    "import json, os, sys; path = os.environ.get('STEP_ENGINE_PROMPT_FILE', ''); "
-    "said = json.load(open(path)) if path else json.loads(os.environ['STEP_ENGINE_PROMPT']); "
-    "json.dump({'env': dict(os.environ), 'prompt': said, 'file': path}, open('shown', 'w'))"
+    "import json, os; path = os.environ['STEP_ENGINE_PROMPT_FILE']; "
+    "json.dump({'env': dict(os.environ), 'prompt': json.load(open(path)), 'file': path}, open('shown', 'w'))"
 )
 """Writes what a program can read of its environment and its prompt."""
 
@@ -49,23 +48,15 @@ def shown(directory: Path, prompt: Prompt = PROMPT, **more: Any) -> dict[str, An
 
 
 def test_a_program_gets_the_model_the_prompt_and_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt may have more than the 128 KiB of a variable."""
     monkeypatch.setenv("WANDB_API_KEY", "kept-from-agents")
-    said = shown(tmp_path)
+    row = {"answer": "gold", "messages": [{"role": "user", "content": "say it"}], "level": 3}
+    text = "x" * (1 << 20)
+    said = shown(tmp_path, Prompt(row=3, text=text, fields=row), fields=["level"])
     assert (said["env"]["OPENAI_BASE_URL"], said["env"]["OPENAI_API_KEY"]) == ("http://here/v1", "sk-1")
     assert said["env"]["PATH"] == os.environ["PATH"]
-    assert "kept-from-agents" not in json.dumps(said)
-
-
-def test_a_program_gets_only_the_prompt_and_the_columns_of_agent_fields(tmp_path: Path) -> None:
-    row = {"answer": "gold", "messages": [{"role": "user", "content": "say it"}], "level": 3}
-    said = shown(tmp_path, Prompt(row=3, text="say it", fields=row), fields=["level"])
-    assert "gold" not in json.dumps(said)
-    assert said["prompt"] == {"row": 3, "text": "say it", "fields": {"messages": row["messages"], "level": 3}}
-
-
-def test_a_prompt_above_128_kib_reaches_a_program_in_a_private_file(tmp_path: Path) -> None:
-    said = shown(tmp_path, Prompt(row=3, text="x" * (1 << 20)))
-    assert len(said["prompt"]["text"]) == 1 << 20
+    assert "kept-from-agents" not in json.dumps(said) and "gold" not in json.dumps(said)
+    assert said["prompt"] == {"row": 3, "text": text, "fields": {"messages": row["messages"], "level": 3}}
     assert not Path(said["file"]).exists(), "the file of an agent that has ended"
 
 
@@ -131,24 +122,6 @@ def test_a_cancelled_program_takes_its_children_along(tmp_path: Path) -> None:
         psutil.Process(pid).wait(20)
     except psutil.NoSuchProcess:
         return
-
-
-def test_a_coroutine_that_blocks_does_not_block_the_gateway() -> None:
-    gate = threading.Event()
-
-    async def blocking(base_url: str, key: str, prompt: Prompt) -> float:
-        assert gate.wait(60)
-        return 2.0
-
-    async def scenario() -> float | None:
-        runner = FunctionRunner(blocking)
-        running = asyncio.ensure_future(runner.run("", "", PROMPT))
-        gate.set()
-        reward = await running
-        runner.close()
-        return reward
-
-    assert asyncio.run(scenario()) == 2.0
 
 
 def test_agents_that_wait_for_a_blocked_thread_get_another_and_its_stack_is_logged(

@@ -1,10 +1,15 @@
 """Conversations of several turns with published templates: one segment, and only tokens that the template writes."""
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_tokenizers import published_tokenizer
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "gateway"))
+from gateway_rig import runs_of
 
 from engine.rollout.agents.conversation import Chat, Conversation, chat, key_of
 from engine.rollout.backend import SampleResult
@@ -41,20 +46,11 @@ class Talk:
 
     def inserted(self, segment: int = 0) -> list[str]:
         """The texts between the answers of a segment."""
-        return [text for mask, text in parts(self.trajectories[segment], self.tokens) if not mask]
+        return [text for mask, text in runs_of(self.trajectories[segment], self.tokens) if not mask]
 
     @property
     def trajectories(self) -> list[Trajectory]:
         return self.conversation.trajectories()
-
-
-def parts(trajectory: Trajectory, tokens: Any) -> list[tuple[int, str]]:
-    found: list[tuple[int, list[int]]] = []
-    for id, mask in zip(trajectory.token_ids, trajectory.loss_mask, strict=True):
-        if not found or found[-1][0] != mask:
-            found.append((mask, []))
-        found[-1][1].append(id)
-    return [(mask, tokens.decode(ids)) for mask, ids in found]
 
 
 CHATML = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "gateway"))
-from gateway_rig import TEMPLATE, FixedAnswers, model, tokenizer, ways
+from gateway_rig import TEMPLATE, FixedAnswers, Halting, model, runs_of, tokenizer, ways
 
 from engine.environments import Environment, Opening, StepResult, ToolCall, Turn
 from engine.environments.lookup import Lookup
@@ -65,16 +65,6 @@ def only(make: Any, *said: str, **limits: Any) -> Trajectory:
     return trajectory
 
 
-def parts_of(trajectory: Trajectory) -> list[tuple[int, str]]:
-    """The response as runs of trained (1) and inserted (0) text."""
-    found: list[tuple[int, list[int]]] = []
-    for id, mask in zip(trajectory.token_ids, trajectory.loss_mask, strict=True):
-        if not found or found[-1][0] != mask:
-            found.append((mask, []))
-        found[-1][1].append(id)
-    return [(mask, tokenizer().decode(ids)) for mask, ids in found]
-
-
 class Adder(Environment):
     """Adds with a tool; 1 for the right sum."""
 
@@ -105,7 +95,7 @@ class Adder(Environment):
 def test_tools_are_called_and_only_the_models_own_tokens_are_trained() -> None:
     one = only(Adder, call("add", a=1, b=2), "3<end>")
     assert tokenizer().decode(one.prompt_ids) == "tools: add divide [user]add 1 and 2<end>[assistant]"
-    assert parts_of(one) == [(1, call("add", a=1, b=2)), (0, "[tool]3<end>[assistant]"), (1, "3<end>")]
+    assert runs_of(one) == [(1, call("add", a=1, b=2)), (0, "[tool]3<end>[assistant]"), (1, "3<end>")]
     assert (one.reward, one.finish_reason) == (1.25, "stop")
 
 
@@ -113,7 +103,7 @@ def test_a_template_that_refuses_results_without_their_call_gets_the_call() -> N
     strict = "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
     strict += "{{ raise_exception('no call') }}{% endif %}{% endfor %}" + TEMPLATE
     one = only(Adder, call("add", a=1, b=2), "3<end>", template=strict)
-    assert parts_of(one) == [(1, call("add", a=1, b=2)), (0, "[tool]3<end>[assistant]"), (1, "3<end>")]
+    assert runs_of(one) == [(1, call("add", a=1, b=2)), (0, "[tool]3<end>[assistant]"), (1, "3<end>")]
 
 
 def test_figures_count_turns_tool_calls_and_tokens_by_role() -> None:
@@ -148,7 +138,7 @@ def test_figures_count_turns_tool_calls_and_tokens_by_role() -> None:
 )
 def test_a_tool_call_that_fails_is_reported_to_the_model_and_counted(said: str, error: str) -> None:
     one = only(Adder, said, "3<end>", max_tokens=300)
-    assert f"[tool]Error: {error}" in parts_of(one)[1][1]
+    assert f"[tool]Error: {error}" in runs_of(one)[1][1]
     assert (one.reward, one.figures["tool_errors"], one.figures["tool_calls"]) == (1.25, 1, 1)
 
 
@@ -166,7 +156,7 @@ def test_a_tool_that_hangs_is_reported_to_the_model_and_the_episode_continues() 
 
     one = only(Hanging, call("wait"), "3<end>", call_timeout_s=0.05, reward=lambda prompt, trajectory: 0.5)
     released.set()
-    assert "[tool]Error: wait took too long" in parts_of(one)[1][1]
+    assert "[tool]Error: wait took too long" in runs_of(one)[1][1]
     assert (one.reward, one.finish_reason, one.figures["tool_errors"]) == (0.5, "stop", 1)
 
 
@@ -183,7 +173,7 @@ def test_calls_of_a_tool_that_is_only_a_schema_are_answered_by_the_environment()
             return StepResult(messages=[asked.answer("42")])
 
     one = only(Schema, call("ask", q=1), "3<end>")
-    assert parts_of(one)[1][1] == "[tool]42<end>[assistant]"
+    assert runs_of(one)[1][1] == "[tool]42<end>[assistant]"
 
 
 # -- how episodes end --------------------------------------------------------------------------------------------------
@@ -222,6 +212,7 @@ def test_an_environment_that_never_ends_meets_a_limit(
             EpisodeSettings(name="tests:Endless", make=Endless, parser=hermes, **limits), seed=7, timeout_s=60,
         )  # fmt: skip
         (trajectory,) = (await made.generate(work())).group.trajectories
+        assert made.call_figures()[0].function == "environment tests:Endless"
         await made.close()
         return trajectory
 
@@ -352,22 +343,6 @@ class Noisy(Environment):
         return StepResult(messages=f"{turn.number} {self.seed % 97}", reward=1.0, done=turn.number == 3)
 
 
-class Stopping(TorchBackend):
-    """Samples so many tokens, and no more before it is paused: a request may come later than others' tokens."""
-
-    def __init__(self, halt_at: int) -> None:
-        self.halt_at = halt_at
-        super().__init__(model(), rows=8)
-
-    def _turn(self) -> None:
-        if self.halt_at >= 0 and self.tokens_sampled() >= self.halt_at:
-            self._obey(*self._inbox.get())
-            if self._frozen:
-                self.halt_at = -1
-        else:
-            super()._turn()
-
-
 ENDS = tuple(range(1, 30))
 """Many tokens that end an answer, so that random weights give short ones."""
 
@@ -393,7 +368,7 @@ def test_an_episode_cut_at_any_token_continues_as_if_it_had_not_been(halt_at: in
     async def scenario() -> None:
         whole = await _whole(2)
         assert {t.figures["turns"] for t in whole.trajectories} == {3}
-        first, second = Stopping(halt_at), TorchBackend(model(), rows=8)
+        first, second = Halting(halt_at), TorchBackend(model(), rows=8)
         cut, other = noisy(first), noisy(second)
         running = asyncio.ensure_future(cut.generate(work(samples=2)))
         while first.tokens_sampled() < halt_at and not running.done():
@@ -438,26 +413,3 @@ def test_the_habits_of_the_warm_up_are_as_frequent_as_asked() -> None:
     right = sum("lookup" in answer for _, answer in answers)
     assert 0.9 < wrong / right < 1.1, "of the turns that should call, a quarter each"
     assert all(said.endswith("assistant\n") for said, _ in answers)
-
-
-def test_an_environment_that_works_is_measured_by_its_name() -> None:
-    began, leave = asyncio.Event(), asyncio.Event()
-
-    class Slow(Environment):
-        async def step(self, turn: Turn) -> StepResult:
-            began.set()
-            await leave.wait()
-            return StepResult(reward=1.0, done=True)
-
-    async def scene() -> None:
-        made = generator(Slow, FixedAnswers("3<end>"))
-        running = asyncio.ensure_future(made.generate(work()))
-        await began.wait()
-        busy = made.call_figures()[0]
-        assert (busy.function, busy.groups, busy.calls) == ("environment tests:Made", 1, 1), "reset has ended"
-        leave.set()
-        await running
-        assert made.call_figures()[0].calls == 2
-        await made.close()
-
-    run(scene())

@@ -40,22 +40,6 @@ def assert_begins(result: SampleResult, partial: SampleResult) -> None:
     assert partial.spans == spans
 
 
-def test_a_backend_reports_partial_results_every_few_tokens(kind: Kind) -> None:
-    async def scenario(backend: RolloutBackend) -> None:
-        partial: list[SampleResult] = []
-        result = await backend.sample(request(partial))
-        assert len(result.token_ids) == LONG - 1
-        counts = [len(one.token_ids) for one in partial]
-        if kind.exact:
-            assert counts == list(range(EVERY, LONG - 1, EVERY))
-        else:  # vLLM hands a slow reader several tokens at once
-            assert counts and all(after - before >= EVERY for before, after in pairwise([0, *counts]))
-        for one in partial:
-            assert_begins(result, one)
-
-    run_over(kind.make("qwen2"), scenario)
-
-
 def test_each_request_is_reported_by_its_own_count_though_others_end_before_it(kind: Kind) -> None:
     async def scenario(backend: RolloutBackend) -> None:
         lengths = [30, LONG, 50, LONG, 70, LONG - 7]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "gateway"))
-from gateway_rig import FixedAnswers, model, tokenizer, ways
+from gateway_rig import FixedAnswers, Halting, model, runs_of, tokenizer, ways
 
 from engine.errors import DataFailure
 from engine.protocols import Generated, GroupWork
@@ -46,15 +46,6 @@ async def generated(program: Program, backend: RolloutBackend, **options: Any) -
         return await made.generate(work())
     finally:
         await made.close()
-
-
-def runs_of(trajectory: Trajectory) -> list[tuple[int, str]]:
-    found: list[tuple[int, list[int]]] = []
-    for id, mask in zip(trajectory.token_ids, trajectory.loss_mask, strict=True):
-        if not found or found[-1][0] != mask:
-            found.append((mask, []))
-        found[-1][1].append(id)
-    return [(mask, tokenizer().decode(ids)) for mask, ids in found]
 
 
 def test_what_is_added_is_masked_and_a_returned_number_is_the_reward() -> None:
@@ -104,19 +95,6 @@ async def three_turns(client: RolloutClient, prompt: Prompt) -> None:
         messages += [answer.message, {"role": "user", "content": f"turn {turn}"}]
 
 
-class Halting(TorchBackend):
-    """Samples so many tokens, then waits for its next order."""
-
-    halt_at = 50
-
-    def _turn(self) -> None:
-        if self.halt_at >= 0 and self.tokens_sampled() >= self.halt_at:
-            self._obey(*self._inbox.get())
-            self.halt_at = -1
-        else:
-            super()._turn()
-
-
 class Counting(TorchBackend):
     """Counts what it is asked to continue from."""
 
@@ -129,11 +107,10 @@ class Counting(TorchBackend):
 
 def test_a_rollout_that_was_cut_short_goes_on_from_what_it_had() -> None:
     async def scenario() -> None:
-        first, second = Halting(model(), rows=8), Counting(model(), rows=8)
+        first, second = Halting(50), Counting(model(), rows=8)
         cut, other = generator(three_turns, first, 24), generator(three_turns, second, 24)
         running = asyncio.ensure_future(cut.generate(work()))
-        while first.tokens_sampled() < 50:
-            await asyncio.to_thread(lambda: None)
+        await first.halted()
         await cut.pause("abort")
         partial = await running
         assert partial.aborted

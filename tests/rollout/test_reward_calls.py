@@ -1,6 +1,7 @@
 """How reward functions are called: their forms, batches, limits of their own, and rewards of turns and tokens."""
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,16 +57,6 @@ def test_a_function_of_the_group_gets_all_its_unscored_responses() -> None:
     group = group_of("a", "abc", "ab")
     group.trajectories[2].reward = 7.0
     assert [one.reward for one in scored(group, part_of(ranked))] == [0.0, 1.0, 7.0]
-
-
-def test_a_failed_reward_says_which_responses_it_judged() -> None:
-    def none(prompt: Prompt, trajectory: Trajectory) -> None:
-        return None
-
-    group = group_of("a", "b")
-    with pytest.raises(DataFailure) as failed:
-        scored(group, part_of(none, name="none"), part_of(none, name="other"))
-    assert failed.value.judged is group, "engine samples --failed shows them"
 
 
 def test_figures_of_a_value_stand_beside_the_values() -> None:
@@ -217,3 +208,70 @@ def test_calls_are_measured_by_function_with_who_waits_for_them() -> None:
         assert (done.groups, done.queued, done.calls, done.running_s) == (0, 0, 4, 0.0) and done.seconds > 0
 
     asyncio.run(scene())
+
+
+def test_texts_are_given_and_rewards_left_to_who_gives_them_later() -> None:
+    calls: list[str] = []
+
+    def reward(prompt: Prompt, trajectory: Trajectory) -> float:
+        calls.append(trajectory.text)
+        return 1.0
+
+    group = group_of("ab", "ab")
+    group.trajectories[1].reward = 0.5  # brought by an agent
+
+    async def scene() -> None:
+        await Grader(Letters(), reward, later=True).score(group)
+        assert [t.reward for t in group.trajectories] == [None, 0.5]
+        assert [t.text for t in group.trajectories] == ["ab", "ab"] and calls == []
+        await Grader(Letters(), reward).score(group)
+        assert [t.reward for t in group.trajectories] == [1.0, 0.5] and calls == ["ab"]
+
+    asyncio.run(scene())
+
+
+# -- several functions -------------------------------------------------------------------------------------------------
+
+
+def letters(prompt: Prompt, trajectory: Trajectory) -> float:
+    return len(trajectory.text)
+
+
+def only_short(prompt: Prompt, trajectory: Trajectory) -> float | None:
+    return 1.0 if len(trajectory.text) < 3 else None
+
+
+def never(prompt: Prompt, trajectory: Trajectory) -> None:
+    return None
+
+
+def wrong(prompt: Prompt, trajectory: Trajectory) -> float:
+    raise KeyError("anser")
+
+
+def test_the_reward_is_the_weighted_sum_of_the_parts_that_apply() -> None:
+    group = group_of("ab", "a", "abc")
+    group.trajectories[2].continues = True  # the last segment of the second rollout
+    parts = [RewardPart(name="length", weight=0.5, function=letters)]
+    scored(group, *parts, RewardPart(name="short", weight=-2.0, function=only_short))
+    assert [t.reward for t in group.trajectories] == [0.5 * 2 - 2.0, 1.5, 1.5]
+    assert [t.reward_parts for t in group.trajectories] == [{"length": 2.0, "short": 1.0}, *[{"length": 3.0}] * 2]
+    assert all(type(t.reward) is float for t in group.trajectories)
+
+
+@pytest.mark.parametrize(
+    ("weights", "functions", "story"),
+    [
+        ([1.0, 1.0], [never, never], "a, b returned None; at least one must return a number"),
+        ([1.0, 1.0], [letters, wrong], r"reward b \(.*wrong\) raised KeyError on prompt row 4"),
+        ([1.0], [lambda *_: math.nan], "reward a .* returned nan on prompt row 4, neither a finite number"),
+        ([1e9], [lambda *_: 1e300], "the weighted sum of a on prompt row 4 is inf"),
+    ],
+)
+def test_a_failure_names_the_part(weights: list[float], functions: list[Any], story: str) -> None:
+    parts = [RewardPart(name=name, weight=w, function=f) for name, w, f in zip("ab", weights, functions, strict=False)]
+    group = group_of("ab", "bc")
+    with pytest.raises(DataFailure, match=story) as caught:
+        scored(group, *parts)
+    assert caught.value.details["row"] == 4
+    assert caught.value.judged is group, "engine samples --failed shows them"
