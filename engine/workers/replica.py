@@ -9,18 +9,14 @@ import functools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from engine.commands import (
     AbortGroup,
     Command,
-    InstallWeights,
     MeasureRows,
     ParkGroup,
-    PauseReplica,
     ResumeGroup,
-    ResumeReplica,
-    StageWeights,
     StartGroup,
     StopMeasuring,
     TruncateGroup,
@@ -47,7 +43,7 @@ from engine.workers.group_reports import (
 )
 from engine.workers.measurement import HeldOut, Measurements
 from engine.workers.progress_reports import Interval, ProgressReports
-from engine.workers.replica_weights import ReplicaWeights
+from engine.workers.replica_weights import ReplicaWeights, SyncCommand
 from engine.workers.sample_keeper import SampleKeeper
 from engine.workers.threads import contained, from_any_thread
 from engine.workers.worker_tasks import WorkerTasks
@@ -173,10 +169,7 @@ class ReplicaWorker:
             AbortGroup: lambda command, _: self._abort(command),
             ParkGroup: lambda command, _: self._park(command),
             TruncateGroup: lambda command, _: self._truncate(command),
-            StageWeights: lambda command, _: self._weights.carry_out(command),
-            PauseReplica: lambda command, _: self._weights.carry_out(command),
-            InstallWeights: lambda command, _: self._weights.carry_out(command),
-            ResumeReplica: lambda command, _: self._weights.carry_out(command),
+            **dict.fromkeys(get_args(SyncCommand), lambda command, _: self._weights.carry_out(command)),
             MeasureRows: lambda command, _: self._measuring.measure(command, self._weights.last),
             StopMeasuring: lambda command, _: self._stop_measuring(command),
         }

@@ -135,6 +135,11 @@ def paced(replica: int) -> TokenGenerator:
     return TokenGenerator(length=10, free=True, pace_s=0.002, stretch=100)
 
 
+def slow(replica: int) -> TokenGenerator:
+    """As `paced`, for runs that continue while a test does something else: a few steps a second."""
+    return TokenGenerator(length=10, free=True, pace_s=0.05, stretch=20)
+
+
 def endless(replica: int) -> TokenGenerator:
     """Generates for as long as it is let."""
     return TokenGenerator(length=10**9, free=True, pace_s=0.002)
