@@ -294,8 +294,7 @@ class RunProgress:
     @property
     def slow(self) -> list[int]:
         """Ids of replicas that are slower than the others by more than `rollout.straggler_factor`."""
-        replicas = self._state.replicas
-        return [r.id for r in list(replicas.by_id.values()) if replicas.paces.is_slow(r) and r.state != "down"]
+        return sorted(replica.id for replica in self._state.replicas.slow(self._state.limits.straggler_factor))
 
 
 # -- groups by state ---------------------------------------------------------------------------------------------------

@@ -207,6 +207,10 @@ class Exporter(Collector):
         def caches() -> Samples:
             return each(lambda r: r.cache_used)() if self._metrics.events[CacheMeasured.__name__] else []
 
+        def slow() -> Samples:
+            found = state.replicas.slow(state.limits.straggler_factor)
+            return each(lambda r: r in found)()
+
         def known() -> list[Replica]:
             return [r for r in list(state.replicas.by_id.values()) if not r.process.dismissed]
 
@@ -220,7 +224,7 @@ class Exporter(Collector):
             names.REPLICA_STATE.name: lambda: [
                 ((str(r.id), state), r.condition == state) for r in known() for state in states
             ],
-            names.REPLICA_SLOW.name: each(lambda r: state.replicas.paces.is_slow(r)),
+            names.REPLICA_SLOW.name: slow,
             names.REPLICA_SLOTS.name: slots,
             names.REPLICA_LIMIT.name: each(lambda r: r.limit),
             names.REPLICA_CACHE.name: caches,

@@ -314,7 +314,8 @@ class IdleTime:
         bound = self._bound(ledger.count)
         if bound:
             return bound
-        if (ledger.waiting or ledger.parked) and not replicas.idle and any(map(replicas.is_limited, replicas.rollouts)):
+        limited = any(map(replicas.is_limited, replicas.rollouts)) if ledger.waiting or ledger.parked else False
+        if limited and not replicas.idle(state.limits.straggler_factor):
             return "concurrency"
         if ledger.waiting:
             return "other"

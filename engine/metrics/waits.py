@@ -292,7 +292,7 @@ def _limit_of_groups(state: State) -> str:
     """The setting that keeps more groups from running at once; empty if that is none."""
     if state.groups.ledger.running >= state.limits.max_concurrent_groups:
         return "scheduler.max_concurrent_groups"
-    return "" if state.replicas.idle else SLOTS
+    return "" if state.replicas.idle(state.limits.straggler_factor) else SLOTS
 
 
 def _work_s(calls: FunctionCalls) -> float:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from engine.ids import NO_VERSION, Version
 from engine.scheduling.decisions import Decisions
 from engine.scheduling.issued_commands import Orders
 from engine.states.state import State
@@ -15,6 +14,3 @@ class Core:
     state: State
     orders: Orders
     decisions: Decisions
-    searched: tuple[int, Version] = (0, NO_VERSION)
-    """`Replicas.seats_on_slow` and the newest idle version after the last search that found room for all groups to
-    move: it need not be repeated before one of these changes."""

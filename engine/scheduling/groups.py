@@ -283,7 +283,6 @@ def lose_replica(core: Core, replica: Replica, reason: str, *, hung: bool = Fals
     replica.next_version = None
     replica.failed_groups = 0
     state.fire_replica(replica, "lose")
-    state.replicas.compare_paces(replica)
     for id, at in began.items():
         group = state.groups.live[id]
         if id in overdue:

@@ -88,7 +88,6 @@ def _lose_replicas(core: Core, event: RunResumed) -> None:
         replica.failed_groups = 0
         if replica.state != "down":
             state.fire_replica(replica, "lose")
-            state.replicas.compare_paces(replica)
     groups = state.groups
     running = [group for group in groups.live.values() if groups.phase_of(group.state) is Phase.RUNNING]
     for group in running if event.kept else ():

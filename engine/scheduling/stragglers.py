@@ -24,28 +24,25 @@ def measure_pace(core: Core, group: Group, replica: Replica, attempt: Order) -> 
     pace = (core.state.now - attempt.at) / tokens
     replica.pace = pace if not replica.paced else (1 - WEIGHT) * replica.pace + WEIGHT * pace
     replica.paced += 1
-    core.state.replicas.compare_paces(replica)
 
 
 def move_groups_off_slow_replicas(core: Core) -> None:
     """If a fast replica has slots that nothing else needs, park groups of slow replicas, earliest deadline first.
     They resume on a fast replica, because dispatch avoids the replica they come from."""
     state, replicas = core.state, core.state.replicas
-    if not replicas.seats_on_slow or state.ending.draining or state.limits.straggler_factor is None:
+    factor = state.limits.straggler_factor
+    if factor is None or state.ending.draining:
         return
     if state.groups.waiting and state.capacity:
         return
     parking = state.orders.open("park")
-    room = replicas.idle - state.groups.ledger.parked - len(parking)
+    idle = replicas.idle(factor)
+    room = sum(map(replicas.for_groups, idle)) - state.groups.ledger.parked - len(parking)
     if room <= 0:
         return
-    newest = replicas.newest_idle
-    if core.searched == (replicas.seats_on_slow, newest):
-        return  # every group that can be moved is being moved
-    slow = [replica for replica in replicas.paces.slow if replica.state == "ready" and not replica.process.leaves]
+    newest = max(replica.version for replica in idle)
+    slow = [one for one in replicas.slow(factor) if one.state == "ready" and not one.process.leaves]
     groups = [(state.groups.live[id], replica) for replica in slow for id in replicas.running(replica)]
     movable = [(g, r) for g, r in groups if g.id not in parking and not g.rare.moved and g.resumes_from <= newest]
-    if len(movable) <= room:
-        core.searched = (replicas.seats_on_slow, newest)
     for group, replica in sorted(movable, key=lambda pair: (pair[0].deadline, pair[0].id))[:room]:
         core.orders.add(ParkGroup(**replica.address_of(group)))

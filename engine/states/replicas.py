@@ -3,51 +3,25 @@
 Dispatch policies ask the index once for each start. Everything else visits the replicas, at most once in each tick.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
-from operator import itemgetter
-from typing import NamedTuple
+from operator import attrgetter, itemgetter
 
 from engine.ids import NO_VERSION, GroupId, ReplicaId, Version
 from engine.states.orders import Order, OrderBook
-from engine.states.paces import Paces
 from engine.states.replica import Replica
 
-
-class _SameVersion:
-    """The replicas with a free slot at one version."""
-
-    __slots__ = ("heap", "replicas")
-
-    def __init__(self) -> None:
-        self.heap: list[tuple[float, ReplicaId]] = []
-        """(load, id) at every change; outdated entries are skipped."""
-        self.replicas: dict[ReplicaId, None] = {}
-
-
-class Contribution(NamedTuple):
-    """What one replica adds to the figures of all."""
-
-    open_at: Version = NO_VERSION
-    """Its version, if it can take a group."""
-    load: float = 0.0
-    """Share of its slots that a validation takes or the trajectories of its groups need, if it can take a group."""
-    idle: int = 0
-    """Free slots, if it is not slow and does not leave."""
-    freed: int = 0
-    movable: int = 0
-    """Groups that may continue on another replica, because this one is slow."""
-    slow: bool = False
-
-
-NOTHING = Contribution()
+SAMPLES = 4
+"""Groups that a replica must have generated in this incarnation before its pace counts."""
+CLOSED: tuple[Version, float] = (NO_VERSION, 0.0)
+"""In the index: a replica that can take no group."""
 
 
 class Replicas:
-    """Every replica ever seen; those that can take a group, by version and load; and the sums of their slots.
+    """Every replica ever seen; those that can take a group, by version and load; and the slots that groups free early.
 
     The indexes follow from the replicas and the open orders for groups and rows, which the book reports. Call `update`
-    after every change of a replica's state, version, slots or limit, and when it leaves. A call costs O(log replicas).
+    after every change of a replica's state, version, slots or limit. A call costs O(log replicas).
     """
 
     by_id: dict[ReplicaId, Replica]
@@ -56,98 +30,59 @@ class Replicas:
     launching: int = 0
     """Number of replicas that are wanted. Those with ids below `launched` were started if they were gone."""
 
-    def __init__(self, orders: OrderBook, straggler_factor: float | None) -> None:
+    def __init__(self, orders: OrderBook) -> None:
         self._orders, self._rows = orders, orders.open("rows")
         self.by_id = {}
-        self.rebuild(straggler_factor)
+        self.rebuild()
 
-    def rebuild(self, straggler_factor: float | None) -> None:
+    def rebuild(self) -> None:
         """Make the indexes from the replicas and the orders."""
-        self.paces = Paces(self.by_id, straggler_factor)
         self.freed = 0
         """Slots that running groups no longer need: one for each `samples` trajectories that have ended."""
-        self.idle = 0
-        """Free slots of replicas that can take a group, are not slow and do not leave."""
-        self.seats_on_slow = 0
-        """Counts changes after which a slow replica had more groups that may continue on another."""
         self.unrewarded: dict[GroupId, None] = {}
         """Running groups whose trajectories have all ended, but not their rewards. A dict for its order."""
         self._finished: dict[ReplicaId, int] = {}
         """By replica: ended trajectories of the groups that run on it. Each `samples` of them free a slot."""
-        self._known: dict[ReplicaId, Contribution] = {}
-        self._at: dict[Version, _SameVersion] = {}
+        self._open: dict[ReplicaId, tuple[Version, float]] = {}
+        """By replica that can take a group: its version, and its load, the share of its slots that a validation takes
+        or the trajectories of its groups need."""
+        self._heaps: dict[Version, list[tuple[float, ReplicaId]]] = {}
+        """By version: (load, replica) at every change; outdated entries are skipped."""
         for replica in self.by_id.values():
-            for id, order in self.running(replica).items():
-                self._finished[replica.id] = self._finished.get(replica.id, 0) + order.finished
-                if order.finished == replica.samples:
-                    self.unrewarded[id] = None
+            for order in self.running(replica).values():
+                if order.finished:
+                    self._count_finished(replica, order, order.finished)
             self.update(replica)
-        self.compare_paces(*self.by_id.values())
 
     def note_order(self, order: Order, more: int) -> None:
         """An order for a group or rows has opened or closed, or `more` trajectories of a group have ended."""
         replica = self.by_id[int(order.owner)]
         if more:
-            self._finished[replica.id] = self._finished.get(replica.id, 0) + more
-            if more > 0 and order.finished == replica.samples:
-                self.unrewarded[order.id] = None
-            elif more < 0:
-                self.unrewarded.pop(order.id, None)
+            self._count_finished(replica, order, more)
         self.update(replica)
 
+    def _count_finished(self, replica: Replica, order: Order, more: int) -> None:
+        before = self._finished.get(replica.id, 0)
+        self._finished[replica.id] = before + more
+        self.freed += (before + more) // replica.samples - before // replica.samples
+        if more > 0 and order.finished == replica.samples:
+            self.unrewarded[order.id] = None
+        elif more < 0:
+            self.unrewarded.pop(order.id, None)
+
     def update(self, replica: Replica) -> None:
-        """Update the indexes after a change of a replica."""
-        id, samples, ready = replica.id, replica.samples, replica.state == "ready"
-        before = self._known.get(id, NOTHING)
-        running, taken, finished = len(self.running(replica)), self.taken(replica), self._finished.get(id, 0)
-        freed = finished // samples
-        free = self._free_slots(replica, taken + running - freed) if ready else 0
-        leaves, slow = replica.process.leaves, before.slow
-        now = self._known[id] = Contribution(
-            replica.version if free else NO_VERSION,
-            ((running + taken) * samples - finished) / (replica.slots * samples) if free else 0.0,
-            0 if slow or leaves else free,
-            freed,
-            running if slow and ready and not leaves else 0,
-            slow,
-        )
-        if now.open_at != before.open_at:
-            self._close(id, before.open_at)
-        if free:
-            self._open(id, now)
-        self.freed += now.freed - before.freed
-        self.idle += now.idle - before.idle
-        self.seats_on_slow += now.movable > before.movable
-
-    def _open(self, id: ReplicaId, known: Contribution) -> None:
-        """Note that a replica can take a group, and its load."""
-        at = self._at.setdefault(known.open_at, _SameVersion())
-        at.replicas[id] = None
-        heappush(at.heap, (known.load, id))
-        if len(at.heap) > 64 + 8 * len(at.replicas):
-            at.heap = sorted((self._known[one].load, one) for one in at.replicas)
-
-    def _close(self, id: ReplicaId, version: Version) -> None:
-        """Take a replica out of those that can take a group at a version."""
-        if version == NO_VERSION:
+        """Update the index after a change of a replica."""
+        id, samples, finished = replica.id, replica.samples, self._finished.get(replica.id, 0)
+        used = len(self.running(replica)) + self.taken(replica)
+        if replica.state != "ready" or not self._free_slots(replica, used - finished // samples):
+            self._open.pop(id, None)
             return
-        at = self._at[version]
-        del at.replicas[id]
-        if not at.replicas:
-            del self._at[version]
-
-    def compare_paces(self, *changed: Replica) -> None:
-        """Determine anew which replicas are slow. Call it after a change of a pace, and after a loss."""
-        for replica in self.paces.compare(changed):
-            known, slow = self._known.get(replica.id, NOTHING), self.paces.is_slow(replica)
-            if known.slow != slow:
-                self._known[replica.id] = known._replace(slow=slow)
-                self.update(replica)
-
-    def use(self, straggler_factor: float | None) -> None:
-        """Compare paces with another factor from now on."""
-        self.paces.factor = straggler_factor
-        self.compare_paces()
+        load = (used * samples - finished) / (replica.slots * samples)
+        self._open[id] = replica.version, load
+        heap = self._heaps.setdefault(replica.version, [])
+        heappush(heap, (load, id))
+        if len(heap) > 64 + 8 * len(self._open):
+            heap[:] = sorted((load, one) for one, (at, load) in self._open.items() if at == replica.version)
 
     # reading
 
@@ -196,39 +131,35 @@ class Replicas:
 
     def open_version(self, id: ReplicaId) -> Version:
         """The version of a replica that can take a group; `NO_VERSION` for any other."""
-        return self._known.get(id, NOTHING).open_at
+        return self._open.get(id, CLOSED)[0]
 
     @property
     def newest_version(self) -> Version:
         """Newest version among replicas that can take a group; `NO_VERSION` if none can."""
-        return max(self._at, default=NO_VERSION)
-
-    @property
-    def newest_idle(self) -> Version:
-        """Newest version among replicas with a free slot that are not slow and do not leave; `NO_VERSION` if there is
-        none."""
-        known, newest_first = self._known, sorted(self._at, reverse=True)
-        return next((at for at in newest_first if any(known[id].idle for id in self._at[at].replicas)), NO_VERSION)
+        newest_first = sorted(self._heaps, reverse=True)
+        return next((version for version in newest_first if self._best(version) is not None), NO_VERSION)
 
     def least_loaded(self, oldest: Version = 0, avoid: ReplicaId = -1) -> Replica | None:
         """The replica with the smallest share of busy slots (then the smallest id) among those at version `oldest` or
         newer; `avoid` only if no other will do."""
-        found = [self._best(at, avoid) for version, at in self._at.items() if version >= oldest]
+        versions = [version for version in self._heaps if version >= oldest]
+        found = [best for version in versions if (best := self._best(version, avoid)) is not None]
         return self.by_id[min(found)[2]] if found else None
 
     def newest(self, oldest: Version = 0, avoid: ReplicaId = -1) -> Replica | None:
         """The replica with the newest weights, then the least loaded, among those at version `oldest` or newer;
         `avoid` only if no other will do."""
-        versions = sorted((version for version in self._at if version >= oldest), reverse=True)
-        found = [self._best(self._at[version], avoid) for version in versions]
+        newest_first = sorted((version for version in self._heaps if version >= oldest), reverse=True)
+        found = [best for version in newest_first if (best := self._best(version, avoid)) is not None]
         return self.by_id[min(found, key=itemgetter(0))[2]] if found else None
 
-    def _best(self, at: _SameVersion, avoid: ReplicaId) -> tuple[bool, float, ReplicaId]:
-        """The least loaded replica at one version, as (whether it is the one to avoid, its load, its id)."""
-        heap, avoided = at.heap, None
+    def _best(self, version: Version, avoid: ReplicaId = -1) -> tuple[bool, float, ReplicaId] | None:
+        """The least loaded replica that can take a group at a version, as (whether it is the one to avoid, its load,
+        its id)."""
+        heap, avoided = self._heaps[version], None
         while heap:
             load, id = heap[0]
-            if id not in at.replicas or self._known[id].load != load:
+            if self._open.get(id) != (version, load):
                 heappop(heap)
             elif id == avoid:
                 avoided = heappop(heap)
@@ -237,21 +168,46 @@ class Replicas:
         best = (False, *heap[0]) if heap else None
         if avoided is not None:
             heappush(heap, avoided)
+            return best or (True, *avoided)
         if best is None:
-            assert avoided is not None  # every replica that can take a group is in the heap
-            best = (True, *avoided)
+            del self._heaps[version]
         return best
+
+    def idle(self, straggler_factor: float | None) -> list[Replica]:
+        """Replicas that can take a group, are not slow and do not leave."""
+        found = [self.by_id[id] for id in list(self._open)]
+        slow = {replica.id for replica in self.slow(straggler_factor)} if found else ()
+        return [replica for replica in found if not replica.process.leaves and replica.id not in slow]
+
+    def slow(self, factor: float | None) -> list[Replica]:
+        """Replicas that take more than `factor` times as long for a token as the median of the others, by pace."""
+        if factor is None:
+            return []
+        paced = [
+            replica for replica in list(self.by_id.values())
+            if replica.paced >= SAMPLES and replica.state != "down" and not replica.validator
+        ]  # fmt: skip
+        if len(paced) < 2:
+            return []
+        paced.sort(key=attrgetter("pace", "id"))
+        paces = [replica.pace for replica in paced]
+        return [one for place, one in enumerate(paced) if one.pace > factor * _median_without(paces, place)]
 
     def anew(self) -> "Replicas":
         """The same replicas with the indexes made anew, for comparison."""
-        other = Replicas(self._orders, self.paces.factor)
+        other = Replicas(self._orders)
         other.by_id = self.by_id
-        other.rebuild(self.paces.factor)
+        other.rebuild()
         return other
 
     def figures(self) -> tuple[object, ...]:
-        """Everything that the index of free slots knows, for comparison."""
-        known = {id: one for id, one in self._known.items() if one != NOTHING}
+        """Everything that the indexes know, for comparison."""
         finished = {id: count for id, count in self._finished.items() if count}
-        open_at = {version: set(at.replicas) for version, at in self._at.items()}
-        return known, finished, set(self.unrewarded), open_at
+        return self._open, finished, self.freed, set(self.unrewarded)
+
+
+def _median_without(paces: Sequence[float], place: int) -> float:
+    """The median of ascending paces, without the one in a place."""
+    others = len(paces) - 1
+    low, high = (middle + (middle >= place) for middle in ((others - 1) // 2, others // 2))
+    return (paces[low] + paces[high]) / 2

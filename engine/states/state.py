@@ -71,7 +71,7 @@ class State:
         for index, tasks in enumerate(limits.scorers()):
             self._worker_of.update((self.orders.scorer(task), name_of(SCORER, index)) for task in tasks)
         """The process that executes the orders of an owner with another name."""
-        self.replicas = Replicas(self.orders, limits.straggler_factor)
+        self.replicas = Replicas(self.orders)
         for subject in ("group", "rows"):
             self.orders.listen(subject, self.replicas.note_order)
         self.training, self.pools = Training(), Pools(limits)
@@ -87,7 +87,7 @@ class State:
     def rebuild(self) -> None:
         """Make everything that follows from the declared fields, after these were filled."""
         self.orders.rebuild()
-        self.replicas.rebuild(self.limits.straggler_factor)
+        self.replicas.rebuild()
         self.groups.rebuild(self.limits.surplus)
         self.validations.rebuild()
         self.limit_check.use(self.limits.timeouts)
@@ -96,7 +96,6 @@ class State:
         """Use other bounds from now on."""
         self.limits, self._ahead = limits, limits.ahead
         self.limit_check.use(limits.timeouts)
-        self.replicas.use(limits.straggler_factor)
         self.groups.use(limits)
 
     def branch(self, steps: int, consumed: tuple[GroupId, ...], released: tuple[GroupId, ...]) -> None:

@@ -346,7 +346,7 @@ def test_the_heap_of_replicas_stays_small():
     for _ in range(60):
         run.finish(run.running()[0])
         run.train()
-    assert max(len(at.heap) for at in run.state.replicas._at.values()) <= 64 + 8 * 2
+    assert max(map(len, run.state.replicas._heaps.values())) <= 64 + 8 * 2
 
 
 def test_scoring_begins_anew_when_a_step_failed():

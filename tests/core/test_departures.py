@@ -546,7 +546,7 @@ def test_an_idle_replica_takes_over_from_a_slow_one() -> None:
     run = compared(prompts=14)
     paced(run, {0: 100.0, 1: 10.0})
     slow, fast = run.state.replicas.by_id[0], run.state.replicas.by_id[1]
-    assert run.state.replicas.paces.slow == [slow]
+    assert run.state.replicas.slow(2.0) == [slow]
     assert not run.ordered(ParkGroup), "the fast one has groups of its own"
     moved = min(run.running_on(slow.id), key=lambda id: (run.state.groups.live[id].deadline, id))
     while not run.ordered(ParkGroup):
@@ -564,9 +564,9 @@ def test_an_idle_replica_takes_over_from_a_slow_one() -> None:
 def test_replicas_of_the_same_pace_keep_their_groups() -> None:
     run = compared(prompts=14)
     paced(run, {0: 15.0, 1: 10.0})
-    assert not run.state.replicas.paces.slow
+    assert not run.state.replicas.slow(2.0)
     paced(run, {0: 40.0}, rounds=3)
-    assert run.state.replicas.paces.slow == [run.state.replicas.by_id[0]], "what it does now outweighs what it did"
+    assert run.state.replicas.slow(2.0) == [run.state.replicas.by_id[0]], "what it does now outweighs what it did"
 
 
 def test_a_resumed_group_tells_the_pace_of_its_replica_by_the_tokens_generated_there() -> None:
@@ -611,4 +611,4 @@ def test_a_group_moves_once_and_a_new_life_begins_unjudged() -> None:
     run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
     joined(run, 0, 2)
     replica = run.state.replicas.by_id[0]
-    assert (run.state.replicas.paces.slow, replica.paced) == ([], 0)
+    assert (run.state.replicas.slow(2.0), replica.paced) == ([], 0)

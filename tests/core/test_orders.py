@@ -413,13 +413,17 @@ def test_only_trainer_and_scorers_execute_their_orders_one_after_another() -> No
 
 def test_the_index_of_replicas_follows_the_orders_for_groups() -> None:
     run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=3, slots=4)
-    orders, replicas = run.state.orders, run.state.replicas
-    assert (replicas.idle, replicas.newest_version, replicas.freed) == (1, 0, 0)
-    orders.note_finished(orders.open("group")[0], replicas.by_id[0].samples)
-    assert (replicas.idle, replicas.freed, list(replicas.unrewarded)) == (2, 1, [0])
+    orders, replicas, (replica,) = run.state.orders, run.state.replicas, run.state.replicas.by_id.values()
+
+    def figures() -> tuple[int, int, list[int]]:
+        check_free_slots(run.state)
+        return replicas.for_groups(replica), replicas.freed, list(replicas.unrewarded)
+
+    assert figures() == (1, 0, [])
+    assert replicas.newest_version == 0 and replicas.idle(None) == [replica]
+    orders.note_finished(orders.open("group")[0], replica.samples)
+    assert figures() == (2, 1, [0])
     orders.withdraw("group", 0)
-    assert (replicas.idle, replicas.freed, list(replicas.unrewarded)) == (2, 0, [])
-    check_free_slots(run.state)
+    assert figures() == (2, 0, [])
     orders.clear()
-    assert replicas.idle == 4
-    check_free_slots(run.state)
+    assert figures() == (4, 0, [])

@@ -32,7 +32,7 @@ from engine.metrics.metrics_server import MetricsServer
 from engine.metrics.status import plain_status, read_status, status_of
 from engine.record.files import RecordLock
 from engine.states.limits import Limits
-from engine.states.paces import SAMPLES
+from engine.states.replicas import SAMPLES
 
 COLUMNS, ROWS = 80, 30
 STYLE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[=>]|\x1b\][^\x07]*\x07")
@@ -275,10 +275,9 @@ def test_a_run_without_a_checkpoint_says_so(served: Served) -> None:
 def slow_down(world: SteadyWorld, id: int) -> None:
     """Make a replica slower than the others by more than may be."""
     replicas = world.scheduler.state.replicas
-    replicas.paces.factor = 2.0
+    world.scheduler.state.limits = replace(world.scheduler.state.limits, straggler_factor=2.0)
     for replica in replicas.by_id.values():
         replica.pace, replica.paced = 10.0 if replica.id == id else 1.0, SAMPLES
-    replicas.compare_paces(*replicas.by_id.values())
 
 
 def test_a_slow_replica_and_missing_ones_are_marked() -> None:
