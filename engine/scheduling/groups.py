@@ -415,7 +415,8 @@ def _resume_groups(core: Core, most: int) -> int:
 
 
 def _admit_groups(core: Core, most: int) -> None:
-    """Start at most `most` new groups."""
+    """Start at most `most` new groups, each on a version with a place left (law 3): on the oldest such version or a
+    newer one, because places grow with the version."""
     state = core.state
     groups = state.groups
     limits = state.limits
@@ -427,11 +428,12 @@ def _admit_groups(core: Core, most: int) -> None:
         return
     law = f"it must return an integer from 0 to {legal}"
     count = core.decisions.ask("admission", (legal,), (int,), lambda n: "" if 0 <= n <= legal else law)
+    held, places = state.held, {version: state.places(version) for version in state.training.steps_in}
     for started in range(count):
         if started == most:
             core.orders.continue_at_once()
             return
-        oldest = _oldest_admissible(core)
+        oldest = next((version for version, most_held in places.items() if held + started < most_held), None)
         group = groups.live[groups.waiting[0]]
         replica = None if oldest is None else _dispatch(core, group, oldest)
         if replica is None:
@@ -445,17 +447,6 @@ def _admit_groups(core: Core, most: int) -> None:
         cause = core.orders.cause_on(replica.id)
         order = StartGroup(**replica.address_of(group), admitted_version=replica.version, cause=cause)
         core.orders.add(order)
-
-
-def _oldest_admissible(core: Core) -> Version | None:
-    """The oldest version with a place left (law 3). Newer versions have one too, because places grow with the
-    version."""
-    oldest, held = None, core.state.held
-    for version in reversed(core.state.training.steps_in):
-        if held >= core.state.places(version):
-            break
-        oldest = version
-    return oldest
 
 
 def _dispatch(core: Core, group: Group, oldest: Version) -> Replica | None:

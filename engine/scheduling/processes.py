@@ -73,10 +73,10 @@ def is_repeated(core: Core, event: Event) -> bool:
     if isinstance(event, ReplicaLeaves):
         replica = core.state.replicas.by_id.get(event.replica)
         return replica is None or replica.state == "down" or replica.incarnation != event.incarnation
-    if isinstance(event, CallsMeasured | CacheMeasured):
+    if isinstance(event, (CallsMeasured, CacheMeasured)):
         process = core.state.find_process(event.kind, event.index)
         return process is None or process.state != "up" or process.incarnation != event.incarnation
-    if not isinstance(event, ProcessUp | ProcessLost):
+    if not isinstance(event, (ProcessUp, ProcessLost)):
         return False
     process = core.state.find_process(event.kind, event.index)
     if process is None:

@@ -13,7 +13,7 @@ from operator import attrgetter
 from engine.ids import GroupId, StepId, Version
 from engine.states.checkpoints import Checkpoints
 from engine.states.group import Group, group_table
-from engine.states.ledger import UNREADY, Deadlines, Ledger
+from engine.states.ledger import CONSUMED, PARKED, READY, RELEASED, UNREADY, WAITING, Deadlines, Ledger
 from engine.states.limits import GENERATED, QUEUED, Limits
 from engine.states.machine import Observer, Phase, SharedMachine
 from engine.states.orders import OrderBook
@@ -51,15 +51,14 @@ class Groups:
         self.stages = Stages(limits.added_states, orders)
         table = group_table(limits.states_at(GENERATED), limits.states_at(QUEUED))
         self.machine = SharedMachine(table, observe)
-        self._phases: dict[str, Phase] = table.phases or {}
-        self._leave = {Phase.PARKED: self._leave_parked, Phase.READY: self._leave_ready}
+        self._phases = {state: int(phase) for state, phase in (table.phases or {}).items()}
+        self._leave = {PARKED: self._leave_parked, READY: self._leave_ready}
         self._enter = {
-            Phase.PARKED: self._enter_parked, Phase.READY: self._enter_ready,
-            Phase.CONSUMED: self._end, Phase.RELEASED: self._end,
+            PARKED: self._enter_parked, READY: self._enter_ready, CONSUMED: self._end, RELEASED: self._end,
         }  # fmt: skip
         """What changes when a group leaves or enters a phase."""
         if limits.states_at(QUEUED):
-            self._leave[Phase.WAITING], self._enter[Phase.WAITING] = self._leave_waiting, self._enter_waiting
+            self._leave[WAITING], self._enter[WAITING] = self._leave_waiting, self._enter_waiting
         self.rebuild(limits.surplus)
 
     def rebuild(self, surplus: int) -> None:
@@ -126,7 +125,7 @@ class Groups:
 
     def phase_of(self, state: str) -> Phase:
         """The phase of a state of groups."""
-        return self._phases[state]
+        return Phase(self._phases[state])
 
     def unready(self, until: StepId) -> list[Group]:
         """Started groups with deadline ≤ `until` that are not ready, in the order in which they started. Visits all
@@ -139,7 +138,7 @@ class Groups:
         """`start_groups` removes the first group in `waiting` itself."""
         if before != QUEUED:
             self.stages.leave(before, group.id)
-        elif self._phases[group.state] is Phase.WAITING:
+        elif self._phases[group.state] == WAITING:
             self.waiting.remove(group.id)
 
     def _enter_waiting(self, group: Group, key: Key) -> None:
@@ -172,7 +171,7 @@ class Groups:
     def _end(self, group: Group, key: Key) -> None:
         """The group was trained on, or released."""
         del self.live[group.id]
-        if self._checkpoints.tracks and self._phases[group.state] is Phase.RELEASED:
+        if self._checkpoints.tracks and self._phases[group.state] == RELEASED:
             self._checkpoints.release(group.id, self._training.steps_trained)
 
     # parked groups

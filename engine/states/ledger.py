@@ -33,7 +33,7 @@ class Ledger:
         self.count = [ended.get(phase, 0) for phase in Phase]
         self.count[WAITING] = waiting
 
-    def move(self, source: Phase, target: Phase) -> None:
+    def move(self, source: int, target: int) -> None:
         self.count[source] -= 1
         self.count[target] += 1
 
@@ -89,7 +89,7 @@ class Deadlines:
         self._started: dict[int, int] = {}
         self._ready: dict[int, int] = {}
 
-    def move(self, deadline: int, source: Phase, target: Phase) -> None:
+    def move(self, deadline: int, source: int, target: int) -> None:
         """A group with that deadline changed its phase."""
         if target == READY:
             self._ready[deadline] += 1
@@ -101,7 +101,7 @@ class Deadlines:
         elif STARTED[source]:
             self._end(deadline)
 
-    def count(self, deadline: int, phase: Phase) -> None:
+    def count(self, deadline: int, phase: int) -> None:
         """Count a group with that deadline in its phase."""
         if STARTED[phase]:
             self._start(deadline)
