@@ -199,6 +199,12 @@ class Scripted(CoreRig):
         last = self.ordered(PublishWeights)[-1]
         self.tell(WeightsPublished(version=last.version, attempt=last.attempt))
 
+    def train_on(self, *groups: int) -> None:
+        """Running groups end, and the step that takes them is trained and published."""
+        self.finish(*groups)
+        self.train()
+        self.publish()
+
     def install(self, id: int = 0, pause: bool = True) -> None:
         """A replica takes the version ordered for it, step by step."""
         replica = self.state.replicas.by_id[id]

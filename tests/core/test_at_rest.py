@@ -89,9 +89,7 @@ def test_a_step_that_ended_a_run_has_its_attempts_again_where_the_run_goes_on() 
 
 def test_a_resumed_run_publishes_anew_and_counts_on_no_weights_of_before() -> None:
     run = small(replicas=1)
-    run.finish(0, 1)
-    run.train()
-    run.publish()
+    run.train_on(0, 1)
     assert list(run.state.training.versions) == [1]
     run.tell(RunResumed(steps=1, replicas=1, consumed=(), released=(), kept=True))
     assert not run.state.training.versions

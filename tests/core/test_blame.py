@@ -175,9 +175,7 @@ def test_a_replica_that_dies_while_it_is_probed_charges_only_what_is_overdue() -
         train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, answers_probes=False,
         timeouts=Timeouts.every(None, sync_s=50.0, cut_s=7.0),
     )  # fmt: skip
-    run.finish(0, 1)
-    run.train()
-    run.publish()
+    run.train_on(0, 1)
     run.wait(51.0)
     assert probed(run) == ["replica 0"]
     running = run.running()

@@ -33,9 +33,7 @@ def run_of(**limits: Any) -> Scripted:
 def save(run: Scripted, count: int = 1, deletes: bool = True) -> None:
     """Train so many steps and save a checkpoint after each. `deletes`: deletions are answered at once."""
     for _ in range(count):
-        run.finish(*run.running()[:2])
-        run.train()
-        run.publish()
+        run.train_on(*run.running()[:2])
         run.install()
         new = run.tell(CheckpointSaved(steps=run.state.training.steps_trained))
         if deletes:
@@ -313,9 +311,7 @@ def test_a_long_run_keeps_no_figures_of_versions_and_steps_that_nothing_refers_t
 def test_without_checkpoints_only_the_newest_updates_are_known() -> None:
     run = run_of(checkpoint_every=0)
     for _ in range(5):
-        run.finish(*run.running()[:2])
-        run.train()
-        run.publish()
+        run.train_on(*run.running()[:2])
         run.install()
     assert list(run.state.training.updates_in) == [0, 5]
 
@@ -324,9 +320,7 @@ def test_the_version_of_a_replica_that_lags_behind_stays_known() -> None:
     run = run_of(replicas=2, max_staleness_steps=3, max_concurrent_groups=8)
     for step in range(8):
         mine = [group for group in run.running() if run.replica_of(group) == 0]
-        run.finish(*mine[:2])
-        run.train()
-        run.publish()
+        run.train_on(*mine[:2])
         for replica in (0, 1) if step == 0 else (0,):
             run.install(replica)
     assert run.state.replicas.by_id[1].version == 1

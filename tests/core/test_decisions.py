@@ -49,9 +49,7 @@ def with_policy(decision, method, answer, **others):
 
 
 def a_step(run):
-    run.finish(*run.running()[:2])
-    run.train()
-    run.publish()
+    run.train_on(*run.running()[:2])
     run.install()
 
 
@@ -129,13 +127,9 @@ def test_trajectories_of_a_filtered_group_are_forgotten():
 
 def test_a_version_being_staged_is_not_retired():
     run = small(replicas=2, slots=2, max_staleness_steps=2, max_concurrent_groups=6)
-    run.finish(0, 1)
-    run.train()
-    run.publish()
+    run.train_on(0, 1)
     run.install(0)
-    run.finish(*[g for g in run.running()][:2])
-    run.train()
-    run.publish()
+    run.train_on(*[g for g in run.running()][:2])
     assert 1 not in [c.version for c in run.ordered(RetireWeights)], "replica 1 is still staging version 1"
     run.tell(WeightsStaged(replica=1, incarnation=1, attempt=1, version=1))
     assert 1 in [c.version for c in run.ordered(RetireWeights)]
@@ -181,9 +175,7 @@ def test_after_a_data_failure_a_partial_group_starts_from_nothing():
 
 def test_parked_groups_resume_before_new_ones_start_and_the_earliest_deadline_first():
     run = Scripted(train_batch_size=2, max_staleness_steps=2, max_concurrent_groups=4)
-    run.finish(0, 1)
-    run.train()
-    run.publish()
+    run.train_on(0, 1)
     run.install()
     run.finish(2, 3)
     due = {g: run.state.groups.live[g].deadline for g in run.running()}
@@ -207,9 +199,7 @@ def test_a_replica_behind_takes_groups_while_its_version_has_places():
         policies={"sync": "rolling"},
     )
     run.finish(0)
-    run.finish(1)
-    run.train()
-    run.publish()
+    run.train_on(1)
     run.install(0)
     assert {run.replica_of(g): run.state.groups.live[g].admission.version for g in run.running()}[1] == 0
     run.finish(next(g for g in run.running() if run.replica_of(g) == 1))
@@ -259,9 +249,7 @@ def test_among_replicas_new_enough_the_least_loaded_is_chosen():
 
 def test_no_timer_while_more_than_stragglers_are_missing():
     run = Scripted(train_batch_size=3, max_staleness_steps=2, max_concurrent_groups=3, policies={"deadline": "drop"})
-    run.finish(0, 1, 2)
-    run.train()
-    run.publish()
+    run.train_on(0, 1, 2)
     run.install()
     run.finish(4, 5, 6)  # 3 is the straggler, due by step 2
     run.train()
@@ -360,9 +348,7 @@ def test_scoring_begins_anew_when_a_step_failed():
 def test_an_echo_of_an_earlier_checkpoint_does_not_end_the_run():
     run = small(checkpoint_every=1, max_steps=2)
     for step in range(2):
-        run.finish(*run.running()[:2])
-        run.train()
-        run.publish()
+        run.train_on(*run.running()[:2])
         if step == 0:
             run.install()
     run.tell(CheckpointSaved(steps=1))
@@ -416,9 +402,7 @@ def fail(run: Scripted, id: int) -> None:
 
 def test_a_version_that_no_replica_can_take_ends_the_run() -> None:
     run = small(infrastructure_attempts=2)
-    run.finish(0, 1)
-    run.train()
-    run.publish()
+    run.train_on(0, 1)
     for incarnation in (1, 2):
         for _ in range(2):
             attempt = run.state.replicas.by_id[0].sync_attempt
@@ -450,13 +434,9 @@ def test_a_run_that_needs_no_replica_any_more_ends_well_without_one() -> None:
 def test_policies_that_start_nothing_are_named_when_nothing_else_can_happen() -> None:
     with pytest.raises(PolicyError, match="nothing is running and the policies start nothing"):
         held = with_policy("admission", "admit", lambda self, view, legal: 0, slots=2)
-        held.finish(*held.running())
-        held.train()
-        held.publish()
+        held.train_on(*held.running())
         held.install()
-        held.finish(*held.running())
-        held.train()
-        held.publish()
+        held.train_on(*held.running())
         held.install()
 
 
@@ -498,9 +478,7 @@ def test_the_timer_is_set_again_for_the_first_later_group_to_use_up_its_time() -
 
 def test_shrinking_needs_something_to_shrink_to() -> None:
     run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=2, policies={"deadline": "shrink"})
-    run.finish(0, 1)
-    run.train()
-    run.publish()
+    run.train_on(0, 1)
     run.install()
     trained = len(run.ordered(TrainStep))
     if run.ordered(SetTimer):

@@ -105,9 +105,7 @@ def test_what_was_drained_goes_on_where_it_was() -> None:
 
 def test_a_replica_in_a_sync_drains_at_its_end_and_one_that_joins_does_at_once() -> None:
     run = small(max_concurrent_groups=2)
-    run.finish(0, 1)
-    run.train()
-    run.publish()
+    run.train_on(0, 1)
     run.install(0, pause=False)
     replica = run.state.replicas.by_id[0]
     assert replica.state == "pausing"
@@ -235,9 +233,7 @@ def test_a_stopping_replica_wanted_again_is_charged_if_it_was_stopped_for_failur
 ) -> None:
     run = small(replica_restarts=1, **({"timeouts": Timeouts(sync_s=50.0)} if failed else {}))
     if failed:
-        run.finish(*run.running()[:2])
-        run.train()
-        run.publish()
+        run.train_on(*run.running()[:2])
         while not run.ordered(StopProcess):
             run.fire()
     run.tell(ReplicasWanted(replicas=1))

@@ -55,9 +55,7 @@ def parked(order: str) -> list[int]:
     nothing; the order in which they resume."""
     figures = {"train_batch_size": 2, "max_staleness_steps": 2, "max_concurrent_groups": 6, "sync_mode": "abort"}
     run = Scripted(policies={"resume": order}, **figures)
-    run.finish(4, 5)
-    run.train()
-    run.publish()
+    run.train_on(4, 5)
     run.tell(WeightsStaged(replica=0, incarnation=1, attempt=1, version=1))
     for id, (tokens, unfinished) in enumerate([(10, 3), (30, 2), (20, 2), (0, 0)]):
         version = 0 if tokens else -1
@@ -526,9 +524,7 @@ def test_the_sync_policy_is_not_asked_about_group_events(registered: None) -> No
             return () if busy else staged[:1]
 
     run = small(replicas=2, slots=2, policies={"sync": "counting"})
-    run.finish(0, 1)
-    run.train()
-    run.publish()
+    run.train_on(0, 1)
     for sync in run.ordered(StageWeights):
         run.tell(WeightsStaged(replica=sync.replica, incarnation=1, attempt=sync.attempt, version=1))
     before = len(asked)

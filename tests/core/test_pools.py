@@ -272,9 +272,7 @@ def test_replicas_of_pools_are_those_of_the_run() -> None:
 
 def test_training_may_wait_until_every_replica_has_the_newest_weights() -> None:
     run = small((), replicas=2, train_after_sync=True)
-    run.finish(0, 1, 2, 3)
-    run.train()
-    run.publish()
+    run.train_on(0, 1, 2, 3)
     assert run.state.training.steps_batched == 2 and len(run.ordered(TrainStep)) == 1
     run.install(0)
     assert len(run.ordered(TrainStep)) == 1
@@ -284,9 +282,7 @@ def test_training_may_wait_until_every_replica_has_the_newest_weights() -> None:
 
 def test_training_does_not_wait_for_a_replica_that_a_validation_holds() -> None:
     run = small((), replicas=2, train_after_sync=True, validation=ValidationLimits(rows=2, at_start=True))
-    run.finish(0, 1, 2, 3)
-    run.train()
-    run.publish()
+    run.train_on(0, 1, 2, 3)
     assert [*run.state.validations.runs[0].replicas] == [0], "by the first validation"
     run.install(1)
     assert [order.step for order in run.ordered(TrainStep)] == [0, 1]

@@ -48,9 +48,7 @@ def resume(run: Scripted, *, again: bool = True, steps: int | None = None) -> No
 
 def step(run: Scripted) -> None:
     """One train step more."""
-    run.finish(run.running()[0])
-    run.train()
-    run.publish()
+    run.train_on(run.running()[0])
     run.install()
 
 

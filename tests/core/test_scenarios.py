@@ -144,9 +144,7 @@ def test_the_dispatch_counts_the_trajectories_that_have_not_ended() -> None:
 
 def test_a_short_step_is_charged_in_full() -> None:
     run = small(policies={"deadline": "shrink"}, prompts=100)
-    run.finish(0, 1)
-    run.train()
-    run.publish()
+    run.train_on(0, 1)
     run.install()
     run.finish(2)
     assert run.ordered(SetTimer)
@@ -169,9 +167,7 @@ def test_a_deadline_out_of_room_makes_the_step_wait_for_its_straggler() -> None:
     step 2 is the last that may take group 0."""
     run = Scripted(train_batch_size=1, max_staleness_steps=2, max_concurrent_groups=3)
     for group in (1, 2):
-        run.finish(group)
-        run.train()
-        run.publish()
+        run.train_on(group)
         run.install()
     run.finish(3)
     assert len(run.ordered(TrainStep)) == 2, "group 3 is ready, but group 0 must come first"
@@ -183,9 +179,7 @@ def test_a_deadline_out_of_room_makes_the_step_wait_for_its_straggler() -> None:
 def test_taking_only_what_is_due_now_would_not_do() -> None:
     """Two groups with one deadline and B = 1: one must go a step before the deadline."""
     run = Scripted(train_batch_size=1, max_staleness_steps=1, max_concurrent_groups=2)
-    run.finish(0)
-    run.train()
-    run.publish()
+    run.train_on(0)
     run.install()
     assert run.state.groups.live[1].deadline == 1
     run.finish(2)
@@ -197,9 +191,7 @@ def test_taking_only_what_is_due_now_would_not_do() -> None:
 def straggling(policy: str, **others: object) -> Scripted:
     """Group 3 is a straggler whose deadline binds at step 1; groups 0, 1, 2 are generated."""
     run = small(policies={"deadline": policy}, **others)
-    run.finish(0, 1)
-    run.train()
-    run.publish()
+    run.train_on(0, 1)
     run.install()
     run.finish(2)
     assert run.state.groups.live[3].deadline == 1
@@ -305,9 +297,7 @@ def test_a_failed_publication_is_tried_again() -> None:
 
 def test_checkpoints_come_as_asked_and_the_run_waits_for_the_last() -> None:
     run = small(checkpoint_every=2, max_steps=1)
-    run.finish(0, 1)
-    run.train()
-    run.publish()
+    run.train_on(0, 1)
     assert [c.steps for c in run.ordered(SaveCheckpoint)] == [1]
     assert not run.ordered(FinishRun)
     run.tell(CheckpointSaved(steps=1))
@@ -319,9 +309,7 @@ def test_checkpoints_come_as_asked_and_the_run_waits_for_the_last() -> None:
 
 def test_a_version_is_staged_then_the_pause_covers_only_the_swap() -> None:
     run = small(sync_mode="keep")
-    run.finish(0, 1)
-    run.train()
-    run.publish()
+    run.train_on(0, 1)
     assert run.ordered(StageWeights) and not run.ordered(PauseReplica)
     run.install()
     sync = [type(c) for c in run.orders if isinstance(c, StageWeights | PauseReplica | InstallWeights | ResumeReplica)]
@@ -332,9 +320,7 @@ def test_a_version_is_staged_then_the_pause_covers_only_the_swap() -> None:
 
 def test_nothing_starts_on_a_replica_that_is_pausing() -> None:
     run = small(sync_mode="wait")
-    run.finish(0, 1)
-    run.train()
-    run.publish()
+    run.train_on(0, 1)
     run.install(pause=False)
     before = len(list(run.starts()))
     run.finish(2)
@@ -343,9 +329,7 @@ def test_nothing_starts_on_a_replica_that_is_pausing() -> None:
 
 def test_rolling_takes_one_replica_at_a_time() -> None:
     run = small(replicas=2, slots=2, policies={"sync": "rolling"})
-    run.finish(0, 1)
-    run.train()
-    run.publish()
+    run.train_on(0, 1)
     for id in (0, 1):
         run.install(id, pause=False)
     assert [c.replica for c in run.ordered(PauseReplica)] == [0]
@@ -356,9 +340,7 @@ def test_rolling_takes_one_replica_at_a_time() -> None:
 
 def test_a_parked_group_waits_for_weights_as_new_as_its_tokens() -> None:
     run = small(replicas=2, slots=2, sync_mode="abort", policies={"sync": "rolling"})
-    run.finish(0, 1)
-    run.train()
-    run.publish()
+    run.train_on(0, 1)
     run.install(0)
     run.finish(2)
     newest = next(g for g in run.running() if run.state.groups.live[g].admission.version == 1)
@@ -369,9 +351,7 @@ def test_a_parked_group_waits_for_weights_as_new_as_its_tokens() -> None:
 
 def test_a_failed_sync_goes_on_with_the_old_weights_and_is_tried_again() -> None:
     run = small(infrastructure_attempts=2)
-    run.finish(0, 1)
-    run.train()
-    run.publish()
+    run.train_on(0, 1)
     run.install(pause=False)
     replica = run.state.replicas.by_id[0]
     run.tell(SyncFailed(replica=0, incarnation=1, attempt=1, version=1, reason="timeout"))
@@ -427,9 +407,7 @@ def test_what_a_group_stored_on_its_way_survives_its_replica() -> None:
 
 def test_a_stored_prefix_resumes_only_on_weights_as_new_as_its_tokens() -> None:
     run = small(replicas=2, slots=4, policies={"sync": "rolling"})
-    run.finish(0, 1)
-    run.train()
-    run.publish()
+    run.train_on(0, 1)
     ahead = 0
     run.install(ahead)
     old = next(g for g in run.running() if run.replica_of(g) == ahead)
@@ -444,9 +422,7 @@ def test_a_stored_prefix_resumes_only_on_weights_as_new_as_its_tokens() -> None:
 
 def test_a_prefix_found_to_be_newer_than_was_known_waits_for_weights_as_new() -> None:
     run = small(replicas=2, slots=4, policies={"sync": "rolling"})
-    run.finish(0, 1)
-    run.train()
-    run.publish()
+    run.train_on(0, 1)
     old = next(g for g in run.running() if run.replica_of(g) == 0)
     run.keep_prefix(old)
     run.install(0)
@@ -509,9 +485,7 @@ def test_tokens_of_an_impossible_version_are_a_defect() -> None:
 def test_the_tail_of_the_data_is_trained_in_a_short_step() -> None:
     run = small(prompts=5)
     for groups in ((0, 1), (2, 3), (4,)):
-        run.finish(*groups)
-        run.train()
-        run.publish()
+        run.train_on(*groups)
         run.install()
     assert [len(c.groups) for c in run.ordered(TrainStep)] == [2, 2, 1]
     assert run.ordered(FinishRun)[0].outcome == "finished"
@@ -520,9 +494,7 @@ def test_the_tail_of_the_data_is_trained_in_a_short_step() -> None:
 
 def test_an_item_that_remains_is_given_before_the_end() -> None:
     run = small(prompts=3)
-    run.finish(0, 1, 2)
-    run.train()
-    run.publish()
+    run.train_on(0, 1, 2)
     assert not run.ordered(FinishRun)
     assert run.ordered(TrainStep)[-1].groups == (2,)
 

@@ -69,9 +69,7 @@ def test_a_refused_batch_is_not_trained_and_the_run_says_why() -> None:
 
 def test_replicas_get_weights_only_after_they_have_passed() -> None:
     run = small(WEIGHTS)
-    run.finish(0)
-    run.train()
-    run.publish()
+    run.train_on(0)
     assert orders(run) == [("every-version", 0, 1, 1)] and run.state.training.latest_version == 0
     run.finish(1)
     assert not run.ordered(StageWeights) and len(run.ordered(TrainStep)) == 1, "and no step is trained meanwhile"
@@ -82,9 +80,7 @@ def test_replicas_get_weights_only_after_they_have_passed() -> None:
 
 def test_refused_weights_reach_no_replica() -> None:
     run = small(WEIGHTS)
-    run.finish(0)
-    run.train()
-    run.publish()
+    run.train_on(0)
     inspected(run, refused="embed is not finite")
     outcome = run.state.ending.outcome
     assert outcome is not None and outcome.outcome == "failed"
@@ -104,9 +100,7 @@ def test_a_failed_inspection_costs_the_step_an_attempt_and_is_repeated() -> None
 
 def test_a_failed_inspection_of_weights_is_repeated_without_another_publication() -> None:
     run = small(WEIGHTS, infrastructure_attempts=2)
-    run.finish(0)
-    run.train()
-    run.publish()
+    run.train_on(0)
     inspected(run, succeed=False)
     assert [attempt for *_, attempt in orders(run)] == [1, 2] and len(run.ordered(PublishWeights)) == 1
     inspected(run, succeed=False)
@@ -134,9 +128,7 @@ def test_a_batch_is_inspected_again_if_the_trainer_is_lost_meanwhile() -> None:
 
 def test_a_lost_trainer_begins_with_weights_that_are_still_inspected() -> None:
     run = small(WEIGHTS)
-    run.finish(0)
-    run.train()
-    run.publish()
+    run.train_on(0)
     run.tell(ProcessLost(kind="trainer", index=0, incarnation=1, reason="killed"))
     assert run.state.ending.outcome is None
     begins = [c for c in run.ordered(StartProcess) if c.kind == "trainer"]

@@ -429,9 +429,7 @@ def test_a_start_that_waited_for_room_teaches_nothing_about_starts() -> None:
 def test_a_trainer_may_train_the_steps_since_its_checkpoint_again_before_it_is_up() -> None:
     run = small(every(None, start_s=50.0, train_s=80.0), checkpoint_every=3, keeps_batches=True)
     for step in range(2):
-        run.finish(2 * step, 2 * step + 1)
-        run.train()
-        run.publish()
+        run.train_on(2 * step, 2 * step + 1)
         run.install()
     run.tell(ProcessLost(kind="trainer", index=0, incarnation=1, reason="killed"))
     assert run.ordered(StartProcess)[-1].redo == (0, 1)
@@ -754,9 +752,7 @@ def test_after_a_first_short_answer_a_process_has_one_floor_and_a_fresh_one_has_
         if replica == 1:
             run.tell(ProcessUp(kind="replica", index=1, incarnation=1, slots=4, version=0))
         else:
-            run.finish(2, 3)
-            run.train()
-            run.publish()
+            run.train_on(2, 3)
         order = run.state.orders.find("sync", replica)
         assert order is not None and limit_of(run.state, order) == expected
 
@@ -899,9 +895,7 @@ def test_a_trainer_that_hangs_after_a_resume_is_stopped() -> None:
     """The run had ended because an earlier trainer hung over the deletion of a checkpoint."""
     run = small(every(None, store_s=50.0), checkpoint_every=1, keep_checkpoints=1, trainer_restarts=0)
     for saved in (1, 2):
-        run.finish(*run.running()[:2])
-        run.train()
-        run.publish()
+        run.train_on(*run.running()[:2])
         run.install()
         run.tell(CheckpointSaved(steps=saved))
     run.tell(OrderDone(orders=tuple(one.number for one in (*run.ordered(DiscardGroups), *run.ordered(RetireWeights)))))

@@ -57,9 +57,7 @@ class Measured(Scripted):
 
     def next_version(self) -> None:
         """One train step more, and its publication."""
-        self.finish(self.running()[0])
-        self.train()
-        self.publish()
+        self.train_on(self.running()[0])
 
     def out(self) -> list[MeasureRows]:
         """Orders to measure that were neither answered nor taken back."""
@@ -144,9 +142,7 @@ def test_the_version_that_first_contains_a_multiple_is_due() -> None:
 
 def test_nothing_is_measured_where_nothing_is_asked_for() -> None:
     world = Scripted(train_batch_size=1, max_staleness_steps=1, max_concurrent_groups=1, max_steps=1)
-    world.finish(0)
-    world.train()
-    world.publish()
+    world.train_on(0)
     assert not world.ordered(MeasureRows)
     assert world.ordered(FinishRun)[0].outcome == "finished"
 

@@ -86,9 +86,7 @@ def test_the_last_step_is_validated_though_no_version_was_due() -> None:
         run.train()
     run.publish()
     run.install()
-    run.finish(*run.running())
-    run.train()
-    run.publish()
+    run.train_on(*run.running())
     assert run.state.ending.outcome is None, "the run waits for it"
     run.install()
     assert [(order.version, order.count) for order in run.ordered(MeasureRows)] == [(2, 1)]
@@ -118,9 +116,7 @@ def test_an_epoch_ends_without_a_barrier_and_without_a_short_step(tmp_path: Path
     run = Scripted(prompts=source.total or 0, train_batch_size=4, max_staleness_steps=1, max_concurrent_groups=8)
     assert {command.group for command in run.ordered(StartGroup)} == set(range(8)), "two epochs run beside each other"
     while run.state.ending.outcome is None:
-        run.finish(*run.running())
-        run.train()
-        run.publish()
+        run.train_on(*run.running())
         run.install()
     sizes = [len(order.groups) for order in run.ordered(TrainStep)]
     assert sizes == [4, 4, 4, 4, 2]
@@ -132,9 +128,7 @@ def test_an_epoch_ends_without_a_barrier_and_without_a_short_step(tmp_path: Path
 def test_no_replica_waits_for_another_to_take_new_weights() -> None:
     """verl and SkyRL stop every replica for a sync: the slowest has all of them wait."""
     run = Scripted(replicas=2, slots=1, train_batch_size=1, max_staleness_steps=1, max_concurrent_groups=2)
-    run.finish(0)
-    run.train()
-    run.publish()
+    run.train_on(0)
     assert {order.replica for order in run.ordered(StageWeights)} == {0, 1}
     assert [(order.group, order.replica) for order in run.ordered(StartGroup)] == [(0, 0), (1, 1)], "no third place"
     run.install(0)

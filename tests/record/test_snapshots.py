@@ -111,9 +111,7 @@ def test_it_asks_the_sync_policy_at_the_same_events(counting: None) -> None:
     """Two replicas have staged new weights, and one of them installs these while the other generates."""
     figures = {"train_batch_size": 1, "max_staleness_steps": 3, "max_concurrent_groups": 4}
     run = Scripted(replicas=2, slots=2, policies={"sync": "counting"}, **figures)
-    run.finish(0)
-    run.train()
-    run.publish()
+    run.train_on(0)
     for sync in run.ordered(StageWeights):
         run.tell(WeightsStaged(replica=sync.replica, incarnation=1, attempt=sync.attempt, version=1))
     (going_on,) = [id for id, replica in run.state.replicas.by_id.items() if replica.state == "ready"]
