@@ -20,6 +20,7 @@ from engine.states.orders import OrderBook
 from engine.states.stage_queues import Stages
 from engine.states.training import Training
 
+PHASES = tuple(Phase)
 Key = tuple[float, ...]
 """Numbers by which parked groups are ordered: the smallest resumes first."""
 
@@ -125,7 +126,7 @@ class Groups:
 
     def phase_of(self, state: str) -> Phase:
         """The phase of a state of groups."""
-        return Phase(self._phases[state])
+        return PHASES[self._phases[state]]
 
     def unready(self, until: StepId) -> list[Group]:
         """Started groups with deadline ≤ `until` that are not ready, in the order in which they started. Visits all

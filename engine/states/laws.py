@@ -10,6 +10,8 @@ from typing import Any
 from engine.commands import InstallWeights, PauseReplica, StageWeights
 from engine.errors import InvariantViolated
 from engine.ids import NO_VERSION, GroupId, ReplicaId
+from engine.states.group import Group
+from engine.states.ledger import STARTED
 from engine.states.limits import PUBLISHING, SCORING
 from engine.states.machine import Phase
 from engine.states.orders import LIMIT, stage_owner
@@ -65,38 +67,26 @@ def check_all(state: State) -> None:
     groups = state.groups
     check_tick(state)
     check_room(state)
+    over = state.ending.outcome is not None  # the book is empty then
+    seats = {} if over else _check_seats(state)
     count = [0] * len(Phase)
+    due: dict[int, tuple[int, int]] = {}
     for group in groups.live.values():
-        count[groups.phase_of(group.state)] += 1
+        phase = groups.phase_of(group.state)
+        count[phase] += 1
+        seated = group.id in seats
+        if not over and seated != (phase is Phase.RUNNING):
+            require(False, "law 1: a running group has no seat, or another has one", group=group.id)
+        if seated and state.replicas.by_id[seats[group.id]].version < group.resumes_from:
+            require(False, "law 3: a group runs on a replica older than its tokens", group=group.id)
+        if STARTED[phase]:
+            _check_deadline(state, group)
+            started, ready = due.get(group.deadline, (0, 0))
+            due[group.deadline] = (started + 1, ready + (phase is Phase.READY))
     live = (Phase.WAITING, Phase.RUNNING, Phase.PARKED, Phase.READY, Phase.BATCHED)
     require(all(count[p] == groups.ledger.count[p] for p in live), "law 1: books and records differ", records=count,
             books=groups.ledger.count)  # fmt: skip
-    over = state.ending.outcome is not None  # the book is empty then
-    seats = {} if over else _check_seats(state)
-    for group in groups.live.values():
-        running = groups.phase_of(group.state) is Phase.RUNNING
-        require(
-            over or running == (group.id in seats), "law 1: a running group has no seat, or another has one",
-            group=group.id,
-        )  # fmt: skip
-        started = running or groups.phase_of(group.state) in (Phase.PARKED, Phase.READY)
-        if started:
-            due = state.training.steps_in[group.admission.version] + state.limits.max_staleness_steps
-            latest = state.training.steps_in[group.admission.version] + groups.loosest
-            holds = group.deadline == due or (state.settings and group.deadline <= latest)
-            require(bool(holds), "law 4: a deadline was moved", group=group.id, deadline=group.deadline, due=due)
-        if group.id in seats:
-            version = state.replicas.by_id[seats[group.id]].version
-            require(
-                version >= group.resumes_from, "law 3: a group runs on a replica older than its tokens", group=group.id
-            )
-    books: dict[int, tuple[int, int]] = {}
-    for group in groups.live.values():
-        phase = groups.phase_of(group.state)
-        if phase in (Phase.RUNNING, Phase.PARKED, Phase.READY):
-            started_due, ready_due = books.get(group.deadline, (0, 0))
-            books[group.deadline] = (started_due + 1, ready_due + (phase is Phase.READY))
-    require(books == groups.deadlines.by_deadline(), "law 4: deadline books and records differ", records=books)
+    require(due == groups.deadlines.by_deadline(), "law 4: deadline books and records differ", records=due)
     queued = [group.id for group in groups.live.values() if group.state == "queued"]
     require(queued == list(groups.waiting), "law 1: the waiting list and the records differ")
     parked = {id for heap in groups.parked.values() for _, id in heap}
@@ -111,6 +101,14 @@ def check_all(state: State) -> None:
         check_stages(state)
         check_pools(state)
         check_free_slots(state)
+
+
+def _check_deadline(state: State, group: Group) -> None:
+    """The deadline of a started group is that of its admission. After a change of S it may be an earlier or later S."""
+    admitted, bound = state.training.steps_in[group.admission.version], state.limits.max_staleness_steps
+    if group.deadline != admitted + bound:
+        changed = bool(state.settings) and group.deadline <= admitted + state.groups.loosest
+        require(changed, "law 4: a deadline was moved", group=group.id, deadline=group.deadline, due=admitted + bound)
 
 
 def _check_seats(state: State) -> dict[GroupId, ReplicaId]:
