@@ -61,10 +61,11 @@ class State:
     ending: Ending
 
     def __init__(self, limits: Limits, observe: Observer | None = None) -> None:
-        self.limits, self._ahead = limits, limits.ahead
+        self.limits = limits
         self.changed = False
         """Something other than a group has changed its state in this tick."""
-        self._build_machines(observe, limits)
+        self._build_machines(limits)
+        self._observe = observe
         self.settings, self.processes = {}, {}
         self.orders = OrderBook(limits.scored_apart)
         self._worker_of = {stage_owner(added.name): name_of(ADDED_STATES, 0) for added in limits.added_states}
@@ -94,7 +95,7 @@ class State:
 
     def change(self, limits: Limits) -> None:
         """Use other bounds from now on."""
-        self.limits, self._ahead = limits, limits.ahead
+        self.limits = limits
         self.limit_check.use(limits.timeouts)
         self.groups.use(limits)
 
@@ -128,38 +129,24 @@ class State:
 
     # machines
 
-    def _build_machines(self, observe: Observer | None, limits: Limits) -> None:
-        self._machines = [
-            SharedMachine(table, self._noting(observe))
-            for table in (
-                step_table(limits.states_at(SCORING), limits.states_at(PUBLISHING)),
-                REPLICA,
-                VERSION,
-                POOL,
-                PROCESS,
-                VALIDATION,
-            )
-        ]
-        (
-            self._step_machine, self._replica_machine, self._version_machine, self._pool_machine, self._process_machine,
-            self._validation_machine,
-        ) = self._machines  # fmt: skip
+    def _build_machines(self, limits: Limits) -> None:
+        steps = step_table(limits.states_at(SCORING), limits.states_at(PUBLISHING))
+        self._step_machine = SharedMachine(steps, self._note)
+        self._replica_machine = SharedMachine(REPLICA, self._note)
+        self._version_machine = SharedMachine(VERSION, self._note)
+        self._pool_machine = SharedMachine(POOL, self._note)
+        self._process_machine = SharedMachine(PROCESS, self._note)
+        self._validation_machine = SharedMachine(VALIDATION, self._note)
 
     def observe(self, observe: Observer | None) -> None:
         """Call `observe` after every change of state from now on."""
-        self.groups.machine.observe = observe
-        for machine in self._machines:
-            machine.observe = self._noting(observe)
+        self._observe = self.groups.machine.observe = observe
 
-    def _noting(self, observe: Observer | None) -> Observer:
-        """An observer of all machines but that of groups. It sets `changed`."""
-
-        def note(machine: str, record: Any, source: str, trigger: str) -> None:
-            self.changed = True
-            if observe is not None:
-                observe(machine, record, source, trigger)
-
-        return note
+    def _note(self, machine: str, record: Any, source: str, trigger: str) -> None:
+        """Observe all machines but that of groups."""
+        self.changed = True
+        if self._observe is not None:
+            self._observe(machine, record, source, trigger)
 
     def fire_step(self, step: Step, trigger: str) -> None:
         self._step_machine.fire(step, trigger)
@@ -311,7 +298,7 @@ class State:
     def places(self, version: Version) -> int:
         """How many places there are for groups admitted on `version`; never more than the run needs."""
         limits, batched, steps = self.limits, self.training.steps_batched, self.training.steps_in[version]
-        places = self._ahead + steps * limits.train_batch_size
+        places = limits.ahead + steps * limits.train_batch_size
         if limits.max_steps is not None:
             places = min(places, max(limits.max_steps, batched) * limits.train_batch_size)
         if self.groups.deadlines.surplus and steps + limits.max_staleness_steps >= batched:
