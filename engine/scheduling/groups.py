@@ -186,18 +186,17 @@ def on_group_aborted(core: Core, event: GroupAborted) -> None:
     group = core.state.groups.live[event.group]
     if event.tokens:
         _note_stored(core, group, event, event.unfinished)
-    unasked = core.state.replicas.by_id[event.replica].state == "ready"
-    parks = [order.command for order in core.state.orders.matched[event.id] if isinstance(order.command, ParkGroup)]
-    if parks and parks[0].reason:
-        park_after_failure(core, group, _cause_of_hang(core, group, _attempt(core, event).at), parks[0].reason)
-        return
-    if parks:
+    commands = [order.command for order in core.state.orders.matched[event.id]]
+    park = next((command for command in commands if isinstance(command, ParkGroup)), None)
+    if park is not None and park.reason:
+        park_after_failure(core, group, _cause_of_hang(core, group, _attempt(core, event).at), park.reason)
+    elif park is not None:
         group.note(moved=True, failed_on=event.replica)
-        unasked = False
-    if unasked:  # the replica was not paused: charge an attempt, because this could repeat forever
+        _park_uncharged(core, group)
+    elif core.state.replicas.by_id[event.replica].state == "ready":  # it was not paused, so this could repeat forever
         park_after_failure(core, group, "infrastructure", "its replica aborted it without an order")
-        return
-    _park_uncharged(core, group)
+    else:
+        _park_uncharged(core, group)
 
 
 def _attempt(core: Core, event: GroupGenerated | GroupAborted) -> Order:

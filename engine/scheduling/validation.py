@@ -23,16 +23,16 @@ REASON_LENGTH = 1000
 
 
 def on_rows_measured(core: Core, event: RowsMeasured) -> None:
-    run, chunk, replica = _subject(core, event)
+    run, chunk = _subject(core, event)
     fits = 0 <= event.right <= event.measured <= chunk.count and _fits(event, chunk)
     if event.version != run.version or not fits:
         reason = (
             f"its replica reported version {event.version} instead of {run.version}, or {event.measured} rows and "
             f"{event.right} right ones of {chunk.count}"
         )
-        _lose_attempt(core, run, chunk, replica, reason)
+        _lose_attempt(core, run, chunk, reason)
         return
-    core.state.validations.count(run, chunk, replica, event)
+    core.state.validations.count(run, chunk, event)
     if run.left:
         return
     if run.measured:
@@ -62,7 +62,7 @@ def cut_rows(core: Core, order: Order, reason: str) -> None:
     run, replica = core.state.validations.runs[late.validation], core.state.replicas.by_id[late.replica]
     core.orders.add(StopMeasuring(validation=run.id, replica=replica.id, incarnation=replica.incarnation))
     for _, index in list(core.state.orders.of(replica.id, "rows")):
-        core.state.validations.put_back(run, run.chunks[index], replica, failed=index == late.chunk)
+        core.state.validations.put_back(run, run.chunks[index], failed=index == late.chunk)
     run.reason = reason[:REASON_LENGTH]
 
 
@@ -72,14 +72,14 @@ def _is_stopping(core: Core, run: Validation, replica: Replica) -> bool:
     return stop is not None and stop.command.validation == run.id
 
 
-def _subject(core: Core, event: RowsMeasured | RowsFailed) -> tuple[Validation, Chunk, Replica]:
-    """The run, chunk and replica of an answer."""
+def _subject(core: Core, event: RowsMeasured | RowsFailed) -> tuple[Validation, Chunk]:
+    """The run and the chunk of an answer."""
     run = core.state.validations.runs[event.validation]
-    return run, run.chunks[event.chunk], core.state.replicas.by_id[event.replica]
+    return run, run.chunks[event.chunk]
 
 
-def _lose_attempt(core: Core, run: Validation, chunk: Chunk, replica: Replica, reason: str) -> None:
-    core.state.validations.put_back(run, chunk, replica)
+def _lose_attempt(core: Core, run: Validation, chunk: Chunk, reason: str) -> None:
+    core.state.validations.put_back(run, chunk)
     run.reason = reason[:REASON_LENGTH]
 
 
@@ -88,69 +88,66 @@ def _lose_attempt(core: Core, run: Validation, chunk: Chunk, replica: Replica, r
 
 def reserve_replicas(core: Core) -> None:
     """Queue what is due, give the oldest run its replicas, end what cannot continue."""
-    if core.state.limits.validation is None or not core.state.started or core.state.ending.outcome is not None:
+    state, limits = core.state, core.state.limits.validation
+    if limits is None or not state.started or state.ending.outcome is not None:
         return
-    _queue_due(core, core.state.limits.validation)
-    if core.state.ending.draining:
+    _queue_due(core, limits)
+    if state.ending.draining:
         return  # a queued validation is measured after the resume
-    for run in list(core.state.validations.runs.values()):
-        _take_replicas(core, run, core.state.limits.validation)
-        spent = _why_it_cannot(core, run, core.state.limits.validation)
+    for run in list(state.validations.runs.values()):
+        _take_replicas(core, run, limits)
+        spent = _why_it_cannot(core, run, limits)
         if spent:
             _end_validation(core, run, "fail", spent)
-        elif _in_conflict(core, run, core.state.limits.validation):
-            _end_validation(
-                core, run, "cancel", f"it kept every replica from version {core.state.training.latest_version}"
-            )
+        elif _in_conflict(core, run, limits):
+            reason = f"it kept every replica from version {state.training.latest_version}"
+            _end_validation(core, run, "cancel", reason)
         else:
             return
 
 
 def send_rows(core: Core) -> None:
     """Fill free slots of the replicas that the served run holds. Called before groups get the slots."""
-    run = core.state.validations.served
+    state, run = core.state, core.state.validations.served
     if run is None:
         return
-    free = core.state.replicas
     for id in run.replicas if run.waiting else ():
-        replica = core.state.replicas.by_id[id]
-        if free.for_chunks(replica) <= 0 or replica.state != "ready" or replica.version != run.version:
+        replica, pool = state.replicas.by_id[id], state.pools.of_replica(id)
+        if replica.state != "ready" or replica.version != run.version:
             continue
-        pool = core.state.pools.of_replica(id)
         if (pool is not None and pool.wanted) or _is_stopping(core, run, replica):
             continue
-        while run.waiting and free.for_chunks(replica) > 0:
+        while run.waiting and state.replicas.for_chunks(replica) > 0:
             if run.state == "queued":
-                run.started_at = core.state.now
-                core.state.validations.fire(run, "start")
+                run.started_at = state.now
+                state.validations.fire(run, "start")
             _order_rows(core, run, run.take(), replica)
 
 
 def close_validations(core: Core) -> None:
     """No newer version will be published: measure the last one, if it was not measured, on all replicas."""
-    if core.state.limits.validation is None:
+    limits, books, latest = core.state.limits.validation, core.state.validations, core.state.training.latest_version
+    if limits is None:
         return
-    core.state.validations.closing = True
-    if core.state.limits.validation.at_end and core.state.validations.newest != core.state.training.latest_version:
-        _queue_validation(core, core.state.training.latest_version, core.state.limits.validation)
+    books.closing = True
+    if limits.at_end and books.newest != latest:
+        _queue_validation(core, latest, limits)
 
 
 def begin_validations_again(core: Core, steps: StepId) -> None:
     """The run is resumed after `steps` train steps, and older versions and their validations are lost. The next
     version is measured instead: it contains their steps, and usually the same weights. A validation of steps that
     are trained again is queued again with them."""
-    for run in list(core.state.validations.runs.values()):
+    state, books = core.state, core.state.validations
+    for run in list(books.runs.values()):
         for id in list(run.replicas):
-            core.state.validations.release(
-                run, core.state.replicas.by_id[id]
-            )  # its process is gone, so no order to stop
+            books.release(run, state.replicas.by_id[id])  # its process is gone, so no order to stop
         again = "its steps are trained again" if run.steps > steps else "the next version is measured instead"
         _cut_off(core, run, f"the run ended before the validation: {again}")
-    core.state.validations.owed |= 0 <= core.state.validations.interrupted <= steps
-    core.state.validations.interrupted = -1
-    core.state.validations.closing = False
-    if core.state.limits.validation is not None:
-        core.state.validations.considered = core.state.training.latest_version
+    books.owed |= 0 <= books.interrupted <= steps
+    books.interrupted, books.closing = -1, False
+    if state.limits.validation is not None:
+        books.considered = state.training.latest_version
 
 
 def cancel_validations(core: Core, reason: str) -> None:

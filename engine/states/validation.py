@@ -220,7 +220,7 @@ class Validations:
     def release(self, run: Validation, replica: Replica, *, failed: bool = False) -> None:
         """Let a replica go; chunks that it has go back. `failed`: each has lost an attempt."""
         for _, index in list(self._orders.of(replica.id, "rows")):
-            self.put_back(run, run.chunks[index], replica, failed=failed)
+            self.put_back(run, run.chunks[index], failed=failed)
         del run.replicas[replica.id]
 
     def lose(self, replica: Replica, *, failed: bool) -> None:
@@ -229,13 +229,13 @@ class Validations:
         if run is not None:
             self.release(run, replica, failed=failed)
 
-    def put_back(self, run: Validation, chunk: Chunk, replica: Replica, *, failed: bool = True) -> None:
-        """The chunk, measured on a replica, waits again. `failed`: it has lost an attempt."""
+    def put_back(self, run: Validation, chunk: Chunk, *, failed: bool = True) -> None:
+        """A chunk that was being measured waits again. `failed`: it has lost an attempt."""
         chunk.failures += failed
         self._orders.withdraw("rows", (run.id, chunk.index))
         run.put_back(chunk)
 
-    def count(self, run: Validation, chunk: Chunk, replica: Replica, event: RowsMeasured) -> None:
+    def count(self, run: Validation, chunk: Chunk, event: RowsMeasured) -> None:
         """A chunk is done: its rows are counted, once."""
         chunk.done = True
         chunk.rows, chunk.rewards, chunk.answers = event.rows, event.rewards, event.answers
