@@ -378,11 +378,6 @@ class Adversary(CoreRig):
         """Orders whose answer may be lost."""
         return [orders for orders in (self.draws, self.judged, self.probes, self.done) if orders]
 
-    def lose_order(self, choice: int) -> None:
-        """An order to the data source, to an added state or to a store, or a probe, is never answered."""
-        lost = self.unanswered()
-        lost[choice % len(lost)].pop(0)
-
     def say_done(self, first: int, count: int) -> None:
         """Some of the orders that arrived are reported done, from any of them on; the last comes first."""
         first %= len(self.done)

@@ -59,7 +59,6 @@ from engine.ids import NO_VERSION, GroupId, Incarnation, ReplicaId, ValidationId
 from engine.simulation.simulated_models import row_reward
 
 Emit = Callable[[Event], None]
-NEVER = -1.0
 
 
 @dataclass(slots=True)
@@ -72,16 +71,8 @@ class SimGroup:
     """The number of the order."""
     spans: list[tuple[int, Version]] = field(default_factory=list)
     """(tokens, version), in the order sampled."""
-    progress: float = 0.0
-    """Tokens sampled so far, including the fraction of the next one."""
-    saved: int = 0
-    """Number of tokens when its prefixes were last stored."""
-    stuck: bool = False
-    """This attempt gets no more tokens."""
     ended: int = 0
     """Trajectories that it has reported as ended."""
-    since: float = NEVER
-    """Time of `progress`, in seconds of the caller's clock."""
 
     @property
     def tokens(self) -> int:
@@ -197,7 +188,6 @@ class SimReplica:
         group = SimGroup(command.attempt, self.store.length(command.group), command.number)
         if isinstance(command, ResumeGroup):
             group.spans = list(self.store.spans.get(command.group, ()))  # dropped meanwhile: an abort is on its way
-            group.progress = group.tokens
         self.groups[command.group] = group
         running = sum(self.samples - one.ended for one in self.groups.values()) + self.samples * len(self.measuring)
         assert running <= self.slots * self.samples, f"law 2: replica {self.id} generates {running} trajectories"
@@ -242,7 +232,6 @@ class SimReplica:
         if not group.spans:
             return
         self.store.put(id, list(group.spans))
-        group.saved = group.tokens
         oldest, newest = group.versions()
         self.emit(
             PrefixStored(

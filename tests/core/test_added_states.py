@@ -10,7 +10,6 @@ from engine.commands import AbortGroup, DiscardGroups, EnterState, FinishRun, Tr
 from engine.errors import ConfigError, PolicyError
 from engine.events import DrainRequested, ProcessLost, ReplicaPaused, RunResumed, StateFailed, StateLeft
 from engine.policies import state_registry
-from engine.record.codec import command_from, plain_command
 from engine.states.group import GROUP, Group, group_table
 from engine.states.laws import check_all
 from engine.states.limits import AddedState, Limits
@@ -131,16 +130,6 @@ def test_a_failure_costs_an_attempt_of_its_budget_and_the_work_is_ordered_again(
     assert run.view.group(0) is None
     assert run.state.ending.failed_in_a_row == 1
     assert run.state.ending.last_failure == "no judge"
-
-
-def test_a_state_in_which_every_group_fails_ends_the_run() -> None:
-    run = checked(data_attempts=1)
-    for group in range(64):
-        assert not run.ordered(FinishRun)
-        run.finish(group)
-        fail(run, group)
-    assert run.ordered(FinishRun)[0].outcome == "failed"
-    assert "64 prompt groups in a row have failed; last error: no judge" in run.ordered(FinishRun)[0].reason
 
 
 def test_an_answer_to_an_order_already_over_changes_nothing() -> None:
@@ -407,11 +396,6 @@ def test_a_state_that_nobody_added_is_refused_with_the_nearest_name() -> None:
         Scripted(**figures, added_states=(AddedState(name="weihing", concurrency=1),))
     with pytest.raises(ConfigError, match="names a state twice"):
         Limits(**figures, added_states=(CHECKING, CHECKING))  # type: ignore[arg-type]
-
-
-def test_the_order_to_do_the_work_is_recorded() -> None:
-    order = EnterState(group=3, attempt=2, state="weighing", cause=7)
-    assert command_from(plain_command(order), 7) == order
 
 
 @pytest.mark.parametrize("concurrency", [0, 1.5, True])

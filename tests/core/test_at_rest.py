@@ -1,9 +1,6 @@
 """What a drain, a request or a changed setting meets halfway: timers that were set, replicas on their way, by hand."""
 
-import pytest
-
 from engine.commands import FinishRun, ParkGroup, SetTimer, TrainStep
-from engine.errors import InvariantViolated
 from engine.events import (
     BatchScored,
     CheckpointSaved,
@@ -107,10 +104,3 @@ def test_the_state_counts_the_optimizer_s_updates_and_a_branch_takes_them_back()
     gone = tuple(run.ordered(TrainStep)[-1].groups)
     run.tell(RunResumed(steps=1, replicas=1, consumed=gone, released=()))
     assert run.state.training.updates_in == {0: 0, 1: 3}
-
-
-def test_a_group_that_was_never_drawn_cannot_be_consumed_again() -> None:
-    run = small(replicas=1, checkpoint_every=1)
-    never = run.state.groups.ledger.drawn
-    with pytest.raises(InvariantViolated, match="law 5: only a group that has ended can be consumed or released again"):
-        run.tell(RunResumed(steps=0, replicas=1, consumed=(never,), released=()))

@@ -18,7 +18,6 @@ from engine.events import (
 )
 from engine.metrics.waits import waits
 from engine.states.checkpoints import Checkpoints
-from engine.states.limits import Limits
 from tests.core.core_rig import state_of
 from tests.core.scripted import Scripted
 from tests.core.test_recovery import until_trained, world
@@ -99,14 +98,6 @@ def test_a_checkpoint_reported_twice_as_saved_counts_once() -> None:
     assert run.state.checkpoints.steps == [1, 2] and run.state.orders.stale_echoes == 1
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("keep_checkpoints", 0), ("keep_checkpoints", 1001), ("keep_checkpoints_every", -1)]
-)
-def test_limits_that_keep_no_checkpoint_are_refused(field: str, value: int) -> None:
-    with pytest.raises(ConfigError, match=f"trainer.{field} is {value}, but must be a whole number from"):
-        Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, **{field: value})
-
-
 def test_engine_waits_names_a_deletion_in_progress() -> None:
     run = run_of(keep_checkpoints=1)
     save(run, 2, deletes=False)
@@ -152,11 +143,12 @@ def test_what_was_not_deleted_is_ordered_again_after_a_resume() -> None:
     assert run.state.checkpoints.steps == [2]
 
 
-def test_a_branch_forgets_later_checkpoints_and_keeps_those_up_to_it() -> None:
+@pytest.mark.parametrize(("steps", "left"), [(2, [1, 2]), (0, [])])
+def test_a_branch_forgets_later_checkpoints_and_keeps_those_up_to_it(steps: int, left: list[int]) -> None:
     run = run_of(keep_checkpoints=4)
     save(run, 4)
-    resumed(run, steps=2)
-    assert run.state.checkpoints.steps == [1, 2]
+    resumed(run, steps)
+    assert run.state.checkpoints.steps == left
     assert deleted(run) == []
 
 
@@ -166,13 +158,6 @@ def test_a_branch_forgets_what_was_released_from_its_checkpoint_on() -> None:
         known.release(10 + steps, steps)
     known.branch(2)
     assert known.released == {0: [10], 1: [11]}
-
-
-def test_a_branch_to_the_initial_weights_forgets_every_checkpoint() -> None:
-    run = run_of()
-    save(run, 2)
-    resumed(run, steps=0)
-    assert run.state.checkpoints.steps == []
 
 
 def test_a_branch_to_a_checkpoint_whose_report_was_lost_knows_that_it_is_there() -> None:

@@ -24,7 +24,6 @@ from engine.events import (
     BatchScored,
     CheckpointSaved,
     GroupFailed,
-    GroupGenerated,
     ProcessLost,
     ProcessUp,
     PublishFailed,
@@ -150,14 +149,6 @@ def test_a_success_restores_the_budget_of_publication_and_of_syncs():
         run.tell(SyncFailed(replica=0, incarnation=1, attempt=replica.sync_attempt, version=last.version, reason="x"))
         run.install()
     assert not run.ordered(FinishRun) and not run.ordered(StopProcess)
-
-
-def test_a_group_gets_as_many_attempts_as_the_infrastructure_budget():
-    run = small(infrastructure_attempts=3)
-    for attempt in (1, 2, 3):
-        run.tell(GroupFailed(group=0, attempt=attempt, replica=0, incarnation=1, cause="infrastructure", reason="x"))
-    assert [c.attempt for c in run.starts() if c.group == 0] == [1, 2, 3]
-    assert run.view.group(0) is None
 
 
 def test_after_a_data_failure_a_partial_group_starts_from_nothing():
@@ -306,22 +297,11 @@ class Log:
 
 
 def test_frames_are_flushed_before_their_commands_and_rejected_events_are_recorded():
-    log = Log()
-    driver = Driver(small().scheduler, log, log, log)
+    log, run = Log(), small()
+    driver = Driver(run.scheduler, log, log, log)
     driver.deliver(RunStarted())
     assert [c[0] for c in log.calls] == ["write", "flush", "execute"]
-    bad = GroupGenerated(
-        group=0,
-        attempt=1,
-        replica=0,
-        incarnation=1,
-        tokens=1,
-        oldest_version=9,
-        newest_version=9,
-        trainable=1,
-        reward_mean=0.0,
-        reward_spread=0.0,
-    )
+    bad = replace(run.generated(0), oldest_version=9, newest_version=9)
     with pytest.raises(Exception, match="law 6"):
         driver.deliver(bad)
     assert [c[0] for c in log.calls[3:]] == ["reject", "flush"]
@@ -385,6 +365,7 @@ def test_one_group_that_fails_again_and_again_does_not_cost_its_replica() -> Non
     run = small(infrastructure_attempts=3)
     for _ in range(3):
         fail(run, 0)
+    assert [start.attempt for start in run.starts() if start.group == 0] == [1, 2, 3]
     assert run.view.group(0) is None
     assert not run.ordered(StopProcess)
 
@@ -414,14 +395,6 @@ def test_a_version_that_no_replica_can_take_ends_the_run() -> None:
     assert "version 1 could not be installed; last error: wrong shape; 2 replicas were stopped for it" in end.reason
 
 
-def test_a_run_in_which_no_group_could_be_trained_on_has_failed() -> None:
-    run = small(prompts=2, data_attempts=1, infrastructure_attempts=9)
-    for id in (0, 1):
-        run.tell(GroupFailed(group=id, attempt=1, replica=0, incarnation=1, cause="data", reason="no such column"))
-    (end,) = run.ordered(FinishRun)
-    assert end.outcome == "failed" and "no such column" in end.reason
-
-
 def test_a_run_that_needs_no_replica_any_more_ends_well_without_one() -> None:
     run = small(max_steps=1)
     run.finish(0, 1)
@@ -429,15 +402,6 @@ def test_a_run_that_needs_no_replica_any_more_ends_well_without_one() -> None:
     run.train()
     run.publish()
     assert run.ordered(FinishRun)[0].outcome == "finished"
-
-
-def test_policies_that_start_nothing_are_named_when_nothing_else_can_happen() -> None:
-    with pytest.raises(PolicyError, match="nothing is running and the policies start nothing"):
-        held = with_policy("admission", "admit", lambda self, view, legal: 0, slots=2)
-        held.train_on(*held.running())
-        held.install()
-        held.train_on(*held.running())
-        held.install()
 
 
 def test_the_timer_is_set_also_when_everything_hangs() -> None:
@@ -488,12 +452,9 @@ def test_shrinking_needs_something_to_shrink_to() -> None:
 
 
 def test_after_a_rejected_event_the_driver_takes_nothing_more() -> None:
-    log = Log()
-    driver = Driver(small().scheduler, log, log, log)
-    bad = GroupGenerated(
-        group=0, attempt=1, replica=0, incarnation=1, tokens=1, oldest_version=9, newest_version=9, trainable=1,
-        reward_mean=0.0, reward_spread=0.0,
-    )  # fmt: skip
+    log, run = Log(), small()
+    driver = Driver(run.scheduler, log, log, log)
+    bad = replace(run.generated(0), oldest_version=9, newest_version=9)
     for event in (bad, RunStarted()):
         with pytest.raises(InvariantViolated, match="law 6"):
             driver.deliver(event)

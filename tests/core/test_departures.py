@@ -1,7 +1,5 @@
 """Runs that come to rest, replicas that leave and come, settings that change, attempts that take too long: by hand."""
 
-import re
-
 import pytest
 
 from engine.commands import (
@@ -27,7 +25,6 @@ from engine.events import (
     ReplicasWanted,
     RunResumed,
     SettingChanged,
-    StepTrained,
     SyncFailed,
 )
 from engine.policies import PolicySet
@@ -408,16 +405,6 @@ def test_a_larger_staleness_holds_for_later_admissions() -> None:
     assert deadlines == {**before, **dict.fromkeys(range(4, 8), 3)}
 
 
-def test_fewer_groups_run_as_those_that_run_end() -> None:
-    run = small()
-    run.tell(SettingChanged(setting="scheduler.max_concurrent_groups", value="2"))
-    assert len(run.running()) == 4
-    run.finish(0)
-    assert run.running() == [1, 2, 3]
-    run.finish(1, 2)
-    assert len(run.running()) <= 2
-
-
 def test_another_policy_decides_from_now_on_and_the_others_keep_what_they_remember() -> None:
     run = small()
     policies = run.scheduler.policies
@@ -452,18 +439,6 @@ def test_a_setting_that_breaks_a_law_is_refused(setting: str, value: str, law: s
 # attempts that take too long
 
 
-def test_an_attempt_that_takes_too_long_is_parked_and_costs_one() -> None:
-    run = small(timeouts=Timeouts(group_s=100.0))
-    run.finish(0)
-    run.wait(106.0)
-    parked = run.ordered(ParkGroup)
-    assert [order.group for order in parked] == [1, 2, 3], "none was started instead of 0"
-    run.abort(1)
-    group = run.state.groups.live[1]
-    assert (group.rare.infrastructure_failures, group.stored.tokens > 0) == (1, True)
-    assert run.ordered(ResumeGroup)[-1].group == 1
-
-
 def test_groups_on_one_replica_have_their_own_times() -> None:
     run = small(timeouts=Timeouts(group_s=10.0), replicas=1, policies={"filter": "zero-variance"})
     run.wait(5.0)
@@ -473,17 +448,6 @@ def test_groups_on_one_replica_have_their_own_times() -> None:
     assert [order.group for order in run.ordered(ParkGroup)] == [1, 2, 3]
     run.wait(6.0)
     assert [order.group for order in run.ordered(ParkGroup)] == [1, 2, 3, 4]
-
-
-def test_a_replica_that_does_not_park_a_group_is_hung() -> None:
-    run = small(timeouts=Timeouts(group_s=100.0), replicas=1)
-    run.wait(106.0)
-    run.wait(66.0)
-    (stop,) = run.ordered(StopProcess)
-    assert stop.index == 0
-    law = r"replica 0 exceeded its time limit of 60 s \(timeouts.cut_s\) after 6\d s in ParkGroup \(group 0\)"
-    assert re.fullmatch(f"{law}; limits are checked every 3 s", stop.reason)
-    assert {group.state for group in run.state.groups.live.values() if group.attempt} == {"aborted"}
 
 
 def test_an_attempt_that_began_as_the_run_did_is_parked_like_any_other() -> None:
@@ -496,29 +460,6 @@ def test_an_attempt_that_began_as_the_run_did_is_parked_like_any_other() -> None
     parked = len(run.ordered(ParkGroup))
     run.wait(24.0)
     assert len(run.ordered(ParkGroup)) == parked + 4 and not run.ordered(StopProcess), "it parks before it is hung"
-
-
-def test_attempts_may_be_timed_from_some_moment_on() -> None:
-    run = small()
-    run.tell(SettingChanged(setting="timeouts.group_s", value="50"))
-    assert not [order for order in run.wait(49.0) if isinstance(order, ParkGroup)]
-    run.wait(5.0)
-    assert [order.group for order in run.ordered(ParkGroup)] == [0, 1, 2, 3]
-    run.tell(SettingChanged(setting="timeouts.group_s", value="null"))
-    run.wait(10.0)
-    assert not run.ordered(StopProcess)
-
-
-def test_a_step_is_retried_while_a_run_drains() -> None:
-    run = small()
-    run.finish(0, 1)
-    run.tell(DrainRequested(reason="maintenance"))
-    paused(run, 0)
-    paused(run, 1)
-    step = run.ordered(TrainStep)[-1]
-    run.tell(StepTrained(step=step.step, attempt=step.attempt))
-    run.publish()
-    assert run.ordered(FinishRun)[-1].outcome == "stopped"
 
 
 # slow replicas

@@ -12,7 +12,6 @@ from engine.errors import ConfigError, PolicyError
 from engine.events import (
     Event,
     GroupAborted,
-    GroupFailed,
     GroupGenerated,
     PrefixStored,
     ProcessLost,
@@ -118,16 +117,6 @@ def test_nearest_end_looks_at_length_then_at_staleness_among_equals() -> None:
     key = policies.PolicySet.from_names({"resume": "nearest-end"}).resume.key
     ranked = [group(1, 5, 3), group(2, 9, 1), group(2, 9, 2), group(2, 8, 0), group(0, 0, -1)]
     assert sorted(reversed(ranked), key=lambda g: key(view, g)) == ranked
-
-
-def test_a_failure_of_the_data_forgets_how_much_was_unfinished() -> None:
-    run = small()
-    group = run.state.groups.live[0]
-    place = {"group": 0, "replica": 0, "incarnation": 1}
-    run.tell(GroupAborted(**place, attempt=1, tokens=4, oldest_version=0, newest_version=0, unfinished=2))
-    assert run.view.group(0) is not None and group.stored.unfinished == 2
-    run.tell(GroupFailed(**place, attempt=2, cause="data", reason="x"))
-    assert group.stored.unfinished == 0
 
 
 def test_a_generated_group_has_no_unfinished_trajectory() -> None:

@@ -423,7 +423,7 @@ def test_checkpoints_that_the_trainer_was_to_write_or_delete() -> None:
 
 
 def test_a_lost_trainer_that_ends_the_run_costs_its_step_no_attempt() -> None:
-    """The ledger, which judges every scripted run, must not count one either: the resumed step has all of them."""
+    """The resumed step has all of its attempts."""
     run = trains(infrastructure_attempts=2, trainer_restarts=0, keeps_batches=True, checkpoint_every=5)
     run.finish(run.running()[0])
     lose(run, "trainer", final=True)
@@ -480,17 +480,6 @@ def test_a_trainer_lost_after_a_branch_begins_at_the_checkpoint_that_was_branche
     lose(run, "trainer")
     start = run.ordered(StartProcess)[-1]
     assert (start.kind, start.steps, start.version, start.redo) == ("trainer", 2, NO_VERSION, ())
-
-
-def test_from_the_newest_checkpoint_with_the_steps_since_then() -> None:
-    run = trains(checkpoint_every=2, keeps_batches=True)
-    for _ in range(3):
-        step(run)
-        if run.state.checkpoint_pending:
-            saved(run)
-    lose(run, "trainer")
-    (start,) = run.ordered(StartProcess)
-    assert (start.steps, start.version, start.redo) == (2, NO_VERSION, (2,))
 
 
 def test_from_published_weights_where_no_checkpoint_and_no_batches_are_there() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from engine import policies
-from engine.commands import FinishRun, ParkGroup, SaveCheckpoint, SetTimer, TrainStep
+from engine.commands import FinishRun, SaveCheckpoint, SetTimer, TrainStep
 from engine.errors import ConfigError
 from engine.events import (
     CheckpointFailed,
@@ -19,15 +19,9 @@ from engine.events import (
 )
 from engine.ids import GroupId
 from engine.policies import registry
-from engine.record.frames import Header
-from engine.record.reader import read
-from engine.record.recorder import MemoryRecorder
-from engine.record.replayer import replay
 from engine.scheduling.settings import changed_limits
 from engine.simulation.proof import prove
-from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, Pool, ValidationLimits
-from engine.states.timeouts import Timeouts
 from engine.states.view import GroupView, View
 from tests.core.added_states import CHECKING
 from tests.core.adversary import Adversary
@@ -149,19 +143,6 @@ def test_a_drain_repeats_its_checkpoint_until_its_attempts_are_spent(failures: i
 # timers
 
 
-def test_a_second_attempt_has_twice_as_much_time_as_the_first() -> None:
-    run = small(timeouts=Timeouts(group_s=10.0))
-    run.wait(11.0)
-    assert [order.group for order in run.ordered(ParkGroup)] == [0, 1, 2, 3]
-    run.abort(0, 1, 2, 3)
-    again = run.state.orders.find("group", 0)
-    assert again is not None
-    run.wait(again.at + 19.0 - run.clock)
-    assert len(run.ordered(ParkGroup)) == 4
-    run.wait(6.0)
-    assert [order.group for order in run.ordered(ParkGroup)][4:5] == [0]
-
-
 class Waiting:
     """Acts on nothing, though it says that it may."""
 
@@ -220,41 +201,11 @@ def test_the_work_of_an_added_state_has_an_end_of_attempts_too() -> None:
     assert 0 not in run.state.groups.live and run.state.ending.failed_in_a_row == 1
 
 
-def test_a_run_under_a_retry_policy_that_never_gives_up_ends() -> None:
-    policies.register("retry", "stubborn")(Stubborn)
-    run = small(policies={"retry": "stubborn"}, infrastructure_attempts=1000)
-    for _ in range(64 * 20):
-        run.fail(run.running()[0], cause="data")
-    (end,) = run.ordered(FinishRun)
-    assert end.outcome == "failed" and end.reason == "64 prompt groups in a row have failed; last error: no number"
-
-
 class Picky:
     """Keeps nothing."""
 
     def keep(self, view: View, outcome: GroupGenerated) -> bool:
         return False
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_runs_end_and_replay_whatever_stubborn_policies_do(seed: int) -> None:
-    """Retry that never gives up, a filter that keeps nothing, batches that nobody takes: with every fault at once."""
-    for decision, policy in {"retry": Stubborn, "filter": Picky, "batching": NoBatch, "deadline": Waiting}.items():
-        policies.register(decision, "stubborn")(policy)
-    stubborn = ["retry", "batching", "deadline", *(["filter"] if seed % 2 else [])]
-    names = {**dict.fromkeys(stubborn, "stubborn"), "on_error": "builtin"}
-    chosen = policies.PolicySet.from_names(names)
-    limits = Limits(
-        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, deadline_timeout_s=0.001,
-        max_filtered_in_a_row=20, checkpoint_every=2, timeouts=Timeouts(group_s=50.0),
-    )  # fmt: skip
-    recorder = MemoryRecorder(Header(run="stubborn", limits=limits.to_plain(), policies=dict(chosen.names)))
-    faults = Faults(lose=0.1, duplicate=0.1, fail_group=0.2, fail_data=0.2, fail_trainer=0.05)
-    world = World(Setting(limits=limits, prompts=40, seed=seed, faults=faults), chosen, recorder)
-    outcome = world.run()
-    assert outcome.outcome == ("failed" if seed % 2 else "finished"), outcome.reason
-    report = replay(read(recorder))
-    assert report.divergence is None, report.divergence
 
 
 def test_a_filter_is_not_unlawful_for_dropping_what_a_simulated_run_makes_up() -> None:

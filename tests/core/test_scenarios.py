@@ -65,16 +65,6 @@ def test_capacity_ends_at_four_and_a_filtered_group_gives_its_place_back() -> No
     assert run.view.phase_counts()["released"] == 1
 
 
-def test_books_balance_with_accepted_and_filtered_groups() -> None:
-    run = small(policies={"filter": "zero-variance"})
-    run.finish(0, 1, spread=0.0)
-    run.finish(2, 3)
-    run.train()
-    counts = run.view.phase_counts()
-    assert (counts["consumed"], counts["released"]) == (2, 2)
-    assert run.state.groups.ledger.drawn == sum(counts.values())
-
-
 @pytest.mark.parametrize(
     ("figures", "says"),
     [
@@ -219,16 +209,6 @@ def test_truncating_finishes_stragglers_with_what_they_have() -> None:
     assert [c.group for c in run.ordered(TruncateGroup)] == [3]
     run.finish(3)
     assert run.ordered(TrainStep)[1].groups == (2, 3)
-
-
-def test_a_parked_straggler_is_truncated_when_it_resumes() -> None:
-    run = straggling("truncate")
-    run.abort(3)
-    resumed = run.ordered(ResumeGroup)[-1]
-    assert not resumed.truncate
-    run.abort(3)
-    run.fire()
-    assert run.ordered(TruncateGroup) or run.ordered(ResumeGroup)[-1].truncate
 
 
 def test_the_policy_acts_at_most_max_drops_times_a_step() -> None:
@@ -439,23 +419,6 @@ def test_a_prefix_found_to_be_newer_than_was_known_waits_for_weights_as_new() ->
     assert group.state == "resumed" and run.replica_of(old) == 1
 
 
-def test_a_prefix_whose_group_cannot_be_scored_is_not_gone_on_from() -> None:
-    run = small()
-    run.keep_prefix(0)
-    group = run.state.groups.live[0]
-    run.tell(GroupFailed(group=0, attempt=1, replica=0, incarnation=1, cause="data", reason="no reward"))
-    assert group.stored.tokens == 0
-    (order,) = [command for command in run.starts() if command.group == 0 and command.attempt == 2]
-    assert isinstance(order, StartGroup)
-
-
-def test_the_run_fails_with_a_named_cause_when_no_replica_is_left() -> None:
-    run = small()
-    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, final=True, reason="the node burnt down"))
-    assert run.ordered(FinishRun)[0].outcome == "failed"
-    assert "the node burnt down" in run.ordered(FinishRun)[0].reason
-
-
 def test_an_incarnation_that_never_came_up_ends_the_wait_for_it() -> None:
     run = small()
     run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
@@ -490,20 +453,6 @@ def test_the_tail_of_the_data_is_trained_in_a_short_step() -> None:
     assert [len(c.groups) for c in run.ordered(TrainStep)] == [2, 2, 1]
     assert run.ordered(FinishRun)[0].outcome == "finished"
     assert run.view.phase_counts()["consumed"] == run.state.groups.ledger.drawn == 5
-
-
-def test_an_item_that_remains_is_given_before_the_end() -> None:
-    run = small(prompts=3)
-    run.train_on(0, 1, 2)
-    assert not run.ordered(FinishRun)
-    assert run.ordered(TrainStep)[-1].groups == (2,)
-
-
-def test_a_source_whose_every_group_is_filtered_ends_the_run_and_publishes_nothing() -> None:
-    run = small(prompts=3, policies={"filter": "zero-variance"})
-    run.finish(0, 1, 2, spread=0.0)
-    assert run.ordered(FinishRun)[0].outcome == "failed"
-    assert not run.ordered(PublishWeights)
 
 
 def test_no_more_groups_are_started_than_the_last_step_needs() -> None:

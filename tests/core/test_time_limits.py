@@ -19,7 +19,6 @@ from engine.commands import (
     ProbeProcess,
     ResumeGroup,
     RetireWeights,
-    ScoreBatch,
     SetTimer,
     StartProcess,
     StopMeasuring,
@@ -254,16 +253,6 @@ def test_a_replica_hung_at_start_is_stopped_and_one_that_does_not_stop_ends_the_
     assert end.reason.startswith("replica 1 exceeded its time limit of 50 s (timeouts.start_s)")
 
 
-def test_a_replica_that_was_stopped_as_it_did_not_start_starts_again() -> None:
-    run = small(every(None, start_s=50.0))
-    run.tell(ReplicasWanted(replicas=2))
-    wait(run, run.clock + 51.0)
-    lost(run)
-    start = run.ordered(StartProcess)[-1]
-    assert (start.kind, start.index, start.incarnation) == ("replica", 1, 2)
-    assert run.state.ending.outcome is None
-
-
 def lost(run: Scripted) -> list[Command]:
     """The process that was to stop last has ended."""
     stop = run.ordered(StopProcess)[-1]
@@ -338,34 +327,6 @@ def test_a_hang_is_charged_whatever_happens_before_its_process_has_ended(then: A
     assert run.state.training.steps[0].failures == 1
 
 
-def test_a_trainer_that_hangs_again_and_again_ends_the_run() -> None:
-    run = small(every(None, train_s=50.0), trainer_restarts=1, infrastructure_attempts=9)
-    trains(run)
-    wait(run, run.clock + 60.0)
-    lost(run)
-    up(run)
-    wait(run, run.clock + 110.0)
-    lost(run)
-    (end,) = run.ordered(FinishRun)
-    assert end.outcome == "failed" and "the trainer exceeded its time limit of 100 s" in end.reason
-
-
-def test_a_scorer_that_is_stopped_starts_again_and_scores() -> None:
-    pools = (Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("train",)), Pool(tasks=("old_logprobs",)))
-    run = small(every(None, score_s=50.0), scoring_tasks=("old_logprobs",), pools=pools)
-    trains(run)
-    (stop,) = [one for one in wait(run, run.clock + 60.0) if isinstance(one, StopProcess)]
-    assert (stop.kind, stop.index) == ("scorer", 0)
-    assert stop.reason.startswith("scorer of old_logprobs exceeded its time limit of 50 s (timeouts.score_s)")
-    lost(run)
-    again = run.ordered(ScoreBatch)[-1]
-    assert (again.attempt, run.ordered(StartProcess)[-1].kind) == (2, "scorer")
-    assert not cut_or_stopped(wait(run, run.clock + 10_000.0))
-    up(run)
-    run.tell(BatchScored(step=0, task="old_logprobs", attempt=2))
-    assert run.ordered(TrainStep)
-
-
 def test_a_start_that_waits_for_room_stands_still() -> None:
     run = small(every(None, start_s=50.0))
     run.tell(ReplicasWanted(replicas=2))
@@ -435,17 +396,6 @@ def test_a_trainer_may_train_the_steps_since_its_checkpoint_again_before_it_is_u
     assert run.ordered(StartProcess)[-1].redo == (0, 1)
     assert not cut_or_stopped(wait(run, run.clock + 50.0 + 2 * 80.0 - 1.0))
     assert cut_or_stopped(wait(run, run.clock + 2.0)) == ["StopProcess"]
-
-
-def test_a_store_that_is_stopped_has_the_run_begin_again_from_its_record() -> None:
-    run = small(every(None, store_s=50.0))
-    publishes(run)
-    (stop,) = [one for one in wait(run, run.clock + 60.0) if isinstance(one, StopProcess)]
-    assert stop.kind == "trajectory store"
-    lost(run)
-    (end,) = run.ordered(FinishRun)
-    assert (end.outcome, end.again) == ("stopped", True)
-    assert "the trajectory store exceeded its time limit of 50 s (timeouts.store_s)" in end.reason
 
 
 def test_overdue_work_of_an_added_state_fails_and_its_late_answer_is_stale() -> None:
@@ -691,17 +641,8 @@ def test_max_s_bounds_orders_that_have_a_longer_limit_of_their_own() -> None:
     began = run.state.orders.find("group", 0).at  # type: ignore[union-attr]
     assert not cut_or_stopped(wait(run, began + 249.0))
     assert cut_or_stopped(wait(run, began + 263.0)) == ["ParkGroup"] * 4
-
-
-def test_max_s_bounds_a_group_whatever_its_progress() -> None:
-    run = small(every(None, group_s=100.0, max_s=250.0))
-    began = run.state.orders.find("group", 0).at  # type: ignore[union-attr]
-    for tokens in range(1, 4):
-        wait(run, run.clock + 70.0)
-        run.keep_prefix(0, 1, 2, 3, tokens=tokens)
-    assert not run.ordered(ParkGroup)
-    wait(run, began + 255.0)
-    assert [order.group for order in run.ordered(ParkGroup)].count(0) == 1
+    run.abort(0)
+    assert run.state.ending.last_failure == "an attempt exceeded its time limit of 250 s (timeouts.max_s)"
 
 
 def test_max_s_bounds_orders_whose_kind_has_no_limit() -> None:
@@ -717,13 +658,6 @@ def test_max_s_bounds_an_order_that_stands_still_while_nothing_else_is_open() ->
     run.tell(ReplicasWanted(replicas=1))
     run.tell(ProcessWaits(kind="replica", index=0, incarnation=1, reason="it needs a GPU"))
     assert cut_or_stopped(wait(run, run.clock + 106.0)) == ["StopProcess"]
-
-
-def test_a_group_that_exceeds_max_s_names_it() -> None:
-    run = small(every(None, group_s=1000.0, max_s=250.0))
-    wait(run, run.clock + 263.0)
-    run.abort(0)
-    assert run.state.ending.last_failure == "an attempt exceeded its time limit of 250 s (timeouts.max_s)"
 
 
 def test_a_data_source_has_one_floor_once_it_has_answered() -> None:

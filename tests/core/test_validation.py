@@ -140,13 +140,6 @@ def test_the_version_that_first_contains_a_multiple_is_due() -> None:
     assert world.ends() == [("reported", 2), ("reported", 3)]
 
 
-def test_nothing_is_measured_where_nothing_is_asked_for() -> None:
-    world = Scripted(train_batch_size=1, max_staleness_steps=1, max_concurrent_groups=1, max_steps=1)
-    world.train_on(0)
-    assert not world.ordered(MeasureRows)
-    assert world.ordered(FinishRun)[0].outcome == "finished"
-
-
 def test_the_end_of_a_run_is_not_measured_where_that_is_not_asked_for() -> None:
     world = Measured(replace(ON_THE_WAY, every=0), max_steps=1)
     world.next_version()
