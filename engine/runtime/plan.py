@@ -84,13 +84,9 @@ class DistributedSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsWire:
-    """How bytes travel from the weights store to the workers of a vLLM engine."""
+class WeightsWire(DistributedSettings):
+    """How bytes travel from the weights store to the workers of a vLLM engine. NCCL has no limit of `timeout_s`."""
 
-    backend: str
-    bucket_bytes: int
-    timeout_s: float
-    """Maximum seconds that either side waits for the other; NCCL has no such limit."""
     limit_s: float
     """Seconds that an engine may take for one call."""
 

@@ -56,8 +56,8 @@ class PlannedWorker:
     """The worker of one incarnation of a process. Orders that arrive before it is loaded wait."""
 
     kind: ClassVar[str]
-    _worker: ReplicaWorker | OrderQueue[Any] | StageWorker | None = None
-    """None until it is loaded."""
+    _worker: Any = None
+    """The `ReplicaWorker`, `OrderQueue` or `StageWorker`; None until it is loaded."""
     _broken: Callable[[str], None]
 
     def __init__(self, plan: Plan, index: int, incarnation: Incarnation) -> None:
@@ -113,11 +113,13 @@ class PlannedWorker:
         self._early.clear()
 
     def _carry_out(self, command: Any, prompt: Prompt | None) -> None:
-        raise NotImplementedError
+        self._worker.carry_out(command)
 
     def abandon(self) -> None:
         """A call into the user's code hangs: `close` does not wait for it."""
         self._abandoned = True
+        if isinstance(self._worker, OrderQueue):
+            self._worker.abandon()
 
     async def close(self) -> None:
         """Cancel everything, without reports, and close the worker. Waits for a load in progress, so that the objects
@@ -138,7 +140,6 @@ class PlannedReplica(PlannedWorker):
 
     kind = REPLICA
     rollout: Rollout | None = None
-    _worker: ReplicaWorker | None = None
     _joined = False
 
     @property
@@ -192,7 +193,6 @@ class PlannedReplica(PlannedWorker):
             self._worker.join(self.plan.slots)
 
     def _carry_out(self, command: Command, prompt: Prompt | None) -> None:
-        assert self._worker is not None
         self._worker.carry_out(command, prompt)
 
 
@@ -201,27 +201,12 @@ def _held_out_rows(limits: ValidationLimits) -> list[HeldOutRow]:
     return [HeldOutRow(one.name, prompt, sample, one.prompts) for one, prompt, sample in places]
 
 
-class PlannedQueue(PlannedWorker):
-    """A worker that carries out one order at a time, on a thread."""
-
-    _worker: OrderQueue[Any] | None = None
-
-    def _carry_out(self, command: Any, prompt: Prompt | None) -> None:
-        assert self._worker is not None
-        self._worker.carry_out(command)
-
-    def abandon(self) -> None:
-        super().abandon()
-        if self._worker is not None:
-            self._worker.abandon()
-
-
-class PlannedTrainer(PlannedQueue):
+class PlannedTrainer(PlannedWorker):
     """The worker of the trainer."""
 
     kind = TRAINER
-    _worker: TrainerWorker | None = None
-    _made: Trainer | None = None
+    _made: Any = None
+    """The trainer, which is closed even if it could not be loaded."""
 
     @property
     def threads(self) -> int:
@@ -278,21 +263,18 @@ class PlannedTrainer(PlannedQueue):
         """Give scorers the weights after `steps` train steps, if they are still owed. Raises the reason if it
         cannot."""
         await self._opened.wait()
-        assert self._worker is not None
         await self._worker.hand_over_again(steps)
 
     async def _close(self) -> None:
         await super()._close()
-        made: Any = self._made
-        if isinstance(made, Closable):
-            await on_a_thread(made.close)
+        if isinstance(self._made, Closable):
+            await on_a_thread(self._made.close)
 
 
-class PlannedScorer(PlannedQueue):
+class PlannedScorer(PlannedWorker):
     """The worker of the scorer of one pool's tasks. Its orders are `ScoreBatch`."""
 
     kind = SCORER
-    _worker: ScorerWorker | None = None
 
     @property
     def threads(self) -> int:
@@ -322,7 +304,6 @@ class PlannedStages(PlannedWorker):
     and `DiscardGroups`."""
 
     kind = ADDED_STATES
-    _worker: StageWorker | None = None
 
     async def _open(self, peers: Peers, restore: Restore | None) -> None:
         self._worker = StageWorker(
@@ -356,7 +337,6 @@ class PlannedStages(PlannedWorker):
         return {name: (plan.make_inspection or work_of)(name) for name in names}
 
     def _carry_out(self, command: Any, prompt: Prompt | None) -> None:
-        assert self._worker is not None
         if isinstance(command, DiscardGroups):
             self._worker.discard(command.groups)
         else:
