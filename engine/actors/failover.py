@@ -18,13 +18,14 @@ from engine.actors.failures import Pulse, failure_reason
 from engine.errors import EngineError, RunFailed
 from engine.ids import Incarnation
 from engine.metrics.collector import RunMetrics
-from engine.metrics.journal import ReplayedRows, StepRows, keep_rows
+from engine.metrics.journal import ReplayedRows, keep_rows
 from engine.metrics.status import Status, read_status
 from engine.metrics.transitions import Transitions
-from engine.record import Recovered, read, recover
+from engine.record import read, recover
 from engine.record.files import RecordLock
 from engine.runtime.plan import Plan
 from engine.runtime.process_port import SERVICES, source_of
+from engine.runtime.run_history import RecoveredRun
 from engine.states.state import State
 
 STORES = ("trajectories", "weights")
@@ -33,13 +34,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class RunRecovery:
-    """A run as its record describes it. `lock` holds the record for the recorder that continues it."""
-
-    recovered: Recovered
-    lock: RecordLock
-    rows: StepRows
-    """Rows of steps that are not finished."""
+class RunRecovery(RecoveredRun):
+    """A run that its restarted scheduler continues."""
 
     @property
     def failure(self) -> EngineError | None:
@@ -66,7 +62,7 @@ def recovery_of(run_dir: Path, transitions: Transitions) -> RunRecovery:
     except BaseException:
         lock.release()
         raise
-    return RunRecovery(recovered, lock, unfinished.rows)
+    return RunRecovery(recovered=recovered, lock=lock, rows=unfinished.rows)
 
 
 def status_at_end(run_dir: Path) -> Status:

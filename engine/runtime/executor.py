@@ -34,9 +34,11 @@ from engine.errors import reason_of
 from engine.events import GroupFailed, StateFailed
 from engine.ids import GroupId
 from engine.runtime.filtered_samples import FilteredSamples
+from engine.runtime.plan import Plan
 from engine.runtime.process_port import SentOrder, Stores
 from engine.runtime.prompt_sources import Prompts, draw_prompts, read_prompt
 from engine.runtime.supervisor import Supervisor
+from engine.states.limits import QUEUED
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 from engine.trajectory import Prompt
 from engine.workers.clock import Timers
@@ -50,33 +52,29 @@ TRAINER_COMMANDS = (TrainStep, PublishWeights, SaveCheckpoint, DeleteCheckpoint)
 
 
 class RunExecutor:
-    """`post` receives events, `finish` the end of the run. `scorers`: the tasks of each scorer. `held_out`: number of
-    rows of a validation. `prepares`: the added states before generation. `described`: the
-    columns that these see."""
+    """`post` receives events, `finish` the end of the run. `check` raises for a prompt that cannot be sent."""
 
     def __init__(
         self,
+        plan: Plan,
         *,
         supervisor: Supervisor,
-        scorers: Sequence[Sequence[str]] = (),
         prompts: Prompts,
         stores: Stores,
         check: Callable[[Prompt], None] = lambda prompt: None,
-        prepares: Sequence[str] = (),
-        described: Sequence[str] | None = None,
-        held_out: int = 0,
         filtered: FilteredSamples | None = None,
         post: Callable[..., None],
         finish: Callable[[FinishRun], None],
     ) -> None:
         self._supervisor = supervisor
-        self._scorer_of = {task: index for index, tasks in enumerate(scorers) for task in tasks}
+        self._scorer_of = {task: index for index, tasks in enumerate(plan.limits.scorers()) for task in tasks}
         self._prompts = prompts
         self._stores = stores
         self._check = check
-        self._prepares = prepares
-        self._described = described if prepares else None
-        self._held_out = held_out
+        self._prepares = plan.limits.states_at(QUEUED)
+        """The added states before generation."""
+        self._described = plan.described if self._prepares else None
+        self._held_out = len(plan.held_out)
         self._filtered = filtered
         self._post = post
         self._finish = finish

@@ -176,17 +176,23 @@ def _is_known(store: DurableStore, group: GroupId, latest: Version) -> bool:
 # -- the state of a run in its directory -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class RunHistory:
-    """The recovered state of a run and its files. `lock` holds the record for the recorder that continues it.
-    `missing`: groups that are generated again because their trajectories are missing; None: the run branches."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveredRun:
+    """A run as its record describes it. `lock` holds the record for the recorder that continues it."""
 
     recovered: Recovered
     lock: RecordLock
-    restore: Restore
-    missing: tuple[GroupId, ...] | None = None
     rows: StepRows | None = None
     """Rows of steps that are not finished."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHistory(RecoveredRun):
+    """The recovered state of a run and its files. `missing`: groups that are generated again because their
+    trajectories are missing; None: the run branches."""
+
+    restore: Restore
+    missing: tuple[GroupId, ...] | None = None
     torn: Torn | None = None
     """The torn end that was cut off the trajectory store."""
     damaged: tuple[str, ...] = ()
@@ -202,11 +208,8 @@ class RunHistory:
         parts = [f"resumed from {source}, after {self.recovered.events} events"]
         parts += [f"the next validation has number {self.validations}"] if self.validations else []
         if self.missing is not None:
-            parts += (
-                [f"{are(len(self.restore.redo), 'step')} trained again from stored trajectories"]
-                if self.restore.redo
-                else []
-            )
+            redone = len(self.restore.redo)
+            parts += [f"{are(redone, 'step')} trained again from stored trajectories"] if redone else []
             parts += [f"{are(len(self.missing), 'group')} not in the store and generated again"] if self.missing else []
         parts += [f"{are(len(event.consumed), 'group')} trained on again"] if event.consumed else []
         cut = [f"cut: {torn}" for torn in (self.recovered.torn, self.torn) if torn]
@@ -240,12 +243,7 @@ def history_of(
     lock = RecordLock(schedule, waits=plan.again)  # the earlier scheduler was killed, but may not have ended yet
     try:
         rows = ReplayedRows(transitions)
-        recovered = recover(
-            record,
-            transitions.changed,
-            books=transitions,
-            replayed=rows.watch,
-        )
+        recovered = recover(record, transitions.changed, books=transitions, replayed=rows.watch)
         if plan.interrupted is not None:
             lock = _record_interruption(recovered, plan.interrupted, schedule, lock)
         outcome = recovered.scheduler.state.ending.outcome
@@ -346,8 +344,8 @@ def _prepared(
     for directory in (plan.run_dir, plan.run_dir / "checkpoints") if newest else ():
         remove_aside(directory, newest)  # of earlier resumes
     return RunHistory(
-        recovered, lock, restore, missing, None if missing is None else rows_open.rows, torn, tuple(damaged), newest,
-        state.validations.created,
+        recovered=recovered, lock=lock, rows=None if missing is None else rows_open.rows, restore=restore,
+        missing=missing, torn=torn, damaged=tuple(damaged), aside=newest, validations=state.validations.created,
     )  # fmt: skip
 
 

@@ -10,19 +10,17 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
 
 from engine.commands import FinishRun
 from engine.control.requests import after_resuming
 from engine.errors import clean
 from engine.events import Event, RunInterrupted, RunStarted
 from engine.metrics.collector import RunMetrics
-from engine.metrics.journal import Row, StepRows, first_rows
+from engine.metrics.journal import Row, first_rows
 from engine.metrics.sinks import open_row_writer
 from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
-from engine.record import Header, NullRecorder, Recorder, Recovered
-from engine.record.files import RecordLock
+from engine.record import Header, NullRecorder, Recorder
 from engine.record.frames import Tick
 from engine.record.recorder import RecordWriter
 from engine.runtime.control_requests import Control
@@ -34,10 +32,9 @@ from engine.runtime.metrics_endpoint import Endpoint
 from engine.runtime.plan import Plan
 from engine.runtime.process_port import Found, Processes, Stores
 from engine.runtime.prompt_sources import MixedPrompts, Prompts
-from engine.runtime.run_history import RunHistory
+from engine.runtime.run_history import RecoveredRun, RunHistory
 from engine.runtime.supervisor import Supervisor
 from engine.scheduling.scheduler import Scheduler
-from engine.states.limits import QUEUED
 from engine.storage.samples import FOLDER, samples_for_sinks
 from engine.storage.trajectories import StoreStats
 from engine.version import __version__
@@ -83,18 +80,6 @@ class Watchers:
 
 
 log = logging.getLogger(__name__)
-
-
-class RecoveredRun(Protocol):
-    """The recovered state of an earlier scheduler: `runtime.run_history.RunHistory`, or a restarted scheduler's
-    `actors.failover.RunRecovery`."""
-
-    @property
-    def recovered(self) -> Recovered: ...
-    @property
-    def lock(self) -> RecordLock: ...
-    @property
-    def rows(self) -> StepRows | None: ...
 
 
 def header_of(plan: Plan) -> Header:
@@ -173,14 +158,11 @@ class RunLoop:
         self._watch_with(prompts)
         self.supervisor = Supervisor(plan, processes, self.scheduler.state, self.deliver, self.lose, found)
         self.executor = RunExecutor(
+            plan,
             supervisor=self.supervisor,
-            scorers=plan.limits.scorers(),
             prompts=prompts,
             stores=stores,
             check=processes.check,
-            prepares=plan.limits.states_at(QUEUED),
-            described=plan.described,
-            held_out=len(plan.held_out),
             filtered=self._filtered_samples(),
             post=self.post,
             finish=self._finish,

@@ -44,7 +44,6 @@ from engine.simulation.simulated_models import (
 )
 from engine.simulation.virtual_processes import VirtualProcess, VirtualProcesses
 from engine.states.laws import check_all
-from engine.states.limits import QUEUED
 from engine.states.process import REPLICA
 from engine.states.state import State
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
@@ -152,13 +151,10 @@ class World:
         state = self.scheduler.state
         self.supervisor = Supervisor(self.plan, self.processes, state, self.deliver, self._give_up, found)
         self.executor = RunExecutor(
+            self.plan,
             supervisor=self.supervisor,
-            scorers=self.plan.limits.scorers(),
             prompts=self.plan.make_prompts(),
             stores=LocalStores(self.store, self._weights),
-            prepares=self.plan.limits.states_at(QUEUED),
-            described=self.plan.described,
-            held_out=len(self.plan.held_out),
             post=self._post_unless_it_hangs,
             finish=lambda command: None,
         )

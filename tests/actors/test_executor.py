@@ -1,6 +1,7 @@
 """`RunExecutor`: who gets an order, and when orders to the stores are answered, without Ray."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from engine.commands import (
 from engine.events import Event, OrderDone
 from engine.runtime.executor import RunExecutor
 from engine.runtime.prompt_sources import listed
+from engine.states.limits import Limits, Pool
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 
 
@@ -45,13 +47,19 @@ class Store:
             answer.set_exception(error)
 
 
+APART = Limits(
+    train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12, scoring_tasks=("ref_logprobs",),
+    pools=(Pool(tasks=("rollout",), replicas=(0, 1)), Pool(tasks=("train",)), Pool(tasks=("ref_logprobs",))),
+)  # fmt: skip
+
+
 class Executor:
     """One that orders what there is in a scene, where one task is scored apart."""
 
     def __init__(self, scene: Scene) -> None:
         self.trajectories, self.weights, self.events = Store(), Store(), list[Event]()
         self.executor = RunExecutor(
-            supervisor=scene.supervisor, scorers=[("ref_logprobs",)], prompts=listed(["question 0"]),
+            replace(scene.plan, limits=APART), supervisor=scene.supervisor, prompts=listed(["question 0"]),
             stores=RayStores(self.trajectories, self.weights),
             post=lambda *events: self.events.extend(events), finish=lambda command: None,
         )  # fmt: skip
