@@ -30,40 +30,33 @@ class WeightsStore:
     """Published versions by number, and the newest trained weights."""
 
     def __init__(self) -> None:
-        self._kept: dict[Version, Any] = {}
-        self._newest: Version = 0
-        self._trained: tuple[Trained, Any] | None = None
-
-    @property
-    def newest(self) -> Version:
+        self._kept: dict[Version | Trained, Any] = {}
+        self.newest: Version = 0
         """The newest published version; 0 if there is none."""
-        return self._newest
 
     def put(self, version: Version | Trained, weights: Any) -> None:
         """Store a version. Raises: `EngineError` if a newer version was already published."""
         if isinstance(version, Trained):
-            self._trained = (version, weights)
-            return
-        if version < self._newest:
-            raise EngineError(f"version {version} cannot be published after version {self._newest}", version=version)
-        self._newest = version
+            self._kept = {known: kept for known, kept in self._kept.items() if not isinstance(known, Trained)}
+        elif version < self.newest:
+            raise EngineError(f"version {version} cannot be published after version {self.newest}", version=version)
+        else:
+            self.newest = version
         self._kept[version] = weights
 
     def get(self, version: Version | Trained) -> Any:
         """See `Weights.get`."""
-        if isinstance(version, Trained):
-            return self._after(version)
         if version not in self._kept:
-            held = ", ".join(map(str, self._kept)) or "none"
-            raise EngineError(f"the weights store does not hold version {version}; it holds {held}", version=version)
+            held = ", ".join(map(_named, self._kept)) or "none"
+            raise EngineError(f"the weights store does not hold {_named(version)}; it holds {held}")
         return self._kept[version]
 
     def retire(self, version: Version) -> None:
         """Delete a version, if it exists."""
         self._kept.pop(version, None)
 
-    def _after(self, wanted: Trained) -> Any:
-        if self._trained is None or self._trained[0] != wanted:
-            held = "none" if self._trained is None else f"those after {self._trained[0].steps}"
-            raise EngineError(f"the weights after {wanted.steps} train steps are not in the store; it holds {held}")
-        return self._trained[1]
+
+def _named(version: Version | Trained) -> str:
+    if isinstance(version, Trained):
+        return f"the weights after {version.steps} train steps"
+    return f"version {version}"

@@ -19,16 +19,16 @@ def test_a_version_is_held_from_its_publication_until_it_is_retired() -> None:
         store.put(1, "late")
     store.retire(1)
     store.retire(1)
-    with pytest.raises(EngineError, match="does not hold version 1; it holds 2"):
+    with pytest.raises(EngineError, match="does not hold version 1; it holds version 2"):
         store.get(1)
 
 
 def test_trained_weights_replace_the_earlier_ones_and_are_no_version() -> None:
     store = WeightsStore()
-    with pytest.raises(EngineError, match="the weights after 3 train steps are not in the store; it holds none"):
+    with pytest.raises(EngineError, match="does not hold the weights after 3 train steps; it holds none"):
         store.get(Trained(3))
     store.put(Trained(3), "three")
     store.put(Trained(4), "four")
     assert (store.get(Trained(4)), store.newest) == ("four", 0)
-    with pytest.raises(EngineError, match="after 3 train steps are not in the store; it holds those after 4"):
+    with pytest.raises(EngineError, match="the weights after 3 train steps; it holds the weights after 4 train steps"):
         store.get(Trained(3))

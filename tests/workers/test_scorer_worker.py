@@ -175,9 +175,9 @@ def test_weights_of_any_other_step_are_never_scored_under() -> None:
         failed = await bench.score(1)
         assert isinstance(failed, StepFailed)
         assert failed.reason.startswith("scoring old_logprobs: ")
-        assert "the weights after 1 train steps are not in the store; it holds none" in failed.reason
+        assert "the weights store does not hold the weights after 1 train steps; it holds none" in failed.reason
         await bench.weights.put(Trained(2), 2)
-        assert "it holds those after 2" in (await bench.score(1, attempt=2)).reason  # type: ignore[attr-defined]
+        assert "it holds the weights after 2 train steps" in (await bench.score(1, attempt=2)).reason  # type: ignore[attr-defined]
         assert not any(call.startswith("score") for call in bench.reader.calls)
 
     play(scene)
