@@ -4,7 +4,6 @@ Called by the driver: `write` or `reject` once per tick, in order, and `flush` b
 """
 
 import io
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,8 +73,7 @@ class Recorder(RecordWriter):
     """Appends ticks to a new record, or to an existing one.
 
     Args: `header` begins a new record; a `RecordEnd` continues an existing one in a new segment,
-    what is torn cut off. `fsync`: `flush` returns only when the disk has the frames, not merely the operating system;
-    costs a disk's latency per flush and is what a power cut, but not a killed process, needs.
+    what is torn cut off.
     Raises: `RecordError` where the directory holds a record already, and as `SegmentWriter`, now or later; `CodecError`
     for an event or a command that the format cannot hold.
     """
@@ -86,7 +84,6 @@ class Recorder(RecordWriter):
         header: Header | RecordEnd,
         *,
         segment_bytes: int = SEGMENT_BYTES,
-        fsync: bool = False,
         lock: RecordLock | None = None,
     ) -> None:
         """`lock`: a lock on this directory that the caller holds; `close` releases it."""
@@ -98,7 +95,7 @@ class Recorder(RecordWriter):
         first = encode_header(header) if isinstance(header, Header) else None
         lock = lock or RecordLock(self.directory)
         size = min(segment_bytes, SCHEDULE.max_segment_bytes // 2)
-        self.log = SegmentWriter(self.directory, SCHEDULE, lock, segment_bytes=size, fsync=fsync)
+        self.log = SegmentWriter(self.directory, SCHEDULE, lock, segment_bytes=size)
         self.append = self.log.append
         try:
             if has_segments(self.directory) != isinstance(header, RecordEnd):
@@ -142,14 +139,11 @@ class Recorder(RecordWriter):
 
 
 class MemoryRecorder(RecordWriter):
-    """Keeps the frames in memory, for tests and embedding. `reader.read` accepts it like a directory.
+    """Keeps the frames in memory, for tests and embedding. `reader.read` accepts it like a directory."""
 
-    Args: `last`: keep only this number of newest frames; such a record shows how a run ended but cannot be replayed.
-    """
-
-    def __init__(self, header: Header, *, last: int | None = None) -> None:
+    def __init__(self, header: Header) -> None:
         self.header = encode_header(header)
-        self.frames: deque[bytes] = deque(maxlen=last)
+        self.frames: list[bytes] = []
         """Payloads, without the header."""
         self.append = self.frames.append
 
