@@ -1,19 +1,15 @@
 """What a trainer published and what replicas sample from, as digests of every bit."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from reference_sync import digest
 
 from engine.ids import Version
 from engine.rollout.torch.torch_backend import TorchBackend
 from engine.training.model_trainer import ModelTrainer
 from engine.training.shared_weights import PublishedTensors
-
-sys.path.append(str(Path(__file__).parent.parent))
-from reference_sync import digest
 
 
 class Digested(ModelTrainer):

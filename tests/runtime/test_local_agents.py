@@ -1,11 +1,8 @@
 """A configured rollout in Python, in a whole run in one process."""
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path += [str(Path(__file__).resolve().parent.parent / folder) for folder in ("actors", "gateway")]
 from ray_plans import check_record, events_of
 from test_gateway_ray import PROMPTS, SAMPLES, STEPS, configured
 

@@ -1,6 +1,5 @@
 """A run of a bfloat16 model in one process: float32 masters, and bfloat16 weights published to bfloat16 samplers."""
 
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from digested_weights import Digested, note_installs
+from ray_plans import SMALLEST, check_record, events_of
+from reference_sync import digest
 from transformers import AutoModelForCausalLM
 
 from engine.config.loading import parse_config
@@ -17,10 +18,6 @@ from engine.plans.configured_plan import plan_of
 from engine.runtime.local import RunResult, run_plan
 from engine.tasks.quickstart import Quickstart, prepare
 from engine.training.model_trainer import ModelTrainer
-
-sys.path.append(str(Path(__file__).parent.parent / "actors"))
-from ray_plans import SMALLEST, check_record, events_of
-from reference_sync import digest
 
 HALF, STEPS = 2, 4
 """Train steps before the resume, and in all."""

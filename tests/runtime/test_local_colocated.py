@@ -1,18 +1,14 @@
 """One pool for replicas and trainer, in one process: replicas sleep while it trains, and no group is lost by it."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from sleepy_generator import Sleepy, check_asleep_at_each_step
 
 import engine.runtime.local
 from engine.protocols import Batch
 from engine.runtime.local import SimpleTrainer
 from engine.states.limits import Limits, Pool
-
-sys.path.append(str(Path(__file__).parent.parent / "workers"))
-from sleepy_generator import Sleepy, check_asleep_at_each_step
 
 STEPS = 4
 

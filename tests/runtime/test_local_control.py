@@ -3,14 +3,12 @@
 import asyncio
 import logging
 import re
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "actors"))
 from ray_plans import Counter, Quick, check_record, plan
 
 from engine.control.client import tell

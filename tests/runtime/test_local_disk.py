@@ -1,13 +1,10 @@
 """A disk that is full: the run says so and stops, nothing is lost, and with more room it continues."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-sys.path += [str(Path(__file__).parent.parent / name) for name in ("actors", "workers", "storage")]
 from ray_plans import Mortal, Quick, check_record, events_of, plan, restore_mortal
 from small_disk import SmallDisk, small_disk
 

@@ -1,10 +1,8 @@
 """The shipped environment: its configuration with a small model, in a whole run in one process."""
 
 import json
-import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "actors"))
 from ray_plans import check_record, events_of
 
 from engine.config import load_config

@@ -7,20 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from test_local_runs import Steady
 
 import engine.runtime.local
 from engine.errors import RunFailed
 from engine.protocols import Batch, Generated, GroupWork
-from engine.runtime.local import RunResult, SimpleGenerator, SimpleTrainer, local_processes, response
+from engine.runtime.local import RunResult, SimpleTrainer, local_processes
 from engine.states.limits import REWARDING, AddedState, Limits
 from engine.states.timeouts import Timeouts
 from engine.trajectory import Trajectory, TrajectoryGroup
 from engine.workers import worker_tasks
-
-
-class Steady(SimpleGenerator):
-    async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
-        return [response([1, 2], reward=float(i % 2), version=version) for i in range(work.samples)]
 
 
 class Learner(SimpleTrainer):

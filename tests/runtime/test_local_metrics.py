@@ -2,13 +2,10 @@
 
 import json
 import socket
-import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "actors"))
 from ray_plans import PROMPTS, Counter, plan
 
 from engine.metrics.address_files import FILE, FOLDER, HOST

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from embedded_run import FIGURES, PROMPTS, Quick, Saving, options
+from small_disk import small_disk
 
 import engine.runtime.local
 from engine.cli import main
@@ -31,9 +32,6 @@ from engine.states.limits import Limits
 from engine.storage.checkpoints import list_checkpoints
 from engine.storage.samples import SampleFiles
 from engine.trajectory import Trajectory
-
-sys.path.append(str(Path(__file__).parent.parent / "storage"))
-from small_disk import small_disk
 
 ONCE = list(range(PROMPTS))
 

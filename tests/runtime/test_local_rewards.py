@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray_plans import SMALLEST, check_record, events_of
 
 from engine.config.loading import parse_config
 from engine.errors import RunFailed
@@ -15,9 +16,6 @@ from engine.plans.configured_plan import plan_of
 from engine.runtime.local import run_plan
 from engine.storage.samples import FAILED, TRAIN, SampleFiles
 from engine.tasks.quickstart import Quickstart, prepare
-
-sys.path.append(str(Path(__file__).parent.parent / "actors"))
-from ray_plans import SMALLEST, check_record, events_of
 
 CODE = """
 def early(prompt, trajectory, *, good):

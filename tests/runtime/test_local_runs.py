@@ -3,12 +3,12 @@
 import asyncio
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from token_generator import TokenGenerator
 
 import engine.runtime.local
 from engine.commands import StartProcess
@@ -21,9 +21,6 @@ from engine.runtime.prompt_sources import CountedPrompts
 from engine.scheduling import lifetimes
 from engine.states.limits import Limits
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
-
-sys.path.append(str(Path(__file__).parent.parent / "workers"))
-from token_generator import TokenGenerator
 
 
 class Steady(SimpleGenerator):

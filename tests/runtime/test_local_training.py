@@ -1,13 +1,13 @@
 """Real training runs of configurations in one process: the embedded sampler, the torch trainer, rewards and scorers."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from ray_plans import SMALLEST, check_record, events_of
 
 from engine.cli.run import resumption_of
 from engine.config.loading import load_config, parse_config
@@ -18,9 +18,6 @@ from engine.protocols import Batch
 from engine.runtime.local import run_plan
 from engine.storage import run_directory
 from engine.training.model_trainer import ModelTrainer
-
-sys.path.append(str(Path(__file__).parent.parent / "actors"))
-from ray_plans import SMALLEST, check_record, events_of
 
 STEPS, BATCH = 8, 4
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.commands import FinishRun
+from engine.control.requests import MOST_REPLICAS
 from engine.errors import ConfigError, EngineError, RunFailed, describe_error
 from engine.events import StopRequested
 from engine.ids import ReplicaId, StepId
@@ -286,30 +287,24 @@ class LocalRun:
         )
 
 
+@dataclass
 class _Arguments:
     """The user's arguments: generators or a function that makes them, a trainer, scorers, works."""
 
-    def __init__(
-        self,
-        generators: Generators,
-        replicas: int,
-        trainer: Trainer,
-        make_scorer: Callable[[Tasks], Scorer] | None,
-        works: Mapping[str, Work],
-    ) -> None:
-        self._make: Callable[[ReplicaId], Generator] | None = None
-        self._generators: dict[ReplicaId, Generator] = {}
-        if isinstance(generators, Sequence):
-            if not generators:
+    generators: Generators
+    replicas: int
+    trainer: Trainer
+    make_scorer: Callable[[Tasks], Scorer] | None
+    works: Mapping[str, Work]
+
+    def __post_init__(self) -> None:
+        self._left: dict[ReplicaId, Generator] | None = None
+        """The given generators that no replica has yet; None: a function makes them."""
+        if isinstance(self.generators, Sequence):
+            if not self.generators:
                 raise ConfigError("generators", "[]", "there must be at least one", "give a generator")
-            self._generators = dict(enumerate(generators))
-            replicas = len(generators)
-        else:
-            self._make = generators
-        self._replicas = replicas
-        self.trainer = trainer
-        self._make_scorer = make_scorer
-        self._works = works
+            self._left = dict(enumerate(self.generators))
+            self.replicas = len(self._left)
 
     def plan(self, limits: Limits, **settings: Any) -> Plan:
         """Raises: `ConfigError`."""
@@ -317,10 +312,10 @@ class _Arguments:
             limits=limits,
             make_rollout=self._rollout,
             make_trainer=lambda: self.trainer,
-            replicas=self._replicas - len(limits.validators()),
-            make_scorer=None if self._make_scorer is None else self._scorer,
-            make_work=lambda name: self._works.get(name, unchanged),
-            most_replicas=4096 if self._make is not None else self._replicas,
+            replicas=self.replicas - len(limits.validators()),
+            make_scorer=None if self.make_scorer is None else self._scorer,
+            make_work=lambda name: self.works.get(name, unchanged),
+            most_replicas=MOST_REPLICAS if self._left is None else self.replicas,
             restore_trainer=_load if isinstance(self.trainer, Restorable) else None,
             **settings,
         )
@@ -329,28 +324,28 @@ class _Arguments:
 
     def _rollout(self, replica: ReplicaId) -> Rollout:
         """Make the generator of a replica's next incarnation. Raises what the user's function raises."""
-        if self._make is not None:
+        if not isinstance(self.generators, Sequence):
             try:
-                generator = contained(self._make, replica)
+                generator = contained(self.generators, replica)
             except (AttributeError, TypeError) as error:
                 law = f"cannot make the generator of replica {replica}: {describe_error(error)}"
                 fix = "give a function that makes a generator from the number of its replica"
-                raise ConfigError("generators", shown(self._make), law, fix) from error
+                raise ConfigError("generators", shown(self.generators), law, fix) from error
             GENERATOR(f"generators({replica})", generator)
-        elif replica in self._generators:
-            generator = self._generators.pop(replica)
+        elif self._left and replica in self._left:
+            generator = self._left.pop(replica)
         else:
             raise EngineError("no generator is left; to add or replace replicas, pass a function as `generators`")
         return Rollout(generator=generator, evaluator=generator)
 
     def _scorer(self, tasks: Tasks) -> Scorer:
-        assert self._make_scorer is not None
-        scorer = contained(self._make_scorer, tasks)
+        assert self.make_scorer is not None
+        scorer = contained(self.make_scorer, tasks)
         SCORER(f"make_scorer({tasks})", scorer)
         return scorer
 
     def can_make(self, replica: ReplicaId) -> bool:
-        return self._make is not None or replica in self._generators
+        return self._left is None or replica in self._left
 
 
 def _described(limits: Limits, policies: Mapping[str, str], columns: Sequence[str]) -> tuple[str, ...] | None:

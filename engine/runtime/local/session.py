@@ -69,18 +69,11 @@ class _Clock:
         return seconds
 
 
-class _Orders:
+class _Orders(list[Command]):
     """Collects the orders of a report, instead of executing them."""
 
-    def __init__(self) -> None:
-        self.orders: list[Command] = []
-
     def execute(self, commands: Sequence[Command]) -> None:
-        self.orders.extend(commands)
-
-    def take(self) -> Orders:
-        taken, self.orders = tuple(self.orders), []
-        return taken
+        self.extend(commands)
 
 
 class _OneThread:
@@ -384,7 +377,9 @@ class Session:
             if isinstance(error, PolicyError):
                 raise
             raise IllegalFact(f"{events[-1]}: the scheduler cannot handle it: {reason_of(error)}") from error
-        return _without_timers(self._collected.take())
+        orders = _without_timers(self._collected)
+        self._collected.clear()
+        return orders
 
     def _require_open(self) -> None:
         if self._closed:
