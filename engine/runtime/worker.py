@@ -31,7 +31,7 @@ from engine.workers.sample_keeper import HeldOutRow, SampleKeeper, keeper_of
 from engine.workers.scorer import ScorerWorker
 from engine.workers.stage import Inspection, StageWorker, Work, unchanged
 from engine.workers.threads import on_a_thread
-from engine.workers.trainer import Report, TrainerWorker, with_offloading
+from engine.workers.trainer import Report, TrainerWorker
 
 log = logging.getLogger(__name__)
 
@@ -240,7 +240,9 @@ class PlannedTrainer(PlannedWorker):
             correct=plan.correct,
             progress=progress,
             check_weights=plan.check_weights,
+            takes_turns=plan.limits.trains_in_turns,
         )
+        await worker.leave()
         progress.note()
         for redo in () if restore is None else restore.redo:
             await worker.redo(redo.step, redo.groups, redo.staleness, reports=redo.reports)
@@ -257,7 +259,7 @@ class PlannedTrainer(PlannedWorker):
             if self.plan.restore_trainer is None:
                 raise EngineError("the trainer cannot be restored from a checkpoint: Plan.restore_trainer is not set")
             self.plan.restore_trainer(trainer, restore)
-        return with_offloading(trainer) if self.plan.limits.trains_in_turns else trainer
+        return trainer
 
     async def hand_over(self, steps: StepId) -> None:
         """Give scorers the weights after `steps` train steps, if they are still owed. Raises the reason if it

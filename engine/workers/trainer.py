@@ -127,59 +127,6 @@ def _figures_of(groups: Sequence[TrajectoryGroup], correct: Sequence[str]) -> tu
     return response_figures(groups, correct), {name: table for name, table in tables.items() if table}
 
 
-# -- offloading --------------------------------------------------------------------------------------------------------
-
-
-def with_offloading(trainer: Trainer) -> Trainer:
-    """The wrapped trainer, or the trainer itself if it cannot leave the accelerator."""
-    return OffloadingTrainer(trainer, trainer) if isinstance(trainer, Offloadable) else trainer
-
-
-class OffloadingTrainer:
-    """Forwards every call. The trainer is on the accelerator from the first score or training of a step until the step
-    is trained. A failed step leaves the accelerator; its retry returns to it."""
-
-    def __init__(self, trainer: Trainer, offloadable: Offloadable) -> None:
-        self._trainer = trainer
-        self._offloadable = offloadable
-        self._loaded = True
-        self._leave()
-
-    def score(self, batch: Batch, task: str) -> None:
-        self._come_back()
-        try:
-            self._trainer.score(batch, task)
-        except BaseException:
-            self._leave()
-            raise
-
-    def train(self, batch: Batch) -> Any:
-        self._come_back()
-        try:
-            return self._trainer.train(batch)
-        finally:
-            self._leave()
-
-    def rollout_figures(self) -> Any:
-        return self._trainer.rollout_figures() if isinstance(self._trainer, Explainable) else ()
-
-    def weights(self) -> Any:
-        return self._trainer.weights()
-
-    def save(self, directory: str, step: StepId) -> None:
-        self._trainer.save(directory, step)
-
-    def _come_back(self) -> None:
-        if not self._loaded:
-            self._offloadable.onload()
-            self._loaded = True
-
-    def _leave(self) -> None:
-        if self._loaded:
-            self._offloadable.offload()
-            self._loaded = False
-
-
 # -- the trainer -------------------------------------------------------------------------------------------------------
 
 
@@ -192,7 +139,9 @@ class TrainerWorker(OrderQueue[QueuedOrder]):
 
     `checkpoints` is the directory of the `step-N` directories; None: none can be saved. The trainer does the scoring
     tasks in `own_tasks`; separate scorers do those in `scored_apart`. If `hands_over`, they need the weights after
-    every train step. `samples` keeps samples of each step. `check_weights`: see `Plan`.
+    every train step. `samples` keeps samples of each step. `check_weights`: see `Plan`. One that `takes_turns` with
+    replicas is on the accelerator from the first score or training of a step until the step is trained, if it can leave
+    it. A failed step leaves the accelerator; its retry returns to it.
     """
 
     def __init__(
@@ -212,6 +161,7 @@ class TrainerWorker(OrderQueue[QueuedOrder]):
         correct: Sequence[str] = (),
         progress: SerialProgress,
         check_weights: Callable[[Any], None] | None = None,
+        takes_turns: bool = False,
     ) -> None:
         super().__init__("trainer", emit, broken, progress)
         self._check_weights = check_weights
@@ -226,6 +176,9 @@ class TrainerWorker(OrderQueue[QueuedOrder]):
         self._hands_over = hands_over
         self._samples = samples
         self._correct = correct
+        self._offloadable = trainer if takes_turns and isinstance(trainer, Offloadable) else None
+        self._is_away = False
+        """Whether it has left the accelerator."""
         self._spoiled = False
         self._owed: StepId | None = None
         self._handing_over = asyncio.Lock()
@@ -237,6 +190,12 @@ class TrainerWorker(OrderQueue[QueuedOrder]):
             SaveCheckpoint: self._save,
             DeleteCheckpoint: self._delete,
         }
+
+    async def leave(self) -> None:
+        """Leave the accelerator to replicas, if the trainer takes turns with them."""
+        if self._offloadable is not None and not self._is_away and not self._spoiled:
+            await self._call(self._offloadable.offload)
+            self._is_away = True
 
     async def redo(self, step: StepId, groups: Sequence[GroupId], staleness: Sequence[int], *, reports: bool) -> int:
         """Train a step again with its batch and scores, before any order. `reports`: report its metrics, because they
@@ -287,6 +246,16 @@ class TrainerWorker(OrderQueue[QueuedOrder]):
             self._spoil(f"{name}() failed and spoiled the trainer: {reason_of(error)}")
             raise
 
+    async def _call_on_accelerator(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if self._offloadable is not None and self._is_away:
+            await self._call(self._offloadable.onload)
+            self._is_away = False
+        try:
+            return await self._call(function, *arguments)
+        except Exception:
+            await self.leave()
+            raise
+
     def _spoil(self, reason: str) -> None:
         """Have this process replaced, instead of answering another order."""
         self._spoiled = True
@@ -297,14 +266,15 @@ class TrainerWorker(OrderQueue[QueuedOrder]):
 
     async def _score(self, step: StepId, ids: Sequence[GroupId], task: str) -> None:
         batch = Batch(step=step, groups=await self._trajectories.get(ids), staleness=[0] * len(ids))
-        await self._call(self.trainer.score, batch, task)
+        await self._call_on_accelerator(self.trainer.score, batch, task)
 
     async def _train_batch(self, step: StepId, ids: Sequence[GroupId], staleness: Sequence[int]) -> dict[str, Any]:
         groups = await self._trajectories.get(ids)
         scores = {task: await self._trajectories.scores(step, task, ids) for task in self._scored_apart}
         batch = Batch(step=step, groups=groups, staleness=list(staleness), scores=scores)
         responses, tables = await self._call(_figures_of, groups, self._correct)
-        metrics: object = await self._call(self.trainer.train, batch)
+        metrics: object = await self._call_on_accelerator(self.trainer.train, batch)
+        await self.leave()
         if metrics is not None and not isinstance(metrics, Mapping):
             law = f"train() must return a dict of metrics or None, not {type(metrics).__name__}"
             self._spoil(f"{law}; its weights may already contain train step {step}")

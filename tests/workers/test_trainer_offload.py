@@ -1,88 +1,88 @@
 """A trainer that shares its pool with replicas is on the accelerator only while it works."""
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
+from test_trainer_worker import Bench, Scribe, play, save, train
 
-from engine.protocols import Batch
+from engine.commands import PublishWeights, ScoreBatch
+from engine.errors import TrainerSpoiled
+from engine.events import StepFailed
 from engine.states.limits import Limits, Pool
-from engine.workers.trainer import with_offloading
 
-BATCH = Batch(step=0, groups=[], staleness=[])
-
-
-class Plain:
-    """As little as a trainer can be."""
-
-    def score(self, batch: Batch, task: str) -> None: ...
-
-    def train(self, batch: Batch) -> dict[str, float]:
-        return {}
-
-    def weights(self) -> Any: ...
-
-    def save(self, directory: str, step: int) -> None: ...
+SCORE = ScoreBatch(step=0, attempt=1, task="old_logprobs", groups=(4, 2), cause=0)
 
 
-class Noting(Plain):
-    """Notes what is asked of it."""
-
-    def __init__(self, fail: str = "") -> None:
-        self.noted: list[str] = []
-        self.fail = fail
-
-    def _note(self, what: str) -> None:
-        self.noted.append(what)
-        if what == self.fail:
-            self.fail = ""
-            raise RuntimeError(what)
-
-    def score(self, batch: Batch, task: str) -> None:
-        assert (batch, task) == (BATCH, "old_logprobs")
-        self._note("score")
-
-    def train(self, batch: Batch) -> dict[str, float]:
-        self._note("train")
-        return {"loss": 0.5}
-
-    def weights(self) -> Any:
-        self._note("weights")
-
-    def save(self, directory: str, step: int) -> None:
-        self._note("save")
+class Leaving(Scribe):
+    """Can leave the accelerator; what is asked of it is written down without arguments."""
 
     def offload(self) -> None:
         self._note("offload")
 
-    def onload(self) -> None:
+    async def onload(self) -> None:
         self._note("onload")
 
-
-def test_it_is_there_from_the_first_score_to_the_end_of_training() -> None:
-    inner = Noting()
-    trainer = with_offloading(inner)
-    assert inner.noted == ["offload"], "replicas generate first"
-    trainer.score(BATCH, "old_logprobs")
-    assert trainer.train(BATCH) == {"loss": 0.5}
-    trainer.weights()
-    trainer.save("somewhere", 1)
-    assert inner.noted[1:] == ["onload", "score", "train", "offload", "weights", "save"]
+    @property
+    def noted(self) -> list[str]:
+        return [call.split()[0] for call in self.calls]
 
 
-@pytest.mark.parametrize("fail", ["score", "train"])
-def test_one_that_fails_leaves_and_comes_back(fail: str) -> None:
-    inner = Noting(fail)
-    trainer = with_offloading(inner)
-    with pytest.raises(RuntimeError, match=fail):
-        trainer.score(BATCH, "old_logprobs") if fail == "score" else trainer.train(BATCH)
-    assert inner.noted == ["offload", "onload", fail, "offload"]
-    trainer.train(BATCH)
-    assert inner.noted[4:] == ["onload", "train", "offload"]
+def in_turns(trainer: Any, folder: Path, *orders: Any) -> list[Any]:
+    """The events that answer the orders to a trainer that takes turns."""
+    events: list[Any] = []
+
+    async def scene() -> None:
+        bench = Bench(trainer, folder, takes_turns=True)
+        await bench.fill(2, 4)
+        await bench.worker.leave()
+        events.extend(await bench.answer(*orders))
+        await bench.worker.close()
+
+    play(scene)
+    return events
 
 
-def test_one_that_cannot_leave_stays() -> None:
-    trainer = Plain()
-    assert with_offloading(trainer) is trainer
+def test_it_is_there_from_the_first_score_to_the_end_of_training(tmp_path: Path) -> None:
+    trainer = Leaving()
+    in_turns(trainer, tmp_path, SCORE, train(), PublishWeights(version=1, attempt=1, steps=1, cause=0), save(1))
+    assert trainer.noted == ["offload", "onload", "score", "train", "offload", "weights", "save"]
+
+
+@pytest.mark.parametrize(("fail", "order"), [("score", SCORE), ("train", train())])
+def test_one_that_fails_leaves_and_comes_back(tmp_path: Path, fail: str, order: Any) -> None:
+    class Once(Leaving):
+        def _note(self, call: str) -> None:
+            try:
+                super()._note(call)
+            finally:
+                self.fails = "" if call.startswith(fail) else fail
+
+    trainer = Once(fails=fail)
+    failed, _ = in_turns(trainer, tmp_path, order, train(attempt=2))
+    assert isinstance(failed, StepFailed)
+    assert trainer.noted == ["offload", "onload", fail, "offload", "onload", "train", "offload"]
+
+
+def test_one_that_is_spoiled_is_not_asked_to_leave(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench = Bench(trainer, tmp_path, takes_turns=True)
+        await bench.fill(2, 4)
+        bench.carry_out(train())
+        while not bench.broken:
+            await asyncio.sleep(0)
+        await bench.worker.close()
+
+    trainer = Leaving(fails="train", error=TrainerSpoiled("out of memory"))
+    play(scene)
+    assert trainer.noted == ["train"]
+
+
+def test_one_that_cannot_leave_stays(tmp_path: Path) -> None:
+    trainer = Scribe()
+    in_turns(trainer, tmp_path, train())
+    assert [call.split()[0] for call in trainer.calls] == ["train"]
 
 
 def test_a_trainer_takes_turns_where_replicas_stand_in_its_pool() -> None:

@@ -40,8 +40,10 @@ from engine.storage.trajectories import copy_group
 from engine.trajectory import Prompt, TrajectoryGroup
 from engine.workers.clock import VirtualLoop
 from engine.workers.progress_reports import SerialProgress
-from engine.workers.response_figures import NAMES
 from engine.workers.trainer import TrainerWorker, figure_of
+
+NAMES = ("accuracy", "truncated_share", "empty_share", "repeated_share", "unparsable_share")
+"""All figures of responses."""
 
 
 class Scribe(SimpleTrainer):
@@ -80,7 +82,9 @@ class Scribe(SimpleTrainer):
 
 
 class Bench:
-    def __init__(self, trainer: Any, checkpoints: Path | None = None, progress_every_s: float = 60.0) -> None:
+    def __init__(
+        self, trainer: Any, checkpoints: Path | None = None, progress_every_s: float = 60.0, takes_turns: bool = False
+    ) -> None:
         self.events: list[Event] = []
         self.figures: list[tuple[int, Mapping[str, Any]]] = []
         self.broken: list[str] = []
@@ -99,6 +103,7 @@ class Bench:
             broken=self.broken.append,
             checkpoints=checkpoints,
             progress=self.progress,
+            takes_turns=takes_turns,
         )
 
     def _report(self, step: int, figures: Mapping[str, Any]) -> None:
