@@ -22,7 +22,7 @@ from engine.actors.cluster import initialize_ray, join_cluster, require_shared_f
 from engine.actors.detached_actors import PackedPlan, end_actors
 from engine.actors.failover import status_at_end
 from engine.actors.failures import Pulse, raised, unwrapped
-from engine.actors.launcher_watch import RayNode, SchedulerWatch, separate_sessions
+from engine.actors.launcher_watch import RayNode, SchedulerWatch, ray_processes, separate_sessions
 from engine.actors.placement import on_this_node, with_gpus
 from engine.actors.scheduler_actor import RelaunchNeeded, SchedulerActor, Traffic, Update
 from engine.config import Config
@@ -92,7 +92,7 @@ def start(plan: Plan, progress: Progress | None = None) -> "RunHandle":
             show(0.0, "starting Ray on this machine")
             connect(plan.object_store_bytes)
         show(0.0, f"starting {counted(plan.replicas, 'replica')} and the trainer, which load the model")
-        node = RayNode.joined(own, plan.run_dir)
+        node = RayNode(own, plan.run_dir, ray_processes())
         plan, notes = with_gpus(plan)
         for note in notes:
             log.warning(note)

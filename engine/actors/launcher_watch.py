@@ -70,11 +70,6 @@ class RayNode:
             with suppress(OSError):  # an old kernel, or a sandbox: the run continues without this watch
                 self._handles[os.pidfd_open(process)] = name
 
-    @classmethod
-    def joined(cls, own: bool, run_dir: Path | None) -> "RayNode":
-        """The node of this process. Ray must be connected."""
-        return cls(own, run_dir, ray_processes())
-
     def answer(self, reference: Any) -> Any:
         """The result of `ray.get`. Raises: `RayProcessEnded` if Ray ends here first; else what `ray.get` raises."""
         future = reference.future()

@@ -21,7 +21,7 @@ from engine.actors.store_actors import RemoteWeights, remote_trajectories
 from engine.actors.transports import transport_of
 from engine.errors import EngineError
 from engine.events import Event
-from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
+from engine.ids import GroupId, Incarnation, StepId, Version
 from engine.rollout.agents.agent_generator import AgentCall, AgentGenerator, GroupOutcome, OpenGroup
 from engine.rollout.backend import SampleResult
 from engine.runtime.garbage_collection import freeze_objects, rare_collection
@@ -166,14 +166,11 @@ class WorkerActor(HeartbeatActor):
         self._orders: InOrder[bytes] = InOrder()
         self._broken: asyncio.Future[str] | None = None
         self._trajectories = remote_trajectories(trajectories)
-        self._weights = RemoteWeights(weights, transport_of(self._plan), self._reader(index))
+        reader = index if self.kind == REPLICA else None
+        self._weights = RemoteWeights(weights, transport_of(self._plan), reader)
 
     def _unpacked(self, plan: PackedPlan) -> Plan:
         return plan.unpack()
-
-    def _reader(self, index: int) -> ReplicaId | None:
-        """The replica that fetches weights, if it is one."""
-        return None
 
     async def bring_up(self, restore: Restore | None = None) -> None:
         """Load the worker. Repeated calls share one load and its result."""
@@ -242,9 +239,6 @@ class RolloutActor(WorkerActor):
 
     kind = REPLICA
     worker: PlannedReplica
-
-    def _reader(self, index: int) -> ReplicaId:
-        return index
 
     async def bring_up(self, restore: Restore | None = None) -> None:
         await super().bring_up(restore)

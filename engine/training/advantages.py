@@ -72,14 +72,6 @@ def reinforce_pp(rewards: Sequence[Sequence[float]]) -> list[list[float]]:
     return [[r if math.isfinite(r) else math.nan for r in group] for group in rewards]
 
 
-def reinforce_pp_baseline(rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-    """REINFORCE++ with baseline, arXiv 2501.03262: A_i = r_i - mean(r), then normalised over the tokens of the batch.
-
-    The paper has its KL as a loss, by k2 (`kl_loss`).
-    """
-    return [_centred(group) for group in rewards]
-
-
 def distillation(rewards: Sequence[Sequence[float]]) -> list[list[float]]:
     """On-policy distillation, arXiv 2306.13649 with the reverse KL: rewards are not read.
 
@@ -105,10 +97,14 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "dr_grpo": dr_grpo,
     "rloo": rloo,
     "reinforce_pp": reinforce_pp,
-    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "reinforce_pp_baseline": dr_grpo,
     "distillation": distillation,
 }
-"""Estimators by the name that `TrainerSettings.advantage` takes."""
+"""Estimators by the name that `TrainerSettings.advantage` takes.
+
+REINFORCE++ with baseline, arXiv 2501.03262, normalises A_i = r_i - mean(r) over the tokens of the batch
+(`set_advantages`). The paper has its KL as a loss, by k2 (`kl_loss`).
+"""
 
 
 # -- rewards -----------------------------------------------------------------------------------------------------------

@@ -242,15 +242,13 @@ class OwnHead:
     def __call__(self, hidden: Tensor) -> Tensor:
         """[tokens, hidden] to [tokens, vocabulary]: the model's own forward pass, with these as its body's result."""
         output = BaseModelOutputWithPast(last_hidden_state=hidden[None])
+        ids = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
         self._body.forward = lambda *_, **__: output
         try:
-            logits: Tensor = self._model(input_ids=self._ids(hidden), use_cache=False).logits[0]
+            logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
         finally:
             del self._body.forward  # that of its class is there again
         return logits
-
-    def _ids(self, hidden: Tensor) -> Tensor:
-        return torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
 
 
 def body_and_head(model: Any) -> tuple[Callable[..., Any], Any] | None:

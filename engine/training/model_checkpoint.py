@@ -21,7 +21,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -212,12 +212,7 @@ def _write_whole(
 def _finish(folder: Path, state: TrainerState) -> None:
     """Write the random states and the numbers; then every byte is on disk."""
     save_file(random_state(), folder / "random.safetensors")
-    record = {
-        "format": FORMAT,
-        "step": state.step,
-        "optimizer_steps": state.optimizer_steps,
-        "settings": state.settings,
-    }
+    record = {"format": FORMAT, **asdict(state)}
     (folder / STATE_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     for path in sorted(folder.rglob("*")):
         _fsync(path)

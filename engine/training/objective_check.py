@@ -5,7 +5,7 @@ different lengths, advantages of both signs and of 0, ratios on both sides of 1.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,7 +95,7 @@ def _check_loss(custom: CustomFunction, settings: TrainerSettings) -> list[str]:
         )
     if not gradient.any() and not _trains_fresh_tokens(custom, terms):
         raise custom.refuse("has a gradient of 0 at every token, also where the ratio is 1: it would train nothing")
-    _require_separable(custom, losses, lambda keep, whole: parts_of(custom, custom(_only(terms, keep)), whole[keep])[0])
+    _require_separable(custom, terms, losses)
     return list(metrics)
 
 
@@ -123,7 +123,7 @@ def _check_weights(custom: CustomFunction, settings: TrainerSettings) -> None:
         _require_finite(custom, values)
         if (values < 0).any():
             raise custom.refuse(f"returned a negative weight: {_first(values, values < 0)}")
-    _require_separable(custom, values, lambda keep, whole: parts_of(custom, custom(_only(terms, keep)), whole[keep])[0])
+    _require_separable(custom, terms, values)
 
 
 def _check_advantage(custom: CustomFunction) -> list[str]:
@@ -171,12 +171,13 @@ def _require_finite(custom: CustomFunction, values: Tensor) -> None:
         raise custom.refuse(f"returned a value that is not finite: {_first(values, ~values.isfinite())}")
 
 
-def _require_separable(custom: CustomFunction, whole: Tensor, alone: Callable[[Tensor, Tensor], Tensor]) -> None:
+def _require_separable(custom: CustomFunction, terms: Any, whole: Tensor) -> None:
     """Each trajectory must get the same values beside others and alone: which ones share a pass is up to the engine."""
     of = _grouping(LENGTHS).of
     for trajectory in range(len(LENGTHS)):
         keep = of == trajectory
-        if not torch.allclose(alone(keep, whole), whole[keep], rtol=1e-4, atol=1e-5, equal_nan=True):
+        alone, _ = parts_of(custom, custom(_only(terms, keep)), whole[keep])
+        if not torch.allclose(alone, whole[keep], rtol=1e-4, atol=1e-5, equal_nan=True):
             law = f"depends on the other trajectories of its pass: trajectory {trajectory} gets different values alone"
             raise custom.refuse(f"{law}; use terms.trajectories.means and .sums, never a mean over all tokens")
 

@@ -11,8 +11,6 @@ from engine.trajectory import MAX_TURNS, Trajectory, TrajectoryGroup
 
 CUT_OFF = ("length", "truncated", MAX_TURNS)
 """The finish reasons of responses that did not end by themselves."""
-NAMES = ("accuracy", "truncated_share", "empty_share", "repeated_share", "unparsable_share")
-"""All figures."""
 
 
 def response_figures(groups: Sequence[TrajectoryGroup], correct: Sequence[str] = ()) -> dict[str, float]:

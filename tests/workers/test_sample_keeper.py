@@ -21,7 +21,7 @@ from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 from engine.workers import sample_keeper
 from engine.workers.progress_reports import SerialProgress
 from engine.workers.sample_keeper import SampleKeeper, keeper_of, prompt_text, response_text, shortened
-from engine.workers.trainer import TrainerWorker, with_offloading
+from engine.workers.trainer import TrainerWorker
 
 EVERYTHING = SamplePolicy(per_step=100)
 
@@ -42,9 +42,6 @@ class Telling(SimpleTrainer):
     def rollout_figures(self) -> Any:
         assert self.batch is not None
         return self.figures(self.batch)
-
-    def offload(self) -> None: ...
-    def onload(self) -> None: ...
 
 
 class Bench:
@@ -86,11 +83,9 @@ def figures_of(batch: Batch) -> list[list[RolloutFigures]]:
     return [[RolloutFigures(group.group + 0.5, None), RolloutFigures(None, 0.25)] for group in batch.groups]
 
 
-@pytest.mark.parametrize("turns", [False, True])
-def test_a_reported_step_has_its_samples_with_what_is_known_of_them(tmp_path: Path, turns: bool) -> None:
+def test_a_reported_step_has_its_samples_with_what_is_known_of_them(tmp_path: Path) -> None:
     async def scene() -> None:
-        trainer = with_offloading(Telling(figures_of)) if turns else Telling(figures_of)
-        assert isinstance(await Bench(trainer, SampleKeeper(tmp_path, EVERYTHING)).step(), StepTrained)
+        assert isinstance(await Bench(Telling(figures_of), SampleKeeper(tmp_path, EVERYTHING)).step(), StepTrained)
 
     play(scene)
     rows = kept(tmp_path)
