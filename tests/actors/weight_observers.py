@@ -1,16 +1,19 @@
 """A trainer and replicas that write down the weights they publish and install, for tests to compare."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from engine.runtime.plan import Rollout
 
 sys.path.append(str(Path(__file__).parent.parent))
-from reference_sync import digest
+
+
+def write_digest(path: Path, weights: Mapping[str, Any]) -> None:
+    from reference_sync import digest  # it imports torch, which a scheduler that reads this module must not have
+
+    path.write_text(digest(weights))
 
 
 class WatchedTrainer:
@@ -24,10 +27,10 @@ class WatchedTrainer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        weights: dict[str, torch.Tensor] = self._trainer.weights()
+    def weights(self) -> dict[str, Any]:
+        weights: dict[str, Any] = self._trainer.weights()
         self._version += 1
-        (self._directory / f"published-{self._version}").write_text(digest(weights))
+        write_digest(self._directory / f"published-{self._version}", weights)
         return weights
 
 
@@ -45,7 +48,7 @@ class WatchedGenerator:
     async def install(self, version: int) -> None:
         await self._generator.install(version)
         model = self._generator._backend._model.model
-        (self._directory / f"installed-{version}-{self._replica}").write_text(digest(model.state_dict()))
+        write_digest(self._directory / f"installed-{version}-{self._replica}", model.state_dict())
 
 
 def watched_trainer(make: Callable[[], Any], directory: Path) -> WatchedTrainer:
