@@ -138,11 +138,15 @@ def test_dual_clip_bounds_what_a_bad_action_can_push() -> None:
     # c = 3, A = -1: r = 2 -> max(min(-2, -1.28), -3) = -2: loss 2, gradient 2.  r = 5 -> max(-5, -3): loss 3, no
     # gradient.  r = 0.5 -> min(-0.5, -0.8) = -0.8: loss 0.8.  A = +1, r = 5: as PPO, -1.28.
     given = terms([0.4, 1.0, 0.1, 1.0], [0.2] * 4, [-1.0, -1.0, -1.0, 1.0])
-    result, gradient = evaluate(TrainerSettings(clip_dual=3.0), given)
+    settings = TrainerSettings(clip_dual=3.0)
+    result, gradient = evaluate(settings, given)
     assert result.losses.tolist() == pytest.approx([2.0, 3.0, 0.8, -1.28])
     assert gradient == pytest.approx([2.0, 0.0, 0.0, 0.0])
     assert result.clipped_dual is not None
     assert result.clipped_dual.tolist() == [False, True, False, False]
+    diagnostics = Diagnostics(settings)
+    diagnostics.add(counted(given, torch.ones(4)), result, result.losses.sum())
+    assert diagnostics.metrics()["clip_share_dual"] == 0.25
 
 
 def test_gspo_clips_the_geometric_mean_of_a_sequence() -> None:
