@@ -114,7 +114,6 @@ class Kind:
 
 BACKENDS: dict[str, Kind] = {
     "torch": Kind(build_torch),
-    "torch-recompute": Kind(lambda family, **options: build_torch(family, kv="recompute", **options)),
     "torch-deterministic": Kind(lambda family, **options: build_torch(family, deterministic=True, **options)),
     "vllm": Kind(
         lambda family, **_: vllm_engines.rent(build(family, **WIDE)),

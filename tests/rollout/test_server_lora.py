@@ -9,22 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from backends import go_on, hold, run_over
 from gate import Counted
-from http_servers import KEY, NAME, Hiding, SmallServer, VllmServer, model, vllm_servers
+from http_servers import KEY, NAME, Hiding, SmallServer, VllmServer, vllm_servers
+from test_vllm_lora import LORA, adapted, published
+from test_vllm_weights import assert_samples, greedy
 from vllm_arguments import require_vllm
 
 from engine.errors import ConfigError, EngineError
-from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
+from engine.rollout.backend import RolloutBackend, SampleResult
 from engine.rollout.openai.openai_backend import OpenAIBackend
-from engine.training.lora import Lora, adapter_tensors, add_adapter
 from engine.trajectory import Span
 
 require_vllm()
 pytestmark = pytest.mark.xdist_group("engines")
-LORA = Lora(rank=4, alpha=8.0)
-PROMPT = [5, 6, 7]
 DEVELOPMENT = (
     "/pause", "/resume", "/is_paused", "/abort_requests", "/inference/v1/generate", "/collective_rpc",
     "/update_weight_version", "/weight_info",
@@ -58,33 +56,9 @@ def connect(served: tuple[VllmServer, Path], tmp_path: Path) -> Iterator[Callabl
     server.gate.open()
 
 
-def adapted(version: int) -> Any:
-    """The served model with the adapter of a version; version 0 is the model alone."""
-    whole = model()
-    add_adapter(whole, LORA)
-    draws = torch.Generator().manual_seed(version)
-    for tensor in adapter_tensors(whole).values():
-        drawn = torch.randn(tensor.shape, generator=draws) * 0.2
-        tensor.data.copy_(drawn if version else torch.zeros(tensor.shape))
-    return whole
-
-
-def published(version: int) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach() for name, tensor in adapter_tensors(adapted(version)).items()}
-
-
-def greedy(name: str, tokens: int = 30) -> SampleRequest:
-    return SampleRequest(id=name, prompt_ids=PROMPT, seed=1, params=SamplingParams(temperature=0.0, max_tokens=tokens))
-
-
-def assert_samples(version: int, result: SampleResult) -> None:
-    """Every token is the likeliest under the version, and its log-prob that of a plain forward."""
-    with torch.no_grad():
-        logits = adapted(version)(input_ids=torch.tensor([PROMPT + result.token_ids])).logits[0, len(PROMPT) - 1 : -1]
-    expected = logits.log_softmax(-1)
+def assert_sampled(version: int, result: SampleResult) -> None:
     assert result.spans == [Span(0, len(result.token_ids), version)]
-    assert result.token_ids == expected.argmax(-1).tolist()
-    assert result.logprobs == pytest.approx(expected.max(-1).values.tolist(), abs=1e-4)
+    assert_samples(adapted(version, "qwen2"), result)
 
 
 def adapters_of(url: str) -> list[str]:
@@ -94,7 +68,7 @@ def adapters_of(url: str) -> list[str]:
 
 
 async def update(backend: RolloutBackend, version: int) -> None:
-    await backend.stage(version, published(version))
+    await backend.stage(version, published(version, "qwen2"))
     await backend.pause("abort")
     await backend.install(version)
     await backend.resume()
@@ -107,7 +81,7 @@ def test_each_version_is_an_adapter_of_its_own_name(
     server, _ = served
 
     async def scenario(backend: RolloutBackend) -> None:
-        assert_samples(0, await backend.sample(greedy("first")))
+        assert_sampled(0, await backend.sample(greedy("first")))
         reached = hold(backend, 10)
         cut = asyncio.create_task(backend.sample(greedy("cut", 200)))
         await reached
@@ -115,11 +89,11 @@ def test_each_version_is_an_adapter_of_its_own_name(
         go_on(backend)
         begun = await cut
         assert begun.finish_reason == "abort" and len(begun.token_ids) >= 10
-        assert_samples(0, begun)
+        assert_sampled(0, begun)
         for version in (2, 3):
-            assert_samples(version - 1, await backend.sample(greedy(f"{version}")))
+            assert_sampled(version - 1, await backend.sample(greedy(f"{version}")))
             await update(backend, version)
-        assert_samples(3, await backend.sample(greedy("last")))
+        assert_sampled(3, await backend.sample(greedy("last")))
         [root] = (tmp_path / "weights").iterdir()
         kept = sorted(path.name for path in root.iterdir() if path.is_dir())
         assert [name.partition("-")[0] for name in kept] == ["2", "3"], "old requests may still be ending"
@@ -140,7 +114,7 @@ def test_an_adapter_that_cannot_be_loaded_leaves_the_one_before(
 
     async def scenario(backend: RolloutBackend) -> None:
         await update(backend, 1)
-        await backend.stage(2, published(2))
+        await backend.stage(2, published(2, "qwen2"))
         [file] = (tmp_path / "weights").glob("*/2-*/adapter_model.safetensors")
         intact = file.read_bytes()
         file.write_bytes(intact[:64])
@@ -148,12 +122,12 @@ def test_an_adapter_that_cannot_be_loaded_leaves_the_one_before(
         with pytest.raises(EngineError, match="version 2 could not be installed"):
             await backend.install(2)
         await backend.resume()
-        assert_samples(1, await backend.sample(greedy("undone")))
+        assert_sampled(1, await backend.sample(greedy("undone")))
         file.write_bytes(intact)
         await backend.pause("abort")
         await backend.install(2)
         await backend.resume()
-        assert_samples(2, await backend.sample(greedy("again")))
+        assert_sampled(2, await backend.sample(greedy("again")))
 
     run_over(connect(served[0].url), scenario)
 

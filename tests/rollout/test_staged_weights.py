@@ -50,6 +50,13 @@ def taken(weights: Any, source: str) -> Any:
         memory.close()
 
 
+def area_in(directory: Path, bucket_mb: float = 1.0, *, maps: bool = False) -> StagingArea:
+    """A staging area of the model in a directory."""
+    place = directory / "place"
+    place.mkdir(exist_ok=True)
+    return StagingArea(str(directory / "model"), bucket_mb, place, maps=maps)
+
+
 def handles_of_memory() -> int:
     """How many this process has of publications and of Ray's object store."""
     links = [f"/proc/self/fd/{handle}" for handle in os.listdir("/proc/self/fd")]
@@ -64,8 +71,7 @@ def test_the_workers_of_vllm_read_the_copy_that_their_machine_has(tmp_path: Path
     size = 64 << 20
     weights = model_in(tmp_path / "model", size // 2 // 8 // 4).state_dict()
     digests = {name: digest(value) for name, value in weights.items()}
-    (tmp_path / "place").mkdir()
-    areas = [StagingArea(str(tmp_path / "model"), 0.001, tmp_path / "place", maps=True) for _ in range(2)]
+    areas = [area_in(tmp_path, 0.001, maps=True) for _ in range(2)]
     gc.collect()
     others = handles_of_memory()  # of tests before this one
     versions = [taken({name: value + version for name, value in weights.items()}, source) for version in range(2)]
@@ -121,8 +127,7 @@ def test_a_backend_whose_worker_cannot_use_the_memory_uses_files(
         return await call
 
     async def scenario(link: Connection, refuses: bool) -> list[str]:
-        (tmp_path / "place").mkdir(exist_ok=True)
-        area = StagingArea(str(tmp_path / "model"), 1.0, tmp_path / "place", maps=True)
+        area = area_in(tmp_path, maps=True)
         handles, engine = handles_of_memory(), Workers(link)
         incoming = Incoming(area, engine, control, 60.0)
         for version in (0, 1):
@@ -166,8 +171,7 @@ def test_weights_in_no_shared_memory_are_staged_as_files(tmp_path: Path) -> None
 def test_backends_of_one_machine_stage_the_same_files(tmp_path: Path) -> None:
     model = model_in(tmp_path / "model", 16)
     versions = [PublishedTensors(model.state_dict(), publication_of(None)) for _ in range(3)]
-    (tmp_path / "place").mkdir()
-    one, other = (StagingArea(str(tmp_path / "model"), 0.001, tmp_path / "place") for _ in range(2))
+    one, other = (area_in(tmp_path, 0.001) for _ in range(2))
 
     def copies() -> tuple[int, int]:
         """Files of all staged versions, and how many names they have."""
@@ -198,12 +202,10 @@ def test_backends_of_one_machine_stage_the_same_files(tmp_path: Path) -> None:
 
 def test_only_this_machines_directories_of_dead_owners_are_removed(tmp_path: Path) -> None:
     model_in(tmp_path / "model", 16)
-    place = tmp_path / "place"
-    place.mkdir()
-    one = StagingArea(str(tmp_path / "model"), 1.0, place)
+    one, place = area_in(tmp_path), tmp_path / "place"
     left = shutil.copytree(one.root, place / f"{one.root.name}x")  # its lock is free
     elsewhere = shutil.copytree(one.root, place / f"{PREFIX}0123456789ab-x")  # its lock is free here
-    StagingArea(str(tmp_path / "model"), 1.0, place).close()
+    area_in(tmp_path).close()
     assert one.root.exists() and elsewhere.exists() and not left.exists()
     one.close()
 
@@ -222,8 +224,7 @@ def test_memory_that_is_not_the_staged_one_is_not_read(tmp_path: Path, other: st
     _, manifest = copy_of(tensors)
     memory = reused.take(manifest)
     weights = memory.complete()
-    (tmp_path / "place").mkdir()
-    area = StagingArea(str(tmp_path / "model"), 1.0, tmp_path / "place", maps=True)
+    area = area_in(tmp_path, maps=True)
     area.write(1, weights)
     directory = area.directory(1)
     assert directory is not None
@@ -263,8 +264,7 @@ def test_a_version_that_cannot_be_staged_holds_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     weights = taken(model_in(tmp_path / "model", 16).state_dict(), "memory")
-    (tmp_path / "place").mkdir()
-    area = StagingArea(str(tmp_path / "model"), 1.0, tmp_path / "place", maps=True)
+    area = area_in(tmp_path, maps=True)
     area.write(1, weights)
     handles, describe = handles_of_memory(), OpenMemory.describe
 
@@ -292,8 +292,7 @@ def test_a_version_that_cannot_be_staged_holds_no_memory(
 
 def test_a_staged_version_whose_directory_is_absent_can_be_dropped(tmp_path: Path) -> None:
     weights = taken(model_in(tmp_path / "model", 16).state_dict(), "memory")
-    (tmp_path / "place").mkdir()
-    area = StagingArea(str(tmp_path / "model"), 1.0, tmp_path / "place", maps=True)
+    area = area_in(tmp_path, maps=True)
     area.write(1, weights)
     handles, directory = handles_of_memory(), area.directory(1)
     assert directory is not None
@@ -305,8 +304,7 @@ def test_a_staged_version_whose_directory_is_absent_can_be_dropped(tmp_path: Pat
 
 def test_files_that_cannot_be_written_are_reported(tmp_path: Path) -> None:
     weights = model_in(tmp_path / "model", 16).state_dict()
-    (tmp_path / "place").mkdir()
-    area = StagingArea(str(tmp_path / "model"), 1.0, tmp_path / "place")
+    area = area_in(tmp_path)
     area.root.rename(tmp_path / "aside")
     with pytest.raises(EngineError, match=r"version 1 cannot be staged in .*No such file"):
         area.write(1, weights)

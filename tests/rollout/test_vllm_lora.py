@@ -33,9 +33,9 @@ def engine() -> Iterator[Any]:
     run(backend.close())
 
 
-def adapted(version: int) -> Any:
+def adapted(version: int, family: str = "qwen2-untied") -> Any:
     """The model with the adapter of a version; version 0 is the model alone."""
-    model = build("qwen2-untied", **WIDE)
+    model = build(family, **WIDE)
     add_adapter(model, LORA)
     draws = torch.Generator().manual_seed(version)
     for tensor in adapter_tensors(model).values():
@@ -51,8 +51,8 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> ModelTrainer:
     return ModelTrainer(folder, TrainerSettings(lora=LORA, device="cpu"))
 
 
-def published(version: int) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach() for name, tensor in adapter_tensors(adapted(version)).items()}
+def published(version: int, family: str = "qwen2-untied") -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in adapter_tensors(adapted(version, family)).items()}
 
 
 def publish(trainer: ModelTrainer, version: int) -> PublishedTensors:

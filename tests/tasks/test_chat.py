@@ -1,4 +1,4 @@
-"""From prompts to token ids: what the templates of the common families get, written out by hand."""
+"""From prompts to token ids: what templates get, written out by hand."""
 
 from typing import Any
 
@@ -8,15 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import DataFailure
-from engine.rollout.agents.conversation import Chat
 from engine.tasks import prompt_lengths
 from engine.tasks.chat import ChatSettings, PromptRenderer, template_arguments, turn_end
 from engine.trajectory import Prompt
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "2+2?"}
-ANSWER = {"role": "assistant", "content": "4"}
-AGAIN = {"role": "user", "content": " 3+3? "}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 7}'}}]}
 RESULT = {"role": "tool", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "4"}]}
 TOOL = {"name": "add"}
@@ -31,12 +28,6 @@ def text(content: str) -> Prompt:
 
 
 GOLDEN: dict[str, tuple[str, Prompt, dict[str, Any], str]] = {
-    "chatml text": (
-        "chatml",
-        text("2+2?"),
-        {},
-        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n",
-    ),
     "chatml system prompt": (
         "chatml",
         text("2+2?"),
@@ -49,12 +40,6 @@ GOLDEN: dict[str, tuple[str, Prompt, dict[str, Any], str]] = {
         {"system_prompt": "Be verbose."},
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n",
     ),
-    "chatml without thinking": (
-        "chatml",
-        text("hi"),
-        {"template_kwargs": {"enable_thinking": False}},
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
-    ),
     "chatml tools, a call and parts": (
         "chatml",
         chat(USER, CALL, RESULT, tools=[TOOL]),
@@ -64,41 +49,6 @@ GOLDEN: dict[str, tuple[str, Prompt, dict[str, Any], str]] = {
         "<|im_start|>assistant\n\n<tool_call>add 7</tool_call><|im_end|>\n"
         "<|im_start|>tool\n14<|im_end|>\n"
         "<|im_start|>assistant"
-        "\n",
-    ),
-    "llama text": (
-        "llama",
-        text(" 2+2? "),
-        {},
-        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n"
-        "\n",
-    ),
-    "llama turns": (
-        "llama",
-        chat(SYSTEM, USER, ANSWER, AGAIN),
-        {},
-        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n4<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\n3+3?<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n"
-        "\n",
-    ),
-    "mistral turns": (
-        "mistral",
-        chat(USER, ANSWER, AGAIN),
-        {"system_prompt": "Be brief."},
-        "<s>[INST] Be brief.\n\n2+2?[/INST] 4</s>[INST]  3+3? [/INST]",
-    ),
-    "gemma turns": (
-        "gemma",
-        chat(USER, ANSWER, AGAIN),
-        {},
-        "<bos><start_of_turn>user\n2+2?<end_of_turn>\n"
-        "<start_of_turn>model\n4<end_of_turn>\n"
-        "<start_of_turn>user\n3+3?<end_of_turn>\n"
-        "<start_of_turn>model"
         "\n",
     ),
     "no template": (
@@ -139,17 +89,6 @@ def test_prompts_have_the_tokens_written_here(case: str) -> None:
     assert list(renderer.counts([renderer.text(prompt)] * 3)) == [len(expected)] * 3
 
 
-@pytest.mark.parametrize("family", ["chatml", "llama"])
-def test_a_call_of_an_agent_has_the_same_tokens(family: str) -> None:
-    tokenizer = chat_tokenizer(family)
-    arguments = {"enable_thinking": False} if family == "chatml" else {}
-    prompt = chat(SYSTEM, USER, ANSWER, AGAIN)
-    agents = Chat(tokenizer, [0], arguments)
-    rendered = agents.template(prompt.fields["messages"])
-    renderer = PromptRenderer(tokenizer, ChatSettings(template_kwargs=arguments))
-    assert agents.encode_rendered(rendered, True) == renderer.ids(prompt)
-
-
 @pytest.mark.parametrize(
     ("family", "prompt", "settings", "said"),
     [
@@ -164,21 +103,6 @@ def test_messages_that_cannot_be_rendered_are_never_dropped(
 ) -> None:
     with pytest.raises(DataFailure, match=said):
         PromptRenderer(chat_tokenizer(family), ChatSettings(**settings)).ids(prompt)
-
-
-@pytest.mark.parametrize(
-    ("family", "text", "token"),
-    [
-        ("chatml", "<|im_end|>\n", "<|im_end|>"),
-        ("llama", "<|eot_id|>", "<|eot_id|>"),
-        ("mistral", "</s>", "</s>"),
-        ("gemma", "<end_of_turn>\n", "<end_of_turn>"),
-    ],
-)
-def test_the_end_of_a_turn_is_read_off_the_template(family: str, text: str, token: str) -> None:
-    tokenizer = chat_tokenizer(family)
-    found = turn_end(tokenizer)
-    assert found is not None and found.text == text and found.token == tokenizer.get_vocab()[token]
 
 
 def test_a_template_without_an_end_of_turn_has_none() -> None:

@@ -185,9 +185,6 @@ FORBIDDEN = {
     "take all memory": "kept = bytearray(1 << 30)",
     "start processes": "import os\nos.fork()",
     "start threads": "import threading\nthreading.Thread(target=print).start()",
-    "reach the network": "import socket\nsocket.create_connection(('127.0.0.1', 9), timeout=1)\n",
-    "end before its test": "import sys\nsys.exit(0)",
-    "end before its test at once": "import os\nos._exit(0)",
     "write large files": "open('large', 'wb').write(bytes(1 << 26))",
     "read keys": "import os\nassert os.environ['HOME'] != os.path.expanduser('~root')\nos.environ['ENGINE_SECRET']",
 }

@@ -87,12 +87,6 @@ def test_columns_get_new_names(tmp_path: Path) -> None:
         assert "did you mean problem?" in refused(file, columns={"problm": "prompt"})
 
 
-def test_only_a_similar_file_is_suggested(tmp_path: Path) -> None:
-    (tmp_path / "col.jsonl").touch()
-    assert "give a file that exists" in refused(tmp_path / "nofile.jsonl")
-    assert "col.jsonl?" in refused(tmp_path / "cols.jsonl")
-
-
 BROKEN: dict[str, tuple[str, str, str]] = {
     "json": ("rows.json", '[\n {"prompt": "a"},\n {"prompt": }\n]', "line 3 is not valid JSON"),
     "json item": ("rows.json", '[{"prompt": "a"}, 7]', "row 1 is a JSON int"),
@@ -101,7 +95,6 @@ BROKEN: dict[str, tuple[str, str, str]] = {
     "open quote": ("rows.csv", 'prompt,answer\n"a,1\n', "line 2 is not valid CSV"),
     "twice": ("rows.csv", "prompt,prompt\na,1\n", "its header has the column 'prompt' twice"),
     "unnamed": ("rows.csv", "prompt,\na,1\n", "column 2 of its header is empty"),
-    "column": ("rows.csv", "promt,answer\na,1\n", "did you mean promt?"),
     "empty cell": ("rows.csv", 'prompt,answer\na,1\n"",2\n', "line 3: 'prompt' is empty"),
     "no rows": ("rows.csv", "prompt,answer\n", "has no rows"),
 }

@@ -72,11 +72,8 @@ def test_chats_keep_their_tools_calls_and_parts(tmp_path: Path, tools: Any) -> N
     assert prompt.text == "2+2?" and prompt.fields == {"messages": chat, "tools": [TOOL]}
 
 
-def test_parquet_reads_the_same(tmp_path: Path) -> None:
+def test_chats_of_a_table_have_no_filled_in_nulls(tmp_path: Path) -> None:
     file = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "answer": [1, 2]}), file)
-    data = Dataset.load(file)
-    assert len(data) == 2 and data.prompt(1).text == "b" and data.prompt(1).fields == {"answer": 2}
     pyarrow.parquet.write_table(pyarrow.table({"messages": [CHAT]}), file)
     assert Dataset.load(file).prompt(0).fields == {"messages": CHAT}
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
@@ -93,6 +90,7 @@ def test_missing_files_are_named_with_the_nearest(tmp_path: Path) -> None:
     error = refused(tmp_path / "trian.jsonl", config_field="data.validation_path")
     assert error.details["field"] == "data.validation_path"
     assert error.details["law"] == "does not exist" and "train.jsonl" in error.details["fix"]
+    assert refused(tmp_path / "nofile.jsonl").details["fix"] == "give a file that exists"
     assert "does not exist either" in refused(tmp_path / "nowhere" / "x.jsonl").details["fix"]
     assert f"use {tmp_path}/*.jsonl for all its files" in str(refused(tmp_path))
     (tmp_path / "rows.txt").write_text("prompt\n")
@@ -107,6 +105,7 @@ def test_missing_files_are_named_with_the_nearest(tmp_path: Path) -> None:
         ([{"prompt": "a"}, "", '{"prompt": "b"'], "line 3 is not valid JSON"),
         (['[{"prompt": "a"}]'], "line 1 is a JSON list"),
         ([{"prompt": "a"}, {"promt": "b"}], "line 2 has neither 'prompt' nor 'messages'"),
+        ([{"promt": "a", "answer": 1}], "data.prompt_field to one of 'promt', 'answer'; did you mean promt?"),
         ([{"prompt": None}], "line 1: 'prompt' is NoneType None"),
         ([{"prompt": ""}], "line 1: 'prompt' is empty"),
         ([{"prompt": 7}], "line 1: 'prompt' is int 7"),
@@ -158,11 +157,6 @@ def test_columns_without_a_value_in_some_rows_are_reported(tmp_path: Path) -> No
     ]
     (tmp_path / "rows.csv").write_text("prompt,answer\na,1\nb,\n")
     assert [gap.first for gap in Dataset.load(tmp_path / "rows.csv").gaps] == ["line 3"]
-
-
-def test_a_missing_prompt_column_suggests_one(tmp_path: Path) -> None:
-    hint = refused(jsonl(tmp_path, {"promt": "a", "answer": 1})).details["fix"]
-    assert "'promt', 'answer'" in hint and "did you mean promt" in hint
 
 
 def test_bad_text_and_bad_parquet_are_refused(tmp_path: Path) -> None:
