@@ -315,7 +315,7 @@ class IdleTime:
         if bound:
             return bound
         limited = any(map(replicas.is_limited, replicas.rollouts)) if ledger.waiting or ledger.parked else False
-        if limited and not replicas.idle(state.limits.straggler_factor):
+        if limited and not replicas.idle(replicas.slow(state.limits.straggler_factor)):
             return "concurrency"
         if ledger.waiting:
             return "other"

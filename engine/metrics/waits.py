@@ -292,7 +292,8 @@ def _limit_of_groups(state: State) -> str:
     """The setting that keeps more groups from running at once; empty if that is none."""
     if state.groups.ledger.running >= state.limits.max_concurrent_groups:
         return "scheduler.max_concurrent_groups"
-    return "" if state.replicas.idle(state.limits.straggler_factor) else SLOTS
+    slow = state.replicas.slow(state.limits.straggler_factor)
+    return "" if state.replicas.idle(slow) else SLOTS
 
 
 def _work_s(calls: FunctionCalls) -> float:

@@ -35,14 +35,15 @@ def move_groups_off_slow_replicas(core: Core) -> None:
         return
     if state.groups.waiting and state.capacity:
         return
+    slow = replicas.slow(factor)
+    idle = replicas.idle(slow) if slow else []
     parking = state.orders.open("park")
-    idle = replicas.idle(factor)
     room = sum(map(replicas.for_groups, idle)) - state.groups.ledger.parked - len(parking)
     if room <= 0:
         return
     newest = max(replica.version for replica in idle)
-    slow = [one for one in replicas.slow(factor) if one.state == "ready" and not one.process.leaves]
-    groups = [(state.groups.live[id], replica) for replica in slow for id in replicas.running(replica)]
+    ready = [replica for replica in slow if replica.state == "ready" and not replica.process.leaves]
+    groups = [(state.groups.live[id], replica) for replica in ready for id in replicas.running(replica)]
     movable = [(g, r) for g, r in groups if g.id not in parking and not g.rare.moved and g.resumes_from <= newest]
     for group, replica in sorted(movable, key=lambda pair: (pair[0].deadline, pair[0].id))[:room]:
         core.orders.add(ParkGroup(**replica.address_of(group)))

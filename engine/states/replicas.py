@@ -3,9 +3,10 @@
 Dispatch policies ask the index once for each start. Everything else visits the replicas, at most once in each tick.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 
 from engine.ids import NO_VERSION, GroupId, ReplicaId, Version
 from engine.states.orders import Order, OrderBook
@@ -173,11 +174,11 @@ class Replicas:
             del self._heaps[version]
         return best
 
-    def idle(self, straggler_factor: float | None) -> list[Replica]:
-        """Replicas that can take a group, are not slow and do not leave."""
-        found = [self.by_id[id] for id in list(self._open)]
-        slow = {replica.id for replica in self.slow(straggler_factor)} if found else ()
-        return [replica for replica in found if not replica.process.leaves and replica.id not in slow]
+    def idle(self, slow: Sequence[Replica]) -> list[Replica]:
+        """Replicas that can take a group, are not `slow` and do not leave."""
+        excluded = {replica.id for replica in slow}
+        found = [self.by_id[id] for id in list(self._open) if id not in excluded]
+        return [replica for replica in found if not replica.process.leaves]
 
     def slow(self, factor: float | None) -> list[Replica]:
         """Replicas that take more than `factor` times as long for a token as the median of the others, by pace."""
@@ -189,9 +190,9 @@ class Replicas:
         ]  # fmt: skip
         if len(paced) < 2:
             return []
-        paced.sort(key=attrgetter("pace", "id"))
-        paces = [replica.pace for replica in paced]
-        return [one for place, one in enumerate(paced) if one.pace > factor * _median_without(paces, place)]
+        paces = sorted([replica.pace for replica in paced])
+        least = factor * paces[len(paces) // 2 - 1]  # no median of the others is below this pace
+        return [one for one in paced if one.pace > least and one.pace > factor * _median_of_others(paces, one.pace)]
 
     def anew(self) -> "Replicas":
         """The same replicas with the indexes made anew, for comparison."""
@@ -206,8 +207,8 @@ class Replicas:
         return self._open, finished, self.freed, set(self.unrewarded)
 
 
-def _median_without(paces: Sequence[float], place: int) -> float:
-    """The median of ascending paces, without the one in a place."""
-    others = len(paces) - 1
+def _median_of_others(paces: Sequence[float], pace: float) -> float:
+    """The median of ascending paces, without one that is `pace`."""
+    place, others = bisect_left(paces, pace), len(paces) - 1
     low, high = (middle + (middle >= place) for middle in ((others - 1) // 2, others // 2))
     return (paces[low] + paces[high]) / 2

@@ -1,6 +1,10 @@
 """Runs that come to rest, replicas that leave and come, settings that change, attempts that take too long: by hand."""
 
+from statistics import median
+
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from engine.commands import (
     FinishRun,
@@ -30,6 +34,7 @@ from engine.events import (
 from engine.policies import PolicySet
 from engine.scheduling.settings import check_setting, live_settings
 from engine.states.limits import Limits, Pool
+from engine.states.replicas import SAMPLES
 from engine.states.timeouts import Timeouts
 from tests.core.scripted import Scripted
 from tests.core.test_validation import Measured
@@ -496,6 +501,20 @@ def test_an_idle_replica_takes_over_from_a_slow_one() -> None:
     resumed = run.ordered(ResumeGroup)[-1]
     assert (resumed.group, resumed.replica) == (moved, 1)
     assert run.state.groups.live[moved].rare.infrastructure_failures == 0
+
+
+@given(
+    st.lists(st.sampled_from([0.1, 1.0, 1.5, 2.0, 2.9, 3.0, 9.0]), min_size=1, max_size=7), st.sampled_from([1.1, 2.0])
+)
+@example([0.1, 2.0, 2.9], 1.1)
+def test_a_replica_is_slow_against_the_median_of_the_others(paces: list[float], factor: float) -> None:
+    """In the first example, the median of the others is the mean of two, and the slow one stands between them."""
+    replicas = small(replicas=len(paces)).state.replicas
+    for replica, pace in zip(replicas.by_id.values(), paces, strict=True):
+        replica.pace, replica.paced = pace, SAMPLES
+    others = [paces[:place] + paces[place + 1 :] for place in range(len(paces))]
+    slow = [id for id, pace in enumerate(paces) if others[id] and pace > factor * median(others[id])]
+    assert [replica.id for replica in replicas.slow(factor)] == slow
 
 
 def test_replicas_of_the_same_pace_keep_their_groups() -> None:

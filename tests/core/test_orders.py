@@ -420,7 +420,7 @@ def test_the_index_of_replicas_follows_the_orders_for_groups() -> None:
         return replicas.for_groups(replica), replicas.freed, list(replicas.unrewarded)
 
     assert figures() == (1, 0, [])
-    assert replicas.newest_version == 0 and replicas.idle(None) == [replica]
+    assert replicas.newest_version == 0 and replicas.idle([]) == [replica]
     orders.note_finished(orders.open("group")[0], replica.samples)
     assert figures() == (2, 1, [0])
     orders.withdraw("group", 0)
