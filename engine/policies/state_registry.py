@@ -23,7 +23,7 @@ from engine.errors import ConfigError, describe_error, suggestion
 from engine.policies.protocols import StatePolicy
 from engine.policies.registry import API_VERSION, require_api
 from engine.states.group import BETWEEN, GROUP, PHASE_AT, group_table
-from engine.states.limits import GENERATED, PUBLISHING, QUEUED, REWARDING, SCORING, AddedState
+from engine.states.limits import REWARDING, AddedState
 from engine.states.machine import Table
 from engine.states.step import BETWEEN as BETWEEN_STEPS
 from engine.states.step import STEP, step_table
@@ -98,9 +98,6 @@ def add_state(
     if of_step and concurrency != 1:
         raise ConfigError(f"{FIELD}.concurrency", concurrency, "must be 1: steps are inspected one by one", "use 1")
     AddedState(name=state, concurrency=concurrency, place=place)
-    tables = {QUEUED: group_table(before=(state,)), GENERATED: group_table((state,)),
-              SCORING: step_table((state,)), PUBLISHING: step_table(checks=(state,))}  # fmt: skip
-    check_table(tables[place])
     _ADDED[state] = _Added(policy=policy, concurrency=concurrency, place=place)
 
 
@@ -148,27 +145,6 @@ def _check_policy(policy: Any, methods: Mapping[str, str]) -> None:
             raise ConfigError(where, policy.__name__, law, f"define {definition}") from error
         if name == "work" and not inspect.iscoroutinefunction(method):
             raise ConfigError(where, policy.__name__, "its work() is not a coroutine function", f"define {definition}")
-
-
-def check_table(table: Table) -> None:
-    """Check that every state can be reached, leads to a terminal state and has a phase.
-
-    Raises: `ConfigError`.
-    """
-    sources = {state: {t.target for t in table.transitions if state in t.sources} for state in table.states}
-    reached = {table.initial}
-    while more := {target for state in table.states if state in reached for target in sources[state]} - reached:
-        reached |= more
-    ending = set(table.terminal)
-    while more := {state for state in table.states if sources[state] & ending} - ending:
-        ending |= more
-    for state in table.states:
-        if state not in reached:
-            raise ConfigError(FIELD, state, "cannot be reached (law 7)")
-        if state not in ending:
-            raise ConfigError(FIELD, state, "has no path to a terminal state (law 7)")
-        if table.phases is not None and state not in table.phases:
-            raise ConfigError(FIELD, state, "has no phase, so the ledger cannot count it (law 1)")
 
 
 def state_names() -> list[str]:

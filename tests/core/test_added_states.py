@@ -13,7 +13,6 @@ from engine.policies import state_registry
 from engine.states.group import GROUP, Group, group_table
 from engine.states.laws import check_all
 from engine.states.limits import AddedState, Limits
-from engine.states.machine import Phase, Table, transitions
 from engine.states.view import view_group
 from tests.core.added_states import CHECKING
 from tests.core.scripted import Scripted
@@ -359,25 +358,6 @@ def test_what_a_policy_sees_of_a_group_cannot_be_changed() -> None:
     for values in (seen.fields, seen.rewards):
         with pytest.raises(TypeError, match="does not support item assignment"):
             values["calls"] = 1  # type: ignore[index]
-
-
-PHASED = {"a": Phase.WAITING, "b": Phase.PARKED, "c": Phase.CONSUMED}
-
-
-@pytest.mark.parametrize(
-    ("rows", "phases", "says"),
-    [
-        ((("end", "a", "c", ""),), PHASED, "'b' cannot be reached .law 7"),
-        ((("go", "a", "b", ""), ("end", "a", "c", "")), PHASED, "'b' has no path to a terminal state .law 7"),
-        ((("go", "a", "b", ""), ("end", "b", "c", "")), {"a": Phase.WAITING, "c": Phase.CONSUMED}, "'b' has no phase"),
-    ],
-)
-def test_a_table_with_a_trap_or_a_state_out_of_reach_is_refused(
-    rows: tuple[tuple[str, str, str, str], ...], phases: dict[str, Phase], says: str
-) -> None:
-    table = Table(name="own", states=("a", "b", "c"), transitions=transitions(*rows), terminal=("c",), phases=phases)
-    with pytest.raises(ConfigError, match=says):
-        state_registry.check_table(table)
 
 
 def test_one_table_serves_the_same_states_and_the_plain_one_none() -> None:

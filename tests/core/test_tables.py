@@ -7,7 +7,7 @@ import pytest
 
 from engine.errors import IllegalTransition
 from engine.simulation.world import Faults, Setting, World
-from engine.states.group import GROUP, Group
+from engine.states.group import GROUP, Group, group_table
 from engine.states.ledger import Ledger
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.machine import Phase, SharedMachine, Table
@@ -15,15 +15,17 @@ from engine.states.pool import POOL, PoolLease
 from engine.states.process import PROCESS, Process
 from engine.states.replica import REPLICA, Replica
 from engine.states.state import State
-from engine.states.step import STEP, Step
+from engine.states.step import STEP, Step, step_table
 from engine.states.validation import VALIDATION, Validation
 from engine.states.version import VERSION, WeightsVersion
 
 RECORDS = {"group": Group, "step": Step, "replica": Replica, "version": WeightsVersion, "validation": Validation,
            "pool": PoolLease, "process": Process}  # fmt: skip
+ADDED = [group_table(("judging", "checking"), ("fetching",)), step_table(("gate", "second"), ("check",))]
 TABLES = pytest.mark.parametrize(
-    "table", [GROUP, STEP, REPLICA, VERSION, VALIDATION, POOL, PROCESS], ids=lambda table: table.name
-)
+    "table", [GROUP, STEP, REPLICA, VERSION, VALIDATION, POOL, PROCESS, *ADDED],
+    ids=lambda table: f"{table.name} of {len(table.states)} states",
+)  # fmt: skip
 
 
 @TABLES
@@ -33,6 +35,10 @@ def test_every_state_is_reached_and_only_terminal_ones_are_final(table: Table) -
         reached |= {t.target for t in table.transitions if reached & set(t.sources)}
     assert reached == set(table.states)
     assert {s for s in table.states if not any(s in t.sources for t in table.transitions)} == set(table.terminal)
+    ending = set(table.terminal)
+    for _ in table.states:
+        ending |= {source for t in table.transitions if t.target in ending for source in t.sources}
+    assert not table.terminal or ending == set(table.states)
 
 
 @TABLES
@@ -57,7 +63,7 @@ def test_what_the_table_does_not_allow_is_refused(table: Table) -> None:
 def test_group_phases_keep_the_books() -> None:
     """A started group never waits again, a released one never comes back, and only a batch is consumed."""
     assert GROUP.phases is not None
-    assert set(GROUP.phases) == set(GROUP.states)
+    assert all(set(table.phases or ()) == set(table.states) for table in (GROUP, ADDED[0]))
     moves = {(GROUP.phases[s], GROUP.phases[t.target]) for t in GROUP.transitions for s in t.sources}
     assert not [move for move in moves if move[1] is Phase.WAITING]
     assert not [move for move in moves if move[0] in (Phase.RELEASED, Phase.CONSUMED)]
