@@ -86,13 +86,8 @@ def limit_of(state: State, order: Order) -> float:
     if type(order.command) is StartProcess and order.command.redo:
         train = timeouts.limit("train", check.longest.get("train"), fresh=True)
         limit += len(order.command.redo) * (MOST_S if train is None else train)
-    return limit * 2.0 ** min(exceeded(state, order), MOST_DOUBLED)
-
-
-def exceeded(state: State, order: Order) -> int:
-    """How often orders about the same subject exceeded their limit since one was answered."""
     record = _record_of(state, order)
-    return 0 if record is None else record.exceeded
+    return limit if record is None else limit * 2.0 ** min(record.exceeded, MOST_DOUBLED)
 
 
 def note_exceeded(state: State, order: Order) -> None:
