@@ -164,7 +164,7 @@ def test_the_policy_of_a_running_run_cannot_be_changed() -> None:
 # in simulated runs
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_run_with_faults_and_a_small_cache_ends_and_can_be_replayed(seed: int) -> None:
     limits = Limits(train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12, max_steps=6)
     setting = Setting(
