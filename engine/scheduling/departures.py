@@ -37,7 +37,6 @@ def on_replica_leaves(core: Core, event: ReplicaLeaves) -> None:
     replica = core.state.replicas.by_id[event.replica]
     if not replica.process.excused:
         replica.process.excused, replica.process.reason = True, event.reason
-        core.state.replicas.update(replica)
 
 
 def on_replicas_wanted(core: Core, event: ReplicasWanted) -> None:
@@ -55,7 +54,6 @@ def _set_wanted(core: Core, replica: Replica, wanted: bool, reason: str) -> None
         process.reason = "" if wanted else reason
     if wanted and process.state == "gone":
         process.deaths = 0
-    core.state.replicas.update(replica)
 
 
 # orders
