@@ -9,14 +9,12 @@ from engine.record.frames import FORMAT_VERSION, Header, Rejected, Tick
 from engine.record.reader import Record, read
 from engine.record.recorder import MemoryRecorder, NullRecorder, RecordEnd, Recorder
 from engine.record.recovery import Recovered, recover
-from engine.record.replayer import Divergence, ReplayReport, replay
-from engine.record.segment_log import Torn
+from engine.record.replayer import ReplayReport, replay
 
 __all__ = [
     "FORMAT_VERSION",
     "RecordEnd",
     "CodecError",
-    "Divergence",
     "Header",
     "MemoryRecorder",
     "NullRecorder",
@@ -26,7 +24,6 @@ __all__ = [
     "Rejected",
     "ReplayReport",
     "Tick",
-    "Torn",
     "read",
     "recover",
     "replay",

@@ -27,9 +27,10 @@ log = logging.getLogger(__name__)
 class Life:
     """One incarnation of a process."""
 
-    __slots__ = ("incarnation", "index", "kind", "opening", "process", "up", "watched")
+    __slots__ = ("incarnation", "index", "key", "kind", "opening", "process", "up", "watched")
 
     def __init__(self, key: Key, incarnation: Incarnation, process: ProcessHandle) -> None:
+        self.key = key
         self.kind, self.index = key
         self.incarnation = incarnation
         self.process = process
@@ -227,7 +228,7 @@ class Supervisor:
         stacks = await self._stacks(life) if command.hung else ""
         if self._is_current(life):
             await self._end_life(life, hung=command.hung)
-            await self._report((life.kind, life.index), life.incarnation, ProcessEnd(f"{command.reason}{stacks}"))
+            await self._report(life.key, life.incarnation, ProcessEnd(f"{command.reason}{stacks}"))
 
     def probe(self, command: ProbeProcess) -> None:
         """Report what a process waits for. If it does not answer, there is no report."""
@@ -244,11 +245,10 @@ class Supervisor:
             )  # fmt: skip
 
     async def _bring_up(self, life: Life, command: StartProcess) -> None:
-        key = (life.kind, life.index)
         try:
             if command.delay_s and not life.opening:
                 await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=command.delay_s)
-            await self._until_gone(key)
+            await self._until_gone(life.key)
             if not self._is_current(life):
                 return
             opening = life.opening or life.bring_up(self._restore(command) if life.kind == TRAINER else None)
@@ -258,7 +258,7 @@ class Supervisor:
         except Exception as error:
             if self._is_current(life):
                 await self._end_life(life)
-                await self._report_unstarted(key, life.incarnation, error)
+                await self._report_unstarted(life.key, life.incarnation, error)
             return
         if not self._is_current(life):
             return
@@ -270,7 +270,7 @@ class Supervisor:
 
     def _is_current(self, life: Life) -> bool:
         """Whether this is the current incarnation of its process, and its end is not reported yet."""
-        return self._lives.get((life.kind, life.index)) is life and not self._closed
+        return self._lives.get(life.key) is life and not self._closed
 
     def _restore(self, command: StartProcess) -> Restore | None:
         """Where a new trainer begins; None: from the initial weights."""
@@ -307,7 +307,7 @@ class Supervisor:
                 return
             if lacking != said:
                 said = lacking
-                log.warning("%s waits for room: %s", name_of(life.kind, life.index), lacking or "there is room now")
+                log.warning("%s waits for room: %s", name_of(*life.key), lacking or "there is room now")
                 self._deliver(
                     ProcessWaits(kind=life.kind, index=life.index, incarnation=life.incarnation, reason=lacking)
                 )
@@ -320,13 +320,12 @@ class Supervisor:
         self._spawn(self._watch_until_lost(life))
 
     async def _watch_until_lost(self, life: Life) -> None:
-        key = (life.kind, life.index)
         ended = await life.process.lost()
         if ended.silent and self._is_current(life):
             ended = ProcessEnd(f"{ended.reason}{await self._stacks(life)}")
         if self._is_current(life):
             await self._end_life(life)
-            await self._report(key, life.incarnation, ended)
+            await self._report(life.key, life.incarnation, ended)
 
     async def _stacks(self, life: Life) -> str:
         """Make a hung process write its stacks. Returns the end of a sentence that says where they are."""
@@ -426,11 +425,11 @@ class Supervisor:
     async def _end_life(self, life: Life, *, hung: bool = False) -> None:
         """`_forget`, then wait until the next incarnation may start."""
         self._forget(life, hung=hung)
-        await self._until_gone((life.kind, life.index))
+        await self._until_gone(life.key)
 
     def _forget(self, life: Life, *, hung: bool = False) -> None:
         """Kill an incarnation and report nothing more about it."""
-        key = (life.kind, life.index)
+        key = life.key
         self._lives.pop(key, None)
         self._orders.pop(life, None)
         gone = life.process.kill(hung=hung) if life.kind not in SERVICES else None

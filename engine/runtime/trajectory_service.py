@@ -80,7 +80,7 @@ class TrajectoryService:
         self._failed = asyncio.Event()
         self._reason = ""
         self._store: TrajectoryStore[bytes] | DurableStore = (
-            TrajectoryStore() if directory is None else DurableStore(directory, policy, fresh=fresh)
+            TrajectoryStore(len) if directory is None else DurableStore(directory, policy, fresh=fresh)
         )
 
     async def alive(self) -> str:
@@ -92,12 +92,12 @@ class TrajectoryService:
         def put_all() -> None:
             for group, attempt, payload, grows in groups:
                 store = self._store.extend if grows else self._store.put
-                store(group, attempt, payload, len(payload))
+                store(group, attempt, payload)
 
         await self._write(put_all)
 
     async def replace(self, group: GroupId, attempt: int, payload: bytes) -> None:
-        await self._write(self._store.replace, group, attempt, payload, len(payload))
+        await self._write(self._store.replace, group, attempt, payload)
 
     async def partial(self, group: GroupId) -> bytes | None:
         return await self._call(self._store.partial, group)

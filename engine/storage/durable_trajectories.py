@@ -214,20 +214,20 @@ class DurableStore:
 
     # the operations of a store
 
-    def put(self, group: GroupId, attempt: int, data: bytes, bytes: int = 0) -> bool:
+    def put(self, group: GroupId, attempt: int, data: bytes) -> bool:
         kept = self._groups.get(group)
         if kept is not None and kept[0] > attempt:
             return False
         self._keep_group(group, attempt, self._append(PUT, group, attempt, data))
         return True
 
-    def extend(self, group: GroupId, attempt: int, data: bytes, bytes: int = 0) -> bool:
+    def extend(self, group: GroupId, attempt: int, data: bytes) -> bool:
         if self._groups.get(group, (None,))[0] != attempt:
             return False
         self._extend_group(group, self._append(EXTEND, group, attempt, data))
         return True
 
-    def replace(self, group: GroupId, attempt: int, data: bytes, bytes: int = 0) -> bool:
+    def replace(self, group: GroupId, attempt: int, data: bytes) -> bool:
         return group in self._groups and self.put(group, attempt, data)
 
     def partial(self, group: GroupId) -> bytes | None:

@@ -6,7 +6,7 @@ replicas. It must never inspect its payloads, which are groups from `runtime.loc
 """
 
 from array import array
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -123,32 +123,35 @@ def require_scored(groups: Sequence[GroupId], scored: Container[GroupId], task: 
 class TrajectoryStore(Generic[Payload]):
     """Stores one payload for each group: that of its latest attempt."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Callable[[Payload], int]) -> None:
+        """`size`: of a payload, in bytes."""
+        self._size = size
         self._kept: dict[GroupId, tuple[int, Payload, int]] = {}
         self._scores: dict[GroupId, dict[str, tuple[StepId, bytes]]] = {}
         self._bytes = 0
 
-    def put(self, group: GroupId, attempt: int, payload: Payload, bytes: int) -> bool:
+    def put(self, group: GroupId, attempt: int, payload: Payload) -> bool:
         """Store a payload, unless one of a later attempt is stored."""
         kept = self._kept.get(group)
         if kept is not None:
             if kept[0] > attempt:
                 return False
             self._bytes -= kept[2]
-        self._kept[group] = (attempt, payload, bytes)
-        self._bytes += bytes
+        size = self._size(payload)
+        self._kept[group] = (attempt, payload, size)
+        self._bytes += size
         return True
 
-    def extend(self, group: GroupId, attempt: int, payload: Any, bytes: int) -> bool:
+    def extend(self, group: GroupId, attempt: int, payload: Any) -> bool:
         """Append to the payload that the same attempt has stored."""
         kept: Any = self._kept.get(group)
         if kept is None or kept[0] != attempt:
             return False
-        return self.put(group, attempt, kept[1] + payload, kept[2] + bytes)
+        return self.put(group, attempt, kept[1] + payload)
 
-    def replace(self, group: GroupId, attempt: int, payload: Payload, bytes: int) -> bool:
+    def replace(self, group: GroupId, attempt: int, payload: Payload) -> bool:
         """See `Trajectories.replace`."""
-        return group in self._kept and self.put(group, attempt, payload, bytes)
+        return group in self._kept and self.put(group, attempt, payload)
 
     def partial(self, group: GroupId) -> Payload | None:
         kept = self._kept.get(group)

@@ -79,8 +79,8 @@ class Loop:
         raise AssertionError(self.session.waits())
 
 
-def made(**options: Any) -> Loop:
-    return Loop(lambda **given: Session(LIMITS, **given), **options)
+def made(limits: Limits = LIMITS, **options: Any) -> Loop:
+    return Loop(lambda **given: Session(limits, **given), **options)
 
 
 def require_sound(session: Session) -> None:

@@ -114,33 +114,34 @@ def test_asynchronous_runs_keep_their_rows_and_the_record_tells_them(tmp_path: P
         assert {group: (prompt.source, prompt.row) for group, prompt in prompts.items()} == trainer.rows
 
 
-def test_rewards_that_come_late_count_when_they_are_there(tmp_path: Path) -> None:
+@pytest.fixture
+def resting(tmp_path: Path) -> MixedPrompts:
+    """Prompts of one source, whose rows rest once they are solved."""
+    source = Source(name="a", data=learning(tmp_path).mixture.sources[0].data, rest=PassRate(max=0.5))
+    return MixedPrompts(Mixture([source], seed=0))
+
+
+FIGURES: dict[str, Any] = {"group": 0, "trainable": 2, "reward_mean": 1.0, "reward_spread": 0.0}
+LIFE = {"attempt": 1, "replica": 0, "incarnation": 1}
+START = StartGroup(group=0, **LIFE, cause=0)
+MADE = GroupGenerated(**FIGURES, **LIFE, tokens=4, oldest_version=0, newest_version=0)
+
+
+def test_rewards_that_come_late_count_when_they_are_there(resting: MixedPrompts) -> None:
     """A group whose reward an added state computes, and late reports of attempts that have ended."""
-    sources = [Source(name="a", data=learning(tmp_path).mixture.sources[0].data, rest=PassRate(max=0.5))]
-    prompts = MixedPrompts(Mixture(sources, seed=0))
-    start = {"group": 0, "replica": 0, "incarnation": 1, "cause": 0}
-    figures = {"group": 0, "trainable": 2, "reward_mean": 1.0, "reward_spread": 0.0}
-    made = GroupGenerated(**figures, attempt=1, replica=0, incarnation=1, tokens=4, oldest_version=0, newest_version=0)
-    rewarding = EnterState(group=0, attempt=2, state="rewarding", cause=1)
-    prompts.watch([made], [StartGroup(**start, attempt=1)])
-    prompts.watch([made], [rewarding])
-    assert not prompts.mixture._pending, "its reward is not there yet"
-    prompts.watch([made], [])
-    assert not prompts.mixture._pending, "an echo of an attempt that has ended"
-    prompts.watch([StateLeft(**figures, attempt=2, state="rewarding")], [])
-    assert prompts.mixture._pending == {0}
+    resting.watch([MADE], [START])
+    resting.watch([MADE], [EnterState(group=0, attempt=2, state="rewarding", cause=1)])
+    assert not resting.mixture._pending, "its reward is not there yet"
+    resting.watch([MADE], [])
+    assert not resting.mixture._pending, "an echo of an attempt that has ended"
+    resting.watch([StateLeft(**FIGURES, attempt=2, state="rewarding")], [])
+    assert resting.mixture._pending == {0}
 
 
-def test_a_late_reward_of_a_replica_that_is_lost_in_the_same_tick_does_not_count(tmp_path: Path) -> None:
-    sources = [Source(name="a", data=learning(tmp_path).mixture.sources[0].data, rest=PassRate(max=0.5))]
-    prompts = MixedPrompts(Mixture(sources, seed=0))
-    prompts.watch([], [StartGroup(group=0, replica=0, incarnation=1, cause=0, attempt=1)])
-    late = GroupGenerated(
-        group=0, attempt=1, replica=0, incarnation=1, tokens=4, oldest_version=0, newest_version=0, trainable=2,
-        reward_mean=1.0, reward_spread=0.0,
-    )  # fmt: skip
-    prompts.watch([ProcessLost(kind="replica", index=0, incarnation=1, reason="ended"), late], [])
-    assert not prompts.mixture._pending
+def test_a_late_reward_of_a_replica_that_is_lost_in_the_same_tick_does_not_count(resting: MixedPrompts) -> None:
+    resting.watch([], [START])
+    resting.watch([ProcessLost(kind="replica", index=0, incarnation=1, reason="ended"), MADE], [])
+    assert not resting.mixture._pending
 
 
 def test_the_figures_of_a_run_tell_its_sources(tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def test_answers_are_made_from_orders() -> None:
 
 def test_timers_are_reported_when_they_are_due() -> None:
     limits = replace(LIMITS, timeouts=Timeouts.every(None, group_s=60.0, cut_s=5.0))
-    loop = Loop(lambda **given: Session(limits, **given))
+    loop = made(limits)
     loop.first(TrainStep)
     while loop.session.open_orders[0] is not (order := loop.first(StartGroup)):
         loop.tell(loop.fact_for(loop.session.open_orders[0]))
@@ -298,7 +298,7 @@ class Broken:
 
 def test_a_policy_that_raises_leaves_the_session_as_it_was(tmp_path: Path, add_policy: AddPolicy) -> None:
     names = add_policy("batching", Broken)
-    loop = Loop(lambda **given: Session(LIMITS, policies=names, directory=tmp_path, **given))
+    loop = made(policies=names, directory=tmp_path)
     with pytest.raises(PolicyError, match="no idea"):
         loop.first(TrainStep)
     events = loop.session.events
@@ -319,7 +319,7 @@ class BrokenAt:
 
 def test_the_error_of_a_policy_has_the_orders_of_the_facts_before_it(add_policy: AddPolicy) -> None:
     names = add_policy("filter", BrokenAt)
-    loop = Loop(lambda **given: Session(LIMITS, policies=names, **given))
+    loop = made(policies=names)
     loop.first(StartGroup)
     started = {order.group: order for order in loop.session.open_orders if isinstance(order, StartGroup)}
     with pytest.raises(PolicyError, match="no idea") as raised:
@@ -342,7 +342,7 @@ def test_a_beginning_that_a_policy_prevented_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, add_policy: AddPolicy
 ) -> None:
     names = add_policy("admission", BrokenOnce)
-    loop = Loop(lambda **given: Session(LIMITS, policies=names, directory=tmp_path, **given))
+    loop = made(policies=names, directory=tmp_path)
     loop.first(StartGroup)
     loop.tell(StopRequested(reason="enough"))
     loop.session.close()
@@ -357,7 +357,7 @@ def test_a_beginning_that_a_policy_prevented_can_be_repeated(
 def test_a_start_names_the_fact_that_made_room_for_it() -> None:
     """Not another fact of the same tick about the same replica, and no stale echo."""
     limits = replace(LIMITS, max_staleness_steps=3, max_concurrent_groups=6)  # six groups, and four slots
-    loop = Loop(lambda **given: Session(limits, **given), replicas=1)
+    loop = made(limits, replicas=1)
     loop.first(StartGroup)
     started = [order for order in loop.session.open_orders if isinstance(order, StartGroup)]
     ended, stored = (
@@ -370,7 +370,7 @@ def test_a_start_names_the_fact_that_made_room_for_it() -> None:
 
 
 def test_a_session_takes_reports_of_progress_and_ignores_late_ones() -> None:
-    loop = Loop(lambda **given: Session(LIMITS, **given), replicas=1)
+    loop = made(replicas=1)
     order = loop.first(TrainStep)
     progress = answer(order, OrderProgressed)
     assert progress == OrderProgressed(order=order.number)

@@ -77,7 +77,7 @@ def carry_out(store: Any, operation: tuple[Any, ...]) -> None:
     kind, *rest = operation
     if kind in ("put", "replace", "extend"):
         group, attempt, data = rest
-        getattr(store, kind)(group, attempt, data, len(data))
+        getattr(store, kind)(group, attempt, data)
     elif kind == "scores":
         group, step, task, data = rest
         store.put_scores(step, task, [group], [data])
@@ -90,7 +90,7 @@ def carry_out(store: Any, operation: tuple[Any, ...]) -> None:
 class History:
     """What a store held after each operation, as a store in memory has it."""
 
-    memory: TrajectoryStore[bytes] = field(default_factory=TrajectoryStore)
+    memory: TrajectoryStore[bytes] = field(default_factory=lambda: TrajectoryStore(len))
     held: list[StoreContents] = field(default_factory=lambda: [({}, {})])
 
     def after(self, operation: tuple[Any, ...]) -> None:

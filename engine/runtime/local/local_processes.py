@@ -41,16 +41,16 @@ class LocalTrajectories:
     """Stores and returns copies of groups, so that nobody can change a stored one."""
 
     def __init__(self) -> None:
-        self.store: TrajectoryStore[TrajectoryGroup] = TrajectoryStore()
+        self.store = TrajectoryStore(size_of)
 
     async def put(self, group: TrajectoryGroup, attempt: int) -> None:
-        self.store.put(group.group, attempt, copy_group(group), size_of(group))
+        self.store.put(group.group, attempt, copy_group(group))
 
     async def grow(self, growth: Growth, attempt: int) -> None:
         await self.put(growth.group, attempt)
 
     async def replace(self, group: TrajectoryGroup, attempt: int) -> None:
-        self.store.replace(group.group, attempt, copy_group(group), size_of(group))
+        self.store.replace(group.group, attempt, copy_group(group))
 
     async def partial(self, group: GroupId) -> TrajectoryGroup | None:
         kept = self.store.partial(group)
