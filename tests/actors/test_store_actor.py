@@ -18,6 +18,12 @@ from engine.states.process import WEIGHTS_STORE
 from engine.storage.durable_trajectories import StorePolicy
 
 
+@pytest.fixture(autouse=True)
+def visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An actor hides them from its process, which is that of other tests."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+
 def store(directory: Path, **policy: Any) -> TrajectoryStoreActor:
     alone = PackedPlan(directory="", path=(), data=b"", launch="", detached=False, orphan_s=0.0, run_dir=None)
     return TrajectoryStoreActor(alone, None, directory, StorePolicy(**policy))
