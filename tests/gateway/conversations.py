@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 from gateway_rig import TEMPLATE, model, tokenizer
 from openai import AsyncOpenAI
 
@@ -99,16 +98,3 @@ class Deadly(TorchBackend):
             await self.aborted.wait()
             return nothing_new("abort")
         return await super().sample(request)
-
-
-def turns(prompt: Prompt, trajectory: Trajectory) -> float:
-    return float(runs(trajectory))
-
-
-def alive(marker: str) -> list[int]:
-    """Processes whose command line holds a text."""
-    found = []
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        if any(marker in word for word in process.info["cmdline"] or ()):
-            found.append(process.pid)
-    return found

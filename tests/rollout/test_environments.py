@@ -381,6 +381,9 @@ def test_an_episode_cut_at_any_token_continues_as_if_it_had_not_been(halt_at: in
         for name in ("prompt_ids", "token_ids", "loss_mask", "reward", "figures", "finish_reason"):
             assert [getattr(t, name) for t in group.trajectories] == [getattr(t, name) for t in whole.trajectories]
         assert second.tokens_sampled() == sum(sum(t.loss_mask) for t in whole.trajectories) - had
+        short = (await other.generate(work(3, samples=2, partial=partial.group, truncate=True))).group
+        assert [t.token_ids for t in short.trajectories] == [t.token_ids for t in partial.group.trajectories]
+        assert "truncated" in {t.finish_reason for t in short.trajectories} <= {"truncated", "stop"}
         await cut.close()
         await other.close()
 

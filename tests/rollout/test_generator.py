@@ -30,19 +30,13 @@ SPECIAL = 31
 
 
 class Letters:
-    """A tokenizer of 31 letters and one special token; its chat template puts a marker before each message."""
-
-    chat_template: str | None = None
+    """A tokenizer of 31 letters and one special token."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(letter) % 31 for letter in text]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return "".join(chr(97 + i) for i in token_ids if not (skip_special_tokens and i == SPECIAL))
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
-        assert options == {"tools": None, "add_generation_prompt": True, "tokenize": False}
-        return "".join(f"({message['role']}) {message['content']}" for message in messages)
 
 
 def length_reward(prompt: Prompt, trajectory: Trajectory) -> float:
@@ -208,22 +202,6 @@ def test_group_that_had_finished_sampling_is_returned_finished_not_aborted() -> 
     assert [trajectory.reward for trajectory in generated.group.trajectories] == [1.0] * 4
 
 
-def test_slow_reward_does_not_hold_up_other_groups() -> None:
-    leave = threading.Event()
-
-    def slow_for_one(prompt: Prompt, trajectory: Trajectory) -> float:
-        assert prompt.row != 41 or leave.wait(30)
-        return 0.0
-
-    async def scenario(generator: ModelGenerator) -> None:
-        slow, quick = await begin(generator, work(1, samples=1), work(2, samples=2))
-        assert (await quick).group.finished and not slow.done()
-        leave.set()
-        assert (await slow).group.finished
-
-    run(make(slow_for_one, max_tokens=5), scenario)
-
-
 def test_trajectories_are_reported_as_they_end_and_kept_ones_at_the_start() -> None:
     counts: list[int] = []
 
@@ -276,6 +254,13 @@ def test_a_group_progresses_with_its_own_rewards_and_in_a_queue_with_those_ahead
     asyncio.run(scene())
 
 
+def judged(reward: Callable[..., Any], **options: Any) -> TrajectoryGroup:
+    """One trajectory, without a model."""
+    prompt = Prompt(row=41, text="")
+    group = TrajectoryGroup(group=1, prompt=prompt, trajectories=[Trajectory(prompt_ids=[1])])
+    return asyncio.run(Grader(Letters(), reward, **options)(group))
+
+
 def raising(prompt: Prompt, trajectory: Trajectory) -> float:
     raise KeyError("answer")
 
@@ -307,22 +292,16 @@ def mute(prompt: Prompt, trajectory: Trajectory) -> float:
     ],
 )
 def test_reward_that_fails_is_a_data_failure_naming_function_and_value(reward: Any, said: str) -> None:
-    async def scenario(generator: ModelGenerator) -> None:
-        with pytest.raises(DataFailure, match=said):
-            await generator.generate(work())
-
-    run(make(reward, max_tokens=3), scenario)
+    with pytest.raises(DataFailure, match=said):
+        judged(reward)
 
 
 def test_reward_that_takes_too_long_is_a_data_failure_and_its_stack_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     leave = threading.Event()
 
-    async def scenario(generator: ModelGenerator) -> None:
-        with pytest.raises(DataFailure, match=r"took longer than 0\.01 s"):
-            await generator.generate(work())
-        leave.set()
-
-    run(make(lambda prompt, trajectory: leave.wait(30), max_tokens=3, reward_timeout_s=0.01), scenario)
+    with pytest.raises(DataFailure, match=r"took longer than 0\.01 s"):
+        judged(lambda prompt, trajectory: leave.wait(30), timeout_s=0.01)
+    leave.set()
     assert f'File "{__file__}"' in caplog.text and "self._cond.wait(timeout)" in caplog.text
 
 
@@ -481,42 +460,6 @@ def test_truncating_work_samples_nothing() -> None:
     run(make(), scenario)
 
 
-@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
-def test_nothing_starts_while_paused(mode: str) -> None:
-    async def scenario(generator: ModelGenerator) -> None:
-        await generator.pause(mode)
-        waiting, dropped = await begin(generator, work(1, samples=1), work(2, samples=1))
-        await generator.abort([2])
-        held = await dropped
-        assert held.aborted and held.group.tokens == 0
-        assert generator.tokens_sampled() == 0 and not waiting.done()
-        await generator.resume()
-        assert (await waiting).group.tokens == 7
-
-    run(make(max_tokens=7), scenario)
-
-
-def test_keep_freezes_and_wait_lets_running_groups_end() -> None:
-    async def scenario(generator: ModelGenerator) -> None:
-        (first,) = await begin(generator, work(1))
-        await sampled(generator, 100)
-        await generator.pause("keep")
-        frozen = generator.tokens_sampled()
-        assert not first.done() and frozen < 4 * LONG
-        await generator.resume()
-        pausing = asyncio.create_task(generator.pause("wait"))
-        await asyncio.sleep(0)
-        (late,) = await begin(generator, work(2))
-        await pausing
-        assert generator.tokens_sampled() == 4 * LONG and not late.done()
-        assert tokens_of((await first).group) == tokens_of(whole)
-        await generator.resume()
-        assert (await late).group.finished
-
-    whole = reference()
-    run(make(), scenario)
-
-
 def test_prompt_longer_than_the_context_is_a_data_failure_of_that_row() -> None:
     async def scenario(generator: ModelGenerator) -> None:
         with pytest.raises(DataFailure, match=rf"row 41.*{CONTEXT + 9} tokens.*{CONTEXT}"):
@@ -526,19 +469,6 @@ def test_prompt_longer_than_the_context_is_a_data_failure_of_that_row() -> None:
         assert (await generator.generate(work())).group.finished
 
     run(make(max_tokens=3), scenario)
-
-
-def test_prompts_go_through_the_chat_template_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    chat = Prompt(row=1, text="hi", fields={"messages": [{"role": "user", "content": "hi"}]})
-
-    def prompt_ids(prompt: Prompt) -> list[int]:
-        generated: Generated = run(make(max_tokens=1), lambda generator: generator.generate(work(prompt=prompt)))
-        return generated.group.trajectories[0].prompt_ids
-
-    with pytest.raises(DataFailure, match="prompt row 1: the model's tokenizer has no chat template"):
-        prompt_ids(chat)
-    monkeypatch.setattr(Letters, "chat_template", "{{ messages }}")
-    assert prompt_ids(chat) == prompt_ids(Prompt(row=2, text="hi")) == Letters().encode("(user) hi")
 
 
 def test_group_cannot_be_generated_twice_at_once() -> None:
