@@ -32,7 +32,6 @@ from engine.metrics.collector import RunMetrics
 from engine.metrics.export import ExternalFigures, registry
 from engine.metrics.health import WINDOW, findings
 from engine.metrics.metrics_server import MetricsServer
-from engine.metrics.transitions import Transitions
 from engine.protocols import Batch
 from engine.record.frames import Header
 from engine.record.recorder import Recorder
@@ -64,14 +63,10 @@ class Run:
     def __init__(self, live: int, directory: Path, *, metrics: bool) -> None:
         self.batch = max(1, live // 4)
         limits = Limits(train_batch_size=self.batch, max_staleness_steps=3, max_concurrent_groups=live)
-        transitions = Transitions() if metrics else None
-        self.scheduler, self.echo = (
-            Scheduler(limits, observe=None if transitions is None else transitions.changed),
-            Echo(-(-live // REPLICAS)),
-        )
+        self.scheduler, self.echo = Scheduler(limits), Echo(-(-live // REPLICAS))
         header = Header(run="benchmark", limits=limits.to_plain(), policies=dict(self.scheduler.policies.names))
         self.recorder = Recorder(directory, header)
-        self.metrics = None if transitions is None else RunMetrics(self.scheduler, transitions)
+        self.metrics = RunMetrics(self.scheduler) if metrics else None
         observe = None if self.metrics is None else self.metrics.observe
         self.driver = Driver(self.scheduler, Wall(), self.recorder, self.echo, observe)
         self.driver.deliver(RunStarted(replicas=REPLICAS))

@@ -28,7 +28,6 @@ from engine.commands import Command, DeleteCheckpoint, DiscardGroups, RetireWeig
 from engine.events import CheckpointSaved, GroupFailed, GroupGenerated, OrderDone, ProcessLost, RunStarted
 from engine.metrics.collector import RunMetrics
 from engine.metrics.journal import Journal
-from engine.metrics.transitions import Transitions
 from engine.protocols import Batch, GroupWork
 from engine.record import Header, Recorder
 from engine.runtime.driver import Driver
@@ -78,12 +77,11 @@ def soak(hours: float) -> list[tuple[float, int, int]]:
     limits = Limits(train_batch_size=BATCH, max_staleness_steps=2, max_concurrent_groups=3 * BATCH, checkpoint_every=10)
     taken: list[tuple[float, int, int]] = []
     with tempfile.TemporaryDirectory() as place:
-        transitions = Transitions()
-        scheduler, echo, clock = Scheduler(limits, observe=transitions), Endless(slots=8), Virtual()
+        scheduler, echo, clock = Scheduler(limits), Endless(slots=8), Virtual()
         header = Header(run="soak", limits=limits.to_plain(), policies=dict(scheduler.policies.names))
         recorder = Recorder(Path(place) / "schedule", header)
-        metrics = RunMetrics(scheduler, transitions, Journal(Path(place) / "metrics.jsonl"))
-        driver = Driver(scheduler, clock, recorder, echo, metrics.observe, snapshot_every=50_000, books=transitions)
+        metrics = RunMetrics(scheduler, Journal(Path(place) / "metrics.jsonl"))
+        driver = Driver(scheduler, clock, recorder, echo, metrics.observe, snapshot_every=50_000)
         driver.deliver(RunStarted(replicas=REPLICAS))
         steps = int(hours * 3600 / STEP_S)
         tracemalloc.start()

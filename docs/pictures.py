@@ -27,7 +27,6 @@ from engine.inspect.report import PAGE, report_html
 from engine.inspect.timeline import Slice, Timeline, timeline_of
 from engine.metrics.collector import RunMetrics
 from engine.metrics.status import read_status
-from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
 from engine.record import Header, read
 from engine.record.recorder import MemoryRecorder
@@ -270,10 +269,9 @@ DEBUGGER_SIZE = (120, 28)
 def top() -> str:
     """`engine top`, in the middle of a run, in a terminal of 100 columns."""
     record = read(simulated("fully_async", steps=20))
-    transitions = Transitions()
     limits, policies = Limits.from_plain(record.header.limits), PolicySet.from_names(record.header.policies)
-    scheduler = Scheduler(limits, policies, transitions.changed)
-    metrics = RunMetrics(scheduler, transitions)
+    scheduler = Scheduler(limits, policies)
+    metrics = RunMetrics(scheduler)
     for tick in record.ticks():
         scheduler.tick(tick.events)
         metrics.observe(tick)

@@ -11,7 +11,6 @@ from typing import Any, Self
 
 from engine.ids import GroupId, StepId
 from engine.metrics.collector import RunMetrics, TakesRows
-from engine.metrics.transitions import Transitions
 from engine.protocols import Batch, Trainer
 from engine.record.frames import Tick
 from engine.record.recorder import RecordWriter
@@ -77,13 +76,10 @@ class SteadyWorld(World):
         durations = {"latency_s": 0.0, "train_s": 0.5, "sync_s": 0.25, "state_s": 1.0, "measure_s": 0.5, "start_s": 0.0}
         sizes = {"replicas": 2, "slots": 2, "prompts": 10_000, "tick_size": 1}
         made = Setting(limits=limits, **{**durations, **sizes, **setting})
-        self.transitions = Transitions()
         self._reports = reports
         dice = RisingRewards(made, lengths)
         super().__init__(made, None, recorder, check=False, snapshot_every=snapshot_every, dice=dice)
-        self.scheduler.state.observe(self.transitions.changed)
-        self.driver.books = self.transitions
-        self.metrics = RunMetrics(self.scheduler, self.transitions, journal)
+        self.metrics = RunMetrics(self.scheduler, journal)
         _open.append(self)
 
     def until(self, reached: Callable[[State], bool]) -> Self:

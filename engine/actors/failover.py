@@ -18,9 +18,8 @@ from engine.actors.failures import Pulse, failure_reason
 from engine.errors import EngineError, RunFailed
 from engine.ids import Incarnation
 from engine.metrics.collector import RunMetrics
-from engine.metrics.journal import ReplayedRows, keep_rows
+from engine.metrics.journal import ReplayedRows, keep_rows, validation_rows
 from engine.metrics.status import Status, read_status
-from engine.metrics.transitions import Transitions
 from engine.record import read, recover
 from engine.record.files import RecordLock
 from engine.runtime.plan import Plan
@@ -48,13 +47,13 @@ class RunRecovery(RecoveredRun):
         return self.failure is not None or self.recovered.scheduler.state.ending.outcome is not None
 
 
-def recovery_of(run_dir: Path, transitions: Transitions) -> RunRecovery:
+def recovery_of(run_dir: Path) -> RunRecovery:
     """Read the record of a run and take it over. Raises: `RecordError`; `RunFailed` if the record has no event."""
     record = read(run_dir / "schedule")
     lock = RecordLock(run_dir / "schedule")
     try:
-        unfinished = ReplayedRows(transitions)
-        recovered = recover(record, transitions, transitions, replayed=unfinished.watch)
+        unfinished = ReplayedRows()
+        recovered = recover(record, unfinished.note, unfinished.watch)
         if not recovered.events:
             raise RunFailed("the scheduler's process ended before the run began")
         state = recovered.scheduler.state
@@ -67,15 +66,15 @@ def recovery_of(run_dir: Path, transitions: Transitions) -> RunRecovery:
 
 def status_at_end(run_dir: Path) -> Status:
     """The status of a finished run, from its record. Raises: `RecordError`."""
-    transitions = Transitions()
-    recovery = recovery_of(run_dir, transitions)
+    recovery = recovery_of(run_dir)
     recovery.lock.release()
-    return read_status(metrics_at_end(recovery, transitions))
+    return read_status(metrics_at_end(run_dir, recovery))
 
 
-def metrics_at_end(recovery: RunRecovery, transitions: Transitions) -> RunMetrics:
-    """The metrics of a run that has ended, from its record."""
-    metrics = RunMetrics(recovery.recovered.scheduler, transitions)
+def metrics_at_end(run_dir: Path, recovery: RunRecovery) -> RunMetrics:
+    """The metrics of a run that has ended, from its record and its rows."""
+    validations = [*validation_rows(run_dir / "metrics.jsonl")]
+    metrics = RunMetrics(recovery.recovered.scheduler, validations=validations)
     metrics.at = recovery.recovered.at
     return metrics
 

@@ -40,7 +40,6 @@ from engine.errors import ConfigError, EngineError, RecordError, RecordHeld, Run
 from engine.events import SchedulerRecovered
 from engine.ids import Incarnation, StepId
 from engine.metrics.status import Status, read_status
-from engine.metrics.transitions import Transitions
 from engine.runtime.garbage_collection import collect_rarely, freeze_objects
 from engine.runtime.wire import Message, unpack_events
 from engine.states.process import TRAINER
@@ -118,7 +117,6 @@ class SchedulerActor:
         self._waits: asyncio.Queue[str] = asyncio.Queue()
         """What the start waits for; empty at its end."""
         self._history: RunHistory | None = None
-        self._transitions = Transitions()
         self._relaunch = ""
         """Why the run must be relaunched from its record; empty if it need not be."""
         self._last: Status | None = None
@@ -158,7 +156,7 @@ class SchedulerActor:
         prepare_process("scheduler", plan.run_dir, private=True)
         await self._load()
         if plan.resume and plan.run_dir is not None:
-            self._history = await asyncio.to_thread(contained, history_of, plan, self._transitions, end_earlier)
+            self._history = await asyncio.to_thread(contained, history_of, plan, end_earlier)
         history = self._history
         if plan.run_dir is not None:
             note_launch(plan.run_dir, self._packed.launch)
@@ -219,7 +217,7 @@ class SchedulerActor:
         from engine.runtime.run_loop import RunLoop, recorder_of
 
         recorder = recorder_of(self._plan, earlier)
-        loop = self._loop = RunLoop(self._plan, recorder, self._transitions, self._watchers, earlier)
+        loop = self._loop = RunLoop(self._plan, recorder, self._watchers, earlier)
         return loop
 
     def _running(self) -> "RunLoop":
@@ -257,7 +255,7 @@ class SchedulerActor:
             log.warning("the scheduler's process has ended and was restarted")
             await self._load()
             assert self._plan.run_dir is not None
-            recovery = await asyncio.to_thread(contained, recovery_of, self._plan.run_dir, self._transitions)
+            recovery = await asyncio.to_thread(contained, recovery_of, self._plan.run_dir)
             if recovery.has_ended:
                 await self._report_end(recovery)
             else:
@@ -279,7 +277,8 @@ class SchedulerActor:
         recovery.lock.release()
         await asyncio.to_thread(end_actors, self._packed.launch)
         withdraw_addresses(self._plan)
-        self._last = read_status(metrics_at_end(recovery, self._transitions))
+        assert self._plan.run_dir is not None
+        self._last = read_status(metrics_at_end(self._plan.run_dir, recovery))
         self._failure, self._ended = recovery.failure, True
         outcome = recovery.recovered.scheduler.state.ending.outcome
         self._relaunch = outcome.reason if outcome is not None and outcome.again else ""

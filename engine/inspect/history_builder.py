@@ -300,8 +300,6 @@ class HistoryBuilder(GroupBuilder):
         self._open_syncs: dict[ReplicaId, _Begun] = {}
         self._open_saves: dict[StepId, _Begun] = {}
         self._metrics = StepRows(self.step_rows.append)
-        self._counts: dict[str, int] = {}
-        """Groups by how they ended, in the stretches before the present one."""
 
     # train steps
 
@@ -358,14 +356,7 @@ class HistoryBuilder(GroupBuilder):
         self._metrics.changed(step, state, at)
 
     def row_finished(self, step: StepId, version: Version, at: float, counts: Mapping[str, int]) -> None:
-        """`counts`: since the stretch began."""
-        self._metrics.finished(step, version, at, self._counted(counts))
-
-    def end_stretch(self, counts: Mapping[str, int]) -> None:
-        self._counts = self._counted(counts)
-
-    def _counted(self, counts: Mapping[str, int]) -> dict[str, int]:
-        return {name: count + self._counts.get(name, 0) for name, count in counts.items()}
+        self._metrics.finished(step, version, at, counts)
 
     # processes
 

@@ -68,7 +68,6 @@ from engine.inspect.moment import open_record
 from engine.metrics.collector import RunMetrics
 from engine.metrics.idle import Period
 from engine.metrics.journal import StepRows
-from engine.metrics.transitions import Transitions
 from engine.record import Header, Record, Tick, replay
 from engine.record.codec import CodecError
 from engine.record.reader import Place
@@ -287,9 +286,11 @@ class _Move(NamedTuple):
 class _Rows(StepRows):
     """Reports what `RunMetrics` says about the rows of train steps, instead of collecting them."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, moves: list[tuple[StepId, str]]) -> None:
+        """`moves`: gets each change of a step."""
         super().__init__(lambda row: None)
         self._report_call = report
+        self._moves = moves
 
     def written_to(self, emit: Any, first: Any) -> "_Rows":
         return self
@@ -300,6 +301,7 @@ class _Rows(StepRows):
 
     def changed(self, step: StepId, state: str, at: float) -> None:
         self._report_call("row_changed", step, state, at)
+        self._moves.append((step, state))
 
     def finished(self, step: StepId, version: int, at: float, counts: Any) -> None:
         self._report_call("row_finished", step, version, at, dict(counts))
@@ -313,7 +315,6 @@ class _StretchWatcher:
 
     def __init__(self, report: Report) -> None:
         self._report = report
-        self._transitions = Transitions()
         self._moves: list[_Move] = []
         self._step_moves: list[tuple[StepId, str]] = []
         self._period: Period | None = None
@@ -337,10 +338,10 @@ class _StretchWatcher:
     def replay(self, record: Record, stretch: _Stretch) -> _Replayed:
         """Replay a stretch. Raises: see `read_history`; `CodecError` if its snapshot cannot be used."""
         begin, end = stretch
-        restored = None if begin is None else restore(record.snapshot(begin).plain, self._changed)
+        restored = None if begin is None else restore(record.snapshot(begin).plain)
 
         def build(header: Header) -> Scheduler:
-            scheduler = restored or build_scheduler(header, self._changed)
+            scheduler = restored or build_scheduler(header)
             self._begin(scheduler)
             return scheduler
 
@@ -361,20 +362,17 @@ class _StretchWatcher:
 
     def _begin(self, scheduler: Scheduler) -> None:
         self.state = state = scheduler.state
+        state.groups.machine.observe = self._group_changed
         self._at = state.now
         self._drawn = self._drawn_before = state.groups.ledger.drawn
-        self._metrics = RunMetrics(scheduler, self._transitions, rows=_Rows(self._report))
+        self._metrics = RunMetrics(scheduler, rows=_Rows(self._report, self._step_moves))
         if state.started:
             self._metrics.idle.at = self._at
             self._metrics.idle.measure()
             self._period = self._metrics.idle.period
 
-    def _changed(self, machine: str, changed: Any, source: str, trigger: str) -> None:
-        self._transitions.changed(machine, changed, source, trigger)
-        if machine == "group":
-            self._moves.append(_Move(changed, changed.state, changed.stored.tokens))
-        elif machine == "step":
-            self._step_moves.append((changed.id, changed.state))
+    def _group_changed(self, machine: str, group: Group, source: str, trigger: str) -> None:
+        self._moves.append(_Move(group, group.state, group.stored.tokens))
 
     def watch(self, tick: Tick) -> None:
         """Take the next tick of the replay."""
@@ -566,7 +564,6 @@ class _StretchWatcher:
             self._report_span(self._period, idle.sums)
         for row in self._metrics.validations:
             self._report("validation", row)
-        self._report("end_stretch", self._transitions.group_counts())
 
 
 def _works_on(command: Command, step: StepId) -> bool:

@@ -1,25 +1,23 @@
 """`RunMetrics`: counts what a run does, one tick at a time, beside the driver.
 
-    transitions = Transitions()
-    scheduler = Scheduler(limits, policies, observe=transitions)
-    metrics = RunMetrics(scheduler, transitions, journal=Journal(path))
+    scheduler = Scheduler(limits, policies)
+    metrics = RunMetrics(scheduler, journal=Journal(path))
     driver = Driver(..., observe=metrics.observe)
 
-`observe` costs O(1) per event and tick, and must never change the scheduler. A figure of the present state is read only
-when `status.py` or the exporter (`export.py`) needs it; both may run on other threads.
+`observe` makes one pass over what a tick changed, and must never change the scheduler. A figure of the present state is
+read only when `status.py` or the exporter (`export.py`) needs it; both may run on other threads.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from engine.commands import ParkGroup, SetTimer, StartGroup, TrainStep
+from engine.commands import Command, ParkGroup, PauseReplica, ResumeGroup, ResumeReplica, SetTimer, TrainStep
 from engine.events import (
     CacheMeasured,
     CallsMeasured,
     CheckpointFailed,
     CheckpointSaved,
-    DrainRequested,
     DrawFailed,
     Event,
     GroupAborted,
@@ -27,49 +25,46 @@ from engine.events import (
     GroupGenerated,
     InspectionFailed,
     ProcessLost,
-    ProcessUp,
     PublishFailed,
     RowsFailed,
     RowsMeasured,
     RunResumed,
-    SchedulerRecovered,
     StateFailed,
     StepFailed,
     SyncFailed,
     TimerFired,
     WeightsInstalled,
 )
-from engine.ids import NO_VERSION, StepId
-from engine.metrics.counts import BATCH, GeneratedGroups, GroupCounts, Histogram, ReplicaCounts, RunProgress
+from engine.ids import NO_VERSION, ReplicaId, StepId
+from engine.metrics.counts import GeneratedGroups, GroupCounts, Histogram, ReplicaCounts, TrainedGroups, group_counts
 from engine.metrics.idle import IdleTime
+from engine.metrics.intervals import estimates
 from engine.metrics.journal import Row, StepRows, bounds_in, sets_of
 from engine.metrics.names import (
     DECISION_BUCKETS,
     FIGURES_KEPT,
     LIVE_VALIDATION_STATES,
+    PARKED_REASONS,
     PHASE_BUCKETS,
-    REQUESTS,
     RETRY_CAUSES,
     REWARD_FUNCTIONS_KEPT,
-    STALENESS_BUCKETS,
     STEP_PHASES,
     VALIDATION_BUCKETS,
 )
-from engine.metrics.transitions import Transitions
 from engine.protocols import SLOTS
 from engine.record.frames import Tick
 from engine.reward_histogram import BOUNDS, HISTOGRAMS
 from engine.states.orders import LIMIT
 from engine.states.process import KINDS, REPLICA
+from engine.states.replica import Replica
 from engine.states.state import State
-from engine.states.validation import VALIDATION
+from engine.states.validation import VALIDATION, Validation
 from engine.trajectory import SOURCES
-
-__all__ = ["HasState", "RunMetrics", "TakesRows", "Transitions"]
-
 
 NO_GROUPS: Mapping[str, float] = {"groups": 0, "share": 0.0}
 """The figures of a data source without a group in the batch."""
+QUIET = frozenset({CallsMeasured, CacheMeasured})
+"""Events that change nothing."""
 OF_A_KIND = ("token_share_", "ratio_mean_", "behavior_kl_k3_stale_", "logprob_gap_mean_")
 """The trainer's figures of one kind of tokens, by staleness or cause. A step without such tokens has none."""
 
@@ -108,14 +103,13 @@ class RunMetrics:
     """The metrics of one run. The driver calls `observe`; the trainer's side calls `report` and `validated`."""
 
     def __init__(
-        self, scheduler: HasState, transitions: Transitions, journal: TakesRows | None = None,
-        rows: StepRows | None = None, first: Sequence[Row] = (),
+        self, scheduler: HasState, journal: TakesRows | None = None, rows: StepRows | None = None,
+        first: Sequence[Row] = (), validations: Sequence[Row] = (),
     ) -> None:  # fmt: skip
-        """`rows`: rows that an earlier process of the run left unfinished. `first`: rows of the first train steps that
-        an earlier process wrote."""
-        self.state = scheduler.state
-        self.transitions = transitions
-        self.idle = IdleTime(self.state)
+        """`rows`: rows that an earlier process of the run left unfinished. `first`, `validations`: rows of the first
+        train steps and of all validations that an earlier process wrote."""
+        state = self.state = scheduler.state
+        self.idle = IdleTime(state)
         self.retries = dict.fromkeys(RETRY_CAUSES, 0)
         self.deaths = dict.fromkeys(KINDS, 0)
         """Number of processes that died, by kind."""
@@ -125,9 +119,14 @@ class RunMetrics:
         """The newest failure and its reason."""
         self.calls: dict[str, FunctionTotals] = {}
         """By function."""
+        self.changes = 0
+        """Number of ticks so far that changed something."""
+        self.parked = dict.fromkeys(PARKED_REASONS, 0)
+        """Running groups that were parked, by reason."""
         self.replicas = ReplicaCounts()
-        self.generated = GeneratedGroups(self.replicas)
-        self.staleness = Histogram(STALENESS_BUCKETS)
+        self.generated = GeneratedGroups(state)
+        self.groups = GroupCounts(state)
+        self.trained = TrainedGroups()
         self.phase_s = {phase: Histogram(PHASE_BUCKETS) for phase in STEP_PHASES}
         self.decision_s = Histogram(DECISION_BUCKETS)
         self.figures: dict[str, float] = {}
@@ -140,12 +139,10 @@ class RunMetrics:
         """The prompts of the run, if they come from several data sources."""
         self.finished_at = 0.0
         """When the last train step finished, or the run was resumed."""
-        self.step_staleness: tuple[int, ...] = ()
-        """Staleness of the groups of the newest trained step."""
-        self.tokens_trained = 0
-        self.since: dict[tuple[str, int], float] = {}
-        """The times since which replicas, open steps and the newest checkpoint have been in their present state; see
-        `waits`."""
+        self.checkpoint_at = 0.0
+        """When the last checkpoint was saved, or the run was resumed; seconds since the run began."""
+        self.since: dict[StepId, float] = {}
+        """The times since which open steps have been in their present state; see `waits`."""
         self.silence = (-1, "")
         """(number of changes so far, text) of the last report that nothing changed."""
         self.rewards: list[float | None] = []
@@ -156,29 +153,39 @@ class RunMetrics:
         """A row for each validation that ended, in that order, as in `metrics.jsonl`."""
         self.validation_s = Histogram(VALIDATION_BUCKETS)
         self.rows_measured = 0
-        self.progress = RunProgress(self.state, transitions)
-        self.steps = (rows or StepRows(self._emit, transitions.group_counts())).written_to(self._emit, first)
-        self._journal: TakesRows | None = None
-        self._validations_ended()  # those of a replayed record, which were written and shown before
+        self.steps = (rows or StepRows(self._emit, group_counts(state))).written_to(self._emit, first)
+        for row in validations:
+            self._take_validation(row)
         self.validations_before = len(self.validations)
-        transitions.steps.clear()
-        transitions.replicas.clear()
         self._journal = journal
         self._events: Counter[type[Event]] = Counter()
-        """Number of events by class, without those that `generated` counts."""
-        self._without_effect = 0
-        """Number of events so far that changed nothing: stale echoes, and figures of calls and caches."""
-        self.groups = GroupCounts(self.state, transitions)
+        """Number of events by class."""
         self._finished_at: deque[float] = deque(maxlen=11)
-        self._counted = self._counters()
+        self._counted, self._ordered = self._event_counters(), self._order_counters()
+        self._step_moves: list[tuple[StepId, str]] = []
+        """(step, new state) of each step that changed in this tick."""
+        self._replicas_changed: dict[ReplicaId, Replica] = {}
+        """Replicas that changed in this tick."""
+        self._validations_ended: list[Row] = []
+        """Rows of the validations that ended in this tick."""
+        state.observe(self._note, groups=False)
 
-    def _counters(self) -> dict[type[Event], Callable[[Any], None]]:
-        """The method that counts events of each class; stale echoes are not passed to it."""
+    def _order_counters(self) -> dict[type[Command], Callable[[Any, float], None]]:
+        """The method that counts orders of each class."""
+        return {
+            TrainStep: self._batch_ordered,
+            ParkGroup: self._group_parked,
+            ResumeGroup: self.replicas.on_resume_group,
+            ResumeReplica: self.replicas.on_resume,
+            PauseReplica: self.replicas.on_pause,
+        }
+
+    def _event_counters(self) -> dict[type[Event], Callable[[Any], None]]:
+        """The method that counts events of each class but generated groups. Stale echoes are not passed to it."""
         return {
             GroupAborted: self.replicas.on_abort,
             GroupFailed: self._group_failed,
             StateFailed: self._state_failed,
-            ProcessUp: self._process_up,
             ProcessLost: self._process_lost,
             WeightsInstalled: self.replicas.on_install,
             SyncFailed: self._sync_failed,
@@ -190,15 +197,13 @@ class RunMetrics:
             CheckpointFailed: lambda event: self._retry("checkpoint", f"checkpoint {event.steps}: {event.reason}"),
             DrawFailed: lambda event: self._retry("draw", f"the data source: {event.reason}"),
             CallsMeasured: self._calls_measured,
-            CheckpointSaved: self.progress.on_checkpoint_saved,
-            DrainRequested: self.transitions.note_event,
+            CheckpointSaved: self._checkpoint_saved,
             RunResumed: self._run_resumed,
-            SchedulerRecovered: self.transitions.note_event,
         }
 
     def finish_replay(self) -> None:
         """Call it when a replay has reached the present. From then on, open orders and waits are known."""
-        self.finished_at = self.progress.checkpoint_at = self.state.now
+        self.finished_at = self.checkpoint_at = self.state.now
         for step in self.state.training.steps.values():
             if step.groups or step.state == "collecting":
                 self.steps.changed(step.id, step.state, self.state.now)
@@ -213,28 +218,21 @@ class RunMetrics:
         if self._is_idle_check(tick):
             return
         self.idle.at = tick.at
-        matched, transitions = self.state.orders.matched, self.transitions
-        for event in tick.events:
-            self._count(event, stale=event.id not in matched)
-        transitions.released = None
-        if transitions.others_changed:
-            transitions.others_changed = False
-            if transitions.steps:
-                self._steps_changed(tick.at)
-            if transitions.validations:
-                self._validations_ended()
-        for command in tick.commands:
-            if type(command) is TrainStep:
-                self._batch_ordered(command)
-            elif type(command) is ParkGroup:
-                self.progress.on_park(command)
-            elif type(command) is not StartGroup:
-                self.replicas.on_order(command, tick.at)
-        if transitions.replicas:
-            self.since.update(dict.fromkeys((("replica", id) for id in transitions.replicas), tick.at))
-            for replica in transitions.replicas.values():
-                self.idle.replica_changed(replica)
-            transitions.replicas.clear()
+        self._count(tick.events, tick.at)
+        if self._step_moves:
+            self._count_steps(tick.at)
+        for row in self._validations_ended:
+            self._take_validation(row)
+            if self._journal is not None:
+                self._journal.write(row)
+        self._validations_ended.clear()
+        if not self._ordered.keys().isdisjoint(map(type, tick.commands)):
+            for command in tick.commands:
+                if (count := self._ordered.get(type(command))) is not None:
+                    count(command, tick.at)
+        if self._replicas_changed:
+            self.idle.replicas_changed(self._replicas_changed.values())
+            self._replicas_changed.clear()
         self.idle.measure()
         if self.state.ending.outcome is not None:
             self.steps.flush()
@@ -247,19 +245,30 @@ class RunMetrics:
         only_next = all(type(command) is SetTimer and command.name == LIMIT for command in tick.commands)
         return only_next and any(order.id == LIMIT for order in matched)
 
-    def _count(self, event: Event, *, stale: bool) -> None:
-        """Count an event. Nearly all are generated groups, which are counted together later."""
-        kind = type(event)
-        if kind is GroupGenerated and not stale:
-            self._group_generated(event)
-            return
-        self._events[kind] += 1
-        self._without_effect += stale or kind in (CallsMeasured, CacheMeasured)
-        if kind in REQUESTS:
-            self.progress.on_request(kind)
-        counted = None if stale else self._counted.get(kind)
-        if counted is not None:
-            counted(event)
+    def _count(self, events: Sequence[Event], at: float) -> None:
+        """Count events. Nearly all are generated groups, which are counted together."""
+        matched, kinds = self.state.orders.matched, Counter(map(type, events))
+        self._events.update(kinds)
+        # an event that matched nothing is a stale echo
+        facts = events if len(matched) == len(events) else [event for event in events if event.id in matched]
+        if not QUIET.issuperset(map(type, facts)):
+            self.changes += 1
+        if GroupGenerated in kinds:
+            generated = [event for event in facts if type(event) is GroupGenerated]
+            self.generated.count(generated, at)
+        if not self._counted.keys().isdisjoint(kinds):
+            for event in facts:
+                if (count := self._counted.get(type(event))) is not None:
+                    count(event)
+
+    def _note(self, machine: str, record: Any, source: str, trigger: str) -> None:
+        """Note what `observe` must look at after the tick. The scheduler calls it after each change of a record."""
+        if machine == "step":
+            self._step_moves.append((record.id, record.state))
+        elif machine == "replica":
+            self._replicas_changed[record.id] = record
+        elif machine == "validation" and record.state in VALIDATION.terminal:
+            self._validations_ended.append(_validation_row(record))
 
     def report(self, step: StepId, metrics: Mapping[str, Any]) -> None:
         """Take the trainer's metrics for a step. Their names become keys of its row in `metrics.jsonl`."""
@@ -295,10 +304,6 @@ class RunMetrics:
 
     # output
 
-    def catch_up(self) -> None:
-        """Count the groups that were only noted. Call it before reading figures; safe on any thread."""
-        self.generated.catch_up()
-
     @property
     def at(self) -> float:
         """Time of the newest event, seconds since the run began."""
@@ -309,23 +314,13 @@ class RunMetrics:
         self.idle.at = at
 
     @property
-    def tokens_generated(self) -> int:
-        self.catch_up()
-        return self.generated.tokens
-
-    @property
     def events(self) -> Counter[str]:
         """Events handled, by kind."""
-        self.catch_up()
-        counts = Counter({kind.__name__: count for kind, count in list(self._events.items())})
-        if self.generated.groups:
-            counts[GroupGenerated.__name__] += self.generated.groups
-        return counts
+        return Counter({kind.__name__: count for kind, count in list(self._events.items())})
 
-    @property
-    def changes(self) -> int:
-        """Number of events so far that changed something."""
-        return self.events.total() - self._without_effect
+    def requests(self, kind: type[Event]) -> int:
+        """Number of requests of a class."""
+        return self._events[kind]
 
     def reported(self) -> list[Row]:
         """Rows of the reported validations, oldest first."""
@@ -333,14 +328,8 @@ class RunMetrics:
 
     def validations_by_state(self) -> dict[str, int]:
         """Validations that have not ended, by state. Safe to call from another thread."""
-        created = self.state.validations.created
-        counts = {state: self.transitions.net("validation", state) for state in LIVE_VALIDATION_STATES}
-        return {state: max(0, n + created * (state == VALIDATION.initial)) for state, n in counts.items()}
-
-    def tokens_per_s(self, now: float) -> float:
-        """Response tokens of generated groups per second, over the newest seconds; 0 before the first."""
-        self.catch_up()
-        return self.generated.tokens_per_s(now)
+        states = [run.state for run in list(self.state.validations.runs.values())]
+        return {state: states.count(state) for state in LIVE_VALIDATION_STATES}
 
     def eta_s(self, now: float) -> float | None:
         """Seconds until the last step at the present pace; None if the last step or the pace is unknown."""
@@ -355,15 +344,14 @@ class RunMetrics:
     # counting
 
     def _run_resumed(self, event: RunResumed) -> None:
-        self.progress.on_resume(event)
-        self.groups.on_resume(event)
-        self.finished_at = event.at
+        self.groups.begin()
+        self.finished_at = self.checkpoint_at = event.at
 
-    def _group_generated(self, event: Any) -> None:
-        group, waiting = self.state.groups.live.get(event.group), self.generated.waiting
-        waiting.append((event, None if group is None else group.started_at))
-        if len(waiting) >= BATCH:
-            self.generated.catch_up(blocking=False)
+    def _checkpoint_saved(self, event: CheckpointSaved) -> None:
+        self.checkpoint_at = event.at
+
+    def _group_parked(self, command: ParkGroup, at: float) -> None:
+        self.parked["timeout" if command.reason else "moved"] += 1
 
     def _group_failed(self, event: GroupFailed) -> None:
         cause = "group_data" if event.cause == "data" else "group_infrastructure"
@@ -390,14 +378,9 @@ class RunMetrics:
         if event.kind == REPLICA:
             self.idle.calls_measured(self.state.replicas.by_id[event.index])
 
-    def _process_up(self, event: ProcessUp) -> None:
-        if event.kind == REPLICA:
-            self.replicas.on_join(event.index)
-
     def _process_lost(self, event: ProcessLost) -> None:
         process = self.state.find_process(event.kind, event.index)
-        if event.kind == REPLICA:
-            self.replicas.on_loss(event)
+        self.replicas.on_loss(event)
         if process is not None and process.wanted:  # otherwise the user removed it
             self.deaths[event.kind] += 1
             self._retry("replica_lost" if event.kind == REPLICA else "process_lost", f"{process.id}: {event.reason}")
@@ -409,22 +392,11 @@ class RunMetrics:
     def _rows_measured(self, event: RowsMeasured) -> None:
         self.rows_measured += event.measured
 
-    def _validations_ended(self) -> None:
-        for run in self.transitions.validations:
-            began = run.started_at if run.started_at >= 0 else run.ended_at
-            row: Row = {
-                "validation": run.id, "version": run.version, "steps": run.steps, "outcome": run.state,
-                "accuracy": run.accuracy, "reward_mean": run.reward_mean, "rows": run.rows, "measured": run.measured,
-                "sets": sets_of(run.estimates), "reason": run.reason, "elapsed_s": run.ended_at,
-                "seconds": {"queued": began - run.queued_at, "running": run.ended_at - began},
-            }  # fmt: skip
-            self.validations.append(row)
-            if run.state == "reported":
-                self.validation_s.observe(run.ended_at - run.queued_at)
-                self.validated(run.steps, run.accuracy or 0.0)
-            if self._journal is not None:
-                self._journal.write(row)
-        self.transitions.validations.clear()
+    def _take_validation(self, row: Row) -> None:
+        self.validations.append(row)
+        if row.get("outcome") == "reported":
+            self.validation_s.observe(sum(row["seconds"].values()))
+            self.validated(row["steps"], row["accuracy"] or 0.0)
 
     def set_figures(self) -> list[tuple[tuple[str, str, str], float]]:
         """The figures of the newest validation, by set, metric and estimate (`value`, `low`, `high`)."""
@@ -439,32 +411,22 @@ class RunMetrics:
         self.retries[cause] += 1
         self.last_failure = story
 
-    def _batch_ordered(self, command: TrainStep) -> None:
+    def _batch_ordered(self, command: TrainStep, at: float) -> None:
         groups = [self.state.groups.live[id] for id in command.groups if id in self.state.groups.live]
         self.steps.formed(command.step, groups, command.staleness)
 
-    def _steps_changed(self, at: float) -> None:
-        for step, state in self.transitions.steps:
+    def _count_steps(self, at: float) -> None:
+        for step, state in self._step_moves:
             if self.steps.trains(step) and state in ("publishing", "finished"):
-                self._step_trained(step)
+                self.trained.count(*self.steps.batch(step))
             self.steps.changed(step, state, at)
-            self.since["step", step] = at
+            self.since[step] = at
             if state == "finished":
-                del self.since["step", step]
-                self.steps.finished(step, self.state.training.latest_version, at, self.transitions.group_counts())
+                del self.since[step]
+                self.steps.finished(step, self.state.training.latest_version, at, group_counts(self.state))
                 self._finished_at.append(at)
                 self.finished_at = at
-        self.transitions.steps.clear()
-        ordered = self.state.checkpoints.ordered
-        if self.state.checkpoint_pending and ("checkpoint", ordered) not in self.since:
-            self.since = {key: time for key, time in self.since.items() if key[0] != "checkpoint"}
-            self.since["checkpoint", ordered] = at
-
-    def _step_trained(self, step: StepId) -> None:
-        groups, staleness, tokens = self.steps.batch(step)
-        self.staleness.observe_all(staleness, groups)
-        self.step_staleness = staleness or self.step_staleness
-        self.tokens_trained += tokens
+        self._step_moves.clear()
 
     def _emit(self, row: Row) -> None:
         self.rewards.append(row.get("reward_mean"))
@@ -472,3 +434,14 @@ class RunMetrics:
             histogram.observe(row.get("seconds", {}).get(phase, 0.0))
         if self._journal is not None:
             self._journal.write(row)
+
+
+def _validation_row(run: Validation) -> Row:
+    """The row of a validation that ends."""
+    began = run.started_at if run.started_at >= 0 else run.ended_at
+    return {
+        "validation": run.id, "version": run.version, "steps": run.steps, "outcome": run.state,
+        "accuracy": run.accuracy, "reward_mean": run.reward_mean, "rows": run.rows, "measured": run.measured,
+        "sets": sets_of(estimates(run.figures)), "reason": run.reason, "elapsed_s": run.ended_at,
+        "seconds": {"queued": began - run.queued_at, "running": run.ended_at - began},
+    }  # fmt: skip

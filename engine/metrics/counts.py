@@ -1,37 +1,21 @@
-"""The counters of `collector.RunMetrics`: groups by state, figures of replicas and of generated groups, recoveries.
+"""The counters of `collector.RunMetrics`: groups by state, generated groups, figures of replicas; and the histogram.
 
-`collector` updates them in O(1) for each event, and `export` reads them at each scrape. They must not read a clock.
+`collector` updates them once in each tick, and `export` reads them at each scrape, on another thread: a reader must
+copy a mapping before it iterates over it. They must not read a clock.
 """
 
-import threading
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from engine.commands import Command, ParkGroup, PauseReplica, ResumeGroup, ResumeReplica
-from engine.events import (
-    CheckpointSaved,
-    Event,
-    GroupAborted,
-    GroupFailed,
-    GroupGenerated,
-    ProcessLost,
-    RunResumed,
-    SyncFailed,
-    WeightsInstalled,
-)
+from engine.commands import PauseReplica, ResumeGroup, ResumeReplica
+from engine.events import GroupAborted, GroupFailed, GroupGenerated, ProcessLost, SyncFailed, WeightsInstalled
 from engine.ids import GroupId, ReplicaId
-from engine.metrics.names import (
-    GROUP_BUCKETS,
-    LIVE_GROUP_STATES,
-    PARKED_REASONS,
-    REPLICA_GROUP_ENDS,
-    REQUESTS,
-    SYNC_BUCKETS,
-    TOKEN_BUCKETS,
-)
-from engine.metrics.transitions import RELEASED, Transitions
+from engine.metrics.names import GROUP_BUCKETS, LIVE_GROUP_STATES, STALENESS_BUCKETS, SYNC_BUCKETS, TOKEN_BUCKETS
+from engine.states.group import GROUP
 from engine.states.limits import SYNC_MODES
+from engine.states.machine import Moves
+from engine.states.process import REPLICA
 from engine.states.state import State
 
 # -- histograms --------------------------------------------------------------------------------------------------------
@@ -40,112 +24,74 @@ from engine.states.state import State
 class Histogram:
     """Counts values by the smallest bucket bound that they do not exceed, and keeps an exemplar for each bucket."""
 
-    __slots__ = ("bounds", "count", "counts", "examples", "largest", "smallest", "total")
+    __slots__ = ("bounds", "counts", "examples", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.examples: list[tuple[float, int] | None] = [None] * (len(bounds) + 1)
-        """(value, group) of the newest value in each bucket, if given."""
-        self.count = 0
+        self.counts: Counter[int] = Counter()
+        """By place of the bucket among `bounds`; the last bucket has no bound."""
+        self.examples: dict[int, tuple[float, GroupId]] = {}
+        """(value, group) of the newest value in a bucket, if given."""
         self.total = 0.0
-        self.smallest: float | None = None
-        self.largest: float | None = None
 
-    def observe(self, value: float, whose: int | None = None) -> None:
-        """Count a value. `whose`: the group it belongs to, as exemplar."""
-        bucket = bisect_left(self.bounds, value)
-        self.counts[bucket] += 1
-        if whose is not None:
-            self.examples[bucket] = (value, whose)
-        self.count += 1
-        self.total += value
-        if self.smallest is None or value < self.smallest:
-            self.smallest = value
-        if self.largest is None or value > self.largest:
-            self.largest = value
+    def observe(self, value: float) -> None:
+        self.add(value, 1)
 
-    def add(self, value: float, count: int) -> None:
-        """Count a value as often as `count` says, without sum and extremes."""
-        self.counts[bisect_left(self.bounds, value)] += count
-        self.count += count
-
-    def observe_all(self, values: Sequence[float], whose: Sequence[int]) -> None:
-        """Count many values, oldest first. Faster than one by one, with the same result."""
-        if not values:
-            return
-        bounds, counts, newest = self.bounds, self.counts, dict[int, int]()
-        for place, value in enumerate(values):
-            bucket = bisect_left(bounds, value)
-            counts[bucket] += 1
-            newest[bucket] = place
-        for bucket, place in newest.items():
-            self.examples[bucket] = (values[place], whose[place])
-        self.count += len(values)
+    def observe_groups(self, values: Sequence[float], groups: Sequence[GroupId]) -> None:
+        """Count a value of each group, oldest first."""
+        buckets = [bisect_left(self.bounds, value) for value in values]
+        self.counts.update(buckets)
         self.total += sum(values)
-        least, most = min(values), max(values)
-        self.smallest = least if self.smallest is None else min(self.smallest, least)
-        self.largest = most if self.largest is None else max(self.largest, most)
+        for bucket, place in dict(zip(buckets, range(len(buckets)), strict=True)).items():
+            self.examples[bucket] = (values[place], groups[place])
 
-    @property
-    def mean(self) -> float | None:
-        return self.total / self.count if self.count else None
+    def add(self, value: float, count: int, group: GroupId | None = None) -> None:
+        """Count a value as often as `count` says. `group`: the newest group that it belongs to."""
+        bucket = bisect_left(self.bounds, value)
+        self.counts[bucket] += count
+        self.total += value * count
+        if group is not None:
+            self.examples[bucket] = (value, group)
 
-    def cumulative(self) -> list[tuple[str, float, tuple[float, int] | None]]:
+    def cumulative(self) -> list[tuple[str, float, tuple[float, GroupId] | None]]:
         """(upper bound, number of values up to it, exemplar) of each bucket, as Prometheus counts; the last bound is
         `+Inf`."""
         rows, running = [], 0
-        for bound, count, example in zip((*map(repr, self.bounds), "+Inf"), self.counts, self.examples, strict=True):
-            running += count
-            rows.append((bound, float(running), example))
+        for bucket, bound in enumerate((*map(repr, self.bounds), "+Inf")):
+            running += self.counts[bucket]
+            rows.append((bound, float(running), self.examples.get(bucket)))
         return rows
 
 
 # -- replicas ----------------------------------------------------------------------------------------------------------
 
 
-class ReplicaFigures:
-    """The figures of one replica over all its restarts."""
-
-    __slots__ = ("ended", "pause_s", "resumed", "tokens")
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.resumed = 0
-        self.ended = dict.fromkeys(REPLICA_GROUP_ENDS, 0)
-        self.pause_s = dict.fromkeys(SYNC_MODES, 0.0)
-
-
 class ReplicaCounts:
-    """Figures by replica, and the duration of weight syncs."""
+    """Figures by replica over all its restarts, besides its own record, and the duration of weight syncs."""
 
     def __init__(self) -> None:
-        self.of: dict[ReplicaId, ReplicaFigures] = {}
+        self.resumed: Counter[ReplicaId] = Counter()
+        self.aborted: Counter[ReplicaId] = Counter()
+        self.failed: Counter[ReplicaId] = Counter()
+        self.pause_s: dict[str, dict[ReplicaId, float]] = {mode: {} for mode in SYNC_MODES}
         self.sync_s = {mode: Histogram(SYNC_BUCKETS) for mode in SYNC_MODES}
         self._pausing: dict[ReplicaId, tuple[float, str]] = {}
 
-    def on_join(self, replica: ReplicaId) -> None:
-        """Add a replica, with all figures 0."""
-        self._figures(replica)
-
-    def on_generated(self, replica: ReplicaId, groups: int, tokens: int) -> None:
-        figures = self._figures(replica)
-        figures.tokens += tokens
-        figures.ended["generated"] += groups
-
     def on_abort(self, event: GroupAborted) -> None:
-        self._figures(event.replica).ended["aborted"] += 1
+        self.aborted[event.replica] += 1
 
     def on_failure(self, event: GroupFailed) -> None:
-        self._figures(event.replica).ended["failed"] += 1
+        self.failed[event.replica] += 1
 
-    def on_order(self, command: Command, at: float) -> None:
-        """Note an order to a replica."""
-        if type(command) is ResumeGroup:
-            self._figures(command.replica).resumed += 1
-        elif type(command) is ResumeReplica:
-            self._pausing.pop(command.replica, None)  # the pause was not for new weights
-        elif type(command) is PauseReplica and command.mode != "sleep":  # time asleep counts as idle slot time
+    def on_resume_group(self, command: ResumeGroup, at: float) -> None:
+        self.resumed[command.replica] += 1
+
+    def on_resume(self, command: ResumeReplica, at: float) -> None:
+        """The pause was not for new weights."""
+        self._pausing.pop(command.replica, None)
+
+    def on_pause(self, command: PauseReplica, at: float) -> None:
+        if command.mode != "sleep":  # time asleep counts as idle slot time
             self._pausing[command.replica] = (at, command.mode)
 
     def on_install(self, event: WeightsInstalled) -> None:
@@ -158,198 +104,137 @@ class ReplicaCounts:
         self._unpause(event.replica, event.at)
 
     def on_loss(self, event: ProcessLost) -> None:
-        self._pausing.pop(event.index, None)
+        if event.kind == REPLICA:
+            self._pausing.pop(event.index, None)
 
     def _unpause(self, replica: ReplicaId, at: float) -> tuple[str, float] | None:
         began = self._pausing.pop(replica, None)
         if began is None:
             return None
         since, mode = began
-        self._figures(replica).pause_s[mode] += at - since
+        self.pause_s[mode][replica] = self.pause_s[mode].get(replica, 0.0) + at - since
         return mode, at - since
-
-    def _figures(self, replica: ReplicaId) -> ReplicaFigures:
-        figures = self.of.get(replica)
-        if figures is None:
-            figures = self.of[replica] = ReplicaFigures()
-        return figures
 
 
 # -- generated groups --------------------------------------------------------------------------------------------------
 
 
-BATCH = 256
 TOKEN_RATE_WINDOW_S = 15.0
 TOKEN_SAMPLE_S = 0.25
 
 
 class GeneratedGroups:
-    """Figures of generated groups. `catch_up` counts the ones in `waiting`, on any thread."""
+    """Figures of generated groups."""
 
-    def __init__(self, replicas: ReplicaCounts) -> None:
-        self.waiting: deque[tuple[GroupGenerated, float | None]] = deque()
-        """(event, time of the group's first start; None if the group was released at once)."""
-        self.groups = 0
-        self.tokens = 0
+    def __init__(self, state: State) -> None:
         self.response_tokens = Histogram(TOKEN_BUCKETS)
         self.seconds = Histogram(GROUP_BUCKETS)
-        self._replicas = replicas
-        self._samples: deque[tuple[float, int]] = deque([(0.0, 0)], maxlen=256)
-        self._counting = threading.Lock()
+        """Of groups that were not released at once."""
+        self._state = state
+        self._samples: deque[tuple[float, int]] = deque([(0.0, self.tokens)], maxlen=256)
 
-    def catch_up(self, *, blocking: bool = True) -> None:
-        """Count the waiting groups. Never blocks: if another thread counts, it returns at once."""
-        if not self._counting.acquire(blocking=blocking):
-            return
-        try:
-            waiting = self.waiting
-            batch = [waiting.popleft() for _ in range(len(waiting))]
-            if batch:
-                self._count(batch)
-        finally:
-            self._counting.release()
+    @property
+    def tokens(self) -> int:
+        """Response tokens of all groups of the run."""
+        return sum([replica.tokens for replica in list(self._state.replicas.by_id.values())])
+
+    def count(self, events: Sequence[GroupGenerated], at: float) -> None:
+        """Count the groups that were generated in a tick."""
+        live, ids = self._state.groups.live, [event.group for event in events]
+        self.response_tokens.observe_groups([event.tokens / (event.trainable or 1) for event in events], ids)
+        kept = [live[id] for id in ids if id in live]
+        self.seconds.observe_groups([at - group.started_at for group in kept], [group.id for group in kept])
+        if at - self._samples[-1][0] >= TOKEN_SAMPLE_S:
+            self._samples.append((at, self.tokens))
 
     def tokens_per_s(self, now: float) -> float:
         """Response tokens per second, over the newest seconds; 0 before the first."""
-        samples = self._samples
-        while len(samples) > 2 and samples[1][0] < now - TOKEN_RATE_WINDOW_S:
-            samples.popleft()
-        if now <= samples[0][0]:
-            return 0.0
-        return (self.tokens - samples[0][1]) / (now - samples[0][0])
-
-    def _count(self, batch: list[tuple[GroupGenerated, float | None]]) -> None:
-        tokens, sampled_at = self.tokens, self._samples[-1][0]
-        lengths, times, ids, timed = [], [], [], []
-        groups_of, tokens_of = dict[int, int](), dict[int, int]()
-        for event, began in batch:
-            here, replica, group, at = event.tokens, event.replica, event.group, event.at
-            tokens += here
-            groups_of[replica] = groups_of.get(replica, 0) + 1
-            tokens_of[replica] = tokens_of.get(replica, 0) + here
-            lengths.append(here / (event.trainable or 1))
-            ids.append(group)
-            if began is not None:
-                times.append(at - began)
-                timed.append(group)
-            if at - sampled_at >= TOKEN_SAMPLE_S:
-                sampled_at = at
-                self._samples.append((at, tokens))
-        self.tokens = tokens
-        self.groups += len(batch)
-        for replica, groups in groups_of.items():
-            self._replicas.on_generated(replica, groups, tokens_of[replica])
-        self.response_tokens.observe_all(lengths, ids)
-        self.seconds.observe_all(times, timed)
+        samples = list(self._samples)
+        before = [sample for sample in samples[:-1] if sample[0] < now - TOKEN_RATE_WINDOW_S]
+        at, tokens = before[-1] if before else samples[0]
+        return (self.tokens - tokens) / (now - at) if now > at else 0.0
 
 
-# -- recoveries, requests, drains, parked groups and checkpoints -------------------------------------------------------
+class TrainedGroups:
+    """Figures of the groups of trained steps."""
 
-
-class RunProgress:
-    """Counts since this process started or resumed the run. `state` and `transitions` have counts of the whole run."""
-
-    def __init__(self, state: State, transitions: Transitions) -> None:
-        self._state = state
-        self._transitions = transitions
-        self.requests = dict.fromkeys(REQUESTS.values(), 0)
-        self.parked = dict.fromkeys(PARKED_REASONS, 0)
-        """Running groups that were parked, by reason."""
-        self.checkpoint_at = 0.0
-        """When the last checkpoint was saved, or the run was resumed; seconds since the run began."""
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.staleness = Histogram(STALENESS_BUCKETS)
+        self.range: tuple[int, ...] = ()
+        """Smallest and largest staleness; empty before the first step."""
+        self.newest: tuple[int, ...] = ()
+        """Staleness of the groups of the newest step."""
 
     @property
-    def recoveries(self) -> dict[str, int]:
-        """Number of recoveries, by kind (`names.RECOVERY_KINDS`)."""
-        return self._transitions.recoveries
+    def mean(self) -> float | None:
+        """Mean staleness; None before the first step."""
+        groups = self.staleness.counts.total()
+        return self.staleness.total / groups if groups else None
 
-    def on_request(self, kind: type[Event]) -> None:
-        self.requests[REQUESTS[kind]] += 1
-
-    def on_resume(self, event: RunResumed) -> None:
-        self._transitions.note_event(event)
-        self.checkpoint_at = event.at
-
-    def on_checkpoint_saved(self, event: CheckpointSaved) -> None:
-        self.checkpoint_at = event.at
-
-    @property
-    def checkpoint_steps(self) -> int:
-        """Train steps in the newest complete checkpoint; 0 before the first."""
-        return self._state.checkpoints.newest
-
-    def on_park(self, command: ParkGroup) -> None:
-        self.parked["timeout" if command.reason else "moved"] += 1
-
-    def draining_s(self, now: float) -> float:
-        """Seconds since the current drain began; 0 if the run is not draining."""
-        since = self._transitions.draining_since
-        return max(0.0, now - since) if self._state.ending.draining and since is not None else 0.0
-
-    @property
-    def replicas_wanted(self) -> int:
-        """Number of generating replicas that the run should have, including those that are down."""
-        return sum(replica.process.wanted for replica in self._state.replicas.rollouts)
-
-    @property
-    def slow(self) -> list[int]:
-        """Ids of replicas that are slower than the others by more than `rollout.straggler_factor`."""
-        return sorted(replica.id for replica in self._state.replicas.slow(self._state.limits.straggler_factor))
+    def count(self, groups: Sequence[GroupId], staleness: Sequence[int], tokens: int) -> None:
+        """Count the groups of a step, with the staleness of each."""
+        self.tokens += tokens
+        if not staleness:
+            return
+        newest = dict(zip(staleness, groups, strict=True))
+        for value, count in Counter(staleness).items():
+            self.staleness.add(value, count, newest[value])
+        values = (*self.range, *newest)
+        self.newest, self.range = tuple(staleness), (min(values), max(values))
 
 
 # -- groups by state ---------------------------------------------------------------------------------------------------
 
 
+def entered(moves: Moves, machine: str, state: str) -> int:
+    """Number of times that any record entered a state. Safe on any thread."""
+    return sum(n for (name, _, target), n in list(moves.items()) if name == machine and target == state)
+
+
+def group_counts(state: State) -> dict[str, int]:
+    """Number of groups aborted, resumed, filtered and failed so far, for the row of a step."""
+    names = ("aborted", "resumed", "filtered", "failed")
+    return {f"groups_{name}": entered(state.moves, "group", name) for name in names}
+
+
 class GroupCounts:
     """Number of groups by state. Safe to read from another thread."""
 
-    def __init__(self, state: State, transitions: Transitions) -> None:
+    def __init__(self, state: State) -> None:
         self._state = state
-        self._transitions = transitions
         self._live = (*LIVE_GROUP_STATES, *state.groups.stages.by_name)
-        self._undone = dict(transitions.undone)
-        """Groups by final state, of those that ended after the point from which a resumed run continued."""
-        self._undo(id for id in transitions.released or () if id in state.groups.live)
-        self._begin()
+        self.begin()
 
-    def on_resume(self, event: RunResumed) -> None:
-        """Count again: a resume changed states of groups without triggers."""
-        self._undo(event.released)
-        self._begin()
+    def begin(self) -> None:
+        """Visit all groups. Call it again after a resume, which changes states of groups without triggers."""
+        counts = Counter(group.state for group in self._state.groups.live.values())
+        self._before = {state: counts[state] - self._net(state) for state in self._live}
+        """Groups by present state, minus what the moves count already."""
+        self._drawn_before = self._state.groups.ledger.drawn
 
     def by_state(self) -> dict[str, int]:
         """Number of groups that have not ended, by state."""
-        drawn = self._state.groups.ledger.drawn - self._drawn_before
-        net = self._transitions.net
-        counts = {state: self._before[state] + net("group", state) for state in self._live}
-        counts["queued"] += drawn
+        counts = {state: self._before[state] + self._net(state) for state in self._live}
+        counts["queued"] += self._state.groups.ledger.drawn - self._drawn_before
         return {state: max(0, count) for state, count in counts.items()}
 
     def by_final_state(self) -> dict[str, int]:
-        """Number of groups by final state, without those that ended after the point where a resumed run continues."""
-        entered = self._transitions.entered
-        released = {state: entered("group", state) - self._undone[state] for state in RELEASED}
-        return {"consumed": self._state.groups.ledger.consumed, **released}
-
-    def _begin(self) -> None:
-        """Groups by present state, minus what `transitions` has counted already."""
-        counts = Counter(group.state for group in self._state.groups.live.values())
-        self._before = {state: counts[state] - self._transitions.net("group", state) for state in self._live}
-        self._drawn_before = self._state.groups.ledger.drawn
-
-    def _undo(self, groups: Iterable[GroupId]) -> None:
-        """Take back the end of these groups. If they ended before the snapshot at which the replay began, their final
-        state is unknown: the sum is exact, and the most frequent state is assumed."""
-        known, undone = self._transitions.released or {}, self._undone
-        for id in groups:
-            if id in known:
-                undone[known[id]] += 1
-        counts = {state: self._transitions.entered("group", state) - undone[state] for state in RELEASED}
-        rest = sum(counts.values()) - self._state.groups.ledger.released
+        """Number of groups by final state, without those that ended after the point where a resumed run continues.
+        Which states those had is not known: their number is, and the most frequent state is assumed."""
+        moves, ledger = self._state.moves, self._state.groups.ledger
+        counts = {state: entered(moves, "group", state) for state in GROUP.terminal if state != "consumed"}
+        undone = sum(counts.values()) - ledger.released
         for state in sorted(counts, key=lambda state: -counts[state]):
-            share = max(0, min(rest, counts[state]))
-            undone[state] += share
-            rest -= share
+            share = max(0, min(undone, counts[state]))
+            counts[state] -= share
+            undone -= share
+        return {"consumed": ledger.consumed, **counts}
+
+    def _net(self, state: str) -> int:
+        """Moves of groups into a state, minus those out of it."""
+        moves = list(self._state.moves.items())
+        return sum(n * ((to == state) - (source == state)) for (name, source, to), n in moves if name == "group")
 
 
 BEHIND = 64
@@ -366,9 +251,10 @@ class OldestGroup:
         self._first = 0
         self._branch = 0
 
-    def started_at(self, branch: int) -> float | None:
-        """When the oldest such group started; None if there is none. `branch`: how often the run has branched."""
+    def started_at(self) -> float | None:
+        """When the oldest such group started; None if there is none."""
         groups, drawn = self._state.groups.live, self._state.groups.ledger.drawn
+        branch = self._state.recoveries["branched"]
         if branch != self._branch:
             self._first, self._branch = 0, branch
         for id in range(self._first, min(drawn, self._first + AT_ONCE)):

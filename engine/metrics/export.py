@@ -20,11 +20,12 @@ from prometheus_client.registry import Collector
 from engine.events import CacheMeasured
 from engine.metrics import names
 from engine.metrics.collector import RunMetrics
-from engine.metrics.counts import Histogram, OldestGroup
+from engine.metrics.counts import Histogram, OldestGroup, entered
 from engine.metrics.health import ALL_CHECKS, run_findings
-from engine.metrics.names import ADMISSION_LIMITS, METRICS, REPLICA_GROUP_ENDS, REPLICA_STATES, Metric
-from engine.metrics.status import undisturbed
+from engine.metrics.names import ADMISSION_LIMITS, METRICS, REPLICA_STATES, REQUESTS, Metric
+from engine.metrics.status import draining_s, replicas_wanted, undisturbed
 from engine.metrics.waits import unrewarded_groups
+from engine.states.machine import Moves, Table
 from engine.states.process import KINDS, PROCESS, Process
 from engine.states.replica import Replica
 
@@ -67,7 +68,6 @@ class Exporter(Collector):
         )
 
     def collect(self) -> Iterator[Family]:
-        self._metrics.catch_up()
         for metric in METRICS:
             if metric.kind == "histogram":
                 yield self._histogram(metric)
@@ -93,8 +93,8 @@ class Exporter(Collector):
         family = HistogramMetricFamily(metric.family, metric.help, labels=list(metric.labels))
         for labels, histogram in self._histograms(metric):
             buckets = [
-                (bound, count) if whose is None else (bound, count, Exemplar({"group": str(whose[1])}, whose[0]))
-                for bound, count, whose in histogram.cumulative()
+                (bound, count) if example is None else (bound, count, Exemplar({"group": str(example[1])}, example[0]))
+                for bound, count, example in histogram.cumulative()
             ]
             family.add_metric(list(labels), buckets=buckets, sum_value=histogram.total)
         return family
@@ -102,7 +102,7 @@ class Exporter(Collector):
     def _histograms(self, metric: Metric) -> Iterable[tuple[tuple[str, ...], Histogram]]:
         m = self._metrics
         alone = {
-            names.STALENESS.name: m.staleness,
+            names.STALENESS.name: m.trained.staleness,
             names.RESPONSE_TOKENS.name: m.generated.response_tokens,
             names.GROUP_SECONDS.name: m.generated.seconds,
             names.DECISION_SECONDS.name: m.decision_s,
@@ -123,7 +123,7 @@ class Exporter(Collector):
         m, state, idle = self._metrics, self._metrics.state, self._metrics.idle
         return {
             names.GROUPS.name: lambda: _labelled(m.groups.by_state()),
-            names.GROUPS_ENDED.name: lambda: [((s,), m.transitions.entered("group", s)) for s in names.GROUP.terminal],
+            names.GROUPS_ENDED.name: lambda: _entered(state.moves, names.GROUP),
             names.GROUPS_RUNNING.name: lambda: _one(state.groups.ledger.running),
             names.CAPACITY.name: lambda: _labelled(dict(zip(("workers", "staleness"), idle.capacity, strict=True))),
             names.ADMISSION_LIMIT.name: lambda: _one_hot(ADMISSION_LIMITS, idle.admission_limit),
@@ -131,14 +131,14 @@ class Exporter(Collector):
             names.MAX_GROUPS.name: lambda: _one(state.limits.max_concurrent_groups),
             names.BATCH_SIZE.name: lambda: _one(state.limits.train_batch_size),
             names.SLOTS.name: lambda: _labelled(idle.split),
-            names.STEP_STALENESS.name: lambda: _labelled(_spread(m.step_staleness)),
+            names.STEP_STALENESS.name: lambda: _labelled(_spread(m.trained.newest)),
             names.DEADLINE_ROOM.name: self._deadline_room,
             names.OLDEST_GROUP_AGE.name: self._oldest_group_age,
             names.STEPS.name: lambda: _one(state.training.steps_trained),
             names.STEP_AGE.name: lambda: _one(max(0.0, self._now() - m.finished_at)),
-            names.TOKENS_GENERATED.name: lambda: _one(m.tokens_generated),
-            names.TOKENS_TRAINED.name: lambda: _one(m.tokens_trained),
-            names.TRANSITIONS.name: lambda: list(m.transitions.count.items()),
+            names.TOKENS_GENERATED.name: lambda: _one(m.generated.tokens),
+            names.TOKENS_TRAINED.name: lambda: _one(m.trained.tokens),
+            names.TRANSITIONS.name: lambda: list(state.moves.items()),
             names.WEIGHTS_VERSION.name: lambda: _one(state.training.latest_version),
             names.ROLLOUT_BUSY.name: lambda: _one(idle.rollout_busy_s),
             names.ROLLOUT_IDLE.name: lambda: _labelled(idle.rollout_idle_s),
@@ -168,32 +168,29 @@ class Exporter(Collector):
             names.ACCURACY_STEPS.name: lambda: [((), steps) for steps, _ in m.accuracies[-1:]],
             names.VALIDATION_VERSION.name: lambda: [((), row["version"]) for row in m.reported()[-1:]],
             names.VALIDATIONS.name: lambda: _labelled(m.validations_by_state()),
-            names.VALIDATIONS_ENDED.name: lambda: [
-                ((s,), m.transitions.entered("validation", s)) for s in names.VALIDATION.terminal
-            ],
+            names.VALIDATIONS_ENDED.name: lambda: _entered(state.moves, names.VALIDATION),
             names.VALIDATION_ROWS.name: lambda: _one(m.rows_measured),
             names.UPTIME.name: lambda: _one(self._now()),
         }
 
     def _of_progress(self) -> dict[str, Read]:
-        m, state, progress = self._metrics, self._metrics.state, self._metrics.progress
+        m, state = self._metrics, self._metrics.state
         return {
             names.SILENCE.name: lambda: _one(max(0.0, self._now() - m.at)),
-            names.RECOVERIES.name: lambda: _labelled(progress.recoveries),
-            names.REQUESTS_TAKEN.name: lambda: _labelled(progress.requests),
-            names.DRAINING.name: lambda: _one(progress.draining_s(self._now())),
-            names.PARKED.name: lambda: _labelled(progress.parked),
+            names.RECOVERIES.name: lambda: _labelled(state.recoveries),
+            names.REQUESTS_TAKEN.name: lambda: [((label,), m.requests(kind)) for kind, label in REQUESTS.items()],
+            names.DRAINING.name: lambda: _one(draining_s(state, self._now())),
+            names.PARKED.name: lambda: _labelled(m.parked),
             names.POLICY_ERRORS.name: lambda: _one(state.policies.errors),
-            names.REPLICAS_WANTED.name: lambda: _one(progress.replicas_wanted),
+            names.REPLICAS_WANTED.name: lambda: _one(replicas_wanted(state)),
             names.BATCHES_KEPT.name: lambda: _one(len(state.checkpoints.stored_batches)),
-            names.CHECKPOINT_AGE.name: lambda: _one(max(0.0, self._now() - progress.checkpoint_at)),
-            names.CHECKPOINT_STEPS.name: lambda: _one(progress.checkpoint_steps),
+            names.CHECKPOINT_AGE.name: lambda: _one(max(0.0, self._now() - m.checkpoint_at)),
+            names.CHECKPOINT_STEPS.name: lambda: _one(state.checkpoints.newest),
             names.CHECKPOINT_EVERY.name: lambda: _one(state.limits.checkpoint_every),
         }
 
     def _of_replicas(self) -> dict[str, Read]:
-        states, state, figures = REPLICA_STATES, self._metrics.state, self._metrics.replicas.of
-        modes, ends = names.SYNC_MODES, REPLICA_GROUP_ENDS
+        states, state, counts = REPLICA_STATES, self._metrics.state, self._metrics.replicas
 
         def each(figure: Callable[[Replica], float]) -> Read:
             """Reads a figure of each replica that is up."""
@@ -212,7 +209,16 @@ class Exporter(Collector):
             return each(lambda r: r in found)()
 
         def known() -> list[Replica]:
-            return [r for r in list(state.replicas.by_id.values()) if not r.process.dismissed]
+            return [r for r in ever() if not r.process.dismissed]
+
+        def ever() -> list[Replica]:
+            """All replicas, lost ones included."""
+            return list(state.replicas.by_id.values())
+
+        def group_ends() -> Samples:
+            for r in ever():
+                ends = {"generated": r.generated, "aborted": counts.aborted[r.id], "failed": counts.failed[r.id]}
+                yield from [((str(r.id), end), count) for end, count in ends.items()]
 
         def by_state() -> Samples:
             now = [r.condition for r in known()]
@@ -228,13 +234,11 @@ class Exporter(Collector):
             names.REPLICA_SLOTS.name: slots,
             names.REPLICA_LIMIT.name: each(lambda r: r.limit),
             names.REPLICA_CACHE.name: caches,
-            names.REPLICA_TOKENS.name: lambda: [((str(id),), f.tokens) for id, f in list(figures.items())],
-            names.REPLICA_RESUMED.name: lambda: [((str(id),), f.resumed) for id, f in list(figures.items())],
-            names.REPLICA_GROUPS.name: lambda: [
-                ((str(id), end), f.ended[end]) for id, f in list(figures.items()) for end in ends
-            ],
+            names.REPLICA_TOKENS.name: lambda: [((str(r.id),), r.tokens) for r in ever()],
+            names.REPLICA_RESUMED.name: lambda: [((str(r.id),), counts.resumed[r.id]) for r in ever()],
+            names.REPLICA_GROUPS.name: group_ends,
             names.REPLICA_PAUSE.name: lambda: [
-                ((str(id), mode), f.pause_s[mode]) for id, f in list(figures.items()) for mode in modes
+                ((str(r.id), mode), pauses.get(r.id, 0.0)) for r in ever() for mode, pauses in counts.pause_s.items()
             ],
         }
 
@@ -311,7 +315,7 @@ class Exporter(Collector):
         ]
 
     def _oldest_group_age(self) -> Samples:
-        started_at = self._oldest.started_at(self._metrics.progress.recoveries["branched"])
+        started_at = self._oldest.started_at()
         return _one(0.0 if started_at is None else max(0.0, self._now() - started_at))
 
 
@@ -320,6 +324,11 @@ def registry(metrics: RunMetrics, around: ExternalFigures | None = None) -> Coll
     own = CollectorRegistry(auto_describe=False)
     own.register(Exporter(metrics, around))
     return own
+
+
+def _entered(moves: Moves, table: Table) -> Samples:
+    """How many records reached each final state."""
+    return [((state,), entered(moves, table.name, state)) for state in table.terminal]
 
 
 def _one(value: float) -> Samples:

@@ -1,135 +1,117 @@
 """Splits the time of slots and of the trainer into busy and idle, by cause.
 
 Used by `collector.RunMetrics`. Nothing changes between two ticks, so the split after one tick holds until the next.
-Sums are updated only when the split changes.
+Sums grow from tick to tick.
 """
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from engine.ids import ReplicaId, Version
 from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES, TRAINER_TASKS
 from engine.metrics.waits import agent_groups, unrewarded_groups
-from engine.states.limits import Limits
-from engine.states.machine import Phase
 from engine.states.pool import ROLLOUT
 from engine.states.process import TRAINER
 from engine.states.replica import Replica
 from engine.states.state import State
 
-FROZEN_STATES = ("installing",)
-"""States in which a replica samples nothing."""
-DOWN_STATES = ("down",)
-RUNNING, PARKED, READY = int(Phase.RUNNING), int(Phase.PARKED), int(Phase.READY)
-NEVER = 1 << 62
-"""More groups than any run has."""
-NONE = (0, 0, 0, 0)
+IDLE_CAUSES = {"yielding": "pool", "asleep": "pool", "draining": "draining", "drained": "draining"}
+"""Why the free slots of a replica are idle, by its state. In other states but ready, it syncs weights."""
 
 
-Split = tuple[int, tuple[tuple[str, int], ...], str, str | None, str]
-"""A split: busy slots, or slots idle for the cause named third; (cause, slots) of the others; the trainer's task; its
-idle cause if it has no task."""
-NOTHING: Split = (0, (), "starting", None, "starting")
+class Split(NamedTuple):
+    """What slots and trainer do, but for the number of busy slots."""
+
+    most: int = 0
+    """Slots that are busy, or idle for `cause`."""
+    away: tuple[tuple[str, int], ...] = ()
+    """(cause, slots) of those that are idle for other causes."""
+    cause: str = "starting"
+    task: str | None = None
+    """The trainer's task."""
+    trainer_cause: str = "starting"
+    """Why the trainer is idle, if it has no task."""
 
 
 class Period:
-    """A period in which only the number of busy slots changes, with the sums at its beginning. Immutable."""
+    """The time since an event, in which slots and trainer do the same, with the sums until then. Immutable."""
 
-    __slots__ = ("at", "busy_s", "idle_s", "split", "trainer_busy_s", "trainer_idle_s")
+    __slots__ = ("at", "busy", "busy_s", "frozen", "idle_s", "split", "trainer_busy_s", "trainer_idle_s")
 
-    def __init__(self, at: float, split: Split, before: "Period | None" = None, busy_s: float = 0.0) -> None:
-        """`before`: the period that ends at `at`, and its busy slot seconds until then."""
-        self.at = at
-        self.split = split
-        self.busy_s = busy_s
+    def __init__(self, at: float, split: Split, busy: int, frozen: int, before: "Period | None" = None) -> None:
+        """`busy`, `frozen`: slots whose groups are generated, and whose groups are frozen while weights are swapped.
+        `before`: the period that ends at `at`."""
+        self.at, self.split, self.busy, self.frozen = at, split, busy, frozen
         if before is None:
+            self.busy_s = 0.0
             self.idle_s = dict.fromkeys(ROLLOUT_IDLE_CAUSES, 0.0)
             self.trainer_busy_s = dict.fromkeys(TRAINER_TASKS, 0.0)
             self.trainer_idle_s = dict.fromkeys(TRAINER_IDLE_CAUSES, 0.0)
             return
-        self.idle_s, self.trainer_busy_s = before.idle_s, before.trainer_busy_s
-        self.trainer_idle_s = before.trainer_idle_s
-        seconds = at - before.at
-        if seconds <= 0:
-            return
-        most, away, cause, task, trainer_cause = before.split
-        free_s = most * seconds - (busy_s - before.busy_s)
-        if away or free_s > 0:
-            self.idle_s = self.idle_s.copy()
-            for name, slots in away:
-                self.idle_s[name] += slots * seconds
-            self.idle_s[cause] += max(0.0, free_s)
-        if task is not None:
-            self.trainer_busy_s = self.trainer_busy_s.copy()
-            self.trainer_busy_s[task] += seconds
-        else:
-            self.trainer_idle_s = self.trainer_idle_s.copy()
-            self.trainer_idle_s[trainer_cause] += seconds
+        seconds, (most, away, cause, task, trainer_cause) = at - before.at, before.split
+        self.busy_s = before.busy_s + before.busy * seconds
+        idle = [(cause, most - before.busy), *away]
+        self.idle_s = _added(before.idle_s, [(name, slots * seconds) for name, slots in idle if slots > 0])
+        self.trainer_busy_s = _added(before.trainer_busy_s, [(task, seconds)] if task else [])
+        self.trainer_idle_s = _added(before.trainer_idle_s, [] if task else [(trainer_cause, seconds)])
+
+
+def _added(sums: dict[str, float], more: Sequence[tuple[str, float]]) -> dict[str, float]:
+    if not more:
+        return sums
+    sums = sums.copy()
+    for name, seconds in more:
+        sums[name] += seconds
+    return sums
 
 
 class IdleTime:
     """Seconds by cause until the newest event. `measure` determines the split from that event on.
 
-    Safe to read from any thread: `at`, `_now` and `_period` are written and read in this order, so no sum ever
-    decreases.
+    Safe to read from any thread: `at` is written before `period` and read before it, so no sum ever decreases.
     """
 
     def __init__(self, state: State) -> None:
         self.at = 0.0
         """Time of the newest event, seconds since the run began."""
-        self.frozen = 0
-        """Slots whose group is frozen while weights are swapped."""
+        self.period: Period | None = None
+        """None before the first event: time before it is not counted."""
         self.slots = 0
         """Slots of replicas that are up."""
         self.rollout_cause = "starting"
         """Why free slots of ready replicas are idle, if there are any."""
         self.trainer_task: str | None = None
         self.trainer_cause = "starting"
-        self._now = (0.0, 0, 0.0)
-        """(time, number of busy slots since then, busy slot seconds before)."""
-        self._period: Period | None = None
-        """None before the first event: time before it is not counted."""
         self._state = state
         self._slots_of: dict[ReplicaId, int] = {}
         """Number of slots of each replica that is up."""
-        self._not_ready: dict[ReplicaId, Replica] = {}
-        """Replicas that are up, in a state in which no group starts."""
         self._ready: dict[ReplicaId, Version] = {}
-        """Weights versions of the other replicas."""
-        self._counted: dict[ReplicaId, tuple[int, int, int, int]] = {}
-        """For each replica that is not ready: slots that are frozen, syncing, asleep and draining."""
-        self._swapping = self._asleep = self._leaving = 0
-        self._unrewarded = 0
-        """Free slots of ready replicas whose groups wait for rewards."""
-        self.in_agents = 0
-        """Slots whose groups wait for agents or environments: they are busy, and the model has nothing to do."""
+        """Weights versions of those in which groups start."""
+        self._away: dict[ReplicaId, Replica] = {}
+        """The others."""
         self._agents_of: dict[ReplicaId, int] = {}
-        """Groups of each replica that wait for them, by its newest report."""
-        self._most = 0
-        self._measuring = 0
-        """Slots that validation rows hold instead of groups."""
-        self._known: tuple[Limits, int, Version] | None = None
-        """The inputs of the next four figures."""
-        self._batch = self._workers = self._last = self._places = self._batched = 0
-        for replica in state.replicas.by_id.values():
-            self.replica_changed(replica)
+        """Groups of each replica that wait for agents or environments, by its newest report."""
+        self._newest: Version = 0
+        """The newest version on a replica in which groups start; if there is none, on any replica that is up."""
+        self.replicas_changed(state.replicas.by_id.values())
 
-    def replica_changed(self, replica: Replica) -> None:
-        """Call it after a replica changed its state, slots or version."""
-        if replica.validator:
-            return
-        id, is_up, is_ready = replica.id, replica.state not in DOWN_STATES, replica.state == "ready"
-        away = is_up and not is_ready
-        self.slots += (replica.slots if is_up else 0) - self._slots_of.pop(id, 0)
-        if is_up:
-            self._slots_of[id] = replica.slots
-        if is_ready:  # it enters before it leaves: another thread may look meanwhile
-            self._ready[id] = replica.version
-        elif away:
-            self._not_ready[id] = replica
-        if not is_ready:
+    def replicas_changed(self, replicas: Iterable[Replica]) -> None:
+        """Call it after replicas changed their states, slots or versions."""
+        for replica in replicas:
+            if replica.validator:
+                continue
+            id, slots = replica.id, replica.slots if replica.state != "down" else 0
+            self.slots += slots - self._slots_of.pop(id, 0)
             self._ready.pop(id, None)
-        if not away:
-            self._not_ready.pop(id, None)
-        self._count_away(replica, self._state.replicas.occupied(replica))
-        self.calls_measured(replica)
+            self._away.pop(id, None)
+            if replica.state != "down":
+                self._slots_of[id] = slots
+            if replica.state == "ready":
+                self._ready[id] = replica.version
+            elif replica.state != "down":
+                self._away[id] = replica
+            self.calls_measured(replica)
+        self._newest = max(self._ready.values() or [replica.version for replica in self._away.values()], default=0)
 
     def calls_measured(self, replica: Replica) -> None:
         """Call it after a replica reported its calls of the user's functions."""
@@ -137,63 +119,46 @@ class IdleTime:
         if replica.id in self._slots_of and (groups := agent_groups(replica.process)):
             self._agents_of[replica.id] = groups
 
-    def _count_away(self, replica: Replica, held: int) -> None:
-        """Count the slots of a replica that is not ready by what they do. Does not count a replica that is ready or
-        down."""
-        before = self._counted.pop(replica.id, NONE)
-        now = NONE
-        if replica.id in self._not_ready:
-            free = replica.slots - held
-            if replica.state in FROZEN_STATES:
-                now = (held, replica.slots, 0, 0)
-            elif replica.state in ("yielding", "asleep"):
-                now = (0, 0, free, 0)
-            elif replica.state in ("draining", "drained"):
-                now = (0, 0, 0, free)
-            else:
-                now = (0, free, 0, 0)
-            self._counted[replica.id] = now
-        if now != before:
-            self.frozen += now[0] - before[0]
-            self._swapping += now[1] - before[1]
-            self._asleep += now[2] - before[2]
-            self._leaving += now[3] - before[3]
+    @property
+    def in_agents(self) -> int:
+        """Slots whose groups wait for agents or environments: they are busy, and the model has nothing to do."""
+        return 0 if self.period is None else dict(self.period.split.away).get("agent", 0)
 
     @property
     def busy(self) -> int:
         """Slots taken by groups that are generated now."""
-        return self._now[1] + self.in_agents
-
-    def _bound(self, count: list[int]) -> str:
-        """The bound that prevents the next group from starting on a ready replica; empty if none does."""
-        running = count[RUNNING]
-        held = running + count[PARKED] + count[READY] + self._batched
-        if held >= self._last:
-            return "run_ending"
-        if running >= self._workers:
-            return "worker_bound"
-        return "staleness_bound" if held >= self._places else ""
+        return self.split["busy"]
 
     def measure(self) -> None:
         """Determine the split from the newest tick on."""
         state = self._state
-        self._remember(state)
-        beside = bool(state.validations.out) and not state.limits.validators()
-        self._measuring = state.validations.out if beside else 0
-        for replica in self._not_ready.values():
-            self._count_away(replica, self._state.replicas.occupied(replica))
-        busy = state.groups.ledger.running - state.replicas.freed + self._measuring - self.frozen
-        self.in_agents = min(busy, sum(self._agents_of.values())) if self._agents_of else 0
-        busy -= self.in_agents
-        self._most = self.slots - self._swapping - self._asleep - self._leaving - self.in_agents
+        beside = 0 if state.limits.validators() else state.validations.out
+        away, frozen = self._slots_away()
+        busy = state.groups.ledger.running - state.replicas.freed + beside - frozen
+        in_agents = min(busy, sum(self._agents_of.values())) if self._agents_of else 0
+        busy -= in_agents
         self._measure_trainer()
-        if busy < self._most:
+        most = self.slots - sum(away.values()) - in_agents
+        if busy < most:
             self.rollout_cause = self._why_slots_are_free()
-            self._unrewarded = min(self._most - busy, self._held_by_rewards())
-            self._most -= self._unrewarded
-        else:
-            self._unrewarded = 0
-        self._note(busy)
+            away["reward"] = min(most - busy, self._held_by_rewards())
+            most -= away["reward"]
+        away["agent"] = in_agents
+        found = tuple([part for part in away.items() if part[1] > 0])
+        split = Split(most, found, self.rollout_cause, self.trainer_task, self.trainer_cause)
+        self.period = Period(self.at, split, busy, frozen, self.period)
+
+    def _slots_away(self) -> tuple[dict[str, int], int]:
+        """Slots of replicas that are not ready: by why they are idle, and how many of them are frozen."""
+        away, frozen = dict.fromkeys(("weight_sync", "pool", "draining"), 0), 0
+        for replica in self._away.values():
+            held = self._state.replicas.occupied(replica)
+            if replica.state == "installing":
+                frozen += held
+                away["weight_sync"] += replica.slots
+            else:
+                away[IDLE_CAUSES.get(replica.state, "weight_sync")] += replica.slots - held
+        return away, frozen
 
     def _held_by_rewards(self) -> int:
         """Number of slots that are free only because rewards are not computed: a group that waits for one holds a place
@@ -206,53 +171,16 @@ class IdleTime:
             return 0
         if self.trainer_cause not in ("waiting_for_groups", "waiting_for_stragglers"):
             return 0
-        return groups + ready if groups + ready >= self._batch else groups
-
-    def _remember(self, state: State) -> None:
-        """Cache figures that changes of groups alone do not change."""
-        limits, steps = state.limits, state.training.steps_batched
-        known = (limits, steps, self._newest_installed())
-        if known == self._known:
-            return
-        self._known = known
-        self._batch, self._workers = limits.train_batch_size, limits.max_concurrent_groups
-        self._batched = self._batch * steps
-        self._last = NEVER if limits.max_steps is None else limits.max_steps * self._batch
-        self._places = state.places(known[2])
-
-    def _note(self, busy: int) -> None:
-        """Store the present split if it differs from the last one."""
-        since, before, seconds = self._now
-        at = self.at
-        seconds += before * (at - since)
-        self._now = (at, busy, seconds)
-        period = self._period
-        away: tuple[tuple[str, int], ...] = ()
-        if self._not_ready or self._unrewarded or self.in_agents:
-            found = (
-                ("weight_sync", self._swapping), ("pool", self._asleep), ("draining", self._leaving),
-                ("reward", self._unrewarded), ("agent", self.in_agents),
-            )  # fmt: skip
-            away = tuple([part for part in found if part[1] > 0])
-        split = (self._most, away, self.rollout_cause, self.trainer_task, self.trainer_cause)
-        if period is None or period.split != split:
-            self._period = Period(at, split, period, seconds if period is not None else 0.0)
-
-    @property
-    def period(self) -> Period | None:
-        """The period that the newest event is in; None before the first event."""
-        return self._period
+        return groups + ready if groups + ready >= state.limits.train_batch_size else groups
 
     @property
     def sums(self) -> Period:
         """Seconds by cause until the newest event."""
         at = self.at  # first: see the class
-        since, busy, seconds = self._now
-        period = self._period
+        period = self.period
         if period is None:
-            return Period(at, NOTHING)
-        at = max(at, since)
-        return period if period.at >= at else Period(at, period.split, period, seconds + busy * (at - since))
+            return Period(at, Split(), 0, 0)
+        return period if period.at >= at else Period(at, period.split, period.busy, period.frozen, period)
 
     @property
     def rollout_busy_s(self) -> float:
@@ -275,35 +203,32 @@ class IdleTime:
         """Groups that may still start: under K, and under the staleness bound at the newest installed version."""
         state = self._state
         workers = state.limits.max_concurrent_groups - state.groups.ledger.running
-        return max(0, workers), max(0, state.places(self._newest_installed()) - state.held)
-
-    def _newest_installed(self) -> Version:
-        """The newest version on a replica that can start groups; if there is none, on any replica that is up."""
-        ready = list(self._ready.values())  # a copy: the run may change the dict while another thread reads it
-        return max(ready or [replica.version for replica in list(self._not_ready.values())], default=0)
+        return max(0, workers), max(0, state.places(self._newest) - state.held)
 
     @property
     def split(self) -> dict[str, int]:
         """Number of slots of replicas that are up, by what they do."""
-        free = max(0, self.slots - self.busy - self.frozen)
-        return {"busy": self.busy, "frozen": self.frozen, "free": free}
+        period = self.period or Period(self.at, Split(), 0, 0)
+        busy = period.busy + dict(period.split.away).get("agent", 0)
+        return {"busy": busy, "frozen": period.frozen, "free": max(0, self.slots - busy - period.frozen)}
 
     @property
     def admission_limit(self) -> str:
         """What prevents the next group from starting: one of `names.ADMISSION_LIMITS`."""
-        if self._state.started and not self.slots:
+        state, period = self._state, self.period
+        if state.started and not self.slots:
             return "no_replica"
-        if self._state.ending.draining:
+        if state.ending.draining:
             return "draining"
-        if self._unrewarded:
-            return "reward"
-        if self._now[1] < self._most:
+        if period is None:
             return self.rollout_cause
-        if self._leaving:
-            return "draining"
-        if self._asleep:
-            return "pool"
-        return "weight_sync" if self._swapping else "slots_full" if self.slots else self.rollout_cause
+        away = dict(period.split.away)
+        if "reward" in away:
+            return "reward"
+        if period.busy < period.split.most:
+            return period.split.cause
+        named = next((cause for cause in ("draining", "pool", "weight_sync") if cause in away), "")
+        return named or ("slots_full" if self.slots else self.rollout_cause)
 
     def _why_slots_are_free(self) -> str:
         state, ledger, replicas = self._state, self._state.groups.ledger, self._state.replicas
@@ -311,7 +236,7 @@ class IdleTime:
             return "starting"
         if state.ending.draining:
             return "draining"
-        bound = self._bound(ledger.count)
+        bound = self._bound()
         if bound:
             return bound
         limited = any(map(replicas.is_limited, replicas.rollouts)) if ledger.waiting or ledger.parked else False
@@ -322,6 +247,15 @@ class IdleTime:
         if ledger.parked:
             return "waiting_for_weights"
         return "no_prompts" if state.no_more_prompts else "waiting_for_prompts"
+
+    def _bound(self) -> str:
+        """The bound that prevents the next group from starting on a ready replica; empty if none does."""
+        state, limits = self._state, self._state.limits
+        if limits.max_steps is not None and state.held >= limits.max_steps * limits.train_batch_size:
+            return "run_ending"
+        if state.groups.ledger.running >= limits.max_concurrent_groups:
+            return "worker_bound"
+        return "staleness_bound" if state.held >= state.places(self._newest) else ""
 
     def _measure_trainer(self) -> None:
         state, ledger = self._state, self._state.groups.ledger

@@ -1,6 +1,6 @@
 """95 % confidence intervals of the figures of a validation.
 
-`transitions` calls it when a validation ends. Responses to one prompt are alike, so prompts are what is counted as
+`collector` calls it when a validation ends. Responses to one prompt are alike, so prompts are what is counted as
 independent (Miller, Adding Error Bars to Evals, arXiv 2411.00640). The interval of a share is Wilson's (1927) with the
 effective sample size p·(1 - p) / SE², SE² being the variance between prompts over their number (Korn and Graubard,
 1998). Unlike mean ± 1.96·SE, it stays within 0 and 1 and has a width where every prompt is right. The interval of a

@@ -24,9 +24,9 @@ from engine.commands import TrainStep
 from engine.errors import FULL, ConfigError, StorageFull
 from engine.events import RunResumed
 from engine.ids import GroupId, StepId
+from engine.metrics.counts import group_counts
 from engine.metrics.health import START, WINDOW
 from engine.metrics.intervals import Estimate
-from engine.metrics.transitions import Transitions
 from engine.record.files import open_private, private_opener
 from engine.record.frames import Tick
 from engine.states.group import Group
@@ -381,31 +381,36 @@ class StepRows:
 
 
 class ReplayedRows:
-    """Rebuilds rows of the steps that are open at the end of a record, so that a resumed run can write them."""
+    """Rebuilds rows of the steps that are open at the end of a record, so that a resumed run can write them.
 
-    def __init__(self, transitions: Transitions) -> None:
+    During the replay, `note` must be called after each change of state, and `watch` after each tick.
+    """
+
+    def __init__(self) -> None:
         self.rows = StepRows(lambda row: None)
-        self.transitions = transitions
+        self._moves: list[tuple[StepId, str]] = []
+        """(step, new state) of each step that changed in this tick."""
         self._begun = False
 
+    def note(self, machine: str, record: Any, source: str, trigger: str) -> None:
+        if machine == "step":
+            self._moves.append((record.id, record.state))
+
     def watch(self, tick: Tick, state: State) -> None:
-        """Take the next tick of a replay. Call this for each one, in order."""
         if not self._begun:
-            self._begin()
-        for event in tick.events:
-            self.transitions.note_event(event)
-        for step, entered in self.transitions.steps:
+            self._begin(state)
+        for step, entered in self._moves:
             self.rows.changed(step, entered, tick.at)
             if entered == "finished":
-                self.rows.finished(step, state.training.latest_version, tick.at, self.transitions.group_counts())
+                self.rows.finished(step, state.training.latest_version, tick.at, group_counts(state))
                 self.rows.flush()  # an earlier process has written this row
-        self.transitions.steps.clear()
+        self._moves.clear()
         if any(isinstance(event, RunResumed) and not event.kept for event in tick.events):
-            self._begin()
+            self._begin(state)
         for command in tick.commands:
             if type(command) is TrainStep:
                 groups = [state.groups.live[id] for id in command.groups if id in state.groups.live]
                 self.rows.formed(command.step, groups, command.staleness)
 
-    def _begin(self) -> None:
-        self.rows, self._begun = StepRows(lambda row: None, self.transitions.group_counts()), True
+    def _begin(self, state: State) -> None:
+        self.rows, self._begun = StepRows(lambda row: None, group_counts(state)), True

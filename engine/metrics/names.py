@@ -14,6 +14,7 @@ from engine.states.group import GROUP
 from engine.states.limits import SYNC_MODES
 from engine.states.process import KINDS, PROCESS
 from engine.states.replica import REPLICA
+from engine.states.state import RECOVERY_KINDS
 from engine.states.validation import VALIDATION
 
 # -- label values and buckets ------------------------------------------------------------------------------------------
@@ -78,10 +79,6 @@ RETRY_CAUSES = (
     "validation",
     "draw",
 )
-
-RECOVERY_KINDS = ("resumed", "branched", "scheduler")
-"""How a run recovered: new processes continued and lost no train step; new processes continued from a checkpoint and
-repeated the later steps; a new scheduler process took over the running actors."""
 
 REQUESTS: dict[type[Event], str] = {
     StopRequested: "stop",

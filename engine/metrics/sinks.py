@@ -290,6 +290,7 @@ class RowWriter:
     """Writes each row to `metrics.jsonl` first, then to the sinks."""
 
     def __init__(self, journal: Journal, sinks: Sequence[Sink]) -> None:
+        self.path = journal.path
         self._journal = journal
         self.sinks = sinks
 

@@ -157,8 +157,8 @@ T = TypeVar("T")
 def read_status(metrics: RunMetrics, now: float | None = None) -> Status:
     """The snapshot of a run. `now`: seconds since it began; by default the time of the newest event."""
     now = metrics.at if now is None else max(now, metrics.at)
-    state, idle, staleness = metrics.state, metrics.idle, metrics.staleness
-    rewards, limits, progress, outcome = metrics.rewards, state.limits, metrics.progress, state.ending.outcome
+    state, idle, staleness = metrics.state, metrics.idle, metrics.trained.range
+    rewards, limits, outcome = metrics.rewards, state.limits, state.ending.outcome
     return Status(
         outcome=None if outcome is None else outcome.outcome,
         reason="" if outcome is None else outcome.reason,
@@ -171,9 +171,9 @@ def read_status(metrics: RunMetrics, now: float | None = None) -> Status:
         rewards=tuple(rewards[-SPARK_STEPS:]),
         reward_first=rewards[0] if rewards else None,
         accuracies=tuple(metrics.accuracies),
-        staleness_min=staleness.smallest,
-        staleness_mean=staleness.mean,
-        staleness_max=staleness.largest,
+        staleness_min=staleness[0] if staleness else None,
+        staleness_mean=metrics.trained.mean,
+        staleness_max=staleness[1] if staleness else None,
         max_staleness_steps=limits.max_staleness_steps,
         slots_busy=idle.busy,
         slots=idle.slots,
@@ -190,9 +190,9 @@ def read_status(metrics: RunMetrics, now: float | None = None) -> Status:
         groups_ended=metrics.groups.by_final_state(),
         failures={cause: n for cause, n in {**metrics.retries, "policy": state.policies.errors}.items() if n},
         last_failure=metrics.last_failure or state.policies.last_error,
-        tokens_generated=metrics.tokens_generated,
-        tokens_trained=metrics.tokens_trained,
-        tokens_per_s=metrics.tokens_per_s(now),
+        tokens_generated=metrics.generated.tokens,
+        tokens_trained=metrics.trained.tokens,
+        tokens_per_s=metrics.generated.tokens_per_s(now),
         rollout_idle_share=idle.rollout_idle_share,
         trainer_idle_share=idle.trainer_idle_share,
         rollout_idle_s={cause: s for cause, s in idle.rollout_idle_s.items() if s > 0},
@@ -201,15 +201,15 @@ def read_status(metrics: RunMetrics, now: float | None = None) -> Status:
         rollout_now=_rollout_now(metrics),
         validation_now=_validation_now(state),
         validations=tuple(metrics.validations[metrics.validations_before :][-SPARK_STEPS:]),
-        draining_s=progress.draining_s(now),
+        draining_s=draining_s(state, now),
         draining=state.ending.draining,
-        replicas_wanted=progress.replicas_wanted,
-        replicas_slow=tuple(progress.slow),
+        replicas_wanted=replicas_wanted(state),
+        replicas_slow=tuple(sorted(r.id for r in state.replicas.slow(limits.straggler_factor))),
         silent_s=max(0.0, now - metrics.at),
-        checkpoint_steps=progress.checkpoint_steps,
-        checkpoint_age_s=max(0.0, now - progress.checkpoint_at),
+        checkpoint_steps=state.checkpoints.newest,
+        checkpoint_age_s=max(0.0, now - metrics.checkpoint_at),
         checkpoint_every=limits.checkpoint_every,
-        recoveries={kind: times for kind, times in progress.recoveries.items() if times},
+        recoveries={kind: times for kind, times in state.recoveries.items() if times},
         settings=dict(state.settings),
         events=sum(metrics.events.values()),
         recent=tuple(metrics.steps.recent),
@@ -219,6 +219,16 @@ def read_status(metrics: RunMetrics, now: float | None = None) -> Status:
         calls_now=_calls_now(metrics),
         drained=outcome is not None and outcome.drained,
     )
+
+
+def draining_s(state: State, now: float) -> float:
+    """Seconds since the current drain began; 0 if the run is not draining."""
+    return max(0.0, now - state.ending.draining_since) if state.ending.draining else 0.0
+
+
+def replicas_wanted(state: State) -> int:
+    """Number of generating replicas that the run should have, including those that are down."""
+    return sum(replica.process.wanted for replica in state.replicas.rollouts)
 
 
 def _replica_fields(state: State) -> dict[str, Any]:

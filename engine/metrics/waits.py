@@ -37,7 +37,7 @@ from engine.commands import (
 )
 from engine.errors import counted
 from engine.events import ProcessLost
-from engine.ids import NO_VERSION, GroupId
+from engine.ids import NO_VERSION, GroupId, StepId
 from engine.protocols import SLOTS
 from engine.states.limits import GENERATED
 from engine.states.orders import DATA_SOURCE, DEADLINE, DRAIN, FILL, LIMIT, RELATIONS, TIMERS, Order, owner_text
@@ -45,8 +45,8 @@ from engine.states.process import ADDED_STATES, TRAINER, FunctionCalls, Process
 from engine.states.replica import Replica
 from engine.states.state import State
 
-Since = Mapping[tuple[str, int], float]
-"""When a record entered its current state, by (machine, id), if known: seconds since the run began."""
+Since = Mapping[StepId, float]
+"""When a train step entered its current state, if known: seconds since the run began."""
 GROUPS_NAMED = 3
 REPLICAS_NAMED = 4
 
@@ -424,11 +424,11 @@ def _unordered(state: State, since: Since) -> Iterator[Wait]:
             by = f"step {step.id} on {_groups(len(step.groups))}"
             doing = "waiting for its pool, or for replicas to take the newest weights"
             ends = "ReplicaPaused, WeightsInstalled or BatchScored"
-            yield Wait(by=by, doing=doing, since=since.get(("step", step.id)), ends=ends)
+            yield Wait(by=by, doing=doing, since=since.get(step.id), ends=ends)
     run = state.validations.served
     if run is not None and not run.out:
         left = sum(chunk.count for chunk in run.chunks if not chunk.done)
-        entered = since.get(("validation", run.id), run.started_at if run.started_at >= 0 else run.queued_at)
+        entered = run.started_at if run.started_at >= 0 else run.queued_at
         doing = f"waiting for a replica with version {run.version}"
         detail = f"{counted(left, 'validation row')} {'is' if left == 1 else 'are'} not measured"
         ends = "WeightsInstalled, GroupGenerated or ProcessUp"

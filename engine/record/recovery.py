@@ -20,7 +20,7 @@ from engine.record.reader import Place, Record
 from engine.record.recorder import RecordEnd
 from engine.record.replayer import ReplayReport, build_from_header, build_scheduler, replay
 from engine.record.segment_log import Torn
-from engine.record.snapshots import Books, restore
+from engine.record.snapshots import restore
 from engine.scheduling.scheduler import Scheduler
 from engine.states.checkpoints import Checkpoints, TrainedBatch
 from engine.states.laws import check_all
@@ -35,18 +35,17 @@ class Recovered:
         self,
         record: Record,
         observe: Observer | None = None,
-        books: Books | None = None,
         replayed: Callable[[Tick, State], None] | None = None,
     ) -> None:
-        """`observe`: the scheduler's observer from now on. `books`: the same observer's counts, restored from the
-        snapshot. `replayed`: called with each replayed frame and the state after it.
-        Raises: `RecordError`."""
+        """`observe`: called after each replayed change of a record that is not a group. `replayed`: called with each
+        replayed frame and the state after it. Raises: `RecordError`."""
         self._record = record
         self._replayed_for = replayed
         self.passed_over: list[RecordError] = []
         """Why newer snapshots than the one used could not be used."""
         record.require_index()
-        self.scheduler, begin = self._begin(observe, books)
+        self.scheduler, begin = self._begin()
+        self.scheduler.state.observe(observe, groups=False)
         self.began_at = begin
         """The snapshot that the replay began at; None: the first event."""
         if begin is not None:
@@ -66,15 +65,15 @@ class Recovered:
         """The incomplete bytes that a crash left after the last whole frame, until something is recorded."""
         self._history = _taken_from(self.scheduler)
 
-    def _begin(self, observe: Observer | None, books: Books | None) -> tuple[Scheduler, Place | None]:
+    def _begin(self) -> tuple[Scheduler, Place | None]:
         """The scheduler of the newest usable snapshot, or else of the header."""
         for place in self._record.snapshots():
             found = self._record.snapshot(place)
             try:
-                return restore(found.plain, observe, books), place
+                return restore(found.plain), place
             except CodecError as error:
                 self.passed_over.append(found.error(str(error)))
-        return _first_scheduler(self._record, observe), None
+        return _first_scheduler(self._record), None
 
     @property
     def header(self) -> Header:
@@ -122,7 +121,7 @@ class Recovered:
     def _since(self, steps: int) -> Checkpoints:
         """Which groups ended after `steps` train steps. Replays the whole record if the snapshot does not say."""
         if steps < self._history.floor:
-            scheduler = _first_scheduler(self._record, None)
+            scheduler = _first_scheduler(self._record)
             replay(self._record, build=lambda _: scheduler, compare_snapshots=False)
             self._history = _taken_from(scheduler)
         return self._history
@@ -133,9 +132,9 @@ class Recovered:
             self._replayed_for(frame, self.scheduler.state)
 
 
-def _first_scheduler(record: Record, observe: Observer | None) -> Scheduler:
+def _first_scheduler(record: Record) -> Scheduler:
     """The scheduler of a record's header. It keeps the full history of ended groups. Raises: `RecordError`."""
-    scheduler = build_from_header(record, lambda header: build_scheduler(header, observe))
+    scheduler = build_from_header(record, build_scheduler)
     scheduler.state.checkpoints.keep_all()
     return scheduler
 

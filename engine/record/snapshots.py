@@ -1,6 +1,6 @@
 """Converts the state of a scheduler to plain values and back: the contents of a record's snapshots.
 
-    plain = snapshot(scheduler)              # declarations, limits, policies, the state, its groups, the books
+    plain = snapshot(scheduler)              # declarations, limits, policies, the state, its groups
     scheduler = restore(plain, observe)      # decides exactly as the first would have
 
 Called by the driver, which writes a snapshot every so many events, by `replayer`, which compares them, and by
@@ -18,7 +18,7 @@ from itertools import islice
 from operator import attrgetter
 from struct import error as StructError
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, Protocol, Union, get_args, get_origin
+from typing import Any, NamedTuple, Union, get_args, get_origin
 
 from engine.commands import Command, FinishRun
 from engine.errors import EngineError
@@ -56,33 +56,16 @@ DAMAGED = (
 """Errors that restoring an invalid snapshot may raise."""
 
 
-class Books(Protocol):
-    """What an observer counts over the whole run. Without a snapshot it must count again from the first event."""
-
-    def to_plain(self) -> Plain:
-        """Scalars, and lists and tuples of these."""
-
-    def take(self, plain: Plain) -> None:
-        """Restore the counts, with lists instead of tuples. Raises: `ValueError` or `TypeError`, without a change, for
-        anything that `to_plain` does not return."""
-
-
-def snapshot(scheduler: Scheduler, books: Books | None = None) -> list[Plain]:
+def snapshot(scheduler: Scheduler) -> list[Plain]:
     """A snapshot. Call it between two events. Raises: `CodecError` for a value that it cannot hold."""
-    state = scheduler.state
-    return [
-        declarations(), scheduler.limits.to_plain(), dict(scheduler.policies.names), _form(State).plain(state),
-        None if books is None else books.to_plain(),
-    ]  # fmt: skip
+    tree = _form(State).plain(scheduler.state)
+    return [declarations(), scheduler.limits.to_plain(), dict(scheduler.policies.names), tree]
 
 
-def restore(plain: Sequence[Plain], observe: Observer | None = None, books: Books | None = None) -> Scheduler:
-    """The scheduler of a snapshot. Restores `books` too.
-
-    Raises: `CodecError` for anything but a snapshot of this engine.
-    """
+def restore(plain: Sequence[Plain], observe: Observer | None = None) -> Scheduler:
+    """The scheduler of a snapshot. Raises: `CodecError` for anything but a snapshot of this engine."""
     try:
-        fields, limits, names, tree, counted = plain
+        fields, limits, names, tree = plain
         if fields != declarations():
             raise CodecError("an engine version with other fields wrote it")
         scheduler = Scheduler(Limits.from_plain(limits), PolicySet.from_names(names))
@@ -91,10 +74,6 @@ def restore(plain: Sequence[Plain], observe: Observer | None = None, books: Book
         state.rebuild()
         scheduler.decisions.recall()
         check_all(state)
-        if books is not None:
-            if counted is None:
-                raise CodecError("it has no counts of the observer")
-            books.take(counted)
         state.observe(observe)
     except DAMAGED as error:
         raise CodecError(f"this engine cannot continue from this snapshot: {error}") from error
@@ -102,9 +81,9 @@ def restore(plain: Sequence[Plain], observe: Observer | None = None, books: Book
 
 
 def first_difference(scheduler: Scheduler, plain: Sequence[Plain]) -> str:
-    """The first field in which a scheduler differs from a decoded snapshot, with both values; empty if they are equal
-    apart from what observers counted, or if an engine with other fields wrote the snapshot."""
-    if len(plain) != 5 or plain[0] != declarations():
+    """The first field in which a scheduler differs from a decoded snapshot, with both values; empty if they are equal,
+    or if an engine with other fields wrote the snapshot."""
+    if len(plain) != 4 or plain[0] != declarations():
         return ""
     here = unpack(pack(snapshot(scheduler)))
     for name, at, hint in (("limits", 1, None), ("policies", 2, None), ("State", 3, State)):

@@ -19,7 +19,7 @@ from engine.protocols.user_code import end_if_forked
 from engine.record.codec import CodecError
 from engine.record.frames import Tick
 from engine.record.recorder import RecordWriter
-from engine.record.snapshots import Books, snapshot
+from engine.record.snapshots import snapshot
 from engine.scheduling.scheduler import ALONE, Scheduler
 
 # -- what the driver needs ---------------------------------------------------------------------------------------------
@@ -78,12 +78,11 @@ class Driver:
         observe: Callable[[Tick], None] | None = None,
         events_before: int = 0,
         snapshot_every: int = 0,
-        books: Books | None = None,
         fail: Callable[[Exception], None] | None = None,
     ) -> None:
         """`events_before`: number of events that earlier processes of the run handled. `snapshot_every`: most events
-        between two snapshots of the state and of `books`; 0: no snapshots. `fail`: receives the exception that stops
-        the driver; without it, `deliver` raises the exception."""
+        between two snapshots of the state; 0: no snapshots. `fail`: receives the exception that stops the driver;
+        without it, `deliver` raises the exception."""
         self.scheduler = scheduler
         self.clock = clock
         self.recorder = recorder
@@ -95,7 +94,6 @@ class Driver:
         self.rejected = False
         """Whether the scheduler could not handle the last tick, and the record says so."""
         self.snapshot_every = snapshot_every
-        self.books = books
         self.most_events: Callable[[], int] = lambda: MOST_EVENTS
         """The maximum number of events in the next tick."""
         self.held = False
@@ -254,7 +252,7 @@ class Driver:
         """Record a snapshot. If the state cannot be encoded, log a warning and take no more snapshots: they only speed
         up recovery, so the run continues. The cost and the interval to the next snapshot grow with the open groups."""
         try:
-            self.recorder.snapshot(snapshot(self.scheduler, self.books))
+            self.recorder.snapshot(snapshot(self.scheduler))
         except CodecError as error:
             log.warning("snapshots are off from now on, so a resume replays all later events: %s", error)
             self._next_snapshot = NEVER

@@ -6,11 +6,15 @@ the trajectory store still has its texts. Must never fail, or delay a discard un
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
+from itertools import chain
 from typing import Any
 
+from engine.commands import DiscardGroups
 from engine.errors import reason_of
-from engine.ids import GroupId, StepId
+from engine.events import GroupGenerated, StateLeft
+from engine.ids import EventId, GroupId, StepId
+from engine.record.frames import Tick
 from engine.trajectory import TrajectoryGroup
 from engine.workers.sample_keeper import SampleKeeper
 from engine.workers.threads import on_a_thread
@@ -19,12 +23,12 @@ log = logging.getLogger(__name__)
 
 
 class FilteredSamples:
-    """`dropped`: the groups that the filter dropped and `take` has not returned, which it empties. `step()`: the first
-    train step that has not ended. `filter`: name of the filter."""
+    """`step()`: the first train step that has not ended. `filter`: name of the filter."""
 
-    def __init__(self, keeper: SampleKeeper | None, dropped: list[GroupId], step: Callable[[], StepId], filter: str):
+    def __init__(self, keeper: SampleKeeper | None, step: Callable[[], StepId], filter: str) -> None:
         self._keeper = keeper
-        self._dropped = dropped
+        self._dropped: list[GroupId] = []
+        """The groups that the filter dropped and `take` has not returned."""
         self._step = step
         self._filter = filter
         self._counting = asyncio.Lock()
@@ -32,11 +36,22 @@ class FilteredSamples:
         self._groups = 0
         """Groups of step `_counted` with samples."""
 
+    def note(self, tick: Tick, matched: Container[EventId]) -> None:
+        """Note the groups that the filter dropped: their work ended and they are discarded in the same tick. `matched`:
+        the events that are not stale echoes."""
+        if self._keeper is None or not self._keeper.filtered_groups:
+            return
+        discards = [command.groups for command in tick.commands if isinstance(command, DiscardGroups)]
+        discarded = set(chain.from_iterable(discards))
+        self._dropped += [
+            event.group for event in tick.events
+            if isinstance(event, GroupGenerated | StateLeft) and event.group in discarded and event.id in matched
+        ]  # fmt: skip
+
     def take(self) -> list[GroupId]:
         """The groups that the filter dropped since the last call, if samples of them may be kept."""
-        taken = [*self._dropped]
-        self._dropped.clear()
-        return taken if self._keeper is not None and self._keeper.filtered_groups else []
+        taken, self._dropped = self._dropped, []
+        return taken
 
     async def keep(
         self,

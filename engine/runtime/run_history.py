@@ -17,7 +17,6 @@ from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished, are
 from engine.events import RunInterrupted, RunResumed
 from engine.ids import GroupId, StepId, Version
 from engine.metrics.journal import ReplayedRows, StepRows, cut_rows
-from engine.metrics.transitions import Transitions
 from engine.record import Recorder, Recovered, read, recover
 from engine.record.files import RecordLock, require_regular
 from engine.record.segment_log import Torn, has_segments
@@ -227,9 +226,7 @@ class RunHistory(RecoveredRun):
         return replace(event, again=again)
 
 
-def history_of(
-    plan: Plan, transitions: Transitions, end_earlier: Callable[[Path], None] = lambda run_dir: None
-) -> RunHistory:
+def history_of(plan: Plan, end_earlier: Callable[[Path], None] = lambda run_dir: None) -> RunHistory:
     """Take over the unfinished run in a plan's directory. `end_earlier(run_dir)` ends processes of earlier launches,
     which would still write.
 
@@ -242,8 +239,8 @@ def history_of(
     record = read(schedule, missing_end=plan.force_from is not None)
     lock = RecordLock(schedule, waits=plan.again)  # the earlier scheduler was killed, but may not have ended yet
     try:
-        rows = ReplayedRows(transitions)
-        recovered = recover(record, transitions.changed, books=transitions, replayed=rows.watch)
+        rows = ReplayedRows()
+        recovered = recover(record, rows.note, rows.watch)
         if plan.interrupted is not None:
             lock = _record_interruption(recovered, plan.interrupted, schedule, lock)
         outcome = recovered.scheduler.state.ending.outcome
@@ -253,7 +250,7 @@ def history_of(
         ):
             raise _finished(plan.run_dir, outcome)
         end_earlier(plan.run_dir)
-        return _prepared(plan, recovered, lock, rows, {ended.id for ended in transitions.ended})
+        return _prepared(plan, recovered, lock, rows)
     except BaseException:
         lock.release()
         raise
@@ -297,9 +294,7 @@ def _record_interruption(recovered: Recovered, event: RunInterrupted, schedule: 
     return RecordLock(schedule)
 
 
-def _prepared(
-    plan: Plan, recovered: Recovered, lock: RecordLock, rows_open: ReplayedRows, validations: set[int]
-) -> RunHistory:
+def _prepared(plan: Plan, recovered: Recovered, lock: RecordLock, rows_open: ReplayedRows) -> RunHistory:
     """Check everything that the run needs to resume, then set later data aside."""
     assert plan.run_dir is not None
     state = recovered.scheduler.state
@@ -325,6 +320,7 @@ def _prepared(
     open_steps, copied = set(state.training.steps), name_aside(metrics)
     damaged = _not_needed(plan, saved, recovered)
     reached = steps if missing is None else state.training.steps_trained
+    validations = set(range(state.validations.created)) - state.validations.runs.keys()
     rows = cut_rows(metrics, reached, damaged.append, open_steps, validations, copied)
     reported = {row["step"] for row in rows if "step" in row}
     redo = [

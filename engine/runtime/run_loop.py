@@ -16,9 +16,8 @@ from engine.control.requests import after_resuming
 from engine.errors import clean
 from engine.events import Event, RunInterrupted, RunStarted
 from engine.metrics.collector import RunMetrics
-from engine.metrics.journal import Row, first_rows
+from engine.metrics.journal import Row, first_rows, validation_rows
 from engine.metrics.sinks import open_row_writer
-from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
 from engine.record import Header, NullRecorder, Recorder
 from engine.record.frames import Tick
@@ -111,30 +110,29 @@ class RunLoop:
         self,
         plan: Plan,
         recorder: RecordWriter,
-        transitions: Transitions,
         watchers: Watchers,
         earlier: RecoveredRun | None = None,
     ) -> None:
         self.plan = plan
         self.recorder = recorder
         self.watchers = watchers
-        self.transitions = transitions
         self.over: asyncio.Future[FinishRun] = asyncio.get_running_loop().create_future()
         self._earlier = earlier
         self._before = 0 if earlier is None else earlier.recovered.events
         self._at = 0.0 if earlier is None else earlier.recovered.at
         if earlier is None:
             policies = PolicySet.from_names(plan.policies)
-            self.scheduler = Scheduler(plan.limits, policies, observe=transitions.changed)
+            self.scheduler = Scheduler(plan.limits, policies)
         else:
             self.scheduler = earlier.recovered.scheduler
-        journal, first = None, list[Row]()
+        journal, first, validations = None, list[Row](), list[Row]()
         if plan.run_dir is not None:
             samples = samples_for_sinks(plan.run_dir / FOLDER, plan.sample_policy)
             journal = open_row_writer(plan.run_dir, plan.config, plan.sinks, samples)
-            first = first_rows(plan.run_dir / "metrics.jsonl")
+            first = first_rows(journal.path)
+            validations = [*validation_rows(journal.path)]
         rows = None if earlier is None else earlier.rows
-        self.metrics = RunMetrics(self.scheduler, transitions, journal, rows, first)
+        self.metrics = RunMetrics(self.scheduler, journal, rows, first, validations)
         self._history = HistoryProcess(recorder) if isinstance(recorder, Recorder) else None
         self.clock = LoopClock(self._at)
         self._settings: Sequence[Event] = ()
@@ -156,6 +154,7 @@ class RunLoop:
         """Connect the scheduler with the processes of the run. `held()` returns the trajectory store's statistics."""
         plan = self.plan
         self._watch_with(prompts)
+        self._filtered = self._filtered_samples()
         self.supervisor = Supervisor(plan, processes, self.scheduler.state, self.deliver, self.lose, found)
         self.executor = RunExecutor(
             plan,
@@ -163,13 +162,13 @@ class RunLoop:
             prompts=prompts,
             stores=stores,
             check=processes.check,
-            filtered=self._filtered_samples(),
+            filtered=self._filtered,
             post=self.post,
             finish=self._finish,
         )
         self.driver = Driver(
             self.scheduler, self.clock, self.recorder, self.executor, self._observe, self._before,
-            0 if plan.run_dir is None else plan.snapshot_every, self.transitions, self._fail,
+            0 if plan.run_dir is None else plan.snapshot_every, self._fail,
         )  # fmt: skip
         if plan.metrics_port is not None:
             self.endpoint = Endpoint(plan, self.metrics, self.driver, held, self.now, plan.metrics_port)
@@ -179,7 +178,7 @@ class RunLoop:
         plan, state = self.plan, self.scheduler.state
         keeper = keeper_of(plan.run_dir, plan.sample_policy)
         filter = PolicySet.from_names(plan.policies).names["filter"]
-        return FilteredSamples(keeper, self.transitions.filtered, lambda: state.training.steps_trained, filter)
+        return FilteredSamples(keeper, lambda: state.training.steps_trained, filter)
 
     def _watch_with(self, prompts: Prompts) -> None:
         """Let a source that learns from the run catch up with the record. Raises: `RecordError`."""
@@ -261,5 +260,6 @@ class RunLoop:
             self._history.wake()
         if self._learning is not None:
             self._learning.watch(tick.events, tick.commands)
+        self._filtered.note(tick, self.scheduler.state.orders.matched)
         self.metrics.observe(tick)
         self.watchers.soon()

@@ -23,6 +23,7 @@ def on_drain_requested(core: Core, event: DrainRequested) -> None:
     if core.state.ending.draining:
         return
     core.state.ending.draining = event.reason[:REASON_LENGTH] or "a drain was requested"
+    core.state.ending.draining_since = event.at
     if state.limits.drain_s is not None:
         core.orders.set_timer(DRAIN, state.limits.drain_s)
 

@@ -118,6 +118,8 @@ def on_group_generated(core: Core, event: GroupGenerated) -> None:
     groups.generated_at = event.at
     _note_stored(core, group, event)
     replica = core.state.replicas.by_id[event.replica]
+    replica.generated += 1
+    replica.tokens += event.tokens
     if replica.failed_groups:
         replica.failed_groups = 0
     if core.state.limits.straggler_factor is not None:

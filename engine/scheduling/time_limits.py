@@ -121,6 +121,7 @@ def _check_order(core: Core, order: Order) -> None:
 def on_recovered(core: Core, event: SchedulerRecovered) -> None:
     """Every order gets its full time: answers may have arrived while no scheduler ran."""
     mark_all(core.state)
+    core.state.recoveries["scheduler"] += 1
 
 
 # acting

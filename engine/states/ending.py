@@ -17,6 +17,8 @@ class Ending:
     outcome: FinishRun | None = None
     draining: str = ""
     """Why the run drains; empty if it does not."""
+    draining_since: float = 0.0
+    """When it was asked to drain, in seconds since the run began."""
     none_left: str = ""
     """Why the last replica is gone for good, which ends the run once it needs one."""
     last_failure: str = ""

@@ -15,7 +15,7 @@ from engine.states.checkpoints import Checkpoints
 from engine.states.group import Group, group_table
 from engine.states.ledger import CONSUMED, PARKED, READY, RELEASED, UNREADY, WAITING, Deadlines, Ledger
 from engine.states.limits import GENERATED, QUEUED, Limits
-from engine.states.machine import Observer, Phase, SharedMachine
+from engine.states.machine import Moves, Observer, Phase, SharedMachine
 from engine.states.orders import OrderBook
 from engine.states.stage_queues import Stages
 from engine.states.training import Training
@@ -44,14 +44,15 @@ class Groups:
     """Number of groups that run beyond K after it was lowered. No other group starts until they have ended."""
 
     def __init__(
-        self, limits: Limits, orders: OrderBook, training: Training, checkpoints: Checkpoints, observe: Observer | None
-    ) -> None:
+        self, limits: Limits, orders: OrderBook, training: Training, checkpoints: Checkpoints, moves: Moves,
+        observe: Observer | None,
+    ) -> None:  # fmt: skip
         self._training, self._checkpoints = training, checkpoints
         self.live, self.ready, self.ledger = {}, {}, Ledger()
         self.loosest = limits.max_staleness_steps
         self.stages = Stages(limits.added_states, orders)
         table = group_table(limits.states_at(GENERATED), limits.states_at(QUEUED))
-        self.machine = SharedMachine(table, observe)
+        self.machine = SharedMachine(table, moves, observe)
         self._phases = {state: int(phase) for state, phase in (table.phases or {}).items()}
         self._leave = {PARKED: self._leave_parked, READY: self._leave_ready}
         self._enter = {

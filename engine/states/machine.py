@@ -16,6 +16,8 @@ from engine.errors import IllegalTransition
 
 Observer = Callable[[str, Any, str, str], None]
 """Called as (machine, record, source state, trigger) after every change of state."""
+Moves = dict[tuple[str, str, str], int]
+"""Number of changes of state, by (machine, old state, new state)."""
 
 
 class Phase(IntEnum):
@@ -116,13 +118,15 @@ def _machine(table: Table) -> Machine:
 class SharedMachine:
     """Runs a table over slotted records that have `id` and `state`.
 
-    `fire` is the only way a state changes. `observe(machine, record, source, trigger)` is called after each change,
-    if given.
+    `fire` is the only way a state changes. It counts each change in `moves`, then calls
+    `observe(machine, record, source, trigger)`, if given.
     """
 
-    def __init__(self, table: Table, observe: Observer | None = None) -> None:
+    def __init__(self, table: Table, moves: Moves, observe: Observer | None = None) -> None:
         self.table = table
+        self.moves = moves
         self.observe = observe
+        self._name = table.name
         self._triggers = {name: event.trigger for name, event in _machine(table).events.items()}
 
     def fire(self, record: Any, trigger: str) -> None:
@@ -132,6 +136,11 @@ class SharedMachine:
         try:
             self._triggers[trigger](record)
         except (MachineError, KeyError):
-            raise IllegalTransition(self.table.name, record.id, source, trigger) from None
+            raise IllegalTransition(self._name, record.id, source, trigger) from None
+        move = (self._name, source, record.state)
+        try:
+            self.moves[move] += 1
+        except KeyError:
+            self.moves[move] = 1
         if self.observe is not None:
-            self.observe(self.table.name, record, source, trigger)
+            self.observe(self._name, record, source, trigger)

@@ -73,6 +73,10 @@ class Replica:
     sync_failures: int = 0
     exceeded: int = 0
     """How often orders about it exceeded their time limit since one was answered."""
+    generated: int = 0
+    """Groups that it has generated, over all its lives."""
+    tokens: int = 0
+    """Response tokens of these groups."""
     failed_groups: int = 0
     """Different groups in a row whose attempt failed here for infrastructure, none finished in between."""
     failed_group: GroupId = -1

@@ -14,7 +14,7 @@ from engine.states.ending import Ending
 from engine.states.group import Group
 from engine.states.groups import Groups
 from engine.states.limits import PUBLISHING, SCORING, Limits
-from engine.states.machine import Observer, SharedMachine
+from engine.states.machine import Moves, Observer, SharedMachine
 from engine.states.orders import KINDS_OF_SUBJECTS, OrderBook, Owner, owner_of, stage_owner
 from engine.states.pool import POOL, PoolLease, Pools
 from engine.states.process import ADDED_STATES, PROCESS, SCORER, Process, name_of
@@ -26,6 +26,9 @@ from engine.states.timeouts import LimitCheck
 from engine.states.training import Training
 from engine.states.validation import VALIDATION, Validations
 from engine.states.version import VERSION, WeightsVersion
+
+RECOVERY_KINDS = ("resumed", "branched", "scheduler")
+"""The keys of `State.recoveries`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +50,11 @@ class State:
     """Time of the newest event, seconds since the run began."""
     settings: dict[str, str]
     """Settings that were changed during the run, by name."""
+    moves: Moves
+    """Changes of state since the run began. A resume that goes back to a checkpoint undoes none."""
+    recoveries: dict[str, int]
+    """How often new processes continued the run and lost no train step (`resumed`) or repeated some (`branched`), and
+    how often a new scheduler took it over (`scheduler`)."""
     groups: Groups
     orders: OrderBook
     replicas: Replicas
@@ -64,6 +72,7 @@ class State:
         self.limits = limits
         self.changed = False
         """Something other than a group has changed its state in this tick."""
+        self.moves, self.recoveries = {}, dict.fromkeys(RECOVERY_KINDS, 0)
         self._build_machines(limits)
         self._observe = observe
         self.settings, self.processes = {}, {}
@@ -77,7 +86,7 @@ class State:
             self.orders.listen(subject, self.replicas.note_order)
         self.training, self.pools = Training(), Pools(limits)
         self.checkpoints = Checkpoints(bool(limits.checkpoint_every), limits.keeps_batches)
-        self.groups = Groups(limits, self.orders, self.training, self.checkpoints, observe)
+        self.groups = Groups(limits, self.orders, self.training, self.checkpoints, self.moves, observe)
         self.validations = Validations(self.replicas, self.orders, self._validation_machine)
         self.limit_check = LimitCheck(limits.timeouts, KINDS_OF_SUBJECTS)
         self.policies, self.ending = PolicyNotes(), Ending()
@@ -87,6 +96,11 @@ class State:
 
     def rebuild(self) -> None:
         """Make everything that follows from the declared fields, after these were filled."""
+        for machine in (
+            self.groups.machine, self._step_machine, self._replica_machine, self._version_machine, self._pool_machine,
+            self._process_machine, self._validation_machine,
+        ):  # fmt: skip
+            machine.moves = self.moves
         self.orders.rebuild()
         self.replicas.rebuild()
         self.groups.rebuild(self.limits.surplus)
@@ -131,16 +145,19 @@ class State:
 
     def _build_machines(self, limits: Limits) -> None:
         steps = step_table(limits.states_at(SCORING), limits.states_at(PUBLISHING))
-        self._step_machine = SharedMachine(steps, self._note)
-        self._replica_machine = SharedMachine(REPLICA, self._note)
-        self._version_machine = SharedMachine(VERSION, self._note)
-        self._pool_machine = SharedMachine(POOL, self._note)
-        self._process_machine = SharedMachine(PROCESS, self._note)
-        self._validation_machine = SharedMachine(VALIDATION, self._note)
+        self._step_machine = SharedMachine(steps, self.moves, self._note)
+        self._replica_machine = SharedMachine(REPLICA, self.moves, self._note)
+        self._version_machine = SharedMachine(VERSION, self.moves, self._note)
+        self._pool_machine = SharedMachine(POOL, self.moves, self._note)
+        self._process_machine = SharedMachine(PROCESS, self.moves, self._note)
+        self._validation_machine = SharedMachine(VALIDATION, self.moves, self._note)
 
-    def observe(self, observe: Observer | None) -> None:
-        """Call `observe` after every change of state from now on."""
-        self._observe = self.groups.machine.observe = observe
+    def observe(self, observe: Observer | None, *, groups: bool = True) -> None:
+        """Call `observe` after every change of state from now on. Without `groups`, the observer of the groups stays:
+        nearly all changes are theirs."""
+        self._observe = observe
+        if groups:
+            self.groups.machine.observe = observe
 
     def _note(self, machine: str, record: Any, source: str, trigger: str) -> None:
         """Observe all machines but that of groups."""

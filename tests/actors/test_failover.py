@@ -9,7 +9,6 @@ import pytest
 from engine.actors.detached_actors import RunningActors
 from engine.actors.failover import attach_actors, recovery_of
 from engine.errors import EngineError
-from engine.metrics.transitions import Transitions
 from engine.record import Header, Recorder
 from engine.record.reader import Record
 from engine.simulation.world import Setting, World
@@ -59,13 +58,12 @@ def test_orders_to_repeat_are_in_the_newest_snapshot_and_no_older_frame_is_read(
     recorder = Recorder(tmp_path / "schedule", Header(run="any", limits=limits.to_plain()))
     setting = Setting(limits=limits, replicas=2, slots=4, prompts=48, seed=3)
     world = World(setting, None, recorder, check=False, snapshot_every=40)
-    world.driver.books = Transitions()
     with pytest.raises(EngineError):
         world.run(events=130)
     recorder.close()
     state = world.scheduler.state
     monkeypatch.setattr(Record, "frames", None)
-    recovery = recovery_of(tmp_path, Transitions())
+    recovery = recovery_of(tmp_path)
     recovery.lock.release()
     assert recovery.recovered.began_at is not None and recovery.recovered.began_at.position >= 80
     again = recovery.recovered.scheduler.state.orders.reissued(recovery.recovered.at)

@@ -13,7 +13,6 @@ from ray_plans import Mortal, plan, restore_mortal
 from test_run_recovery import SAVED, TRAINED, Scene
 
 from engine.errors import RecordError, RunDamaged
-from engine.metrics.transitions import Transitions
 from engine.record.segment_log import Index, seal_of, store_index
 from engine.runtime.run_history import history_of
 from engine.storage.checkpoints import checkpoint_path, save_checkpoint
@@ -96,7 +95,7 @@ def test_an_older_checkpoint_that_is_missing_is_reported_and_not_needed(tmp_path
         save_checkpoint(trainer, tmp_path / "checkpoints", steps)
     chosen = replace(plan(tmp_path), restore_trainer=restore_mortal, trajectories="memory")
     for sentence in ("resumed from step-000004, after", "step-000002 was saved and is missing, but it is not needed"):
-        history = history_of(chosen, Transitions())
+        history = history_of(chosen)
         history.lock.release()
         assert sentence in str(history) and history.restore.steps == 4
         shutil.rmtree(checkpoint_path(tmp_path / "checkpoints", 2), ignore_errors=True)

@@ -10,7 +10,6 @@ from ray_plans import Mortal, events_of, plan, restore_mortal
 
 from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished
 from engine.events import PrefixStored, RunInterrupted, StepTrained
-from engine.metrics.transitions import Transitions
 from engine.record import read, replay
 from engine.record.segment_log import Index, store_index
 from engine.runtime.local import response
@@ -86,7 +85,7 @@ class Scene:
         store.close()
 
     def history(self, **changes: object) -> RunHistory:
-        history = history_of(replace(self.plan, **changes), Transitions())  # type: ignore[arg-type]
+        history = history_of(replace(self.plan, **changes))  # type: ignore[arg-type]
         history.lock.release()
         return history
 
@@ -246,7 +245,7 @@ def test_a_group_that_an_added_state_works_on_keeps_its_tokens(tmp_path: Path) -
     store = DurableStore(run_dir / "trajectories")
     store.put(group, made.scheduler.state.groups.live[group].attempt - 1, pack_group(group_of(group)))
     store.close()
-    history = history_of(plan(run_dir), Transitions())
+    history = history_of(plan(run_dir))
     history.lock.release()
     assert history.missing is not None and group not in history.missing
 

@@ -43,7 +43,7 @@ def test_every_state_is_reached_and_only_terminal_ones_are_final(table: Table) -
 
 @TABLES
 def test_what_the_table_does_not_allow_is_refused(table: Table) -> None:
-    machine = SharedMachine(table)
+    machine = SharedMachine(table, {})
     allowed = {(source, t.trigger): t.target for t in table.transitions for source in t.sources}
     for state in table.states:
         for trigger in {t.trigger for t in table.transitions}:

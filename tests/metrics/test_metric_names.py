@@ -241,10 +241,10 @@ def test_a_scrape_while_a_replica_changes_sees_no_half_changed_capacity() -> Non
     def change() -> None:
         for state in ("ready", "pausing", "installing", "ready"):
             replica.state = state
-            idle.replica_changed(replica)
+            idle.replicas_changed([replica])
 
     before = (*idle.capacity, idle.slots)
-    seen = seen_within(type(idle).replica_changed, change, lambda: (*idle.capacity, idle.slots))
+    seen = seen_within(type(idle).replicas_changed, change, lambda: (*idle.capacity, idle.slots))
     assert seen and set(seen) == {before}
 
 

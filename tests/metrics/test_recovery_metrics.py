@@ -5,12 +5,9 @@ from steady_world import SteadyWorld, steady_world
 
 from engine import events as fact
 from engine.metrics.collector import RunMetrics
-from engine.metrics.counts import Histogram
 from engine.metrics.export import ExternalFigures, registry
-from engine.metrics.journal import ReplayedRows
 from engine.metrics.names import ROLLOUT_IDLE_CAUSES
 from engine.metrics.status import read_status
-from engine.metrics.transitions import Transitions
 from engine.record import Header, MemoryRecorder, read, recover
 from engine.record.frames import Tick
 from engine.simulation.world import Faults
@@ -31,12 +28,12 @@ def test_a_drain_is_reported_and_is_the_named_cause_of_idle_slots_and_trainer() 
     assert (status.draining, status.draining_s, status.silent_s) == ("a user asked", 3.0, 3.0)
     waits = "replica 0 has been parking its groups before it leaves for 0 s"
     assert status.rollout_now.startswith(f"the run is draining: {waits}")
-    assert world.metrics.progress.requests["drain"] == 1
+    assert world.metrics.requests(fact.DrainRequested) == 1
     state, idle = world.scheduler.state, world.metrics.idle
     asked = world.time
     world.to_the_end()
     assert read_status(world.metrics).outcome == "stopped" and world.time == asked + world.setting.sync_s
-    assert world.metrics.progress.checkpoint_steps == state.training.steps_trained == 2
+    assert status.checkpoint_steps == 0 and state.checkpoints.newest == state.training.steps_trained == 2
     assert idle.rollout_idle_s["draining"] == pytest.approx(world.setting.sync_s * 2)
     assert idle.trainer_idle_s["draining"] == pytest.approx(world.setting.sync_s)
     assert sum(idle.rollout_idle_s.values()) + idle.rollout_busy_s == pytest.approx(world.time * 4)
@@ -74,10 +71,10 @@ def test_attempts_that_take_too_long_are_counted_as_parked() -> None:
     """The time that its replica takes to pause and to install version 1 is not the group's."""
     limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, timeouts=Timeouts(group_s=3.0))
     world = SteadyWorld(limits, lengths=lambda group: 99 if group == 2 else 1)
-    world.until(lambda state: sum(world.metrics.progress.parked.values()) > 0)
+    world.until(lambda state: sum(world.metrics.parked.values()) > 0)
     limit_s, check_s = 3.0, 3.0 / 20
     assert 0 <= world.time - limit_s - 2 * world.setting.sync_s <= check_s
-    assert world.metrics.progress.parked == {"timeout": 1, "moved": 0}
+    assert world.metrics.parked == {"timeout": 1, "moved": 0}
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -92,9 +89,8 @@ def test_after_a_resume_groups_count_in_the_line_of_weights_that_goes_on(kept: b
     before = world.metrics.groups.by_final_state()
     assert before["consumed"] == 10 and before["failed"] > 2
 
-    transitions = Transitions()
-    recovered = recover(read(recorder), transitions.changed)
-    metrics = RunMetrics(recovered.scheduler, transitions)
+    recovered = recover(read(recorder))
+    metrics = RunMetrics(recovered.scheduler)
     assert metrics.groups.by_final_state() == before
     event = recovered.resume_without_loss(replicas=2) if kept else recovered.resume_from_checkpoint(steps=2, replicas=2)
     fact.stamp(event, recovered.events, recovered.at)
@@ -108,8 +104,8 @@ def test_after_a_resume_groups_count_in_the_line_of_weights_that_goes_on(kept: b
     assert metrics.groups.by_state() == {
         name: sum(group.state == name for group in records) for name in metrics.groups.by_state()
     }
-    assert metrics.progress.recoveries == {"resumed": int(kept), "branched": int(not kept), "scheduler": 0}
-    assert metrics.progress.checkpoint_steps == (4 if kept else 2)
+    assert state.recoveries == {"resumed": int(kept), "branched": int(not kept), "scheduler": 0}
+    assert read_status(metrics).checkpoint_steps == (4 if kept else 2)
 
 
 @pytest.mark.parametrize("snapshot_every", [0, 1, 7])
@@ -128,31 +124,14 @@ def test_recoveries_and_a_drain_outlive_the_process_that_saw_them(snapshot_every
         world.tell(fact.SchedulerRecovered())
     at = asked + 5.0
 
-    transitions = Transitions()
-    rows = ReplayedRows(transitions)
-    recovered = recover(
-        read(recorder), transitions.changed, books=transitions,
-        replayed=rows.watch,
-    )  # fmt: skip
+    recovered = recover(read(recorder))
     assert (recovered.began_at is not None) == bool(snapshot_every)
-    metrics = RunMetrics(recovered.scheduler, transitions)
+    metrics = RunMetrics(recovered.scheduler)
     event = fact.SchedulerRecovered()
     fact.stamp(event, recovered.events, at)
     metrics.observe(Tick(0, (event,), recovered.scheduler.tick((event,))))
-    assert metrics.progress.recoveries == {"resumed": 0, "branched": 0, "scheduler": 11}
+    assert recovered.scheduler.state.recoveries == {"resumed": 0, "branched": 0, "scheduler": 11}
     assert read_status(metrics, at).draining_s == 5.0
-
-
-def test_what_is_counted_many_at_once_is_what_one_by_one_would_give() -> None:
-    values = [0.25, 3.0, 3.5, 900.0, 0.25, 77.0]
-    one, many = Histogram((1.0, 4.0, 100.0)), Histogram((1.0, 4.0, 100.0))
-    for place, value in enumerate(values):
-        one.observe(value, place)
-    many.observe_all(values[:4], range(4))
-    many.observe_all((), ())
-    many.observe_all(values[4:], range(4, 6))
-    for name in Histogram.__slots__:
-        assert getattr(one, name) == getattr(many, name), name
 
 
 def test_idle_time_read_between_events_never_goes_back_and_adds_up() -> None:
@@ -196,27 +175,6 @@ def test_the_oldest_group_is_found_however_many_are_being_trained_on() -> None:
     assert max(oldest) > 2
 
 
-def test_groups_that_ended_before_a_snapshot_are_undone_in_number() -> None:
-    """In which state they ended is not in the snapshot; how many have not ended after all is in the state."""
-    limits = Limits(
-        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=2, data_attempts=1
-    )
-    recorder = MemoryRecorder(Header(run="again", limits=limits.to_plain()))
-    world = SteadyWorld(limits, recorder=recorder, faults=Faults(fail_data=0.5))
-    world.until(lambda state: state.training.steps_trained == 5)
-    recovered = recover(read(recorder))
-    counted = Transitions()
-    counted.take(world.metrics.transitions.to_plain())
-    metrics = RunMetrics(recovered.scheduler, counted)
-    assert metrics.groups.by_final_state() == world.metrics.groups.by_final_state()
-    event = recovered.resume_from_checkpoint(steps=2, replicas=2)
-    fact.stamp(event, recovered.events, recovered.at)
-    metrics.observe(Tick(0, (event,), recovered.scheduler.tick((event,))))
-    ended, ledger = metrics.groups.by_final_state(), recovered.scheduler.state.groups.ledger
-    assert ended == {"consumed": ledger.consumed, "filtered": 0, "dropped": 0, "failed": ledger.released}
-    assert 0 < ledger.released < world.metrics.groups.by_final_state()["failed"]
-
-
 @pytest.mark.parametrize(("how", "age_s"), [("resumed", 3.0), ("by another scheduler", 5.0)])
 def test_a_run_that_goes_on_is_not_taken_for_one_that_stands_since_it_began(how: str, age_s: float) -> None:
     """Its process knows nothing of earlier steps and checkpoints: their ages count from where it continued."""
@@ -225,7 +183,7 @@ def test_a_run_that_goes_on_is_not_taken_for_one_that_stands_since_it_began(how:
     world = SteadyWorld(limits, recorder=recorder)
     world.until(lambda state: state.training.steps_trained == 5)
     recovered = recover(read(recorder))
-    metrics = RunMetrics(recovered.scheduler, Transitions())
+    metrics = RunMetrics(recovered.scheduler)
     event: fact.Event = recovered.resume_from_checkpoint(steps=5, replicas=2)
     if how != "resumed":
         metrics.finish_replay()

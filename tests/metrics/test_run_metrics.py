@@ -13,12 +13,12 @@ from steady_world import FOREVER, GROUP_TOKENS, SteadyWorld, steady_world
 from engine import events as fact
 from engine.errors import PolicyError
 from engine.metrics.collector import RunMetrics
+from engine.metrics.counts import entered, group_counts
 from engine.metrics.export import registry
 from engine.metrics.idle import IdleTime
-from engine.metrics.journal import Journal, ReplayedRows, StepRows
+from engine.metrics.journal import Journal, ReplayedRows, StepRows, validation_rows
 from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES
 from engine.metrics.status import read_status
-from engine.metrics.transitions import Transitions
 from engine.record import Header, MemoryRecorder, read, recover
 from engine.record.frames import Tick
 from engine.scheduling.scheduler import Scheduler
@@ -125,9 +125,9 @@ def test_groups_aborted_and_resumed_are_those_since_the_line_before(tmp_path: Pa
     world.run()
     rows = rows_of(path)
     assert sum(row["groups_aborted"] for row in rows) > 0
-    entered = world.metrics.transitions.entered
-    assert sum(row["groups_aborted"] for row in rows) == entered("group", "aborted")
-    assert sum(row["groups_resumed"] for row in rows) == entered("group", "resumed")
+    moves = world.scheduler.state.moves
+    assert sum(row["groups_aborted"] for row in rows) == entered(moves, "group", "aborted")
+    assert sum(row["groups_resumed"] for row in rows) == entered(moves, "group", "resumed")
 
 
 # -- idle time ---------------------------------------------------------------------------------------------------------
@@ -278,8 +278,8 @@ def test_weight_sync_is_timed_by_its_mode() -> None:
     """Without staleness, every slot idles from the pause of its replica until the new weights are installed."""
     world = steady_world(stale=0, workers=2, steps=4, sync_s=0.25).to_the_end()
     histogram = world.metrics.replicas.sync_s["keep"]
-    assert histogram.count == 2 * 3, "both replicas take every version but the last"
-    assert histogram.smallest == histogram.largest == pytest.approx(0.25 + 0.25)
+    assert histogram.counts.total() == 2 * 3, "both replicas take every version but the last"
+    assert histogram.total == pytest.approx(6 * (0.25 + 0.25))
     assert world.metrics.idle.rollout_idle_s["weight_sync"] == pytest.approx(6 * 2 * 0.5)
 
 
@@ -307,15 +307,15 @@ def test_retries_are_counted_by_cause_and_echoes_are_not() -> None:
 
 def test_tokens_of_a_stale_echo_are_not_counted() -> None:
     world = steady_world(steps=None)
-    world.until(lambda state: world.metrics.tokens_generated == GROUP_TOKENS)
-    before = world.metrics.tokens_generated
+    world.until(lambda state: world.metrics.generated.tokens == GROUP_TOKENS)
+    before = world.metrics.generated.tokens
     world.tell(
         fact.GroupGenerated(
             group=0, attempt=9, replica=0, incarnation=1, tokens=5, oldest_version=0, newest_version=0, trainable=1,
             reward_mean=0.0, reward_spread=0.0,
         )
     )  # fmt: skip
-    assert world.metrics.tokens_generated == before
+    assert world.metrics.generated.tokens == before
 
 
 # -- the status --------------------------------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ def test_every_validation_is_a_line_with_the_version_it_measured(tmp_path: Path)
     status = read_status(world.metrics)
     assert (status.accuracy_first, status.accuracy_last) == (accuracies[0], accuracies[-1])
     assert list(status.validations) == lines
-    assert world.metrics.rows_measured == 32 and world.metrics.validation_s.count == 4
+    assert world.metrics.rows_measured == 32 and world.metrics.validation_s.counts.total() == 4
     assert world.metrics.validations_by_state() == {"queued": 0, "running": 0}
 
 
@@ -426,9 +426,8 @@ def test_a_run_that_goes_on_knows_its_validations_and_writes_nothing_again(tmp_p
     world = steady_world(steps=4, validation=wanted, journal=Journal(path), recorder=recorder).to_the_end()
     before = rows_of(path)
     assert any("validation" in row for row in before)
-    transitions = Transitions()
-    recovered = recover(read(recorder), transitions.changed)
-    metrics = RunMetrics(recovered.scheduler, transitions, Journal(path))
+    recovered = recover(read(recorder))
+    metrics = RunMetrics(recovered.scheduler, Journal(path), validations=[*validation_rows(path)])
     metrics.close()
     assert rows_of(path) == before
     assert metrics.accuracies == world.metrics.accuracies
@@ -437,16 +436,16 @@ def test_a_run_that_goes_on_knows_its_validations_and_writes_nothing_again(tmp_p
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_the_first_line_of_a_run_that_goes_on_counts_from_there(kept: bool) -> None:
-    transitions = Transitions()
-    replayed = ReplayedRows(transitions)
-    transitions.take(([("group", "generating", "aborted", 7)], [], [], None))  # what a snapshot says
     scheduler = Scheduler(Limits(train_batch_size=1, max_staleness_steps=0, max_concurrent_groups=1))
+    moves = scheduler.state.moves
+    moves["group", "generating", "aborted"] = 7  # what a snapshot says
+    replayed = ReplayedRows()
     replayed.watch(Tick(0, (fact.RunStarted(),), ()), scheduler.state)
-    metrics = RunMetrics(scheduler, transitions, rows=replayed.rows if kept else None)
-    transitions.take(([("group", "generating", "aborted", 8)], [], [], None))
+    metrics = RunMetrics(scheduler, rows=replayed.rows if kept else None)
+    moves["group", "generating", "aborted"] = 8
     for state in ("scoring", "finished"):
         metrics.steps.changed(0, state, 1.0)
-    metrics.steps.finished(0, 1, 1.0, transitions.group_counts())
+    metrics.steps.finished(0, 1, 1.0, group_counts(scheduler.state))
     metrics.steps.flush()
     assert metrics.steps.recent[-1]["groups_aborted"] == 1
 

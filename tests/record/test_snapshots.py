@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from record_samples import FAULTS, LIMITS, record_run
+from record_samples import LIMITS, record_run
 
 from engine import policies
 from engine.commands import ResumeGroup, StageWeights, StartGroup
 from engine.errors import RecordError
 from engine.events import CheckpointSaved, DrainRequested, ProcessUp, RunResumed, SettingChanged, WeightsStaged
 from engine.ids import GroupId, ReplicaId
-from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
 from engine.record import Header, MemoryRecorder, Tick, codec, read, recover, replay
 from engine.record.codec import CodecError, pack, unpack
@@ -338,29 +337,6 @@ def test_a_flipped_bit_is_refused_by_place_or_is_the_torn_end(tmp_path: Path) ->
     recovered = recover(read(tmp_path))
     assert recovered.torn is not None and recovered.torn.offset == place.offset
     assert recovered.events == place.position and recovered.began_at != place
-
-
-def test_what_observers_counted_goes_on(tmp_path: Path) -> None:
-    counted = Transitions()
-    figures = Limits.from_plain({**LIMITS.to_plain(), "validation": {"rows": 5, "every": 2}})
-    recorder = MemoryRecorder(Header(run="books", limits=figures.to_plain()))
-    world = World(
-        Setting(limits=figures, replicas=2, slots=4, prompts=60, seed=3, faults=FAULTS), None, recorder, check=False,
-        snapshot_every=EVERY,
-    )  # fmt: skip
-    world.scheduler.state.observe(counted)
-    counted("version", world.scheduler.state.training.versions[0], "published", "live")
-    world.driver.books = counted
-    world.run()
-    resumed = Transitions()
-    recovered = recover(read(recorder), resumed, books=resumed)
-    assert recovered.began_at is not None
-    assert resumed.count == counted.count
-    assert resumed.ended == resumed.validations == counted.ended != []
-    uncounted = Transitions()
-    assert recover(read(recorded()), uncounted, books=uncounted).began_at is None, (
-        "a snapshot that lacks them is of no use"
-    )
 
 
 def test_what_a_run_keeps_of_what_ended_does_not_grow() -> None:

@@ -19,8 +19,8 @@ from engine.control.requests import MOST_REPLICAS
 from engine.errors import ConfigError, EngineError, RunFailed, describe_error
 from engine.events import StopRequested
 from engine.ids import ReplicaId, StepId
+from engine.metrics.counts import entered
 from engine.metrics.listening_address import check_address
-from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
 from engine.policies.registry import DEFAULTS, is_built_in
 from engine.protocols import Generator, Restorable, Scorer, Trainer
@@ -204,8 +204,7 @@ class LocalRun:
         if plan.run_dir is not None:
             (make_run_private if plan.resume else make_run_directory)(plan.run_dir)
             _tell_missing_package(plan)
-        self.transitions = Transitions()
-        self.history = history_of(plan, self.transitions) if plan.resume else None
+        self.history = history_of(plan) if plan.resume else None
         directory = plan.trajectories_dir
         self._reports: list[dict[str, Any]] = []
         with ExitStack() as opened:
@@ -220,7 +219,7 @@ class LocalRun:
                 MemoryRecorder(header_of(plan)) if plan.run_dir is None else recorder_of(plan, self.history)
             )
             opened.callback(self.recorder.close)
-            self.loop = loop = RunLoop(plan, self.recorder, self.transitions, Watchers(), self.history)
+            self.loop = loop = RunLoop(plan, self.recorder, Watchers(), self.history)
             loop.take_settings()
             weights = LocalWeights()
             processes = LocalProcesses(plan, self._store, weights, loop.post, self._report, can_make)
@@ -274,10 +273,10 @@ class LocalRun:
             reason=finish.reason,
             steps=state.training.steps_trained,
             version=state.training.latest_version,
-            groups={name: self.transitions.entered("group", name) for name in GROUP.terminal},
-            staleness_mean=metrics.staleness.mean or 0.0,
-            staleness_max=int(metrics.staleness.largest or 0),
-            tokens=metrics.tokens_trained,
+            groups={name: entered(state.moves, "group", name) for name in GROUP.terminal},
+            staleness_mean=metrics.trained.mean or 0.0,
+            staleness_max=max(metrics.trained.range, default=0),
+            tokens=metrics.trained.tokens,
             events=loop.driver.events_handled,
             seconds=loop.now(),
             metrics=self._reports,
