@@ -64,11 +64,9 @@ def main(directory: Path, events: int) -> None:
     print("one tick back:", seconds(lambda: cursor.seek(cursor.tick.number - 1), 60))
     print("one tick on:", seconds(lambda: cursor.seek(cursor.tick.number + 1), 60))
     group = parse_breakpoint(f"group={cursor.state.groups.ledger.drawn}")
-    cursor.seek(0)
-    print("the next tick of a group, half the record away:", seconds(lambda: cursor.next(group)))
-    cursor.seek(ticks - 1)
+    print("the next tick of a group, half the record away:", seconds(lambda: twin.find(group, 1)))
     trained = parse_breakpoint("event=StepTrained")
-    print("the last trained step, from the end:", seconds(lambda: cursor.previous(trained)))
+    print("the last trained step, from the end:", seconds(lambda: twin.find(trained, ticks - 2, forward=False)))
     print("changes from the first tick to the last:", seconds(lambda: cursor.changes(0, ticks - 1)))
 
 

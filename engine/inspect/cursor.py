@@ -2,7 +2,7 @@
 
     cursor = Cursor(lambda: open_record(run))
     cursor.seek(4711)
-    cursor.next(parse_breakpoint("group=17"))
+    cursor.twin().find(parse_breakpoint("group=17"), 4712)
     cursor.changes(4000, 4711)
 
 Called by `engine debug`. It restores the newest snapshot before a tick, its own or one of the record, and replays the
@@ -178,19 +178,6 @@ class Cursor:
         if found is None:
             raise ConfigError("step", step, "is not in the record", "steps are counted from 0")
         self.seek(found)
-
-    def next(self, breakpoint: Breakpoint) -> bool:
-        """Move to the next tick with a match. False, without a move: there is none. Raises: see `seek`."""
-        return self._go(self.twin().find(breakpoint, self.tick.number + 1))
-
-    def previous(self, breakpoint: Breakpoint) -> bool:
-        """As `next`, backward."""
-        return self._go(self.twin().find(breakpoint, self.tick.number - 1, forward=False))
-
-    def _go(self, tick: int | None) -> bool:
-        if tick is not None:
-            self.seek(tick)
-        return tick is not None
 
     def changes(self, one: int, other: int) -> list[str]:
         """What differs between the states after two ticks: the figures of the summary, and the states of groups. Moves

@@ -7,6 +7,7 @@ the id of a group, a step or a version, because the number of series must not gr
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from engine.events import DrainRequested, Event, ReplicaLeaves, ReplicasWanted, SettingChanged, StopRequested
 from engine.metrics.health import ALL_CHECKS
@@ -119,13 +120,13 @@ Labels = dict[str, tuple[str, ...]]
 """Each label with its possible values. An empty tuple means that the set is open."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Metric:
     """One exported metric."""
 
-    name: str
     kind: str
     """`counter`, `gauge` or `histogram`."""
+    name: str
     unit: str
     help: str
     labels: Labels = field(default_factory=dict)
@@ -138,16 +139,9 @@ class Metric:
         return self.name.removesuffix("_total")
 
 
-def _gauge(name: str, unit: str, help: str, labels: Labels | None = None, where: str = "") -> Metric:
-    return Metric(name=name, kind="gauge", unit=unit, help=help, labels=labels or {}, where=where)
-
-
-def _counter(name: str, unit: str, help: str, labels: Labels | None = None, where: str = "") -> Metric:
-    return Metric(name=name, kind="counter", unit=unit, help=help, labels=labels or {}, where=where)
-
-
-def _histogram(name: str, unit: str, help: str, labels: Labels | None = None, where: str = "") -> Metric:
-    return Metric(name=name, kind="histogram", unit=unit, help=help, labels=labels or {}, where=where)
+_gauge = partial(Metric, "gauge")
+_counter = partial(Metric, "counter")
+_histogram = partial(Metric, "histogram")
 
 
 GROUPS = _gauge("engine_groups", "groups", "Prompt groups that have not ended, by state.", {"state": LIVE_GROUP_STATES})

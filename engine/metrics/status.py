@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
-from engine.errors import EngineError
+from engine.errors import EngineError, counted
 from engine.ids import ReplicaId, Version
 from engine.metrics.collector import RunMetrics
 from engine.metrics.health import HealthFinding, run_findings
@@ -300,7 +300,7 @@ def _trainer_now(metrics: RunMetrics) -> str:
         order = state.orders.find("start", (TRAINER, 0))
         return "the trainer is " + ("being stopped" if order is None else start_text(order, state))
     if idle.trainer_task is not None and formed is not None:
-        return f"{idle.trainer_task} step {formed.id} on {_groups(len(formed.groups))}"
+        return f"{idle.trainer_task} step {formed.id} on {counted(len(formed.groups), 'group')}"
     cause = idle.trainer_cause
     if cause == "inspecting" and (order := next(iter(state.orders.open("inspect").values()), None)):
         inspection: Any = order.command
@@ -322,9 +322,11 @@ def _trainer_now(metrics: RunMetrics) -> str:
         return "the prompts are used up"
     if cause == "waiting_for_stragglers":
         needs = groups.deadlines.needs(step, size)
-        missing = f"{_groups(sum(n for _, n in needs))} due by step {needs[-1][0]}" if needs else "its stragglers"
+        missing = (
+            f"{counted(sum(n for _, n in needs), 'group')} due by step {needs[-1][0]}" if needs else "its stragglers"
+        )
         return f"step {step} waits for {missing}; {ready} ready, {running} running"
-    return f"step {step} waits for {_groups(max(0, size - ready))}; {ready} of {size} ready, {running} running"
+    return f"step {step} waits for {counted(max(0, size - ready), 'group')}; {ready} of {size} ready, {running} running"
 
 
 def _rollout_now(metrics: RunMetrics) -> str:
@@ -347,7 +349,7 @@ def _rollout_now(metrics: RunMetrics) -> str:
         return "every replica sleeps: the trainer has their pool"
     if free <= 0:
         agents = f", {idle.in_agents} in agents" if idle.in_agents else ""
-        return f"every slot is busy: {_groups(idle.busy)} generating{agents}"
+        return f"every slot is busy: {counted(idle.busy, 'group')} generating{agents}"
     newest = state.training.latest_version
     why = {
         "worker_bound": f"K = {limits.max_concurrent_groups} groups run",
@@ -382,7 +384,3 @@ def _validation_now(state: State) -> str:
         said += ", waits for a free slot"
     waiting = len(state.validations.runs) - 1
     return said + (f"; {waiting} more due" if waiting else "")
-
-
-def _groups(count: int) -> str:
-    return f"{count} group{'s' * (count != 1)}"

@@ -111,8 +111,9 @@ def test_every_move_shows_what_a_plain_replay_shows(
         matches = plain.matches(text)
         beyond = [one for one in matches if (one > tick if forward else one < tick)]
         wanted = (beyond[0] if forward else beyond[-1]) if beyond else tick
-        move = cursor.next if forward else cursor.previous
-        assert move(parse_breakpoint(text)) == bool(beyond)
+        found = cursor.twin().find(parse_breakpoint(text), tick + 1 if forward else tick - 1, forward=forward)
+        assert found == (wanted if beyond else None)
+        cursor.seek(wanted)
         require_same(cursor, plain, wanted)
 
 
@@ -160,12 +161,14 @@ def test_a_growing_record_is_followed(tmp_path: Path, runs: tuple[Path, Replayed
     recorder.flush()
     cursor = Cursor(lambda: open_record(tmp_path), Blocks(16))
     cursor.seek(half - 1)
-    assert cursor.grow() == 0 and not cursor.next(parse_breakpoint("command=FinishRun"))
+    end = parse_breakpoint("command=FinishRun")
+    assert cursor.grow() == 0 and cursor.twin().find(end, half - 1) is None
     for tick in plain.ticks[half:]:
         recorder.write(tick.events, tick.commands)
     recorder.flush()
     assert cursor.grow() == len(plain.ticks) - half
-    assert cursor.next(parse_breakpoint("command=FinishRun"))
+    assert cursor.twin().find(end, half) == len(plain.ticks) - 1
+    cursor.seek(len(plain.ticks) - 1)
     require_same(cursor, plain, len(plain.ticks) - 1)
     recorder.close()
 
