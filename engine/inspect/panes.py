@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from engine.errors import counted
-from engine.events import Event
 from engine.inspect.cursor import Cursor
-from engine.inspect.story import few, worded
+from engine.inspect.story import few, order_behind, worded
 from engine.states.orders import Order, owner_text
 from engine.states.state import State
 
@@ -100,7 +99,7 @@ def tick_lines(cursor: Cursor) -> Iterator[tuple[str, str]]:
     the state changes."""
     tick, state = cursor.tick, cursor.state
     for event in tick.events:
-        yield "event", f"#{event.id} {worded(event)}{_order_behind(event, state)}"
+        yield "event", f"#{event.id} {worded(event)}{order_behind(event, state)}"
         for command in tick.commands:
             if command.cause == event.id:
                 yield "command", f"  -> {worded(command)}"
@@ -109,10 +108,3 @@ def tick_lines(cursor: Cursor) -> Iterator[tuple[str, str]]:
     rejected = cursor.index.rejected.get(tick.number + 1)
     if rejected is not None:
         yield "rejected", f"the next tick was rejected: {worded(rejected.events[-1])}: {rejected.reason}"
-
-
-def _order_behind(event: Event, state: State) -> str:
-    matched = state.orders.matched.get(event.id)
-    if matched is None:
-        return "  (stale echo: changes nothing)"
-    return f"  <- {type(matched[-1].command).__name__} of #{matched[-1].command.cause}" if matched else ""

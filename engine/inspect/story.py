@@ -199,6 +199,14 @@ ABOUT_ITS_REPLICA = (ReplicaPaused, WeightsInstalled, SyncFailed)
 ABOUT_ITS_STEP = (BatchScored, StepTrained, StepFailed, StepInspected, InspectionFailed)
 
 
+def order_behind(event: Event, state: State) -> str:
+    """The order that an event of the newest tick answers or reports on, from the order book."""
+    matched = state.orders.matched.get(event.id)
+    if matched is None:
+        return "  (stale echo: changes nothing)"
+    return f"  <- {type(matched[-1].command).__name__} of #{matched[-1].command.cause}" if matched else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Chapter:
     """The events of a tick that matter to the group, and their effects on it."""
@@ -240,7 +248,7 @@ class Story:
         if changes and not events:
             events = [tick.events[-1]]
         if events:
-            noted = tuple((event, self._order_behind(event, state)) for event in events)
+            noted = tuple((event, order_behind(event, state)) for event in events)
             self.chapters.append(Chapter(noted, tuple(changes), commands))
         self._follow(tick.commands)
         if self.group not in state.groups.live:
@@ -274,13 +282,6 @@ class Story:
 
     def _named_by(self, command: Command) -> bool:
         return bool(getattr(command, "group", None) == self.group) or self.group in getattr(command, "groups", ())
-
-    def _order_behind(self, event: Event, state: State) -> str:
-        """The order that an event of the newest tick answers or reports on, from the order book."""
-        matched = state.orders.matched.get(event.id)
-        if matched is None:
-            return "  (stale echo: changes nothing)"
-        return f"  <- {type(matched[-1].command).__name__} of #{matched[-1].command.cause}" if matched else ""
 
     def _follow(self, commands: tuple[Command, ...]) -> None:
         """Update the group's replica and step."""
