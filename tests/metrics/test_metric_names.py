@@ -100,18 +100,6 @@ def test_a_run_without_surroundings_leaves_out_what_belongs_to_them() -> None:
         server.close()
 
 
-def test_the_number_of_series_stays_as_a_run_goes_on() -> None:
-    def series(world: SteadyWorld) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
-        families = registry(world.metrics).collect()
-        return {(s.name, tuple(sorted(s.labels.items()))) for family in families for s in family.samples}
-
-    world = steady_world(steps=None, mode="abort", lengths=lambda group: 1 + group % 3)
-    world.until(lambda state: state.training.steps_trained == 12)
-    early = series(world)
-    world.until(lambda state: state.training.steps_trained == 400)
-    assert series(world) == early
-
-
 def test_a_trainer_that_renames_figures_every_step_does_not_create_endless_series() -> None:
     metrics = steady_world().metrics
     for step in range(1000):
@@ -260,18 +248,6 @@ def test_two_runs_in_one_process_do_not_share_a_registry() -> None:
     assert registry(two.metrics).get_sample_value("engine_train_steps_total") == 2
 
 
-def test_a_port_in_use_is_refused() -> None:
-    first = MetricsServer(registry(steady_world().metrics))
-    try:
-        with pytest.raises(ConfigError, match=rf"metrics.port {first.port} .*use 0 for any free port"):
-            MetricsServer(registry(steady_world().metrics), port=first.port)
-    finally:
-        first.close()
-    again = MetricsServer(registry(steady_world().metrics), port=first.port)
-    again.close()
-    again.close()
-
-
 @pytest.mark.parametrize("host", ["300.1.1.1", "no host", "a..b", "203.0.113.7"])
 def test_a_host_that_is_not_of_this_machine_is_refused(host: str) -> None:
     for refuse in (lambda: MetricsServer(registry(steady_world().metrics), host=host), lambda: check_address(host, 0)):
@@ -279,14 +255,17 @@ def test_a_host_that_is_not_of_this_machine_is_refused(host: str) -> None:
             refuse()
 
 
-def test_an_address_is_checked_and_left_free() -> None:
-    check_address("127.0.0.1", 0)
-    first = MetricsServer(registry(steady_world().metrics))
-    with pytest.raises(ConfigError, match=rf"metrics.port {first.port} .*use 0 for any free port"):
-        check_address("127.0.0.1", first.port)
+def test_a_port_in_use_is_refused_and_a_check_leaves_it_free() -> None:
+    own = registry(steady_world().metrics)
+    first = MetricsServer(own)
+    for refuse in (lambda: check_address("127.0.0.1", first.port), lambda: MetricsServer(own, port=first.port)):
+        with pytest.raises(ConfigError, match=rf"metrics.port {first.port} .*use 0 for any free port"):
+            refuse()
     first.close()
     check_address("127.0.0.1", first.port)
-    MetricsServer(registry(steady_world().metrics), port=first.port).close()
+    again = MetricsServer(own, port=first.port)
+    again.close()
+    again.close()
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -301,7 +280,7 @@ def test_every_name_on_the_page_exists() -> None:
     assert mentioned <= known, mentioned - known
 
 
-def test_the_number_of_series_stays_as_replicas_return_and_settings_change() -> None:
+def test_series_stay_as_steps_pass_replicas_return_and_settings_change() -> None:
     def series(world: SteadyWorld) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
         families = registry(world.metrics).collect()
         return {(s.name, tuple(sorted(s.labels.items()))) for family in families for s in family.samples}
