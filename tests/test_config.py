@@ -283,8 +283,6 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(
         ("run.seed=true", "run.seed", "a whole number"),
         ("trainer.learning_rate=.nan", "trainer.learning_rate", "a number, above 0"),
         ("trainer.learning_rate=.inf", "trainer.learning_rate", "a number, above 0"),
-        ("trainer.betas=[1, 2, 3]", "trainer.betas", "a list of 2 numbers"),
-        ("trainer.betas=[0.5, 1.0]", "trainer.betas", "in [0, 1)"),
         ("trainer.loss=ppo", "trainer.loss", "one of ppo_clip, decoupled_ppo"),
         ("trainer.lr_schedule=linear", "trainer.lr_total_steps", "above trainer.lr_warmup_steps"),
         ("rollout.sync_mode=drop", "rollout.sync_mode", "one of keep, abort, wait"),
