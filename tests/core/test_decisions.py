@@ -67,6 +67,7 @@ ILLEGAL = {
     "batching unready": ("batching", "select", lambda self, v, n: [900, 901]),
     "batching lazily raises": ("batching", "select", lambda self, v, n: (1 // 0 for _ in range(n))),
     "batching not a sequence": ("batching", "select", lambda self, v, n: 7),
+    "batching no ids": ("batching", "select", lambda self, v, n: [float(id) for id in v.ready_ids()]),
     "sync twice": ("sync", "pause", lambda self, v, staged, busy: staged * 2),
     "sync nobody": ("sync", "pause", lambda self, v, staged, busy: ()),
     "sync unknown": ("sync", "pause", lambda self, v, staged, busy: (99,)),
@@ -79,7 +80,8 @@ ILLEGAL = {
 def test_an_illegal_answer_is_the_policys_fault_and_named(case):
     decision, method, answer = ILLEGAL[case]
     run = with_policy(decision, method, answer)
-    with pytest.raises(PolicyError, match=f"the {decision} policy"):
+    says = "return ids of type int" if case == "batching no ids" else ""
+    with pytest.raises(PolicyError, match=f"the {decision} policy .*{says}"):
         run.tell(GroupFailed(group=3, attempt=1, replica=0, incarnation=1, cause="data", reason="x"))
         a_step(run)
 

@@ -521,15 +521,3 @@ def test_the_sync_policy_is_not_asked_about_group_events(registered: None) -> No
     run.keep_prefix(generating[0])
     run.finish(generating[0])
     assert len(asked) == before > 0
-
-
-def test_ids_that_are_no_ints_are_refused(registered: None) -> None:
-    @policies.register("batching", "floating")
-    class Floating:
-        def select(self, view: View, size: int) -> list[float]:
-            return [float(id) for id, _ in zip(view.ready_ids(), range(size), strict=False)]
-
-    run = small(policies={"batching": "floating", "on_error": "builtin"})
-    run.finish(0, 1)
-    assert run.state.training.steps_batched == 1 and run.view.policy_errors == 1
-    assert "of type int" in run.view.last_policy_error

@@ -614,12 +614,6 @@ def test_a_resume_numbers_the_next_lives_and_fills_every_budget() -> None:
     assert run.state.orders.stale_echoes == 1 and process(run, "trainer").state == "up"
 
 
-def test_a_process_that_is_not_wanted_is_not_started_by_a_resume() -> None:
-    run = small()
-    run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=(), kept=True))
-    assert (process(run, "replica", 1).state, process(run, "replica", 1).wanted) == ("gone", False)
-
-
 # snapshots
 
 

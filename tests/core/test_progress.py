@@ -50,19 +50,7 @@ class NoBatch:
         return None
 
 
-def test_the_built_in_trains_the_batch_that_the_policy_never_takes() -> None:
-    policies.register("batching", "none")(NoBatch)
-    run = small(policies={"batching": "none", "on_error": "builtin"}, max_steps=2)
-    for step in (0, 1):
-        run.finish(*run.running())
-        assert [order.step for order in run.ordered(TrainStep)] == list(range(step + 1))
-        run.train()
-        run.publish()
-        run.install()
-    assert run.ordered(FinishRun)[-1].outcome == "finished"
-
-
-@pytest.mark.parametrize("pools", LAYOUTS)
+@pytest.mark.parametrize("pools", dict.fromkeys(LAYOUTS))
 def test_a_run_whose_batches_only_the_built_in_takes_ends_whatever_the_pools(pools: tuple[Pool, ...]) -> None:
     policies.register("batching", "none")(NoBatch)
     tasks = ("ref_logprobs", "old_logprobs") if len(pools) > 1 else ()

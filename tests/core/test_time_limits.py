@@ -636,20 +636,14 @@ def test_progress_is_reported_ten_times_within_the_smallest_limit_of_its_kind() 
     assert reported == {"group": 60.0, "rows": 360.0, "train": 5.0, "score": 60.0, "publish": 360.0}
 
 
-def test_max_s_bounds_orders_that_have_a_longer_limit_of_their_own() -> None:
-    run = small(every(None, group_s=1000.0, max_s=250.0))
+@pytest.mark.parametrize("group_s", [1000.0, None])
+def test_max_s_bounds_orders_with_a_longer_limit_or_none(group_s: float | None) -> None:
+    run = small(every(None, group_s=group_s, max_s=250.0))
     began = run.state.orders.find("group", 0).at  # type: ignore[union-attr]
     assert not cut_or_stopped(wait(run, began + 249.0))
     assert cut_or_stopped(wait(run, began + 263.0)) == ["ParkGroup"] * 4
     run.abort(0)
     assert run.state.ending.last_failure == "an attempt exceeded its time limit of 250 s (timeouts.max_s)"
-
-
-def test_max_s_bounds_orders_whose_kind_has_no_limit() -> None:
-    run = small(every(None, max_s=250.0))
-    began = run.state.orders.find("group", 0).at  # type: ignore[union-attr]
-    assert not cut_or_stopped(wait(run, began + 249.0))
-    assert cut_or_stopped(wait(run, began + 263.0)) == ["ParkGroup"] * 4
     assert cut_or_stopped(wait(run, run.clock + 73.0)) == ["StopProcess"], "cut_s holds, too"
 
 
