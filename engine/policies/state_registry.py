@@ -16,7 +16,6 @@ training or before replicas get the weights.
 import inspect
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import ConfigError, describe_error, suggestion
@@ -56,14 +55,8 @@ MEANING = {"waiting": "the group holds no place yet", "parked": "the group keeps
 """What the phases of added states mean."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Added:
-    policy: Any
-    concurrency: int
-    place: str
-
-
-_ADDED: dict[str, _Added] = {}
+_ADDED: dict[str, tuple[AddedState, Any]] = {}
+"""The states that were registered, with the class of the policy of each."""
 
 
 def add_state(
@@ -97,8 +90,7 @@ def add_state(
     _check_policy(policy, STEP_METHODS if of_step else METHODS)
     if of_step and concurrency != 1:
         raise ConfigError(f"{FIELD}.concurrency", concurrency, "must be 1: steps are inspected one by one", "use 1")
-    AddedState(name=state, concurrency=concurrency, place=place)
-    _ADDED[state] = _Added(policy=policy, concurrency=concurrency, place=place)
+    _ADDED[state] = AddedState(name=state, concurrency=concurrency, place=place), policy
 
 
 def _require_phase(place: str, phase: str | None) -> None:
@@ -154,12 +146,12 @@ def state_names() -> list[str]:
 
 def registered() -> list[type]:
     """The class of every state's policy."""
-    return [added.policy for added in _ADDED.values()]
+    return [policy for _, policy in _ADDED.values()]
 
 
 def forget(classes: Collection[type]) -> None:
     """Remove the states of these classes, because the import of their module failed."""
-    for name in [name for name, added in _ADDED.items() if added.policy in classes]:
+    for name in [name for name, (_, policy) in _ADDED.items() if policy in classes]:
         del _ADDED[name]
 
 
@@ -169,13 +161,13 @@ def added_states(names: tuple[str, ...]) -> tuple[AddedState, ...]:
     if REWARDING in names:
         law = "is added by a pool with the task reward alone"
         raise ConfigError("scheduler.states", REWARDING, law, "remove it, or add such a pool")
-    return tuple(AddedState(name=name, concurrency=_find(name).concurrency, place=_find(name).place) for name in names)
+    return tuple(_find(name)[0] for name in names)
 
 
 def build_state(name: str) -> StatePolicy:
     """A new policy of a state, for one run. Raises: `ConfigError` for a state that is not registered, and for a policy
     whose class cannot be called without arguments."""
-    cls = _find(name).policy
+    _, cls = _find(name)
     try:
         policy: StatePolicy = cls()
     except Exception as error:
@@ -192,7 +184,7 @@ def work_of(name: str) -> Any:
     return getattr(build_state(name), "work", None)
 
 
-def _find(name: str) -> _Added:
+def _find(name: str) -> tuple[AddedState, Any]:
     found = _ADDED.get(name)
     if found is None:
         known = state_names()

@@ -5,8 +5,9 @@ record of a kind as a flyweight: adding a model per record would cost ~190 µs a
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any
 
 from transitions import Event as LibraryEvent
@@ -65,7 +66,7 @@ class Table:
     states: tuple[str, ...]
     transitions: tuple[Transition, ...]
     terminal: tuple[str, ...]
-    phases: dict[str, Phase] | None = None
+    phases: dict[str, Phase] | None = field(default=None, hash=False)
 
     @property
     def initial(self) -> str:
@@ -94,25 +95,17 @@ class _TableMachine(Machine):
     event_cls = _Trigger
 
 
-_BUILT: dict[tuple[str, ...], tuple[Table, Machine]] = {}
-
-
+@lru_cache
 def _machine(table: Table) -> Machine:
     """The one `transitions` machine of a table in this process; building one costs a millisecond."""
-    built = _BUILT.get((table.name, *table.states))
-    if built is None or built[0] is not table:
-        machine = _TableMachine(
-            model=None,
-            states=list(table.states),
-            initial=table.initial,
-            transitions=[
-                {"trigger": t.trigger, "source": list(t.sources), "dest": t.target} for t in table.transitions
-            ],
-            auto_transitions=False,
-            send_event=False,
-        )
-        built = _BUILT[(table.name, *table.states)] = (table, machine)
-    return built[1]
+    return _TableMachine(
+        model=None,
+        states=list(table.states),
+        initial=table.initial,
+        transitions=[{"trigger": t.trigger, "source": list(t.sources), "dest": t.target} for t in table.transitions],
+        auto_transitions=False,
+        send_event=False,
+    )
 
 
 class SharedMachine:
