@@ -402,16 +402,10 @@ def _as_recorded(plan: Plan, trainer: Trainer) -> Plan:
 
 
 def _with_held_out(limits: Limits, held_out: Sequence[Prompt | str], samples: int) -> Limits:
-    """The limits with the number of validation prompts. Raises: `ConfigError` if they state another number."""
-    given = len(held_out)
-    if limits.validation is None:
-        if not given:
-            return limits
-        return replace(limits, validation=ValidationLimits(rows=given, rows_per_slot=samples))
-    if limits.validation.rows != given:
-        law = f"there are {given} held_out prompts to measure"
-        raise ConfigError("limits.validation.rows", limits.validation.rows, law, f"use {given}" if given else "")
-    return limits
+    """The limits with the number of validation prompts, if they do not have it."""
+    if limits.validation is not None or not held_out:
+        return limits
+    return replace(limits, validation=ValidationLimits(rows=len(held_out), rows_per_slot=samples))
 
 
 def _require_together(trainer: Trainer, limits: Limits, run_dir: Any, *, needs_directory: bool) -> None:
