@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from ray_plans import PROMPTS, Counter, plan
 
+from engine.metrics import sinks
 from engine.metrics.address_files import FILE, FOLDER, HOST
 from engine.protocols import Batch
 from engine.runtime.local import run_plan
@@ -35,14 +36,15 @@ def test_a_run_that_ends_is_not_missed(tmp_path: Path) -> None:
 
 
 def test_a_run_continues_without_its_sinks_or_an_announced_metrics_endpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sinks, "CLOSE_TIMEOUT_S", 120.0)  # on a busy machine, the import of mlflow takes long
     (tmp_path / "file").write_text("")
     blocked = str(tmp_path / "file" / "folder")
-    sinks = {"mlflow": {"uri": f"file://{blocked}"}, "tensorboard": {"dir": blocked}}
+    blocked_sinks = {"mlflow": {"uri": f"file://{blocked}"}, "tensorboard": {"dir": blocked}}
     run_dir = tmp_path / "run"
-    assert run_plan(plan(run_dir, metrics_port=0, endpoints=Path(blocked), sinks=sinks)).steps == PROMPTS // 4
+    assert run_plan(plan(run_dir, metrics_port=0, endpoints=Path(blocked), sinks=blocked_sinks)).steps == PROMPTS // 4
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == PROMPTS // 4
-    for name in sinks:
+    for name in blocked_sinks:
         assert f"{name} cannot be opened; the run continues without it" in caplog.text
     assert "cannot announce the address of the metrics endpoint" in caplog.text
