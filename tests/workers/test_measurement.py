@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_replica_worker import WHO, Stage, play
+from event_loops import played
+from test_replica_worker import WHO, Stage
 
 from engine.commands import InstallWeights, MeasureRows, PauseReplica, ResumeReplica, StageWeights, StopMeasuring
 from engine.errors import DataFailure, EngineError
@@ -65,229 +66,206 @@ def news(stage: Stage, *kinds: type[Event]) -> list[Any]:
     return [event for event in stage.events if isinstance(event, kinds)]
 
 
-def test_rows_are_counted_and_those_at_fault_are_not() -> None:
-    async def scene() -> None:
-        on = stage(Answering())
-        on.generator.let.set()
-        on.worker.carry_out(measure(0, 0, 3))
-        on.worker.carry_out(measure(1, 3, 3))
-        await on.until(2)
-        said = {e.chunk: (e.version, e.measured, e.right, e.reward) for e in news(on, RowsMeasured)}
-        assert said == {0: (0, 3, 1, 1.0), 1: (0, 2, 1, 1.0)}
-        assert all(work.held_out and work.samples == 1 and work.group < 0 for work in on.generator.works)
-        groups = [work.group for work in on.generator.works]
-        assert groups == [held_out_group(2, 6, row) for row in range(6)]
-        assert not set(groups) & {held_out_group(3, 6, row) for row in range(6)}
-
-    play(scene)
+@played
+async def test_rows_are_counted_and_those_at_fault_are_not() -> None:
+    on = stage(Answering())
+    on.generator.let.set()
+    on.worker.carry_out(measure(0, 0, 3))
+    on.worker.carry_out(measure(1, 3, 3))
+    await on.until(2)
+    said = {e.chunk: (e.version, e.measured, e.right, e.reward) for e in news(on, RowsMeasured)}
+    assert said == {0: (0, 3, 1, 1.0), 1: (0, 2, 1, 1.0)}
+    assert all(work.held_out and work.samples == 1 and work.group < 0 for work in on.generator.works)
+    groups = [work.group for work in on.generator.works]
+    assert groups == [held_out_group(2, 6, row) for row in range(6)]
+    assert not set(groups) & {held_out_group(3, 6, row) for row in range(6)}
 
 
-def test_each_row_that_ends_is_reported_as_progress_of_its_chunk() -> None:
+@played
+async def test_each_row_that_ends_is_reported_as_progress_of_its_chunk() -> None:
     class OneByOne(Answering):
         async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
             self.works.append(work)
             await ends[work.prompt.row].wait()
             return [response([1], reward=1.0, version=version)]
 
-    async def scene() -> None:
-        on = Stage(generator := OneByOne(), held_out=rows_for(generator), progress_every_s=0.0)
-        on.worker.carry_out(replace(measure(), number=9))
-        for row in range(2):
-            ends[row].set()
-            assert await on.until(row + 1) == [OrderProgressed(order=9)] * (row + 1)
-        ends[2].set()
-        while not news(on, RowsMeasured):
-            await on.until(len(on.events) + 1)
-        generator.works[0].progress()
-        await on.settle()
-        assert isinstance(on.events[-1], RowsMeasured), "the chunk has ended"
-
     ends = [asyncio.Event() for _ in range(3)]
-    play(scene)
+    on = Stage(generator := OneByOne(), held_out=rows_for(generator), progress_every_s=0.0)
+    on.worker.carry_out(replace(measure(), number=9))
+    for row in range(2):
+        ends[row].set()
+        assert await on.until(row + 1) == [OrderProgressed(order=9)] * (row + 1)
+    ends[2].set()
+    while not news(on, RowsMeasured):
+        await on.until(len(on.events) + 1)
+    generator.works[0].progress()
+    await on.settle()
+    assert isinstance(on.events[-1], RowsMeasured), "the chunk has ended"
 
 
-def test_a_repeated_order_is_carried_out_once_and_a_newer_attempt_again() -> None:
-    async def scene() -> None:
-        on = stage(Answering())
-        on.generator.let.set()
-        for order in (measure(), measure(), measure(attempt=2), measure(attempt=1), measure(5, validation=1)):
-            on.worker.carry_out(order)
-        await on.settle()
-        assert [(e.validation, e.attempt) for e in news(on, RowsMeasured)] == [(2, 2)]
-
-    play(scene)
+@played
+async def test_a_repeated_order_is_carried_out_once_and_a_newer_attempt_again() -> None:
+    on = stage(Answering())
+    on.generator.let.set()
+    for order in (measure(), measure(), measure(attempt=2), measure(attempt=1), measure(5, validation=1)):
+        on.worker.carry_out(order)
+    await on.settle()
+    assert [(e.validation, e.attempt) for e in news(on, RowsMeasured)] == [(2, 2)]
 
 
-def test_a_repeat_of_an_order_that_was_answered_is_not_answered_again() -> None:
-    async def scene() -> None:
-        on = stage(Answering())
-        on.generator.let.set()
-        on.worker.carry_out(measure())
-        await on.until(1)
-        on.worker.carry_out(measure())
-        await on.settle()
-        assert len(news(on, RowsMeasured)) == 1 and len(on.generator.works) == 3
-
-    play(scene)
+@played
+async def test_a_repeat_of_an_order_that_was_answered_is_not_answered_again() -> None:
+    on = stage(Answering())
+    on.generator.let.set()
+    on.worker.carry_out(measure())
+    await on.until(1)
+    on.worker.carry_out(measure())
+    await on.settle()
+    assert len(news(on, RowsMeasured)) == 1 and len(on.generator.works) == 3
 
 
-def test_what_is_the_replica_s_fault_fails_the_chunk() -> None:
-    async def scene() -> None:
-        class Broken(Answering):
-            async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
-                raise EngineError("out of memory")
+@played
+async def test_what_is_the_replica_s_fault_fails_the_chunk() -> None:
+    class Broken(Answering):
+        async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+            raise EngineError("out of memory")
 
-        on = stage(Broken())
-        on.worker.carry_out(measure())
-        on.worker.carry_out(measure(1, 3, 9))
-        lost = stage(Answering(), held_out=False)
-        lost.worker.carry_out(measure())
-        await on.until(2)
-        await lost.until(1)
-        by_chunk = {event.chunk: event.reason for event in news(on, RowsFailed)}
-        reasons = [by_chunk[0], by_chunk[1], news(lost, RowsFailed)[0].reason]
-        words = ("out of memory", "there are 6 validation", "no evaluator")
-        assert [word in reason for word, reason in zip(words, reasons, strict=True)] == [True] * 3
-
-    play(scene)
+    on = stage(Broken())
+    on.worker.carry_out(measure())
+    on.worker.carry_out(measure(1, 3, 9))
+    lost = stage(Answering(), held_out=False)
+    lost.worker.carry_out(measure())
+    await on.until(2)
+    await lost.until(1)
+    by_chunk = {event.chunk: event.reason for event in news(on, RowsFailed)}
+    reasons = [by_chunk[0], by_chunk[1], news(lost, RowsFailed)[0].reason]
+    words = ("out of memory", "there are 6 validation", "no evaluator")
+    assert [word in reason for word, reason in zip(words, reasons, strict=True)] == [True] * 3
 
 
 @pytest.mark.parametrize("reward", [None, math.nan, math.inf, "high", 10**400])
-def test_a_response_without_a_finite_reward_is_not_measured(reward: Any, caplog: pytest.LogCaptureFixture) -> None:
-    async def scene() -> None:
-        on = stage(Answering(reward=lambda row: reward))
-        on.generator.let.set()
-        on.worker.carry_out(measure())
-        await on.until(1)
-        (event,) = news(on, RowsMeasured)
-        assert (event.measured, event.right, event.reward) == (0, 0, 0.0)
-        (said,) = caplog.messages
-        assert said.startswith("validation row 0 cannot be") and said.endswith("further rows are not measured either")
+@played
+async def test_a_response_without_a_finite_reward_is_not_measured(
+    reward: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    on = stage(Answering(reward=lambda row: reward))
+    on.generator.let.set()
+    on.worker.carry_out(measure())
+    await on.until(1)
+    (event,) = news(on, RowsMeasured)
+    assert (event.measured, event.right, event.reward) == (0, 0, 0.0)
+    (said,) = caplog.messages
+    assert said.startswith("validation row 0 cannot be") and said.endswith("further rows are not measured either")
 
-    play(scene)
 
-
-def test_a_response_with_a_malformed_part_of_its_reward_is_not_measured() -> None:
-    async def scene() -> None:
-        on = stage(Answering())
-        on.generator.parts = {0: {"right": math.nan}, 1: {"right": "high"}, 2: {"right": 1.0}}
-        on.generator.let.set()
-        on.worker.carry_out(measure())
-        await on.until(1)
-        (event,) = news(on, RowsMeasured)
-        assert event.rows == (2,)
-
-    play(scene)
+@played
+async def test_a_response_with_a_malformed_part_of_its_reward_is_not_measured() -> None:
+    on = stage(Answering())
+    on.generator.parts = {0: {"right": math.nan}, 1: {"right": "high"}, 2: {"right": 1.0}}
+    on.generator.let.set()
+    on.worker.carry_out(measure())
+    await on.until(1)
+    (event,) = news(on, RowsMeasured)
+    assert event.rows == (2,)
 
 
 @pytest.mark.parametrize("wrong", ["text", None, Generated(group=None)])  # type: ignore[arg-type]
-def test_an_answer_of_another_kind_fails_the_chunk_by_name(wrong: Any) -> None:
+@played
+async def test_an_answer_of_another_kind_fails_the_chunk_by_name(wrong: Any) -> None:
     class Odd(Answering):
         async def generate(self, work: GroupWork) -> Any:
             return wrong
 
-    async def scene() -> None:
-        on = stage(Odd())
-        on.worker.carry_out(measure())
-        await on.until(1)
-        (event,) = news(on, RowsFailed)
-        assert "validation row 0: generate() must return Generated(group=TrajectoryGroup(...))" in event.reason
-
-    play(scene)
+    on = stage(Odd())
+    on.worker.carry_out(measure())
+    await on.until(1)
+    (event,) = news(on, RowsFailed)
+    assert "validation row 0: generate() must return Generated(group=TrajectoryGroup(...))" in event.reason
 
 
-def test_rewards_too_large_to_add_up_fail_the_chunk() -> None:
-    async def scene() -> None:
-        on = stage(Answering(reward=lambda row: 1e308))
-        on.generator.let.set()
-        on.worker.carry_out(measure())
-        await on.until(1)
-        (event,) = news(on, RowsFailed)
-        assert "too large to add up" in event.reason
-
-    play(scene)
+@played
+async def test_rewards_too_large_to_add_up_fail_the_chunk() -> None:
+    on = stage(Answering(reward=lambda row: 1e308))
+    on.generator.let.set()
+    on.worker.carry_out(measure())
+    await on.until(1)
+    (event,) = news(on, RowsFailed)
+    assert "too large to add up" in event.reason
 
 
-def test_another_version_is_never_measured_in_its_place() -> None:
-    async def scene() -> None:
-        on = stage(Answering())
-        on.worker.carry_out(measure(version=1))
-        await on.until(1)
-        assert "version 0, but version 1 must" in news(on, RowsFailed)[0].reason
-        on.worker.carry_out(measure(1))
-        await on.settle()
-        on.worker._weights.version = 1  # as if an install had come in between
-        on.generator.let.set()
-        await on.until(2)
-        assert "version 1, but version 0 must" in news(on, RowsFailed)[1].reason
-
-    play(scene)
+@played
+async def test_another_version_is_never_measured_in_its_place() -> None:
+    on = stage(Answering())
+    on.worker.carry_out(measure(version=1))
+    await on.until(1)
+    assert "version 0, but version 1 must" in news(on, RowsFailed)[0].reason
+    on.worker.carry_out(measure(1))
+    await on.settle()
+    on.worker._weights.version = 1  # as if an install had come in between
+    on.generator.let.set()
+    await on.until(2)
+    assert "version 1, but version 0 must" in news(on, RowsFailed)[1].reason
 
 
-def test_rows_wait_for_the_weights_that_were_ordered_before_them() -> None:
+@played
+async def test_rows_wait_for_the_weights_that_were_ordered_before_them() -> None:
     class Slow(Answering):
         async def install(self, version: int) -> None:
             await self.installed.wait()
             await super().install(version)
 
-    async def scene() -> None:
-        on = stage(Slow())
-        on.generator.installed = asyncio.Event()
-        on.weights.store.put(1, "w")
-        on.generator.let.set()
-        for order in (
-            StageWeights(version=1, attempt=1, **WHO),
-            PauseReplica(version=1, mode="keep", attempt=1, **WHO),
-            InstallWeights(version=1, attempt=1, **WHO),
-            ResumeReplica(attempt=1, number=0, **WHO),
-            measure(version=1),
-        ):
-            on.worker.carry_out(order)
-        await on.settle()
-        assert not news(on, RowsMeasured, RowsFailed)
-        on.generator.installed.set()
-        await on.settle()
-        assert [e.version for e in news(on, RowsMeasured)] == [1]
-
-    play(scene)
+    on = stage(Slow())
+    on.generator.installed = asyncio.Event()
+    on.weights.store.put(1, "w")
+    on.generator.let.set()
+    for order in (
+        StageWeights(version=1, attempt=1, **WHO),
+        PauseReplica(version=1, mode="keep", attempt=1, **WHO),
+        InstallWeights(version=1, attempt=1, **WHO),
+        ResumeReplica(attempt=1, number=0, **WHO),
+        measure(version=1),
+    ):
+        on.worker.carry_out(order)
+    await on.settle()
+    assert not news(on, RowsMeasured, RowsFailed)
+    on.generator.installed.set()
+    await on.settle()
+    assert [e.version for e in news(on, RowsMeasured)] == [1]
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
-def test_stopped_measuring_reports_nothing_and_samples_nothing_in_a_paused_replica(mode: str) -> None:
-    async def scene() -> None:
-        on = stage(Answering())
-        on.worker.carry_out(measure())
-        on.worker.carry_out(measure(1, 3, 3))
-        await on.settle()
-        assert len(on.generator.works) == 6
-        on.worker.carry_out(StopMeasuring(validation=2, number=219, **WHO))
-        on.worker.carry_out(PauseReplica(version=1, mode=mode, attempt=1, **WHO))
-        await on.until(1)
-        assert [type(e) for e in on.events] == [ReplicaPaused]
-        assert not on.generator._sampling
-
-    play(scene)
+@played
+async def test_stopped_measuring_reports_nothing_and_samples_nothing_in_a_paused_replica(mode: str) -> None:
+    on = stage(Answering())
+    on.worker.carry_out(measure())
+    on.worker.carry_out(measure(1, 3, 3))
+    await on.settle()
+    assert len(on.generator.works) == 6
+    on.worker.carry_out(StopMeasuring(validation=2, number=219, **WHO))
+    on.worker.carry_out(PauseReplica(version=1, mode=mode, attempt=1, **WHO))
+    await on.until(1)
+    assert [type(e) for e in on.events] == [ReplicaPaused]
+    assert not on.generator._sampling
 
 
-def test_rows_tell_the_parts_of_their_rewards_and_whether_they_are_right() -> None:
-    async def scene() -> None:
-        generator = Answering()
-        generator.parts = {0: {"acc": 0.0, "fmt": 1.0}, 1: {"acc": 1.0}, 2: {"fmt": 1.0}}
-        parts, correct = {"both": ("fmt", "acc")}, {"both": ("acc",)}
-        rows = [HeldOutRow(name, row, 0, 3) for name in ("both", "plain") for row in range(3)]
-        on = Stage(generator, held_out=rows_for(generator, rows, parts=parts, correct=correct))
-        generator.let.set()
-        on.worker.carry_out(measure(0, 0, 4))
-        await on.until(1)
-        (event,) = news(on, RowsMeasured)
-        assert (event.rewards, event.right, event.right_rows) == ((1.0, 0.0, 0.0, 1.0), 2, (1, 3))
-        assert (event.part_rows, event.part_places) == ((0, 0, 1, 2), (0, 1, 1, 0))
-        assert event.part_values == (1.0, 0.0, 1.0, 1.0)
-
-    play(scene)
+@played
+async def test_rows_tell_the_parts_of_their_rewards_and_whether_they_are_right() -> None:
+    generator = Answering()
+    generator.parts = {0: {"acc": 0.0, "fmt": 1.0}, 1: {"acc": 1.0}, 2: {"fmt": 1.0}}
+    parts, correct = {"both": ("fmt", "acc")}, {"both": ("acc",)}
+    rows = [HeldOutRow(name, row, 0, 3) for name in ("both", "plain") for row in range(3)]
+    on = Stage(generator, held_out=rows_for(generator, rows, parts=parts, correct=correct))
+    generator.let.set()
+    on.worker.carry_out(measure(0, 0, 4))
+    await on.until(1)
+    (event,) = news(on, RowsMeasured)
+    assert (event.rewards, event.right, event.right_rows) == ((1.0, 0.0, 0.0, 1.0), 2, (1, 3))
+    assert (event.part_rows, event.part_places) == ((0, 0, 1, 2), (0, 1, 1, 0))
+    assert event.part_values == (1.0, 0.0, 1.0, 1.0)
 
 
-def test_rows_tell_their_rewards_and_answers_and_each_set_its_name() -> None:
+@played
+async def test_rows_tell_their_rewards_and_answers_and_each_set_its_name() -> None:
     class Saying(Answering):
         async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
             (said,) = await super().sample(work, weights, version)
@@ -298,18 +276,15 @@ def test_rows_tell_their_rewards_and_answers_and_each_set_its_name() -> None:
         assert prompt.row != 2, "a defect of the user's"
         return trajectory.text.removeprefix("it is ") if trajectory.text.startswith("it") else None
 
-    async def scene() -> None:
-        generator = Saying()
-        rows = [HeldOutRow("voting", row // 2, row % 2, 2) for row in range(4)] + [HeldOutRow("plain", 0, 0, 2)] * 2
-        on = Stage(generator, held_out=rows_for(generator, rows, answers={"voting": extract}))
-        generator.let.set()
-        on.worker.carry_out(measure(0, 0, 6))
-        await on.until(1)
-        (event,) = news(on, RowsMeasured)
-        assert (event.rows, event.rewards) == ((0, 1, 2, 3, 4), (1.0, 0.0, 0.0, 1.0, 0.0)), "row 5 is not measured"
-        zero, none, broken, one, plain = event.answers
-        assert (none, broken, plain) == (NO_ANSWER,) * 3 and NO_ANSWER != zero != one != NO_ANSWER
-        assert zero == answer_number("0") and one == answer_number("1")
-        assert [work.validation_set for work in generator.works] == ["voting"] * 4 + ["plain"] * 2
-
-    play(scene)
+    generator = Saying()
+    rows = [HeldOutRow("voting", row // 2, row % 2, 2) for row in range(4)] + [HeldOutRow("plain", 0, 0, 2)] * 2
+    on = Stage(generator, held_out=rows_for(generator, rows, answers={"voting": extract}))
+    generator.let.set()
+    on.worker.carry_out(measure(0, 0, 6))
+    await on.until(1)
+    (event,) = news(on, RowsMeasured)
+    assert (event.rows, event.rewards) == ((0, 1, 2, 3, 4), (1.0, 0.0, 0.0, 1.0, 0.0)), "row 5 is not measured"
+    zero, none, broken, one, plain = event.answers
+    assert (none, broken, plain) == (NO_ANSWER,) * 3 and NO_ANSWER != zero != one != NO_ANSWER
+    assert zero == answer_number("0") and one == answer_number("1")
+    assert [work.validation_set for work in generator.works] == ["voting"] * 4 + ["plain"] * 2

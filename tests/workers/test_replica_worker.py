@@ -5,7 +5,7 @@ import gc
 import logging
 import math
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy
 import pytest
+from event_loops import played
 from token_generator import TokenGenerator
 
 from engine.commands import (
@@ -139,127 +140,113 @@ class Stage:
         await self.settle()
 
 
-def play(scene: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scene(), 120))  # type: ignore[arg-type]
+@played
+async def test_a_group_is_kept_before_it_is_reported() -> None:
+    stage = Stage(TokenGenerator(length=3))
+    stage.worker.join(slots=4)
+    kept_at_report: list[bool] = []
+    emit = stage.worker._emit
+    stage.worker._emit = lambda e: (kept_at_report.append(stage.trajectories.store.stats().groups == 1), emit(e))
+    stage.start()
+    await stage.settle()
+    stage.generator.tick(3)
+    joined, generated = await stage.until(2)
+    assert joined == ProcessUp(kind="replica", index=0, incarnation=1, slots=4, samples=2, version=0)
+    assert generated == GroupGenerated(
+        group=0, attempt=1, replica=0, incarnation=1, tokens=6, oldest_version=0, newest_version=0, trainable=2,
+        reward_mean=0.5, reward_spread=1.0,
+    )  # fmt: skip
+    assert kept_at_report == [True]
+    assert stage.worker.running == 0
 
 
-def test_a_group_is_kept_before_it_is_reported() -> None:
-    async def scene() -> None:
-        stage = Stage(TokenGenerator(length=3))
-        stage.worker.join(slots=4)
-        kept_at_report: list[bool] = []
-        emit = stage.worker._emit
-        stage.worker._emit = lambda e: (kept_at_report.append(stage.trajectories.store.stats().groups == 1), emit(e))
-        stage.start()
-        await stage.settle()
-        stage.generator.tick(3)
-        joined, generated = await stage.until(2)
-        assert joined == ProcessUp(kind="replica", index=0, incarnation=1, slots=4, samples=2, version=0)
-        assert generated == GroupGenerated(
-            group=0, attempt=1, replica=0, incarnation=1, tokens=6, oldest_version=0, newest_version=0, trainable=2,
-            reward_mean=0.5, reward_spread=1.0,
-        )  # fmt: skip
-        assert kept_at_report == [True]
-        assert stage.worker.running == 0
-
-    play(scene)
+@played
+async def test_a_repeated_order_and_one_for_another_life_change_nothing() -> None:
+    stage = Stage(TokenGenerator(length=2, free=True))
+    stage.start()
+    stage.start()
+    stage.worker.carry_out(replace(StartGroup(group=9, attempt=1, **WHO), incarnation=2), PROMPT)
+    await stage.until(1)
+    stage.start()
+    await stage.settle()
+    assert [type(e) for e in stage.events] == [GroupGenerated]
+    assert len(stage.generator.works) == 1
 
 
-def test_a_repeated_order_and_one_for_another_life_change_nothing() -> None:
-    async def scene() -> None:
-        stage = Stage(TokenGenerator(length=2, free=True))
-        stage.start()
-        stage.start()
-        stage.worker.carry_out(replace(StartGroup(group=9, attempt=1, **WHO), incarnation=2), PROMPT)
-        await stage.until(1)
-        stage.start()
-        await stage.settle()
-        assert [type(e) for e in stage.events] == [GroupGenerated]
-        assert len(stage.generator.works) == 1
-
-    play(scene)
-
-
-def test_repeated_orders_about_weights_and_cuts_change_nothing_after_their_end() -> None:
+@played
+async def test_repeated_orders_about_weights_and_cuts_change_nothing_after_their_end() -> None:
     """As a scheduler does that has been built again from its record."""
-
-    async def scene() -> None:
-        stage = Stage(TokenGenerator(length=6))
-        stage.start(0)
-        stage.start(1)
-        await stage.settle()
-        await stage.swap(1)
-        for again in (StageWeights(version=1, attempt=1, **WHO), InstallWeights(version=1, attempt=1, **WHO)):
-            stage.worker.carry_out(again)
-        stage.pause("keep")
-        stage.worker.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
-        stage.worker.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
-        stage.worker.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
-        stage.worker.carry_out(AbortGroup(group=1, attempt=1, number=0, **WHO))
-        stage.worker.carry_out(AbortGroup(group=1, attempt=1, number=0, **WHO))
-        stage.generator.tick(6)
-        await stage.settle()
-        stage.worker.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
-        stage.start(0)
-        stage.start(1)
-        await stage.settle()
-        assert [type(e) for e in stage.events] == [WeightsStaged, ReplicaPaused, WeightsInstalled, GroupGenerated]
-        assert stage.worker.running == 0
-
-    play(scene)
+    stage = Stage(TokenGenerator(length=6))
+    stage.start(0)
+    stage.start(1)
+    await stage.settle()
+    await stage.swap(1)
+    for again in (StageWeights(version=1, attempt=1, **WHO), InstallWeights(version=1, attempt=1, **WHO)):
+        stage.worker.carry_out(again)
+    stage.pause("keep")
+    stage.worker.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
+    stage.worker.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
+    stage.worker.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
+    stage.worker.carry_out(AbortGroup(group=1, attempt=1, number=0, **WHO))
+    stage.worker.carry_out(AbortGroup(group=1, attempt=1, number=0, **WHO))
+    stage.generator.tick(6)
+    await stage.settle()
+    stage.worker.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
+    stage.start(0)
+    stage.start(1)
+    await stage.settle()
+    assert [type(e) for e in stage.events] == [WeightsStaged, ReplicaPaused, WeightsInstalled, GroupGenerated]
+    assert stage.worker.running == 0
 
 
-def test_abort_reports_all_partials_before_the_pause_and_another_replica_continues() -> None:
-    async def scene() -> None:
-        first, second = Stage(TokenGenerator(length=6)), Stage(TokenGenerator(length=6, free=True))
-        second.worker._trajectories = first.trajectories
-        first.start(0)
-        first.start(1)
-        await first.settle()
-        first.generator.tick(4)
-        first.pause("abort")
-        events = await first.until(3)
-        assert [type(e) for e in events] == [GroupAborted, GroupAborted, ReplicaPaused]
-        assert {e.group for e in events[:2]} == {0, 1}
-        assert all(e.tokens == 8 and (e.oldest_version, e.newest_version) == (0, 0) for e in events[:2])
+@played
+async def test_abort_reports_all_partials_before_the_pause_and_another_replica_continues() -> None:
+    first, second = Stage(TokenGenerator(length=6)), Stage(TokenGenerator(length=6, free=True))
+    second.worker._trajectories = first.trajectories
+    first.start(0)
+    first.start(1)
+    await first.settle()
+    first.generator.tick(4)
+    first.pause("abort")
+    events = await first.until(3)
+    assert [type(e) for e in events] == [GroupAborted, GroupAborted, ReplicaPaused]
+    assert {e.group for e in events[:2]} == {0, 1}
+    assert all(e.tokens == 8 and (e.oldest_version, e.newest_version) == (0, 0) for e in events[:2])
 
-        second.weights.store.put(1, "weights 1")
-        await second.swap(1)
-        second.resume(0)
-        (generated,) = (await second.until(4))[3:]
-        assert (generated.tokens, generated.oldest_version, generated.newest_version) == (12, 0, 1)
-        (group,) = await first.trajectories.get([0])
-        for trajectory in group.trajectories:
-            assert trajectory.token_ids == [0, 1, 2, 3, 4, 5]
-            assert trajectory.logprobs == [0.0] * 4 + [-1.0] * 2
-            assert trajectory.spans == [Span(0, 4, 0), Span(4, 6, 1)]
-
-    play(scene)
+    second.weights.store.put(1, "weights 1")
+    await second.swap(1)
+    second.resume(0)
+    (generated,) = (await second.until(4))[3:]
+    assert (generated.tokens, generated.oldest_version, generated.newest_version) == (12, 0, 1)
+    (group,) = await first.trajectories.get([0])
+    for trajectory in group.trajectories:
+        assert trajectory.token_ids == [0, 1, 2, 3, 4, 5]
+        assert trajectory.logprobs == [0.0] * 4 + [-1.0] * 2
+        assert trajectory.spans == [Span(0, 4, 0), Span(4, 6, 1)]
 
 
-def test_prefixes_are_stored_on_the_way_and_another_replica_goes_on_from_them() -> None:
-    async def scene() -> None:
-        first, second = Stage(TokenGenerator(length=6), prefixes=2), Stage(TokenGenerator(length=6, free=True))
-        second.worker._trajectories = first.trajectories
-        first.start()
-        await first.settle()
-        first.generator.tick(2)
-        (stored,) = await first.until(1)
-        assert stored == PrefixStored(
-            group=0, attempt=1, replica=0, incarnation=1, tokens=4, oldest_version=0, newest_version=0, unfinished=2
-        )
-        first.generator.tick(1)  # what is not stored dies with the replica
-        second.resume()
-        (generated,) = await second.until(1)
-        assert isinstance(generated, GroupGenerated) and generated.tokens == 12
-        (work,) = second.generator.works
-        assert [len(t.token_ids) for t in work.partial.trajectories] == [2, 2]
-        await first.worker.close()
-
-    play(scene)
+@played
+async def test_prefixes_are_stored_on_the_way_and_another_replica_goes_on_from_them() -> None:
+    first, second = Stage(TokenGenerator(length=6), prefixes=2), Stage(TokenGenerator(length=6, free=True))
+    second.worker._trajectories = first.trajectories
+    first.start()
+    await first.settle()
+    first.generator.tick(2)
+    (stored,) = await first.until(1)
+    assert stored == PrefixStored(
+        group=0, attempt=1, replica=0, incarnation=1, tokens=4, oldest_version=0, newest_version=0, unfinished=2
+    )
+    first.generator.tick(1)  # what is not stored dies with the replica
+    second.resume()
+    (generated,) = await second.until(1)
+    assert isinstance(generated, GroupGenerated) and generated.tokens == 12
+    (work,) = second.generator.works
+    assert [len(t.token_ids) for t in work.partial.trajectories] == [2, 2]
+    await first.worker.close()
 
 
-def test_a_group_that_has_ended_is_freed_without_a_garbage_collection() -> None:
+@played
+async def test_a_group_that_has_ended_is_freed_without_a_garbage_collection() -> None:
     """It may be large, and a collection stops the process."""
 
     class Text(str):
@@ -269,7 +256,8 @@ def test_a_group_that_has_ended_is_freed_without_a_garbage_collection() -> None:
         async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
             return [response([1], reward=1.0, version=version)]
 
-    async def scene() -> None:
+    gc.disable()
+    try:
         stage = Stage(OneToken(), samples=1, prefixes=1)
         prompt = Prompt(row=0, text=Text("2 + 2"))
         text = weakref.ref(prompt.text)
@@ -279,15 +267,12 @@ def test_a_group_that_has_ended_is_freed_without_a_garbage_collection() -> None:
         await stage.trajectories.discard([0])
         await stage.settle()
         assert text() is None
-
-    gc.disable()
-    try:
-        play(scene)
     finally:
         gc.enable()
 
 
-def test_groups_that_progress_are_reported_together_and_only_while_they_run() -> None:
+@played
+async def test_groups_that_progress_are_reported_together_and_only_while_they_run() -> None:
     class Progresses(TokenGenerator):
         def __init__(self) -> None:
             super().__init__(length=2, free=True)
@@ -299,23 +284,20 @@ def test_groups_that_progress_are_reported_together_and_only_while_they_run() ->
             await self.leave.wait()
             return await super().generate(work)
 
-    async def scene() -> None:
-        stage = Stage(generator := Progresses(), progress_every_s=0.0)
-        stage.worker.join(slots=4)
-        stage.start(0)
-        stage.start(1)
-        await stage.settle()
-        for work in (*generator.works, *generator.works):
-            work.progress()
-        _, *reported = await stage.until(3)
-        assert reported == [OrderProgressed(order=100), OrderProgressed(order=101)]
-        generator.leave.set()
-        await stage.until(5)
-        generator.works[0].progress()
-        await stage.settle()
-        assert len(stage.events) == 5, "the group has ended"
-
-    play(scene)
+    stage = Stage(generator := Progresses(), progress_every_s=0.0)
+    stage.worker.join(slots=4)
+    stage.start(0)
+    stage.start(1)
+    await stage.settle()
+    for work in (*generator.works, *generator.works):
+        work.progress()
+    _, *reported = await stage.until(3)
+    assert reported == [OrderProgressed(order=100), OrderProgressed(order=101)]
+    generator.leave.set()
+    await stage.until(5)
+    generator.works[0].progress()
+    await stage.settle()
+    assert len(stage.events) == 5, "the group has ended"
 
 
 class Ends(TokenGenerator):
@@ -327,186 +309,171 @@ class Ends(TokenGenerator):
         raise AssertionError
 
 
-def test_ended_trajectories_are_reported_once_they_make_room_for_a_group() -> None:
-    async def scene() -> None:
-        stage = Stage(generator := Ends(), samples=4)
-        stage.worker.join(slots=3)
-        for group in range(3):
-            stage.start(group)
-        await stage.settle()
-        first, second, third = generator.works
+@played
+async def test_ended_trajectories_are_reported_once_they_make_room_for_a_group() -> None:
+    stage = Stage(generator := Ends(), samples=4)
+    stage.worker.join(slots=3)
+    for group in range(3):
+        stage.start(group)
+    await stage.settle()
+    first, second, third = generator.works
 
-        def reported() -> list[tuple[int, int]]:
-            news = [(event.order - 100, event.finished) for event in stage.events if isinstance(event, OrderProgressed)]
-            stage.events.clear()
-            return news
+    def reported() -> list[tuple[int, int]]:
+        news = [(event.order - 100, event.finished) for event in stage.events if isinstance(event, OrderProgressed)]
+        stage.events.clear()
+        return news
 
-        first.finished(2)
-        second.finished(1)
-        first.finished(1)
-        assert not reported(), "three of four, and an older count"
-        third.finished(1)
-        assert reported() == [(0, 2), (1, 1), (2, 1)]
-        third.finished(4)
-        assert reported() == [(2, 4)], "all of its own: it waits for its rewards"
-        second.finished(2)
-        assert reported() == [(1, 2)]
-        stage.worker.carry_out(AbortGroup(group=2, attempt=1, number=1, **WHO))
-        await stage.settle()
-        third.finished(4)
-        assert not reported(), "the scheduler has given it up"
-        first.finished(3)
-        second.finished(3)
-        assert not reported(), "6 of 8: as many groups as the 4 reported"
-        first.finished(4)
-        assert reported() == [(0, 4), (1, 3)]
-        second.finished(4)
-        assert reported() == [(1, 4)]
-        for odd in (5, -1, 2.0, "2", True, None):
-            with pytest.raises(
-                EngineError, match=r"finished\(.*\) of group 0: give a whole number from 0 to 4, how many"
-            ):
-                first.finished(odd)
-        await stage.worker.close()
-
-    play(scene)
+    first.finished(2)
+    second.finished(1)
+    first.finished(1)
+    assert not reported(), "three of four, and an older count"
+    third.finished(1)
+    assert reported() == [(0, 2), (1, 1), (2, 1)]
+    third.finished(4)
+    assert reported() == [(2, 4)], "all of its own: it waits for its rewards"
+    second.finished(2)
+    assert reported() == [(1, 2)]
+    stage.worker.carry_out(AbortGroup(group=2, attempt=1, number=1, **WHO))
+    await stage.settle()
+    third.finished(4)
+    assert not reported(), "the scheduler has given it up"
+    first.finished(3)
+    second.finished(3)
+    assert not reported(), "6 of 8: as many groups as the 4 reported"
+    first.finished(4)
+    assert reported() == [(0, 4), (1, 3)]
+    second.finished(4)
+    assert reported() == [(1, 4)]
+    for odd in (5, -1, 2.0, "2", True, None):
+        with pytest.raises(EngineError, match=r"finished\(.*\) of group 0: give a whole number from 0 to 4, how many"):
+            first.finished(odd)
+    await stage.worker.close()
 
 
-def test_a_generator_may_report_from_any_thread_and_in_numbers_of_numpy() -> None:
-    async def scene() -> None:
-        stage = Stage(TokenGenerator(length=4), prefixes=2, progress_every_s=0.0)
-        stage.start()
-        await stage.settle()
-        (work,) = stage.generator.works
-        await asyncio.to_thread(work.finished, numpy.int64(2))
-        (ended,) = await stage.until(1)
-        assert isinstance(ended, OrderProgressed) and type(ended.finished) is int and ended.finished == 2
-        prefix = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[response([1, 2], reward=0.0, version=0)])
-        assert work.save is not None
-        await asyncio.to_thread(work.save, prefix)
-        *_, stored = await stage.until(2)
-        assert isinstance(stored, PrefixStored) and stored.tokens == 2
-        await asyncio.to_thread(work.progress)
-        *_, progressed = await stage.until(3)
-        assert isinstance(progressed, OrderProgressed)
-        with pytest.raises(EngineError, match=r"finished\(3\) of group 0: "):
-            await asyncio.to_thread(work.finished, 3)
-        await stage.worker.close()
-
-    play(scene)
+@played
+async def test_a_generator_may_report_from_any_thread_and_in_numbers_of_numpy() -> None:
+    stage = Stage(TokenGenerator(length=4), prefixes=2, progress_every_s=0.0)
+    stage.start()
+    await stage.settle()
+    (work,) = stage.generator.works
+    await asyncio.to_thread(work.finished, numpy.int64(2))
+    (ended,) = await stage.until(1)
+    assert isinstance(ended, OrderProgressed) and type(ended.finished) is int and ended.finished == 2
+    prefix = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[response([1, 2], reward=0.0, version=0)])
+    assert work.save is not None
+    await asyncio.to_thread(work.save, prefix)
+    *_, stored = await stage.until(2)
+    assert isinstance(stored, PrefixStored) and stored.tokens == 2
+    await asyncio.to_thread(work.progress)
+    *_, progressed = await stage.until(3)
+    assert isinstance(progressed, OrderProgressed)
+    with pytest.raises(EngineError, match=r"finished\(3\) of group 0: "):
+        await asyncio.to_thread(work.finished, 3)
+    await stage.worker.close()
 
 
-def test_a_saved_prefix_writes_only_the_new_tokens(tmp_path: Path) -> None:
-    async def scene() -> None:
-        stage = Stage(TokenGenerator(length=2000), prefixes=100)
-        service = TrajectoryService(tmp_path)
-        stage.worker._trajectories = PackedTrajectories(service, lambda process: nullcontext())
-        stage.start()
-        await stage.settle()
-        for saved in range(1, 20):
-            stage.generator.tick(100)
-            await stage.until(saved)
-        packed = await service.partial(0)
-        assert packed is not None
-        group = unpack_group(packed)
-        assert group.tokens == 2 * 1900
-        assert (await service.stats()).disk_bytes < 1.5 * len(pack_group(group))
-        await stage.worker.close()
-        await service.close()
-
-    play(scene)
+@played
+async def test_a_saved_prefix_writes_only_the_new_tokens(tmp_path: Path) -> None:
+    stage = Stage(TokenGenerator(length=2000), prefixes=100)
+    service = TrajectoryService(tmp_path)
+    stage.worker._trajectories = PackedTrajectories(service, lambda process: nullcontext())
+    stage.start()
+    await stage.settle()
+    for saved in range(1, 20):
+        stage.generator.tick(100)
+        await stage.until(saved)
+    packed = await service.partial(0)
+    assert packed is not None
+    group = unpack_group(packed)
+    assert group.tokens == 2 * 1900
+    assert (await service.stats()).disk_bytes < 1.5 * len(pack_group(group))
+    await stage.worker.close()
+    await service.close()
 
 
-def test_while_the_store_is_busy_only_the_newest_prefix_waits_and_the_end_comes_last() -> None:
-    async def scene() -> None:
-        stage = Stage(TokenGenerator(length=5), prefixes=1)
-        gate, puts = asyncio.Event(), []
-        put = stage.trajectories.put
+@played
+async def test_while_the_store_is_busy_only_the_newest_prefix_waits_and_the_end_comes_last() -> None:
+    stage = Stage(TokenGenerator(length=5), prefixes=1)
+    gate, puts = asyncio.Event(), []
+    put = stage.trajectories.put
 
-        async def slow(group: TrajectoryGroup, attempt: int) -> None:
-            puts.append(group.tokens)
-            await gate.wait()
-            await put(group, attempt)
+    async def slow(group: TrajectoryGroup, attempt: int) -> None:
+        puts.append(group.tokens)
+        await gate.wait()
+        await put(group, attempt)
 
-        stage.trajectories.put = slow  # type: ignore[method-assign]
-        stage.start()
-        await stage.settle()
-        for _ in range(4):
-            stage.generator.tick(1)
-            await stage.settle()
-        assert puts == [2]
+    stage.trajectories.put = slow  # type: ignore[method-assign]
+    stage.start()
+    await stage.settle()
+    for _ in range(4):
         stage.generator.tick(1)
         await stage.settle()
-        gate.set()
-        *stored, generated = await stage.until(2)
-        assert puts == [2, 10], "what it had on the way is not worth storing once it has ended"
-        assert [type(event) for event in stored] == [PrefixStored] and isinstance(generated, GroupGenerated)
-
-    play(scene)
-
-
-def test_a_prefix_of_an_attempt_nobody_wants_is_not_left_in_the_store() -> None:
-    async def scene() -> None:
-        stage = Stage(TokenGenerator(length=5), prefixes=1)
-        gate = asyncio.Event()
-        put = stage.trajectories.put
-
-        async def slow(group: TrajectoryGroup, attempt: int) -> None:
-            await gate.wait()
-            await put(group, attempt)
-
-        stage.trajectories.put = slow  # type: ignore[method-assign]
-        stage.start()
-        await stage.settle()
-        stage.generator.tick(1)
-        await stage.settle()
-        stage.worker.carry_out(AbortGroup(group=0, attempt=1, number=0, **WHO))
-        await stage.settle()
-        gate.set()
-        await stage.settle()
-        assert stage.events == [] and stage.trajectories.store.stats().groups == 0
-
-    play(scene)
+    assert puts == [2]
+    stage.generator.tick(1)
+    await stage.settle()
+    gate.set()
+    *stored, generated = await stage.until(2)
+    assert puts == [2, 10], "what it had on the way is not worth storing once it has ended"
+    assert [type(event) for event in stored] == [PrefixStored] and isinstance(generated, GroupGenerated)
 
 
-def test_a_partial_newer_than_the_replica_is_given_back_for_one_that_is_as_new() -> None:
-    async def scene() -> None:
-        ahead, behind = Stage(TokenGenerator(length=6), prefixes=2), Stage(TokenGenerator(length=6, free=True))
-        behind.worker._trajectories = ahead.trajectories
-        await ahead.swap(1)
-        ahead.start()
-        await ahead.settle()
-        ahead.generator.tick(2)
-        await ahead.until(4)
-        behind.resume()
-        (event,) = await behind.until(1)
-        assert event == GroupAborted(
-            group=0, attempt=2, replica=0, incarnation=1, tokens=4, oldest_version=1, newest_version=1, unfinished=2
-        )
-        assert behind.generator.works == []
-        await ahead.worker.close()
+@played
+async def test_a_prefix_of_an_attempt_nobody_wants_is_not_left_in_the_store() -> None:
+    stage = Stage(TokenGenerator(length=5), prefixes=1)
+    gate = asyncio.Event()
+    put = stage.trajectories.put
 
-    play(scene)
+    async def slow(group: TrajectoryGroup, attempt: int) -> None:
+        await gate.wait()
+        await put(group, attempt)
 
-
-def test_a_malformed_prefix_is_not_stored_and_costs_nothing() -> None:
-    async def scene() -> None:
-        stage = Stage(TokenGenerator(length=4), prefixes=2)
-        stage.start()
-        await stage.settle()
-        (work,) = stage.generator.works
-        wrong = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[Trajectory(token_ids=[1], logprobs=[-1.0])])
-        work.save(wrong)
-        await stage.settle()
-        assert stage.events == [] and stage.trajectories.store.stats().groups == 0
-        stage.generator.tick(4)
-        *_, last = await stage.until(2)
-        assert isinstance(last, GroupGenerated) and stage.broken == []
-
-    play(scene)
+    stage.trajectories.put = slow  # type: ignore[method-assign]
+    stage.start()
+    await stage.settle()
+    stage.generator.tick(1)
+    await stage.settle()
+    stage.worker.carry_out(AbortGroup(group=0, attempt=1, number=0, **WHO))
+    await stage.settle()
+    gate.set()
+    await stage.settle()
+    assert stage.events == [] and stage.trajectories.store.stats().groups == 0
 
 
-def test_a_failed_resume_leaves_the_partial_as_it_was() -> None:
+@played
+async def test_a_partial_newer_than_the_replica_is_given_back_for_one_that_is_as_new() -> None:
+    ahead, behind = Stage(TokenGenerator(length=6), prefixes=2), Stage(TokenGenerator(length=6, free=True))
+    behind.worker._trajectories = ahead.trajectories
+    await ahead.swap(1)
+    ahead.start()
+    await ahead.settle()
+    ahead.generator.tick(2)
+    await ahead.until(4)
+    behind.resume()
+    (event,) = await behind.until(1)
+    assert event == GroupAborted(
+        group=0, attempt=2, replica=0, incarnation=1, tokens=4, oldest_version=1, newest_version=1, unfinished=2
+    )
+    assert behind.generator.works == []
+    await ahead.worker.close()
+
+
+@played
+async def test_a_malformed_prefix_is_not_stored_and_costs_nothing() -> None:
+    stage = Stage(TokenGenerator(length=4), prefixes=2)
+    stage.start()
+    await stage.settle()
+    (work,) = stage.generator.works
+    wrong = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[Trajectory(token_ids=[1], logprobs=[-1.0])])
+    work.save(wrong)
+    await stage.settle()
+    assert stage.events == [] and stage.trajectories.store.stats().groups == 0
+    stage.generator.tick(4)
+    *_, last = await stage.until(2)
+    assert isinstance(last, GroupGenerated) and stage.broken == []
+
+
+@played
+async def test_a_failed_resume_leaves_the_partial_as_it_was() -> None:
     class Spoiler(TokenGenerator):
         async def generate(self, work: GroupWork) -> Generated:
             if work.partial is not None and work.attempt == 2:
@@ -514,154 +481,138 @@ def test_a_failed_resume_leaves_the_partial_as_it_was() -> None:
                 raise RuntimeError("out of memory")
             return await super().generate(work)
 
-    async def scene() -> None:
-        stage = Stage(Spoiler(length=3))
-        stage.start()
-        await stage.settle()
-        stage.generator.tick(2)
-        stage.pause("abort")
-        await stage.until(2)
-        stage.worker.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
-        stage.resume(attempt=2)
-        assert (await stage.until(3))[2].cause == "infrastructure"
-        stage.resume(attempt=3)
-        await stage.settle()
-        stage.generator.tick(1)
-        assert (await stage.until(4))[3].tokens == 6
-
-    play(scene)
+    stage = Stage(Spoiler(length=3))
+    stage.start()
+    await stage.settle()
+    stage.generator.tick(2)
+    stage.pause("abort")
+    await stage.until(2)
+    stage.worker.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
+    stage.resume(attempt=2)
+    assert (await stage.until(3))[2].cause == "infrastructure"
+    stage.resume(attempt=3)
+    await stage.settle()
+    stage.generator.tick(1)
+    assert (await stage.until(4))[3].tokens == 6
 
 
-def test_wait_lets_groups_end_before_the_pause_and_keep_freezes_them() -> None:
-    async def scene() -> None:
-        stage = Stage(TokenGenerator(length=3))
-        stage.start()
-        await stage.settle()
-        stage.pause("wait")
-        await stage.settle()
-        assert stage.events == []
-        stage.generator.tick(3)
-        assert [type(e) for e in await stage.until(2)] == [GroupGenerated, ReplicaPaused]
+@played
+async def test_wait_lets_groups_end_before_the_pause_and_keep_freezes_them() -> None:
+    stage = Stage(TokenGenerator(length=3))
+    stage.start()
+    await stage.settle()
+    stage.pause("wait")
+    await stage.settle()
+    assert stage.events == []
+    stage.generator.tick(3)
+    assert [type(e) for e in await stage.until(2)] == [GroupGenerated, ReplicaPaused]
 
-        stage = Stage(TokenGenerator(length=4))
-        stage.start()
-        await stage.settle()
-        stage.generator.tick(2)
-        await stage.swap(1, "keep")
-        assert [type(e) for e in stage.events] == [WeightsStaged, ReplicaPaused, WeightsInstalled]
-        assert stage.generator.calls == ["stage 1", "pause keep", "install 1", "resume"]
-        stage.generator.tick(2)
-        (generated,) = (await stage.until(4))[3:]
-        assert (generated.oldest_version, generated.newest_version, generated.tokens) == (0, 1, 8)
-
-    play(scene)
+    stage = Stage(TokenGenerator(length=4))
+    stage.start()
+    await stage.settle()
+    stage.generator.tick(2)
+    await stage.swap(1, "keep")
+    assert [type(e) for e in stage.events] == [WeightsStaged, ReplicaPaused, WeightsInstalled]
+    assert stage.generator.calls == ["stage 1", "pause keep", "install 1", "resume"]
+    stage.generator.tick(2)
+    (generated,) = (await stage.until(4))[3:]
+    assert (generated.oldest_version, generated.newest_version, generated.tokens) == (0, 1, 8)
 
 
-def test_a_group_that_comes_during_an_abort_is_given_back_unbegun() -> None:
-    async def scene() -> None:
-        stage = Stage(TokenGenerator(length=3, free=True))
-        stage.pause("abort")
-        stage.start(5)
-        await stage.settle()
-        events = await stage.until(2)
-        assert {type(e) for e in events} == {GroupAborted, ReplicaPaused}
-        (aborted,) = (e for e in events if isinstance(e, GroupAborted))
-        assert (aborted.tokens, aborted.oldest_version) == (0, NO_VERSION)
-        assert stage.generator.works == []
-
-    play(scene)
+@played
+async def test_a_group_that_comes_during_an_abort_is_given_back_unbegun() -> None:
+    stage = Stage(TokenGenerator(length=3, free=True))
+    stage.pause("abort")
+    stage.start(5)
+    await stage.settle()
+    events = await stage.until(2)
+    assert {type(e) for e in events} == {GroupAborted, ReplicaPaused}
+    (aborted,) = (e for e in events if isinstance(e, GroupAborted))
+    assert (aborted.tokens, aborted.oldest_version) == (0, NO_VERSION)
+    assert stage.generator.works == []
 
 
-def test_truncate_finishes_a_group_with_what_it_has() -> None:
-    async def scene() -> None:
-        stage = Stage(TokenGenerator(length=9))
-        stage.start()
-        await stage.settle()
-        stage.generator.tick(4)
-        stage.worker.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
-        (generated,) = await stage.until(1)
-        assert generated.tokens == 8
-        (group,) = await stage.trajectories.get([0])
-        assert [t.finish_reason for t in group.trajectories] == ["truncated", "truncated"]
+@played
+async def test_truncate_finishes_a_group_with_what_it_has() -> None:
+    stage = Stage(TokenGenerator(length=9))
+    stage.start()
+    await stage.settle()
+    stage.generator.tick(4)
+    stage.worker.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
+    (generated,) = await stage.until(1)
+    assert generated.tokens == 8
+    (group,) = await stage.trajectories.get([0])
+    assert [t.finish_reason for t in group.trajectories] == ["truncated", "truncated"]
 
-        stage.resume(group=0, attempt=2, truncate=True)
-        assert isinstance((await stage.until(2))[1], GroupGenerated)
-        assert stage.generator.works[-1].truncate
-
-    play(scene)
+    stage.resume(group=0, attempt=2, truncate=True)
+    assert isinstance((await stage.until(2))[1], GroupGenerated)
+    assert stage.generator.works[-1].truncate
 
 
-def test_an_aborted_group_is_never_heard_of_again() -> None:
-    async def scene() -> None:
-        stage = Stage(TokenGenerator(length=3))
-        stage.start(0)
-        stage.start(1)
-        await stage.settle()
-        stage.worker.carry_out(AbortGroup(group=0, attempt=1, number=0, **WHO))
-        await stage.settle()
-        stage.generator.tick(3)
-        await stage.until(1)
-        await stage.settle()
-        assert [e.group for e in stage.events] == [1]
-        assert stage.trajectories.store.stats().groups == 1
-        # It ended while the order was on its way: what it left is forgotten.
-        stage.worker.carry_out(AbortGroup(group=1, attempt=1, number=0, **WHO))
-        await stage.settle()
-        assert stage.trajectories.store.stats().groups == 0
-
-    play(scene)
+@played
+async def test_an_aborted_group_is_never_heard_of_again() -> None:
+    stage = Stage(TokenGenerator(length=3))
+    stage.start(0)
+    stage.start(1)
+    await stage.settle()
+    stage.worker.carry_out(AbortGroup(group=0, attempt=1, number=0, **WHO))
+    await stage.settle()
+    stage.generator.tick(3)
+    await stage.until(1)
+    await stage.settle()
+    assert [e.group for e in stage.events] == [1]
+    assert stage.trajectories.store.stats().groups == 1
+    # It ended while the order was on its way: what it left is forgotten.
+    stage.worker.carry_out(AbortGroup(group=1, attempt=1, number=0, **WHO))
+    await stage.settle()
+    assert stage.trajectories.store.stats().groups == 0
 
 
-def test_a_group_that_is_parked_ends_with_what_it_has_and_the_others_go_on() -> None:
-    async def scene() -> None:
-        generator = TokenGenerator()
-        stage = Stage(generator)
-        stage.start(0)
-        stage.start(1)
-        await stage.settle()
-        generator.tick(2)
-        order = ParkGroup(group=0, attempt=1, **WHO)
-        stage.worker.carry_out(ParkGroup(group=1, attempt=7, **WHO))
-        stage.worker.carry_out(order)
-        stage.worker.carry_out(order)
-        (parked,) = await stage.until(1)
-        assert isinstance(parked, GroupAborted) and (parked.group, parked.tokens, parked.unfinished) == (0, 4, 2)
-        assert stage.trajectories.store.partial(0) is not None
-        generator.tick(4)
-        assert isinstance((await stage.until(2))[1], GroupGenerated)
-
-    play(scene)
+@played
+async def test_a_group_that_is_parked_ends_with_what_it_has_and_the_others_go_on() -> None:
+    generator = TokenGenerator()
+    stage = Stage(generator)
+    stage.start(0)
+    stage.start(1)
+    await stage.settle()
+    generator.tick(2)
+    order = ParkGroup(group=0, attempt=1, **WHO)
+    stage.worker.carry_out(ParkGroup(group=1, attempt=7, **WHO))
+    stage.worker.carry_out(order)
+    stage.worker.carry_out(order)
+    (parked,) = await stage.until(1)
+    assert isinstance(parked, GroupAborted) and (parked.group, parked.tokens, parked.unfinished) == (0, 4, 2)
+    assert stage.trajectories.store.partial(0) is not None
+    generator.tick(4)
+    assert isinstance((await stage.until(2))[1], GroupGenerated)
 
 
-def test_a_group_that_its_generator_does_not_give_up_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+@played
+async def test_a_group_that_its_generator_does_not_give_up_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     class Deaf(TokenGenerator):
         async def abort(self, groups: Sequence[int]) -> None: ...
 
-    async def scene() -> None:
-        stage = Stage(Deaf())
-        stage.start()
-        await stage.settle()
-        stage.worker.carry_out(ParkGroup(group=0, attempt=1, **WHO))
-        (failed,) = await stage.until(1)
-        assert isinstance(failed, GroupFailed) and failed.cause == "infrastructure"
-
     monkeypatch.setattr("engine.workers.replica.PARK_S", 0.0)
-    play(scene)
+    stage = Stage(Deaf())
+    stage.start()
+    await stage.settle()
+    stage.worker.carry_out(ParkGroup(group=0, attempt=1, **WHO))
+    (failed,) = await stage.until(1)
+    assert isinstance(failed, GroupFailed) and failed.cause == "infrastructure"
 
 
-def test_a_late_abort_of_an_old_attempt_leaves_what_a_newer_one_left_elsewhere() -> None:
-    async def scene() -> None:
-        stage = Stage(TokenGenerator(length=3))
-        newer = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[])
-        await stage.trajectories.put(newer, attempt=2)
-        stage.worker.carry_out(AbortGroup(group=0, attempt=1, number=0, **WHO))
-        await stage.settle()
-        assert stage.trajectories.store.partial(0) == newer
-
-    play(scene)
+@played
+async def test_a_late_abort_of_an_old_attempt_leaves_what_a_newer_one_left_elsewhere() -> None:
+    stage = Stage(TokenGenerator(length=3))
+    newer = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[])
+    await stage.trajectories.put(newer, attempt=2)
+    stage.worker.carry_out(AbortGroup(group=0, attempt=1, number=0, **WHO))
+    await stage.settle()
+    assert stage.trajectories.store.partial(0) == newer
 
 
-def test_an_attempt_aborted_while_it_is_kept_leaves_what_a_newer_one_left_elsewhere() -> None:
+@played
+async def test_an_attempt_aborted_while_it_is_kept_leaves_what_a_newer_one_left_elsewhere() -> None:
     newer = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[])
 
     class Overtaken(LocalTrajectories):
@@ -676,46 +627,39 @@ def test_an_attempt_aborted_while_it_is_kept_leaves_what_a_newer_one_left_elsewh
             await super().put(newer, attempt=2)
             await super().put(group, attempt)
 
-    async def scene() -> None:
-        stage = Stage(TokenGenerator(length=2, free=True))
-        stage.worker._trajectories = stage.trajectories = Overtaken(stage.worker)
-        stage.start()
-        await stage.settle()
-        assert stage.worker.running == 0 and stage.events == []
-        assert stage.trajectories.store.partial(0) == newer
-
-    play(scene)
+    stage = Stage(TokenGenerator(length=2, free=True))
+    stage.worker._trajectories = stage.trajectories = Overtaken(stage.worker)
+    stage.start()
+    await stage.settle()
+    assert stage.worker.running == 0 and stage.events == []
+    assert stage.trajectories.store.partial(0) == newer
 
 
-def test_a_new_attempt_waits_for_the_end_of_the_old_one_and_only_it_reports() -> None:
-    async def scene() -> None:
-        stage = Stage(TokenGenerator(length=3))
-        stage.start(attempt=1)
-        await stage.settle()
-        stage.start(attempt=2)
-        await stage.settle()
-        stage.generator.tick(3)
-        await stage.until(1)
-        await stage.settle()
-        assert [(e.group, e.attempt) for e in stage.events] == [(0, 2)]
-
-    play(scene)
+@played
+async def test_a_new_attempt_waits_for_the_end_of_the_old_one_and_only_it_reports() -> None:
+    stage = Stage(TokenGenerator(length=3))
+    stage.start(attempt=1)
+    await stage.settle()
+    stage.start(attempt=2)
+    await stage.settle()
+    stage.generator.tick(3)
+    await stage.until(1)
+    await stage.settle()
+    assert [(e.group, e.attempt) for e in stage.events] == [(0, 2)]
 
 
-def test_a_stale_put_never_replaces_what_a_later_attempt_left() -> None:
+@played
+async def test_a_stale_put_never_replaces_what_a_later_attempt_left() -> None:
     trajectories = LocalTrajectories()
     late, newer = (TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[good()] * count) for count in (1, 2))
 
-    async def scene() -> None:
-        await trajectories.put(newer, attempt=2)
-        await trajectories.put(late, attempt=1)
-        assert trajectories.store.partial(0) == newer
-        await trajectories.discard([0])
-        assert trajectories.store.stats().bytes == 0
-        with pytest.raises(EngineError, match=r"does not hold groups \[0\]"):
-            await trajectories.get([0])
-
-    play(scene)
+    await trajectories.put(newer, attempt=2)
+    await trajectories.put(late, attempt=1)
+    assert trajectories.store.partial(0) == newer
+    await trajectories.discard([0])
+    assert trajectories.store.stats().bytes == 0
+    with pytest.raises(EngineError, match=r"does not hold groups \[0\]"):
+        await trajectories.get([0])
 
 
 # -- generators that do wrong ------------------------------------------------------------------------------------------
@@ -799,7 +743,8 @@ def good(**changes: Any) -> Trajectory:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_a_generator_does_wrong_is_named(
+@played
+async def test_what_a_generator_does_wrong_is_named(
     returned: Any, cause: str, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Wrong(SimpleGenerator):
@@ -810,91 +755,82 @@ def test_what_a_generator_does_wrong_is_named(
                 return returned  # type: ignore[return-value]
             return Generated(group=TrajectoryGroup(group=work.group, prompt=work.prompt, trajectories=returned))
 
-    async def scene() -> None:
-        stage = Stage(Wrong())
-        stage.start()
-        (failed,) = await stage.until(1)
-        assert isinstance(failed, GroupFailed)
-        assert (failed.cause, failed.attempt) == (cause, 1)
-        assert words in failed.reason
-        assert stage.trajectories.store.stats().groups == 0
-
-    with caplog.at_level(logging.WARNING):
-        play(scene)
+    caplog.set_level(logging.WARNING)
+    stage = Stage(Wrong())
+    stage.start()
+    (failed,) = await stage.until(1)
+    assert isinstance(failed, GroupFailed)
+    assert (failed.cause, failed.attempt) == (cause, 1)
+    assert words in failed.reason
+    assert stage.trajectories.store.stats().groups == 0
     assert any(record.exc_info for record in caplog.records), "the full story is in the log"
 
 
-def test_a_group_that_comes_without_its_prompt_fails_for_no_fault_of_its_data() -> None:
-    async def scene() -> None:
-        stage = Stage(TokenGenerator(length=3))
-        stage.worker.carry_out(StartGroup(group=4, attempt=1, number=0, **WHO), None)
-        (failed,) = await stage.until(1)
-        assert isinstance(failed, GroupFailed) and failed.cause == "infrastructure"
-        assert "group 4 has no prompt" in failed.reason
-
-    play(scene)
+@played
+async def test_a_group_that_comes_without_its_prompt_fails_for_no_fault_of_its_data() -> None:
+    stage = Stage(TokenGenerator(length=3))
+    stage.worker.carry_out(StartGroup(group=4, attempt=1, number=0, **WHO), None)
+    (failed,) = await stage.until(1)
+    assert isinstance(failed, GroupFailed) and failed.cause == "infrastructure"
+    assert "group 4 has no prompt" in failed.reason
 
 
-def test_tokens_of_weights_older_than_the_replica_had_are_refused() -> None:
+@played
+async def test_tokens_of_weights_older_than_the_replica_had_are_refused() -> None:
     class Stuck(SimpleGenerator):
         async def sample(self, work: GroupWork, weights: Any, version: int) -> list[Trajectory]:
             return [response([1], reward=1.0, version=0) for _ in range(work.samples)]
 
-    async def scene() -> None:
-        stage = Stage(Stuck())
-        await stage.swap(1)
-        stage.start()
-        failed = (await stage.until(4))[3]
-        assert "have version 0, but it must be 1 to 1 there" in failed.reason
-
-    play(scene)
+    stage = Stage(Stuck())
+    await stage.swap(1)
+    stage.start()
+    failed = (await stage.until(4))[3]
+    assert "have version 0, but it must be 1 to 1 there" in failed.reason
 
 
 @pytest.mark.parametrize(("call", "events"), [("stage", 1), ("pause", 2), ("install", 3)])
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit, asyncio.CancelledError])
-def test_a_failing_sync_is_reported_and_the_replica_goes_on(call: str, events: int, error: type[BaseException]) -> None:
-    async def scene() -> None:
-        generator = TokenGenerator(length=2)
-        stage = Stage(generator)
+@played
+async def test_a_failing_sync_is_reported_and_the_replica_goes_on(
+    call: str, events: int, error: type[BaseException]
+) -> None:
+    generator = TokenGenerator(length=2)
+    stage = Stage(generator)
 
-        async def fails(*arguments: Any) -> None:
-            raise error(f"{call} broke")
+    async def fails(*arguments: Any) -> None:
+        raise error(f"{call} broke")
 
-        setattr(generator, call, fails)
-        stage.weights.store.put(1, "w")
-        orders = [
-            StageWeights(version=1, attempt=1, **WHO),
-            PauseReplica(version=1, mode="keep", attempt=1, **WHO),
-            InstallWeights(version=1, attempt=1, **WHO),
-        ]
-        for order in orders[:events]:
-            stage.worker.carry_out(order)
-        failed = (await stage.until(events))[-1]
-        assert isinstance(failed, SyncFailed)
-        assert (failed.version, failed.attempt) == (1, 1)
-        assert f"{error.__name__}: {call} broke" in failed.reason
-        stage.worker.carry_out(StageWeights(version=7, attempt=2, **WHO))
-        assert "does not hold version 7" in (await stage.until(events + 1))[-1].reason or call == "stage"
-        stage.worker.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
-        stage.start()
-        await stage.settle()
-        generator.tick(2)
-        assert isinstance((await stage.until(events + 2))[-1], GroupGenerated)
-        assert stage.broken == []
-
-    play(scene)
+    setattr(generator, call, fails)
+    stage.weights.store.put(1, "w")
+    orders = [
+        StageWeights(version=1, attempt=1, **WHO),
+        PauseReplica(version=1, mode="keep", attempt=1, **WHO),
+        InstallWeights(version=1, attempt=1, **WHO),
+    ]
+    for order in orders[:events]:
+        stage.worker.carry_out(order)
+    failed = (await stage.until(events))[-1]
+    assert isinstance(failed, SyncFailed)
+    assert (failed.version, failed.attempt) == (1, 1)
+    assert f"{error.__name__}: {call} broke" in failed.reason
+    stage.worker.carry_out(StageWeights(version=7, attempt=2, **WHO))
+    assert "does not hold version 7" in (await stage.until(events + 1))[-1].reason or call == "stage"
+    stage.worker.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
+    stage.start()
+    await stage.settle()
+    generator.tick(2)
+    assert isinstance((await stage.until(events + 2))[-1], GroupGenerated)
+    assert stage.broken == []
 
 
-def test_close_ends_everything_without_a_word() -> None:
-    async def scene() -> None:
-        stage = Stage(TokenGenerator())
-        stage.start(0)
-        stage.start(1)
-        await stage.settle()
-        await stage.worker.close()
-        stage.start(2)
-        await stage.settle()
-        assert stage.events == []
-        assert stage.generator.calls == ["close"]
-
-    play(scene)
+@played
+async def test_close_ends_everything_without_a_word() -> None:
+    stage = Stage(TokenGenerator())
+    stage.start(0)
+    stage.start(1)
+    await stage.settle()
+    await stage.worker.close()
+    stage.start(2)
+    await stage.settle()
+    assert stage.events == []
+    assert stage.generator.calls == ["close"]

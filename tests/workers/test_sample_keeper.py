@@ -3,11 +3,12 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from event_loops import played
 from test_measurement import Answering, measure, rows_for
 from test_replica_worker import Stage
 
@@ -71,10 +72,6 @@ class Bench:
         return await asyncio.wait_for(self.answers.get(), 60)
 
 
-def play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(scene())
-
-
 def kept(run_dir: Path, kind: str = TRAIN) -> list[dict[str, Any]]:
     return list(SampleFiles(run_dir / FOLDER).rows(kind))
 
@@ -83,11 +80,9 @@ def figures_of(batch: Batch) -> list[list[RolloutFigures]]:
     return [[RolloutFigures(group.group + 0.5, None), RolloutFigures(None, 0.25)] for group in batch.groups]
 
 
-def test_a_reported_step_has_its_samples_with_what_is_known_of_them(tmp_path: Path) -> None:
-    async def scene() -> None:
-        assert isinstance(await Bench(Telling(figures_of), SampleKeeper(tmp_path, EVERYTHING)).step(), StepTrained)
-
-    play(scene)
+@played
+async def test_a_reported_step_has_its_samples_with_what_is_known_of_them(tmp_path: Path) -> None:
+    assert isinstance(await Bench(Telling(figures_of), SampleKeeper(tmp_path, EVERYTHING)).step(), StepTrained)
     rows = kept(tmp_path)
     assert [(row["group"], row["sample"], row["response"], row["reward"], row["tokens"]) for row in rows] == [
         (0, 0, "answer 00", 0.0, 1), (0, 1, "answer 01", 1.0, 2), (1, 0, "answer 10", 1.0, 1),
@@ -116,69 +111,61 @@ def fail(batch: Batch) -> Any:
     "figures",
     [fail, lambda batch: [], lambda batch: [[RolloutFigures(1.0)]], lambda batch: None, lambda batch: [[1.0, 2.0]] * 2],
 )
-def test_figures_that_cannot_be_had_are_left_out(tmp_path: Path, figures: Callable[[Batch], Any]) -> None:
-    async def scene() -> None:
-        assert isinstance(await Bench(Telling(figures), SampleKeeper(tmp_path, EVERYTHING)).step(), StepTrained)
-
-    play(scene)
+@played
+async def test_figures_that_cannot_be_had_are_left_out(tmp_path: Path, figures: Callable[[Batch], Any]) -> None:
+    assert isinstance(await Bench(Telling(figures), SampleKeeper(tmp_path, EVERYTHING)).step(), StepTrained)
     assert [row["advantage"] for row in kept(tmp_path)] == [None] * 4
 
 
-def test_a_step_that_is_trained_again_replaces_its_samples(tmp_path: Path) -> None:
-    async def scene() -> None:
-        bench = Bench(Telling(figures_of), SampleKeeper(tmp_path, SamplePolicy(per_step=3)))
-        await bench.step()
-        before = kept(tmp_path)
-        assert await bench.worker.redo(5, (0, 1), (2, 0), reports=False) == 0
-        assert kept(tmp_path) == before
-        assert len(before) == 3
-
-    play(scene)
+@played
+async def test_a_step_that_is_trained_again_replaces_its_samples(tmp_path: Path) -> None:
+    bench = Bench(Telling(figures_of), SampleKeeper(tmp_path, SamplePolicy(per_step=3)))
+    await bench.step()
+    before = kept(tmp_path)
+    assert await bench.worker.redo(5, (0, 1), (2, 0), reports=False) == 0
+    assert kept(tmp_path) == before
+    assert len(before) == 3
 
 
-def test_a_disk_that_takes_nothing_is_reported_once_and_the_run_goes_on(
+@played
+async def test_a_disk_that_takes_nothing_is_reported_once_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / FOLDER).write_text("in the way")
 
-    async def scene() -> None:
-        trainer = Telling(figures_of)
-        bench = Bench(trainer, SampleKeeper(tmp_path, EVERYTHING))
-        for step in range(3):
-            assert isinstance(await bench.step(step), StepTrained)
-        assert trainer.steps == 3
-        await bench.worker.close()
-
-    with caplog.at_level(logging.WARNING):
-        play(scene)
+    caplog.set_level(logging.WARNING)
+    trainer = Telling(figures_of)
+    bench = Bench(trainer, SampleKeeper(tmp_path, EVERYTHING))
+    for step in range(3):
+        assert isinstance(await bench.step(step), StepTrained)
+    assert trainer.steps == 3
+    await bench.worker.close()
     (message,) = [record.getMessage() for record in caplog.records]
     assert "samples of train step 0 cannot be written" in message and str(tmp_path / FOLDER) in message
 
 
-def test_a_disk_that_hangs_holds_a_step_up_for_a_while_only(
+@played
+async def test_a_disk_that_hangs_holds_a_step_up_for_a_while_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / FOLDER).mkdir()
     hanging = tmp_path / FOLDER / f".step-000000.jsonl.{os.getpid()}.tmp"
     os.mkfifo(hanging)  # to open it for writing waits for a reader
 
-    async def scene() -> None:
-        bench = Bench(Telling(figures_of), SampleKeeper(tmp_path, EVERYTHING))
-        monkeypatch.setattr(sample_keeper, "LONGEST_S", 0.01)
-        for step in (0, 1):
-            assert isinstance(await bench.step(step), StepTrained)
-        assert kept(tmp_path) == [], "nothing is written behind what hangs"
-        monkeypatch.setattr(sample_keeper, "LONGEST_S", 60.0)
-        with open(hanging, "rb"):
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            (hung,) = [task for task in others if "SampleKeeper" in repr(task)]
-            await asyncio.wait([hung])
-        (tmp_path / FOLDER / "step-000000.jsonl").unlink(missing_ok=True)
-        await bench.step(2)
-        await bench.worker.close()
-
-    with caplog.at_level(logging.WARNING):
-        play(scene)
+    caplog.set_level(logging.WARNING)
+    bench = Bench(Telling(figures_of), SampleKeeper(tmp_path, EVERYTHING))
+    monkeypatch.setattr(sample_keeper, "LONGEST_S", 0.01)
+    for step in (0, 1):
+        assert isinstance(await bench.step(step), StepTrained)
+    assert kept(tmp_path) == [], "nothing is written behind what hangs"
+    monkeypatch.setattr(sample_keeper, "LONGEST_S", 60.0)
+    with open(hanging, "rb"):
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        (hung,) = [task for task in others if "SampleKeeper" in repr(task)]
+        await asyncio.wait([hung])
+    (tmp_path / FOLDER / "step-000000.jsonl").unlink(missing_ok=True)
+    await bench.step(2)
+    await bench.worker.close()
     assert {row["step"] for row in kept(tmp_path)} == {2}
     (message,) = [record.getMessage() for record in caplog.records]
     assert "samples of train step 0 cannot be written" in message and "has taken 0.01 s" in message
@@ -192,19 +179,17 @@ def test_a_run_without_samples_keeps_none(tmp_path: Path, monkeypatch: pytest.Mo
     assert keeper_of(tmp_path, SamplePolicy()) is None
 
 
-def test_chunks_keep_the_same_prompts_in_every_validation(tmp_path: Path) -> None:
-    async def scene() -> None:
-        generator = Answering()
-        generator.let.set()
-        keeper = SampleKeeper(tmp_path, SamplePolicy(validation=4))
-        on = Stage(generator, held_out=rows_for(generator, samples=keeper))
-        for validation in (2, 3):
-            for chunk in (0, 1):
-                on.worker.carry_out(measure(chunk, 3 * chunk, 3, validation=validation))
-            await on.until(2 * (validation - 1))
-        assert all(isinstance(event, RowsMeasured) for event in on.events)
-
-    play(scene)
+@played
+async def test_chunks_keep_the_same_prompts_in_every_validation(tmp_path: Path) -> None:
+    generator = Answering()
+    generator.let.set()
+    keeper = SampleKeeper(tmp_path, SamplePolicy(validation=4))
+    on = Stage(generator, held_out=rows_for(generator, samples=keeper))
+    for validation in (2, 3):
+        for chunk in (0, 1):
+            on.worker.carry_out(measure(chunk, 3 * chunk, 3, validation=validation))
+        await on.until(2 * (validation - 1))
+    assert all(isinstance(event, RowsMeasured) for event in on.events)
     rows = kept(tmp_path, VALIDATION)
     chosen = {
         validation: {row["prompt_row"] for row in rows if row["validation"] == validation} for validation in (2, 3)

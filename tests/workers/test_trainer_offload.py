@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_trainer_worker import Bench, Scribe, play, save, train
+from event_loops import played
+from test_trainer_worker import Bench, Scribe, save, train
 
 from engine.commands import PublishWeights, ScoreBatch
 from engine.errors import TrainerSpoiled
@@ -29,29 +30,26 @@ class Leaving(Scribe):
         return [call.split()[0] for call in self.calls]
 
 
-def in_turns(trainer: Any, folder: Path, *orders: Any) -> list[Any]:
+async def in_turns(trainer: Any, folder: Path, *orders: Any) -> list[Any]:
     """The events that answer the orders to a trainer that takes turns."""
-    events: list[Any] = []
-
-    async def scene() -> None:
-        bench = Bench(trainer, folder, takes_turns=True)
-        await bench.fill(2, 4)
-        await bench.worker.leave()
-        events.extend(await bench.answer(*orders))
-        await bench.worker.close()
-
-    play(scene)
+    bench = Bench(trainer, folder, takes_turns=True)
+    await bench.fill(2, 4)
+    await bench.worker.leave()
+    events = await bench.answer(*orders)
+    await bench.worker.close()
     return events
 
 
-def test_it_is_there_from_the_first_score_to_the_end_of_training(tmp_path: Path) -> None:
+@played
+async def test_it_is_there_from_the_first_score_to_the_end_of_training(tmp_path: Path) -> None:
     trainer = Leaving()
-    in_turns(trainer, tmp_path, SCORE, train(), PublishWeights(version=1, attempt=1, steps=1, cause=0), save(1))
+    await in_turns(trainer, tmp_path, SCORE, train(), PublishWeights(version=1, attempt=1, steps=1, cause=0), save(1))
     assert trainer.noted == ["offload", "onload", "score", "train", "offload", "weights", "save"]
 
 
 @pytest.mark.parametrize(("fail", "order"), [("score", SCORE), ("train", train())])
-def test_one_that_fails_leaves_and_comes_back(tmp_path: Path, fail: str, order: Any) -> None:
+@played
+async def test_one_that_fails_leaves_and_comes_back(tmp_path: Path, fail: str, order: Any) -> None:
     class Once(Leaving):
         def _note(self, call: str) -> None:
             try:
@@ -60,28 +58,27 @@ def test_one_that_fails_leaves_and_comes_back(tmp_path: Path, fail: str, order: 
                 self.fails = "" if call.startswith(fail) else fail
 
     trainer = Once(fails=fail)
-    failed, _ = in_turns(trainer, tmp_path, order, train(attempt=2))
+    failed, _ = await in_turns(trainer, tmp_path, order, train(attempt=2))
     assert isinstance(failed, StepFailed)
     assert trainer.noted == ["offload", "onload", fail, "offload", "onload", "train", "offload"]
 
 
-def test_one_that_is_spoiled_is_not_asked_to_leave(tmp_path: Path) -> None:
-    async def scene() -> None:
-        bench = Bench(trainer, tmp_path, takes_turns=True)
-        await bench.fill(2, 4)
-        bench.carry_out(train())
-        while not bench.broken:
-            await asyncio.sleep(0)
-        await bench.worker.close()
-
+@played
+async def test_one_that_is_spoiled_is_not_asked_to_leave(tmp_path: Path) -> None:
     trainer = Leaving(fails="train", error=TrainerSpoiled("out of memory"))
-    play(scene)
+    bench = Bench(trainer, tmp_path, takes_turns=True)
+    await bench.fill(2, 4)
+    bench.carry_out(train())
+    while not bench.broken:
+        await asyncio.sleep(0)
+    await bench.worker.close()
     assert trainer.noted == ["train"]
 
 
-def test_one_that_cannot_leave_stays(tmp_path: Path) -> None:
+@played
+async def test_one_that_cannot_leave_stays(tmp_path: Path) -> None:
     trainer = Scribe()
-    in_turns(trainer, tmp_path, train())
+    await in_turns(trainer, tmp_path, train())
     assert [call.split()[0] for call in trainer.calls] == ["train"]
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from fractions import Fraction
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from event_loops import played
 
 from engine.commands import Command, DeleteCheckpoint, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
 from engine.errors import TrainerSpoiled
@@ -143,56 +144,48 @@ class Bench:
             await self.trajectories.put(kept, attempt=1)
 
 
-def test_a_step_reports_figures_of_its_responses_unless_its_trainer_has_its_own() -> None:
+@played
+async def test_a_step_reports_figures_of_its_responses_unless_its_trainer_has_its_own() -> None:
     class Own(SimpleTrainer):
         def train(self, batch: Batch) -> dict[str, float]:
             batch.groups.clear()
             return {"accuracy": 7.0}
 
-    async def scene() -> None:
-        bench = Bench(Own())
-        await bench.fill(2, 4)
-        await bench.answer(train())
-        figures = {name: 0.0 if name.endswith("_share") else 1.0 for name in NAMES}
-        histograms = {"reward": [(1.0, 1.0, 2)]}
-        assert bench.responses == figures | {"accuracy": 7.0, HISTOGRAMS: histograms}
-
-    play(scene)
+    bench = Bench(Own())
+    await bench.fill(2, 4)
+    await bench.answer(train())
+    figures = {name: 0.0 if name.endswith("_share") else 1.0 for name in NAMES}
+    histograms = {"reward": [(1.0, 1.0, 2)]}
+    assert bench.responses == figures | {"accuracy": 7.0, HISTOGRAMS: histograms}
 
 
 def train(step: int = 0, attempt: int = 1) -> TrainStep:
     return TrainStep(step=step, attempt=attempt, groups=(4, 2), staleness=(1, 0), cause=0)
 
 
-def play(scene: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scene(), 120))  # type: ignore[arg-type]
-
-
-def test_orders_are_carried_out_one_by_one_in_their_order_off_the_loop(tmp_path: Path) -> None:
-    async def scene() -> None:
-        trainer = Scribe()
-        bench = Bench(trainer, tmp_path)
-        await bench.fill(2, 4)
-        events = await bench.answer(
-            ScoreBatch(step=0, attempt=1, task="old_logprobs", groups=(4, 2), cause=0),
-            train(),
-            PublishWeights(version=1, attempt=1, steps=1, cause=0),
-            save(1),
-        )
-        assert events == [
-            BatchScored(step=0, attempt=1, task="old_logprobs"),
-            StepTrained(step=0, attempt=1),
-            WeightsPublished(version=1, attempt=1),
-            CheckpointSaved(steps=1),
-        ]
-        assert trainer.calls == ["score old_logprobs [4, 2]", "train [4, 2] [1, 0]", "weights", "save 1"]
-        assert len(trainer.threads) == 1
-        assert trainer.threads != {threading.current_thread().name}
-        assert bench.figures == [(0, {"loss": 0.5})]
-        assert bench.weights.store.get(1) == {"w": 1}
-        await bench.worker.close()
-
-    play(scene)
+@played
+async def test_orders_are_carried_out_one_by_one_in_their_order_off_the_loop(tmp_path: Path) -> None:
+    trainer = Scribe()
+    bench = Bench(trainer, tmp_path)
+    await bench.fill(2, 4)
+    events = await bench.answer(
+        ScoreBatch(step=0, attempt=1, task="old_logprobs", groups=(4, 2), cause=0),
+        train(),
+        PublishWeights(version=1, attempt=1, steps=1, cause=0),
+        save(1),
+    )
+    assert events == [
+        BatchScored(step=0, attempt=1, task="old_logprobs"),
+        StepTrained(step=0, attempt=1),
+        WeightsPublished(version=1, attempt=1),
+        CheckpointSaved(steps=1),
+    ]
+    assert trainer.calls == ["score old_logprobs [4, 2]", "train [4, 2] [1, 0]", "weights", "save 1"]
+    assert len(trainer.threads) == 1
+    assert trainer.threads != {threading.current_thread().name}
+    assert bench.figures == [(0, {"loss": 0.5})]
+    assert bench.weights.store.get(1) == {"w": 1}
+    await bench.worker.close()
 
 
 class Steady(SimpleTrainer):
@@ -234,25 +227,23 @@ class Steady(SimpleTrainer):
     ],
     ids=lambda order: type(order).__name__,
 )
-def test_what_a_trainer_progresses_in_a_call_is_reported_as_progress_of_its_order(
+@played
+async def test_what_a_trainer_progresses_in_a_call_is_reported_as_progress_of_its_order(
     order: Command, tmp_path: Path
 ) -> None:
-    async def scene() -> None:
-        bench = Bench(trainer := Steady(), tmp_path, progress_every_s=0.0)
-        trainer.watch_progress(bench.progress.note)
-        await bench.fill(2, 4)
-        bench.worker.carry_out(order)
-        while isinstance(await bench.news(), OrderProgressed):
-            trainer.reported.set()
-        *reports, answer = bench.events
-        assert len(reports) >= 2 and {*reports} == {OrderProgressed(order=7)}
-        assert not isinstance(answer, StepFailed | PublishFailed | CheckpointFailed)
-        trainer.progressed()
-        await asyncio.sleep(0)
-        assert bench.events[-1] is answer, "it works on nothing"
-        await bench.worker.close()
-
-    play(scene)
+    bench = Bench(trainer := Steady(), tmp_path, progress_every_s=0.0)
+    trainer.watch_progress(bench.progress.note)
+    await bench.fill(2, 4)
+    bench.worker.carry_out(order)
+    while isinstance(await bench.news(), OrderProgressed):
+        trainer.reported.set()
+    *reports, answer = bench.events
+    assert len(reports) >= 2 and {*reports} == {OrderProgressed(order=7)}
+    assert not isinstance(answer, StepFailed | PublishFailed | CheckpointFailed)
+    trainer.progressed()
+    await asyncio.sleep(0)
+    assert bench.events[-1] is answer, "it works on nothing"
+    await bench.worker.close()
 
 
 def test_a_trainer_that_starts_reports_progress_with_each_step_that_it_trains_again() -> None:
@@ -293,18 +284,16 @@ def test_a_trainer_that_starts_reports_progress_with_each_step_that_it_trains_ag
     loop.close()
 
 
-def test_a_repeated_order_is_carried_out_once() -> None:
-    async def scene() -> None:
-        trainer = Scribe()
-        bench = Bench(trainer)
-        await bench.fill(2, 4)
-        await bench.answer(train(), train(attempt=2))
-        bench.carry_out(train())
-        await bench.answer(PublishWeights(version=1, attempt=1, steps=1, cause=0))
-        assert [c.split()[0] for c in trainer.calls] == ["train", "train", "weights"]
-        await bench.worker.close()
-
-    play(scene)
+@played
+async def test_a_repeated_order_is_carried_out_once() -> None:
+    trainer = Scribe()
+    bench = Bench(trainer)
+    await bench.fill(2, 4)
+    await bench.answer(train(), train(attempt=2))
+    bench.carry_out(train())
+    await bench.answer(PublishWeights(version=1, attempt=1, steps=1, cause=0))
+    assert [c.split()[0] for c in trainer.calls] == ["train", "train", "weights"]
+    await bench.worker.close()
 
 
 @pytest.mark.parametrize(
@@ -321,25 +310,24 @@ def test_a_repeated_order_is_carried_out_once() -> None:
     [RuntimeError("no memory"), SystemExit("goodbye"), StopIteration("no more"), CancelledError("given up")],
     ids=["raises", "exits", "stops", "cancels"],
 )
-def test_a_failing_call_is_reported_and_the_next_one_is_carried_out(
+@played
+async def test_a_failing_call_is_reported_and_the_next_one_is_carried_out(
     tmp_path: Path, call: str, command: Command, failed: type[Event], error: BaseException
 ) -> None:
-    async def scene() -> None:
-        trainer = Scribe(fails=call, error=error)
-        bench = Bench(trainer, tmp_path)
-        await bench.fill(2, 4)
-        (event,) = await bench.answer(command)
-        assert isinstance(event, failed)
-        assert type(error).__name__ in event.reason and str(error) in event.reason
-        assert list_checkpoints(tmp_path) == [], "nothing half written is visible"
-        trainer.fails = ""
-        assert isinstance((await bench.answer(train(step=7)))[0], StepTrained)
-        await bench.worker.close()
-
-    play(scene)
+    trainer = Scribe(fails=call, error=error)
+    bench = Bench(trainer, tmp_path)
+    await bench.fill(2, 4)
+    (event,) = await bench.answer(command)
+    assert isinstance(event, failed)
+    assert type(error).__name__ in event.reason and str(error) in event.reason
+    assert list_checkpoints(tmp_path) == [], "nothing half written is visible"
+    trainer.fails = ""
+    assert isinstance((await bench.answer(train(step=7)))[0], StepTrained)
+    await bench.worker.close()
 
 
-def test_a_trainer_that_changes_its_batch_gets_the_recorded_one_at_the_retry() -> None:
+@played
+async def test_a_trainer_that_changes_its_batch_gets_the_recorded_one_at_the_retry() -> None:
     class Spoiler(Scribe):
         def score(self, batch: Batch, task: str) -> None:
             self.spoil(batch)
@@ -361,32 +349,27 @@ def test_a_trainer_that_changes_its_batch_gets_the_recorded_one_at_the_retry() -
 
     seen: list[list[TrajectoryGroup]] = []
 
-    async def scene() -> None:
-        bench = Bench(Spoiler())
-        for number in (4, 2):
-            prompt = Prompt(row=number, text="?", fields={"answer": str(number)})
-            trajectories = [response([1, 2], reward=1.0, version=0)]
-            await bench.trajectories.put(TrajectoryGroup(group=number, prompt=prompt, trajectories=trajectories), 1)
-        await bench.answer(ScoreBatch(step=0, attempt=1, task="old_logprobs", groups=(4, 2), cause=0))
-        await bench.answer(train(attempt=1), train(attempt=2))
-        first, second = seen
-        assert first == second
-        assert [(g.group, g.prompt.fields, g.trajectories) for g in first] == [
-            (number, {"answer": str(number)}, [response([1, 2], reward=1.0, version=0)]) for number in (4, 2)
-        ]
-        await bench.worker.close()
-
-    play(scene)
+    bench = Bench(Spoiler())
+    for number in (4, 2):
+        prompt = Prompt(row=number, text="?", fields={"answer": str(number)})
+        trajectories = [response([1, 2], reward=1.0, version=0)]
+        await bench.trajectories.put(TrajectoryGroup(group=number, prompt=prompt, trajectories=trajectories), 1)
+    await bench.answer(ScoreBatch(step=0, attempt=1, task="old_logprobs", groups=(4, 2), cause=0))
+    await bench.answer(train(attempt=1), train(attempt=2))
+    first, second = seen
+    assert first == second
+    assert [(g.group, g.prompt.fields, g.trajectories) for g in first] == [
+        (number, {"answer": str(number)}, [response([1, 2], reward=1.0, version=0)]) for number in (4, 2)
+    ]
+    await bench.worker.close()
 
 
-def test_a_batch_whose_groups_are_gone_fails_the_step() -> None:
-    async def scene() -> None:
-        bench = Bench(Scribe())
-        (failed,) = await bench.answer(train())
-        assert "does not hold groups [4, 2]" in failed.reason
-        await bench.worker.close()
-
-    play(scene)
+@played
+async def test_a_batch_whose_groups_are_gone_fails_the_step() -> None:
+    bench = Bench(Scribe())
+    (failed,) = await bench.answer(train())
+    assert "does not hold groups [4, 2]" in failed.reason
+    await bench.worker.close()
 
 
 class Hostile:
@@ -442,44 +425,40 @@ class Unreadable(Mapping[str, float]):
     ],
     ids=lambda value: f"{type(value).__name__}",
 )
-def test_a_metric_that_cannot_be_used_is_left_out_and_reported_once(
+@played
+async def test_a_metric_that_cannot_be_used_is_left_out_and_reported_once(
     name: Any, value: Any, expected: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Odd(Scribe):
         def train(self, batch: Batch) -> Any:
             return {name: value, "kept": 0.25}
 
-    async def scene() -> None:
-        bench = Bench(Odd())
-        await bench.fill(2, 4)
-        assert await bench.answer(train(), train(step=1)) == [StepTrained(step=s, attempt=1) for s in (0, 1)]
-        assert bench.figures == [(0, {"kept": 0.25}), (1, {"kept": 0.25})]
-        await bench.worker.close()
-
-    with caplog.at_level("WARNING"):
-        play(scene)
+    caplog.set_level("WARNING")
+    bench = Bench(Odd())
+    await bench.fill(2, 4)
+    assert await bench.answer(train(), train(step=1)) == [StepTrained(step=s, attempt=1) for s in (0, 1)]
+    assert bench.figures == [(0, {"kept": 0.25}), (1, {"kept": 0.25})]
+    await bench.worker.close()
     (said,) = [record.getMessage() for record in caplog.records]
     assert expected in said and "step 0" in said and len(said) < 500
 
 
-def test_metrics_that_can_be_used_are_plain_numbers(caplog: pytest.LogCaptureFixture) -> None:
+@played
+async def test_metrics_that_can_be_used_are_plain_numbers(caplog: pytest.LogCaptureFixture) -> None:
     class Array(Scribe):
         def train(self, batch: Batch) -> Any:
             given = {"a": True, "b": Scalar(3), "c": Scalar(0.5), "d": Fraction(1, 4), "e": 2**70, "f": math.inf}
             return given if batch.step else Unreadable()
 
-    async def scene() -> None:
-        bench = Bench(Array())
-        await bench.fill(2, 4)
-        await bench.answer(train(), train(step=1))
-        (_, first), (_, second) = bench.figures
-        assert first == {}
-        assert second == {"a": 1, "b": 3, "c": 0.5, "d": 0.25, "e": float(2**70), "f": math.inf}
-        assert [type(value) for value in second.values()] == [int, int, float, float, float, float]
-        await bench.worker.close()
-
-    with caplog.at_level("WARNING"):
-        play(scene)
+    caplog.set_level("WARNING")
+    bench = Bench(Array())
+    await bench.fill(2, 4)
+    await bench.answer(train(), train(step=1))
+    (_, first), (_, second) = bench.figures
+    assert first == {}
+    assert second == {"a": 1, "b": 3, "c": 0.5, "d": 0.25, "e": float(2**70), "f": math.inf}
+    assert [type(value) for value in second.values()] == [int, int, float, float, float, float]
+    await bench.worker.close()
     assert "metrics that cannot be read (SystemExit: not now)" in caplog.text
 
 
@@ -491,98 +470,86 @@ def delete(steps: int) -> DeleteCheckpoint:
     return DeleteCheckpoint(steps=steps, cause=0)
 
 
-def test_checkpoints_stay_until_they_are_to_be_deleted_and_nothing_half_done_does(tmp_path: Path) -> None:
-    async def scene() -> None:
-        bench = Bench(Scribe(), tmp_path)
-        (tmp_path / ".step-000003.saving").mkdir()
-        (tmp_path / ".step-000003.saving" / "weights").write_text("half of them")
-        (tmp_path / ".step-000012-left-1").mkdir()
-        await bench.answer(*(save(steps) for steps in (2, 4, 10)))
-        assert await bench.answer(delete(2)) == [OrderDone(orders=(3,))]
-        left = sorted(path.name for path in tmp_path.iterdir())
-        assert left == [".step-000012-left-1", "step-000004", "step-000010"]
-        await bench.worker.close()
-        failing = Bench(Scribe(fails="save"), tmp_path)
-        assert isinstance((await failing.answer(save(12)))[0], CheckpointFailed)
-        assert sorted(path.name for path in tmp_path.iterdir()) == left
-        await failing.worker.close()
-
-    play(scene)
+@played
+async def test_checkpoints_stay_until_they_are_to_be_deleted_and_nothing_half_done_does(tmp_path: Path) -> None:
+    bench = Bench(Scribe(), tmp_path)
+    (tmp_path / ".step-000003.saving").mkdir()
+    (tmp_path / ".step-000003.saving" / "weights").write_text("half of them")
+    (tmp_path / ".step-000012-left-1").mkdir()
+    await bench.answer(*(save(steps) for steps in (2, 4, 10)))
+    assert await bench.answer(delete(2)) == [OrderDone(orders=(3,))]
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == [".step-000012-left-1", "step-000004", "step-000010"]
+    await bench.worker.close()
+    failing = Bench(Scribe(fails="save"), tmp_path)
+    assert isinstance((await failing.answer(save(12)))[0], CheckpointFailed)
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    await failing.worker.close()
 
 
-def test_a_checkpoint_of_an_earlier_life_is_written_again(tmp_path: Path) -> None:
-    async def scene() -> None:
-        trainer = Scribe()
-        bench = Bench(trainer, tmp_path)
-        await bench.answer(save(10))
-        again = Bench(trainer, tmp_path)
-        assert await again.answer(save(10)) == [CheckpointSaved(steps=10)]
-        assert trainer.calls == ["save 10", "save 10"]
-        await bench.worker.close()
-        await again.worker.close()
-
-    play(scene)
+@played
+async def test_a_checkpoint_of_an_earlier_life_is_written_again(tmp_path: Path) -> None:
+    trainer = Scribe()
+    bench = Bench(trainer, tmp_path)
+    await bench.answer(save(10))
+    again = Bench(trainer, tmp_path)
+    assert await again.answer(save(10)) == [CheckpointSaved(steps=10)]
+    assert trainer.calls == ["save 10", "save 10"]
+    await bench.worker.close()
+    await again.worker.close()
 
 
-def test_a_checkpoint_that_is_gone_already_is_deleted_and_so_is_the_rest_of_one(tmp_path: Path) -> None:
-    async def scene() -> None:
-        bench = Bench(Scribe(), tmp_path)
-        await bench.answer(save(2))
-        half = tmp_path / ".step-000002.saving"
-        half.mkdir()
-        (half / "weights").write_text("the rest of an earlier one")
-        again = replace(delete(2), cause=1)
-        assert await bench.answer(delete(2), again, delete(9)) == [OrderDone(orders=(n,)) for n in (1, 2, 3)]
-        assert list(tmp_path.iterdir()) == []
-        await bench.worker.close()
-        nowhere = Bench(Scribe())
-        assert await nowhere.answer(delete(2)) == [OrderDone(orders=(0,))]
-        await nowhere.worker.close()
-
-    play(scene)
+@played
+async def test_a_checkpoint_that_is_gone_already_is_deleted_and_so_is_the_rest_of_one(tmp_path: Path) -> None:
+    bench = Bench(Scribe(), tmp_path)
+    await bench.answer(save(2))
+    half = tmp_path / ".step-000002.saving"
+    half.mkdir()
+    (half / "weights").write_text("the rest of an earlier one")
+    again = replace(delete(2), cause=1)
+    assert await bench.answer(delete(2), again, delete(9)) == [OrderDone(orders=(n,)) for n in (1, 2, 3)]
+    assert list(tmp_path.iterdir()) == []
+    await bench.worker.close()
+    nowhere = Bench(Scribe())
+    assert await nowhere.answer(delete(2)) == [OrderDone(orders=(0,))]
+    await nowhere.worker.close()
 
 
-def test_a_checkpoint_is_deleted_in_its_turn_off_the_loop(tmp_path: Path) -> None:
-    async def scene() -> None:
-        bench = Bench(Scribe(), tmp_path)
-        answers = [CheckpointSaved(steps=2), OrderDone(orders=(1,)), CheckpointSaved(steps=4)]
-        assert await bench.answer(save(2), delete(2), save(4)) == answers
-        assert [steps for steps, _ in list_checkpoints(tmp_path)] == [4]
-        await bench.worker.close()
-
-    play(scene)
+@played
+async def test_a_checkpoint_is_deleted_in_its_turn_off_the_loop(tmp_path: Path) -> None:
+    bench = Bench(Scribe(), tmp_path)
+    answers = [CheckpointSaved(steps=2), OrderDone(orders=(1,)), CheckpointSaved(steps=4)]
+    assert await bench.answer(save(2), delete(2), save(4)) == answers
+    assert [steps for steps, _ in list_checkpoints(tmp_path)] == [4]
+    await bench.worker.close()
 
 
-def test_a_checkpoint_that_cannot_be_deleted_stays_and_is_named_once(
+@played
+async def test_a_checkpoint_that_cannot_be_deleted_stays_and_is_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scene() -> None:
-        place = tmp_path / "checkpoints"
-        bench = Bench(Scribe(), place)
-        await bench.answer(save(2))
-        (place / ".step-000002.saving").write_text("a file where the directory would have to go")
-        assert await bench.answer(delete(2)) == [OrderDone(orders=(1,))]
-        assert [steps for steps, _ in list_checkpoints(place)] == [2]
-        await bench.worker.close()
-
-    with caplog.at_level("WARNING"):
-        play(scene)
+    caplog.set_level("WARNING")
+    place = tmp_path / "checkpoints"
+    bench = Bench(Scribe(), place)
+    await bench.answer(save(2))
+    (place / ".step-000002.saving").write_text("a file where the directory would have to go")
+    assert await bench.answer(delete(2)) == [OrderDone(orders=(1,))]
+    assert [steps for steps, _ in list_checkpoints(place)] == [2]
+    await bench.worker.close()
     (said,) = [record.getMessage() for record in caplog.records]
     assert "step-000002 cannot be deleted and stays: " in said
 
 
-def test_a_trained_step_says_how_many_updates_the_optimizer_made() -> None:
+@played
+async def test_a_trained_step_says_how_many_updates_the_optimizer_made() -> None:
     class Counting(Scribe):
         def train(self, batch: Batch) -> dict[str, float]:
             return {"optimizer_steps": 4.0}
 
-    async def scene() -> None:
-        bench = Bench(Counting())
-        await bench.fill(2, 4)
-        assert await bench.answer(train()) == [StepTrained(step=0, attempt=1, updates=4)]
-        await bench.worker.close()
-
-    play(scene)
+    bench = Bench(Counting())
+    await bench.fill(2, 4)
+    assert await bench.answer(train()) == [StepTrained(step=0, attempt=1, updates=4)]
+    await bench.worker.close()
 
 
 @pytest.mark.parametrize(("value", "figure"), [(2**63 - 1, int), (1 - 2**63, int), (2**63, float), (True, int)])
@@ -607,21 +574,21 @@ WRONG = "train() must return a dict of metrics or None, not {}; its weights may 
     ],
     ids=["says so", "returns a list", "yields"],
 )
-def test_a_spoiled_trainer_is_replaced_and_its_step_is_not_answered(result: Callable[[], Any], reason: str) -> None:
+@played
+async def test_a_spoiled_trainer_is_replaced_and_its_step_is_not_answered(
+    result: Callable[[], Any], reason: str
+) -> None:
     class Spoiled(Scribe):
         def train(self, batch: Any) -> Any:
             return result()
 
-    async def scene() -> None:
-        bench = Bench(Spoiled())
-        await bench.fill(2, 4)
-        bench.carry_out(train())
-        bench.carry_out(PublishWeights(version=1, attempt=1, steps=1, cause=0))
-        while not ((bench.broken or bench.events) and bench.worker._orders.empty()):
-            await asyncio.sleep(0)
+    bench = Bench(Spoiled())
+    await bench.fill(2, 4)
+    bench.carry_out(train())
+    bench.carry_out(PublishWeights(version=1, attempt=1, steps=1, cause=0))
+    while not ((bench.broken or bench.events) and bench.worker._orders.empty()):
         await asyncio.sleep(0)
-        assert bench.broken == [reason]
-        assert bench.events == [] and bench.weights.store.newest == 0, "spoiled weights are not published"
-        await bench.worker.close()
-
-    play(scene)
+    await asyncio.sleep(0)
+    assert bench.broken == [reason]
+    assert bench.events == [] and bench.weights.store.newest == 0, "spoiled weights are not published"
+    await bench.worker.close()

@@ -3,11 +3,11 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from event_loops import played
 
 from engine.commands import (
     Command,
@@ -89,12 +89,9 @@ class Stage:
         return await asyncio.wait_for(self.events.get(), 60)
 
 
-def play(scene: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scene(), 120))  # type: ignore[arg-type]
-
-
 @exits
-def test_a_generator_that_exits_while_watched_or_closed_breaks_only_its_replica(error: BaseException) -> None:
+@played
+async def test_a_generator_that_exits_while_watched_or_closed_breaks_only_its_replica(error: BaseException) -> None:
     class Watched(SimpleGenerator):
         async def failed(self) -> str:
             raise error
@@ -102,40 +99,34 @@ def test_a_generator_that_exits_while_watched_or_closed_breaks_only_its_replica(
         async def close(self) -> None:
             raise error
 
-    async def scene() -> None:
-        stage = Stage()
-        worker = stage.replica(Watched())
-        worker.join(slots=1)
-        await stage.next()
-        while not stage.broken:
-            await asyncio.sleep(0)
-        assert type(error).__name__ in stage.broken[0]
-        await worker.close()
-
-    play(scene)
+    stage = Stage()
+    worker = stage.replica(Watched())
+    worker.join(slots=1)
+    await stage.next()
+    while not stage.broken:
+        await asyncio.sleep(0)
+    assert type(error).__name__ in stage.broken[0]
+    await worker.close()
 
 
 @exits
-def test_an_evaluator_that_leaves_fails_its_rows(error: BaseException) -> None:
+@played
+async def test_an_evaluator_that_leaves_fails_its_rows(error: BaseException) -> None:
     class Leaving(SimpleGenerator):
         async def generate(self, work: GroupWork) -> Generated:
             raise error
 
-    async def scene() -> None:
-        stage = Stage()
-        evaluator = Leaving()
-        worker = stage.replica(
-            evaluator, HeldOut(prompts=[PROMPT], evaluator=evaluator, rows=[HeldOutRow("", 0, 0, 1)])
-        )
-        worker.carry_out(MeasureRows(validation=0, chunk=0, attempt=1, version=0, first=0, count=1, number=0, **WHO))
-        failed = await stage.next()
-        assert isinstance(failed, RowsFailed) and type(error).__name__ in failed.reason
-        await worker.close()
-
-    play(scene)
+    stage = Stage()
+    evaluator = Leaving()
+    worker = stage.replica(evaluator, HeldOut(prompts=[PROMPT], evaluator=evaluator, rows=[HeldOutRow("", 0, 0, 1)]))
+    worker.carry_out(MeasureRows(validation=0, chunk=0, attempt=1, version=0, first=0, count=1, number=0, **WHO))
+    failed = await stage.next()
+    assert isinstance(failed, RowsFailed) and type(error).__name__ in failed.reason
+    await worker.close()
 
 
-def test_an_exception_outside_the_handling_of_an_order_breaks_its_worker() -> None:
+@played
+async def test_an_exception_outside_the_handling_of_an_order_breaks_its_worker() -> None:
     """Whatever raises: here the worker's report."""
 
     class Coming(SimpleTrainer):
@@ -150,72 +141,68 @@ def test_an_exception_outside_the_handling_of_an_order_breaks_its_worker() -> No
     def emit(event: Event) -> None:
         raise CodecError("it does not fit")
 
-    async def scene() -> None:
-        stage = Stage()
-        group = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[response([1], reward=0.0, version=0)])
-        await stage.trajectories.put(group, attempt=1)
-        about: dict[str, Any] = {
-            "trajectories": stage.trajectories, "weights": stage.weights, "emit": emit, "broken": stage.break_it,
-        }  # fmt: skip
-        queue = {**about, "progress": no_progress()}
-        workers: list[tuple[Any, Command]] = [
-            (
-                TrainerWorker(trainer=Coming(), report=lambda *figures: None, **queue),
-                TrainStep(step=0, attempt=1, groups=(), staleness=(), number=0, cause=0),
+    stage = Stage()
+    group = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[response([1], reward=0.0, version=0)])
+    await stage.trajectories.put(group, attempt=1)
+    about: dict[str, Any] = {
+        "trajectories": stage.trajectories, "weights": stage.weights, "emit": emit, "broken": stage.break_it,
+    }  # fmt: skip
+    queue = {**about, "progress": no_progress()}
+    workers: list[tuple[Any, Command]] = [
+        (
+            TrainerWorker(trainer=Coming(), report=lambda *figures: None, **queue),
+            TrainStep(step=0, attempt=1, groups=(), staleness=(), number=0, cause=0),
+        ),
+        (
+            ScorerWorker(scorer=Coming(), ask=lambda steps: asyncio.sleep(0), **queue),
+            ScoreBatch(step=0, attempt=1, task="ref_logprobs", groups=(), number=0, cause=0),
+        ),
+        (
+            StageWorker(works={"judging": praise}, **about),
+            EnterState(group=0, attempt=1, state="judging", cause=0),
+        ),
+        (
+            ReplicaWorker(
+                replica=0,
+                incarnation=1,
+                generator=SimpleGenerator(),
+                samples=1,
+                progress_every_s=lambda order: 60.0,
+                **about,
             ),
-            (
-                ScorerWorker(scorer=Coming(), ask=lambda steps: asyncio.sleep(0), **queue),
-                ScoreBatch(step=0, attempt=1, task="ref_logprobs", groups=(), number=0, cause=0),
-            ),
-            (
-                StageWorker(works={"judging": praise}, **about),
-                EnterState(group=0, attempt=1, state="judging", cause=0),
-            ),
-            (
-                ReplicaWorker(
-                    replica=0,
-                    incarnation=1,
-                    generator=SimpleGenerator(),
-                    samples=1,
-                    progress_every_s=lambda order: 60.0,
-                    **about,
-                ),
-                StageWeights(version=1, attempt=1, **WHO),
-            ),
-        ]
-        for worker, order in workers:
-            worker.carry_out(order)
-            assert await stage.next() == "a task of its worker failed: it does not fit"
-            await worker.close()
-
-    play(scene)
-
-
-def test_an_order_that_cannot_be_started_breaks_its_worker() -> None:
-    async def scene() -> None:
-        stage = Stage()
-        plan = Plan(
-            limits=Limits(train_batch_size=1, max_staleness_steps=0, max_concurrent_groups=1), samples=1,
-            make_rollout=lambda replica: Rollout(generator=SimpleGenerator()), make_trainer=SimpleTrainer,
-            make_prompts=lambda: listed(["?"]),
-        )  # fmt: skip
-        peers = Peers(
-            trajectories=stage.trajectories, weights=stage.weights, emit=stage.events.put_nowait,
-            report=lambda step, figures: None, broken=stage.break_it, ask_trainer=lambda steps: asyncio.sleep(0),
-        )  # fmt: skip
-        worker = PlannedTrainer(plan, 0, 1)
-        worker.carry_out(StageWeights(version=1, attempt=1, **WHO))
-        await worker.open(peers)
-        why = "its worker cannot start StageWeights: the trainer cannot execute StageWeights"
-        assert await stage.next() == why
-        worker.carry_out(PauseReplica(version=1, mode="keep", attempt=1, **WHO))
-        assert await stage.next() == why.replace("StageWeights", "PauseReplica")
+            StageWeights(version=1, attempt=1, **WHO),
+        ),
+    ]
+    for worker, order in workers:
+        worker.carry_out(order)
+        assert await stage.next() == "a task of its worker failed: it does not fit"
         await worker.close()
 
-    play(scene)
+
+@played
+async def test_an_order_that_cannot_be_started_breaks_its_worker() -> None:
+    stage = Stage()
+    plan = Plan(
+        limits=Limits(train_batch_size=1, max_staleness_steps=0, max_concurrent_groups=1), samples=1,
+        make_rollout=lambda replica: Rollout(generator=SimpleGenerator()), make_trainer=SimpleTrainer,
+        make_prompts=lambda: listed(["?"]),
+    )  # fmt: skip
+    peers = Peers(
+        trajectories=stage.trajectories, weights=stage.weights, emit=stage.events.put_nowait,
+        report=lambda step, figures: None, broken=stage.break_it, ask_trainer=lambda steps: asyncio.sleep(0),
+    )  # fmt: skip
+    worker = PlannedTrainer(plan, 0, 1)
+    worker.carry_out(StageWeights(version=1, attempt=1, **WHO))
+    await worker.open(peers)
+    why = "its worker cannot start StageWeights: the trainer cannot execute StageWeights"
+    assert await stage.next() == why
+    worker.carry_out(PauseReplica(version=1, mode="keep", attempt=1, **WHO))
+    assert await stage.next() == why.replace("StageWeights", "PauseReplica")
+    await worker.close()
 
 
-def test_code_that_cancels_the_task_that_calls_it_breaks_its_worker() -> None:
+@played
+async def test_code_that_cancels_the_task_that_calls_it_breaks_its_worker() -> None:
     async def cancel(*given: Any) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -228,36 +215,31 @@ def test_code_that_cancels_the_task_that_calls_it_breaks_its_worker() -> None:
     class Sampler(SimpleGenerator):
         stage = cancel  # type: ignore[assignment]
 
-    async def scene() -> None:
-        stage = Stage()
-        stage.weights.store.put(1, "w")
-        trainer = stage.trainer(Learner())
-        trainer.carry_out(TrainStep(step=0, attempt=1, groups=(), staleness=(), number=0, cause=0))
-        assert await stage.next() == "a task of its worker failed: CancelledError: canceled by other code"
-        await trainer.close()
-        replica = stage.replica(Sampler())
-        replica.carry_out(StageWeights(version=1, attempt=1, **WHO))
-        assert await stage.next() == "a task of its worker failed: CancelledError: canceled by other code"
-        await replica.close()
-
-    play(scene)
+    stage = Stage()
+    stage.weights.store.put(1, "w")
+    trainer = stage.trainer(Learner())
+    trainer.carry_out(TrainStep(step=0, attempt=1, groups=(), staleness=(), number=0, cause=0))
+    assert await stage.next() == "a task of its worker failed: CancelledError: canceled by other code"
+    await trainer.close()
+    replica = stage.replica(Sampler())
+    replica.carry_out(StageWeights(version=1, attempt=1, **WHO))
+    assert await stage.next() == "a task of its worker failed: CancelledError: canceled by other code"
+    await replica.close()
 
 
 @exits
-def test_an_agent_that_leaves_is_the_fault_of_its_prompt_and_others_run_on(error: BaseException) -> None:
+@played
+async def test_an_agent_that_leaves_is_the_fault_of_its_prompt_and_others_run_on(error: BaseException) -> None:
     async def agent(base_url: str, key: str, prompt: Prompt) -> float | None:
         if prompt.row == 3:
             raise error
         return 0.5
 
-    async def scene() -> None:
-        runner = FunctionRunner(agent)
-        with pytest.raises(DataFailure, match=rf"on prompt row 3: .*{type(error).__name__}"):
-            await runner.run("http://localhost", "key", PROMPT)
-        assert await runner.run("http://localhost", "key", Prompt(row=4, text="?")) == 0.5
-        runner.close()
-
-    play(scene)
+    runner = FunctionRunner(agent)
+    with pytest.raises(DataFailure, match=rf"on prompt row 3: .*{type(error).__name__}"):
+        await runner.run("http://localhost", "key", PROMPT)
+    assert await runner.run("http://localhost", "key", Prompt(row=4, text="?")) == 0.5
+    runner.close()
 
 
 @pytest.mark.parametrize("place", ["sample", "train"])
@@ -268,29 +250,27 @@ def test_a_forked_child_that_returns_ends_and_the_run_goes_on(place: str) -> Non
     assert "a process that user code forked came back to the engine and is ended" in ended.stderr
 
 
-def test_our_own_cancellation_is_no_failure() -> None:
-    async def scene() -> None:
-        began = asyncio.Event()
-
-        async def work() -> None:
-            began.set()
-            await asyncio.Event().wait()
-
-        task = asyncio.create_task(awaited(work))
-        await began.wait()
-        task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.0):
-                await awaited(work)
-        with pytest.raises(ValueError, match="as it is"):
-            await awaited(fails, "as it is")
-
+@played
+async def test_our_own_cancellation_is_no_failure() -> None:
     async def fails(words: str) -> Generated:
         raise ValueError(words)
 
-    play(scene)
+    began = asyncio.Event()
+
+    async def work() -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(awaited(work))
+    await began.wait()
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.0):
+            await awaited(work)
+    with pytest.raises(ValueError, match="as it is"):
+        await awaited(fails, "as it is")
 
 
 def test_an_exception_without_a_message_is_named_by_its_kind() -> None:
